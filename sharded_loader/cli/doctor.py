@@ -312,7 +312,7 @@ def _gpu(torch: Any, device: Any) -> Gpu:
 
 
 def _pin(torch: Any, device: Any) -> str | None:
-    """Pin memory of torch's, and page-lock memory as the loader does. The warning if that fails."""
+    """Have torch pin memory, and pin memory in place as the loader does. Returns the warning if that fails."""
     import mmap
 
     from sharded_loader.devices.pinning import Registrar

@@ -347,7 +347,7 @@ def ask_first(function: Callable[[], tuple[int, int] | None]) -> None:
 def this_worker() -> tuple[int, int] | None:
     """The number of this worker, and how many there are, as torch's ``get_worker_info`` says; None outside workers.
 
-    A worker of this library that has not imported torch has no answer of torch's, but knows its part.
+    A worker of this library that has not imported torch cannot ask torch, but knows its part.
 
     Example:
         >>> this_worker() is None

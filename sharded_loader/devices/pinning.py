@@ -10,7 +10,7 @@ does not guard memory that it did not pin. So only `devices.copies` reads a segm
 copies are done. The user's program never sees that memory.
 
 What can go wrong: pinning is rejected (a limit, no permission, confidential computing). One warning says so, and copies
-go through pinned memory of torch's own, as everywhere without CUDA. The CUDA runtime keeps the error of the rejected
+go through memory that torch pins, as on all devices without CUDA. The CUDA runtime keeps the error of the rejected
 call and would report it in the next, unrelated call. So the error is cleared.
 
 Source of the idea: vLLM and SGLang register their host pools this way, and their reports of how it fails.

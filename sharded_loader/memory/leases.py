@@ -4,7 +4,7 @@
     Leases().ended() -> what has come back
     ReusedMemory(shape, dtype) -> array        for large batches; small arrays are `numpy.empty`'s
 
-A lease is a weak reference to the array that is lent, which is the base of all its views, also of torch's. When that
+A lease is a weak reference to the array that is lent, which is the base of all its views and tensors. When that
 array dies, in any thread or inside the garbage collector, the reference is appended to a deque. The lender finds it
 there. No lock is needed: any thread may call, also a signal handler inside a call.
 

@@ -19,7 +19,7 @@ A segment owns its mapping and its descriptor. It is allocated in full when it i
 that is promised and not there ends in SIGBUS, in the process that touches it. `Arena` and `publish` ask before how
 much memory is free (`limits.free_bytes`).
 
-What can go wrong: the system refuses (OSError). Before Python 3.13 a mapping holds a second descriptor, which must
+What can go wrong: the system call fails (OSError). Before Python 3.13 a mapping holds a second descriptor, which must
 not be closed: it stays open after `close`, until the last array over the memory has died.
 """
 

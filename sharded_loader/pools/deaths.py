@@ -78,10 +78,6 @@ class Deaths:
         self.unsettled = True
         return self._by_batch[key] >= self._limit
 
-    def count_of(self, task: Task) -> int:
-        """How many workers have died over the task."""
-        return self._by_batch[task.run, task.seq]
-
     def suspect(self, keys: Iterable[tuple[int, int]]) -> None:
         """A worker died over one of these tasks, and it is not known over which."""
         self.suspects.update(keys)

@@ -114,7 +114,7 @@ def assert_resumes(
     before: int,
     count: int | None,
     as_json: bool = True,
-    epochs: int = 2,
+    epochs: int = 3,
     unordered: bool = False,
 ) -> None:
     """A state goes on exactly: the rest of the epoch, and the epochs after it.

@@ -319,15 +319,15 @@ class StuckInItsSeed(Stuck):
 
 
 def test_a_thread_that_hangs_in_sample_seed_delays_the_others_and_is_an_error() -> None:
-    data = StuckInItsSeed()
+    data, before = StuckInItsSeed(), set(threading.enumerate())
     random.seed(5)
     states = random.getstate()
     with ShardedDataLoader(data, 2, seed=1, pool=ThreadPool(2, timeout=0.5)) as loader:
         _, errors = until_the_end(iter(loader))
         assert 3 in [error.index for error in errors]
         data.go_on.set()
-        for thread in data.begun:
-            thread.join(300)
+    for thread in set(threading.enumerate()) - before:  # also those that were given up while they waited for the seed
+        thread.join(300)
     assert random.getstate() == states
     sampler = torch.utils.data.RandomSampler(range(10))  # started with the generators seeded
     with ShardedDataLoader(range(10), 5, sampler=sampler, seed=1) as other:

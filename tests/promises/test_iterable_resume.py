@@ -550,7 +550,7 @@ def test_a_buffer_may_be_part_of_the_state() -> None:
 
     (whole,) = epochs_of(Buffered(), 1, streams=1)
     assert sorted(sum(whole, [])) == list(range(30))
-    for count in (0, 1, 5, 7):
+    for count in range(8):
         stream = io.BytesIO()
         pickle.dump(save_after(Buffered(), count, streams=1, pool="fork"), stream)
         state = pickle.loads(stream.getvalue())

@@ -103,6 +103,18 @@ def test_epochs_count_from_0_and_may_be_chosen() -> None:
     assert order.facts(4) is None  # nothing is read ahead
 
 
+def test_the_parts_of_an_epoch_that_was_dropped_are_closed_with_the_next_batch() -> None:
+    order = order_of(streams=2)
+    first, second = order.epoch(0), order.epoch(1)
+    order.begun(first)
+    order.begun(second)
+    openings = [first.opening, second.opening]
+    planned = [second.batch(0)]
+    del first
+    planned.append(second.batch(1))
+    assert [batch.oldest for batch in planned if batch] == openings
+
+
 def test_readings_have_numbers_and_the_oldest_one_that_has_begun_and_lives_is_known() -> None:
     order = order_of(streams=2)
     readings = [order.epoch(epoch) for epoch in range(3)]
