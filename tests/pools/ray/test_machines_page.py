@@ -9,7 +9,7 @@ from pages import blocks, kept, promised, run_block
 
 pytestmark = pytest.mark.ray
 
-PAGE = Path(__file__).parents[2] / "docs/guides/machines.md"
+PAGE = Path(__file__).parents[3] / "docs/guides/machines.md"
 
 
 @pytest.mark.timeout(110)
