@@ -39,20 +39,12 @@ from sharded_loader.base.limits import processes_here
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.inspection import warn_of_open_file
 from sharded_loader.engine.grouping import HELD, Grouping
-from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
+from sharded_loader.engine.messages import Job, NewJob, Result, Task, pack_tasks, unpack_reply
 from sharded_loader.memory.arena import Register
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.segments import chosen_backend
-from sharded_loader.pools.process.link import (
-    CRASHED,
-    FAILED,
-    READY,
-    RESULTS,
-    Poller,
-    pack_tasks,
-    unpack_head,
-)
+from sharded_loader.pools.process.link import CRASHED, FAILED, READY, RESULTS, TASKS_HEAD, Poller, unpack_head
 from sharded_loader.pools.process.start import choose_start_method
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
 from sharded_loader.pools.supervised import SupervisedPool, own_pickle
@@ -122,9 +114,14 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         return bool(self._transport.workers)
 
     @property
+    def workers(self) -> list[ProcessWorker]:
+        """The worker processes, by number; empty before the first epoch and after `close`."""
+        return self._transport.workers
+
+    @property
     def pids(self) -> list[int]:
-        """Process ids of the workers, by number; empty before the first epoch and after `close`."""
-        return [worker.pid for worker in self._transport.workers]
+        """Their process ids."""
+        return [worker.pid for worker in self.workers]
 
     # -- verbs ----------------------------------------------------------------------------------------------
 
@@ -164,7 +161,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             self.room -= 1
         for worker in workers:
             if worker.unsent:
-                worker.link.send(pack_tasks(worker.unsent))
+                worker.link.send(TASKS_HEAD + pack_tasks(worker.unsent))
                 worker.unsent.clear()
 
     def _note_no_room(self, wanted: int) -> None:

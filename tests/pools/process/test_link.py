@@ -13,20 +13,20 @@ import multiprocess
 import numpy as np
 import pytest
 
-from sharded_loader.engine.messages import Task, task_of
+from sharded_loader.engine.messages import Task, pack_tasks, task_of, unpack_tasks
 from sharded_loader.pools.process.link import (
     BOARD,
     CANCEL,
     CHUNK,
     SEGMENT,
     TASKS,
+    TASKS_HEAD,
     Link,
     Poller,
     PortableLink,
     SocketLink,
     head_frame,
     pack_head,
-    pack_tasks,
     piped,
     read_head,
     receive_descriptor,
@@ -34,7 +34,6 @@ from sharded_loader.pools.process.link import (
     send_descriptors,
     send_message,
     unpack_head,
-    unpack_tasks,
 )
 
 LINKS = [SocketLink, PortableLink] if hasattr(os, "fork") else [PortableLink]
@@ -52,7 +51,7 @@ def test_a_head_tells_kind_run_and_number() -> None:
 )
 def test_tasks_arrive_as_they_were_sent(shards: tuple[Any, ...]) -> None:
     sent = Task(1, 2, 3, 4, shards, len(shards) > 1, careful=True)
-    kind, _, _, content = unpack_head(pack_tasks([(None, sent, None), (None, sent._replace(seq=9), None)]))
+    kind, _, _, content = unpack_head(TASKS_HEAD + pack_tasks([(None, sent, None), (None, sent._replace(seq=9), None)]))
     first, second = unpack_tasks(content)
     assert kind == TASKS
     assert (first[:3], second[:2]) == ((1, 2, None), (1, 9))
@@ -62,7 +61,7 @@ def test_tasks_arrive_as_they_were_sent(shards: tuple[Any, ...]) -> None:
 
 
 def test_indices_that_came_as_an_array_may_be_written_to() -> None:
-    _, _, _, content = unpack_head(pack_tasks([(None, Task(0, 0, 0, 0, (np.arange(3),), False), None)]))
+    _, _, _, content = unpack_head(TASKS_HEAD + pack_tasks([(None, Task(0, 0, 0, 0, (np.arange(3),), False), None)]))
     (indices,) = task_of(unpack_tasks(content)[0][3]).shards
     indices += 1
     assert indices.tolist() == [1, 2, 3]
