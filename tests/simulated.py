@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -40,17 +41,26 @@ class Event:
         self.machine = machine
         self.device = device
         self.passed = False
+        self.time = 0.0
 
     def query(self) -> bool:
         self.machine.asks(self.device)
         return self.passed
 
-    def synchronize(self) -> None:
+    def record(self, stream: Stream) -> None:
+        """With its time, as torch's events that have one."""
         self.machine.asks(self.device)
-        if not self.passed:
-            self.machine.blocked += 1
-        while not self.passed:
-            assert self.machine.run(1), "the host waits for an event that never passes"
+        self.passed = False
+
+        def happen() -> None:
+            self.passed, self.time = True, self.machine.clock()
+
+        stream.give(happen)
+
+    def elapsed_time(self, later: Event) -> float:
+        """In milliseconds."""
+        assert self.passed and later.passed, "torch raises: an event has not passed"
+        return (later.time - self.time) * 1000
 
 
 class PinnedBlock:
@@ -105,6 +115,8 @@ class Machine:
         self.log: list[tuple[Any, ...]] = []
         self.allocated = self.peak = self.blocked = self.cleared = self.caches_emptied = 0
         self.refuse: int = 0
+        self.hangs = False
+        self.clock: Callable[[], float] = time.perf_counter
         self.memory_bytes: tuple[int, int] | None = (1 << 30, 1 << 30)
         self._random = random.Random(seed)
         self.recorded: dict[int, list[Stream]] = {}
@@ -345,6 +357,17 @@ class SimulatedStreams(Streams):
 
     def runtime(self) -> Any:
         return self.machine
+
+    def timed_event(self) -> Event:
+        return Event(self.machine, self.device)
+
+    def rest(self, seconds: float) -> None:
+        """The host sleeps, and the device works."""
+        self.machine.blocked += 1
+        if self.machine.hangs:
+            time.sleep(seconds)
+        else:
+            assert self.machine.run(1), "the host waits for an event that never passes"
 
     def load(self, host: torch.Tensor) -> torch.Tensor:
         loaded = self.empty_like(host)

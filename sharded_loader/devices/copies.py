@@ -18,17 +18,23 @@
      tensor that the user makes there. To record them anyway would keep their memory until the *host* sees the
      consumer's work done. Then a host that runs ahead uses more and more device memory.
 
-The host waits in two places. While `HOST_AHEAD` copies are under way it waits for the oldest, because the copies hold
-host memory. The device has that many steps to do then. At the end of an epoch the host waits for the last copies, so
-that their host memory is free. The device still has the last steps to do then.
+The host waits in two places. While the copies of `HOST_AHEAD` batches are under way it waits for the oldest, because
+the copies hold host memory. The device has that many steps to do then. At the end of an epoch the host waits for the
+last copies, so that their host memory is free. The device still has the last steps to do then. To wait is to ask, and
+to sleep in between: a wait of the device's own would keep a core busy, and no Ctrl-C could end it.
+
+`CopyStream.mark` and `finish` record two events with times on the caller's stream: the first when ``next`` is called,
+the second when the batch is ready. A device that is behind comes to both at once. A device that has nothing to do waits
+for data from the first to the second. The times are read when the second one has passed.
 
 A `CopyStream` belongs to a loader and lives as long as the loader, and so does its stream of the device. (A new stream
 per epoch would strand the memory that torch caches for each.) Any thread may call it.
 
-What can go wrong: the device has no memory. Torch raises its error, and the copy stream was given nothing. A batch that
-was begun and never finished (``break``) is kept until its copy is done. So is a batch whose `begin` was interrupted (a
-Ctrl-C) after the copy stream was given copies: the next call of `begin` or `drain` sees to it. A device that hangs (a
-collective that waits for a dead rank) never does its copies: after `CLOSING_SECONDS` `close` leaves their memory alone.
+What can go wrong: the device has no memory. Torch raises its error, and the copy stream was given nothing. Of a batch
+that was begun and never finished (``break``), the device's memory is given back when its copy is done, and the host's
+at the next call. A `begin` that was interrupted (a Ctrl-C) after the copy stream was given copies: the next call of
+`begin` or `drain` sees to it. A device that hangs (a collective that waits for a dead rank) never does its copies:
+after `CLOSING_SECONDS` `close` leaves their memory alone, and each later `close` looks again.
 
 Source of the idea: the copy streams of NVIDIA's and TorchRec's prefetchers; allocating on the consumer's stream is
 the pattern that PyTorch's notes on CUDA semantics recommend for work on side streams.
@@ -38,34 +44,64 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import os
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from sharded_loader.base.errors import add_note
-from sharded_loader.base.interrupts import program_ends
+from sharded_loader.base.interrupts import program_ends, should_stop
 from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.batching.tree import ATOMS, map_leaves, to_torch
+from sharded_loader.devices.pinning import pinned_copy
 from sharded_loader.devices.streams import Streams, note_late
 
 HOST_AHEAD = 4
-"""Copies to one device that may be under way. Each holds a batch of pinned host memory, so 16 batches of 100 MB would
+"""Batches whose copies to one device may be under way. Each holds pinned host memory, so 16 batches of 100 MB would
 hold 1.6 GB per process. With four the device has steps to do while the host waits. The number was not measured."""
+
+SHORTEST_REST, LONGEST_REST = 0.2e-3, 2e-3
+"""Seconds between two looks at an event. The device has steps to do meanwhile, so it does not matter when the host sees
+that the event has passed."""
 
 CLOSING_SECONDS = 10.0
 """How long `CopyStream.close` waits. The copies under way belong to a few steps, which take seconds at most.
 A collective that hangs is given up by its own library after minutes only."""
 
-LEFT_ALONE: list[Any] = []
-"""Host memory that a device may still read when its loader has been closed: kept until the program ends."""
+LEFT_ALONE: list[CopyStream] = []
+"""Those with copies under way when their loader was closed. They are held, with what the copies read and write."""
 
-Kept = deque[tuple[Any, Any]]
-"""Events, each with what is needed until the event has passed."""
+
+class Kept(NamedTuple):
+    """What is needed until an event has passed.
+
+    Attributes:
+        event: of the copies of a batch to one device.
+        what: what they read and write.
+        batch: the number of the batch. Its shards on one device are kept together.
+    """
+
+    event: Any
+    what: list[Any]
+    batch: int | None
+
+    def is_of(self, batch: int | None) -> bool:
+        """Whether it is of this batch."""
+        return batch is not None and batch == self.batch
+
+
+class DeviceTimes(Protocol):
+    """Counts the seconds in which a device and the host have waited for each other."""
+
+    def count_device(self, behind: float = 0.0, idle: float = 0.0) -> None:
+        """Add seconds: in which the host waited for a device, and in which a device waited for data."""
 
 
 @dataclass(eq=False)
@@ -80,10 +116,12 @@ class PendingCopy:
         unclaimed: the targets until `finish`, then nothing. `CopyStream.kept` holds this list.
         event: passes when the copies are done. None: nothing is copied.
         staged: the objects in the batch that `finish` asks to move themselves.
+        number: of the batch, as `CopyStream.begin` was given it.
     """
 
     copies: CopyStream
     home: Any
+    number: int | None
     batch: Any = None
     sources: list[torch.Tensor] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
@@ -105,10 +143,15 @@ class PendingCopy:
                 current.wait_event(self.event)
                 if current != self.home:
                     streams.used_on(self.targets, current)
+                self.copies.note_ready(current)
             self.unclaimed.clear()
         if self.staged:
             self.copies.move(self)
         return self.batch
+
+    def __del__(self) -> None:
+        if self.unclaimed:  # of a batch that nobody takes
+            self.copies.drop(self.unclaimed)
 
 
 class Placed:
@@ -167,24 +210,30 @@ class CopyStream:
 
     Attributes:
         streams: as given.
-        kept: of each copy, its event, its sources and its `PendingCopy.unclaimed` targets, until the event has passed.
+        kept: of each copy its sources and its `PendingCopy.unclaimed` targets.
     """
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
         self._stream: Any = None
         self._lock = threading.RLock()
-        self.kept: Kept = deque()
-        self._moved: Kept = deque()
-        self._given: Any = None  # sources and targets of the copies that `begin` is giving to the stream
-        self._left_alone = False
+        self.kept: deque[Kept] = deque()
+        self._moved: deque[Kept] = deque()
+        self._given: Any = None  # the batch that `begin` gives to the stream: its number, and what its copies need
+        self._pid = os.getpid()
+        self._hangs: Any = None  # the event that `drain` has waited for in vain
+        self._times: DeviceTimes | None = None  # of the epoch whose ``next`` was called
+        self._called: tuple[Any, Any] | None = None  # the event of that call, and its stream
+        self._waits: deque[tuple[Any, Any, DeviceTimes]] = deque()  # events of a call and of its batch
+        self._unused: list[Any] = []  # events with times
 
-    def begin(self, batch: Any) -> PendingCopy:
+    def begin(self, batch: Any, number: int | None = None) -> PendingCopy:
         """Start to copy a batch.
 
         Args:
             batch: a structure of arrays and host tensors; other leaves stay as they are, or are asked to move
                 themselves.
+            number: of the batch; its shards on this device have the same. None: one of its own.
 
         Raises:
             torch.OutOfMemoryError: the device has no memory for it.
@@ -193,8 +242,8 @@ class CopyStream:
         streams = self.streams
         # Not in the caller's inference mode: what is begun in it may be handed out after it.
         with self._lock, torch.inference_mode(False), streams.current():
-            self._let_go()
-            pending = PendingCopy(self, streams.caller_stream())
+            self._let_go(number)
+            pending = PendingCopy(self, streams.caller_stream(), number)
             pending.batch = to_torch(batch, functools.partial(self._place, pending))
             if not pending.targets:
                 return pending
@@ -203,12 +252,12 @@ class CopyStream:
             # After the targets were allocated: their memory may be that of a batch which was dropped a moment ago.
             self._stream.wait_event(pending.home.record_event())
             pending.unclaimed = list(pending.targets)
-            self._given = pending.sources, pending.unclaimed
+            self._given = [pending.sources, pending.unclaimed], number
             with streams.on(self._stream):
                 for target, source in zip(pending.targets, pending.sources, strict=True):
                     streams.copy(target, source)
             pending.event = self._stream.record_event()
-            self.kept.append((pending.event, self._given))
+            _keep(self.kept, pending.event, *self._given)
             self._given = None
             return pending
 
@@ -221,7 +270,7 @@ class CopyStream:
                 # In pinned memory and in the layout of its target: anything else makes the host wait.
                 ready = leaf.stride() == target.stride() and not (leaf.is_conj() or leaf.is_neg())
                 ready = ready and streams.is_pinned(leaf)
-                pending.sources.append(leaf if ready else streams.pin(leaf, target.stride()))
+                pending.sources.append(leaf if ready else pinned_copy(streams, leaf, target.stride()))
                 pending.targets.append(target)
                 leaf = target
             elif has_method(leaf, "to") and getattr(leaf, "device", None) != streams.device:
@@ -237,7 +286,7 @@ class CopyStream:
             try:
                 pending.batch = map_leaves(self._moved_leaf, pending.batch, own="to", skip=ATOMS)
             finally:
-                self._moved.append((streams.caller_stream().record_event(), pending.staged))
+                _keep(self._moved, streams.caller_stream().record_event(), pending.staged, pending.number)
             pending.staged = []
 
     def _moved_leaf(self, leaf: Any) -> Any:
@@ -248,24 +297,63 @@ class CopyStream:
         except TypeError:
             return leaf.what.to(self.streams.device)
 
+    # -- how long the device waits for data -----------------------------------------------------------------
+
+    def mark(self, times: DeviceTimes) -> None:
+        """``next`` was called: what this thread has given to the device before is the user's.
+
+        Args:
+            times: of the epoch.
+        """
+        with self._lock, self.streams.current():
+            stream = self.streams.caller_stream()
+            self._times, self._called = times, (self._timed_event(stream), stream)
+
+    def note_ready(self, stream: Any) -> None:
+        """The stream of the caller has got the batch that ``next`` was called for."""
+        called, self._called = self._called, None
+        if called is not None and called[1] == stream and self._times is not None:
+            self._waits.append((called[0], self._timed_event(stream), self._times))
+
+    def _timed_event(self, stream: Any) -> Any:
+        event = self._unused.pop() if self._unused else self.streams.timed_event()
+        event.record(stream)
+        return event
+
+    def _read_times(self) -> None:
+        while self._waits and self._waits[0][1].query():
+            called, ready, times = self._waits.popleft()
+            times.count_device(idle=max(0.0, called.elapsed_time(ready) / 1000))
+            self._unused += called, ready
+
     # -- the end of copies ----------------------------------------------------------------------------------
 
-    def _let_go(self) -> None:
-        """Drop what copies have read, where their events have passed. Wait for the oldest of `HOST_AHEAD` copies."""
-        if self._given is not None:
-            self._keep_given()
+    def _let_go(self, number: int | None) -> None:
+        """Drop what copies have read, where their events have passed. Wait for the oldest of `HOST_AHEAD` batches."""
+        self._keep_given()
         for kept in (self.kept, self._moved):
-            if len(kept) >= HOST_AHEAD:
-                kept[0][0].synchronize()
-            while kept and kept[0][0].query():
+            if len(kept) >= HOST_AHEAD and not kept[-1].is_of(number):
+                began = time.perf_counter()
+                self._wait(kept[0].event)
+                if self._times is not None:
+                    self._times.count_device(behind=time.perf_counter() - began)
+            while kept and kept[0].event.query():
                 kept.popleft()
+        self._read_times()
 
     def _keep_given(self) -> None:
         """Keep the sources and targets of an interrupted `begin` until its copies are done."""
         if self._given is not None:
             with contextlib.suppress(RuntimeError):  # the context is broken: nothing is copied any more
-                self.kept.append((self._stream.record_event(), self._given))
+                _keep(self.kept, self._stream.record_event(), *self._given)
             self._given = None
+
+    def drop(self, targets: list[torch.Tensor]) -> None:
+        """Nobody takes this batch: its memory on the device is free when its copy is done."""
+        if os.getpid() == self._pid and not program_ends():
+            with contextlib.suppress(RuntimeError):
+                self.streams.used_on(targets, self._stream)
+            targets.clear()
 
     def drain(self, seconds: float = CLOSING_SECONDS) -> bool:
         """Wait until all copies are done.
@@ -279,53 +367,62 @@ class CopyStream:
         # The lock: otherwise `begin` in another thread would let go of what is waited for here.
         with self._lock, self.streams.current():
             self._keep_given()
-            waiting = [(kept, list(kept)) for kept in (self.kept, self._moved)]
-            done = self._wait([event for _, items in waiting for event, _ in items], seconds)
-            if done:
-                for kept, items in waiting:
-                    for _ in items:
-                        kept.popleft()
-            return done
-
-    def _wait(self, events: list[Any], seconds: float) -> bool:
-        def wait() -> None:
-            # Torch raises it if the context is broken: an error of an earlier kernel. The user's program sees it too.
-            # Device 0 is current in a new thread. To ask there for an event would make a context on it: 0.5 GB.
-            with contextlib.suppress(RuntimeError), self.streams.current():
-                for event in events:
-                    event.synchronize()
-
-        with contextlib.suppress(RuntimeError):
-            events = [event for event in events if not event.query()]
-        if not events:
+            self._called = None  # the next batch is asked for by another ``next``
+            until = time.monotonic() + seconds
+            for kept in (self.kept, self._moved):
+                while kept:
+                    with contextlib.suppress(RuntimeError):  # an error of an earlier kernel; the user's program sees it
+                        if not self._wait(kept[0].event, until):
+                            return False
+                    kept.popleft()
             return True
-        # An event can only be waited for without end. So a thread does it, which is left behind if the device hangs.
-        waiter = threading.Thread(target=wait, name="sharded_loader-waits-for-device", daemon=True)
-        waiter.start()
-        waiter.join(seconds)
-        return not waiter.is_alive()
+
+    def _wait(self, event: Any, until: float = math.inf) -> bool:
+        """Whether an event has passed before some time, or before a Ctrl-C that waits for an `uninterrupted` block."""
+        rest = SHORTEST_REST
+        while not event.query():
+            if time.monotonic() >= until or should_stop():
+                return False
+            self.streams.rest(rest)
+            rest = min(2 * rest, LONGEST_REST)
+        return True
 
     def close(self, seconds: float = CLOSING_SECONDS) -> bool:
         """Wait until all copies are done, but not for ever, and not while the program ends.
 
+        Args:
+            seconds: how long at most. What was waited for in vain is only looked at.
+
         Returns:
             Whether they are done. If not, the memory that they read must stay as it is.
         """
+        for other in [one for one in LEFT_ALONE if one is not self]:
+            if other.drain(0.0):
+                LEFT_ALONE.remove(other)
         with self._lock:
-            if self._left_alone or (not program_ends() and self.drain(seconds)):
-                return not self._left_alone
-            self._left_alone = True
-            LEFT_ALONE.extend((*self.kept, *self._moved))
-            self.kept.clear()
-            self._moved.clear()
-        if not program_ends():
+            if not program_ends():
+                hangs, self._hangs = self._hangs, None
+                if self.drain(0.0 if hangs is not None and hangs is self._oldest else seconds):
+                    if self in LEFT_ALONE:
+                        LEFT_ALONE.remove(self)
+                    return True
+                self._hangs = self._oldest
+                is_new = self._hangs is not hangs
+            if self not in LEFT_ALONE:
+                LEFT_ALONE.append(self)
+        if not program_ends() and is_new and not should_stop():
             warnings.warn(
                 f"{self.streams.device} has not done its copies within {CLOSING_SECONDS:g} s: a kernel or a "
-                f"collective may hang. The pinned memory that the copies read stays as it is until the program ends. "
+                f"collective may hang. The pinned memory that the copies read stays as it is until they are done. "
                 f"Look for a rank that has died, or that takes other steps than the others",
                 stacklevel=2,
             )
         return False
+
+    @property
+    def _oldest(self) -> Any:
+        """The event that all copies under way wait for; None: there are none."""
+        return next((kept[0].event for kept in (self.kept, self._moved) if kept), None)
 
     def make_room(self) -> None:
         """Give back what memory can be given back, at the cost of waiting for the copies."""
@@ -348,7 +445,17 @@ class CopyStream:
         return pinned if type(pinned) is type(leaf) else leaf
 
     def _pin_leaf(self, leaf: Any) -> Any:
-        return self.streams.pin(leaf, torch.empty_like(leaf, device="meta").stride()) if _is_plain(leaf) else leaf
+        if not _is_plain(leaf):
+            return leaf
+        return pinned_copy(self.streams, leaf, torch.empty_like(leaf, device="meta").stride())
+
+
+def _keep(kept: deque[Kept], event: Any, what: list[Any], batch: int | None) -> None:
+    """Keep what the copies of a shard need; with that of the same batch, whose events have passed when this one has."""
+    if kept and kept[-1].is_of(batch):
+        kept[-1] = Kept(event, [kept[-1].what, what], batch)
+    else:
+        kept.append(Kept(event, what, batch))
 
 
 def has_method(leaf: Any, name: str) -> bool:

@@ -4,6 +4,8 @@
                                              unless a device may still read it: undo() -> whether it was undone
     pinned_empty(streams, shape, dtype)      memory for the batches of threads and of the main process
     copied_out(streams, batch) -> batch      its objects hold none of that memory
+    pinned_copy(streams, host, stride)       what lies elsewhere, on its way to a device
+    Pinner.begin(batch) -> PinnedCopy        ``pin_memory=True``: a thread copies, and `PinnedCopy.finish` waits for it
 
 A segment is pinned once, so a batch goes from the slot that a worker wrote to the device without another copy. PyTorch
 does not guard memory that it did not pin. So only `devices.copies` reads a segment, and holds the slots until its
@@ -11,7 +13,10 @@ copies are done. The user's program never sees that memory.
 
 What can go wrong: pinning is rejected (a limit, no permission, confidential computing). One warning says so, and copies
 go through memory that torch pins, as on all devices without CUDA. The CUDA runtime keeps the error of the rejected
-call and would report it in the next, unrelated call. So the error is cleared.
+call and would report it in the next, unrelated call. So the error is cleared. Where torch itself can pin no more, one
+warning says so too, and batches lie in plain memory.
+
+The thread of a `Pinner` holds no batch while it waits, and no loader. It ends with `Pinner.close`.
 
 Source of the idea: vLLM and SGLang register their host pools this way, and their reports of how it fails.
 """
@@ -23,6 +28,8 @@ import copy
 import functools
 import gc
 import mmap
+import queue
+import threading
 import types
 import warnings
 from collections import deque
@@ -33,7 +40,9 @@ import numpy as np
 import torch
 
 from sharded_loader.base.described import an
+from sharded_loader.base.errors import text_of
 from sharded_loader.base.interrupts import program_ends, uninterrupted
+from sharded_loader.base.notices import warn
 from sharded_loader.batching.tree import ATOMS, map_leaves
 from sharded_loader.devices.streams import Streams
 from sharded_loader.memory.codec import array_address, is_plain_tensor
@@ -156,8 +165,154 @@ def pinned_empty(streams: Streams, shape: Sequence[int], dtype: np.dtype[Any]) -
         return np.empty(shape, dtype)
     # A tensor of its own for each array: torch finds the memory that a copy reads by where it begins.
     with streams.current():
-        raw = streams.pinned_bytes(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+        try:
+            raw = streams.pinned_bytes(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+        except RuntimeError as error:
+            _note_refused(streams, error)
+            return np.empty(shape, dtype)
     return raw.numpy().view(dtype).reshape(shape)
+
+
+def pinned_copy(streams: Streams, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """A copy with these strides in memory that torch pins; in plain memory if it cannot pin any more.
+
+    Args:
+        streams: of the device whose context pins.
+        host: a tensor in host memory.
+        stride: of the copy.
+    """
+    try:
+        return streams.pin(host, stride)
+    except RuntimeError as error:
+        _note_refused(streams, error)
+    return torch.empty_strided(host.shape, stride, dtype=host.dtype, device="cpu").copy_(host)
+
+
+def _note_refused(where: Streams | Pinner, error: RuntimeError) -> None:
+    """Warn, once for each, that memory cannot be pinned. An error of another cause is raised again."""
+    if not any(words in str(error) for words in ("out of memory", "not supported")):
+        raise error
+    if not where.refuses:
+        where.refuses = True
+        warn(_UNPINNED.format(text_of(error)))
+
+
+_UNPINNED = (
+    "batches could not be pinned ({}). They lie in plain memory, and their copies to the device make the program wait. "
+    "Free host memory, or raise the memory limit of the container. WSL and confidential computing allow little pinned "
+    "memory, or none"
+)
+
+
+# -- in the background ---------------------------------------------------------------------------------------
+
+LOOKS = 0.1
+"""Seconds between two looks of who waits for a copy: on Windows a Ctrl-C does not end the wait for a lock."""
+
+
+class PinnedCopy:
+    """A batch that is being copied into pinned memory."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+
+    def make(self, pinner: Pinner) -> None:
+        """Copy."""
+        try:
+            self._batch = pinner.pin(self._batch)
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+
+    def finish(self) -> Any:
+        """The batch in pinned memory.
+
+        Raises:
+            Exception: an object in it cannot be pinned.
+        """
+        while not self._done.wait(LOOKS):
+            pass
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self._batch
+
+
+class Pinner:
+    """Copies batches into pinned memory, in the order in which they come, in a thread.
+
+    Args:
+        pin: makes a pinned batch of a batch.
+        kind: of the accelerator, such as ``"cuda"``. The device that is current at the first batch is the one that
+            pins. In a new thread the first device would be, and would get a context.
+        in_thread: False: copies at once, in the thread that calls `begin`.
+
+    Attributes:
+        refuses: it was said that torch cannot pin host memory.
+
+    Example:
+        >>> pinner = Pinner(lambda batch: [*batch, "pinned"], "cpu", in_thread=False)
+        >>> pinner.begin(["batch"]).finish()
+        ['batch', 'pinned']
+        >>> pinner.close()
+
+    Source of the idea: the thread of PyTorch's DataLoader. It copies with one thread of torch's, because a copy with
+    all of them would take the cores of the program.
+    """
+
+    refuses = False
+
+    def __init__(self, pin: Callable[[Any], Any], kind: str, in_thread: bool = True) -> None:
+        self._pin, self._kind, self._in_thread = pin, kind, in_thread
+        self._tasks: queue.SimpleQueue[PinnedCopy | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, batch: Any) -> PinnedCopy:
+        """Have a batch copied."""
+        pending = PinnedCopy(batch)
+        if not self._in_thread:
+            pending.make(self)
+            return pending
+        if self._thread is None:
+            module: Any = torch.get_device_module(self._kind)
+            begin = functools.partial(module.set_device, module.current_device())
+            self._thread = threading.Thread(
+                target=_pin_all, args=(self, self._tasks, begin), name="sharded_loader-pins", daemon=True
+            )
+            self._thread.start()
+        self._tasks.put(pending)
+        return pending
+
+    def pin(self, batch: Any) -> Any:
+        """The batch in pinned memory, or as it is where torch cannot pin any more."""
+        try:
+            return self._pin(batch)
+        except RuntimeError as error:
+            _note_refused(self, error)
+            return batch
+
+    def close(self) -> None:
+        """End the thread. A later `begin` starts another one."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._tasks.put(None)
+            if thread is not threading.current_thread():
+                thread.join()
+
+
+def _pin_all(pinner: Pinner, tasks: queue.SimpleQueue[PinnedCopy | None], begin: Callable[[], Any]) -> None:
+    """The thread of a `Pinner`."""
+    import threadpoolctl
+
+    torch.get_num_threads()  # which sets the number for this thread, if nothing has done so before
+    # Not `torch.set_num_threads`: it counts for each thread that the program starts later, too.
+    threadpoolctl.threadpool_limits(1, user_api="openmp")
+    begin()
+    while (pending := tasks.get()) is not None:
+        pending.make(pinner)
+        del pending
 
 
 # -- objects over pinned memory -------------------------------------------------------------------------------

@@ -37,9 +37,17 @@ import torch
 from sharded_loader.base.errors import Location, as_batch_error
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.batching.tree import ATOMS, map_leaves, to_torch
-from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream, PendingBatch, Placed, has_method, note_device
+from sharded_loader.devices.copies import (
+    CLOSING_SECONDS,
+    CopyStream,
+    DeviceTimes,
+    PendingBatch,
+    Placed,
+    has_method,
+    note_device,
+)
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
-from sharded_loader.devices.pinning import Registrar, Undo, copied_out, pinned_empty
+from sharded_loader.devices.pinning import PinnedCopy, Pinner, Registrar, Undo, copied_out, pinned_empty
 from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams, capture_probe, note_late, streams_of
 from sharded_loader.engine.messages import NOTHING, Result, Task
 from sharded_loader.engine.pipeline import Entry
@@ -61,6 +69,7 @@ class Placement:
     Args:
         devices: of the shards, or of plain batches (the first); None: host memory.
         pin_memory: without devices, put batches into pinned host memory.
+        in_background: pin in a thread.
 
     Attributes:
         is_plain: batches stay in host memory that is not pinned: `to_torch` is all there is to do.
@@ -68,13 +77,15 @@ class Placement:
         capture_probes: each tells whether a graph is being captured on an accelerator that a batch is copied or pinned
             for. See `check_not_capturing`.
         ahead: how many batches to begin behind the next one.
-        copies: the `CopyStream` of each device; None where it has no streams.
+        copies: the `CopyStream` of each device; None where it has no streams. ``copies.marks`` are to be told of each
+            ``next``.
     """
 
-    def __init__(self, devices: list[torch.device] | None, pin_memory: bool) -> None:
+    def __init__(self, devices: list[torch.device] | None, pin_memory: bool, in_background: bool = True) -> None:
         self.devices = devices
         kinds = {one.type for one in accelerators()} if pin_memory else set()
         self._pins = devices is None and bool(kinds - {"mps"})
+        self._pinner = Pinner(_pinned, min(kinds - {"mps"}), in_background) if self._pins else None
         if pin_memory and not kinds:
             warnings.warn("pin_memory=True has no effect: this process sees no accelerator to copy to", stacklevel=3)
         elif kinds and devices is None and not self._pins:
@@ -88,11 +99,12 @@ class Placement:
         self._registrar: Registrar | None = None
         self._reused = ReusedMemory()
         self._gives_pinned = False
+        self._numbers = itertools.count()
         self.copy_ahead(AHEAD)
 
     def copy_ahead(self, count: int) -> None:
         """Set `ahead`; it stays 0 where nothing is copied by a stream."""
-        self.ahead = self._wanted = count if self.asynchronous else 0
+        self.ahead = self._wanted = count if self.asynchronous or self._pinner is not None else 0
         self._pause, self._until_retry, self._retried = PAUSE, 0, False
 
     def check_not_capturing(self) -> None:
@@ -158,8 +170,7 @@ class Placement:
         """
         if not self._on_host:
             return self.begin(batch, sharded).finish()
-        host = to_torch(batch)
-        return map_leaves(_pin, host, own="pin_memory", skip=ATOMS) if self._pins else host
+        return self.begin(batch, sharded).finish() if self._pins else to_torch(batch)
 
     def place_next(self, window: Sequence[Entry]) -> Any:
         """Put the batch of the first entry where it belongs, and send those behind it on their way.
@@ -176,7 +187,7 @@ class Placement:
         head = window[0]
         assert head.result is not None and head.task is not None  # it has a batch
         batch, sharded = head.result.batch, head.task.sharded
-        if not self.asynchronous:
+        if not self.asynchronous and self._pinner is None:
             return self.place(batch, sharded)
         for is_last_try in (False, True):
             try:
@@ -211,15 +222,17 @@ class Placement:
             return
         self.make_room()  # not done above, as in `place_next`
 
-    def begin(self, batch: Any, sharded: bool) -> PendingBatch:
-        """Start to put ``batch`` on the devices; see `place`. Its copies may still be under way after this."""
+    def begin(self, batch: Any, sharded: bool) -> PendingBatch | PinnedCopy:
+        """Start to put ``batch`` where it belongs; see `place`. Its copies may still be under way after this."""
+        if self._pinner is not None:
+            return self._pinner.begin(to_torch(batch))
         if self.ahead < self._wanted:
             self._until_retry -= 1
             if self._until_retry <= 0:
                 self.ahead, self._until_retry, self._retried = self.ahead + 1, self._pause, True
         if self._gives_pinned:
             batch = copied_out(self._first_streams, to_torch(batch))
-        pending = PendingBatch(sharded)
+        pending, number = PendingBatch(sharded), next(self._numbers)
         for device, shard in zip(self.devices or (), batch if sharded else (batch,), strict=False):
             try:
                 if type(shard) is Placed:
@@ -227,7 +240,7 @@ class Placement:
                 elif (copies := self.copies[device]) is None:
                     pending.shards.append((device, Placed(to_torch(shard, functools.partial(_move, device)))))
                 else:
-                    pending.shards.append((device, copies.begin(shard)))
+                    pending.shards.append((device, copies.begin(shard, number)))
             except Exception as error:
                 note_device(error, device)
                 raise
@@ -251,18 +264,27 @@ class Placement:
 
         It returns whether they are done. If not, the memory that they read must stay as it is.
         """
-        return functools.partial(_close, self.copies, self._reused, os.getpid())
+        return functools.partial(_close, self.copies, self._reused, self._pinner, os.getpid())
 
 
 class _CopyStreams(dict[torch.device, "CopyStream | None"]):
-    """The copies to each device; None where it has no streams. ``cuda`` is the current device at the first look."""
+    """The copies to each device; None where it has no streams. ``cuda`` is the current device at the first look.
+
+    Attributes:
+        marks: `CopyStream.mark` of each.
+    """
+
+    def __init__(self) -> None:
+        self.marks: list[Callable[[DeviceTimes], None]] = []
 
     def __missing__(self, device: torch.device) -> CopyStream | None:
         number = indexed(device)
         warn_of_rank(device, number)
         streams = streams_of(number)
-        self[device] = None if streams is None else CopyStream(streams)
-        return self[device]
+        self[device] = found = None if streams is None else CopyStream(streams)
+        if found is not None:
+            self.marks.append(found.mark)
+        return found
 
 
 def not_placed(task: Task, raised: BaseException, where: str) -> Result:
@@ -279,13 +301,21 @@ def not_placed(task: Task, raised: BaseException, where: str) -> Result:
     return Result(task.run, task.seq, error=error)
 
 
-def _close(streams: dict[torch.device, CopyStream | None], reused: ReusedMemory, pid: int) -> bool:
+def _close(
+    streams: dict[torch.device, CopyStream | None], reused: ReusedMemory, pinner: Pinner | None, pid: int
+) -> bool:
     reused.clear()
     if os.getpid() != pid:  # a forked child has no device, and not the threads that may hold a lock
         return False
+    if pinner is not None:
+        pinner.close()
     until = time.monotonic() + CLOSING_SECONDS
     done = [copies.close(max(0.0, until - time.monotonic())) for copies in list(streams.values()) if copies is not None]
     return all(done)
+
+
+def _pinned(batch: Any) -> Any:
+    return map_leaves(_pin, batch, own="pin_memory", skip=ATOMS)
 
 
 def _pin(leaf: Any) -> Any:

@@ -11,6 +11,7 @@ What can go wrong: no device memory (`OUT_OF_MEMORY`), no host memory to pin (Ru
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -53,7 +54,12 @@ class Streams:
         copy: ``copy(target, source)`` copies from pinned host memory, on the current stream.
         is_pinned: ``is_pinned(host)``, whether the device reads the tensor's memory by itself.
         empty_cache: ``empty_cache()`` gives unused memory back to the device.
+        timed_event: ``timed_event()``, an event that tells how long after another one it has passed.
+        refuses: it was said that torch cannot pin host memory.
+        rest: ``rest(seconds)`` lets the host sleep between two looks at an event.
     """
+
+    refuses = False
 
     def __init__(self, device: torch.device) -> None:
         module: Any = torch.get_device_module(device)
@@ -68,6 +74,8 @@ class Streams:
         self.copy = functools.partial(torch.Tensor.copy_, non_blocking=True)
         self.is_pinned: Callable[[torch.Tensor], bool] = torch.Tensor.is_pinned
         self.empty_cache: Callable[[], None] = module.empty_cache
+        self.timed_event: Callable[[], Any] = functools.partial(module.Event, enable_timing=True)
+        self.rest: Callable[[float], None] = time.sleep
 
     def used_on(self, tensors: Iterable[torch.Tensor], stream: Any) -> None:
         """When a tensor is dropped, keep its memory until ``stream`` has done the work that it has by then."""

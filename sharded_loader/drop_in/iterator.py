@@ -12,6 +12,7 @@ words, with this library's error as its cause.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import weakref
 from dataclasses import replace
@@ -25,8 +26,9 @@ from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.imports import leave_alone
 from sharded_loader.batching.tree import TensorBatch, to_torch
 from sharded_loader.data.inspection import is_stateful
-from sharded_loader.devices.names import find_devices
-from sharded_loader.devices.placement import Placement
+from sharded_loader.devices.names import accelerators, find_devices
+from sharded_loader.devices.pinning import Pinner
+from sharded_loader.devices.placement import AHEAD, Placement
 from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.epoch import TorchEpoch
 from sharded_loader.drop_in.sampler import SamplerStart, SamplerState, set_generator
@@ -50,20 +52,29 @@ _numbers = itertools.count()
 
 
 class AsCollated(Placement):
-    """Leaves batches as the collate function returned them, or puts them on devices."""
+    """Leaves batches as the collate function returned them, pins them, or puts them on devices.
 
-    def __init__(self, devices: list[torch.device] | None) -> None:
+    Args:
+        devices: as for `Placement`.
+        pinner: pins batches as torch does; None: nothing does.
+    """
+
+    def __init__(self, devices: list[torch.device] | None, pinner: Pinner | None) -> None:
         super().__init__(devices, pin_memory=False)
-        self.is_plain = False
+        self.is_plain, self._pinner = False, pinner
+        self.copy_ahead(AHEAD)
 
     def place(self, batch: Any, sharded: bool) -> Any:
-        if not self._on_host:
-            return super().place(batch, sharded)
+        return self._collated(batch, sharded) if self._on_host else super().place(batch, sharded)
+
+    def _collated(self, batch: Any, sharded: bool) -> Any:
         if sharded:
             return [to_torch(shard.arrays) if type(shard) is TensorBatch else shard for shard in batch]
         return to_torch(batch.arrays) if type(batch) is TensorBatch else batch
 
     def begin(self, batch: Any, sharded: bool) -> Any:
+        if self._pinner is not None:
+            return self._pinner.begin(self._collated(batch, sharded))
         shards = [shard.arrays if type(shard) is TensorBatch else shard for shard in (batch if sharded else [batch])]
         return super().begin(shards if sharded else shards[0], sharded)
 
@@ -120,7 +131,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._length = None if self._is_stream else length(loader.dataset)  # of the copies that the workers get
         self._devices, self._sharded = find_devices(loader.device, loader.devices)
-        self._placement = placement = AsCollated(self._devices)
+        self._placement = placement = AsCollated(self._devices, self._make_pinner())
         self._pool = make_pool(loader)
         self._pool.notices = loader._meter.notices
         self._pool.use_memory(placement.empty, placement.register, pinned=bool(placement.asynchronous))
@@ -128,6 +139,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         # Without prefetch_factor, enough batches are in flight to fill the messages to the workers.
         self._pipeline.scale_by_group = loader._scales_prefetch
         self._pipeline.prefetch = (loader.prefetch_factor or 0) * loader.num_workers
+        self._pipeline.min_ready = max(2, 1 + placement.ahead)
         self._closer = weakref.finalize(self, _close, self._pool.closer(), placement.closer())
         self._shutdown = False
         self._processes: list[WorkerView] = []
@@ -136,6 +148,14 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._number = next(_numbers)
         self._unread: set[int] = set()  # parts that had ended in a loaded state: no worker has read them
         self._begin(loader, state, self._sampler_iter if loader.num_workers == 0 else None)
+
+    def _make_pinner(self) -> Pinner | None:
+        """What pins batches as torch does; None: nothing does."""
+        if not self._pin_memory or self._devices is not None:
+            return None
+        kind = torch.device(self._pin_memory_device or accelerators()[0]).type
+        pin = functools.partial(_utils.pin_memory.pin_memory, device=self._pin_memory_device)
+        return Pinner(pin, kind, in_thread=self._num_workers > 0)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         """Begin another epoch with the persistent workers. torch's loader calls this."""
@@ -271,8 +291,6 @@ class LoaderIterator(_BaseDataLoaderIter):
         except (WorkerDiedError, WorkerTimeoutError) as error:
             raise in_torchs_words(error, self._timeout) from error
         self.resume_point.yielded += 1
-        if self._pin_memory and self._devices is None:
-            data = _utils.pin_memory.pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
         return data
 
     # -- workers --------------------------------------------------------------------------------------------

@@ -67,8 +67,8 @@ class BatchIterator(Iterator[Batch]):
         self._pipeline, self._placement, self._meter = pipeline, placement, meter
         self._progress = progress or ShownRun()
         self._last_ended: float | None = None
-        self._counted: Run | None = None  # the run that `_counts` belongs to
-        self._counts: Counts
+        self._counted: Run | None = None  # the run that has added to `_counts`
+        self._counts = Counts()
         self._totals_at_start = NO_TOTALS
         self._skipped = 0  # samples of this epoch
         self._range = name
@@ -125,6 +125,8 @@ class BatchIterator(Iterator[Batch]):
         for is_capturing in self._placement.capture_probes:
             if is_capturing():
                 self._placement.check_not_capturing()
+        for note_call in self._placement.copies.marks:
+            note_call(self._counts)
         pipeline = self._pipeline
         if os.getpid() != pipeline.pid:
             pipeline.check_open()  # before the lock: in a forked child no thread would release it
@@ -158,7 +160,8 @@ class BatchIterator(Iterator[Batch]):
             mark: where the loader was before that.
             is_nested: this thread is in a step already: a signal handler, or a dataset, has called ``next``.
         """
-        is_first, meter = begins, self._meter
+        is_first, meter, counts = begins, self._meter, self._counts
+        behind = counts.device_seconds
         began = time.perf_counter()
         working = 0.0 if self._last_ended is None else began - self._last_ended
         if is_first:
@@ -191,10 +194,13 @@ class BatchIterator(Iterator[Batch]):
                 continue
             pipeline.end(inside)
             self._last_ended = time.perf_counter()
+            behind, inside_next = counts.device_seconds - behind, self._last_ended - began
             if self._counted is not run:
-                self._counted, self._counts = run, meter.begin(run.epoch.number, self._totals_at_start)
-            waiting = self._last_ended - began
-            meter.add(self._counts, waiting, waiting + working, placing, result)
+                if self._counted is not None:
+                    self._counts = Counts()
+                self._counted = run
+                meter.begin(run.epoch.number, self._totals_at_start, self._counts)
+            meter.add(self._counts, inside_next - behind, inside_next + working, placing - behind, result)
             if result.error is None and meter.looks is None:
                 meter.look(batch)
             try:

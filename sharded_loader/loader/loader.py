@@ -213,7 +213,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         batchify_fn = None if batchify_fn is default_batchify_fn else batchify_fn
         found, sharded = find_devices(device, devices)
         pipeline = Pipeline(workers, make_split(found, sharded, num_shards, shard_weights))
-        placement, kept = Placement(found, pin_memory), None
+        placement, kept = Placement(found, pin_memory, workers.num_workers > 0), None
         if check_resident(resident, dataset, found, batchify_fn):
             kept = ResidentPool(dataset, found or [], placement, insists=resident is True)
         reads_ahead = check_prefetch_epochs(prefetch_epochs, workers)

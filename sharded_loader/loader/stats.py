@@ -40,6 +40,11 @@ class LoaderStats:
         replaced_workers: workers that died, or stood still for longer than ``timeout``, and were replaced.
         skipped_samples: samples that ``on_error`` skipped or replaced.
         slow_batches: batches that did not fit into shared memory (``max_bytes``), and took a slower way.
+        device_seconds: of ``seconds``, time spent inside ``next``, waiting for a device that is some batches behind. It
+            is no waiting for data: a faster loader would not help.
+        device_waiting_seconds: time in which a device had nothing to do because its batch was not there, summed over
+            the devices. The devices measure it themselves; a batch counts when they have reached it. The first batch of
+            a loader does not count.
 
     Example:
         >>> stats = LoaderStats(batches=10, samples=640, seconds=2.0, waiting_seconds=0.5)
@@ -59,6 +64,8 @@ class LoaderStats:
     replaced_workers: int = 0
     skipped_samples: int = 0
     slow_batches: int = 0
+    device_seconds: float = 0.0
+    device_waiting_seconds: float = 0.0
 
     @property
     def samples_per_second(self) -> float:
@@ -99,6 +106,8 @@ class LoaderStats:
             f"{self.samples} samples in {self.batches} batches, {self.samples_per_second:,.0f} samples/s",
             f"{self.waiting_share:.0%} of the time waiting for data",
         ]
+        if self.device_seconds:
+            parts.append(f"{self.device_seconds / self.seconds:.0%} of it waiting for the device")
         return ", ".join([*parts, *quiet_counts(self)])
 
 
@@ -147,6 +156,14 @@ class Counts:
         self.batches = self.samples = self.retries = 0
         self.replaced_workers = self.skipped_samples = self.slow_batches = 0
         self.seconds = self.waiting_seconds = self.reading_seconds = self.placing_seconds = 0.0
+        self.device_seconds = self.device_waiting_seconds = 0.0
+
+    def count_device(self, behind: float = 0.0, idle: float = 0.0) -> None:
+        """Add seconds; see `devices.copies.DeviceTimes`."""
+        self.device_seconds += behind
+        self.device_waiting_seconds += idle
+        if self.sum is not None:
+            self.sum.count_device(behind, idle)
 
     def merge(self, other: Counts) -> None:
         """Add what another one has counted."""
@@ -189,10 +206,9 @@ class Meter:
         self.skipped: list[tuple[Any, BaseException]] = []
         self.looks: str | None = None
 
-    def begin(self, epoch: int, totals: PoolTotals) -> Counts:
-        """An iterator delivers its first batch of an epoch: the counts to `add` to."""
+    def begin(self, epoch: int, totals: PoolTotals, counts: Counts) -> None:
+        """An iterator delivers its first batch of an epoch, and will `add` to these counts."""
         self._last[-1][1].ended = totals
-        counts = Counts()
         counts.began = totals
         self.epochs[epoch] = counts
         self._last.append((epoch, counts))
@@ -202,15 +218,14 @@ class Meter:
             old.sum = self._sum
             if self.epochs.get(number) is old:
                 del self.epochs[number]
-        return counts
 
     def add(self, epoch: Counts, waiting: float, seconds: float, placing: float, result: Result) -> None:
         """An iterator has come to a batch, or to an error in its place.
 
         Args:
-            epoch: what `begin` returned.
-            waiting: seconds in ``next``.
-            seconds: of these and of the loop since the batch before.
+            epoch: what `begin` was given.
+            waiting: seconds in ``next``, but those in which a device was behind.
+            seconds: all seconds in ``next``, and in the loop since the batch before.
             placing: seconds of conversion and of copies.
             result: of the batch.
         """

@@ -136,7 +136,6 @@ def test_a_loader_can_be_closed_after_the_context_broke(
     assert machine.registered
     with monkeypatch.context() as patch:
         patch.setattr(Event, "query", broken)
-        patch.setattr(Event, "synchronize", broken)
         patch.setattr(Machine, "cudaHostUnregister", lambda self, address: 710)  # the error stays
         loader.close()
     assert process_pool._transport.arena.segments == []
@@ -146,20 +145,18 @@ def test_a_loader_can_be_closed_after_the_context_broke(
 
 @pytest.fixture
 def hang(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """When it is called, the device does nothing more to the end of the test."""
-    test_ends = threading.Event()
+    """When it is called, the device does nothing more until ``machine.hangs`` is False."""
 
     def hang() -> None:
-        monkeypatch.setattr(Event, "query", lambda event: False)
-        monkeypatch.setattr(Event, "synchronize", lambda event: test_ends.wait())
+        machine.hangs = True
         monkeypatch.setattr(placement, "CLOSING_SECONDS", 0.05)
 
     yield hang
-    test_ends.set()
-    machine.registered.clear()
-    for left in (arena.LEFT_ALONE, copies.LEFT_ALONE):
-        left.clear()
-    gc.collect()
+    machine.hangs = False
+    machine.finish()
+    for closed in (copies.CopyStream(SimulatedStreams(machine, machine.devices[0])), Arena()):
+        closed.close()  # and looks again at what was left alone
+    assert (copies.LEFT_ALONE, arena.LEFT_ALONE, machine.registered) == ([], [], {})
 
 
 def test_a_device_that_hangs_is_not_waited_for_without_end(
@@ -183,6 +180,7 @@ def test_a_device_that_hangs_is_not_waited_for_without_end(
         loader.close()
         placed = loader._placement.closer()
         assert placed() is False  # at once: it has been told
+    machine.hangs = False
     machine.finish()
     assert machine.faults == []
     for number, (first, second) in enumerate(held):
@@ -199,8 +197,60 @@ def test_a_loader_that_is_forgotten_while_its_device_hangs_is_not_waited_for_eit
     with pytest.warns(UserWarning, match="has not done its copies within"):
         del batches
         gc.collect()
+    machine.hangs = False
     machine.finish()
     assert machine.faults == []
+
+
+def test_memory_that_was_left_alone_is_given_back_when_the_device_goes_on(
+    machine: Machine, process_pool: ProcessPool, hang: Callable[[], None]
+) -> None:
+    device = machine.devices[0]
+    loader = ShardedDataLoader(dataset(), 32, device=device, pool=process_pool)
+    batches = iter(loader)
+    held = [next(batches) for _ in range(4)]
+    hang()
+    with pytest.warns(UserWarning, match="has not done its copies within"):
+        loader.close()
+    assert machine.registered and arena.LEFT_ALONE and copies.LEFT_ALONE
+    machine.hangs = False
+    machine.finish()
+    with ShardedDataLoader(dataset(), 32, device=device, num_workers=1) as other:
+        next(iter(other))
+    assert (machine.registered, machine.faults, arena.LEFT_ALONE, copies.LEFT_ALONE) == ({}, [], [], [])
+    del held, batches
+
+
+def test_a_device_that_pauses_in_a_recovery_costs_no_later_segment(
+    machine: Machine, process_pool: ProcessPool, hang: Callable[[], None]
+) -> None:
+    with ShardedDataLoader(dataset(), 16, device=machine.devices[0], pool=process_pool) as loader:
+        batches = iter(loader)
+        first = [next(batches) for _ in range(4)]
+        hang()
+        with pytest.warns(UserWarning, match="has not done its copies within"):
+            process_pool.close()  # as the step after a Ctrl-C does
+        machine.hangs = False
+        assert len(first) + len(list(batches)) == 16
+        machine.finish()
+    assert (machine.registered, machine.faults) == ({}, [])
+
+
+def test_ctrl_c_ends_the_wait_for_a_device_that_hangs_while_the_loader_is_closed(
+    machine: Machine, process_pool: ProcessPool, hang: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=process_pool)
+    batches = iter(loader)
+    next(batches)
+    hang()
+    monkeypatch.setattr(placement, "CLOSING_SECONDS", 600.0)
+    monkeypatch.setattr(SimulatedStreams, "rest", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        loader.close()
+    assert process_pool._transport.workers == []  # it was done to its end
+    monkeypatch.undo()
+    machine.hangs = False
+    machine.finish()
 
 
 AT_EXIT = """

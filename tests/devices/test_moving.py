@@ -307,7 +307,7 @@ def _refuses_the_second(samples: list[Any]) -> Any:
 def test_pin_memory_asks_containers_that_pin_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
-    placed, log = Placement(None, pin_memory=True), []
+    placed, log = Placement(None, pin_memory=True, in_background=False), []
 
     class Pinning(_Ragged):
         def pin_memory(self) -> Pinning:
@@ -328,6 +328,6 @@ def test_pin_memory_leaves_what_torch_cannot_pin(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    placed, sparse = Placement(None, pin_memory=True), torch.eye(3).to_sparse()
+    placed, sparse = Placement(None, pin_memory=True, in_background=False), torch.eye(3).to_sparse()
     batch = placed.place([sparse, torch.ones(3)], sharded=False)
     assert batch[0] is sparse

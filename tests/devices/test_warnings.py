@@ -59,7 +59,7 @@ def test_an_error_of_an_earlier_kernel_is_not_blamed_on_the_batch(
 
 
 def test_other_errors_are_the_batchs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin(self: CopyStream, host: Any) -> Any:
+    def begin(self: CopyStream, host: Any, number: int) -> Any:
         raise RuntimeError("cannot pin")
 
     monkeypatch.setattr(CopyStream, "begin", begin)

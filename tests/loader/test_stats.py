@@ -99,6 +99,8 @@ NAMES = [
     "replaced_workers",
     "skipped_samples",
     "slow_batches",
+    "device_seconds",
+    "device_waiting_seconds",
     "samples_per_second",
     "waiting_share",
 ]
@@ -322,14 +324,19 @@ def test_an_epoch_that_is_none_is_refused(epoch: Any) -> None:
 def test_the_numbers_of_the_last_thousand_epochs_are_kept() -> None:
     meter = Meter()
     for epoch in range(Meter.KEPT_EPOCHS + 5):
-        meter.begin(epoch, NO_TOTALS).batches = 1
+        counts = Counts()
+        counts.batches = 1
+        meter.begin(epoch, NO_TOTALS, counts)
     assert len(meter.epochs) == Meter.KEPT_EPOCHS
     assert [meter.stats(epoch).batches for epoch in (4, 5, Meter.KEPT_EPOCHS + 4)] == [0, 1, 1]
 
 
 def test_the_sum_has_what_iterators_of_old_and_of_repeated_epochs_add() -> None:
     meter, result = Meter(), Result(0, 0, samples=3)
-    iterators = [meter.begin(epoch, NO_TOTALS) for epoch in (0, 0, *range(1, Meter.KEPT_EPOCHS + 5))]
+    iterators = []
+    for epoch in (0, 0, *range(1, Meter.KEPT_EPOCHS + 5)):
+        iterators.append(Counts())
+        meter.begin(epoch, NO_TOTALS, iterators[-1])
     for counts in iterators:
         meter.add(counts, 1.0, 2.0, 0.0, result)
     stats = meter.stats()

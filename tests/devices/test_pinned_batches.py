@@ -1,0 +1,215 @@
+"""``pin_memory=True``: a thread pins, and ``next`` only waits. No GPU is here: torch's ``pin_memory`` is pretended."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from sharded_loader import ShardedDataLoader
+from sharded_loader.base.errors import notes_of
+from sharded_loader.devices import names, placement
+from sharded_loader.drop_in import iterator as drop_in
+from sharded_loader.engine.pool import Pool
+from sharded_loader.torch import DataLoader
+
+THREAD = "sharded_loader-pins"
+
+
+class Pinned(NamedTuple):
+    """One call of torch's ``pin_memory``."""
+
+    value: float
+    thread: str
+    torch_threads: int
+    device: int
+
+
+class Accelerator:
+    """In the place of ``torch.cuda``: each thread has a current device."""
+
+    def __init__(self) -> None:
+        self.threads = threading.local()
+
+    def current_device(self) -> int:
+        return getattr(self.threads, "device", 0)
+
+    def set_device(self, device: int) -> None:
+        self.threads.device = device
+
+
+class Pins(list[Pinned]):
+    """What was pinned. `before` is called by each ``pin_memory``, in its thread."""
+
+    accelerator = Accelerator()
+
+    def before(self, value: float) -> None:
+        """Replaced by tests."""
+
+
+@pytest.fixture
+def pins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pins]:
+    pins = Pins()
+    pins.accelerator = Accelerator()
+
+    def pin(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+        value, thread = tensor.flatten()[0].item(), threading.current_thread().name
+        pins.before(value)
+        pins.append(Pinned(value, thread, torch.get_num_threads(), pins.accelerator.current_device()))
+        return tensor.clone()
+
+    devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    for module in (names, placement, drop_in):
+        monkeypatch.setattr(module, "accelerators", lambda: devices)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: pins.accelerator)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    yield pins
+
+
+def rows() -> np.ndarray:
+    return np.arange(64.0, dtype=np.float32)[:, None] * np.ones(3, np.float32)
+
+
+def made(kind: str, pool: Pool | None = None) -> Any:
+    if kind == "ours":
+        return ShardedDataLoader(rows(), 4, pin_memory=True, **({"num_workers": 2} if pool is None else {"pool": pool}))
+    return DataLoader(rows(), 4, pin_memory=True, num_workers=2, start_method="fork")
+
+
+def firsts(batches: Any) -> list[float]:
+    return [batch[0, 0].item() for batch in batches]
+
+
+IN_ORDER = [4.0 * number for number in range(16)]
+
+
+def test_a_thread_pins_the_batches_of_workers_in_order(pins: Pins, worker_pool: Pool) -> None:
+    with made("ours", worker_pool) as loader:
+        for _ in range(2):
+            assert firsts(loader) == IN_ORDER
+    assert [one.value for one in pins] == 2 * IN_ORDER
+    assert {one.thread for one in pins} == {THREAD}
+
+
+def test_without_workers_the_main_thread_pins_as_in_torch(pins: Pins) -> None:
+    assert firsts(ShardedDataLoader(rows(), 4, pin_memory=True)) == IN_ORDER
+    assert firsts(DataLoader(rows(), 4, pin_memory=True)) == IN_ORDER
+    assert {one.thread for one in pins} == {"MainThread"}
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_drop_in_pins_in_a_thread(pins: Pins, in_order: bool) -> None:
+    loader = DataLoader(rows(), 4, pin_memory=True, num_workers=2, start_method="fork", in_order=in_order)
+    for _ in range(2):
+        found = firsts(loader)
+        assert (found if in_order else sorted(found)) == IN_ORDER
+    assert {one.thread for one in pins} == {THREAD}
+
+
+@pytest.mark.parametrize("kind", ["ours", "drop-in"])
+def test_the_copy_takes_one_of_torchs_threads_and_no_other_thread_loses_any(pins: Pins, kind: str) -> None:
+    before = torch.get_num_threads()
+    assert before > 1, "this test needs two cores"
+    loader = made(kind)
+    assert firsts(loader) == IN_ORDER
+    assert {one.torch_threads for one in pins} == {1}
+    found = [torch.get_num_threads()]
+    later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert found == [before, before]
+
+
+@pytest.mark.parametrize("kind", ["ours", "drop-in"])
+def test_the_device_of_the_main_thread_pins(pins: Pins, kind: str) -> None:
+    """In a new thread it would be the first one, which would get a context."""
+    pins.accelerator.set_device(1)
+    assert firsts(made(kind)) == IN_ORDER
+    assert {one.device for one in pins} == {1}
+
+
+def test_batches_are_pinned_while_the_loop_works(pins: Pins, worker_pool: Pool) -> None:
+    with made("ours", worker_pool) as loader:
+        batches = iter(loader)
+        next(batches)
+        while any(entry.result is None for entry in list(batches.run.window)[:3]):
+            loader._pipeline._wait(batches.run, block=True)
+        next(batches)
+        pinned = threading.Event()
+        pins.before = lambda value: pinned.set() if value == 12.0 else None  # type: ignore[method-assign]
+        if 12.0 not in [one.value for one in pins]:
+            assert pinned.wait(300), "nobody has asked for it"
+        assert next(batches)[0, 0].item() == 8.0
+
+
+@pytest.mark.parametrize("kind", ["ours", "drop-in"])
+def test_a_batch_that_cannot_be_pinned_is_one_batchs_error(pins: Pins, kind: str) -> None:
+    def refuse(value: float) -> None:
+        if value == 8.0:
+            raise ValueError("not this one")
+
+    pins.before = refuse  # type: ignore[method-assign]
+    batches = iter(made(kind))
+    assert [next(batches)[0, 0].item() for _ in range(2)] == [0.0, 4.0]
+    with pytest.raises(ValueError, match="not this one") as caught:
+        next(batches)
+    assert "epoch 0, batch 2" in "".join(notes_of(caught.value))
+    del caught
+    assert firsts(batches) == IN_ORDER[3:]
+
+
+@pytest.mark.parametrize("kind", ["ours", "drop-in"])
+def test_where_no_more_memory_can_be_pinned_batches_stay_as_they_are(pins: Pins, kind: str) -> None:
+    def refuse(value: float) -> None:
+        if value >= 8.0:
+            raise RuntimeError("CUDA error: out of memory")
+
+    pins.before = refuse  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="could not be pinned .*out of memory") as caught:
+        assert firsts(made(kind)) == IN_ORDER
+    assert len(caught) == 1
+
+
+def test_ctrl_c_while_a_batch_is_pinned_loses_nothing(pins: Pins, new_pool: Callable[..., Pool]) -> None:
+    go_on = threading.Event()
+
+    def interrupt(value: float) -> None:
+        if value == 8.0 and not go_on.is_set():
+            signal.raise_signal(signal.SIGINT)
+            go_on.wait(300)
+
+    pins.before = interrupt  # type: ignore[method-assign]
+    with made("ours", new_pool()) as loader:
+        batches, got = iter(loader), []
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                got.append(next(batches)[0, 0].item())
+        go_on.set()
+        got += firsts(batches)
+    assert got == IN_ORDER
+
+
+@pytest.mark.parametrize("end", ["close", "forget", "break"])
+def test_the_thread_ends_with_its_loader(pins: Pins, worker_pool: Pool, end: str) -> None:
+    loader = made("ours", worker_pool)
+    batches = iter(loader)
+    next(batches)
+    assert THREAD in [thread.name for thread in threading.enumerate()]
+    if end == "close":
+        loader.close()
+    del batches
+    if end == "forget":
+        del loader
+        gc.collect()
+    elif end == "break":
+        assert firsts(loader) == IN_ORDER
+        loader.close()
+    assert THREAD not in [thread.name for thread in threading.enumerate()]

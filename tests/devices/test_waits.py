@@ -1,0 +1,137 @@
+"""Who waits for whom: the host for a device that is behind, and a device for data. The numbers tell them apart."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from simulated import Machine, SimulatedStreams
+
+from sharded_loader import ShardedDataLoader
+from sharded_loader.engine.pool import Pool
+
+
+class Clock:
+    """Seconds, which pass only where a test lets them."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of the host, and of the device. While the host rests, a second passes."""
+    clock, rest = Clock(), SimulatedStreams.rest
+    machine.clock = clock
+    monkeypatch.setattr(time, "perf_counter", clock)
+
+    def slow(streams: SimulatedStreams, seconds: float) -> None:
+        clock.now += 1.0
+        rest(streams, seconds)
+
+    monkeypatch.setattr(SimulatedStreams, "rest", slow)
+    return clock
+
+
+class Slow:
+    """Rows that take 5 seconds for each batch of 4. A device that does its work at once has done it before."""
+
+    def __init__(self, machine: Machine, clock: Clock, keeps_step: bool) -> None:
+        self.machine, self.clock, self.keeps_step = machine, clock, keeps_step
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 4 == 0:
+            if self.keeps_step:
+                self.machine.finish()
+            self.clock.now += 5.0
+        return np.full(1000, index)
+
+
+def test_to_wait_for_the_device_is_not_to_wait_for_data(machine: Machine, clock: Clock) -> None:
+    with ShardedDataLoader(np.zeros((64, 1000)), 4, device=machine.devices[0]) as loader:
+        for _ in loader:  # the device does nothing until the host has to wait for it
+            pass
+        stats = loader.stats()
+    assert stats.device_seconds > 10
+    assert (stats.waiting_seconds, stats.placing_seconds) == (0, 0)
+    assert stats.seconds == stats.device_seconds
+    assert "0% of the time waiting for data, 100% of it waiting for the device" in str(stats)
+
+
+def test_a_device_that_has_nothing_to_do_has_waited_for_data(machine: Machine, clock: Clock) -> None:
+    with ShardedDataLoader(Slow(machine, clock, keeps_step=True), 4, device=machine.devices[0]) as loader:
+        for _ in range(2):
+            for _ in loader:
+                machine.finish()
+        next(iter(loader))  # looks at the events of the epoch before
+        first, second = loader.stats(0), loader.stats(1)
+    # Of the first batch of all the device tells nothing: it was not known which device it is.
+    assert (first.device_waiting_seconds, second.device_waiting_seconds) == (15 * 5, 16 * 5)
+    assert (first.device_seconds, second.device_seconds) == (0, 0)
+
+
+def test_a_device_that_is_behind_has_not_waited_for_data_however_slow_that_is(machine: Machine, clock: Clock) -> None:
+    with ShardedDataLoader(Slow(machine, clock, keeps_step=False), 4, device=machine.devices[0]) as loader:
+        batches = iter(loader)
+        for _ in range(4):
+            next(batches)
+        machine.finish()  # it had work all the time
+        next(batches)
+        stats = loader.stats()
+    assert (stats.device_waiting_seconds, stats.device_seconds, stats.waiting_seconds) == (0, 0, 5 * 5)
+
+
+def test_a_loop_on_another_stream_or_left_early_does_no_harm(machine: Machine, pool: Pool) -> None:
+    device = machine.devices[0]
+    with ShardedDataLoader(np.zeros((64, 1000)), 4, device=device, pool=pool) as loader:
+        for _ in range(3):
+            for number, _ in enumerate(loader):
+                if number == 3:
+                    break
+            with machine.on(device, machine.new_stream(device)):
+                next(iter(loader))
+                loader.peek()
+        assert loader.stats().device_waiting_seconds >= 0
+    assert machine.faults == []
+
+
+def test_ctrl_c_ends_the_wait_for_a_device_that_hangs(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, new_pool: Callable[..., Pool]
+) -> None:
+    """A wait of the device's own would be deaf, as in a collective whose other ranks are dead."""
+    with ShardedDataLoader(np.arange(64.0)[:, None], 4, device=machine.devices[0], pool=new_pool()) as loader:
+        batches = iter(loader)
+        with monkeypatch.context() as hangs:
+            hangs.setattr(SimulatedStreams, "rest", lambda *_: signal.raise_signal(signal.SIGINT))
+            got = []
+            with pytest.raises(KeyboardInterrupt):
+                while len(got) < 16:
+                    got.append(next(batches))
+        assert 0 < len(got) < 16
+        got += batches
+        machine.finish()
+    assert [batch[0, 0].item() for batch in got] == [4.0 * number for number in range(16)]
+    assert machine.faults == []
+
+
+def test_the_host_sleeps_while_it_waits(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[float] = []
+    rest = SimulatedStreams.rest
+
+    def noted(streams: SimulatedStreams, seconds: float) -> None:
+        rests.append(seconds)
+        rest(streams, seconds)
+
+    monkeypatch.setattr(SimulatedStreams, "rest", noted)
+    with ShardedDataLoader(np.zeros((64, 1000)), 4, device=machine.devices[0]) as loader:
+        list(loader)
+    assert rests and min(rests) > 1e-4 and max(rests) < 1e-2
