@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.utils.data as torch_data
+from samples import Drawing, DrawingInItems
 
 from sharded_loader import (
     ArrayDataset,
@@ -52,7 +53,7 @@ class BadSample(ValueError):
         self.index = index
 
 
-class Plain:
+class Plain(Drawing):
     """Samples are (index, drawn number + version); those in ``bad`` raise.
 
     Attributes:
@@ -62,21 +63,12 @@ class Plain:
 
     version, pause = 0, 0.0
 
-    def __init__(self, length: int, bad: frozenset[int] = frozenset()) -> None:
-        self.length, self.bad = length, bad
-
-    def __len__(self) -> int:
-        return self.length
-
-    def numbers(self, index: int, rng: np.random.Generator) -> Any:
+    def read(self, index: int, rng: np.random.Generator) -> Any:
         if index in self.bad:
             raise BadSample(index, "is bad")
         if self.pause and index % 17 == 3:
             time.sleep(self.pause)
-        return np.array([index, rng.integers(1 << 30) + self.version])
-
-    def __getitem__(self, index: int) -> Any:
-        return self.numbers(index, sample_rng())
+        return super().read(index, rng) + [0, self.version]
 
 
 class Wide(Plain):
@@ -105,17 +97,14 @@ class Batches(Plain):
     """Read in bulk: whole batches. Uses up the list that it is given."""
 
     def get_batch(self, indices: Any) -> Any:
-        rows = [self.numbers(index, sample_rng(index)) for index in map(int, indices)]
+        rows = [self.read(index, sample_rng(index)) for index in map(int, indices)]
         if isinstance(indices, list):
             indices.clear()
         return torch.from_numpy(np.stack(rows))
 
 
-class Items(Plain):
+class Items(DrawingInItems, Plain):
     """Read in bulk: lists of samples."""
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return [self.numbers(index, sample_rng(index)) for index in indices]
 
 
 class Told(Plain):

@@ -21,7 +21,7 @@ from typing import Any
 
 from sharded_loader import ShardedDataLoader, interleave
 from sharded_loader.torch import DataLoader
-from tests import conftest, fuzz_cases, fuzz_steps, stream_samples
+from tests import conftest, failures, fuzz_cases, fuzz_steps, stream_samples
 from tests.drop_in import drop_in_samples
 
 PASSING = [
@@ -290,7 +290,7 @@ class Streams(Program):
         self.arguments.append(f"{text} {self.given | options}")
         loaders = []
         for rank in range(ranks):
-            before = {} if self.bad is None else {"before": stream_samples.At(stream_samples.fail, *self.bad)}
+            before = {} if self.bad is None else {"before": stream_samples.At(failures.raise_lookup, *self.bad)}
             replicas: Any = {} if ranks == 1 else {"num_replicas": ranks, "rank": rank}
             pool, dataset = conftest.make_pool(method, workers), make(self.lengths, **before)
             loaders.append(ShardedDataLoader(dataset, pool=pool, **self.given, **options, **replicas))

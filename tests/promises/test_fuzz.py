@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch.utils.data as torch_data
-from samples import Bad, Boom, boom
+from failures import Boom, boom
+from samples import Bad
 
 from sharded_loader import BatchSampler, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
