@@ -192,7 +192,7 @@ class Placement:
         raise AssertionError("the last try returns")
 
     def _begin_behind(self, window: Sequence[Entry]) -> None:
-        for entry in list(itertools.islice(window, 1, 1 + self.ahead)):
+        for entry in itertools.islice(window, 1, 1 + self.ahead):
             result = entry.result
             if result is None:
                 return
