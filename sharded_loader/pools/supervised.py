@@ -9,6 +9,7 @@ A batch that cannot be sent or read has an error as its result.
 from __future__ import annotations
 
 import io
+import pickle
 import types
 from collections.abc import Callable
 from typing import Any, Generic
@@ -23,7 +24,7 @@ from sharded_loader.engine.grouping import Grouping
 from sharded_loader.engine.messages import NewJob, Result, Task, unpack_result
 from sharded_loader.engine.pool import WorkerPool
 from sharded_loader.memory.arena import RecentSizes
-from sharded_loader.memory.codec import SetApart, decode, is_findable
+from sharded_loader.memory.codec import SetApart, is_findable
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.publish import script_by_value
 from sharded_loader.pools.supervisor import Supervisor, W
@@ -134,7 +135,7 @@ def own_pickle(task: Task, *, forked: bool) -> bytes | None:
 def decode_result(run: int, seq: int, pickled: memoryview, buffers: list[Any], task: Task | None) -> Result:
     """The result in a reply; if it cannot be unpickled here, that is its batch's error."""
     try:
-        reply = decode(pickled, buffers)
+        reply = pickle.loads(pickled, buffers=buffers)  # what `codec.encode` has made
         if type(reply) is tuple:
             return unpack_result(run, seq, reply, buffers)
     except Exception as error:
