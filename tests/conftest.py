@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # pytest does so; `python -m tests.soak` does not
+sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # pytest does so; `python -m tests.fuzz` does not
 
 import hypothesis
 import installed

@@ -1,472 +1,117 @@
 """Loaders with random arguments, driven at random, against one that is too simple to be wrong.
 
-    python -m tests.fuzz --cases 2000 [--seed N]
-    python -m tests.fuzz --minutes 60 [--seed N]
-    python -m tests.fuzz --case SEED                 one case alone, as a difference names it
+    python -m tests.fuzz --cases 2000 [--faults] [--seed N]
+    python -m tests.fuzz --minutes 60 [--faults] [--seed N]
+    python -m tests.fuzz --case SEED [--faults]              one case alone, as a difference names it
 
-    seed -> Case: dataset, order, errors (fuzz_cases) -> NaiveLoader (naive)      what must come
-                  pool, workers, ranks, devices       -> ShardedDataLoader        what comes
-                  steps: take, drop, look, resume ... -> both
+    seed -> `fuzz_steps.Case` (with ``--faults`` `fuzz_faults.Disturbed`) -> run -> nothing, or a `Difference`
 
-Values, dtypes, shapes, nesting, errors, epoch, position and length are compared after every step; batches that are
-held are compared again at the end. A case is decided by its seed alone. Exit status 1: there was a difference.
+Prints a line every 10 s and a table at the end. Exit status 1: there was a difference, something was left behind, or
+a step took a minute; then every thread's stack is printed. A case is decided by its seed, but not the timing of faults:
+``--case SEED --faults --minutes 5`` runs one again and again.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import functools
+import faulthandler
 import gc
-import json
+import itertools
+import logging
+import os
 import random
 import sys
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
+import psutil
 
-from sharded_loader import SampleError, ShardedDataLoader, interleave
-from tests import conftest, fuzz_cases
-from tests.naive import Failure, NaiveIterator, NaiveLoader
+from sharded_loader import ShardedDataLoader, interleave
+from tests import conftest
+from tests.fuzz_faults import Disturbed
+from tests.fuzz_steps import Case, Difference
 
-METHODS = ["inline"] * 50 + ["thread"] * 35 + [name for name in ("fork",) if name in conftest.PROCESS_POOLS] * 9
-"""Most cases read without processes, which start slowly; of those that have some, most fork."""
+HANG = 60.0
+"""Seconds for one step. The slowest in order, a first batch from spawned workers on a busy machine, takes five."""
 
-SLOW_METHODS = [name for name in conftest.PROCESS_POOLS if name != "fork"]
-
-DONE: Any = object()
-
-
-class Difference(AssertionError):
-    """The loader does something else than the naive one."""
+LEFT = ("processes", "threads", "descriptors", "shared memory")
 
 
-def frozen(value: Any) -> Any:
-    """A batch as a value that can be compared, down to types and dtypes, and that no later write can change."""
-    if isinstance(value, torch.Tensor):
-        return "tensor", str(value.dtype), tuple(value.shape), value.contiguous().numpy().tobytes()
-    if isinstance(value, np.ndarray):
-        return "array", value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, dict):
-        return type(value).__name__, [(key, frozen(part)) for key, part in value.items()]
-    if isinstance(value, list | tuple):
-        return type(value).__name__, [frozen(part) for part in value]
-    if isinstance(value, fuzz_cases.Item):
-        return type(value).__name__, frozen([value.name, value.value])
-    return type(value).__name__, value
+@dataclass
+class Report:
+    """What has happened in all cases.
 
+    Attributes:
+        counts: what was done, and how often.
+        workers: the workers of cases with faults. If their template was killed, they are nobody's children any more.
+        case: the one that runs.
+    """
 
-def filler(failed: SampleError) -> Any:
-    """``on_error=``: says what it was told."""
-    return np.array([-1 - failed.index, 1000 * failed.epoch + 10 * (0 if failed.shard is None else 1 + failed.shard)])
+    counts: Counter[str] = field(default_factory=Counter)
+    workers: dict[int, psutil.Process] = field(default_factory=dict)
+    case: Case | None = None
+    began: float = field(default_factory=time.monotonic)
 
-
-class Pair:
-    """A loader, the naive one, and the iterators over both that are alive."""
-
-    def __init__(self, loader: ShardedDataLoader, naive: NaiveLoader, may_fail: bool) -> None:
-        self.loader, self.naive, self.may_fail = loader, naive, may_fail
-        self.iterators: list[tuple[Any, NaiveIterator]] = []
-
-    def drop(self, at: int) -> None:
-        naive = self.iterators.pop(at)[1]
-        naive.alive = False
-        if self.may_fail:
-            gc.collect()  # an error that was raised in this thread knows the frames that held the iterator
-
-    def drop_all(self) -> None:
-        while self.iterators:
-            self.drop(0)
-
-
-class Case:
-    """One case, decided by its seed. `run` raises a `Difference`, or returns how many batches were compared."""
-
-    def __init__(self, seed: int, processes: bool = True) -> None:
-        self.rng = rng = random.Random(seed)
-        self.processes = processes
-        torch.manual_seed(seed)
-        self.steps: list[str] = []
-        self.held: list[tuple[Any, Any]] = []
-        self.known: dict[Any, Any] = {}
-        self.compared = 0
-        self.length = length = rng.choice([0, 1, 2, 3, 5, 8, 13, 21, 40, 60])
-        self.kind = kind = fuzz_cases.draw_kind(rng, length)
-        self.order = order = fuzz_cases.draw_order(rng, kind, length)
-        self.seed: Any = rng.choice([None, 0, rng.randrange(1 << 62)])
-        self.on_error: Any = rng.choice(["raise", "skip", "replace", "fill"]) if kind.bad else "raise"
-        if self.on_error == "fill":
-            self.on_error = filler if kind.name in ("plain", "batches", "items") else "skip"
-        last = rng.choice([None, "keep", "discard", "rollover"])
-        self.last_batch = None if order.batches or (last == "rollover" and not order.sized) else last
-        self.batch_size = None if order.batches else rng.choice([1, 2, 3, 4, 7, 16, 100])
-        self.reader = ShardedDataLoader(kind.make(), 1, sampler=[0], seed=0)
-        self.place: Any = None
-        self.pair = self.make_pair()
-
-    def __str__(self) -> str:
-        lines = [f"{self.length} samples: {self.kind.name}, bad: {sorted(self.kind.bad)}, order: {self.order.name}"]
-        return "\n    ".join([*lines, *self.steps])
-
-    # -- what there is to drive -----------------------------------------------------------------------------
-
-    def make_pair(self, state: Any = None, sampler: Any = None) -> Pair:
-        """A loader with a pool, ranks and shards of its own; with ``sampler`` beside another one over it."""
-        rng, kind, order = self.rng, self.kind, self.order
-        seed = self.seed if sampler is None else self.seed_used
-        options: dict[str, Any] = {"seed": seed if state is None else rng.choice([None, 5, seed])}
-        replicas = 1 if order.distributed else rng.choice([1, 1, 1, 2, 3, 5])
-        rank = rng.randrange(replicas)
-        replicated = not order.distributed and (replicas > 1 or rng.random() < 0.1)
-        if replicated:
-            options |= {"num_replicas": replicas, "rank": rank}
-        num_shards, max_shards = None, None
-        how = rng.choice(["plain", "plain", "device", "num_shards", "devices", "both"])
-        count = rng.choice([1, 2, 3, 4])
-        if how == "device":
-            options["device"], max_shards = "cpu", 1
-        elif how == "num_shards":
-            options["num_shards"] = num_shards = count
-        elif how == "devices":
-            options["devices"], num_shards, max_shards = ["cpu"] * count, count, count
-        elif how == "both":
-            options |= {"devices": ["cpu"] * 4, "num_shards": count}
-            num_shards, max_shards = count, 4
-        weights = [rng.choice([1, 1, 2, 3.5, 40]) for _ in range(count)]
-        if num_shards is None or rng.random() < 0.6:
-            weights = None
-        else:
-            options["shard_weights"] = weights
-        if kind.name == "named columns" and "devices" in options and rng.random() < 0.5:
-            options["resident"] = "auto"
-        if order.batches:
-            options["batch_sampler"] = made = sampler if sampler is not None else order.make()
-        else:
-            made = sampler if sampler is not None else None if order.make is None else order.make()
-            options |= {"batch_size": self.batch_size, "sampler": made, "shuffle": order.shuffle}
-            options["last_batch"] = self.last_batch
-        if kind.batchify[0] is not None:
-            options["batchify_fn"] = kind.batchify[0]
-        method = rng.choice(SLOW_METHODS) if SLOW_METHODS and rng.random() < 0.01 else rng.choice(METHODS)
-        if not self.processes and method in conftest.PROCESS_POOLS:
-            method = "thread"
-        workers = rng.choice([1, 2, 3])
-        options |= {"on_error": self.on_error, "prefetch": rng.choice([None, None, 0, 1, 3, 20])}
-        options |= {"prefetch_epochs": rng.choice([None, True, False])}
-        shown = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
-        self.steps.append(f"loader: {method}({workers}), {shown}")
-        options["pool"] = conftest.make_pool(method, workers)
-        self.shared = method in ("inline", "thread")
-        loader = ShardedDataLoader(kind.make(), **options)
-        if state is None:
-            seed, reference = loader.seed, self.make_reference(loader)
-        if sampler is None:
-            self.user_sampler = made
-        if sampler is None and state is None:
-            self.seed_used, self.reference = seed, reference
-        elif state is not None:
-            seed, reference = self.seed_used, self.reference
-        naive = NaiveLoader(
-            order=functools.partial(self.epoch_order, reference, seed),
-            sample=functools.partial(self.sample, seed),
-            length=None if kind.keys is not None else self.length,
-            batch_size=self.batch_size,
-            last_batch=self.last_batch or "keep",
-            replicas=replicas,
-            rank=rank,
-            sized=order.sized,
-            replicated=replicated,
-            num_shards=num_shards,
-            max_shards=max_shards,
-            weights=weights,
-            on_error=self.on_error,
-            batchify=kind.batchify[1],
+    def say(self) -> None:
+        counts, seconds = self.counts, time.monotonic() - self.began
+        print(
+            f"{seconds:5.0f} s: {counts['cases']} cases, {counts['batches compared']} batches, "
+            f"{sum(count for name, count in counts.items() if name.startswith('fault'))} faults, "
+            f"{counts['differences']} differences",
+            flush=True,
         )
-        return Pair(loader, naive, bool(kind.bad) or order.batches)
 
-    def make_reference(self, loader: ShardedDataLoader) -> Any:
-        """Another sampler of the order that the loader reads: made again, with the seeds that were drawn."""
-        if self.order.make is None:
-            if self.order.shuffle:
-                return fuzz_cases.RandomSampler(self.length, seed=loader.seed)
-            return fuzz_cases.SequentialSampler(self.length)
-        made = again = self.order.make()
-        sampler = loader.batch_sampler if self.order.batches else loader.sampler
-        while isinstance(sampler, fuzz_cases.Sampler):
-            if isinstance(sampler.seed, int):
-                again.seed = int(sampler.seed)
-            sampler = getattr(sampler, "sampler", getattr(sampler, "batch_sampler", None))
-            again = getattr(again, "sampler", getattr(again, "batch_sampler", None))
-        return made
+    def show(self, left: dict[str, Any]) -> None:
+        """The table."""
+        rows = [*sorted(self.counts.items()), *((f"{kind} left at the end", len(left.get(kind, ()))) for kind in LEFT)]
+        for name, count in rows:
+            print(f"{name:60}{count:>10,}")
+        for kind, items in left.items():
+            print(f"left: {kind}: {items}")
 
-    def epoch_order(self, reference: Any, seed: int, epoch: int) -> Any:
-        key = "order", id(reference), seed, epoch
-        if key not in self.known:
-            self.known[key] = self.order.of(reference, epoch, seed)
-            self.known["kept", id(reference)] = reference
-        return copy.deepcopy(self.known[key])
+    def watch(self, over: threading.Event) -> None:
+        """Say every 10 s how far it is; end the program when a step hangs."""
+        said = time.monotonic()
+        while not over.wait(1.0):
+            faulthandler.dump_traceback_later(HANG + 10, exit=True)  # if not even this thread can run
+            now, case = time.monotonic(), self.case
+            if case is not None and now - case.last_sign > HANG:
+                print(f"HANG of {HANG:.0f} s in {case}", flush=True)
+                faulthandler.dump_traceback(all_threads=True)
+                self.show({})
+                sys.stdout.flush()
+                os._exit(1)
+            if now - said >= 10:
+                said = now
+                self.say()
+        faulthandler.cancel_dump_traceback_later()
 
-    def sample(self, seed: int, index: Any, epoch: int) -> Any:
-        """A sample, with the random numbers that belong to it."""
-        key = "sample", seed, index, epoch
-        if key not in self.known:
-            if self.reader.seed != seed:
-                self.reader = ShardedDataLoader(self.kind.make(), 1, sampler=[0], seed=seed)
-            self.known[key] = self.reader.read(index, epoch=epoch)
-        return copy.deepcopy(self.known[key])
+    def left(self, before: Any) -> dict[str, Any]:
+        """What is still there although every loader is closed or garbage, after a grace for what is ending."""
+        deadline = time.monotonic() + conftest.PATIENCE
+        while True:
+            gc.collect()
+            left = conftest.remains(*before)
+            alive = {pid for pid, worker in self.workers.items() if _lives(worker)}
+            if alive:
+                left["processes"] = left.get("processes", set()) | alive
+            if not left or time.monotonic() > deadline:
+                return left
+            time.sleep(0.05)
 
-    # -- steps ----------------------------------------------------------------------------------------------
 
-    def run(self) -> int:
-        steps: list[tuple[int, Callable[[Pair], None]]] = [
-            (8, self.begin),
-            (14, self.take),
-            (5, self.take_all),
-            (2, self.drop),
-            (4, self.resume),
-            (1, self.load_here),
-            (3, self.set_epoch),
-            (2, self.peek),
-            (1, self.read),
-            (3, self.look),
-            (1, self.refresh),
-            (1, self.change_prefetch),
-            (1, self.another_loader),
-        ]
-        weights, choices = zip(*steps, strict=True)
-        try:
-            for _ in range(self.rng.choice([4, 10, 25])):
-                step = self.rng.choices(choices, weights)[0]
-                self.steps.append(step.__name__)
-                step(self.pair)
-                self.check_place(self.pair)
-            self.check_skipped(self.pair)
-            for batch, as_it_was in self.held:
-                if frozen(batch) != as_it_was:
-                    raise Difference(f"a batch that was held has changed: {as_it_was}\nnow: {batch}")
-        finally:
-            self.pair.loader.close()
-            self.reader.close()
-        return self.compared
-
-    def note(self, text: str) -> None:
-        self.steps[-1] += f" {text}"
-
-    def begin(self, pair: Pair) -> None:
-        if len(pair.iterators) >= (1 if self.kind.told and self.shared else 3):
-            pair.drop(self.rng.randrange(len(pair.iterators)))
-        pair.iterators.append((iter(pair.loader), pair.naive.iterate()))
-
-    def take(self, pair: Pair) -> None:
-        if not pair.iterators:
-            self.begin(pair)
-        at = self.rng.randrange(len(pair.iterators))
-        for _ in range(self.rng.choice([1, 1, 2, 5])):
-            if not self.next_of(pair, at):
-                return pair.drop(at)
-
-    def take_all(self, pair: Pair) -> None:
-        if not pair.iterators:
-            self.begin(pair)
-        at = self.rng.randrange(len(pair.iterators))
-        # Now and then all batches are taken, but the end is not seen.
-        left = self.left(pair.iterators[at][1]) if self.rng.random() < 0.3 else 1 << 30
-        while left > 0:
-            if not self.next_of(pair, at):
-                return pair.drop(at)
-            left -= 1
-
-    def left(self, iterator: NaiveIterator) -> int:
-        if not iterator.begun:
-            return len(iterator.loader.batches(*iterator.loader.next_place))
-        return len(iterator.batches) - (iterator.number - iterator.first)
-
-    def next_of(self, pair: Pair, at: int) -> bool:
-        """Compare one batch, or error; whether there may be more."""
-        iterator, naive = pair.iterators[at]
-        got = self.outcome(lambda: next(iterator))
-        expected = self.expected(naive, got)
-        where = f"iterator {at}: epoch {naive.epoch}, batch {naive.number - 1}"
-        self.note(f"{at}:{naive.epoch}/{'end' if expected is DONE else naive.number - 1}")
-        self.compare(got, expected, where, naive)
-        self.compared += 1
-        if got is not DONE and not isinstance(got, Exception) and self.rng.random() < 0.3:
-            self.held.append((got, frozen(got)))
-        return expected is not DONE
-
-    def expected(self, naive: NaiveIterator, got: Any) -> Any:
-        try:
-            return naive.next(lambda shard, place, good: self.replaced(got, naive, shard, place, good))
-        except StopIteration:
-            return DONE
-
-    def replaced(self, got: Any, naive: NaiveIterator, shard: int | None, place: int, good: list[Any]) -> Any:
-        """Which sample stands in for a bad one: one of the batch, and always the same one."""
-        index = self.kind.where(got if shard is None else got[shard])[place]
-        key = "replaced", naive.epoch, naive.number - 1, shard, place, tuple(good)
-        if index not in good or self.known.setdefault(key, index) != index:
-            raise Difference(f"{key}: replaced by {index}, before by {self.known.get(key)}")
-        return index
-
-    def outcome(self, ask: Callable[[], Any]) -> Any:
-        try:
-            return ask()
-        except StopIteration:
-            return DONE
-        except Exception as error:
-            return error
-
-    def compare(self, got: Any, expected: Any, where: str, naive: NaiveIterator | None = None) -> None:
-        if isinstance(expected, Failure):
-            if not isinstance(got, expected.kind) or isinstance(got, Difference):
-                raise Difference(f"{where}: {got!r} instead of {expected}")
-            notes = "".join(getattr(got, "__notes__", []))
-            index = getattr(got, "index", None)
-            if expected.indices and index not in expected.indices:
-                raise Difference(f"{where}: an error of sample {index!r} instead of {expected}")
-            if naive is not None and expected.indices:
-                place = f"epoch {naive.epoch}, batch {naive.number - 1},"
-                if place not in notes or f"sample {index!r}" not in notes:
-                    raise Difference(f"{where}: the error says: {notes}")
-            return
-        if isinstance(got, Exception):
-            raise Difference(f"{where}: {type(got).__name__} instead of {expected}") from got
-        if self.kind.name == "drawing batchify_fn" and naive is not None and got is not DONE:
-            got = self.without_draws(got, naive)
-        if frozen(got) != frozen(expected):
-            raise Difference(f"{where}: {got}\n    expected: {expected}")
-
-    def without_draws(self, got: Any, naive: NaiveIterator) -> Any:
-        """Draws in ``batchify_fn`` belong to epoch, batch and shard."""
-        for shard, batch in enumerate(got if isinstance(got, list) else [got]):
-            key = "drawn", naive.epoch, naive.number - 1, shard
-            if self.known.setdefault(key, batch["drawn"]) != batch["drawn"]:
-                raise Difference(f"{key}: {batch['drawn']}, before {self.known[key]}")
-        bare = (
-            [{"twice": one["batch"] * 2, "count": len(one["batch"])} for one in got] if isinstance(got, list) else None
-        )
-        return bare if bare is not None else {"twice": got["batch"] * 2, "count": len(got["batch"])}
-
-    def drop(self, pair: Pair) -> None:
-        if pair.iterators:
-            pair.drop(self.rng.randrange(len(pair.iterators)))
-
-    def state(self, pair: Pair) -> Any:
-        state = pair.loader.state_dict()
-        if state != pair.loader.state_dict():
-            raise Difference("state_dict() has changed the state")
-        return json.loads(json.dumps(state)) if self.rng.random() < 0.8 else state
-
-    def resume(self, pair: Pair) -> None:
-        """Go on in a new loader: another pool, other ranks, other shards; perhaps another batch size."""
-        state, place = self.state(pair), pair.naive.place
-        self.note(f"at {place}")
-        self.check_skipped(pair)
-        pair.drop_all()
-        if self.rng.random() < 0.8:
-            pair.loader.close()
-        strict = self.batch_size is None or self.rng.random() < 0.8
-        if not strict:
-            self.batch_size = self.rng.choice([1, 2, 4, 7, 16])
-        self.pair = self.make_pair(state)
-        self.pair.loader.load_state_dict(state, strict=strict)
-        self.pair.naive.load(place)
-
-    def load_here(self, pair: Pair) -> None:
-        """Load a state into the loader that it is from, or an older one: iterators that are alive go on."""
-        if self.place is None or self.rng.random() < 0.5:
-            self.place = self.state(pair), pair.naive.place, self.batch_size
-        state, place, batch_size = self.place
-        self.note(f"at {place}")
-        pair.loader.load_state_dict(state, strict=batch_size == self.batch_size)
-        pair.naive.load(place)
-
-    def set_epoch(self, pair: Pair) -> None:
-        now = pair.naive.next_place[0]
-        epoch = self.rng.choice([now, now, max(0, now - 1), now + 1, self.rng.randrange(5)])
-        batches = pair.loader.batch_sampler
-        inner = [pair.loader.sampler, batches, getattr(batches, "sampler", None)]
-        told = self.rng.choice([pair.loader, *(one for one in inner if callable(getattr(one, "set_epoch", None)))])
-        self.note(f"{epoch} on the {type(told).__name__}")
-        told.set_epoch(epoch)
-        pair.naive.set_epoch(epoch)
-
-    def peek(self, pair: Pair) -> None:
-        if self.kind.told and self.shared and pair.iterators:
-            return
-        if pair.naive.may_be_over:
-            return  # `peek` says that the epoch is over, where `next` goes on to the next one
-        got = self.outcome(pair.loader.peek)
-        naive = copy.copy(pair.naive).iterate()  # the copy begins an epoch, not the loader
-        expected = self.expected(naive, got)
-        if expected is DONE:
-            expected = Failure(IndexError)
-        self.compare(got, expected, f"peek: epoch {naive.epoch}, batch {naive.number - 1}", naive)
-
-    def read(self, pair: Pair) -> None:
-        if self.length and not (self.kind.told and self.shared and pair.iterators):
-            index: Any = self.rng.randrange(self.length) if self.kind.keys is None else self.rng.choice(self.kind.keys)
-            got, epoch = self.outcome(lambda: pair.loader.read(index)), pair.loader.epoch
-            expected = (
-                Failure(fuzz_cases.BadSample, [index])
-                if index in self.kind.bad
-                else self.sample(self.seed_used, index, epoch)
-            )
-            self.compare(got, expected, f"sample {index} of epoch {epoch}")
-
-    def look(self, pair: Pair) -> None:
-        """What is looked at stays as it is."""
-        loader = pair.loader
-        one = self.rng.choice([loader.sampler, loader.batch_sampler, loader])
-        for look in self.rng.sample([repr, len, list, self.half], 2):
-            if look in (list, self.half) and one is loader:
-                look = iter
-            self.outcome(lambda look=look: look(one))  # type: ignore[misc]
-
-    @staticmethod
-    def half(sampler: Any) -> None:
-        next(iter(sampler), None)
-
-    def refresh(self, pair: Pair) -> None:
-        pair.loader.refresh()
-
-    def change_prefetch(self, pair: Pair) -> None:
-        pair.loader.prefetch = self.rng.choice([None, 0, 1, 10])
-
-    def another_loader(self, pair: Pair) -> None:
-        """Another loader over the same sampler."""
-        if self.order.make is None:
-            return
-        shared, beside = self.shared, self.make_pair(sampler=self.user_sampler)
-        try:
-            beside.naive.next_place = (beside.loader.epoch, beside.naive.begin(beside.loader.epoch))
-            for _ in range(self.rng.choice([1, 3])):
-                self.rng.choice([self.begin, self.take, self.take_all])(beside)
-        finally:
-            self.shared = shared
-            beside.drop_all()
-            beside.loader.close()
-
-    # -- what is compared after each step -------------------------------------------------------------------
-
-    def check_place(self, pair: Pair) -> None:
-        if pair.naive.may_be_over:
-            return
-        epoch, position = pair.naive.place[0], pair.naive.position
-        if (pair.loader.epoch, pair.loader.position) != (epoch, position):
-            found = pair.loader.epoch, pair.loader.position
-            raise Difference(f"epoch and position are {found} instead of {(epoch, position)}")
-        if self.order.sized and len(pair.loader) != pair.naive.batches_in_epoch():
-            raise Difference(f"len is {len(pair.loader)} instead of {pair.naive.batches_in_epoch()}")
-
-    def check_skipped(self, pair: Pair) -> None:
-        if pair.loader.num_skipped != pair.naive.skipped:
-            raise Difference(f"num_skipped is {pair.loader.num_skipped} instead of {pair.naive.skipped}")
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def check_shares(seed: int) -> None:
@@ -485,52 +130,83 @@ def check_shares(seed: int) -> None:
         raise Difference(f"rank {positions[0]} of {ranks} is {off:.1f} samples away from its shares {weights}")
 
 
-def run_case(seed: int, processes: bool = True) -> int:
+def run_case(seed: int, faults: bool = False, processes: bool = True, report: Report | None = None) -> None:
     """Run one case; if wanted, with threads in the place of processes.
 
     Raises:
         Difference: the loader did something else; says what, and what was done to it.
     """
-    case: Case | None = None
+    case, report = None, report or Report()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # batches that are left out
         try:
-            if seed % 10 == 0:
+            if seed % 10 == 0 and not faults:
                 check_shares(seed)
-            case = Case(seed, processes)
-            return case.run()
+            report.case = case = (Disturbed if faults else Case)(seed, processes)
+            case.run()
         except Exception as error:
-            raise Difference(f"case {seed}: {error}\n    {case}\nagain: python -m tests.fuzz --case {seed}") from error
+            again = f"python -m tests.fuzz --case {seed}{' --faults' * faults}"
+            raise Difference(f"case {seed}: {error}\n    {case}\nagain: {again}") from error
+        finally:
+            if case is not None:
+                report.counts += case.counts
+                report.workers |= case.workers
+            report.case = None
+
+
+def run(seeds: Iterable[int], faults: bool, until: float) -> int:
+    """Run cases up to a time, print what has happened; the exit status."""
+    logging.getLogger("sharded_loader").addHandler(logging.NullHandler())  # of samples that are skipped, and deaths
+    conftest.start_helpers()
+    gc.collect()
+    gc.freeze()
+    before, report, over = conftest.here(), Report(), threading.Event()
+    report.counts["differences"] = 0
+    monitor = threading.Thread(target=report.watch, args=[over])
+    monitor.start()
+    try:
+        for seed in seeds:
+            if time.monotonic() > until:
+                break
+            try:
+                run_case(seed, faults, report=report)
+            except Difference as difference:
+                report.counts["differences"] += 1
+                traceback.print_exception(difference)
+            report.counts["cases"] += 1
+    except BaseException:
+        print(f"in case {seed}:", flush=True)
+        raise
+    finally:
+        over.set()
+        monitor.join()
+    report.say()
+    left = report.left(before)
+    report.show(left)
+    return 1 if left or report.counts["differences"] else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--cases", type=int, default=None)
-    parser.add_argument("--minutes", type=float, default=None)
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 20))
+    parser.add_argument("--cases", type=int)
+    parser.add_argument("--minutes", type=float)
+    parser.add_argument(
+        "--seed", type=int, default=random.randrange(1 << 20), help="the cases begin at a million x this"
+    )
     parser.add_argument("--case", type=int, metavar="SEED", help="this one alone")
+    parser.add_argument("--faults", action="store_true", help="disturb the loaders")
     arguments = parser.parse_args()
-    if arguments.case is not None:
-        print(f"case {arguments.case}: {run_case(arguments.case)} batches, no difference")
-        return 0
-    cases = arguments.cases if arguments.cases is not None else 2000 if arguments.minutes is None else 1 << 62
-    until = time.monotonic() + 60 * (arguments.minutes if arguments.minutes is not None else 1e9)
-    print(f"python -m tests.fuzz --cases {cases} --seed {arguments.seed}", flush=True)
-    gc.collect()
-    gc.freeze()
-    began = said = time.monotonic()
-    done = batches = differences = 0
-    while done < cases and time.monotonic() < until:
-        try:
-            batches += run_case(1_000_000 * arguments.seed + done)
-        except Difference as difference:
-            differences += 1
-            traceback.print_exception(difference)
-        done += 1
-        if time.monotonic() - said >= 10 or done == cases:
-            said = time.monotonic()
-            print(f"{said - began:5.0f} s: {done} cases, {batches} batches, {differences} differences", flush=True)
-    return 1 if differences else 0
+    cases, minutes, alone = arguments.cases, arguments.minutes, arguments.case
+    if cases is None and minutes is None:
+        cases = 2000 if alone is None else 1
+    limit = " ".join(
+        f"--{name} {value:g}" for name, value in (("cases", cases), ("minutes", minutes)) if value is not None
+    )
+    which = f"--seed {arguments.seed}" if alone is None else f"--case {alone}"
+    print(f"python -m tests.fuzz {limit} {which}{' --faults' * arguments.faults}", flush=True)
+    seeds = itertools.count(1_000_000 * arguments.seed) if alone is None else itertools.repeat(alone)
+    until = time.monotonic() + 60 * (1e9 if minutes is None else minutes)
+    return run(itertools.islice(seeds, cases), arguments.faults, until)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""What the fuzz test draws: datasets and orders of every kind.
+"""What the random tests draw: datasets and orders of every kind.
 
-KINDS[name](length, bad) -> Kind        a dataset, what its samples are made into, where a batch shows its indices
-draw_order(rng, kind)    -> Order       samplers or batch samplers, ours and others', and what they must yield
+draw_kind(rng, length)         -> Kind     a dataset, what its samples are made into, where a batch shows its indices
+draw_order(rng, kind, length)  -> Order    samplers or batch samplers, ours and others', and what they must yield
 """
 
 from __future__ import annotations
 
 import copy
 import random
+import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.utils.data as torch_data
+from samples import Drawing, DrawingInItems
 
 from sharded_loader import (
     ArrayDataset,
@@ -51,22 +53,29 @@ class BadSample(ValueError):
         self.index = index
 
 
-class Plain:
-    """Samples are (index, drawn number); those in ``bad`` raise."""
+class Plain(Drawing):
+    """Samples are (index, drawn number + version); those in ``bad`` raise.
 
-    def __init__(self, length: int, bad: frozenset[int] = frozenset()) -> None:
-        self.length, self.bad = length, bad
+    Attributes:
+        version: of the data, which may change between two epochs.
+        pause: seconds that some samples take.
+    """
 
-    def __len__(self) -> int:
-        return self.length
+    version, pause = 0, 0.0
 
-    def numbers(self, index: int, rng: np.random.Generator) -> Any:
+    def read(self, index: int, rng: np.random.Generator) -> Any:
         if index in self.bad:
             raise BadSample(index, "is bad")
-        return np.array([index, rng.integers(1 << 30)])
+        if self.pause and index % 17 == 3:
+            time.sleep(self.pause)
+        return super().read(index, rng) + [0, self.version]
+
+
+class Wide(Plain):
+    """Samples that fill slots of shared memory."""
 
     def __getitem__(self, index: int) -> Any:
-        return self.numbers(index, sample_rng())
+        return np.resize(super().__getitem__(index), 4000), index
 
 
 class Dicts(Plain):
@@ -88,17 +97,14 @@ class Batches(Plain):
     """Read in bulk: whole batches. Uses up the list that it is given."""
 
     def get_batch(self, indices: Any) -> Any:
-        rows = [self.numbers(index, sample_rng(index)) for index in map(int, indices)]
+        rows = [self.read(index, sample_rng(index)) for index in map(int, indices)]
         if isinstance(indices, list):
             indices.clear()
         return torch.from_numpy(np.stack(rows))
 
 
-class Items(Plain):
+class Items(DrawingInItems, Plain):
     """Read in bulk: lists of samples."""
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return [self.numbers(index, sample_rng(index)) for index in indices]
 
 
 class Told(Plain):
@@ -176,7 +182,7 @@ class Kind:
         bad: whether samples of it raise.
         batchify: the loader's ``batchify_fn``, and what the naive loader calls in its place.
         where: a batch, or shard of one -> the indices of its samples.
-        told: it has ``set_epoch``.
+        takes_epoch: it has ``set_epoch``.
     """
 
     name: str
@@ -185,7 +191,7 @@ class Kind:
     bad: frozenset[int] = frozenset()
     batchify: tuple[Any, Callable[[list[Any]], Any]] = (None, collate)
     where: Callable[[Any], list[int]] = lambda batch: batch[:, 0].tolist()
-    told: bool = False
+    takes_epoch: bool = False
 
 
 def _columns(n: int) -> Any:
@@ -226,7 +232,8 @@ WITHOUT_ERRORS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def draw_kind(rng: random.Random, length: int) -> Kind:
+def draw_kind(rng: random.Random, length: int, wide: bool = False) -> Kind:
+    """Any dataset of that many samples; if wanted, also one with large samples."""
     bad = frozenset(i for i in range(length) if rng.random() < rng.choice([0.03, 0.1, 0.5]))
     if rng.random() < 0.4:
         bad = frozenset()
@@ -242,7 +249,7 @@ def draw_kind(rng: random.Random, length: int) -> Kind:
         Kind("ragged", lambda: Ragged(length, bad), bad=bad, batchify=(batchify.Pad(pad_val=-1), padded)),
         Kind("batches", lambda: Batches(length, bad), bad=bad),
         Kind("items", lambda: Items(length, bad), bad=bad),
-        Kind("told", lambda: Told(length, bad), bad=bad, where=lambda batch: batch[0][:, 0].tolist(), told=True),
+        Kind("told", lambda: Told(length, bad), bad=bad, where=lambda batch: batch[0][:, 0].tolist(), takes_epoch=True),
         Kind(
             "own batchify_fn",
             lambda: Plain(length, bad),
@@ -252,6 +259,8 @@ def draw_kind(rng: random.Random, length: int) -> Kind:
         ),
         Kind("drawing batchify_fn", lambda: Plain(length), batchify=(with_draw, doubled)),
     ]
+    if wide:
+        kinds.append(Kind("wide", lambda: Wide(length, bad), bad=bad, where=lambda batch: batch[0][:, 0].tolist()))
     return rng.choice(kinds)
 
 
@@ -421,30 +430,8 @@ def _draw_items(rng: random.Random, n: int) -> Order:
         Order("GluonStyle", lambda: GluonStyle(some), lambda sampler, epoch, seed: sampler.items[::-1]),
     ]
     if n:
-        numbers = range(n)
-        generator = rng.randrange(1 << 30)
-        orders += [
-            Order("IntervalSampler", lambda: IntervalSampler(n, min(3, n))),
-            Order("torch.RandomSampler", lambda: torch_data.RandomSampler(numbers), of_foreign),
-            Order(
-                "torch.RandomSampler with a generator",
-                lambda: torch_data.RandomSampler(numbers, generator=torch.Generator().manual_seed(generator)),
-                of_foreign,
-            ),
-            Order(
-                "torch.RandomSampler with replacement",
-                lambda: torch_data.RandomSampler(numbers, replacement=True, num_samples=n + 5),
-                of_foreign,
-            ),
-            Order("torch.SequentialSampler", lambda: torch_data.SequentialSampler(numbers), of_foreign),
-            Order("torch.SubsetRandomSampler", lambda: torch_data.SubsetRandomSampler(some), of_foreign),
-            Order(
-                "torch.DistributedSampler",
-                lambda: torch_data.DistributedSampler(numbers, num_replicas=2, rank=1, seed=3),
-                of_foreign,
-                distributed=True,
-            ),
-        ]
+        orders.append(Order("IntervalSampler", lambda: IntervalSampler(n, min(3, n))))
+        orders += _samplers_of_torch(range(n), some, rng.randrange(1 << 30))
     if any(weights):
         positive = sum(weight > 0 for weight in weights)
         orders += [
@@ -456,6 +443,25 @@ def _draw_items(rng: random.Random, n: int) -> Order:
             Order("torch.WeightedRandomSampler", lambda: torch_data.WeightedRandomSampler(weights, n), of_foreign),
         ]
     return rng.choice(orders)
+
+
+def _samplers_of_torch(numbers: range, some: list[int], generator: int) -> list[Order]:
+    makers: dict[str, Callable[[], Any]] = {
+        "RandomSampler": lambda: torch_data.RandomSampler(numbers),
+        "RandomSampler with a generator": lambda: torch_data.RandomSampler(
+            numbers, generator=torch.Generator().manual_seed(generator)
+        ),
+        "RandomSampler with replacement": lambda: torch_data.RandomSampler(
+            numbers, replacement=True, num_samples=len(numbers) + 5
+        ),
+        "SequentialSampler": lambda: torch_data.SequentialSampler(numbers),
+        "SubsetRandomSampler": lambda: torch_data.SubsetRandomSampler(some),
+        "DistributedSampler": lambda: torch_data.DistributedSampler(numbers, num_replicas=2, rank=1, seed=3),
+    }
+    return [
+        Order(f"torch.{name}", make, of_foreign, distributed=name == "DistributedSampler")
+        for name, make in makers.items()
+    ]
 
 
 def _draw_batches(rng: random.Random, n: int) -> Order:
@@ -489,30 +495,41 @@ def _draw_batches(rng: random.Random, n: int) -> Order:
         Order("ByEpoch of batches", lambda: ByEpoch(copy.deepcopy(odd)), of_told, sized=False),
     ]
     if n:
-        orders += [
-            Order(
-                "FixedBucketSampler",
-                lambda: FixedBucketSampler(lengths, size, num_buckets=3, shuffle=seed is not None, seed=seed),
-            ),
-            Order("SortedBucketSampler", lambda: SortedBucketSampler(lengths, size, mult=2, shuffle=True, seed=seed)),
-            Order("BoundedBudgetSampler", lambda: BoundedBudgetSampler(lengths, 20, seed=seed)),
-            Order(
-                "torch.BatchSampler",
-                lambda: torch_data.BatchSampler(torch_data.RandomSampler(range(n)), size, last == "discard"),
-                lambda sampler, epoch, seed: [
-                    batch
-                    for batch in _cut(of_foreign(sampler.sampler, epoch, seed), size)
-                    if len(batch) == size or last != "discard"
-                ],
-            ),
-            Order(
-                "BatchSampler of torch.RandomSampler",
-                lambda: BatchSampler(torch_data.RandomSampler(range(n)), size, last, seed=seed),
-            ),
-        ]
+        orders += _batches_by_length(lengths, size, seed)
+        orders += _batches_of_torch(n, size, last, seed)
     order = rng.choice(orders)
     order.batches = True
     return order
+
+
+def _batches_by_length(lengths: list[int], size: int, seed: Any) -> list[Order]:
+    shuffle = seed is not None
+    return [
+        Order(
+            "FixedBucketSampler",
+            lambda: FixedBucketSampler(lengths, size, num_buckets=3, shuffle=shuffle, seed=seed),
+        ),
+        Order("SortedBucketSampler", lambda: SortedBucketSampler(lengths, size, mult=2, shuffle=True, seed=seed)),
+        Order("BoundedBudgetSampler", lambda: BoundedBudgetSampler(lengths, 20, seed=seed)),
+    ]
+
+
+def _batches_of_torch(n: int, size: int, last: str, seed: Any) -> list[Order]:
+    def whole(sampler: Any, epoch: int, seed: int) -> list[Any]:
+        batches = _cut(of_foreign(sampler.sampler, epoch, seed), size)
+        return [batch for batch in batches if len(batch) == size or last != "discard"]
+
+    return [
+        Order(
+            "torch.BatchSampler",
+            lambda: torch_data.BatchSampler(torch_data.RandomSampler(range(n)), size, last == "discard"),
+            whole,
+        ),
+        Order(
+            "BatchSampler of torch.RandomSampler",
+            lambda: BatchSampler(torch_data.RandomSampler(range(n)), size, last, seed=seed),
+        ),
+    ]
 
 
 def _cut_by(batch: list[Any], sizes: list[int]) -> list[list[Any]]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from sharded_loader import ShardedDataLoader, interleave
 from sharded_loader.torch import DataLoader
-from tests import conftest, fuzz, fuzz_cases, stream_samples
+from tests import conftest, failures, fuzz_cases, fuzz_steps, stream_samples
 from tests.drop_in import drop_in_samples
 
 PASSING = [
@@ -51,7 +51,7 @@ def shown(value: Any) -> str:
         return "an iterator"
     if isinstance(value, int | str | None):
         return clean(repr(value))
-    return f"{digest(fuzz.frozen(value))} {clean(' '.join(str(value).split()))[:60]}"
+    return f"{digest(fuzz_steps.frozen(value))} {clean(' '.join(str(value).split()))[:60]}"
 
 
 def error_text(error: BaseException) -> str:
@@ -88,7 +88,7 @@ def state_of(loader: Any) -> Any:
 # -- programs ----------------------------------------------------------------------------------------------------------
 
 
-class Fuzz(fuzz.Case):
+class Fuzz(fuzz_steps.Case):
     """A case of the fuzz test."""
 
     def __init__(self, seed: int, processes: bool = True) -> None:
@@ -102,10 +102,10 @@ class Fuzz(fuzz.Case):
     def outcome(self, ask: Callable[[], Any]) -> Any:
         returned = super().outcome(ask)
         text = error_text(returned) if isinstance(returned, Exception) else shown(returned)
-        self.events.append([self.steps[-1].partition(" ")[0], "end" if returned is fuzz.DONE else text])
+        self.events.append([self.steps[-1].partition(" ")[0], "end" if returned is fuzz_steps.DONE else text])
         return returned
 
-    def next_of(self, pair: fuzz.Pair, at: int) -> bool:
+    def next_of(self, pair: fuzz_steps.Pair, at: int) -> bool:
         more = super().next_of(pair, at)
         self.events.append(["state", state_of(pair.loader)])
         return more
@@ -231,7 +231,7 @@ class DropIn(Program):
     def make(self) -> list[Any]:
         rng = self.rng
         workers, in_threads = rng.choice([0, 0, 0, 1, 2]), rng.random() < 0.5
-        if (self.kind.told and in_threads) or not self.processes:
+        if (self.kind.takes_epoch and in_threads) or not self.processes:
             workers = 0  # threads share what `set_epoch` is called on
         options: dict[str, Any] = {"num_workers": workers}
         if workers:
@@ -277,7 +277,7 @@ class Streams(Program):
     def make(self) -> list[Any]:
         rng = self.rng
         ranks = min(rng.choice([1, 1, 1, 2, 3]), self.given["streams"] or 3)
-        method, workers = rng.choice(fuzz.METHODS), rng.choice([1, 2, 3])
+        method, workers = rng.choice(fuzz_steps.METHODS), rng.choice([1, 2, 3])
         # Threads share the global generators. After errors of states the number of a batch depends on time.
         if not self.processes or self.kind == "WithoutState" or (self.kind == "Draws" and method == "thread"):
             method = "inline"
@@ -290,7 +290,7 @@ class Streams(Program):
         self.arguments.append(f"{text} {self.given | options}")
         loaders = []
         for rank in range(ranks):
-            before = {} if self.bad is None else {"before": stream_samples.At(stream_samples.fail, *self.bad)}
+            before = {} if self.bad is None else {"before": stream_samples.At(failures.raise_lookup, *self.bad)}
             replicas: Any = {} if ranks == 1 else {"num_replicas": ranks, "rank": rank}
             pool, dataset = conftest.make_pool(method, workers), make(self.lengths, **before)
             loaders.append(ShardedDataLoader(dataset, pool=pool, **self.given, **options, **replicas))

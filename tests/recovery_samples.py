@@ -1,126 +1,17 @@
-"""Datasets and batchify functions that fail where, how and as often as a test wants. Torch-free: spawn starts fast."""
+"""Loaders and workers that fail at a place of one's choice, and what they yield. Torch-free: spawn starts fast."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import random
-import signal
 import struct
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from sharded_loader import sample_rng
+from failures import nothing
+from samples import Drawing, DrawingInBatches, DrawingInItems
 
 LENGTH = 40
-
-
-class Unpicklable(Exception):
-    """Cannot travel: it holds a lock."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-
-    def __str__(self) -> str:
-        return f"cannot travel {self.lock.locked()}"  # its twin has no lock
-
-
-def raises() -> None:
-    raise LookupError("of the test")
-
-
-def raises_unpicklable() -> None:
-    raise Unpicklable
-
-
-def exits() -> None:
-    sys.exit(5)
-
-
-def leaves() -> None:
-    os._exit(5)
-
-
-def killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def crashes() -> None:
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # pytest's faulthandler is inherited by forked workers
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
-def hangs() -> None:
-    time.sleep(1000)
-
-
-def stops_itself() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(1000)
-
-
-def hangs_with_the_gil() -> None:
-    while True:  # a signal, such as the one that asks for stacks, ends one sleep
-        ctypes.PyDLL(None).sleep(30)
-
-
-class Fails:
-    """Fails when called, or only in the first call that any process makes."""
-
-    def __init__(self, how: Callable[[], Any], count_in: Path, times: int = 1_000_000) -> None:
-        self.how = how
-        self.count_in = count_in
-        self.times = times
-
-    def __call__(self) -> None:
-        with self.count_in.open("a+") as file:
-            file.write("x")
-            file.flush()
-            count = self.count_in.stat().st_size
-        if count <= self.times:
-            self.how()
-
-    @property
-    def count(self) -> int:
-        """How often it was called."""
-        return self.count_in.stat().st_size if self.count_in.exists() else 0
-
-
-class OneByOne:
-    """Sample 17 fails."""
-
-    def __init__(self, fail: Callable[[], Any]) -> None:
-        self.fail = fail
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def read(self, index: int) -> Any:
-        if index == 17:
-            self.fail()
-        return np.array([index, sample_rng(index).integers(1000)])
-
-    def __getitem__(self, index: int) -> Any:
-        return self.read(index)
-
-
-class ItemsAtOnce(OneByOne):
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [self.read(index) for index in indices]
-
-
-class BatchAtOnce(OneByOne):
-    def get_batch(self, indices: Any) -> Any:
-        return np.stack([self.read(index) for index in indices])
 
 
 class BadBatch:
@@ -151,16 +42,6 @@ class BadTravel(BadBatch):
     def __call__(self, samples: list[Any]) -> Any:
         rows = np.stack(samples)
         return FailsToPickle(rows, self.fail) if 17 in rows[:, 0] else rows
-
-
-class Wide:
-    """Samples that go through slots."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> Any:
-        return np.full(20_000, index)
 
 
 class BadStart:
@@ -217,66 +98,17 @@ class DiesWhileSending:
         link.send_message = send_half
 
 
-def nothing() -> None:
-    """Does not fail."""
-
-
 def loader_arguments(where: str, fail: Callable[[], Any]) -> dict[str, Any]:
     """``dataset`` and ``batchify_fn`` of a loader that fails there."""
     if where == "reading":
-        return {"dataset": OneByOne(fail)}
+        return {"dataset": Drawing(LENGTH, [17], fail)}
     if where == "__getitems__":
-        return {"dataset": ItemsAtOnce(fail)}
+        return {"dataset": DrawingInItems(LENGTH, [17], fail)}
     if where == "get_batch":
-        return {"dataset": BatchAtOnce(fail)}
+        return {"dataset": DrawingInBatches(LENGTH, [17], fail)}
     if where == "batchify_fn":
-        return {"dataset": OneByOne(nothing), "batchify_fn": BadBatch(fail)}
-    return {"dataset": OneByOne(nothing), "batchify_fn": BadTravel(fail)}
-
-
-class Random:
-    """Samples of everything random, at a pace that leaves time to be killed."""
-
-    def __init__(self, length: int = 200, seconds: float = 0.005) -> None:
-        self.length = length
-        self.seconds = seconds
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(self.seconds)
-        return np.array([index, sample_rng().random(), random.random(), np.random.random()])
-
-
-class DiesInSetState:
-    """Kills the worker that unpickles it."""
-
-    def __init__(self, fail: Fails) -> None:
-        self.fail = fail
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state)
-        self.fail()
-
-
-class Parents:
-    """Sample: a value of the dataset, the reader's pid and its parent's."""
-
-    def __init__(self) -> None:
-        self.value = 1
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> Any:
-        return np.array([index, self.value, os.getpid(), os.getppid()])
+        return {"dataset": Drawing(LENGTH, [17], nothing), "batchify_fn": BadBatch(fail)}
+    return {"dataset": Drawing(LENGTH, [17], nothing), "batchify_fn": BadTravel(fail)}
 
 
 def values_of(batch: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Datasets and failures that the tests read in workers. Torch-free, so that a spawned worker starts fast."""
+"""Datasets and batches that the tests read in workers. Torch-free, so that a spawned worker starts fast."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from failures import Boom, Fails, boom, odd_errors
 
 from sharded_loader import SimpleDataset, empty, sample_generator, sample_rng, sample_seed
 
@@ -48,12 +50,77 @@ class Draws:
         return own, tensor, shared
 
 
-class Boom(Exception):
-    """Cannot be made from its args."""
+class Drawing:
+    """Sample i is (i, a number that it draws). Some samples fail.
 
-    def __init__(self, what: str, code: int) -> None:
-        super().__init__(f"{what} went wrong")
-        self.code = code
+    Args:
+        length: samples.
+        bad: indices of those that fail.
+        fail: called to fail; None: a ValueError that names the index.
+    """
+
+    def __init__(self, length: int = 12, bad: Collection[int] = (), fail: Callable[[], Any] | None = None) -> None:
+        self.length, self.bad, self.fail = length, bad, fail
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read(self, index: int, rng: np.random.Generator) -> Any:
+        if index in self.bad:
+            if self.fail is None:
+                raise ValueError(f"bad {index}")
+            self.fail()
+        return np.array([index, rng.integers(1 << 30)])
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read(index, sample_rng())
+
+
+class DrawingInItems(Drawing):
+    """Read in bulk: lists of samples."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self.read(index, sample_rng(index)) for index in indices]
+
+
+class DrawingInBatches(Drawing):
+    """Read in bulk: whole batches."""
+
+    def get_batch(self, indices: Any) -> Any:
+        return np.stack([self.read(index, sample_rng(index)) for index in map(int, indices)])
+
+
+class Filled:
+    """Sample i is an array of the number i, as large as one likes: of 16 KB, batches lie in shared memory.
+
+    Args:
+        length: samples.
+        width: numbers in each, of four bytes.
+    """
+
+    def __init__(self, length: int = 240, width: int = 4096) -> None:
+        self.length, self.width = length, width
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(self.width, index, np.float32)
+
+
+class Random:
+    """Samples of everything random, at a pace that leaves time to be killed."""
+
+    def __init__(self, length: int = 200, seconds: float = 0.005) -> None:
+        self.length = length
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.seconds)
+        return np.array([index, sample_rng().random(), random.random(), np.random.random()])
 
 
 class Bad:
@@ -83,54 +150,6 @@ class Misfits:
         return [1 << 70 if index == 9 else 0] * (4 if index == 6 else 3)
 
 
-def boom() -> None:
-    raise Boom("sample", 42)
-
-
-def sigkill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def leave() -> None:
-    os._exit(3)
-
-
-class TwoArguments(Exception):
-    def __init__(self, a: int, b: int) -> None:
-        super().__init__(a, b)
-        self.both = (a, b)
-
-
-def local_error() -> type[Exception]:
-    class Local(ValueError):
-        marker = "of the class"
-
-        def __init__(self, a: str, *, keyword: int) -> None:
-            super().__init__(a)
-            self.keyword = keyword
-
-    return Local
-
-
-Local = local_error()
-
-
-def raise_two() -> None:
-    raise TwoArguments(1, 2)
-
-
-def raise_local() -> None:
-    raise Local("odd", keyword=3)
-
-
-def raise_os_error() -> None:
-    raise FileNotFoundError(2, "No such file or directory", "image.png")
-
-
-def raise_unicode() -> None:
-    b"\xff".decode("utf-8")
-
-
 class InBulk(SimpleDataset):
     """Reads in bulk, which hides the index that fails."""
 
@@ -141,14 +160,6 @@ class InBulk(SimpleDataset):
 
     def __getitems__(self, indices: list[int]) -> list[int]:
         return [self[index] for index in indices]
-
-
-def stop() -> None:
-    raise StopIteration("early")
-
-
-def exit_() -> None:
-    raise SystemExit(4)
 
 
 class Gate:
@@ -179,13 +190,6 @@ class Gate:
         return index
 
 
-_SAME = Boom("always the same", 1)
-
-
-def same_again() -> None:
-    raise _SAME
-
-
 class OneWay:
     """Pickles, but does not unpickle."""
 
@@ -206,39 +210,6 @@ class Shy:
 
     samples: Any
     unset: Any = field(init=False)
-
-
-@dataclass(frozen=True)
-class Frozen(Exception):
-    code: int
-
-
-class NoNotes(Exception):
-    __notes__ = ()  # type: ignore[assignment]
-
-
-class OwnNew(Exception):
-    def __new__(cls, a: int, b: int) -> OwnNew:
-        return super().__new__(cls)
-
-    def __init__(self, a: int, b: int) -> None:
-        self.both = a, b
-
-
-class Unprintable(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-
-def odd_errors() -> list[Exception]:
-    return [
-        Frozen(3),
-        NoNotes("x"),
-        OwnNew(1, 2),
-        Unprintable(),
-        KeyError((1, object())),
-        ValueError(np.zeros(100_000)),
-    ]
 
 
 class Odd:
@@ -265,6 +236,61 @@ class Told:
 
     def __getitem__(self, index: int) -> int:
         return 100 * self.epoch + index
+
+
+class DiesInSetState:
+    """Kills the worker that unpickles it."""
+
+    def __init__(self, fail: Fails) -> None:
+        self.fail = fail
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state)
+        self.fail()
+
+
+class Parents:
+    """Sample: a value of the dataset, the reader's pid and its parent's."""
+
+    def __init__(self) -> None:
+        self.value = 1
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        return np.array([index, self.value, os.getpid(), os.getppid()])
+
+
+class StartsAndDies:
+    """In one sample, once: starts a process that lives on, and is killed."""
+
+    def __init__(self, how: str, folder: Path) -> None:
+        self.how = how
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        started = self.folder / "started"
+        if index == 20 and not started.exists():
+            if self.how == "fork":
+                pid = os.fork()
+                if pid == 0:
+                    time.sleep(60)
+                    os._exit(0)
+                started.write_text(str(pid))
+            else:  # a program, which inherits what is inheritable
+                os.system(f"sleep 60 & echo $! > {started}")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
 
 
 def halves(samples: Sequence[Any]) -> dict[str, Any]:

@@ -48,8 +48,7 @@ class Event:
         return self.passed
 
     def record(self, stream: Stream) -> None:
-        """With its time, as torch's events that have one."""
-        self.machine.asks(self.device)
+        """With its time, as torch's events that have one. Torch makes the device of the event current for it."""
         self.passed = False
 
         def happen() -> None:

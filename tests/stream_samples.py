@@ -5,14 +5,11 @@ Torch-free, so that a spawned worker starts fast: torch is imported where a part
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -240,42 +237,19 @@ def gives_what_cannot_travel(part: int, parts: int) -> Iterator[Any]:
 
 
 class At:
-    """Does something before one sample, each time or only the first time that any process gets there.
+    """Does something before one sample.
 
     Args:
         how: what to do.
         part, place: of the sample.
-        once: a file that is made the first time; None: each time.
     """
 
-    def __init__(self, how: Callable[[], Any], part: int, place: int, once: Path | None = None) -> None:
-        self.how, self.at, self.once = how, (part, place), once
+    def __init__(self, how: Callable[[], Any], part: int, place: int) -> None:
+        self.how, self.at = how, (part, place)
 
     def __call__(self, part: int, place: int) -> None:
-        if (part, place) != self.at:
-            return
-        if self.once is not None:
-            if self.once.exists():
-                return
-            self.once.touch()
-        self.how()
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def hang() -> None:
-    time.sleep(1000)
-
-
-def hang_for_a_while() -> None:
-    """In a thread, which nobody can end."""
-    time.sleep(3)
-
-
-def fail() -> None:
-    raise LookupError("of the test")
+        if (part, place) == self.at:
+            self.how()
 
 
 def batches_of(lengths: Sequence[int], size: int, drop: bool = False, parts: Sequence[int] | None = None) -> list[Any]:

@@ -23,8 +23,8 @@ the copies hold host memory. The device has that many steps to do then. At the e
 last copies, so that their host memory is free. The device still has the last steps to do then. To wait is to ask, and
 to sleep in between: a wait of the device's own would keep a core busy, and no Ctrl-C could end it.
 
-`CopyStream.mark` and `finish` record two events with times on the caller's stream: the first when ``next`` is called,
-the second when the batch is ready. A device that is behind comes to both at once. A device that has nothing to do waits
+Two events with times are recorded on the caller's stream: the first when ``next`` is called (`Clock`), the second when
+the batch is ready. A device that is behind comes to both at once. A device that has nothing to do waits
 for data from the first to the second. The times are read when the second one has passed.
 
 A `CopyStream` belongs to a loader and lives as long as the loader, and so does its stream of the device. (A new stream
@@ -50,7 +50,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -104,6 +104,29 @@ class DeviceTimes(Protocol):
         """Add seconds: in which the host waited for a device, and in which a device waited for data."""
 
 
+class Clock:
+    """Tells the devices when ``next`` is called. The iterator sets `times`, counts `calls`, and calls the `records`.
+
+    Attributes:
+        times: of the epoch whose ``next`` was called; None before the first call.
+        calls: how many there were.
+        records: of each device, what records an event there. The function is torch's own.
+    """
+
+    def __init__(self) -> None:
+        self.times: DeviceTimes | None = None
+        self.calls = 0
+        self.records: dict[torch.device, Callable[[], Any]] = {}
+
+
+class _Called(NamedTuple):
+    """The event that the next call of ``next`` records, on this stream; and how many calls there were before."""
+
+    event: Any
+    stream: Any
+    calls: int
+
+
 @dataclass(eq=False)
 class PendingCopy:
     """A shard, or a plain batch, on its way to a device.
@@ -112,8 +135,8 @@ class PendingCopy:
         copies: the copy stream that has begun it.
         home: the stream that the targets belong to.
         batch: of tensors on the device. Only `finish` may hand it out.
-        sources, targets: the tensors that are copied from and to.
-        unclaimed: the targets until `finish`, then nothing. `CopyStream.kept` holds this list.
+        sources: the tensors that are copied from.
+        targets: the tensors that are copied to, until `finish` hands them out. `CopyStream.kept` holds this list.
         event: passes when the copies are done. None: nothing is copied.
         staged: the objects in the batch that `finish` asks to move themselves.
         number: of the batch, as `CopyStream.begin` was given it.
@@ -125,7 +148,6 @@ class PendingCopy:
     batch: Any = None
     sources: list[torch.Tensor] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
-    unclaimed: list[torch.Tensor] = field(default_factory=list)
     event: Any = None
     staged: list[_Staged] = field(default_factory=list)
 
@@ -144,14 +166,14 @@ class PendingCopy:
                 if current != self.home:
                     streams.used_on(self.targets, current)
                 self.copies.note_ready(current)
-            self.unclaimed.clear()
+            self.targets.clear()
         if self.staged:
             self.copies.move(self)
         return self.batch
 
     def __del__(self) -> None:
-        if self.unclaimed:  # of a batch that nobody takes
-            self.copies.drop(self.unclaimed)
+        if self.event is not None and self.targets:  # of a batch that nobody takes
+            self.copies.drop(self.targets)
 
 
 class Placed:
@@ -207,14 +229,16 @@ class CopyStream:
 
     Args:
         streams: of the device.
+        clock: of the loader; None: nobody calls.
 
     Attributes:
         streams: as given.
-        kept: of each copy its sources and its `PendingCopy.unclaimed` targets.
+        kept: of each copy its sources and its `PendingCopy.targets`.
     """
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, clock: Clock | None = None) -> None:
         self.streams = streams
+        self._clock = clock or Clock()
         self._stream: Any = None
         self._lock = threading.RLock()
         self.kept: deque[Kept] = deque()
@@ -222,8 +246,7 @@ class CopyStream:
         self._given: Any = None  # the batch that `begin` gives to the stream: its number, and what its copies need
         self._pid = os.getpid()
         self._hangs: Any = None  # the event that `drain` has waited for in vain
-        self._times: DeviceTimes | None = None  # of the epoch whose ``next`` was called
-        self._called: tuple[Any, Any] | None = None  # the event of that call, and its stream
+        self._called: _Called | None = None
         self._waits: deque[tuple[Any, Any, DeviceTimes]] = deque()  # events of a call and of its batch
         self._unused: list[Any] = []  # events with times
 
@@ -251,8 +274,7 @@ class CopyStream:
                 self._stream = streams.new_stream()
             # After the targets were allocated: their memory may be that of a batch which was dropped a moment ago.
             self._stream.wait_event(pending.home.record_event())
-            pending.unclaimed = list(pending.targets)
-            self._given = [pending.sources, pending.unclaimed], number
+            self._given = [pending.sources, pending.targets], number
             with streams.on(self._stream):
                 for target, source in zip(pending.targets, pending.sources, strict=True):
                     streams.copy(target, source)
@@ -299,26 +321,18 @@ class CopyStream:
 
     # -- how long the device waits for data -----------------------------------------------------------------
 
-    def mark(self, times: DeviceTimes) -> None:
-        """``next`` was called: what this thread has given to the device before is the user's.
-
-        Args:
-            times: of the epoch.
-        """
-        with self._lock, self.streams.current():
-            stream = self.streams.caller_stream()
-            self._times, self._called = times, (self._timed_event(stream), stream)
-
     def note_ready(self, stream: Any) -> None:
-        """The stream of the caller has got the batch that ``next`` was called for."""
-        called, self._called = self._called, None
-        if called is not None and called[1] == stream and self._times is not None:
-            self._waits.append((called[0], self._timed_event(stream), self._times))
+        """The caller's stream has the batch that ``next`` was called for. Make an event for the next call."""
+        clock, called = self._clock, self._called
+        if called is not None and called.stream == stream and called.calls < clock.calls and clock.times is not None:
+            ready = self._timed_event()
+            ready.record(stream)
+            self._waits.append((called.event, ready, clock.times))
+        self._called = called = _Called(self._timed_event(), stream, clock.calls)
+        clock.records[self.streams.device] = functools.partial(called.event.record, stream)
 
-    def _timed_event(self, stream: Any) -> Any:
-        event = self._unused.pop() if self._unused else self.streams.timed_event()
-        event.record(stream)
-        return event
+    def _timed_event(self) -> Any:
+        return self._unused.pop() if self._unused else self.streams.timed_event()
 
     def _read_times(self) -> None:
         while self._waits and self._waits[0][1].query():
@@ -335,8 +349,8 @@ class CopyStream:
             if len(kept) >= HOST_AHEAD and not kept[-1].is_of(number):
                 began = time.perf_counter()
                 self._wait(kept[0].event)
-                if self._times is not None:
-                    self._times.count_device(behind=time.perf_counter() - began)
+                if self._clock.times is not None:
+                    self._clock.times.count_device(behind=time.perf_counter() - began)
             while kept and kept[0].event.query():
                 kept.popleft()
         self._read_times()
@@ -367,14 +381,15 @@ class CopyStream:
         # The lock: otherwise `begin` in another thread would let go of what is waited for here.
         with self._lock, self.streams.current():
             self._keep_given()
-            self._called = None  # the next batch is asked for by another ``next``
             until = time.monotonic() + seconds
             for kept in (self.kept, self._moved):
                 while kept:
+                    first = kept[0]
                     with contextlib.suppress(RuntimeError):  # an error of an earlier kernel; the user's program sees it
-                        if not self._wait(kept[0].event, until):
+                        if not self._wait(first.event, until):
                             return False
-                    kept.popleft()
+                    if kept and kept[0] is first:  # a signal handler may have closed the stream meanwhile
+                        kept.popleft()
             return True
 
     def _wait(self, event: Any, until: float = math.inf) -> bool:
@@ -426,9 +441,8 @@ class CopyStream:
 
     def make_room(self) -> None:
         """Give back what memory can be given back, at the cost of waiting for the copies."""
-        with self._lock:
-            self.drain()
-            self.streams.empty_cache()
+        self.drain()
+        self.streams.empty_cache()
 
     # -- objects that move themselves ------------------------------------------------------------------------
 

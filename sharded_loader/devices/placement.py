@@ -39,8 +39,8 @@ from sharded_loader.batching.protocol import Empty
 from sharded_loader.batching.tree import ATOMS, map_leaves, to_torch
 from sharded_loader.devices.copies import (
     CLOSING_SECONDS,
+    Clock,
     CopyStream,
-    DeviceTimes,
     PendingBatch,
     Placed,
     has_method,
@@ -74,11 +74,12 @@ class Placement:
     Attributes:
         is_plain: batches stay in host memory that is not pinned: `to_torch` is all there is to do.
         asynchronous: the devices that copies go to by a stream. If there are none, `place` is all there is to do.
+        goes_ahead: batches behind the next one are begun, by `place_next`.
         capture_probes: each tells whether a graph is being captured on an accelerator that a batch is copied or pinned
             for. See `check_not_capturing`.
         ahead: how many batches to begin behind the next one.
-        copies: the `CopyStream` of each device; None where it has no streams. ``copies.marks`` are to be told of each
-            ``next``.
+        copies: the `CopyStream` of each device; None where it has no streams.
+        clock: to be told of each ``next``.
     """
 
     def __init__(self, devices: list[torch.device] | None, pin_memory: bool, in_background: bool = True) -> None:
@@ -95,7 +96,8 @@ class Placement:
         self.asynchronous = [one for one in devices or () if streams_of(one) is not None]
         touched = kinds if self._pins else {one.type for one in self.asynchronous}
         self.capture_probes = [probe for probe in map(capture_probe, touched) if probe is not None]
-        self.copies = _CopyStreams()
+        self.clock = Clock()
+        self.copies = _CopyStreams(self.clock)
         self._registrar: Registrar | None = None
         self._reused = ReusedMemory()
         self._gives_pinned = False
@@ -104,7 +106,8 @@ class Placement:
 
     def copy_ahead(self, count: int) -> None:
         """Set `ahead`; it stays 0 where nothing is copied by a stream."""
-        self.ahead = self._wanted = count if self.asynchronous or self._pinner is not None else 0
+        self.goes_ahead = bool(self.asynchronous) or self._pinner is not None
+        self.ahead = self._wanted = count if self.goes_ahead else 0
         self._pause, self._until_retry, self._retried = PAUSE, 0, False
 
     def check_not_capturing(self) -> None:
@@ -173,7 +176,7 @@ class Placement:
         return self.begin(batch, sharded).finish() if self._pins else to_torch(batch)
 
     def place_next(self, window: Sequence[Entry]) -> Any:
-        """Put the batch of the first entry where it belongs, and send those behind it on their way.
+        """Put the batch of the first entry where it belongs, and send those behind it on their way; if it `goes_ahead`.
 
         Args:
             window: entries in order. The first has a batch.
@@ -187,8 +190,6 @@ class Placement:
         head = window[0]
         assert head.result is not None and head.task is not None  # it has a batch
         batch, sharded = head.result.batch, head.task.sharded
-        if not self.asynchronous and self._pinner is None:
-            return self.place(batch, sharded)
         for is_last_try in (False, True):
             try:
                 if head.begun is None:
@@ -205,7 +206,7 @@ class Placement:
         raise AssertionError("the last try returns")
 
     def _begin_behind(self, window: Sequence[Entry]) -> None:
-        for entry in list(itertools.islice(window, 1, 1 + self.ahead)):
+        for entry in itertools.islice(window, 1, 1 + self.ahead):
             result = entry.result
             if result is None:
                 return
@@ -270,21 +271,19 @@ class Placement:
 class _CopyStreams(dict[torch.device, "CopyStream | None"]):
     """The copies to each device; None where it has no streams. ``cuda`` is the current device at the first look.
 
-    Attributes:
-        marks: `CopyStream.mark` of each.
+    Args:
+        clock: of the loader.
     """
 
-    def __init__(self) -> None:
-        self.marks: list[Callable[[DeviceTimes], None]] = []
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
 
     def __missing__(self, device: torch.device) -> CopyStream | None:
         number = indexed(device)
         warn_of_rank(device, number)
         streams = streams_of(number)
-        self[device] = found = None if streams is None else CopyStream(streams)
-        if found is not None:
-            self.marks.append(found.mark)
-        return found
+        self[device] = None if streams is None else CopyStream(streams, self._clock)
+        return self[device]
 
 
 def not_placed(task: Task, raised: BaseException, where: str) -> Result:

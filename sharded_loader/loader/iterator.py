@@ -13,6 +13,7 @@ in the batch's place.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -125,8 +126,12 @@ class BatchIterator(Iterator[Batch]):
         for is_capturing in self._placement.capture_probes:
             if is_capturing():
                 self._placement.check_not_capturing()
-        for note_call in self._placement.copies.marks:
-            note_call(self._counts)
+        clock = self._placement.clock
+        clock.times = self._counts
+        clock.calls += 1
+        for record in clock.records.values():
+            with contextlib.suppress(RuntimeError):  # the device is broken: the batch says so
+                record()
         pipeline = self._pipeline
         if os.getpid() != pipeline.pid:
             pipeline.check_open()  # before the lock: in a forked child no thread would release it
@@ -239,11 +244,17 @@ class BatchIterator(Iterator[Batch]):
         result, batch = entry.result, None
         assert result is not None  # the pipeline returns finished entries
         if result.error is None and result.batch is not NOTHING:
+            placement, task = self._placement, entry.task
+            assert task is not None  # it has a batch
             try:
-                batch = to_torch(result.batch) if self._placement.is_plain else self._placement.place_next(run.window)
+                if placement.is_plain:
+                    batch = to_torch(result.batch)
+                elif placement.goes_ahead:
+                    batch = placement.place_next(run.window)
+                else:
+                    batch = placement.place(result.batch, task.sharded)
             except Exception as raised:
-                assert entry.task is not None  # it has a batch
-                result = not_placed(entry.task, raised, "while the batch was placed")
+                result = not_placed(task, raised, "while the batch was placed")
         placing = time.perf_counter() - began
         self._pipeline.take(run)
         run.delivered = entry.seq + 1

@@ -16,7 +16,8 @@ import pytest
 import torch
 from conftest import METHODS, SPAWNED, _processes, here, remains
 from drop_in_samples import Shared, Squares, Uneven, assert_same, flat, plain
-from samples import Bad, Boom, Draws, boom
+from failures import Boom, boom
+from samples import Bad, Draws, Filled
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from sharded_loader.drop_in.iterator import AsCollated, LoaderIterator
@@ -328,14 +329,7 @@ def test_a_batch_that_a_loop_keeps_is_not_written_over() -> None:
 
 
 def test_large_batches_lie_in_memory_that_is_used_again_once_they_are_gone() -> None:
-    class Large:
-        def __len__(self) -> int:
-            return 12
-
-        def __getitem__(self, index: int) -> Any:
-            return np.full(200_000, index, np.float32)
-
-    for number, batch in enumerate(DataLoader(Large(), 2, num_workers=1)):
+    for number, batch in enumerate(DataLoader(Filled(12, 200_000), 2, num_workers=1)):
         assert batch.shape == (2, 200_000)
         assert batch[:, 0].tolist() == [2 * number, 2 * number + 1]
         batch += 1  # it belongs to the loop

@@ -13,7 +13,8 @@ import pytest
 import torch
 from conftest import METHODS
 from drop_in_samples import TORCHS, Changing, Seeds, Uneven, WhichWorker, assert_same, flat, plain, told_and_drawn
-from samples import Bad, Boom, boom, exit_, leave, raise_os_error, sigkill, stop
+from failures import Boom, Fails, boom, exit_, kill, leave, raise_os_error, stop
+from samples import Bad
 from torch.utils.data import IterableDataset, get_worker_info
 
 from sharded_loader import WorkerDiedError, WorkerTimeoutError
@@ -165,32 +166,16 @@ def test_a_killed_worker_loses_nothing(method: str, persistent: bool) -> None:
         loader = batches = None
 
 
-class DiesOnce:
-    """The worker that reads sample 7 first is killed."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> int:
-        if index == 7 and not self.path.exists():
-            self.path.touch()
-            sigkill()
-        return index
-
-
 @METHODS
 def test_a_sample_that_kills_its_worker_once_is_read_again(method: str, tmp_path: Path) -> None:
-    loader = DataLoader(DiesOnce(tmp_path / "died"), 4, num_workers=2, start_method=method)
+    loader = DataLoader(Bad(Fails(kill, tmp_path / "died", times=1)), 4, num_workers=2, start_method=method)
     assert flat(loader) == list(range(20))
 
 
 @pytest.mark.parametrize(
     ("fail", "said"),
     [
-        (sigkill, r"DataLoader worker \(pid \d+\) is killed by signal: Killed\. "),
+        (kill, r"DataLoader worker \(pid \d+\) is killed by signal: Killed\. "),
         (leave, r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly\. "),
     ],
 )
@@ -217,7 +202,7 @@ def test_restarts_says_how_many_workers_a_batch_may_kill(restarts: int, tmp_path
         def __getitem__(self, index: int) -> int:
             with (tmp_path / "deaths").open("a") as file:
                 file.write("x")
-            return sigkill()  # type: ignore[func-returns-value]
+            return kill()  # type: ignore[func-returns-value]
 
     with pytest.raises(RuntimeError, match="is killed by signal"):
         list(DataLoader(Counts(), 1, num_workers=1, restarts=restarts))
@@ -226,7 +211,7 @@ def test_restarts_says_how_many_workers_a_batch_may_kill(restarts: int, tmp_path
 
 def test_no_restarts_make_a_death_an_error_at_once() -> None:
     with pytest.raises(RuntimeError, match="is killed by signal"):
-        list(DataLoader(Bad(sigkill), 4, num_workers=1, restarts=0))
+        list(DataLoader(Bad(kill), 4, num_workers=1, restarts=0))
 
 
 # -- silence ------------------------------------------------------------------------------------------------

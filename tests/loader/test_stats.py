@@ -17,7 +17,8 @@ from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, WorkerTim
 from sharded_loader.engine.messages import Result
 from sharded_loader.engine.pool import Pool
 from sharded_loader.loader.stats import NO_TOTALS, Counts, LoaderStats, Meter, describe
-from tests.recovery_samples import Fails, OneByOne, killed
+from tests.failures import Fails, kill
+from tests.samples import Drawing
 
 
 class Pair(NamedTuple):
@@ -283,7 +284,7 @@ def test_retries_of_this_process_count_for_the_epoch_that_began_last() -> None:
 @pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
 def test_workers_that_were_replaced_are_counted(start_method: str, tmp_path: Path) -> None:
     pool = ProcessPool(2, start_method=start_method)
-    dies_once = OneByOne(Fails(killed, tmp_path / "count", times=1))
+    dies_once = Drawing(40, [17], Fails(kill, tmp_path / "count", times=1))
     with ShardedDataLoader(dies_once, 5, pool=pool, prefetch_epochs=False) as loader:
         for _ in range(2):
             assert torch.cat(list(loader))[:, 0].tolist() == list(range(len(dies_once)))

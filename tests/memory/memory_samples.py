@@ -13,20 +13,6 @@ import numpy as np
 SHAPE = 16 << 10
 
 
-class Filled:
-    """Sample i is 16 KB of the number i."""
-
-    def __init__(self, length: int = 240, dtype: str = "f4") -> None:
-        self.length = length
-        self.dtype = np.dtype(dtype)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        return np.full(SHAPE // self.dtype.itemsize, index, self.dtype)
-
-
 class DiesInTheMiddle:
     """Batchify that kills its worker, once in the program, when half of the batch that holds ``bad`` is written."""
 

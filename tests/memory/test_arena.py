@@ -19,7 +19,8 @@ from conftest import PROCESS_POOLS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
-from memory_samples import SHAPE, Filled
+from memory_samples import SHAPE
+from samples import Filled
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.base.limits import Limit

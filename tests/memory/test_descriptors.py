@@ -12,7 +12,8 @@ import multiprocess
 import numpy as np
 import pytest
 from conftest import PROCESS_POOLS, SPAWNED, covering
-from memory_samples import SHAPE, Filled, allow_no_more
+from memory_samples import SHAPE, allow_no_more
+from samples import Filled
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.pools.process import link, worker

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import METHODS, make_pool, shared_memory_names
-from memory_samples import SHAPE, DiesInTheMiddle, Filled
+from memory_samples import SHAPE, DiesInTheMiddle
 from programs import without_notices
+from samples import Filled
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.memory.arena import Arena
@@ -415,8 +416,8 @@ def test_no_name_stays_when_the_trainer_is_killed(method: str, memory: str, tmp_
         textwrap.dedent(
             f"""
             import os, signal, sys
-            sys.path.insert(0, {str(Path(__file__).parent)!r})
-            from memory_samples import Filled
+            sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+            from samples import Filled
             from sharded_loader import ProcessPool, ShardedDataLoader
             loader = ShardedDataLoader(Filled(), 4, pool=ProcessPool(2, start_method={method!r}))
             iterator = iter(loader)
@@ -448,11 +449,11 @@ SMALL_MOUNT = """
 import os, sys
 sys.path.insert(0, {here!r})
 import numpy as np
-from memory_samples import Filled
+from samples import Filled
 from sharded_loader import ProcessPool, ShardedDataLoader
 assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 << 20
 size = 2400  # x 16 KB = 38 MB
-data = Filled(16 * size, "f4")
+data = Filled(16 * size)
 order = [list(range(n * size, (n + 1) * size)) for n in range(16)]
 held = []
 import warnings
@@ -488,7 +489,7 @@ def test_large_batches_flow_and_are_held_in_a_container_with_a_small_mount(
     if not sys.platform.startswith("linux") or not _can_mount():
         pytest.skip("needs the right to mount")
     script = tmp_path / "script.py"
-    script.write_text(SMALL_MOUNT.format(here=str(Path(__file__).parent), method=method))
+    script.write_text(SMALL_MOUNT.format(here=str(Path(__file__).parents[1]), method=method))
     mount = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", mount, "sh", sys.executable, str(script)],

@@ -111,31 +111,6 @@ class Hostile:
         return index
 
 
-class BadOnes:
-    """Some samples cannot be read; the others draw."""
-
-    def __init__(self, bad: list[int]) -> None:
-        self.bad = bad
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Any:
-        if index in self.bad:
-            raise ValueError(f"bad {index}")
-        return np.array([index, sample_rng(index).integers(1 << 30)])
-
-
-class BadOnesInItems(BadOnes):
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [self[index] for index in indices]
-
-
-class BadOnesInBatches(BadOnes):
-    def get_batch(self, indices: Any) -> Any:
-        return np.stack([self[int(index)] for index in indices])
-
-
 class StopsWhenMoved:
     """A batch whose ``to`` would end the loop."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from samples import Drawing
 
 from sharded_loader import sample_generator, sample_rng, sample_seed
 
@@ -18,16 +19,6 @@ class Numbers:
 
     def __getitem__(self, index: int) -> int:
         return index
-
-
-class Drawing(Numbers):
-    def __getitem__(self, index: int) -> Any:
-        return np.array([index, sample_rng().integers(1 << 30)])
-
-
-class DrawingInBatches(Numbers):
-    def get_batch(self, indices: Any) -> Any:
-        return np.stack([np.array([index, sample_rng(int(index)).integers(1 << 30)]) for index in indices])
 
 
 class DrawingWithoutIndex(Numbers):
@@ -50,28 +41,9 @@ def draw_for_the_batch(samples: list[int]) -> Any:
     return np.array([*samples, sample_rng().integers(1 << 30)])
 
 
-class DrawingByIndex(Numbers):
+class DrawingByIndex(Drawing):
     def __getitem__(self, index: int) -> Any:
-        return np.array([index, sample_rng(index).integers(1 << 30)])
-
-
-class DrawingInItems(DrawingByIndex):
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [self[index] for index in indices]
-
-
-class DrawingInBatchesButOne(DrawingInBatches):
-    """Index 3 cannot be read in bulk, nor alone."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 3:
-            raise ValueError("bad sample")
-        return DrawingByIndex.__getitem__(self, index)  # type: ignore[arg-type]
-
-    def get_batch(self, indices: Any) -> Any:
-        if 3 in indices:
-            raise ValueError("bad batch")
-        return super().get_batch(indices)
+        return self.read(index, sample_rng(index))
 
 
 class DrawingEverywhere(Numbers):

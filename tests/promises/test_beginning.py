@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch.utils.data as torch_data
 from conftest import covering, make_pool
-from samples import Bad, boom
+from failures import boom
+from samples import Bad
 from test_resume import SAMPLERS, batches, stream, through_json
 
 from sharded_loader import BatchSampler, RandomSampler, ShardedDataLoader

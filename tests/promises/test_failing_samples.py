@@ -10,16 +10,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import POOLS, covering, make_pool
-from hostile_samples import (
-    HOSTILE,
-    BadOnes,
-    BadOnesInBatches,
-    BadOnesInItems,
-    Hostile,
-    StopsWhenCounted,
-    StopsWhenMoved,
-    negative,
-)
+from hostile_samples import HOSTILE, Hostile, StopsWhenCounted, StopsWhenMoved, negative
+from samples import Drawing, DrawingInBatches, DrawingInItems
 
 from sharded_loader import InlinePool, SampleReadError, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
@@ -58,11 +50,11 @@ def test_whatever_a_sample_raises_it_is_skipped_if_it_is_an_exception(pool: Pool
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.11 has groups")
 def test_a_group_whose_members_pickle_keeps_them(pool: Pool) -> None:
-    class Grouped(BadOnes):
+    class Grouped(Drawing):
         def __getitem__(self, index: int) -> Any:
             raise ExceptionGroup("several", [ValueError(1), TypeError(2)])  # noqa: F821 - Python 3.11
 
-    with ShardedDataLoader(Grouped([]), 4, pool=pool) as loader, pytest.raises(Exception) as caught:
+    with ShardedDataLoader(Grouped(), 4, pool=pool) as loader, pytest.raises(Exception) as caught:
         next(iter(loader))
     assert [(type(one), one.args) for one in caught.value.exceptions] == [(ValueError, (1,)), (TypeError, (2,))]  # type: ignore[attr-defined]
 
@@ -142,9 +134,9 @@ def test_bad_samples_are_dealt_with_alike_one_by_one_and_in_bulk(
     name: str, on_error: Any, options: dict[str, Any]
 ) -> None:
     for bad in ([5], [4, 5, 6, 7], [4, 5], list(range(12))):
-        expected = tolerated(BadOnes(bad), InlinePool(), on_error, **options)
-        for kind in (BadOnes, BadOnesInItems, BadOnesInBatches):
-            assert tolerated(kind(bad), make_pool(name, 1), on_error, **options) == expected, (kind, bad)
+        expected = tolerated(Drawing(12, bad), InlinePool(), on_error, **options)
+        for kind in (Drawing, DrawingInItems, DrawingInBatches):
+            assert tolerated(kind(12, bad), make_pool(name, 1), on_error, **options) == expected, (kind, bad)
         seen, skipped, warned = expected
         mine = [index for index in bad if "num_replicas" not in options or index % 2 == 0]
         raised = [int(text.removeprefix("bad ")) for text in seen if isinstance(text, str)]
@@ -158,7 +150,7 @@ def test_bad_samples_are_dealt_with_alike_one_by_one_and_in_bulk(
 @pytest.mark.parametrize("on_error", ["skip", "replace", negative])
 def test_what_was_skipped_does_not_disturb_resume(pool: Pool, on_error: Any) -> None:
     def make(pool: Any = None) -> ShardedDataLoader:
-        return ShardedDataLoader(BadOnes([1, 2, 3, 5, 8, 9]), 2, True, seed=1, on_error=on_error, pool=pool)
+        return ShardedDataLoader(Drawing(12, [1, 2, 3, 5, 8, 9]), 2, True, seed=1, on_error=on_error, pool=pool)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of batches that are left out

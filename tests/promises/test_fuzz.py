@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch.utils.data as torch_data
-from samples import Bad, Boom, boom
+from failures import Boom, boom
+from samples import Bad
 
 from sharded_loader import BatchSampler, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
 from sharded_loader.sampling import epoch as epochs
 from sharded_loader.sampling.foreign import table_of
-from tests import fuzz, naive
+from tests import fuzz, fuzz_cases, naive
 
 BLOCK = 100
 
@@ -34,6 +35,20 @@ def test_two_thousand_random_loaders_do_what_a_naive_one_does(part: int) -> None
         fuzz.run_case(1_000_000 + BLOCK * part + case)
 
 
+@pytest.mark.costly
+def test_random_loaders_that_are_disturbed_do_what_a_naive_one_does() -> None:
+    for case in range(20):
+        fuzz.run_case(case, faults=True, processes=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(5))
+def test_a_hundred_random_loaders_of_all_pools_that_are_disturbed_do_what_a_naive_one_does(part: int) -> None:
+    for case in range(20):
+        fuzz.run_case(1_000_000 + 20 * part + case, faults=True)
+
+
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
@@ -43,7 +58,7 @@ def test_two_thousand_random_loaders_do_what_a_naive_one_does(part: int) -> None
 )
 def test_the_comparison_notices_other_batches(monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any) -> None:
     monkeypatch.setattr(naive, name, wrong)
-    monkeypatch.setattr(fuzz.fuzz_cases, name, wrong)
+    monkeypatch.setattr(fuzz_cases, name, wrong)
     with pytest.raises(fuzz.Difference, match=r"again: python -m tests.fuzz --case \d+"):
         for case in range(100):
             fuzz.run_case(case, processes=False)

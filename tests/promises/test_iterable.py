@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import POOLS, PROCESS_POOLS, SPAWN_FIRST, SPAWNED, covering, make_pool
+from failures import Fails, hang, hang_for_a_while, kill, raise_lookup
 from stream_loaders import ASK_TORCH, SIZE, loader_of
 from stream_samples import (
     LENGTHS,
@@ -30,11 +31,7 @@ from stream_samples import (
     WithStatefulRows,
     batches_of,
     exits,
-    fail,
     gives_what_cannot_travel,
-    hang,
-    hang_for_a_while,
-    kill,
     stops_early,
     values,
 )
@@ -277,7 +274,7 @@ def test_workers_that_are_killed_at_any_moment_change_nothing(
 @pytest.mark.parametrize(("part", "place"), [(0, 0), (3, 6), (3, 11)])
 @pytest.mark.costly
 def test_a_sample_that_kills_once_is_not_seen(method: str, part: int, place: int, tmp_path: Path) -> None:
-    dataset = Parts(before=At(kill, part, place, once=tmp_path / "once"))
+    dataset = Parts(before=At(Fails(kill, tmp_path / "once", times=1), part, place))
     assert epochs_of(loader_of(dataset, method), 2) == [batches_of(LENGTHS, SIZE)] * 2
     assert (tmp_path / "once").exists()
 
@@ -327,7 +324,7 @@ def test_a_sample_that_hangs_is_one_error_and_its_part_ends(pool: str, at: tuple
 
 def test_parts_that_are_slow_to_get_back_to_are_not_taken_for_hung(tmp_path: Path) -> None:
     """A worker that takes over reads all of the part again, which takes longer than one sample may."""
-    dataset = Parts((40,), seconds=(0.03,), before=At(kill, 0, 38, once=tmp_path / "once"))
+    dataset = Parts((40,), seconds=(0.03,), before=At(Fails(kill, tmp_path / "once", times=1), 0, 38))
     pool = make_pool("fork", 1, timeout=0.8)
     assert epochs_of(loader_of(dataset, pool, streams=1)) == [batches_of((40,), SIZE)]
 
@@ -340,7 +337,7 @@ def test_parts_that_are_slow_to_get_back_to_are_not_taken_for_hung(tmp_path: Pat
 def test_an_error_of_a_generator_is_in_its_place_and_its_part_has_ended(
     pool: str, at: tuple[int, int], prefetch: int
 ) -> None:
-    with loader_of(Parts(before=At(fail, *at)), pool, prefetch=prefetch) as loader:
+    with loader_of(Parts(before=At(raise_lookup, *at)), pool, prefetch=prefetch) as loader:
         for _ in range(2):
             epoch = loader.epoch
             _, errors, places = until_the_end(iter(loader))
@@ -359,7 +356,7 @@ def test_an_error_of_a_generator_is_in_its_place_and_its_part_has_ended(
 def test_an_iterator_object_goes_on_with_the_sample_after_the_bad_one(
     pool: str, at: tuple[int, int], prefetch: int
 ) -> None:
-    with loader_of(GoOn(before=At(fail, *at)), pool, prefetch=prefetch) as loader:
+    with loader_of(GoOn(before=At(raise_lookup, *at)), pool, prefetch=prefetch) as loader:
         batches, errors, _ = until_the_end(iter(loader))
     assert [type(error) for error in errors] == [LookupError]
     begin = at[1] // SIZE * SIZE
@@ -373,7 +370,7 @@ def test_an_iterator_object_goes_on_with_the_sample_after_the_bad_one(
 def test_bad_samples_are_left_out_or_replaced(
     pool: str, at: tuple[int, int], on_error: str, kind: Callable[..., Any]
 ) -> None:
-    dataset = kind(before=At(fail, *at))
+    dataset = kind(before=At(raise_lookup, *at))
     handler: Any = stand_in if on_error == "call" else on_error
     bad = 100 * at[0] + at[1]
     with loader_of(dataset, pool, on_error=handler) as loader:
@@ -418,7 +415,7 @@ def test_a_part_that_cannot_be_opened_is_one_error(pool: str, prefetch: int) -> 
 @pytest.mark.parametrize("method", PROCESS_POOLS)
 def test_what_is_left_out_counts_once_whoever_dies(method: str, tmp_path: Path) -> None:
     lengths = (20, 20)
-    calls = [At(fail, 0, 2), At(kill, 0, 14, once=tmp_path / "once")]
+    calls = [At(raise_lookup, 0, 2), At(Fails(kill, tmp_path / "once", times=1), 0, 14)]
     dataset = GoOn(lengths, before=Both(*calls))
     with loader_of(dataset, method, streams=2, on_error="skip") as loader:
         found = sum((values(batch) for batch in loader), [])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import POOLS, PROCESS_POOLS, covering
+from failures import raise_lookup
 from stream_loaders import ASK_TORCH, KINDS, SIZE, WITHOUT_STATE, epochs_of, loader_of
 from stream_samples import (
     LENGTHS,
@@ -26,7 +27,6 @@ from stream_samples import (
     WithStatefulRows,
     batches_of,
     endless_of,
-    fail,
     values,
 )
 
@@ -206,7 +206,7 @@ def test_a_state_goes_on_where_parts_had_failed() -> None:
                 except LookupError:
                     found.append(None)
 
-        dataset, states = kind(before=At(fail, *at)), list[Any]()
+        dataset, states = kind(before=At(raise_lookup, *at)), list[Any]()
         with loader_of(dataset) as loader:
             whole = read(loader, states)
         assert whole.count(None) == 1
@@ -331,7 +331,7 @@ class Halves:
 @pytest.mark.parametrize("kind", [Parts, GoOn])
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
 def test_samples_that_were_left_out_are_so_again(kind: Callable[..., Any], on_error: str) -> None:
-    dataset = kind(before=At(fail, 3, 5))
+    dataset = kind(before=At(raise_lookup, 3, 5))
     whole = epochs_of(dataset, 1, on_error=on_error)[0]
     bad = next(number for number, batch in enumerate(whole) if 304 in batch)
     for count in range(len(whole) + 1):

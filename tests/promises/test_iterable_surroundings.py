@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import POOLS, PROCESS_POOLS, begin, covering
+from failures import Fails, kill, raise_lookup
 from injection import PUMP, InterruptAt, next_interrupted
 from stream_loaders import KINDS, SIZE, epochs_of, loader_of
 from stream_samples import (
@@ -33,8 +34,6 @@ from stream_samples import (
     WithStatefulRows,
     batches_of,
     endless_of,
-    fail,
-    kill,
     values,
 )
 
@@ -121,7 +120,8 @@ def test_a_ctrl_c_in_the_first_next_begins_no_epoch(pool: str, step: int, steps:
 @pytest.mark.parametrize("kind", [Parts, GoOn, WithStatefulRows])
 @pytest.mark.parametrize("at", [(0, 0), (3, 6)])
 def test_a_ctrl_c_inside_the_dataset_reads_the_batch_again(kind: Callable[..., Any], at: Any, tmp_path: Path) -> None:
-    dataset = kind(before=At(lambda: signal.raise_signal(signal.SIGINT), *at, once=tmp_path / "once"))
+    ctrl_c = Fails(lambda: signal.raise_signal(signal.SIGINT), tmp_path / "once", times=1)
+    dataset = kind(before=At(ctrl_c, *at))
     found, times = [], 0
     with loader_of(dataset) as loader:
         iterator = iter(loader)
@@ -284,7 +284,7 @@ def test_read_in_an_endless_order_counts_over_all_passes() -> None:
 def test_peek_at_nothing_and_at_an_error() -> None:
     with loader_of(Parts((0, 0)), streams=2) as loader, pytest.raises(IndexError, match="no batches to peek at"):
         loader.peek()
-    with loader_of(Parts(before=At(fail, 0, 2))) as loader:
+    with loader_of(Parts(before=At(raise_lookup, 0, 2))) as loader:
         with pytest.raises(LookupError):
             loader.peek()
     with loader_of(Parts((3, 9)), streams=2, drop_last=True) as loader:
@@ -346,7 +346,7 @@ def test_what_a_dataset_draws_when_it_is_begun_is_the_same_everywhere(pool: str)
 def test_global_generators_are_the_same_after_a_kill(method: str, workers: int, tmp_path: Path) -> None:
     lengths = (20, 3)
     (whole,) = epochs_of(Draws(lengths), pool="fork", workers=2, streams=2)
-    dying = Draws(lengths, before=At(kill, 0, 17, once=tmp_path / "once"))
+    dying = Draws(lengths, before=At(Fails(kill, tmp_path / "once", times=1), 0, 17))
     assert epochs_of(dying, pool=method, workers=workers, streams=2) == [whole]
     assert (tmp_path / "once").exists()
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from samples import Bad, Gate, Told, Uneven, boom
+from failures import boom
+from samples import Bad, Gate, Told, Uneven
 from torch.utils.data import DistributedSampler
 
 from sharded_loader import (

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from conftest import METHODS, POOLS, make_pool
-from recovery_samples import Random
 from refusing import in_child
+from samples import Random
 
 from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError
 from sharded_loader.pools.process import worker

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import METHODS, PROCESS_POOLS, make_pool, shared_memory_names
-from recovery_samples import hangs_with_the_gil
+from failures import hangs_with_the_gil
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 

@@ -15,29 +15,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from samples import (
-    Bad,
+from failures import (
     Boom,
-    Draws,
-    Immovable,
-    InBulk,
     Local,
-    Misfits,
-    OneWay,
-    Shy,
     TwoArguments,
-    Uneven,
     boom,
     exit_,
+    kill,
     leave,
     raise_local,
     raise_os_error,
     raise_two,
     raise_unicode,
     same_again,
-    sigkill,
     stop,
 )
+from samples import Bad, Draws, Immovable, InBulk, Misfits, OneWay, Shy, Uneven
 
 from sharded_loader import ProcessPool, SampleReadError, ShardedDataLoader, SimpleDataset, WorkerDiedError
 from sharded_loader.batching.protocol import BatchifyError
@@ -157,7 +150,7 @@ def test_the_default_device_of_torch_changes_no_seed(pool: Pool) -> None:
 
 
 @pytest.mark.also_spawned
-@pytest.mark.parametrize(("fail", "how"), [(sigkill, "SIGKILL"), (leave, "exit code 3")])
+@pytest.mark.parametrize(("fail", "how"), [(kill, "SIGKILL"), (leave, "exit code 3")])
 @pytest.mark.costly(2)
 def test_a_sample_that_kills_its_workers_is_an_error_and_the_others_go_on(
     process_pool: ProcessPool, fail: Callable[[], Any], how: str
@@ -189,7 +182,7 @@ def test_a_death_is_mended_while_another_worker_is_busy(process_pool: ProcessPoo
             if index == 1:
                 if not died.exists():
                     died.touch()
-                    sigkill()
+                    kill()
                 mended.touch()
             return index
 

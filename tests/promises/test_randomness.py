@@ -11,13 +11,9 @@ import numpy as np
 import pytest
 import torch.utils.data as torch_data
 from random_samples import (
-    Drawing,
     DrawingByIndex,
     DrawingEverywhere,
     DrawingGlobally,
-    DrawingInBatches,
-    DrawingInBatchesButOne,
-    DrawingInItems,
     DrawingWithoutIndex,
     Numbers,
     all_kinds,
@@ -26,6 +22,7 @@ from random_samples import (
     jitter,
     killing,
 )
+from samples import Drawing, DrawingInBatches, DrawingInItems
 
 from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, SimpleDataset, ThreadPool, sample_rng
 from sharded_loader.engine.pool import Pool
@@ -84,7 +81,7 @@ def test_what_an_index_draws_does_not_depend_on_its_batch(pool: Pool, dataset: A
 
 def test_a_bulk_read_that_fails_changes_nothing_that_the_other_samples_draw(pool: Pool) -> None:
     sampler = [7, 7, 3, 7, 5, 8]
-    (batches,) = epochs(DrawingInBatchesButOne(), pool, 1, batch_size=6, sampler=sampler, on_error="skip")
+    (batches,) = epochs(DrawingInBatches(bad=[3]), pool, 1, batch_size=6, sampler=sampler, on_error="skip")
     alone = ShardedDataLoader(Drawing(), 1, seed=3)
     assert batches == [[alone.read(index, epoch=0).tolist() for index in sampler if index != 3]]
 

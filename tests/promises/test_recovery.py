@@ -16,24 +16,9 @@ import numpy as np
 import psutil
 import pytest
 from conftest import METHODS, PROCESS_POOLS, covering, make_pool
-from recovery_samples import (
-    BadStart,
-    DiesInSetState,
-    Fails,
-    Parents,
-    Random,
-    Wide,
-    crashes,
-    exits,
-    killed,
-    leaves,
-    loader_arguments,
-    nothing,
-    raises,
-    raises_unpicklable,
-    until_the_end,
-    values_of,
-)
+from failures import Fails, crashes, exit_, kill, leave, nothing, raise_lookup, raise_unpicklable
+from recovery_samples import BadStart, loader_arguments, until_the_end, values_of
+from samples import DiesInSetState, Filled, Parents, Random
 
 from sharded_loader import ProcessPool, SampleReadError, ShardedDataLoader, WorkerDiedError
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
@@ -43,11 +28,11 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes
 PHASES = ("reading", "__getitems__", "get_batch", "batchify_fn", "encoding")
 NAMED = PHASES[:3]
 DEATHS: dict[Callable[[], Any], tuple[int, str]] = {
-    leaves: (5, "exit code 5"),
-    killed: (-9, "SIGKILL"),
+    leave: (3, "exit code 3"),
+    kill: (-9, "SIGKILL"),
     crashes: (-11, "SIGSEGV"),
 }
-HOWS = (raises, raises_unpicklable, exits, *DEATHS)
+HOWS = (raise_lookup, raise_unpicklable, exit_, *DEATHS)
 BATCH_SIZE = 5
 BAD = 3  # the batch of sample 17
 
@@ -88,7 +73,7 @@ def test_a_batch_that_always_fails_is_one_error_in_its_place(
             assert error.index == (17 if where in NAMED else None)
             assert fail.count == 3
         else:
-            kind = TypeError if where == "encoding" else LookupError if how is raises else SampleReadError
+            kind = TypeError if where == "encoding" else LookupError if how is raise_lookup else SampleReadError
             assert type(error) is kind
             assert f"batch {BAD}" in notes(error)[0]
         if where in NAMED:
@@ -115,13 +100,13 @@ def test_a_worker_that_cannot_start_is_one_error(method: str, how: Callable[[], 
             assert 3 <= fail.count <= 6  # no more than three of each number
         else:
             assert "started" in notes(caught.value)[0]
-            assert type(caught.value) is (LookupError if how is raises else SampleReadError)
+            assert type(caught.value) is (LookupError if how is raise_lookup else SampleReadError)
         assert not pool.started
 
 
 @pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_a_dataset_that_kills_who_unpickles_it_is_one_error(method: str, tmp_path: Path) -> None:
-    fail = Fails(killed, tmp_path / "count")
+    fail = Fails(kill, tmp_path / "count")
     with ShardedDataLoader(DiesInSetState(fail), 2, pool=make_pool(method)) as loader:
         with pytest.raises(WorkerDiedError, match="unpickled the dataset") as caught:
             next(iter(loader))
@@ -131,7 +116,7 @@ def test_a_dataset_that_kills_who_unpickles_it_is_one_error(method: str, tmp_pat
 
 @pytest.mark.parametrize(("restarts", "deaths"), [(0, 1), (1, 1), (2, 2), (3, 3)])
 def test_restarts_is_how_many_workers_a_batch_may_kill(restarts: int, deaths: int, tmp_path: Path) -> None:
-    fail = Fails(killed, tmp_path / "count")
+    fail = Fails(kill, tmp_path / "count")
     arguments, pool = loader_arguments("reading", fail), make_pool("fork", restarts=restarts)
     with ShardedDataLoader(**arguments, batch_size=BATCH_SIZE, pool=pool, prefetch_epochs=False) as loader:
         batches, errors = until_the_end(iter(loader))
@@ -142,7 +127,7 @@ def test_two_bad_batches_are_two_errors(tmp_path: Path) -> None:
     class Two(Parents):
         def __getitem__(self, index: int) -> int:
             if index in (3, 30):
-                killed()
+                kill()
             return index
 
     with ShardedDataLoader(Two(), BATCH_SIZE, pool=make_pool("fork", 3)) as loader:
@@ -153,7 +138,7 @@ def test_two_bad_batches_are_two_errors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
 def test_a_death_is_no_bad_sample(on_error: str, tmp_path: Path) -> None:
-    arguments = loader_arguments("reading", Fails(killed, tmp_path / "count"))
+    arguments = loader_arguments("reading", Fails(kill, tmp_path / "count"))
     with ShardedDataLoader(**arguments, batch_size=BATCH_SIZE, pool=make_pool("fork"), on_error=on_error) as loader:
         batches, errors = until_the_end(iter(loader))
         assert len(batches) == 7
@@ -164,9 +149,7 @@ def test_a_death_is_no_bad_sample(on_error: str, tmp_path: Path) -> None:
 # -- a crash that does not come again -------------------------------------------------------------------------
 
 
-@covering(
-    1, spawned=True, method=PROCESS_POOLS, where=[*PHASES, "starting"], how=[leaves, killed], num_shards=[None, 2]
-)
+@covering(1, spawned=True, method=PROCESS_POOLS, where=[*PHASES, "starting"], how=[leave, kill], num_shards=[None, 2])
 @pytest.mark.costly(2)
 def test_a_crash_that_does_not_come_again_is_not_seen(
     method: str, where: str, how: Callable[[], Any], num_shards: int | None, tmp_path: Path
@@ -271,17 +254,10 @@ def test_the_template_alone_is_not_missed() -> None:
 
 @METHODS
 def test_batches_that_are_held_keep_their_values_when_their_workers_die(method: str) -> None:
-    class Filled:
-        def __len__(self) -> int:
-            return 60
-
-        def __getitem__(self, index: int) -> Any:
-            return np.full(20_000, index)
-
     pool = make_pool(method)
     assert isinstance(pool, ProcessPool)
     held = []
-    with ShardedDataLoader(Filled(), 2, pool=pool) as loader:
+    with ShardedDataLoader(Filled(60, 20_000), 2, pool=pool) as loader:
         for number, batch in enumerate(loader):
             held.append(batch)
             if number % 10 == 9:
@@ -303,7 +279,7 @@ def test_a_slot_is_free_only_when_its_writer_is_over(method: str, monkeypatch: p
     monkeypatch.setattr(ProcessTransport, "free_slots", watched)
     pool = make_pool(method, restarts=100)
     assert isinstance(pool, ProcessPool)
-    with ShardedDataLoader(Wide(), 2, pool=pool) as loader:
+    with ShardedDataLoader(Filled(24, 20_000), 2, pool=pool) as loader:
         while not any(slots for slots, _ in freed):  # a worker that has written everything dies without slots
             for number, batch in enumerate(loader):
                 assert batch[:, 0].tolist() == [2 * number, 2 * number + 1]
@@ -314,7 +290,7 @@ def test_a_slot_is_free_only_when_its_writer_is_over(method: str, monkeypatch: p
 
 @METHODS
 def test_batches_stay_when_the_loader_is_closed_while_workers_write(method: str) -> None:
-    with ShardedDataLoader(Wide(), 2, pool=make_pool(method)) as loader:
+    with ShardedDataLoader(Filled(24, 20_000), 2, pool=make_pool(method)) as loader:
         held = list(itertools.islice(loader, 6))
     again = [np.full((2, 20_000), 99) for _ in range(20)]  # new memory is not theirs
     assert [batch[:, 0].tolist() for batch in held] == [[2 * number, 2 * number + 1] for number in range(6)]
@@ -359,7 +335,7 @@ def test_how_soon_a_death_is_mended(record_property: Callable[[str, Any], None],
             marker = tmp_path / "died"
             if index == 1 and not marker.exists():
                 marker.write_text(str(time.monotonic()))
-                killed()
+                kill()
             return float(index)
 
     with ShardedDataLoader(Dies(), 1, pool=make_pool("fork")) as loader:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import METHODS, PROCESS_POOLS, covering
-from refused_samples import Filled, StartsAndDies
 from refusing import CALLS, ERRORS, FCNTL, can_refuse, in_child, refuse
+from samples import Filled, StartsAndDies
 from test_orphans import seconds_until_gone
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader

@@ -18,6 +18,7 @@ import torch.utils.data as torch_data
 from conftest import POOLS, covering, make_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import Drawing
 
 from sharded_loader import (
     BatchSampler,
@@ -36,24 +37,10 @@ from sharded_loader import (
     SplitSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
-    sample_rng,
 )
 from sharded_loader.engine.pool import Pool
 
 Loader = Callable[..., ShardedDataLoader]
-
-
-class Noisy:
-    """Each sample is its index, and what it draws."""
-
-    def __init__(self, length: int = 23) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
-        return np.array([index, sample_rng().integers(1 << 30)])
 
 
 def plain(batch: Any) -> Any:
@@ -302,12 +289,12 @@ class Nested(GluonStyle):
 
 
 CONFIGURATIONS: dict[str, Loader] = {
-    "sequential": lambda **other: ShardedDataLoader(Noisy(), 4, seed=5, **other),
-    "shuffled": lambda **other: ShardedDataLoader(Noisy(), 4, True, seed=5, **other),
-    "rollover": lambda **other: ShardedDataLoader(Noisy(), 4, True, last_batch="rollover", seed=5, **other),
-    "foreign": lambda **other: ShardedDataLoader(Noisy(), 4, sampler=GluonStyle(23), seed=5, **other),
+    "sequential": lambda **other: ShardedDataLoader(Drawing(23), 4, seed=5, **other),
+    "shuffled": lambda **other: ShardedDataLoader(Drawing(23), 4, True, seed=5, **other),
+    "rollover": lambda **other: ShardedDataLoader(Drawing(23), 4, True, last_batch="rollover", seed=5, **other),
+    "foreign": lambda **other: ShardedDataLoader(Drawing(23), 4, sampler=GluonStyle(23), seed=5, **other),
     "sharded batches": lambda **other: ShardedDataLoader(
-        Noisy(), batch_sampler=ShardedBatchSampler(BatchSampler(RandomSampler(23, seed=3), 5), 2), seed=5, **other
+        Drawing(23), batch_sampler=ShardedBatchSampler(BatchSampler(RandomSampler(23, seed=3), 5), 2), seed=5, **other
     ),
 }
 
@@ -689,7 +676,7 @@ SPLITS: dict[str, dict[str, Any]] = {
 
 
 def split(name: str, **other: Any) -> ShardedDataLoader:
-    return ShardedDataLoader(Noisy(), 8, True, seed=5, **SPLITS[name], **other)
+    return ShardedDataLoader(Drawing(23), 8, True, seed=5, **SPLITS[name], **other)
 
 
 @covering(saved=SPLITS, loaded=SPLITS)
@@ -721,7 +708,7 @@ def test_devices_workers_and_prefetch_may_change_with_every_resume() -> None:
 def test_a_sharded_batch_sampler_may_split_into_other_shards(saved: int, loaded: int) -> None:
     def make(shards: int) -> ShardedDataLoader:
         sampler = ShardedBatchSampler(BatchSampler(RandomSampler(23, seed=3), 5), shards)
-        return ShardedDataLoader(Noisy(), batch_sampler=sampler, seed=5)
+        return ShardedDataLoader(Drawing(23), batch_sampler=sampler, seed=5)
 
     loader = make(saved)
     batches(iter(loader), 2)
@@ -855,13 +842,7 @@ def test_peek_shows_the_batch_that_comes_and_keeps_the_place() -> None:
 
 
 def test_a_batch_that_was_left_out_is_done() -> None:
-    class Bad(Noisy):
-        def __getitem__(self, index: int) -> Any:
-            if 4 <= index < 8:
-                raise ValueError
-            return super().__getitem__(index)
-
-    loader = ShardedDataLoader(Bad(), 4, on_error="skip", seed=0)
+    loader = ShardedDataLoader(Drawing(23, range(4, 8)), 4, on_error="skip", seed=0)
     with pytest.warns(UserWarning, match="batch 1 was left out"):
         batches(iter(loader), 2)
     assert loader.state_dict()["samples"] == 12
@@ -895,7 +876,7 @@ UNSEEDED: dict[str, Callable[[], dict[str, Any]]] = {
 @covering(seeds=[(None, None), (1, None), (None, 2), (1, 2)], kind=UNSEEDED, pool=["inline", "process"])
 def test_a_seed_that_was_drawn_or_given_comes_with_the_state(kind: str, seeds: Any, pool: str) -> None:
     def make(seed: int | None, **other: Any) -> ShardedDataLoader:
-        return ShardedDataLoader(Noisy(), seed=seed, **UNSEEDED[kind](), **other)
+        return ShardedDataLoader(Drawing(23), seed=seed, **UNSEEDED[kind](), **other)
 
     loader = make(seeds[0])
     batches(iter(loader), 2)
@@ -966,7 +947,7 @@ def test_a_sampler_that_has_become_shorter_is_refused_by_name() -> None:
 
 
 def test_a_fast_forward_reads_no_data() -> None:
-    class Counting(Noisy):
+    class Counting(Drawing):
         reads = 0
 
         def __getitem__(self, index: int) -> Any:

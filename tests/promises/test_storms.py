@@ -13,20 +13,10 @@ from typing import Any
 
 import pytest
 from conftest import METHODS, SPAWN_FIRST, make_pool
+from failures import Fails, crashes, kill, leave
 from programs import without_notices
-from recovery_samples import (
-    BadStart,
-    DiesWhileSending,
-    Fails,
-    Random,
-    ReadyToDie,
-    crashes,
-    killed,
-    leaves,
-    loader_arguments,
-    until_the_end,
-    values_of,
-)
+from recovery_samples import BadStart, DiesWhileSending, ReadyToDie, loader_arguments, until_the_end, values_of
+from samples import Random
 
 from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError
 from sharded_loader.pools.deaths import IDLE_DEATHS
@@ -80,7 +70,7 @@ def test_a_storm_that_hits_workers_while_they_start_does_not_end_the_pool(method
     assert killer.left == 0
 
 
-@pytest.mark.parametrize("how", [leaves, pytest.param(crashes, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", [leave, pytest.param(crashes, marks=pytest.mark.slow)])
 def test_a_replacement_that_ends_by_itself_is_given_up_soon(how: Any, tmp_path: Path) -> None:
     """Also where workers have started before."""
     broken = tmp_path / "broken"
@@ -106,25 +96,25 @@ def test_a_replacement_that_ends_by_itself_is_given_up_soon(how: Any, tmp_path: 
 
 @METHODS
 def test_workers_that_die_between_batches_again_and_again_are_one_error(method: str, tmp_path: Path) -> None:
-    fail = Fails(leaves, tmp_path / "count")
+    fail = Fails(leave, tmp_path / "count")
     pool = make_pool(method, worker_init_fn=ReadyToDie(fail))
     with ShardedDataLoader(range(8), 2, pool=pool) as loader:
-        with pytest.raises(WorkerDiedError, match="exit code 5. It was between batches") as caught:
+        with pytest.raises(WorkerDiedError, match="exit code 3. It was between batches") as caught:
             next(iter(loader))
-        assert (caught.value.exitcode, caught.value.batch, caught.value.index) == (5, None, None)
+        assert (caught.value.exitcode, caught.value.batch, caught.value.index) == (3, None, None)
         assert IDLE_DEATHS <= fail.count <= 2 * IDLE_DEATHS
         assert not pool.started
 
 
 def test_workers_that_die_between_batches_for_a_while_are_not_seen(tmp_path: Path) -> None:
-    fail = Fails(leaves, tmp_path / "count", times=IDLE_DEATHS - 1)
+    fail = Fails(leave, tmp_path / "count", times=IDLE_DEATHS - 1)
     pool = make_pool("fork", worker_init_fn=ReadyToDie(fail))
     with ShardedDataLoader(range(8), 2, pool=pool) as loader:
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 @METHODS
-@pytest.mark.parametrize("how", [killed, leaves])
+@pytest.mark.parametrize("how", [kill, leave])
 @pytest.mark.costly
 def test_half_a_message_from_a_worker_that_has_died_is_made_again(method: str, how: Any, tmp_path: Path) -> None:
     fail = Fails(how, tmp_path / "count", times=2)
@@ -140,7 +130,7 @@ def test_a_batch_whose_sending_always_fails_is_one_error(tmp_path: Path, monkeyp
     """Over the portable pipes, whose receiving end blocks."""
     for module in (link, lifeline):
         monkeypatch.setattr(module, "PORTABLE", True)
-    fail = Fails(killed, tmp_path / "count", times=3)
+    fail = Fails(kill, tmp_path / "count", times=3)
     pool = make_pool("fork", 1, worker_init_fn=DiesWhileSending(fail))
     with ShardedDataLoader(Random(12, 0.002), 4, seed=8, pool=pool) as loader:
         batches, errors = until_the_end(iter(loader))
@@ -159,18 +149,19 @@ def test_a_kill_says_whether_the_kernel_has_killed_for_memory(
 ) -> None:
     counts = [None, None] if kills is None else [7, 7 + kills]
     monkeypatch.setattr(transport, "oom_kills", lambda: counts.pop(0) if len(counts) > 1 else counts[0])
-    fail = Fails(killed, tmp_path / "count")
+    fail = Fails(kill, tmp_path / "count")
     with ShardedDataLoader(**loader_arguments("reading", fail), batch_size=5, pool=make_pool("fork")) as loader:
         _, errors = until_the_end(iter(loader))
     assert len(errors) == 1 and text in str(errors[0])
-    with ShardedDataLoader(range(8), 2, pool=make_pool("fork", worker_init_fn=BadStart(killed))) as loader:
+    with ShardedDataLoader(range(8), 2, pool=make_pool("fork", worker_init_fn=BadStart(kill))) as loader:
         with pytest.raises(WorkerDiedError, match="SIGKILL"):
             next(iter(loader))
 
 
 STORM = """
 import os, random, signal, sys, threading
-from recovery_samples import Random, values_of
+from recovery_samples import values_of
+from samples import Random
 from sharded_loader import ProcessPool, ShardedDataLoader
 
 def stream(pool, seconds, length):

@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 from conftest import METHODS, make_pool
+from failures import boom, odd_errors
 from refusing import in_child
-from samples import Bad, Odd, boom, odd_errors
+from samples import Bad, Odd
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.engine.pool import Pool

@@ -17,17 +17,8 @@ from typing import Any
 import psutil
 import pytest
 from conftest import METHODS, PROCESS_POOLS, make_pool
-from recovery_samples import (
-    BadStart,
-    Fails,
-    hangs,
-    hangs_with_the_gil,
-    loader_arguments,
-    nothing,
-    stops_itself,
-    until_the_end,
-    values_of,
-)
+from failures import Fails, hang, hangs_with_the_gil, nothing, stops_itself
+from recovery_samples import BadStart, loader_arguments, until_the_end, values_of
 
 from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError
 from sharded_loader.base.errors import WorkerTimeoutError
@@ -54,14 +45,14 @@ def expected(where: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("where", "how", "restarts", "doing", "index"),
     [
-        ("reading", hangs, 1, "reading sample 17", 17),
-        pytest.param("reading", hangs, 3, "reading sample 17", 17, marks=pytest.mark.slow),
+        ("reading", hang, 1, "reading sample 17", 17),
+        pytest.param("reading", hang, 3, "reading sample 17", 17, marks=pytest.mark.slow),
         ("reading", hangs_with_the_gil, 1, "reading sample 17", 17),
-        pytest.param("batchify_fn", hangs, 1, "making the batch (collate_fn)", None, marks=pytest.mark.slow),
-        ("get_batch", hangs, 1, "reading several samples at once", None),
-        ("get_batch", hangs, 2, "reading sample 17", 17),  # the second worker reads them one by one
-        pytest.param("__getitems__", hangs, 2, "reading sample 17", 17, marks=pytest.mark.slow),
-        pytest.param("encoding", hangs, 1, "sending the batch", None, marks=pytest.mark.slow),
+        pytest.param("batchify_fn", hang, 1, "making the batch (collate_fn)", None, marks=pytest.mark.slow),
+        ("get_batch", hang, 1, "reading several samples at once", None),
+        ("get_batch", hang, 2, "reading sample 17", 17),  # the second worker reads them one by one
+        pytest.param("__getitems__", hang, 2, "reading sample 17", 17, marks=pytest.mark.slow),
+        pytest.param("encoding", hang, 1, "sending the batch", None, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.costly(2)
@@ -92,7 +83,7 @@ def test_a_batch_that_always_hangs_is_one_error_in_its_place(
     assert fail.count == restarts
     if method != "forkserver":  # whose output is elsewhere
         stacks = capfd.readouterr().err
-        assert f"in {how.__name__}" in stacks and "recovery_samples.py" in stacks
+        assert f"in {how.__name__}" in stacks and "samples.py" in stacks
         assert re.search(r"sharded_loader: worker [01] \(pid \d+\) made no progress for .* s\. Its stacks:\n", stacks)
 
 
@@ -103,11 +94,11 @@ def test_a_worker_that_hangs_shows_the_frames_of_the_user(
     monkeypatch.setattr(transport, "SHORT_GRACE", 60.0)
     monkeypatch.setenv("SHARDED_LOADER_FULL_TRACEBACKS", str(int(full)))
     pool = make_pool(PROCESS_POOLS[0], 1, timeout=TIMEOUT, restarts=1)
-    arguments = loader_arguments("reading", Fails(hangs, tmp_path / "count"))
+    arguments = loader_arguments("reading", Fails(hang, tmp_path / "count"))
     with ShardedDataLoader(**arguments, batch_size=BATCH_SIZE, seed=2, pool=pool) as loader:
         until_the_end(iter(loader))
     stacks = capfd.readouterr().err.partition("Its stacks:\n")[2]
-    assert "in hangs" in stacks and ("reader.py" in stacks) == full
+    assert "in hang" in stacks and ("reader.py" in stacks) == full
     assert full or stacks.startswith("The thread that reads (most recent call last):\n  File ")
 
 
@@ -154,9 +145,9 @@ def is_pending(pid: int, number: int) -> bool:
     ("where", "how"),
     [
         ("reading", hangs_with_the_gil),
-        ("get_batch", hangs),
-        ("batchify_fn", hangs),
-        pytest.param("reading", hangs, marks=pytest.mark.slow),
+        ("get_batch", hang),
+        ("batchify_fn", hang),
+        pytest.param("reading", hang, marks=pytest.mark.slow),
         pytest.param("get_batch", hangs_with_the_gil, marks=pytest.mark.slow),
         pytest.param("batchify_fn", hangs_with_the_gil, marks=pytest.mark.slow),
     ],
@@ -305,7 +296,7 @@ def test_workers_that_hang_while_they_start_are_one_error(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deaths_module, "START_SECONDS", 0.3)
-    fail = Fails(hangs, tmp_path / "count")
+    fail = Fails(hang, tmp_path / "count")
     pool = make_pool(method, 1, timeout=0.1, worker_init_fn=BadStart(fail))
     with ShardedDataLoader(range(8), 2, pool=pool) as loader:
         with pytest.raises(WorkerDiedError, match="hung while it started, unpickled the dataset or ran worker_init_fn"):

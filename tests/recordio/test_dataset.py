@@ -22,7 +22,7 @@ from sharded_loader.recordio import RecordIOError, gather
 from sharded_loader.recordio import files as recordfile
 from sharded_loader.recordio.dataset import LARGE, LARGE_MEAN, Records
 from tests import reference_recordio as reference
-from tests.soak_records import reads_within
+from tests.damaged_records import reads_within
 
 rng = random.Random(3)
 MAGIC_INSIDE = b"abcd" + reference.MAGIC + b"efgh"

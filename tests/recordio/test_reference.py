@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharded_loader.recordio import MXIndexedRecordIO, MXRecordIO, RecordFileDataset
+from tests import damaged_records
 from tests import reference_recordio as reference
-from tests import soak_records
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 MAGIC = reference.MAGIC
@@ -64,25 +64,27 @@ def test_what_the_reference_writes_is_read(folder: Path, records: list[bytes]) -
 @given(rng=st.randoms(use_true_random=False))
 @settings(max_examples=3 * settings.default.max_examples // 2)
 def test_a_damaged_file_is_read_up_to_the_damage_which_is_named(folder: Path, rng: random.Random) -> None:
-    soak_records.check_file(folder, rng)
+    damaged_records.check_file(folder, rng)
 
 
 @pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.slow)])
-def test_the_soak_reads_many_damaged_files(capsys: pytest.CaptureFixture[str], count: int) -> None:
-    assert soak_records.run(count, seed=1) == 0
+def test_many_damaged_files_are_read_as_the_reference_reads_them(
+    capsys: pytest.CaptureFixture[str], count: int
+) -> None:
+    assert damaged_records.run(count, seed=1) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["files", str(count)] in lines
     assert ["read", "wrongly", "0"] in lines
 
 
-def test_the_soak_notices_what_is_read_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_notices_what_is_read_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordFileDataset, "__getitems__", lambda self, indices: [b""] * len(indices))
-    assert soak_records.run(20, seed=1) == 1
+    assert damaged_records.run(20, seed=1) == 1
 
 
-def test_the_soak_notices_a_read_beyond_the_file(tmp_path: Path) -> None:
+def test_the_comparison_notices_a_read_beyond_the_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"0123456789")
-    with open(tmp_path / "a", "rb") as file, soak_records.reads_within(10):
+    with open(tmp_path / "a", "rb") as file, damaged_records.reads_within(10):
         assert os.pread(file.fileno(), 10, 0) == b"0123456789"
         with pytest.raises(AssertionError, match="a read of 11 bytes from a file of 10"):
             os.pread(file.fileno(), 11, 0)

@@ -6,7 +6,8 @@ import itertools
 from typing import Any
 
 import pytest
-from stream_samples import At, Draws, DrawsOwn, GoOn, Own, Parts, Stateful, WithStatefulRows, fail
+from failures import raise_lookup
+from stream_samples import At, Draws, DrawsOwn, GoOn, Own, Parts, Stateful, WithStatefulRows
 
 from sharded_loader.base.errors import notes_of
 from sharded_loader.engine.board import IN_BATCHIFY, ONE_BY_ONE, SAMPLE, SHARD, new_board
@@ -136,7 +137,7 @@ def test_a_short_batch_has_fewer_shards_of_the_same_shares(shards: Any) -> None:
 
 def test_an_error_names_part_and_place_and_the_part_goes_on_if_it_can() -> None:
     for kind, behind in ((GoOn, [[106, 107, 108, 109], [110]]), (Parts, [])):
-        reader = reader_of(kind((0, 11), before=At(fail, 1, 5)))
+        reader = reader_of(kind((0, 11), before=At(raise_lookup, 1, 5)))
         assert read(reader, 1, 0).error is None
         result = read(reader, 1, 1)
         assert type(result.error) is LookupError and result.batch is NOTHING
@@ -146,11 +147,11 @@ def test_an_error_names_part_and_place_and_the_part_goes_on_if_it_can() -> None:
 
 
 def test_bad_samples_are_left_out() -> None:
-    reader = reader_of(GoOn((0, 6), before=At(fail, 1, 5)), on_error="skip")
+    reader = reader_of(GoOn((0, 6), before=At(raise_lookup, 1, 5)), on_error="skip")
     results = [read(reader, 1, batch) for batch in range(2)]
     assert [one.batch for one in results] == [[100, 101, 102, 103], [104]]
     assert [index for index, _ in results[1].skipped] == [(1, 5)]
-    again = read(reader_of(GoOn((0, 6), before=At(fail, 1, 5)), on_error="skip"), 1, 1)
+    again = read(reader_of(GoOn((0, 6), before=At(raise_lookup, 1, 5)), on_error="skip"), 1, 1)
     assert again.batch == [104] and len(again.skipped) == 1
 
 

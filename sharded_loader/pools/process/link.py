@@ -106,11 +106,15 @@ class Message:
     """A pickle and the buffers that it refers to; or several replies, one behind the other.
 
     Attributes:
-        head: kind, run, seq and the content.
+        kind, run, seq: what the message is, and what it is about.
+        content: the pickle, or the replies.
         buffers: one per out-of-band buffer: its bytes, or (offset, size) in the slot that belongs to the task.
     """
 
-    head: Any
+    kind: bytes
+    run: int
+    seq: int
+    content: memoryview
     buffers: deque[Any]
 
 
@@ -160,7 +164,7 @@ def receive_message(conn: Any) -> Message:
         else:
             conn.recv_bytes()
         buffers.append(buffer)
-    return Message(head, buffers)
+    return Message(*unpack_head(head), buffers)
 
 
 def receive_descriptor(conn: Any) -> int:
@@ -371,7 +375,7 @@ class SocketLink(Link):
         message, places = self._message, self._places
         if message is None:
             found, head = read_head(frame)
-            message, places = Message(head, deque()), deque(found)
+            message, places = Message(*unpack_head(head), deque()), deque(found)
             self._message, self._places = message, places
         else:
             message.buffers.append(frame)

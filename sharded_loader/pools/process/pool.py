@@ -28,6 +28,7 @@ What can go wrong, and what then:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -44,7 +45,7 @@ from sharded_loader.memory.arena import Register
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.segments import chosen_backend
-from sharded_loader.pools.process.link import CRASHED, FAILED, READY, RESULTS, TASKS_HEAD, Poller, unpack_head
+from sharded_loader.pools.process.link import CRASHED, FAILED, READY, RESULTS, TASKS_HEAD, Poller
 from sharded_loader.pools.process.start import choose_start_method
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
 from sharded_loader.pools.supervised import SupervisedPool, own_pickle
@@ -233,7 +234,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         """Deal with the messages of a worker."""
         while worker.link.inbox:
             message = worker.link.inbox.popleft()
-            kind, _, _, content = unpack_head(message.head)
+            kind, content, following = message.kind, message.content, iter(message.buffers)
             if kind == FAILED:
                 error = as_exception(decode_error(decode(content)), "while a worker started")
                 self._supervisor.give_up_worker(worker, error)
@@ -243,7 +244,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 worker.traceback = bytes(content).decode(errors="replace")
             while kind == RESULTS and len(content):
                 run, seq, wanted, count, pickled, content = unpack_reply(content)
-                buffers = [message.buffers.popleft() for _ in range(count)]
+                buffers = list(itertools.islice(following, count))
                 task, slot = worker.tasks.pop((run, seq), None), worker.slots.pop((run, seq), None)
                 if slot is not None:
                     # Also if nothing lies in it: then it comes back at once.

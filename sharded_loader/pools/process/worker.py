@@ -79,9 +79,9 @@ class WorkerThreads:
         try:
             while True:
                 message = link.receive_message(self._conn)
-                kind, run, seq, content = link.unpack_head(message.head)
+                kind, run, content = message.kind, message.run, message.content
                 if kind in (link.BOARD, link.DEATH, link.SEGMENT):
-                    self.open_shared(kind, run, seq, bytes(content).decode())
+                    self.open_shared(kind, run, message.seq, bytes(content).decode())
                 elif kind == link.STACKS:
                     write_stacks(__file__)
                     os._exit(1)

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recovery_samples import Random, values_of
+from recovery_samples import values_of
+from samples import Random
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.pools.process import template

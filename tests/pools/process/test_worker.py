@@ -20,7 +20,7 @@ from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.segments import Slot
 from sharded_loader.pools import task_reader
 from sharded_loader.pools.process import link
-from sharded_loader.pools.process.link import TASKS_HEAD, pack_head, receive_message, send_message, unpack_head
+from sharded_loader.pools.process.link import TASKS_HEAD, pack_head, receive_message, send_message
 from sharded_loader.pools.process.worker import WorkerThreads
 from sharded_loader.pools.supervised import decode_result
 
@@ -61,8 +61,7 @@ class Trainer:
 
     def answer(self) -> tuple[bytes, memoryview, Any]:
         message = receive_message(self.conn)
-        kind, _, _, content = unpack_head(message.head)
-        return kind, content, message.buffers
+        return message.kind, message.content, message.buffers
 
     def results(self, count: int) -> list[Result]:
         found: list[Result] = []

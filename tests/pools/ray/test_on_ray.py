@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 from conftest import until
+from samples import Filled
 
 from sharded_loader import RayPool, ShardedDataLoader, WorkerDiedError, WorkerTimeoutError, interleave, sample_rng
 from sharded_loader.pools.ray import pool as on_ray
@@ -185,14 +186,8 @@ def test_batches_can_be_written_to_and_stay_while_they_are_held(pool: RayPool) -
 
 @ON_RAY
 def test_more_batches_than_the_object_store_has_room_for_can_be_held(ray_here: Any) -> None:
-    class Large:
-        def __len__(self) -> int:
-            return 200
-
-        def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
-            return np.full(500_000, index, np.float32)
-
-    with ShardedDataLoader(Large(), 2, pool=RayPool(2, num_cpus=0)) as loader:  # 400 MB; the store has 300
+    large = Filled(200, 500_000)
+    with ShardedDataLoader(large, 2, pool=RayPool(2, num_cpus=0)) as loader:  # 400 MB; the store has 300
         held = list(loader)
     assert [batch[:, 7].tolist() for batch in held] == [[2.0 * n, 2.0 * n + 1] for n in range(100)]
 

@@ -1,6 +1,6 @@
 """Damaged RecordIO files by the hundred thousand, read in every way, against a second reader.
 
-    python -m tests.soak --records 100000 [--seed N]
+    python -m tests.damaged_records --files 100000 [--seed N]
 
     reference_recordio: records --write--> a file --damage--> a broken file --read--> what must be found in it
     the library:                                              the same file, by each class, with and without an index
@@ -14,6 +14,7 @@ Exit status 1: a file was read otherwise, a descriptor was left open, or a file 
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import os
 import random
@@ -185,3 +186,18 @@ def run(count: int, seed: int) -> int:
         print(f"{name:32}{number:>10,}")
     print(f"{time.monotonic() - began:.0f} s")
     return 1 if wrong or left else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.damaged_records", description=str(__doc__).partition("\n")[0]
+    )
+    parser.add_argument("--files", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    arguments = parser.parse_args()
+    print(f"python -m tests.damaged_records --files {arguments.files} --seed {arguments.seed}", flush=True)
+    return run(arguments.files, arguments.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
