@@ -146,4 +146,4 @@ def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, empty: Empty) -> tu
     # bfloat16, float8, complex32: integers of the same size lend their memory.
     memory = empty(shape, np.dtype(f"i{dtype.itemsize}"))
     # Of size 0 the strides are torch's own: NumPy has others, by how an array was made.
-    return None, torch.from_numpy(memory).view(dtype) if memory.size else torch.empty(shape, dtype=dtype)
+    return None, torch.from_numpy(memory).view(dtype) if memory.size else torch.empty(shape, dtype=dtype, device="cpu")

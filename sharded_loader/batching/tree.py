@@ -307,7 +307,7 @@ def _other_to_torch(array: Any) -> Any:
 
     tensor = torch.from_numpy(_for_torch(np.asarray(array)))
     # NumPy's arrays of size 0 have the strides 0 or others, by how they were made.
-    return tensor if array.size else torch.empty(array.shape, dtype=tensor.dtype)
+    return tensor if array.size else torch.empty(array.shape, dtype=tensor.dtype, device="cpu")
 
 
 def _for_torch(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -28,7 +28,7 @@ import mmap
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -175,11 +175,12 @@ class Placement:
             return self.begin(batch, sharded).finish()
         return self.begin(batch, sharded).finish() if self._pins else to_torch(batch)
 
-    def place_next(self, window: Sequence[Entry]) -> Any:
+    def place_next(self, window: Sequence[Entry], following: Sequence[Entry] = ()) -> Any:
         """Put the batch of the first entry where it belongs, and send those behind it on their way; if it `goes_ahead`.
 
         Args:
             window: entries in order. The first has a batch.
+            following: those of the next epoch, which is read ahead.
 
         Returns:
             The batch; see `place`.
@@ -194,19 +195,22 @@ class Placement:
             try:
                 if head.begun is None:
                     head.begun = self.begin(batch, sharded)
-                self._begin_behind(window)
+                self._begin_behind(window, following)
                 return head.begun.finish()
             except OUT_OF_MEMORY:
                 if is_last_try:
                     raise
             # Not done above: the error's traceback holds the parts that had found room.
-            for entry in itertools.islice(window, 1, 1 + self.ahead):
+            for entry in self._behind(window, following):
                 entry.begun = None
             self.make_room()
         raise AssertionError("the last try returns")
 
-    def _begin_behind(self, window: Sequence[Entry]) -> None:
-        for entry in itertools.islice(window, 1, 1 + self.ahead):
+    def _behind(self, window: Sequence[Entry], following: Sequence[Entry]) -> Iterator[Entry]:
+        return itertools.islice(itertools.chain(window, following), 1, 1 + self.ahead)
+
+    def _begin_behind(self, window: Sequence[Entry], following: Sequence[Entry]) -> None:
+        for entry in self._behind(window, following):
             result = entry.result
             if result is None:
                 return

@@ -250,7 +250,7 @@ class BatchIterator(Iterator[Batch]):
                 if placement.is_plain:
                     batch = to_torch(result.batch)
                 elif placement.goes_ahead:
-                    batch = placement.place_next(run.window)
+                    batch = placement.place_next(run.window, () if run.next is None else run.next.window)
                 else:
                     batch = placement.place(result.batch, task.sharded)
             except Exception as raised:

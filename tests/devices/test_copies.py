@@ -99,6 +99,52 @@ def test_two_batches_are_copied_ahead(machine: Machine, worker_pool: Pool) -> No
         del batches
 
 
+def test_the_first_batches_of_the_next_epoch_are_copied_ahead(machine: Machine, worker_pool: Pool) -> None:
+    consumer, device = Consumer(machine), machine.devices[0]
+    with ShardedDataLoader(dataset(64), 8, device=device, pool=worker_pool, prefetch=16, prefetch_epochs=True) as loader:
+        for epoch in range(2):
+            for number, batch in enumerate(loader):
+                consumer.use(device, batch, list(range(8 * number, 8 * number + 8)))
+                if number == 6:  # the last batch is copied, and then
+                    (ahead,) = [run for run in loader._pipeline._runs.values() if run.is_ahead]
+                    while not ahead.window or ahead.window[0].result is None:
+                        loader._pipeline._wait(ahead, block=True)
+            assert ahead.epoch.number == epoch + 1
+            assert ahead.window[0].begun is not None
+        del batch, ahead
+        machine.finish()
+    assert (consumer.seen, consumer.wrong, machine.faults) == (2 * 2 * 8, 0, [])
+
+
+def test_after_a_break_nothing_stays_copied_ahead(machine: Machine, worker_pool: Pool) -> None:
+    device = machine.devices[0]
+    with ShardedDataLoader(dataset(64), 8, device=device, pool=worker_pool, prefetch=4) as loader:
+        batches = iter(loader)
+        next(batches)
+        while any(entry.result is None for entry in batches.run.window):
+            loader._pipeline._wait(batches.run, block=True)
+        next(batches)
+        machine.finish()
+        assert machine.allocated - sum(map(len, machine._free.values())) > 0
+        del batches
+        machine.finish()
+        machine.allocate(device, torch.empty(1))  # torch looks then which memory has come back
+        assert machine.allocated - sum(map(len, machine._free.values())) <= 1
+
+
+def test_shards_of_one_batch_on_one_device_count_as_one_batch(machine: Machine) -> None:
+    """Otherwise two shards on a device would leave it half the steps to do while the host waits."""
+    device = machine.devices[0]
+    with ShardedDataLoader(dataset(), 8, devices=[device, device]) as loader:
+        batches = iter(loader)
+        for _ in range(HOST_AHEAD):
+            next(batches)
+        assert machine.blocked == 0
+        next(batches)
+        assert machine.blocked > 0
+        del batches
+
+
 @pytest.mark.slow
 def test_device_memory_stays_flat_under_a_host_that_runs_ahead(machine: Machine) -> None:
     steps, device = 2000, machine.devices[0]
