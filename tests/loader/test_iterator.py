@@ -156,7 +156,10 @@ class Unsent:
 
 @pytest.mark.parametrize(
     "given",
-    [{"batch_sampler": [[0], [1], [2], [], [0]]}, {"batch_sampler": [[0], [1], [2], [Unsent()], [0]], "pool": "process"}],
+    [
+        {"batch_sampler": [[0], [1], [2], [], [0]]},
+        {"batch_sampler": [[0], [1], [2], [Unsent()], [0]], "pool": "process"},
+    ],
     ids=["planned", "sent"],
 )
 def test_an_error_that_waits_for_its_turn_does_not_keep_the_iterator(given: dict[str, Any]) -> None:
