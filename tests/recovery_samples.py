@@ -266,6 +266,21 @@ class DiesInSetState:
         self.fail()
 
 
+class Noted:
+    """Its own numbers; a file has those that were read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        with self.path.open("a") as file:
+            file.write(f"{index} ")
+        return index
+
+
 class Parents:
     """Sample: a value of the dataset, the reader's pid and its parent's."""
 

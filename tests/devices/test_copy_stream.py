@@ -89,6 +89,22 @@ def test_an_interrupted_begin_is_forgotten_if_the_context_breaks(
     assert len(copies.kept) == 0
 
 
+def test_what_an_interrupted_begin_has_given_to_the_device_goes_when_it_was_read(
+    machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(SimulatedStreams, "copy", interrupted)
+        copies.begin([torch.arange(9)])
+    gc.collect()
+    assert len(machine.pinned) == 1
+    assert copies.drain()
+    gc.collect()
+    assert len(machine.pinned) == 0
+
+
 # -- the end --------------------------------------------------------------------------------------------------
 
 
@@ -156,15 +172,15 @@ def test_copies_that_are_not_done_stay_whoever_gives_up_waiting(copies: CopyStre
 def test_what_a_hanging_device_reads_stays_and_nobody_waits_for_it_any_more(
     machine: Machine, copies: CopyStream, hanging: threading.Event
 ) -> None:
-    for _ in range(HOST_AHEAD - 1):
+    for _ in range(HOST_AHEAD):
         copies.begin([torch.arange(9), Moving(copies.streams, torch.arange(9))]).finish()  # type: ignore[arg-type]
     count = len(machine.pinned)
     with pytest.warns(UserWarning, match="has not done its copies"):
         assert not copies.close(0.01)
     gc.collect()
-    assert len(machine.pinned) == count == 2 * (HOST_AHEAD - 1)
+    assert len(machine.pinned) == count == 2 * HOST_AHEAD
     # A thread that is in `next` at this moment.
-    late = threading.Thread(target=lambda: [copies.begin([torch.arange(9)]).finish() for _ in range(2)], daemon=True)
+    late = threading.Thread(target=lambda: copies.begin([torch.arange(9)]).finish(), daemon=True)
     late.start()
     late.join(5.0)
     assert not late.is_alive()
@@ -180,8 +196,9 @@ def test_at_the_programs_end_the_memory_is_left_to_the_driver(
     assert (machine.blocked, len(machine.pinned)) == (0, 1)
 
 
-def test_what_is_begun_while_the_loader_is_closed_is_kept_too(
-    copies: CopyStream, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("closes", [False, True])
+def test_who_waits_for_copies_waits_for_one_that_another_thread_begins(
+    machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch, closes: bool
 ) -> None:
     copy, begun, goes_on = SimulatedStreams.copy, threading.Event(), threading.Event()
 
@@ -191,8 +208,10 @@ def test_what_is_begun_while_the_loader_is_closed_is_kept_too(
         return copy(*arguments)
 
     monkeypatch.setattr(SimulatedStreams, "copy", slow)
-    monkeypatch.setattr(module, "program_ends", lambda: True)
-    threads = [threading.Thread(target=copies.begin, args=([torch.arange(9)],)), threading.Thread(target=copies.close)]
+    if closes:  # and leaves the memory alone
+        monkeypatch.setattr(module, "program_ends", lambda: True)
+    wait = copies.close if closes else copies.drain
+    threads = [threading.Thread(target=copies.begin, args=([torch.arange(9)],)), threading.Thread(target=wait)]
     threads[0].start()
     assert begun.wait(60.0)
     threads[1].start()
@@ -200,4 +219,4 @@ def test_what_is_begun_while_the_loader_is_closed_is_kept_too(
     goes_on.set()
     for thread in threads:
         thread.join()
-    assert len(module.LEFT_ALONE) == 1
+    assert (len(copies.kept), len(module.LEFT_ALONE), machine.faults) == (0, int(closes), [])
