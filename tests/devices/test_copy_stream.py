@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -42,6 +42,24 @@ class Moving:
 def test_a_batch_without_tensors_asks_nothing_of_the_device(machine: Machine, copies: CopyStream) -> None:
     assert copies.begin(["text", 3]).finish() == ["text", 3]
     assert (machine.log, len(machine.streams[machine.devices[0]])) == ([], 1)
+
+
+TENSORS: dict[str, Callable[[], tuple[torch.Tensor, bool]]] = {
+    "plain": lambda: (torch.ones(2), True),
+    "elsewhere": lambda: (torch.ones(2, device="meta"), False),
+    "sparse": lambda: (torch.eye(2).to_sparse(), False),
+    "nested": lambda: (torch.nested.nested_tensor([torch.ones(2)]), False),
+    "quantized": lambda: (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8), False),
+    "with a gradient": lambda: (torch.ones(2, requires_grad=True), False),
+    "of a class": lambda: (torch.nn.Parameter(torch.ones(2), requires_grad=False), False),
+}
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+@pytest.mark.filterwarnings("ignore")  # torch says of some kinds that it is going to drop them
+def test_tensors_that_are_more_than_their_values_move_themselves(kind: str) -> None:
+    tensor, is_plain = TENSORS[kind]()
+    assert module._is_plain(tensor) is is_plain
 
 
 def test_a_batch_whose_handing_out_is_interrupted_keeps_its_memory(

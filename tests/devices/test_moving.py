@@ -279,6 +279,15 @@ def test_the_tensors_of_a_container_are_pinned_before_it_moves_itself(machine: M
     copies.drain()
 
 
+def test_a_tensor_with_a_gradient_in_a_container_is_left_alone(machine: Machine, device: torch.device) -> None:
+    class Same(_Ragged):
+        def to(self, device: Any, non_blocking: bool = False) -> Any:
+            return self.values
+
+    values = torch.ones(3, requires_grad=True)
+    assert CopyStream(STREAMS["device"]).begin([Same(values, torch.ones(1))]).finish()[0] is values
+
+
 @dataclass
 class Uncopied:
     """A container of the user's that cannot be built again: it has no copies."""
