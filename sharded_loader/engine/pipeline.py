@@ -350,8 +350,9 @@ class Pipeline:
                     run.waiting.append(entry)
                 else:
                     # Its frames lead to this iterator, which could not go before its window does.
-                    error = without_frames(planned) if window else planned
-                    entry = Entry(seq, None, Result(run.number, seq, error=error))
+                    if window:
+                        without_frames(planned)
+                    entry = Entry(seq, None, Result(run.number, seq, error=planned))
                 window.append(entry)
                 run.planned = seq + 1
             planned = entry = None  # as in `_wait`
