@@ -41,6 +41,8 @@ class Disturbed(Case):
     def __init__(self, seed: int, processes: bool = True) -> None:
         self.version = 0
         self.asked: Pair | None = None  # whose next batch the loop waits for
+        self.struck = False  # whether a signal has raised in that call of ``next``
+        self.interrupted: list[Pair] = []
         self.closing = False
         self.timers: list[threading.Timer] = []
         super().__init__(seed, processes)
@@ -93,15 +95,25 @@ class Disturbed(Case):
     def outcome(self, ask: Callable[[], Any]) -> Any:
         """What is asked for, again after each interruption."""
         while True:
+            self.struck = False
             try:
                 got = super().outcome(ask)
             except (KeyboardInterrupt, SystemExit) as raised:
                 got = raised
-            if isinstance(got, LoaderClosedError) and self.closing:
-                raise got
-            if not isinstance(got, KeyboardInterrupt | SystemExit | TimeIsUp):
+            closed = isinstance(got, LoaderClosedError) and self.closing
+            if not closed and not isinstance(got, KeyboardInterrupt | SystemExit | TimeIsUp):
                 return got
+            if self.asked is not None:
+                self.interrupted.append(self.asked)
+            if closed:
+                raise got
             self.counts[f"fault: {type(got).__name__} raised by a signal handler in next()"] += 1
+
+    def check_skipped(self, pair: Pair) -> None:
+        """An interruption may strike when a sample was counted, and its batch has not been handed out."""
+        if pair in self.interrupted:
+            pair.naive.skipped = max(pair.naive.skipped, pair.loader.num_skipped)
+        super().check_skipped(pair)
 
     # -- faults ---------------------------------------------------------------------------------------------
 
@@ -130,10 +142,13 @@ class Disturbed(Case):
         """
 
         def handle(error: type[BaseException], number: int, frame: FrameType | None) -> None:
-            if self.asked is None or (error is TimeIsUp and self.asked.loader.num_workers == 0):
+            if self.asked is None or self.struck:
+                return  # one at a time: a second one could strike where the loader deals with the first
+            if error is TimeIsUp and self.asked.loader.num_workers == 0:
                 return  # an Exception inside the dataset is its batch's error
             while frame is not None:
                 if frame.f_code is EpochIterator.__next__.__code__:
+                    self.struck = True
                     raise error
                 frame = frame.f_back
 

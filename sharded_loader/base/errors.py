@@ -272,22 +272,35 @@ FULL_TRACEBACKS = "SHARDED_LOADER_FULL_TRACEBACKS"
 def shorten(error: BaseException) -> None:
     """Leave the user's frames in the traceback of an error, and of those that it comes from; the last one, if all are
     the library's."""
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [] if is_on(FULL_TRACEBACKS) else [error]
-    while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        frames, trace = [], one.__traceback__
-        while trace is not None:
-            frames.append(trace)
-            trace = trace.tb_next
-        short = None
-        for at in reversed([at for at in frames if not is_ours(at.tb_frame.f_code.co_filename)] or frames[-1:]):
+    for one in [] if is_on(FULL_TRACEBACKS) else _chain(error):
+        frames, short = _frames(one), None
+        for at in reversed([at for at in frames if _is_of_user(at)] or frames[-1:]):
             short = TracebackType(short, at.tb_frame, at.tb_lasti, at.tb_lineno)
         BaseException.__setattr__(one, "__traceback__", short)
-        waiting += [one.__cause__, one.__context__]
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error, and those that it comes from."""
+    found: dict[int, BaseException] = {}
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in found:
+            found[id(one)] = one
+            waiting += [one.__cause__, one.__context__]
+    return list(found.values())
+
+
+def _frames(error: BaseException) -> list[TracebackType]:
+    frames, trace = [], error.__traceback__
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    return frames
+
+
+def _is_of_user(at: TracebackType) -> bool:
+    return not is_ours(at.tb_frame.f_code.co_filename)
 
 
 def format_traceback(error: BaseException, whole: bool = True) -> str:
@@ -317,6 +330,17 @@ def without_frames(error: BaseException) -> BaseException:
         for name, value in (("__traceback__", None), ("__context__", None), ("__cause__", WorkerTraceback(text))):
             BaseException.__setattr__(error, name, value)
     return error
+
+
+def leave_frames(error: BaseException) -> None:
+    """Cut an error off from the frames that it was raised in: a frame leads to those that have called it, and these to
+    what is iterated over. If the user's code is among them, the traceback stays as text."""
+    chain = _chain(error)
+    if is_on(FULL_TRACEBACKS) or any(_is_of_user(at) for one in chain for at in _frames(one)):
+        without_frames(error)
+        return
+    for one in chain:
+        BaseException.__setattr__(one, "__traceback__", None)
 
 
 def notes_of(error: BaseException) -> list[str]:

@@ -18,7 +18,7 @@ import cloudpickle
 import numpy as np
 
 from sharded_loader.base.checks import check_int
-from sharded_loader.base.errors import Location, as_batch_error, without_frames
+from sharded_loader.base.errors import Location, as_batch_error, leave_frames
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.engine.grouping import Grouping
 from sharded_loader.engine.messages import NewJob, Result, Task, unpack_result
@@ -78,7 +78,8 @@ class SupervisedPool(WorkerPool, Generic[W]):
         """A task cannot be sent to a worker: that is the error of its batch."""
         error = as_batch_error(raised, "while the batch was sent to a worker")
         Location(task.epoch, task.seq).note(error, samples=task.shards[0])
-        self._rejected.append(Result(task.run, task.seq, error=without_frames(error)))  # as in `Pipeline._fill`
+        leave_frames(error)  # as in `Pipeline._fill`
+        self._rejected.append(Result(task.run, task.seq, error=error))
 
     def _result(
         self, run: int, seq: int, wanted: int, pickled: memoryview, buffers: list[Any], task: Task | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -42,6 +42,24 @@ class Moving:
 def test_a_batch_without_tensors_asks_nothing_of_the_device(machine: Machine, copies: CopyStream) -> None:
     assert copies.begin(["text", 3]).finish() == ["text", 3]
     assert (machine.log, len(machine.streams[machine.devices[0]])) == ([], 1)
+
+
+TENSORS: dict[str, Callable[[], tuple[torch.Tensor, bool]]] = {
+    "plain": lambda: (torch.ones(2), True),
+    "elsewhere": lambda: (torch.ones(2, device="meta"), False),
+    "sparse": lambda: (torch.eye(2).to_sparse(), False),
+    "nested": lambda: (torch.nested.nested_tensor([torch.ones(2)]), False),
+    "quantized": lambda: (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8), False),
+    "with a gradient": lambda: (torch.ones(2, requires_grad=True), False),
+    "of a class": lambda: (torch.nn.Parameter(torch.ones(2), requires_grad=False), False),
+}
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+@pytest.mark.filterwarnings("ignore")  # torch says of some kinds that it is going to drop them
+def test_tensors_that_are_more_than_their_values_move_themselves(kind: str) -> None:
+    tensor, is_plain = TENSORS[kind]()
+    assert module._is_plain(tensor) is is_plain
 
 
 def test_a_batch_whose_handing_out_is_interrupted_keeps_its_memory(
@@ -87,6 +105,22 @@ def test_an_interrupted_begin_is_forgotten_if_the_context_breaks(
         patch.setattr(Stream, "record_event", broken)
         assert copies.close()
     assert len(copies.kept) == 0
+
+
+def test_what_an_interrupted_begin_has_given_to_the_device_goes_when_it_was_read(
+    machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(SimulatedStreams, "copy", interrupted)
+        copies.begin([torch.arange(9)])
+    gc.collect()
+    assert len(machine.pinned) == 1
+    assert copies.drain()
+    gc.collect()
+    assert len(machine.pinned) == 0
 
 
 # -- the end --------------------------------------------------------------------------------------------------
@@ -156,15 +190,15 @@ def test_copies_that_are_not_done_stay_whoever_gives_up_waiting(copies: CopyStre
 def test_what_a_hanging_device_reads_stays_and_nobody_waits_for_it_any_more(
     machine: Machine, copies: CopyStream, hanging: threading.Event
 ) -> None:
-    for _ in range(HOST_AHEAD - 1):
+    for _ in range(HOST_AHEAD):
         copies.begin([torch.arange(9), Moving(copies.streams, torch.arange(9))]).finish()  # type: ignore[arg-type]
     count = len(machine.pinned)
     with pytest.warns(UserWarning, match="has not done its copies"):
         assert not copies.close(0.01)
     gc.collect()
-    assert len(machine.pinned) == count == 2 * (HOST_AHEAD - 1)
+    assert len(machine.pinned) == count == 2 * HOST_AHEAD
     # A thread that is in `next` at this moment.
-    late = threading.Thread(target=lambda: [copies.begin([torch.arange(9)]).finish() for _ in range(2)], daemon=True)
+    late = threading.Thread(target=lambda: copies.begin([torch.arange(9)]).finish(), daemon=True)
     late.start()
     late.join(5.0)
     assert not late.is_alive()
@@ -180,8 +214,9 @@ def test_at_the_programs_end_the_memory_is_left_to_the_driver(
     assert (machine.blocked, len(machine.pinned)) == (0, 1)
 
 
-def test_what_is_begun_while_the_loader_is_closed_is_kept_too(
-    copies: CopyStream, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("closes", [False, True])
+def test_who_waits_for_copies_waits_for_one_that_another_thread_begins(
+    machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch, closes: bool
 ) -> None:
     copy, begun, goes_on = SimulatedStreams.copy, threading.Event(), threading.Event()
 
@@ -191,8 +226,10 @@ def test_what_is_begun_while_the_loader_is_closed_is_kept_too(
         return copy(*arguments)
 
     monkeypatch.setattr(SimulatedStreams, "copy", slow)
-    monkeypatch.setattr(module, "program_ends", lambda: True)
-    threads = [threading.Thread(target=copies.begin, args=([torch.arange(9)],)), threading.Thread(target=copies.close)]
+    if closes:  # and leaves the memory alone
+        monkeypatch.setattr(module, "program_ends", lambda: True)
+    wait = copies.close if closes else copies.drain
+    threads = [threading.Thread(target=copies.begin, args=([torch.arange(9)],)), threading.Thread(target=wait)]
     threads[0].start()
     assert begun.wait(60.0)
     threads[1].start()
@@ -200,4 +237,4 @@ def test_what_is_begun_while_the_loader_is_closed_is_kept_too(
     goes_on.set()
     for thread in threads:
         thread.join()
-    assert len(module.LEFT_ALONE) == 1
+    assert (len(copies.kept), len(module.LEFT_ALONE), machine.faults) == (0, int(closes), [])

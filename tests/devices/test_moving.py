@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import collections
+import collections.abc
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -263,6 +263,70 @@ def test_what_is_on_its_device_is_not_asked_to_move(machine: Machine, device: to
     resting = Stubborn(None, None)
     resting.device = device  # type: ignore[attr-defined]
     assert CopyStream(STREAMS["device"]).begin([resting]).finish()[0] is resting
+
+
+class Asked(_Ragged):
+    """It says whether it was pinned when it was asked to move."""
+
+    def to(self, device: Any, non_blocking: bool = False) -> bool:
+        return bool(STREAMS["device"].is_pinned(self.values))
+
+
+def test_the_tensors_of_a_container_are_pinned_before_it_moves_itself(machine: Machine, device: torch.device) -> None:
+    """Then its ``to(non_blocking=True)`` does not wait."""
+    copies = CopyStream(STREAMS["device"])
+    assert copies.begin([Asked(torch.arange(1000), None)]).finish() == [True]
+    copies.drain()
+
+
+def test_a_tensor_with_a_gradient_in_a_container_is_left_alone(machine: Machine, device: torch.device) -> None:
+    class Same(_Ragged):
+        def to(self, device: Any, non_blocking: bool = False) -> Any:
+            return self.values
+
+    values = torch.ones(3, requires_grad=True)
+    assert CopyStream(STREAMS["device"]).begin([Same(values, torch.ones(1))]).finish()[0] is values
+
+
+@dataclass
+class Uncopied:
+    """A container of the user's that cannot be built again: it has no copies."""
+
+    values: Any
+
+    def __copy__(self) -> Uncopied:
+        raise TypeError("there is only one")
+
+    def to(self, device: Any, non_blocking: bool = False) -> Uncopied:
+        return self
+
+
+class Locked(collections.abc.Mapping):  # type: ignore[type-arg]
+    """Another one: it is not made from a dictionary."""
+
+    def __init__(self, name: str, values: Any) -> None:
+        self.held = {name: values}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.held[name]
+
+    def __iter__(self) -> Any:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def to(self, device: Any, non_blocking: bool = False) -> Locked:
+        return self
+
+
+@pytest.mark.parametrize("own", [Uncopied(torch.arange(9)), Locked("a", torch.arange(9))], ids=["copy", "constructor"])
+def test_a_container_that_cannot_be_built_again_moves_as_it_is(
+    machine: Machine, device: torch.device, own: Any
+) -> None:
+    copies = CopyStream(STREAMS["device"])
+    assert copies.begin([own]).finish()[0] is own
+    copies.drain()
 
 
 def test_their_memory_is_let_go_when_a_later_batch_is_begun(machine: Machine, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import signal
 import weakref
 
@@ -251,6 +252,18 @@ def test_memory_is_pinned_only_if_it_is_copied_from(machine: Machine) -> None:
     array = Placement([machine.devices[0]], pin_memory=False).empty((2, 3), np.dtype("f4"))
     assert (array.shape, array.dtype) == ((2, 3), np.float32)
     assert machine.pinned.keys() == {array.__array_interface__["data"][0]}
+
+
+def test_a_segment_is_pinned_once_and_a_rejection_is_told_once(machine: Machine) -> None:
+    placed, mappings = Placement([machine.devices[0]], pin_memory=False), [mmap.mmap(-1, 4096) for _ in range(3)]
+    undo = placed.register(mappings[0])
+    assert undo is not None and placed.register(mappings[0]) is undo
+    machine.refuse = 2
+    with pytest.warns(UserWarning, match="could not be pinned") as caught:
+        assert [placed.register(mapping) for mapping in mappings[1:]] == [None, None]
+    assert len(caught) == 1
+    assert undo()
+    assert machine.registered == {}
 
 
 def test_a_device_is_numbered_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,14 @@ def test_the_comparison_notices_another_order(monkeypatch: pytest.MonkeyPatch) -
             fuzz.run_case(case, processes=False)
 
 
+@pytest.mark.slow
+def test_the_comparison_notices_a_changed_dataset_that_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShardedDataLoader, "refresh", lambda self: None)
+    with pytest.raises(fuzz.Difference, match=r"again: python -m tests.fuzz --case \d+ --faults"):
+        for case in range(100):
+            fuzz.run_case(case, faults=True)
+
+
 # -- found by such cases ---------------------------------------------------------------------------------------------
 
 
