@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,12 @@ import hypothesis
 import installed
 import psutil
 import pytest
+from _pytest.doctest import DoctestModule
 
 from sharded_loader import InlinePool, ProcessPool, RayPool, ThreadPool
 from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.engine.pool import Pool
 from sharded_loader.pools.process.start import start_forkserver
-
-# They import Lightning, which takes four seconds, and Accelerate.
-collect_ignore = ["frameworks/recorder.py", "integrations/accelerated.py"]
 
 # Exempt: the standard library's own helpers, which live as long as the program.
 HELPERS = ("resource_tracker", "forkserver")
@@ -77,6 +75,22 @@ def pytest_configure(config: pytest.Config) -> None:
     _quick = "not slow" in config.option.markexpr
     if _quick:
         hypothesis.settings.load_profile("quick")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, Any, list[pytest.Collector]]:
+    """No doctests of the tests: there are none, and to look for them takes a second."""
+    return [found for found in (yield) if not isinstance(found, DoctestModule)]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Nothing that imports make is garbage: a fifth of the time would go into collections."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
@@ -155,9 +169,28 @@ def covering(strength: int = 1, spawned: bool = False, **parameters: Iterable[An
 
 
 def pytest_collection_finish() -> None:
-    """Leave what the imports made out of collections: one takes 20 ms instead of 400."""
-    gc.collect()
-    gc.freeze()
+    _tidy_memory()
+
+
+_forks: list[None] = []  # since the pages were joined
+_modules = 0  # that were imported when the memory was frozen
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=lambda: _forks.append(None))
+
+
+def _tidy_memory() -> None:
+    """Leave what the imports made out of collections: one takes 20 ms instead of 400. Then join the pages.
+
+    Imports in a test make more of it, and each fork splits pages that are written to while the child lives.
+    """
+    global _modules
+    if len(sys.modules) > _modules + 100:
+        _modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+    elif len(_forks) < 100:
+        return
+    _forks.clear()
     _join_pages()
 
 
@@ -176,6 +209,19 @@ def _join_pages() -> None:
         begin, size = -(-begin // huge) * huge, end // huge * huge - -(-begin // huge) * huge
         if rights == "rw-p" and name in ("", "[heap]") and size > 0:
             madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), collapse)  # without it all is as before
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around that of pytest-timeout
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Let go of the thread that has watched the time of a test. The item would keep it.
+
+    A forked child touches every thread that its parent has had and not forgotten. Thousands of them cost it 30 ms.
+    """
+    try:
+        return (yield)
+    finally:
+        vars(item).pop("cancel_timeout", None)
+        _tidy_memory()
 
 
 def make_pool(name: str, num_workers: int = 2, **options: Any) -> Pool:
@@ -354,13 +400,16 @@ def nothing_left_behind() -> Iterator[None]:
     before = here()
     yield
     deadline = time.monotonic() + PATIENCE
+    rounds = itertools.count()
     while left := remains(*before):
         if time.monotonic() > deadline:
             for pid in _processes():
                 psutil.Process(pid).kill()  # or the next test would be blamed too
             pytest.fail(f"left behind: {left}")
-        gc.collect()
-        time.sleep(0.01)  # what is ending may still be in the process table
+        # What is ending may still be in the process table. A collection is dear, and mostly not what it needs.
+        time.sleep(0.01)
+        if next(rounds) % 10 == 2:
+            gc.collect()
 
 
 def here() -> tuple[set[threading.Thread], dict[int, str], set[str]]:

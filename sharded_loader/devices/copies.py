@@ -76,8 +76,8 @@ class PendingCopy:
         copies: the copy stream that has begun it.
         home: the stream that the targets belong to.
         batch: of tensors on the device. Only `finish` may hand it out.
-        sources, targets: the tensors that are copied from and to.
-        unclaimed: the targets until `finish`, then nothing. `CopyStream.kept` holds this list.
+        sources: the tensors that are copied from.
+        targets: the tensors that are copied to, until `finish` hands them out. `CopyStream.kept` holds this list.
         event: passes when the copies are done. None: nothing is copied.
         staged: the objects in the batch that `finish` asks to move themselves.
     """
@@ -87,7 +87,6 @@ class PendingCopy:
     batch: Any = None
     sources: list[torch.Tensor] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
-    unclaimed: list[torch.Tensor] = field(default_factory=list)
     event: Any = None
     staged: list[_Staged] = field(default_factory=list)
 
@@ -105,7 +104,7 @@ class PendingCopy:
                 current.wait_event(self.event)
                 if current != self.home:
                     streams.used_on(self.targets, current)
-            self.unclaimed.clear()
+            self.targets.clear()
         if self.staged:
             self.copies.move(self)
         return self.batch
@@ -167,7 +166,7 @@ class CopyStream:
 
     Attributes:
         streams: as given.
-        kept: of each copy, its event, its sources and its `PendingCopy.unclaimed` targets, until the event has passed.
+        kept: of each copy, its event, its sources and its `PendingCopy.targets`, until the event has passed.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -202,8 +201,7 @@ class CopyStream:
                 self._stream = streams.new_stream()
             # After the targets were allocated: their memory may be that of a batch which was dropped a moment ago.
             self._stream.wait_event(pending.home.record_event())
-            pending.unclaimed = list(pending.targets)
-            self._given = pending.sources, pending.unclaimed
+            self._given = pending.sources, pending.targets
             with streams.on(self._stream):
                 for target, source in zip(pending.targets, pending.sources, strict=True):
                     streams.copy(target, source)
@@ -283,8 +281,9 @@ class CopyStream:
             done = self._wait([event for _, items in waiting for event, _ in items], seconds)
             if done:
                 for kept, items in waiting:
-                    for _ in items:
-                        kept.popleft()
+                    for item in items:
+                        if kept and kept[0] is item:  # a signal handler may have closed the stream meanwhile
+                            kept.popleft()
             return done
 
     def _wait(self, events: list[Any], seconds: float) -> bool:
@@ -329,9 +328,8 @@ class CopyStream:
 
     def make_room(self) -> None:
         """Give back what memory can be given back, at the cost of waiting for the copies."""
-        with self._lock:
-            self.drain()
-            self.streams.empty_cache()
+        self.drain()
+        self.streams.empty_cache()
 
     # -- objects that move themselves ------------------------------------------------------------------------
 

@@ -162,7 +162,7 @@ class Placement:
         return map_leaves(_pin, host, own="pin_memory", skip=ATOMS) if self._pins else host
 
     def place_next(self, window: Sequence[Entry]) -> Any:
-        """Put the batch of the first entry where it belongs, and send those behind it on their way.
+        """Put the batch of the first entry on its devices by their streams, and send those behind it on their way.
 
         Args:
             window: entries in order. The first has a batch.
@@ -176,8 +176,6 @@ class Placement:
         head = window[0]
         assert head.result is not None and head.task is not None  # it has a batch
         batch, sharded = head.result.batch, head.task.sharded
-        if not self.asynchronous:
-            return self.place(batch, sharded)
         for is_last_try in (False, True):
             try:
                 if head.begun is None:
@@ -194,7 +192,7 @@ class Placement:
         raise AssertionError("the last try returns")
 
     def _begin_behind(self, window: Sequence[Entry]) -> None:
-        for entry in list(itertools.islice(window, 1, 1 + self.ahead)):
+        for entry in itertools.islice(window, 1, 1 + self.ahead):
             result = entry.result
             if result is None:
                 return

@@ -284,7 +284,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if isinstance(pool, ProcessPool) and not self._shutdown:
             if not pool.started:
                 self._start_pool()
-            self._processes = [WorkerView(handle) for handle in pool._transport.workers]
+            self._processes = [WorkerView(handle) for handle in pool.workers]
         return self._processes
 
     def _shutdown_workers(self) -> None:

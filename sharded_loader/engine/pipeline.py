@@ -23,7 +23,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error
+from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, without_frames
 from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.order import Epoch
@@ -349,6 +349,9 @@ class Pipeline:
                     entry = Entry(seq, planned)
                     run.waiting.append(entry)
                 else:
+                    # Its frames lead to this iterator, which could not go before its window does.
+                    if window:
+                        without_frames(planned)
                     entry = Entry(seq, None, Result(run.number, seq, error=planned))
                 window.append(entry)
                 run.planned = seq + 1
@@ -377,7 +380,7 @@ class Pipeline:
             except Exception as raised:
                 error = as_batch_error(raised, "while the batch was split into shards")
                 Location(run.epoch.number, entry.seq).note(error, samples=task.shards[0])
-                entry.result = Result(run.number, entry.seq, error=error)
+                entry.result = Result(run.number, entry.seq, error=without_frames(error))  # as in `_fill`
         if tasks:
             self.pool.submit(tasks)
 

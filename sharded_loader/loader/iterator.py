@@ -233,11 +233,17 @@ class BatchIterator(Iterator[Batch]):
         result, batch = entry.result, None
         assert result is not None  # the pipeline returns finished entries
         if result.error is None and result.batch is not NOTHING:
+            placement, task = self._placement, entry.task
+            assert task is not None  # it has a batch
             try:
-                batch = to_torch(result.batch) if self._placement.is_plain else self._placement.place_next(run.window)
+                if placement.is_plain:
+                    batch = to_torch(result.batch)
+                elif placement.asynchronous:
+                    batch = placement.place_next(run.window)
+                else:
+                    batch = placement.place(result.batch, task.sharded)
             except Exception as raised:
-                assert entry.task is not None  # it has a batch
-                result = not_placed(entry.task, raised, "while the batch was placed")
+                result = not_placed(task, raised, "while the batch was placed")
         placing = time.perf_counter() - began
         self._pipeline.take(run)
         run.delivered = entry.seq + 1

@@ -9,6 +9,7 @@ A batch that cannot be sent or read has an error as its result.
 from __future__ import annotations
 
 import io
+import pickle
 import types
 from collections.abc import Callable
 from typing import Any, Generic
@@ -17,13 +18,13 @@ import cloudpickle
 import numpy as np
 
 from sharded_loader.base.checks import check_int
-from sharded_loader.base.errors import Location, as_batch_error
+from sharded_loader.base.errors import Location, as_batch_error, without_frames
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.engine.grouping import Grouping
 from sharded_loader.engine.messages import NewJob, Result, Task, unpack_result
 from sharded_loader.engine.pool import WorkerPool
 from sharded_loader.memory.arena import RecentSizes
-from sharded_loader.memory.codec import SetApart, decode, is_findable
+from sharded_loader.memory.codec import SetApart, is_findable
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.publish import script_by_value
 from sharded_loader.pools.supervisor import Supervisor, W
@@ -77,7 +78,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
         """A task cannot be sent to a worker: that is the error of its batch."""
         error = as_batch_error(raised, "while the batch was sent to a worker")
         Location(task.epoch, task.seq).note(error, samples=task.shards[0])
-        self._rejected.append(Result(task.run, task.seq, error=error))
+        self._rejected.append(Result(task.run, task.seq, error=without_frames(error)))  # as in `Pipeline._fill`
 
     def _result(
         self, run: int, seq: int, wanted: int, pickled: memoryview, buffers: list[Any], task: Task | None
@@ -134,7 +135,7 @@ def own_pickle(task: Task, *, forked: bool) -> bytes | None:
 def decode_result(run: int, seq: int, pickled: memoryview, buffers: list[Any], task: Task | None) -> Result:
     """The result in a reply; if it cannot be unpickled here, that is its batch's error."""
     try:
-        reply = decode(pickled, buffers)
+        reply = pickle.loads(pickled, buffers=buffers)  # what `codec.encode` has made
         if type(reply) is tuple:
             return unpack_result(run, seq, reply, buffers)
     except Exception as error:

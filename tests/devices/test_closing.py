@@ -25,6 +25,7 @@ from sharded_loader.devices.pinning import Registrar
 from sharded_loader.engine.pool import Pool
 from sharded_loader.memory import arena
 from sharded_loader.memory.arena import Arena
+from sharded_loader.torch import DataLoader
 
 
 def dataset() -> ArrayDataset:
@@ -279,3 +280,22 @@ def test_memory_is_free_after_the_epoch_whoever_reads(machine: Machine, pool: Po
         # What pools hold for the next epoch, and the loader's own, is not what batches lie in.
         assert sum(machine.pinned.values()) == 0
         assert ctypes.string_at(held.data_ptr(), 4) == np.float32(32 * 1024).tobytes()
+
+
+@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
+@pytest.mark.parametrize("how", ["forgotten", "closed"])
+def test_who_has_no_workers_waits_for_the_copies_too(machine: Machine, kind: Any, how: str) -> None:
+    """Otherwise the memory of batches that nobody has received would be used again while they are copied."""
+    loader = kind(dataset(), 32, device=machine.devices[0])
+    batches = iter(loader)
+    held = next(batches)
+    _, copying = machine.streams[machine.devices[0]]
+    assert copying.queue
+    if how == "closed":
+        getattr(loader, "close", getattr(batches, "_shutdown_workers", None))()
+    else:
+        del batches, loader
+        gc.collect()
+    assert not copying.queue
+    machine.finish()
+    assert (held[0, 0].item(), machine.faults) == (0.0, [])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import collections
+import collections.abc
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -192,7 +193,7 @@ def test_a_batch_that_is_finished_again_has_moved_once(machine: Machine, device:
     found: list[int] = []
     machine.kernel(device, again.values, lambda values: found.append(int(values.sum())))
     machine.finish()
-    assert (again is first, found) == (True, [499500])
+    assert (again is first, found, len(copies._moved)) == (True, [499500], 1)
     assert sum(what == "to" for what, _ in machine.log) == 1
 
 
@@ -203,6 +204,129 @@ def test_their_memory_is_kept_until_their_copies_are_done(machine: Machine, devi
     assert len(copies._moved) == 1
     copies.drain()
     assert (len(copies._moved), int(moved.values.sum())) == (0, 499500)
+
+
+class Tail:
+    """An object over the end of a pinned buffer. Torch does not know which buffer a copy from it reads."""
+
+    moved: torch.Tensor | None = None
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def pin_memory(self) -> Tail:
+        pinned = STREAMS["device"].pin(self.values, (1,))
+        return Tail(torch.from_numpy(pinned.numpy()[8:]))
+
+    def to(self, device: Any, non_blocking: bool = False) -> str:
+        Tail.moved = sent(self.values)
+        return "moved"
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("fails", [False, True], ids=["all move", "another one cannot"])
+def test_memory_that_torch_does_not_guard_is_not_used_again_before_it_was_read(
+    machine: Machine, device: torch.device, fails: bool, seed: int
+) -> None:
+    machine._random.seed(seed)
+    streams, copies = STREAMS["device"], CopyStream(STREAMS["device"])
+    batch = [torch.arange(7), Tail(torch.arange(1000)), *([Stubborn(None, None)] if fails else [])]
+    if fails:
+        with pytest.raises(ValueError, match="I stay here"):
+            copies.begin(batch).finish()
+    else:
+        copies.begin(batch).finish()
+    del batch
+    gc.collect()
+    while machine.run(1):
+        copies.begin([])  # lets go of what was read
+        with streams.current():
+            streams.pin(torch.zeros(1000, dtype=torch.int64), (1,))
+    assert Tail.moved is not None
+    assert Tail.moved.tolist() == list(range(8, 1000))
+    copies.drain()
+
+
+def test_what_moves_in_inference_mode_can_be_trained_on_after_it(machine: Machine, device: torch.device) -> None:
+    copies = CopyStream(STREAMS["device"])
+    pending = copies.begin([Bare(torch.ones(3), None)])
+    with torch.inference_mode():
+        (moved,) = pending.finish()
+    machine.finish()
+    weight = torch.ones(3, requires_grad=True)
+    (weight * moved.values).sum().backward()
+    assert weight.grad is not None
+    copies.drain()
+
+
+def test_what_is_on_its_device_is_not_asked_to_move(machine: Machine, device: torch.device) -> None:
+    resting = Stubborn(None, None)
+    resting.device = device  # type: ignore[attr-defined]
+    assert CopyStream(STREAMS["device"]).begin([resting]).finish()[0] is resting
+
+
+class Asked(_Ragged):
+    """It says whether it was pinned when it was asked to move."""
+
+    def to(self, device: Any, non_blocking: bool = False) -> bool:
+        return bool(STREAMS["device"].is_pinned(self.values))
+
+
+def test_the_tensors_of_a_container_are_pinned_before_it_moves_itself(machine: Machine, device: torch.device) -> None:
+    """Then its ``to(non_blocking=True)`` does not wait."""
+    copies = CopyStream(STREAMS["device"])
+    assert copies.begin([Asked(torch.arange(1000), None)]).finish() == [True]
+    copies.drain()
+
+
+def test_a_tensor_with_a_gradient_in_a_container_is_left_alone(machine: Machine, device: torch.device) -> None:
+    class Same(_Ragged):
+        def to(self, device: Any, non_blocking: bool = False) -> Any:
+            return self.values
+
+    values = torch.ones(3, requires_grad=True)
+    assert CopyStream(STREAMS["device"]).begin([Same(values, torch.ones(1))]).finish()[0] is values
+
+
+@dataclass
+class Uncopied:
+    """A container of the user's that cannot be built again: it has no copies."""
+
+    values: Any
+
+    def __copy__(self) -> Uncopied:
+        raise TypeError("there is only one")
+
+    def to(self, device: Any, non_blocking: bool = False) -> Uncopied:
+        return self
+
+
+class Locked(collections.abc.Mapping):  # type: ignore[type-arg]
+    """Another one: it is not made from a dictionary."""
+
+    def __init__(self, name: str, values: Any) -> None:
+        self.held = {name: values}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.held[name]
+
+    def __iter__(self) -> Any:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def to(self, device: Any, non_blocking: bool = False) -> Locked:
+        return self
+
+
+@pytest.mark.parametrize("own", [Uncopied(torch.arange(9)), Locked("a", torch.arange(9))], ids=["copy", "constructor"])
+def test_a_container_that_cannot_be_built_again_moves_as_it_is(
+    machine: Machine, device: torch.device, own: Any
+) -> None:
+    copies = CopyStream(STREAMS["device"])
+    assert copies.begin([own]).finish()[0] is own
+    copies.drain()
 
 
 def test_their_memory_is_let_go_when_a_later_batch_is_begun(machine: Machine, device: torch.device) -> None:
@@ -331,3 +455,15 @@ def test_pin_memory_leaves_what_torch_cannot_pin(monkeypatch: pytest.MonkeyPatch
     placed, sparse = Placement(None, pin_memory=True), torch.eye(3).to_sparse()
     batch = placed.place([sparse, torch.ones(3)], sharded=False)
     assert batch[0] is sparse
+
+
+def test_pin_memory_without_host_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    placed, nested = Placement(None, pin_memory=True), torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
+    assert placed.place([nested], sharded=False)[0] is nested  # torch pins no nested tensor
+    with pytest.raises(RuntimeError, match="out of memory"):
+        placed.place([torch.ones(3)], sharded=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from devices_samples import begun, entries
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
@@ -51,6 +52,22 @@ def test_tries_that_fail_become_rare(machine: Machine) -> None:
             placed.make_room()
     apart = np.diff(tries[2:])
     assert apart.tolist() == [2 * PAUSE, 4 * PAUSE, 8 * PAUSE]
+    placed.copy_ahead(1)  # the user begins anew
+    placed.make_room()
+    for _ in range(PAUSE):
+        assert placed.ahead == 0
+        placed.place(np.arange(4), sharded=False)
+        machine.finish()
+    assert placed.ahead == 1
+
+
+def test_all_devices_make_room(machine: Machine) -> None:
+    placed = Placement([torch.device("cpu"), *machine.devices], pin_memory=False)
+    placed.place([np.arange(4)] * 3, sharded=True)
+    placed.make_room()
+    streams = [copies for copies in placed.copies.values() if copies is not None]
+    assert [len(copies.kept) for copies in streams] == [0, 0]
+    assert machine.caches_emptied == 2
 
 
 def test_a_device_that_has_room_again_is_sent_batches_ahead_again(machine: Machine, worker_pool: Pool) -> None:
@@ -128,3 +145,58 @@ def test_a_second_try_has_the_memory_of_the_first(machine: Machine, monkeypatch:
         assert in_use == [2]
         del held
         next(batches)
+
+
+def test_what_is_copied_ahead_gives_its_memory_to_a_batch_of_another_size(machine: Machine) -> None:
+    """The blocks have to go back to the device: the allocator of torch keeps them for tensors of their size."""
+    placed, window = Placement([machine.devices[0]], pin_memory=False), entries(np.arange(100), np.arange(4))
+    window[1].begun = placed.begin(np.arange(4), sharded=False)
+    machine.blocks = 1
+    batch = placed.place_next(window)
+    machine.finish()
+    assert batch.tolist() == list(range(100))
+    assert begun(window) == [0]
+
+
+@pytest.mark.parametrize("blocks", [2, 3])
+def test_parts_of_a_batch_that_does_not_fit_ahead_are_not_in_the_way(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    placed, in_use, device = Placement([machine.devices[0]], pin_memory=False), [], machine.devices[0]
+
+    def empty_cache(streams: SimulatedStreams) -> None:
+        machine.finish()
+        in_use.append(machine.allocated - sum(map(len, machine._free.values())))
+        machine.empty_cache()
+
+    monkeypatch.setattr(SimulatedStreams, "empty_cache", empty_cache)
+    machine.blocks = blocks
+    window = entries([np.arange(4), np.arange(5)], [np.arange(4), np.arange(5)])
+    first, second = placed.place_next(window)
+    assert in_use == [2]  # of the first batch
+    machine.finish()
+    assert (first.tolist(), second.tolist()) == ([0, 1, 2, 3], [0, 1, 2, 3, 4])
+    assert (first.device, begun(window), device.index) == (torch.device("cpu"), [0], 0)
+
+
+def test_an_error_that_is_not_the_memorys_is_not_tried_again(machine: Machine) -> None:
+    asked = []
+
+    class Unmovable:
+        def pin_memory(self) -> object:
+            asked.append(self)
+            raise ValueError("this cannot be pinned")
+
+        def to(self, device: object) -> object:
+            raise AssertionError
+
+    with pytest.raises(ValueError, match="cannot be pinned"):
+        Placement([machine.devices[0]], pin_memory=False).place_next(entries(Unmovable()))
+    assert (len(asked), machine.caches_emptied) == (1, 0)
+
+
+def test_a_device_that_stays_full_is_tried_twice_for_each_batch(machine: Machine) -> None:
+    machine.blocks = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        Placement([machine.devices[0]], pin_memory=False).place_next(entries(np.arange(4)))
+    assert machine.caches_emptied == 1

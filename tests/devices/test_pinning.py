@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import mmap
+import sys
 import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from injection import InterruptAt
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
@@ -188,3 +190,59 @@ def test_unlocking_that_fails_is_cleared_too(machine: Machine) -> None:
 
 def test_closing_from_a_pool_that_never_started_is_fine(machine: Machine, pool: Pool) -> None:
     ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=pool).close()
+
+
+def test_a_segment_that_was_unlocked_can_be_locked_again(machine: Machine) -> None:
+    """A later mapping may lie at the same address."""
+    registrar, mapping = Registrar(SimulatedStreams(machine, machine.devices[0]), lambda: True), mmap.mmap(-1, 4096)
+    for _ in range(2):
+        undo = registrar.register(mapping)
+        assert undo is not None and len(machine.registered) == 1
+        assert undo()
+    assert machine.faults == []
+
+
+def test_who_is_interrupted_while_a_segment_is_locked_gets_the_same_undo(machine: Machine) -> None:
+    line, fired, before = 0, True, sys.gettrace()
+    while fired:
+        line += 1
+        registrar, mapping = Registrar(SimulatedStreams(machine, machine.devices[0]), lambda: True), mmap.mmap(-1, 4096)
+        tracer = InterruptAt(line, ("pinning.py",))
+        try:
+            sys.settrace(tracer)
+            registrar.register(mapping)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        fired = tracer.fired
+        undo = registrar.register(mapping)
+        assert undo is not None and undo()
+        assert (machine.registered, machine.faults) == ({}, [])
+    assert line > 5
+
+
+def test_at_the_programs_end_segments_are_left_to_the_driver(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def drain() -> bool:
+        raise AssertionError("the device is waited for")
+
+    undo = Registrar(SimulatedStreams(machine, machine.devices[0]), drain).register(mmap.mmap(-1, 4096))
+    monkeypatch.setattr(pinning, "program_ends", lambda: True)
+    assert undo is not None and undo() is False
+    assert len(machine.registered) == 1
+
+
+def test_an_object_that_leads_to_very_much_is_not_searched_to_its_end(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = SimulatedStreams(machine, machine.devices[0])
+    pinned = streams.pinned_bytes(64)
+    near, far = Holder(pinned), Holder([pinned, *[object() for _ in range(1000)]])
+    monkeypatch.setattr(pinning, "LOOKED_AT", 100)
+    found = pinning.copied_out(streams, [near, far])
+    assert (found[0] is near, found[1] is far) == (False, True)
+
+
+class Holder:
+    def __init__(self, held: Any) -> None:
+        self.held = held

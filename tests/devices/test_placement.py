@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import mmap
 import signal
+import weakref
 
 import numpy as np
 import pytest
 import torch
+from devices_samples import begun, entries
 from injection import TimeIsUp
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader.devices import placement
-from sharded_loader.devices.copies import Placed
+from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream, Placed
 from sharded_loader.devices.placement import AHEAD, PAUSE, Placement, not_placed
-from sharded_loader.engine.messages import NOTHING, Result, Task
-from sharded_loader.engine.pipeline import Entry
-from sharded_loader.memory.leases import ReusedMemory
+from sharded_loader.engine.messages import NOTHING, Task
+from sharded_loader.memory.leases import LEAST_BYTES, ReusedMemory
 
 CPU = torch.device("cpu")
 
@@ -103,23 +105,6 @@ def test_only_copy_streams_copy_ahead(machine: Machine) -> None:
 # -- batch after batch ----------------------------------------------------------------------------------------
 
 
-def entries(*batches: object) -> list[Entry]:
-    """Entries with these batches or errors; None: not finished."""
-    made = []
-    for seq, batch in enumerate(batches):
-        entry = Entry(seq, Task(0, seq, 0, seq, ([seq],), False))
-        if isinstance(batch, Exception):
-            entry.result = Result(0, seq, error=batch)
-        elif batch is not None:
-            entry.result = Result(0, seq, batch)
-        made.append(entry)
-    return made
-
-
-def begun(window: list[Entry]) -> list[int]:
-    return [entry.seq for entry in window if entry.begun is not None]
-
-
 def test_the_batches_behind_the_next_one_are_begun_up_to_the_first_that_is_not_finished(machine: Machine) -> None:
     placed = Placement([machine.devices[0]], pin_memory=False)
     placed.copy_ahead(4)
@@ -130,6 +115,16 @@ def test_the_batches_behind_the_next_one_are_begun_up_to_the_first_that_is_not_f
     machine.finish()
     assert batch.item() == 0
     assert sum(kind == "copy" for kind, _ in machine.log) == 3  # each one once
+
+
+def test_the_batches_behind_are_sent_before_the_stream_of_the_user_waits_for_the_next_one(machine: Machine) -> None:
+    placed = Placement([machine.devices[0]], pin_memory=False)
+    placed.place_next(entries(np.array(0), np.array(1)))
+    home = f"{machine.devices[0]} default"
+    assert [step for step in machine.log if step[0] == "copy" or step == ("wait", home)] == [
+        *[("copy", f"{machine.devices[0]} 1")] * 2,
+        ("wait", home),
+    ]
 
 
 def test_no_more_are_begun_than_are_wanted_ahead(machine: Machine) -> None:
@@ -188,6 +183,67 @@ def test_what_a_signal_handler_raises_while_a_batch_is_begun_ahead_is_raised(
         signal.signal(signal.SIGINT, usual)
 
 
+# -- the end --------------------------------------------------------------------------------------------------
+
+
+def test_the_end_of_an_epoch_waits_for_all_devices(machine: Machine) -> None:
+    placed = Placement([CPU, *machine.devices], pin_memory=False)
+    placed.place([np.arange(2)] * 3, sharded=True)
+    placed.end_epoch()
+    assert [len(one.kept) for one in placed.copies.values() if one is not None] == [0, 0]
+
+
+def test_what_closes_does_not_hold_the_placement(machine: Machine) -> None:
+    """It is a finalizer's: what it held would live as long as the loader."""
+    placed = Placement([machine.devices[0]], pin_memory=False)
+    placed.settle()
+    close, gone = placed.closer(), weakref.ref(placed)
+    del placed
+    assert gone() is None
+    assert close()
+
+
+def test_memory_that_batches_were_made_in_goes_with_the_loader() -> None:
+    placed = Placement(None, pin_memory=False)
+    placed.empty((LEAST_BYTES,), np.dtype(np.uint8))  # comes back at once
+    placed.empty((LEAST_BYTES,), np.dtype(np.uint8))
+    placed._reused._find_ended()
+    assert placed._reused.free_bytes
+    assert placed.closer()()
+    assert placed._reused.free_bytes == 0
+
+
+@pytest.mark.parametrize("hangs", [0, 1])
+def test_all_devices_are_waited_for_together(machine: Machine, monkeypatch: pytest.MonkeyPatch, hangs: int) -> None:
+    placed, clock, given = Placement([CPU, *machine.devices], pin_memory=False), [100.0], []
+    placed.place([np.arange(2)] * 3, sharded=True)
+
+    def close(copies: CopyStream, seconds: float) -> bool:
+        given.append(seconds)
+        clock[0] += 0.75 * CLOSING_SECONDS
+        return copies.streams.device != machine.devices[hangs]
+
+    monkeypatch.setattr(CopyStream, "close", close)
+    monkeypatch.setattr(placement.time, "monotonic", lambda: clock[0])
+    assert not placed.closer()()
+    assert given == [CLOSING_SECONDS, 0.25 * CLOSING_SECONDS]
+
+
+def test_another_thread_may_meet_a_device_while_the_loader_is_closed(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed = Placement(machine.devices, pin_memory=False)
+    placed.place([np.arange(2)], sharded=True)
+    drain = CopyStream.drain
+
+    def meanwhile(copies: CopyStream, seconds: float) -> bool:
+        placed.settle()
+        return drain(copies, seconds)
+
+    monkeypatch.setattr(CopyStream, "drain", meanwhile)
+    assert placed.closer()()
+
+
 # -- memory, devices, errors ----------------------------------------------------------------------------------
 
 
@@ -196,6 +252,18 @@ def test_memory_is_pinned_only_if_it_is_copied_from(machine: Machine) -> None:
     array = Placement([machine.devices[0]], pin_memory=False).empty((2, 3), np.dtype("f4"))
     assert (array.shape, array.dtype) == ((2, 3), np.float32)
     assert machine.pinned.keys() == {array.__array_interface__["data"][0]}
+
+
+def test_a_segment_is_pinned_once_and_a_rejection_is_told_once(machine: Machine) -> None:
+    placed, mappings = Placement([machine.devices[0]], pin_memory=False), [mmap.mmap(-1, 4096) for _ in range(3)]
+    undo = placed.register(mappings[0])
+    assert undo is not None and placed.register(mappings[0]) is undo
+    machine.refuse = 2
+    with pytest.warns(UserWarning, match="could not be pinned") as caught:
+        assert [placed.register(mapping) for mapping in mappings[1:]] == [None, None]
+    assert len(caught) == 1
+    assert undo()
+    assert machine.registered == {}
 
 
 def test_a_device_is_numbered_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,3 +290,32 @@ def test_the_error_of_a_batch_names_it(error: Exception, samples: bool) -> None:
     notes = "\n".join(error.__notes__)
     assert "epoch 2, batch 7" in notes
     assert ("loader.read(" in notes) is samples
+
+
+def test_what_a_signal_handler_has_raised_is_not_the_error_of_a_batch() -> None:
+    def handler(number: int, frame: object) -> None:
+        raise TimeIsUp
+
+    usual = signal.signal(signal.SIGINT, handler)
+    try:
+        with pytest.raises(TimeIsUp):
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except TimeIsUp as raised:
+                not_placed(Task(3, 7, 2, 28, ([4, 5],), False), raised, "while it was placed")
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def test_objects_are_searched_only_if_batches_are_made_in_pinned_memory(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool of processes has copied them out already, and a search takes up to 30 ms."""
+    searched = []
+    monkeypatch.setattr(placement, "copied_out", lambda streams, batch: searched.append(batch) or batch)
+    placed = Placement([machine.devices[0]], pin_memory=False)
+    placed.place([object()], sharded=False)
+    assert searched == []
+    placed.empty((2,), np.dtype("f4"))
+    placed.place([object()], sharded=False)
+    assert len(searched) == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -55,3 +57,71 @@ def test_rows_of_columns_in_another_layout_are_gathered() -> None:
     column = torch.arange(12.0).reshape(3, 4).T
     taken = Streams.take(None, column, torch.tensor([3, 1]))  # type: ignore[arg-type]
     assert taken.tolist() == [[3.0, 7.0, 11.0], [1.0, 5.0, 9.0]]
+
+
+# -- what is asked of torch: stand-ins say how they were called -------------------------------------------------
+
+
+@pytest.fixture
+def cuda() -> Streams:
+    return Streams(torch.device("cuda", 1))  # this asks nothing of a device
+
+
+def test_a_copy_does_not_wait(cuda: Streams) -> None:
+    asked = []
+
+    class Target(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append((func.__name__, kwargs))
+
+    cuda.copy(torch.zeros(2).as_subclass(Target), torch.ones(2))
+    assert asked == [("copy_", {"non_blocking": True})]
+
+
+def test_tensors_are_recorded_on_the_stream_that_uses_them(cuda: Streams) -> None:
+    recorded: list[Any] = []
+    tensors: Any = [SimpleNamespace(record_stream=recorded.append) for _ in range(2)]
+    cuda.used_on(tensors, "a stream")
+    assert recorded == ["a stream"] * 2
+
+
+def test_pinned_memory_is_torchs_with_the_values_and_strides(cuda: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned, empty_strided, empty = [], torch.empty_strided, torch.empty
+
+    def noted(make: Any) -> Any:
+        def made(*arguments: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+            pinned.append(pin_memory)
+            return make(*arguments, **options)
+
+        return made
+
+    monkeypatch.setattr(torch, "empty_strided", noted(empty_strided))
+    monkeypatch.setattr(torch, "empty", noted(empty))
+    copied = cuda.pin(torch.arange(6).reshape(2, 3), (1, 2))
+    assert (copied.tolist(), copied.stride()) == ([[0, 1, 2], [3, 4, 5]], (1, 2))
+    assert cuda.pinned_bytes(5).shape == (5,)
+    assert pinned == [True, True]
+
+
+def test_what_is_loaded_is_there_before_anybody_uses_it(cuda: Streams) -> None:
+    log: list[Any] = []
+    event = SimpleNamespace(synchronize=lambda: log.append("waited"))
+    cuda.caller_stream = lambda: SimpleNamespace(record_event=lambda: log.append("recorded") or event)
+    host: Any = SimpleNamespace(to=lambda device: log.append(("to", device)) or "loaded")
+    assert cuda.load(host) == "loaded"
+    assert log == [("to", cuda.device), "recorded", "waited"]
+
+
+def test_the_memory_that_torch_has_cached_can_be_used(cuda: Streams) -> None:
+    asked: dict[str, Any] = {"memory_reserved": lambda device: 30, "memory_allocated": lambda device: 20}
+    cuda._module = SimpleNamespace(mem_get_info=lambda device: (100, 200), **asked)
+    assert cuda.memory() == (110, 200)
+    cuda._module = SimpleNamespace(**asked)
+    assert cuda.memory() is None
+
+
+def test_only_cuda_pins_memory_in_place(cuda: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: "the runtime")
+    assert cuda.runtime() == "the runtime"
+    assert Streams(torch.device("xpu", 0)).runtime() is None

@@ -100,7 +100,7 @@ def test_a_library_that_is_careless_is_found_out(
         if broken.startswith("slots"):
             pending.copies.kept.clear()
             return finish(pending)
-        pending.unclaimed.clear()
+        pending.targets.clear()
         return pending.batch
 
     monkeypatch.setattr(PendingCopy, "finish", careless)

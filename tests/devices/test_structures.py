@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +117,23 @@ def test_every_layout_arrives_with_its_values(machine: Machine, name: str) -> No
     assert placed.dtype == host.dtype
     if name == "channels last":
         assert placed.is_contiguous(memory_format=torch.channels_last)
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gaps": lambda whole: whole[:, ::2],
+    "transposed": lambda whole: whole.T,
+    "conjugate": lambda whole: whole.conj(),
+    "negative": lambda whole: whole.conj().imag,
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_every_view_of_pinned_memory_arrives_with_its_values(machine: Machine, name: str) -> None:
+    """The device copies bytes: it knows of no gaps, and of no values that torch turns when they are read."""
+    whole = machine.pin(4 * 6 * 8).view(torch.complex64).reshape(4, 6)
+    whole.copy_(torch.arange(24).reshape(4, 6) * (1 + 2j))
+    host = VIEWS[name](whole)
+    assert torch.equal(put(machine, [host])[0], host)
 
 
 def test_a_batch_begun_in_inference_mode_can_be_trained_on_after_it(machine: Machine) -> None:

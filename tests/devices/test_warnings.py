@@ -11,6 +11,7 @@ import torch
 from simulated import Machine, SimulatedStreams, Stream
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
+from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.devices import placement
 from sharded_loader.devices.copies import CopyStream
 from sharded_loader.devices.placement import Placement
@@ -67,6 +68,13 @@ def test_other_errors_are_the_batchs(machine: Machine, monkeypatch: pytest.Monke
         next(iter(loader))
     assert "raised while the batch was copied to privateuseone:0" in notes_of(caught.value)
     assert "loader.read(" in notes_of(caught.value)
+
+
+def test_a_batch_that_cannot_be_made_a_tensor_is_no_error_of_the_device(machine: Machine) -> None:
+    masked = np.ma.masked_array([1, 2], [True, False])
+    with pytest.raises(BatchifyError, match="masked") as caught:
+        Placement([machine.devices[0]], pin_memory=False).place([masked], sharded=False)
+    assert notes_of(caught.value) == ""
 
 
 # -- graph captures -------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from drop_in_samples import (
     plain,
     some,
 )
-from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from sharded_loader import interleave, sample_rng
 from sharded_loader.base.entries import parsed
@@ -81,6 +81,27 @@ def test_a_state_goes_on_with_workers_that_had_an_epoch_before(kind: str, count:
         return DataLoader(batch_size=3, num_workers=workers, persistent_workers=True, **MADE[kind]())
 
     assert_resumes(make, saved=2, loaded=2, before=1, count=count)
+
+
+def test_parts_that_have_given_nothing_yet_go_on_where_the_epoch_before_has_left_them() -> None:
+    def make(workers: int) -> Any:
+        return DataLoader(StatefulStream(), batch_size=3, num_workers=workers, persistent_workers=True)
+
+    assert_resumes(make, saved=2, loaded=2, before=1, count=1)
+
+
+def test_the_seeds_of_later_epochs_come_from_the_generator_of_the_state() -> None:
+    class Drawn(Dataset[float]):
+        def __len__(self) -> int:
+            return 9
+
+        def __getitem__(self, index: int) -> float:
+            return torch.rand(()).item()
+
+    def make(workers: int) -> Any:
+        return DataLoader(Drawn(), batch_size=3, num_workers=workers, generator=torch.Generator().manual_seed(4))
+
+    assert_resumes(make, saved=1, loaded=1, before=1, count=None)
 
 
 @covering(kind=["shuffle", "random", "uneven stream", "stateful stream"], saved=range(5), loaded=range(5))

@@ -10,7 +10,8 @@ import pytest
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.engine.grouping import GROUP_SECONDS, MAX_GROUP, Grouping
-from sharded_loader.pools.process.link import TASKS, unpack_head, unpack_tasks
+from sharded_loader.engine.messages import unpack_tasks
+from sharded_loader.pools.process.link import TASKS, unpack_head
 
 
 def sizes_sent(pool: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -128,6 +128,19 @@ def test_batches_come_in_order_whatever_finishes_first() -> None:
     assert [step(pipeline, run) for _ in range(11)] == [*range(10), None]
 
 
+def test_of_two_results_of_a_batch_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a thread that was written off, and has read its sample after all."""
+    run = run_of(0, length=2)
+    pipeline, pool = pipeline_of(run)
+    late, wait = TimeoutError("it stands still"), pool.wait
+
+    def twice(block: bool = True) -> Sequence[Result]:
+        return [found for one in wait(block) for found in (one._replace(error=late) if one.seq else one, one)]
+
+    monkeypatch.setattr(pool, "wait", twice)
+    assert [step(pipeline, run) for _ in range(3)] == [0, late, None]
+
+
 def test_prefetch_batches_are_in_flight_and_one_more_for_each_that_is_handed_out() -> None:
     run = run_of(0)
     pipeline, pool = pipeline_of(run, prefetch=3)

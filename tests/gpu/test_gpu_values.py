@@ -225,6 +225,14 @@ def test_a_batch_with_an_array_in_two_places_is_copied_once(cuda: torch.device) 
     assert first["a"].tolist() == shared.tolist()
 
 
+def test_a_tensor_that_is_on_its_device_stays_what_it_is(cuda: torch.device) -> None:
+    made = torch.arange(1000, device=cuda)
+    with ShardedDataLoader(range(4), 4, batchify_fn=lambda samples: [made, np.arange(4)], device=cuda) as loader:
+        found, beside = next(iter(loader))
+    assert found is made
+    assert (beside.device, beside.tolist()) == (cuda, [0, 1, 2, 3])
+
+
 DTYPES = ["bool", "uint8", "int16", "uint16", "uint32", "uint64", "float16", "float64", "complex64", "bfloat16"]
 
 

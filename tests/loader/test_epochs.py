@@ -82,6 +82,17 @@ def test_after_the_end_of_an_epoch_without_a_length_the_next_one_has_the_first_b
     assert [batch.tolist() for batch in second] == [[0, 1, 2], [3, 4, 5]]
 
 
+def test_set_epoch_begins_the_epoch_again_whose_end_was_loaded_without_a_length() -> None:
+    first, second = (ShardedDataLoader(range(6), 3, sampler=NoLength(range(6))) for _ in range(2))
+    iterator = iter(first)
+    next(iterator), next(iterator)
+    for epoch, after in ((0, 1), (1, 2)):
+        second.load_state_dict(first.state_dict())
+        second.set_epoch(epoch)
+        assert [batch.tolist() for batch in second] == [[0, 1, 2], [3, 4, 5]]
+        assert second.epoch == after
+
+
 def test_a_sample_is_read_in_its_epoch_which_is_put_back() -> None:
     data = Told()
     loader = ShardedDataLoader(data, 2)

@@ -147,6 +147,37 @@ def test_an_error_does_not_keep_the_loader(given: dict[str, Any]) -> None:
         gc.enable()
 
 
+class Unsent:
+    """An index that no worker process can be sent."""
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("stays here")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"batch_sampler": [[0], [1], [2], [], [0]]},
+        {"batch_sampler": [[0], [1], [2], [Unsent()], [0]], "pool": "process"},
+    ],
+    ids=["planned", "sent"],
+)
+def test_an_error_that_waits_for_its_turn_does_not_keep_the_iterator(given: dict[str, Any]) -> None:
+    """The position is that of the iterator as long as it lives. A state that is saved later must not have it."""
+    with ShardedDataLoader(range(4), **{"pool": "thread", **given}, num_workers=1, prefetch=4) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        loader.set_epoch(0)
+        next(iterator)
+        assert loader.position == 2
+        gc.disable()
+        try:
+            del iterator
+            assert loader.position == 0
+        finally:
+            gc.enable()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the gate is a pipe that workers inherit")
 @pytest.mark.parametrize("method", ["fork", "thread"])
 def test_a_signal_handler_may_call_next_while_the_pool_waits(method: str) -> None:

@@ -116,6 +116,16 @@ def test_set_epoch_keeps_a_loaded_position_in_that_epoch_and_drops_it_in_another
     assert (other.at(), other.resumes) == ((1, 0), False)
 
 
+def test_a_loaded_position_does_not_come_back_with_its_epoch() -> None:
+    progress = progress_of()
+    begin(progress)
+    other = progress_of()
+    other.load(progress.state(), strict=True)
+    other.set_epoch(1)
+    other.set_epoch(0)
+    assert (other.at(), other.resumes) == ((0, 0), False)
+
+
 def test_with_rollover_the_rest_of_an_epoch_begins_the_next_one() -> None:
     progress = progress_of(last_batch="rollover")
     run, _iterator = begin(progress)

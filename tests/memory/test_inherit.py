@@ -8,6 +8,7 @@ import signal
 import sys
 
 import pytest
+from counting import Counting
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.memory.publish import Inherited, needs_inheritance, reduced_lock
@@ -16,21 +17,6 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="descriptors are
 
 # multiprocessing keeps the memory of its first value, and a process that looks after names, until the program ends.
 KEPT = multiprocessing.get_context("spawn").Value("i", 0)
-
-
-class Counting:
-    """Counts how often it was read, in all processes together."""
-
-    def __init__(self, method: str) -> None:
-        self.count = multiprocessing.get_context(method).Value("i", 0)
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> int:
-        with self.count.get_lock():
-            self.count.value += 1
-        return index
 
 
 def test_a_shared_value_counts_in_all_spawned_workers() -> None:

@@ -18,9 +18,10 @@ import pytest
 from conftest import METHODS, PROCESS_POOLS, covering, make_pool
 from failures import Fails, crashes, exit_, kill, leave, nothing, raise_lookup, raise_unpicklable
 from recovery_samples import BadStart, loader_arguments, until_the_end, values_of
-from samples import DiesInSetState, Filled, Parents, Random
+from samples import DiesInSetState, Filled, Noting, Parents, Random
 
 from sharded_loader import ProcessPool, SampleReadError, ShardedDataLoader, WorkerDiedError
+from sharded_loader.engine.board import IDLE, SAMPLE
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes by signals")
@@ -265,6 +266,26 @@ def test_batches_that_are_held_keep_their_values_when_their_workers_die(method: 
                     os.kill(pid, signal.SIGKILL)
     assert len(held) == 30
     assert all(bool((batch == np.array([[2 * i], [2 * i + 1]])).all()) for i, batch in enumerate(held))
+
+
+@METHODS
+def test_what_a_worker_had_sent_when_it_was_killed_is_not_read_again(method: str, tmp_path: Path) -> None:
+    path = tmp_path / "read"
+    pool = make_pool(method, num_workers=1)
+    assert isinstance(pool, ProcessPool)
+    with ShardedDataLoader(Noting(path), 1, pool=pool, prefetch=2, prefetch_epochs=False) as loader:
+        batches = iter(loader)
+        seen = [int(next(batches))]
+        (worker,) = pool._transport.workers
+        while len(path.read_text().split()) < 3 or worker.board[SAMPLE] != IDLE:
+            time.sleep(0.001)  # it has read what is in flight, and sent it
+        os.kill(worker.pid, signal.SIGKILL)
+        while not is_over(worker.pid):
+            time.sleep(0.001)
+        seen += [int(batch) for batch in batches]
+        assert loader.stats().replaced_workers == 1
+    assert seen == list(range(12))
+    assert sorted(map(int, path.read_text().split())) == seen
 
 
 @METHODS

@@ -92,6 +92,34 @@ def test_parts_and_readings_are_open_side_by_side() -> None:
     assert set(reader._opened) == {(5, 0), (5, 1), (6, 0), (6, 1)}
 
 
+def test_a_part_in_which_an_interruption_has_struck_is_opened_again() -> None:
+    """A sample that its iterator has given, and nobody has received, is not lost."""
+    strikes = [SIZE]
+
+    class Counter:
+        number = -1
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> int:
+            self.number += 1
+            if strikes == [self.number]:
+                strikes.pop()
+                raise KeyboardInterrupt
+            return self.number
+
+    class Numbers:
+        def __iter__(self) -> Any:
+            return Counter()
+
+    reader = reader_of(Numbers(), parts=1)
+    assert read(reader, 0, 0, worker=None, parts=1).batch == [0, 1, 2, 3]
+    with pytest.raises(KeyboardInterrupt):
+        read(reader, 0, 1, worker=None, parts=1)
+    assert read(reader, 0, 1, worker=None, parts=1).batch == [4, 5, 6, 7]
+
+
 def test_parts_of_readings_that_are_over_are_closed() -> None:
     reader = reader_of(Parts((8, 8)))
     read(reader, 0, 0, stream=1), read(reader, 1, 0, stream=1)

@@ -4,7 +4,7 @@
     head frame = number of buffers, (offset, size) of each, head        offset -1: its frame follows
     head = kind, run, seq, content
 
-    TASKS            pickled tasks, each with its slot            main process -> worker
+    TASKS            tasks, each with its slot (`messages.pack_tasks`)    main process -> worker
     CANCEL  run                             do not begin the tasks of this run
     BOARD            offset, size, name     where the worker notes what it is at (`engine.board`); without a name a
                      descriptor follows
@@ -44,7 +44,6 @@ from __future__ import annotations
 import array
 import errno
 import os
-import pickle
 import select
 import socket
 import struct
@@ -59,8 +58,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sharded_loader.base.system import is_on
-from sharded_loader.engine.messages import Task
-from sharded_loader.memory.segments import Segment, Slot
+from sharded_loader.memory.segments import Segment
 
 PORTABLE = not hasattr(select, "poll") or is_on("SHARDED_LOADER_PORTABLE")
 
@@ -71,6 +69,7 @@ TASKS, CANCEL, SEGMENT, JOB, READY, FAILED, RESULTS = b"T", b"C", b"S", b"J", b"
 BOARD, DEATH, STACKS, CRASHED = b"B", b"D", b"P", b"X"
 
 _HEAD = struct.Struct("!cqq")
+TASKS_HEAD = _HEAD.pack(TASKS, 0, 0)
 
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 """Flag of a send: a worker that is gone is an error here, also where the user has SIGPIPE end the program."""
@@ -102,38 +101,20 @@ def unpack_head(head: Any) -> tuple[bytes, int, int, memoryview]:
     return kind, run, seq, memoryview(head)[_HEAD.size :]
 
 
-def pack_tasks(tasks: Sequence[tuple[Slot | None, Task, bytes | None]]) -> bytes:
-    """A TASKS message.
-
-    Args:
-        tasks: each with its slot and, if its indices are the user's own objects, with its own pickle: one that
-            cannot be read is that batch's error. The others go into one pickle: 1 us each, instead of 4.
-    """
-    packed = []
-    for slot, task, own in tasks:
-        fields: Any = own or tuple(task)
-        if own is None and type(indices := task.shards[0]) is np.ndarray:
-            # As bytes: a tenth of the time that an array takes.
-            fields = (*task[:4], (indices.tobytes(),), task.sharded, task.careful)
-        packed.append((task.run, task.seq, None if slot is None else tuple(slot), fields))
-    return _HEAD.pack(TASKS, 0, 0) + pickle.dumps(packed, protocol=5)
-
-
-def unpack_tasks(content: memoryview) -> list[tuple[int, int, tuple[int, int, int] | None, Any]]:
-    """Of each task run, seq, the slot (segment, offset, size), and its fields or its pickle."""
-    return pickle.loads(content)  # type: ignore[no-any-return]
-
-
 @dataclass(slots=True)
 class Message:
     """A pickle and the buffers that it refers to; or several replies, one behind the other.
 
     Attributes:
-        head: kind, run, seq and the content.
+        kind, run, seq: what the message is, and what it is about.
+        content: the pickle, or the replies.
         buffers: one per out-of-band buffer: its bytes, or (offset, size) in the slot that belongs to the task.
     """
 
-    head: Any
+    kind: bytes
+    run: int
+    seq: int
+    content: memoryview
     buffers: deque[Any]
 
 
@@ -183,7 +164,7 @@ def receive_message(conn: Any) -> Message:
         else:
             conn.recv_bytes()
         buffers.append(buffer)
-    return Message(head, buffers)
+    return Message(*unpack_head(head), buffers)
 
 
 def receive_descriptor(conn: Any) -> int:
@@ -394,7 +375,7 @@ class SocketLink(Link):
         message, places = self._message, self._places
         if message is None:
             found, head = read_head(frame)
-            message, places = Message(head, deque()), deque(found)
+            message, places = Message(*unpack_head(head), deque()), deque(found)
             self._message, self._places = message, places
         else:
             message.buffers.append(frame)

@@ -28,6 +28,7 @@ What can go wrong, and what then:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -39,20 +40,12 @@ from sharded_loader.base.limits import processes_here
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.inspection import warn_of_open_file
 from sharded_loader.engine.grouping import HELD, Grouping
-from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
+from sharded_loader.engine.messages import Job, NewJob, Result, Task, pack_tasks, unpack_reply
 from sharded_loader.memory.arena import Register
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.segments import chosen_backend
-from sharded_loader.pools.process.link import (
-    CRASHED,
-    FAILED,
-    READY,
-    RESULTS,
-    Poller,
-    pack_tasks,
-    unpack_head,
-)
+from sharded_loader.pools.process.link import CRASHED, FAILED, READY, RESULTS, TASKS_HEAD, Poller
 from sharded_loader.pools.process.start import choose_start_method
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
 from sharded_loader.pools.supervised import SupervisedPool, own_pickle
@@ -122,9 +115,14 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         return bool(self._transport.workers)
 
     @property
+    def workers(self) -> list[ProcessWorker]:
+        """The worker processes, by number; empty before the first epoch and after `close`."""
+        return self._transport.workers
+
+    @property
     def pids(self) -> list[int]:
-        """Process ids of the workers, by number; empty before the first epoch and after `close`."""
-        return [worker.pid for worker in self._transport.workers]
+        """Their process ids."""
+        return [worker.pid for worker in self.workers]
 
     # -- verbs ----------------------------------------------------------------------------------------------
 
@@ -164,7 +162,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             self.room -= 1
         for worker in workers:
             if worker.unsent:
-                worker.link.send(pack_tasks(worker.unsent))
+                worker.link.send(TASKS_HEAD + pack_tasks(worker.unsent))
                 worker.unsent.clear()
 
     def _note_no_room(self, wanted: int) -> None:
@@ -236,7 +234,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         """Deal with the messages of a worker."""
         while worker.link.inbox:
             message = worker.link.inbox.popleft()
-            kind, _, _, content = unpack_head(message.head)
+            kind, content, following = message.kind, message.content, iter(message.buffers)
             if kind == FAILED:
                 error = as_exception(decode_error(decode(content)), "while a worker started")
                 self._supervisor.give_up_worker(worker, error)
@@ -246,7 +244,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 worker.traceback = bytes(content).decode(errors="replace")
             while kind == RESULTS and len(content):
                 run, seq, wanted, count, pickled, content = unpack_reply(content)
-                buffers = [message.buffers.popleft() for _ in range(count)]
+                buffers = list(itertools.islice(following, count))
                 task, slot = worker.tasks.pop((run, seq), None), worker.slots.pop((run, seq), None)
                 if slot is not None:
                     # Also if nothing lies in it: then it comes back at once.

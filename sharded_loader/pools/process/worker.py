@@ -40,7 +40,7 @@ from sharded_loader.base.private import end_compiling
 from sharded_loader.base.system import ONE_THREAD, is_on, why_refused
 from sharded_loader.engine.board import IDLE, SAMPLE, board_in
 from sharded_loader.engine.grouping import GROUP_SECONDS
-from sharded_loader.engine.messages import NewJob
+from sharded_loader.engine.messages import NewJob, unpack_tasks
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.segments import attach
 from sharded_loader.pools.process import link
@@ -79,9 +79,9 @@ class WorkerThreads:
         try:
             while True:
                 message = link.receive_message(self._conn)
-                kind, run, seq, content = link.unpack_head(message.head)
+                kind, run, content = message.kind, message.run, message.content
                 if kind in (link.BOARD, link.DEATH, link.SEGMENT):
-                    self.open_shared(kind, run, seq, bytes(content).decode())
+                    self.open_shared(kind, run, message.seq, bytes(content).decode())
                 elif kind == link.STACKS:
                     write_stacks(__file__)
                     os._exit(1)
@@ -135,7 +135,7 @@ class WorkerThreads:
                 elif kind == link.CANCEL:
                     self._reading.cancelled.discard(run)
                 else:
-                    for task in link.unpack_tasks(content):
+                    for task in unpack_tasks(content):
                         self._do(*task)
                 del message, content, buffers
                 if self._inbox.empty():

@@ -13,20 +13,21 @@ import multiprocess
 import numpy as np
 import pytest
 
-from sharded_loader.engine.messages import Task, task_of
+from sharded_loader.engine.messages import Task, pack_tasks, task_of, unpack_tasks
 from sharded_loader.pools.process.link import (
     BOARD,
     CANCEL,
     CHUNK,
+    RESULTS,
     SEGMENT,
     TASKS,
+    TASKS_HEAD,
     Link,
     Poller,
     PortableLink,
     SocketLink,
     head_frame,
     pack_head,
-    pack_tasks,
     piped,
     read_head,
     receive_descriptor,
@@ -34,7 +35,6 @@ from sharded_loader.pools.process.link import (
     send_descriptors,
     send_message,
     unpack_head,
-    unpack_tasks,
 )
 
 LINKS = [SocketLink, PortableLink] if hasattr(os, "fork") else [PortableLink]
@@ -52,7 +52,7 @@ def test_a_head_tells_kind_run_and_number() -> None:
 )
 def test_tasks_arrive_as_they_were_sent(shards: tuple[Any, ...]) -> None:
     sent = Task(1, 2, 3, 4, shards, len(shards) > 1, careful=True)
-    kind, _, _, content = unpack_head(pack_tasks([(None, sent, None), (None, sent._replace(seq=9), None)]))
+    kind, _, _, content = unpack_head(TASKS_HEAD + pack_tasks([(None, sent, None), (None, sent._replace(seq=9), None)]))
     first, second = unpack_tasks(content)
     assert kind == TASKS
     assert (first[:3], second[:2]) == ((1, 2, None), (1, 9))
@@ -62,7 +62,7 @@ def test_tasks_arrive_as_they_were_sent(shards: tuple[Any, ...]) -> None:
 
 
 def test_indices_that_came_as_an_array_may_be_written_to() -> None:
-    _, _, _, content = unpack_head(pack_tasks([(None, Task(0, 0, 0, 0, (np.arange(3),), False), None)]))
+    _, _, _, content = unpack_head(TASKS_HEAD + pack_tasks([(None, Task(0, 0, 0, 0, (np.arange(3),), False), None)]))
     (indices,) = task_of(unpack_tasks(content)[0][3]).shards
     indices += 1
     assert indices.tolist() == [1, 2, 3]
@@ -80,10 +80,11 @@ def test_buffers_that_are_all_sent_have_the_offset_minus_one() -> None:
 
 def test_a_message_arrives_with_its_buffers_in_order() -> None:
     ours, theirs = multiprocess.Pipe()
-    send_message(ours, b"head", [(-1, 3), (8, 9), (-1, 0)], [memoryview(b"abc"), memoryview(b"")])
+    head = pack_head(CANCEL, 3, 2**40, b"rest")
+    send_message(ours, head, [(-1, 3), (8, 9), (-1, 0)], [memoryview(b"abc"), memoryview(b"")])
     message = receive_message(theirs)
-    first, second, third = message.buffers
-    assert (bytes(message.head), bytes(first), second, bytes(third)) == (b"head", b"abc", (8, 9), b"")
+    assert (message.kind, message.run, message.seq) == (CANCEL, 3, 2**40)
+    assert contents(message) == [b"rest", b"abc", (8, 9), b""]
     ours.close()
     with pytest.raises(EOFError):
         receive_message(theirs)
@@ -140,8 +141,13 @@ def received(link: Link, count: int) -> list[Any]:
     return [link.inbox.popleft() for _ in range(len(link.inbox))]
 
 
+def head(content: bytes = b"") -> bytes:
+    """The head of some message."""
+    return pack_head(RESULTS, content=content)
+
+
 def contents(message: Any) -> list[bytes | tuple[int, int]]:
-    return [bytes(message.head), *[part if isinstance(part, tuple) else bytes(part) for part in message.buffers]]
+    return [bytes(message.content), *[part if isinstance(part, tuple) else bytes(part) for part in message.buffers]]
 
 
 SIZES = [0, 1, CHUNK // 2, CHUNK - 8, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
@@ -152,7 +158,7 @@ def test_a_message_of_any_size_arrives(ends: tuple[Link, Any], size: int) -> Non
     link, theirs = ends
     data = os.urandom(size)
     buffer = np.frombuffer(os.urandom(size), np.uint8)
-    sender = threading.Thread(target=send_message, args=(theirs, data, [(-1, size), (64, 8)], [buffer.data]))
+    sender = threading.Thread(target=send_message, args=(theirs, head(data), [(-1, size), (64, 8)], [buffer.data]))
     sender.start()
     (message,) = received(link, 1)
     sender.join()
@@ -165,7 +171,7 @@ def test_many_messages_keep_their_order(ends: tuple[Link, Any]) -> None:
 
     def send() -> None:
         for number, size in enumerate(sizes):
-            send_message(theirs, str(number).encode(), [(-1, size)], [memoryview(bytes([number % 251]) * size)])
+            send_message(theirs, head(str(number).encode()), [(-1, size)], [memoryview(bytes([number % 251]) * size)])
 
     sender = threading.Thread(target=send)
     sender.start()
@@ -178,7 +184,7 @@ def test_many_messages_keep_their_order(ends: tuple[Link, Any]) -> None:
 
 def test_what_was_received_may_be_written_to(ends: tuple[Link, Any]) -> None:
     link, theirs = ends
-    send_message(theirs, b"", [(-1, 4)], [memoryview(b"abcd")])
+    send_message(theirs, head(), [(-1, 4)], [memoryview(b"abcd")])
     (message,) = received(link, 1)
     array = np.frombuffer(message.buffers[0], np.uint8)
     array += 1
@@ -191,8 +197,8 @@ def test_what_the_pipe_does_not_take_waits_in_the_outbox_and_goes_later() -> Non
     ours, theirs = multiprocess.Pipe()
     link = SocketLink(ours)
     large = os.urandom(4 << 20)
-    link.send(b"first", [memoryview(large)])
-    link.send(b"second")
+    link.send(head(b"first"), [memoryview(large)])
+    link.send(head(b"second"))
     assert link.outbox
     got: list[Any] = []
     receiver = threading.Thread(target=lambda: got.extend(receive_message(theirs) for _ in range(2)))
@@ -207,11 +213,11 @@ def test_what_the_pipe_does_not_take_waits_in_the_outbox_and_goes_later() -> Non
 
 def test_the_end_of_the_worker_is_noticed_after_its_last_message(ends: tuple[Link, Any]) -> None:
     link, theirs = ends
-    send_message(theirs, b"last", (), ())
+    send_message(theirs, head(b"last"), (), ())
     theirs.close()
     assert [contents(message) for message in received(link, 2)] == [[b"last"]]
     assert link.ended
-    link.send(b"to nobody")
+    link.send(head(b"to nobody"))
 
 
 class Handle:
@@ -244,7 +250,7 @@ def test_a_poller_tells_who_is_ready_who_has_ended_and_when_it_is_woken(workers:
     waker, bell = multiprocess.Pipe(duplex=False)
     poller = Poller(workers, waker)
     assert poller.wait(0.0) == ([], set())
-    send_message(workers[1].theirs, b"x", (), ())
+    send_message(workers[1].theirs, head(b"x"), (), ())
     assert poller.wait() == ([workers[1]], set())
     workers[1].link.receive()
     bell.send_bytes(b"")
@@ -260,7 +266,7 @@ def test_a_poller_tells_who_is_ready_who_has_ended_and_when_it_is_woken(workers:
 def test_a_poller_tells_when_more_can_be_sent(workers: list[Handle]) -> None:
     waker, bell = multiprocess.Pipe(duplex=False)
     poller, (worker, _) = Poller(workers, waker), workers
-    worker.link.send(b"", [memoryview(bytes(4 << 20))])
+    worker.link.send(head(), [memoryview(bytes(4 << 20))])
     assert poller.wait(0.0) == ([], set())
     receiver = threading.Thread(target=receive_message, args=(worker.theirs,))
     receiver.start()

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from sharded_loader.engine.board import IDLE, SAMPLE
-from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
+from sharded_loader.engine.messages import Job, NewJob, Result, Task, pack_tasks, unpack_reply
 from sharded_loader.memory.codec import encode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.segments import Slot
 from sharded_loader.pools import task_reader
 from sharded_loader.pools.process import link
-from sharded_loader.pools.process.link import pack_head, pack_tasks, receive_message, send_message, unpack_head
+from sharded_loader.pools.process.link import TASKS_HEAD, pack_head, receive_message, send_message
 from sharded_loader.pools.process.worker import WorkerThreads
 from sharded_loader.pools.supervised import decode_result
 
@@ -57,12 +57,11 @@ class Trainer:
         send_message(self.conn, pack_head(kind, run, seq, content), (), ())
 
     def send_tasks(self, *tasks: Any) -> None:
-        send_message(self.conn, pack_tasks(tasks), (), ())
+        send_message(self.conn, TASKS_HEAD + pack_tasks(tasks), (), ())
 
     def answer(self) -> tuple[bytes, memoryview, Any]:
         message = receive_message(self.conn)
-        kind, _, _, content = unpack_head(message.head)
-        return kind, content, message.buffers
+        return message.kind, message.content, message.buffers
 
     def results(self, count: int) -> list[Result]:
         found: list[Result] = []

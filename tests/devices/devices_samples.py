@@ -1,0 +1,24 @@
+"""Windows of a pipeline, for tests of `Placement`."""
+
+from __future__ import annotations
+
+from sharded_loader.engine.messages import Result, Task
+from sharded_loader.engine.pipeline import Entry
+
+
+def entries(*batches: object) -> list[Entry]:
+    """Entries with these batches or errors; None: not finished."""
+    made = []
+    for seq, batch in enumerate(batches):
+        entry = Entry(seq, Task(0, seq, 0, seq, ([seq],), False))
+        if isinstance(batch, Exception):
+            entry.result = Result(0, seq, error=batch)
+        elif batch is not None:
+            entry.result = Result(0, seq, batch)
+        made.append(entry)
+    return made
+
+
+def begun(window: list[Entry]) -> list[int]:
+    """The numbers of the entries that are on their way."""
+    return [entry.seq for entry in window if entry.begun is not None]

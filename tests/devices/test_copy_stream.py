@@ -1,0 +1,240 @@
+"""One copy stream by itself: what it keeps and for how long, what it waits for, and how it is closed."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from simulated import Event, Machine, SimulatedStreams, Stream
+
+from sharded_loader.devices import copies as module
+from sharded_loader.devices.copies import HOST_AHEAD, CopyStream
+
+
+@pytest.fixture
+def copies(machine: Machine) -> Iterator[CopyStream]:
+    yield CopyStream(SimulatedStreams(machine, machine.devices[0]))
+    module.LEFT_ALONE.clear()
+    gc.collect()
+
+
+class Moving:
+    """An object that pins itself, and moves nothing: what counts is its pinned memory."""
+
+    def __init__(self, streams: SimulatedStreams, values: torch.Tensor) -> None:
+        self.streams, self.values = streams, values
+
+    def pin_memory(self) -> Moving:
+        return Moving(self.streams, self.streams.pin(self.values, (1,)))
+
+    def to(self, device: Any, non_blocking: bool) -> str:
+        return "moved"
+
+
+# -- begin and finish -----------------------------------------------------------------------------------------
+
+
+def test_a_batch_without_tensors_asks_nothing_of_the_device(machine: Machine, copies: CopyStream) -> None:
+    assert copies.begin(["text", 3]).finish() == ["text", 3]
+    assert (machine.log, len(machine.streams[machine.devices[0]])) == ([], 1)
+
+
+TENSORS: dict[str, Callable[[], tuple[torch.Tensor, bool]]] = {
+    "plain": lambda: (torch.ones(2), True),
+    "elsewhere": lambda: (torch.ones(2, device="meta"), False),
+    "sparse": lambda: (torch.eye(2).to_sparse(), False),
+    "nested": lambda: (torch.nested.nested_tensor([torch.ones(2)]), False),
+    "quantized": lambda: (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8), False),
+    "with a gradient": lambda: (torch.ones(2, requires_grad=True), False),
+    "of a class": lambda: (torch.nn.Parameter(torch.ones(2), requires_grad=False), False),
+}
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+@pytest.mark.filterwarnings("ignore")  # torch says of some kinds that it is going to drop them
+def test_tensors_that_are_more_than_their_values_move_themselves(kind: str) -> None:
+    tensor, is_plain = TENSORS[kind]()
+    assert module._is_plain(tensor) is is_plain
+
+
+def test_a_batch_whose_handing_out_is_interrupted_keeps_its_memory(
+    machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(stream: Stream, event: Event) -> None:
+        raise KeyboardInterrupt
+
+    pending = copies.begin([torch.arange(1000)])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Stream, "wait_event", interrupted)
+        pending.finish()
+    del pending
+    gc.collect()
+    mine = machine.allocate(machine.devices[0], torch.empty(1000, dtype=torch.int64))
+    mine.zero_()
+    machine.finish()
+    assert mine.sum() == 0
+    copies.drain()
+
+
+def test_some_copies_are_begun_before_the_host_waits_for_the_first(machine: Machine, copies: CopyStream) -> None:
+    for _ in range(HOST_AHEAD):
+        copies.begin([torch.arange(9)])
+    assert machine.blocked == 0
+    copies.begin([torch.arange(9)])
+    assert machine.blocked == 1
+
+
+def test_an_interrupted_begin_is_forgotten_if_the_context_breaks(
+    machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def broken(stream: Stream) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SimulatedStreams, "copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            copies.begin([torch.arange(9)])
+        patch.setattr(Stream, "record_event", broken)
+        assert copies.close()
+    assert len(copies.kept) == 0
+
+
+def test_what_an_interrupted_begin_has_given_to_the_device_goes_when_it_was_read(
+    machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(SimulatedStreams, "copy", interrupted)
+        copies.begin([torch.arange(9)])
+    gc.collect()
+    assert len(machine.pinned) == 1
+    assert copies.drain()
+    gc.collect()
+    assert len(machine.pinned) == 0
+
+
+# -- the end --------------------------------------------------------------------------------------------------
+
+
+def test_no_thread_waits_for_copies_that_are_done(
+    machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def thread(**_: object) -> None:
+        raise AssertionError("a thread waits")
+
+    copies.begin([torch.arange(9)])
+    machine.finish()
+    monkeypatch.setattr(threading, "Thread", thread)
+    assert copies.drain()
+    assert copies.drain()
+    assert len(copies.kept) == 0
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs POSIX")
+def test_a_signal_handler_may_close_the_loader_while_the_host_waits(
+    machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies.begin([torch.arange(9)])
+    synchronize, closed, signals = Event.synchronize, threading.Event(), [signal.SIGINT]
+    main = threading.get_ident()
+
+    def interrupting(event: Event) -> None:
+        if signals:
+            signal.pthread_kill(main, signals.pop())
+            assert closed.wait(60.0)
+        synchronize(event)
+
+    def handler(number: int, frame: object) -> None:
+        assert copies.close()
+        closed.set()
+
+    monkeypatch.setattr(Event, "synchronize", interrupting)
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        assert copies.drain()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(copies.kept) == 0
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The device does nothing until the event is set, at the latest when the test ends."""
+    goes_on = threading.Event()
+    monkeypatch.setattr(Event, "query", lambda event: False)
+    monkeypatch.setattr(Event, "synchronize", lambda event: goes_on.wait())
+    yield goes_on
+    goes_on.set()
+
+
+def test_copies_that_are_not_done_stay_whoever_gives_up_waiting(copies: CopyStream, hanging: threading.Event) -> None:
+    copies.begin([torch.arange(9)]).finish()
+    assert not copies.drain(0.01)
+    assert len(copies.kept) == 1
+    (waiter,) = [one for one in threading.enumerate() if "waits-for-device" in one.name]
+    assert waiter.daemon  # otherwise the program would not end
+    hanging.set()
+    waiter.join()
+
+
+def test_what_a_hanging_device_reads_stays_and_nobody_waits_for_it_any_more(
+    machine: Machine, copies: CopyStream, hanging: threading.Event
+) -> None:
+    for _ in range(HOST_AHEAD):
+        copies.begin([torch.arange(9), Moving(copies.streams, torch.arange(9))]).finish()  # type: ignore[arg-type]
+    count = len(machine.pinned)
+    with pytest.warns(UserWarning, match="has not done its copies"):
+        assert not copies.close(0.01)
+    gc.collect()
+    assert len(machine.pinned) == count == 2 * HOST_AHEAD
+    # A thread that is in `next` at this moment.
+    late = threading.Thread(target=lambda: copies.begin([torch.arange(9)]).finish(), daemon=True)
+    late.start()
+    late.join(5.0)
+    assert not late.is_alive()
+
+
+def test_at_the_programs_end_the_memory_is_left_to_the_driver(
+    machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies.begin([torch.arange(9)]).finish()
+    monkeypatch.setattr(module, "program_ends", lambda: True)
+    assert not copies.close()  # without a warning
+    gc.collect()
+    assert (machine.blocked, len(machine.pinned)) == (0, 1)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_who_waits_for_copies_waits_for_one_that_another_thread_begins(
+    machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch, closes: bool
+) -> None:
+    copy, begun, goes_on = SimulatedStreams.copy, threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        begun.set()
+        goes_on.wait()
+        return copy(*arguments)
+
+    monkeypatch.setattr(SimulatedStreams, "copy", slow)
+    if closes:  # and leaves the memory alone
+        monkeypatch.setattr(module, "program_ends", lambda: True)
+    wait = copies.close if closes else copies.drain
+    threads = [threading.Thread(target=copies.begin, args=([torch.arange(9)],)), threading.Thread(target=wait)]
+    threads[0].start()
+    assert begun.wait(60.0)
+    threads[1].start()
+    threads[1].join(0.1)
+    goes_on.set()
+    for thread in threads:
+        thread.join()
+    assert (len(copies.kept), len(module.LEFT_ALONE), machine.faults) == (0, int(closes), [])
