@@ -189,6 +189,15 @@ def test_unlocking_that_fails_is_cleared_too(machine: Machine) -> None:
     assert runtime.calls == ["register 4096 1", "drain", "unregister", "clear"]
 
 
+def test_unlocking_in_a_broken_context_is_no_error(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(machine: Machine, address: int) -> int:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    undo = Registrar(SimulatedStreams(machine, machine.devices[0]), lambda: True).register(mmap.mmap(-1, 4096))
+    monkeypatch.setattr(Machine, "cudaHostUnregister", broken)
+    assert undo is not None and undo()
+
+
 def test_closing_from_a_pool_that_never_started_is_fine(machine: Machine, pool: Pool) -> None:
     ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=pool).close()
 
