@@ -14,6 +14,7 @@ An import under ``if TYPE_CHECKING`` does not count, because it never runs. ``im
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,6 +63,12 @@ def read_sources(folder: Path) -> dict[str, str]:
     return dict(sorted(sources.items()))
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """The syntax tree of a source. Nobody changes it."""
+    return ast.parse(source)
+
+
 def imports_of(sources: Mapping[str, str]) -> list[Import]:
     """The imports between the modules of a package.
 
@@ -83,7 +90,7 @@ def imports_of(sources: Mapping[str, str]) -> list[Import]:
     for importer, source in sources.items():
         is_folder = any(name.startswith(f"{importer}.") for name in sources)
         package = importer if is_folder else importer.rpartition(".")[0]
-        for node, inside in _running(ast.parse(source, importer), False):
+        for node, inside in _running(parsed(source), False):
             for imported, kind in _named(node, inside, package, sources):
                 if imported != importer:
                     first.setdefault((importer, imported, kind), node.lineno)

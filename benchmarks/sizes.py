@@ -17,7 +17,7 @@ import re
 import tokenize
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from benchmarks.imports import HIDDEN, Import, by_folder, circles, imports_of, levels, upward
+from benchmarks.imports import HIDDEN, Import, by_folder, circles, imports_of, levels, parsed, upward
 
 MIN_LINES = 50
 """Code lines below which a module is short."""
@@ -66,7 +66,7 @@ def _numbers_of_code_lines(source: str) -> set[int]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _LAYOUT:
             numbers.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             numbers.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines = source.splitlines()
@@ -110,14 +110,14 @@ def _functions(module: str, source: str, numbers: Collection[int]) -> Iterator[t
                 yield name, sum(child.lineno <= number <= (child.end_lineno or 0) for number in numbers)
             yield from inside(child, name)
 
-    return inside(ast.parse(source), module)
+    return inside(parsed(source), module)
 
 
 def _homonyms(sources: Mapping[str, str]) -> dict[str, list[str]]:
     """The modules of each class name, without its underscore, that stands for several classes."""
     homes: dict[str, list[str]] = {}
     for module, source in sources.items():
-        for name in {node.name.lstrip("_") for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)}:
+        for name in {node.name.lstrip("_") for node in ast.walk(parsed(source)) if isinstance(node, ast.ClassDef)}:
             homes.setdefault(name, []).append(module)
     return {name: modules for name, modules in sorted(homes.items()) if len(modules) > 1}
 

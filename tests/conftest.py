@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import itertools
+import logging
 import mmap
 import os
 import re
@@ -186,12 +187,20 @@ def _tidy_memory() -> None:
     global _modules
     if len(sys.modules) > _modules + 100:
         _modules = len(sys.modules)
+        _let_loggers_propagate()
         gc.collect()
         gc.freeze()
     elif len(_forks) < 100:
         return
     _forks.clear()
     _join_pages()
+
+
+def _let_loggers_propagate() -> None:
+    """Let torch's fifty loggers pass their records on to the root: pytest adds six handlers to each that does not."""
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and not logger.name.startswith("sharded_loader"):
+            logger.propagate = True
 
 
 def _join_pages() -> None:
@@ -222,6 +231,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     finally:
         vars(item).pop("cancel_timeout", None)
         _tidy_memory()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """Leave out the keywords of a test, which are half of what a process of tests sends and nobody reads."""
+    data = yield
+    if isinstance(data, dict):
+        data["keywords"] = {}
+    return data
 
 
 def make_pool(name: str, num_workers: int = 2, **options: Any) -> Pool:

@@ -149,7 +149,7 @@ def run_case(seed: int, faults: bool = False, processes: bool = True, report: Re
             raise Difference(f"case {seed}: {error}\n    {case}\nagain: {again}") from error
         finally:
             if case is not None:
-                report.counts += case.counts
+                report.counts.update(case.counts)
                 report.workers |= case.workers
             report.case = None
 

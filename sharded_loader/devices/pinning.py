@@ -370,7 +370,7 @@ def _is_pinned(streams: Streams, leaf: Any) -> bool:
     if isinstance(leaf, torch.Tensor):
         if leaf.device.type != "cpu" or leaf.layout is not torch.strided:
             return leaf.device.type == "cpu"  # a sparse tensor does not say where its memory is
-        address = leaf.data_ptr() if leaf.numel() else 0  # 0 too: a tensor that wraps others, which are looked at
+        address = leaf.data_ptr()  # 0: it is empty, or it wraps others, which are looked at
     else:
         address = array_address(leaf) if leaf.nbytes else 0
     return bool(address) and streams.is_pinned(torch.from_numpy(np.asarray(_At(address))))

@@ -128,7 +128,7 @@ def is_late(error: BaseException) -> bool:
         >>> is_late(RuntimeError("CUDA error: device-side assert triggered")), is_late(RuntimeError("no pinned memory"))
         (True, False)
     """
-    if not isinstance(error, RuntimeError) or isinstance(error, OUT_OF_MEMORY) or "out of memory" in str(error):
+    if not isinstance(error, RuntimeError) or "out of memory" in str(error):
         return False
     kind = getattr(torch, "AcceleratorError", None)  # torch >= 2.8
     return (kind is not None and isinstance(error, kind)) or str(error).startswith(("CUDA error", "HIP error"))

@@ -6,6 +6,7 @@ import ast
 import copyreg
 import hashlib
 import importlib
+import itertools
 import signal
 import sys
 import threading
@@ -96,9 +97,9 @@ def test_objects_have_the_names_that_their_classes_do_not_show(tmp_path: Path) -
 def test_private_names_of_others_stand_in_one_module() -> None:
     """Attributes that this library sets nowhere. Some are documented; those of torch's loader are its base class's."""
     root = Path(private.__file__).parents[1]
-    trees = {path: ast.parse(path.read_text()) for path in root.rglob("*.py")}
+    nodes = {path: list(ast.walk(ast.parse(path.read_text()))) for path in root.rglob("*.py")}
     ours = {"_replace", "_asdict", "_make", "_fields", "_getframe", "_current_frames", "_exit"}
-    for node in (node for tree in trees.values() for node in ast.walk(tree)):
+    for node in itertools.chain(*nodes.values()):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             ours.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -109,9 +110,9 @@ def test_private_names_of_others_stand_in_one_module() -> None:
     ours |= {"_sampler_iter", "_timeout"}
     uses = {
         f"{path.relative_to(root)}: {node.attr}"
-        for path, tree in trees.items()
+        for path in nodes
         if path.name != "private.py"
-        for node in ast.walk(tree)
+        for node in nodes[path]
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
         if node.attr not in ours
     }

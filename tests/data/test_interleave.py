@@ -595,7 +595,7 @@ def test_each_part_reads_its_own_samples_in_every_pool(method):
 @pytest.mark.parametrize("weights", [[1, 1], [1, 1, 1], [5, 3, 2]])
 def test_each_rank_has_the_promised_shares(weights, ranks):
     shares = np.array(weights) / sum(weights)
-    mixed = interleave([ArrayDataset(np.full(1000, k)) for k in range(len(weights))], weights)
+    mixed = interleave([ArrayDataset(np.full(500, k)) for k in range(len(weights))], weights)
     for rank in (0, ranks - 1):
         ours = ShardedDataLoader(mixed, 10, num_replicas=ranks, rank=rank)
         theirs = DataLoader(mixed, 10, sampler=DistributedSampler(mixed, ranks, rank, shuffle=False))

@@ -9,6 +9,7 @@ from devices_samples import begun, entries
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
+from sharded_loader.devices import placement
 from sharded_loader.devices.placement import PAUSE, Placement
 from sharded_loader.engine.pool import Pool
 
@@ -59,6 +60,35 @@ def test_tries_that_fail_become_rare(machine: Machine) -> None:
         placed.place(np.arange(4), sharded=False)
         machine.finish()
     assert placed.ahead == 1
+
+
+def test_the_time_between_two_tries_has_a_bound(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "LONGEST_PAUSE", 3 * PAUSE)
+    placed, tries = Placement([machine.devices[0]], pin_memory=False), []
+    placed.copy_ahead(1)
+    placed.make_room()
+    for step in range(11 * PAUSE):
+        placed.place(np.arange(4), sharded=False)
+        machine.finish()
+        if placed.ahead:
+            tries.append(step)
+            placed.make_room()
+    assert np.diff(tries).tolist() == [2 * PAUSE, 3 * PAUSE, 3 * PAUSE]
+
+
+def test_only_a_try_that_fails_makes_the_next_one_rarer(machine: Machine) -> None:
+    placed, steps = Placement([machine.devices[0]], pin_memory=False), 0
+    placed.make_room()
+    for _ in range(PAUSE):
+        placed.place(np.arange(4), sharded=False)
+        machine.finish()
+    for _ in range(2):  # the try has failed, and the batch before it does not fit either
+        placed.make_room()
+    while not placed.ahead:
+        placed.place(np.arange(4), sharded=False)
+        machine.finish()
+        steps += 1
+    assert steps == 2 * PAUSE
 
 
 def test_all_devices_make_room(machine: Machine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import sys
+import threading
 import warnings
 from typing import Any
 
@@ -188,6 +189,15 @@ def test_unlocking_that_fails_is_cleared_too(machine: Machine) -> None:
     assert runtime.calls == ["register 4096 1", "drain", "unregister", "clear"]
 
 
+def test_unlocking_in_a_broken_context_is_no_error(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(machine: Machine, address: int) -> int:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    undo = Registrar(SimulatedStreams(machine, machine.devices[0]), lambda: True).register(mmap.mmap(-1, 4096))
+    monkeypatch.setattr(Machine, "cudaHostUnregister", broken)
+    assert undo is not None and undo()
+
+
 def test_closing_from_a_pool_that_never_started_is_fine(machine: Machine, pool: Pool) -> None:
     ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=pool).close()
 
@@ -241,6 +251,25 @@ def test_an_object_that_leads_to_very_much_is_not_searched_to_its_end(
     monkeypatch.setattr(pinning, "LOOKED_AT", 100)
     found = pinning.copied_out(streams, [near, far])
     assert (found[0] is near, found[1] is far) == (False, True)
+
+
+def test_only_what_holds_pinned_memory_is_copied_out_of_it(machine: Machine) -> None:
+    streams, pinned = SimulatedStreams(machine, machine.devices[0]), machine.pin(64)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 3]]), pinned[:2], (9,), check_invariants=True)
+    held = Holder(sparse)  # it does not say where its memory is
+    others = [
+        Holder((pinned.numpy()[:0], pinned[:0], threading.Lock())),  # this cannot be copied
+        Holder((torch.empty(9, layout=torch.sparse_coo, device="meta"), threading.Lock())),
+    ]
+    first, *rest = pinning.copied_out(streams, [held, *others])
+    assert not streams.is_pinned(first.held._values())
+    assert all(one is other for one, other in zip(rest, others, strict=True))
+
+
+def test_objects_share_what_they_shared_before_they_were_copied_out(machine: Machine) -> None:
+    shared = machine.pin(64)
+    first, second = pinning.copied_out(SimulatedStreams(machine, machine.devices[0]), [Holder(shared), Holder(shared)])
+    assert first.held is second.held is not shared
 
 
 class Holder:

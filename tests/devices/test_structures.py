@@ -124,6 +124,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda whole: whole.T,
     "conjugate": lambda whole: whole.conj(),
     "negative": lambda whole: whole.conj().imag,
+    "negative without gaps": lambda whole: torch._neg_view(torch.view_as_real(whole)),
 }
 
 

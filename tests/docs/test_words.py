@@ -81,11 +81,11 @@ def sentences(block: str) -> list[str]:
 
 def texts(source: str) -> Iterator[str]:
     """The docstrings, messages and comments of a module. What a message fills in is CODE."""
-    tree = ast.parse(source)
-    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    filled = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    nodes = list(ast.walk(ast.parse(source)))
+    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    filled = [node for node in nodes if isinstance(node, ast.JoinedStr)]
     parts = {part for node in filled for part in ast.walk(node) if part is not node}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "CODE" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in parts:

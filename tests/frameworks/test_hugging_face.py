@@ -1,8 +1,7 @@
-"""Hugging Face datasets: map-style tables in bulk, and streaming ones of several shards, both resumed exactly."""
+"""Hugging Face datasets: tables in bulk, and streams with buffers and epochs, both resumed exactly."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from indices import BOTH, IN_FRAMEWORKS
 
 import sharded_loader
 from sharded_loader import ShardedDataLoader
-from sharded_loader.torch import DataLoader
 
 pytestmark = IN_FRAMEWORKS
 
@@ -56,46 +54,6 @@ def test_a_shuffled_table_is_resumed_exactly(datasets: Any, make: Any) -> None:
     again = make(table(datasets).with_format("torch"), num_workers=2, **options)
     again.load_state_dict(state)
     assert xs(again) == rest
-
-
-@BOTH
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_streaming_reads_every_sample_once(datasets: Any, make: Any, num_workers: int) -> None:
-    stream = table(datasets).to_iterable_dataset(num_shards=4).with_format("torch")
-    found = xs(make(stream, batch_size=4, num_workers=num_workers))
-    assert sorted(sum(found, [])) == list(range(24))
-
-
-def test_the_drop_in_streams_as_torchs_loader_does(datasets: Any) -> None:
-    stream = table(datasets).to_iterable_dataset(num_shards=4).shuffle(seed=1, buffer_size=6).with_format("torch")
-    found = xs(DataLoader(stream, batch_size=4, num_workers=2))
-    assert found == xs(torch.utils.data.DataLoader(copy.deepcopy(stream), batch_size=4, num_workers=2))
-
-
-def test_streams_do_not_depend_on_the_workers(datasets: Any) -> None:
-    stream = table(datasets).to_iterable_dataset(num_shards=4).with_format("torch")
-    assert len({str(xs(ShardedDataLoader(stream, 4, num_workers=n))) for n in (0, 1, 3)}) == 1
-
-
-@BOTH
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("done", [1, 3])
-def test_streaming_is_resumed_exactly(datasets: Any, make: Any, num_workers: int, done: int) -> None:
-    loaders = [
-        make(
-            table(datasets).to_iterable_dataset(num_shards=4).with_format("torch"),
-            batch_size=4,
-            num_workers=num_workers,
-        )
-        for _ in range(2)
-    ]
-    batches = iter(loaders[0])
-    for _ in range(done):
-        next(batches)
-    state, rest = loaders[0].state_dict(), xs(batches)
-    loaders[1].load_state_dict(state)
-    assert rest
-    assert xs(loaders[1]) == rest
 
 
 @BOTH

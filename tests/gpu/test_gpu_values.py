@@ -261,6 +261,19 @@ def test_resident_equals_streamed(cuda: torch.device, stream: str) -> None:
         assert f"resident on {cuda}" in repr(resident)
 
 
+def test_resident_columns_that_were_loaded_in_inference_mode_can_be_used_after_it(cuda: torch.device) -> None:
+    data = ArrayDataset(torch.arange(64, dtype=torch.float32).reshape(16, 4))
+    with ShardedDataLoader(data, 8, device=cuda, resident=True) as loader:
+        with torch.inference_mode():
+            batches = iter(loader)
+            next(batches)
+        with torch.cuda.stream(torch.cuda.Stream(cuda)):  # the columns are recorded on it
+            batch = next(batches)
+        torch.cuda.synchronize(cuda)
+    assert not batch.is_inference()
+    assert batch.tolist() == data.columns[0][8:].tolist()
+
+
 def test_resident_batches_are_intact_under_stress(cuda: torch.device) -> None:
     with loader_of(device=cuda, resident=True) as loader:
         seen, differing = stress(OnCuda(cuda, COUNT, WIDTH), loader, STEPS, seed=8)

@@ -9,7 +9,6 @@ import os
 import random
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ import pytest
 import torch
 from conftest import METHODS, make_pool, shared_memory_names
 from memory_samples import SHAPE, DiesInTheMiddle
-from programs import without_notices
+from programs import run_forked, without_notices
 from samples import Filled
 
 from sharded_loader import ProcessPool, ShardedDataLoader
@@ -410,27 +409,20 @@ def test_a_forked_child_keeps_no_descriptor_of_the_arena() -> None:
         pytest.param("forkserver", "named", marks=pytest.mark.slow),
     ],
 )
-def test_no_name_stays_when_the_trainer_is_killed(method: str, memory: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent(
-            f"""
-            import os, signal, sys
-            sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-            from samples import Filled
-            from sharded_loader import ProcessPool, ShardedDataLoader
-            loader = ShardedDataLoader(Filled(), 4, pool=ProcessPool(2, start_method={method!r}))
-            iterator = iter(loader)
-            held = [next(iterator) for _ in range(20)]
-            print(*loader._pipeline.pool.pids, flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-            """
-        )
-    )
+def test_no_name_stays_when_the_trainer_is_killed(method: str, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDED_LOADER_MEMORY", memory)
     names = shared_memory_names()
-    env = os.environ | {"SHARDED_LOADER_MEMORY": memory}
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False, env=env
+    done = run_forked(
+        f"""
+        import os, signal
+        from samples import Filled
+        from sharded_loader import ProcessPool, ShardedDataLoader
+        loader = ShardedDataLoader(Filled(), 4, pool=ProcessPool(2, start_method={method!r}))
+        iterator = iter(loader)
+        held = [next(iterator) for _ in range(20)]
+        print(*loader._pipeline.pool.pids, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
     )
     assert done.returncode == -9 and not done.stderr
     assert shared_memory_names() == names

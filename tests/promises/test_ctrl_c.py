@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from injection import HANDLERS, InterruptAt, next_interrupted
+from programs import run_forked
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
@@ -55,7 +53,7 @@ def test_what_a_signal_raises_at_any_line_of_next_passes_and_no_batch_is_lost(
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_one_ctrl_c_in_the_loop_is_one_keyboard_interrupt_and_no_other_output(method: str) -> None:
-    script = textwrap.dedent(f"""
+    script = f"""
         import os, signal, threading, time
         from sharded_loader import ProcessPool, ShardedDataLoader
 
@@ -81,10 +79,8 @@ def test_one_ctrl_c_in_the_loop_is_one_keyboard_interrupt_and_no_other_output(me
         assert seen == list(range(0, 4 * len(seen), 4)), seen
         loader.close()
         print("went on", flush=True)
-    """)
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, start_new_session=True, check=False
-    )
+    """
+    done = run_forked(script)
     assert done.stdout.split("\n")[:2] == ["interrupted", "went on"], done
     assert done.stderr == ""
     assert done.returncode == 0

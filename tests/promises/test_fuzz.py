@@ -49,6 +49,7 @@ def test_a_hundred_random_loaders_of_all_pools_that_are_disturbed_do_what_a_naiv
         fuzz.run_case(1_000_000 + 20 * part + case, faults=True)
 
 
+@pytest.mark.parametrize("faults", [False, True])
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
@@ -56,12 +57,14 @@ def test_a_hundred_random_loaders_of_all_pools_that_are_disturbed_do_what_a_naiv
         ("collate", lambda samples: samples),
     ],
 )
-def test_the_comparison_notices_other_batches(monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any) -> None:
+def test_the_comparison_notices_other_batches(
+    monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any, faults: bool
+) -> None:
     monkeypatch.setattr(naive, name, wrong)
     monkeypatch.setattr(fuzz_cases, name, wrong)
-    with pytest.raises(fuzz.Difference, match=r"again: python -m tests.fuzz --case \d+"):
+    with pytest.raises(fuzz.Difference, match=rf"again: python -m tests.fuzz --case \d+{' --faults' * faults}"):
         for case in range(100):
-            fuzz.run_case(case, processes=False)
+            fuzz.run_case(case, faults, processes=False)
 
 
 def test_the_comparison_notices_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,14 +72,6 @@ def test_the_comparison_notices_another_order(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(fuzz.Difference):
         for case in range(100):
             fuzz.run_case(case, processes=False)
-
-
-@pytest.mark.slow
-def test_the_comparison_notices_a_changed_dataset_that_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ShardedDataLoader, "refresh", lambda self: None)
-    with pytest.raises(fuzz.Difference, match=r"again: python -m tests.fuzz --case \d+ --faults"):
-        for case in range(100):
-            fuzz.run_case(case, faults=True)
 
 
 # -- found by such cases ---------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -127,27 +128,25 @@ def test_workers_that_hold_the_gil_go_with_their_trainer(
 @METHODS
 def test_workers_that_hold_the_gil_from_their_first_line_go_with_their_trainer(method: str, tmp_path: Path) -> None:
     """In worker_init_fn, before any thread of theirs has had a turn."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent("""
-        import ctypes, os, pathlib, sys
-        from sharded_loader import ProcessPool, ShardedDataLoader
-        method, folder = sys.argv[1], pathlib.Path(sys.argv[2])
-        def holds(number):
-            c = ctypes.PyDLL(None)
-            c.creat(os.fsencode(folder / str(os.getpid())), 0o600)  # not in Python, which lets others have the GIL
-            c.sleep(30)
-        next(iter(ShardedDataLoader(range(8), 1, pool=ProcessPool(2, start_method=method, worker_init_fn=holds))))
-        """)
-    )
-    folder = tmp_path / "begun"
-    folder.mkdir()
-    with subprocess.Popen([sys.executable, str(script), method, str(folder)]) as trainer:
-        while len(pids := os.listdir(folder)) < 2:
-            assert trainer.poll() is None
-            time.sleep(0.01)
-        time.sleep(0.1)  # they are in the call
-        trainer.kill()
+
+    def holds(number: int) -> None:
+        c = ctypes.PyDLL(None)
+        c.creat(os.fsencode(tmp_path / str(os.getpid())), 0o600)  # not in Python, which lets others have the GIL
+        c.sleep(30)
+
+    trainer = os.fork()
+    if trainer == 0:
+        try:
+            pool = ProcessPool(2, start_method=method, worker_init_fn=holds)
+            next(iter(ShardedDataLoader(range(8), 1, pool=pool)))
+        finally:
+            os._exit(1)
+    while len(pids := os.listdir(tmp_path)) < 2:
+        assert os.waitpid(trainer, os.WNOHANG) == (0, 0)
+        time.sleep(0.01)
+    time.sleep(0.1)  # they are in the call
+    os.kill(trainer, signal.SIGKILL)
+    os.waitpid(trainer, 0)
     seconds_until_gone(map(int, pids))
 
 

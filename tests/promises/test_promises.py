@@ -256,7 +256,7 @@ def test_an_error_is_the_original_and_names_its_place_and_iteration_goes_on(pool
         (raise_unicode, UnicodeDecodeError, {"encoding": "utf-8", "start": 0}),
     ],
 )
-@pytest.mark.costly(6)
+@pytest.mark.costly(4)
 def test_exceptions_keep_class_and_attributes(
     pool: Pool, fail: Callable[[], Any], kind: type[Exception], attributes: dict[str, Any]
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sharded_loader import IndexView, RandomSampler
@@ -25,7 +25,6 @@ def chi_square_z(counts: np.ndarray) -> float:
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
 
 
-@settings(max_examples=60, deadline=None)
 @given(length=st.integers(1, 3000), key=st.integers())
 def test_bijection_reaches_every_index_once(length: int, key: int) -> None:
     values = shuffle.Bijection(length, key)(np.arange(length, dtype=np.uint64))
@@ -33,7 +32,6 @@ def test_bijection_reaches_every_index_once(length: int, key: int) -> None:
     assert sorted(values.tolist()) == list(range(length))
 
 
-@settings(max_examples=60, deadline=None)
 @given(length=st.integers(0, 3000), key=st.integers())
 def test_shuffled_reaches_every_index_once(length: int, key: int) -> None:
     assert sorted(shuffle.shuffled(length, key).tolist()) == list(range(length))
@@ -104,7 +102,6 @@ def windows(lengths: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return positions, np.repeat(lengths, lengths), np.repeat(np.arange(len(lengths)), lengths)
 
 
-@settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=9), key=st.integers())
 def test_many_shuffles_at_once_each_reach_every_index_once(lengths: list[int], key: int) -> None:
     positions, of_each, numbers = windows(lengths)

@@ -14,7 +14,7 @@ from typing import Any
 import multiprocess
 import numpy as np
 import pytest
-from conftest import METHODS
+from conftest import METHODS, covering
 
 from sharded_loader import RecordFileDataset, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
@@ -61,22 +61,25 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.fixture(params=["gathered", "pread", "lock and seek"])
-def any_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+WAYS = ("gathered", "pread", "lock and seek")
+
+
+def read_by(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathered by a map (Linux), with positioned reads, and as on Windows, which has neither."""
-    if request.param != "gathered":
+    if way != "gathered":
         monkeypatch.setattr(gather, "_pwritev", None)
-    if request.param == "lock and seek":
+    if way == "lock and seek":
         monkeypatch.delattr(os, "pread", raising=False)
 
 
 # -- the same records --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("index", [True, False], ids=["index", "scanned"])
-@pytest.mark.usefixtures("any_way")
-def test_a_batch_is_what_one_by_one_gives(tmp_path: Path, kind: str, index: bool) -> None:
+@covering(2, kind=KINDS, index=[True, False], way=WAYS)
+def test_a_batch_is_what_one_by_one_gives(
+    tmp_path: Path, kind: str, index: bool, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_by(way, monkeypatch)
     records = KINDS[kind]
     write(tmp_path / "a.rec", records, index)
     everything = range(len(records))
@@ -300,8 +303,9 @@ def test_a_damaged_record_is_named_by_a_loader_or_left_out(tmp_path: Path, new_p
 # -- threads and processes ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("any_way")
-def test_threads_read_batches_through_one_open_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_threads_read_batches_through_one_open_file(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_by(way, monkeypatch)
     records = [bytes([number % 251]) * (number * 7 % 500) for number in range(300)]
     write(tmp_path / "a.rec", records)
     with RecordFileDataset(tmp_path / "a.rec") as dataset, ThreadPoolExecutor(8) as pool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sharded_loader import (
@@ -24,7 +24,6 @@ from sharded_loader import (
 )
 from sharded_loader.sampling.tables import BLOCK
 
-quick = settings(max_examples=50, deadline=None)
 LENGTHS = [(7 * place) % 29 + 1 for place in range(61)]
 
 EVERY_KIND: dict[str, Callable[[int | None], Sampler[Any]]] = {
@@ -112,7 +111,6 @@ class Plain:
         return len(self.items)
 
 
-@quick
 @given(length=st.integers(0, 60), size=st.integers(1, 70), start=st.integers(0, 5), own=st.booleans())
 def test_keep_and_discard_slice_the_epoch(length: int, size: int, start: int, own: bool) -> None:
     sampler = SequentialSampler(length) if own else Plain(list(range(length)))
@@ -122,7 +120,6 @@ def test_keep_and_discard_slice_the_epoch(length: int, size: int, start: int, ow
     assert list(BatchSampler(sampler, size, "discard", seed=0).iter_epoch(0, start)) == full[start:]
 
 
-@quick
 @given(length=st.integers(0, 30), size=st.integers(1, 40), own=st.booleans(), seed=st.integers(0, 5))
 def test_rollover_slices_the_endless_stream_of_epochs(length: int, size: int, own: bool, seed: int) -> None:
     epochs = 7
@@ -202,7 +199,6 @@ def test_keys_that_are_no_integers_pass_through() -> None:
     assert [type(index) for batch in BatchSampler(torch.arange(3), 2, seed=0) for index in batch] == [int] * 3
 
 
-@quick
 @given(
     keys=st.lists(st.integers(0, 9), max_size=60),
     size=st.integers(1, 9),
@@ -223,7 +219,6 @@ def test_sorted_buckets_hold_every_index_once_in_sorted_batches(
         assert got == sorted(got, reverse=reverse)
 
 
-@quick
 @given(
     lengths=st.lists(st.integers(0, 30), max_size=60),
     tokens=st.sampled_from([-1, 30, 64, 200]),

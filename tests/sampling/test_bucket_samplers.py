@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_batch_samplers import flat
 
@@ -24,8 +24,6 @@ from sharded_loader import (
     ShardedDataLoader,
 )
 
-quick = settings(max_examples=50, deadline=None)
-
 
 def test_the_last_group_is_filled_with_the_batches_before() -> None:
     def groups(last_group: str) -> list[list[list[int]]]:
@@ -36,7 +34,6 @@ def test_the_last_group_is_filled_with_the_batches_before() -> None:
     assert groups("overlap") == [[[0, 1], [2, 3], [4, 5]], [[4, 5], [6, 7], [8, 9]]]
 
 
-@quick
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=80),
     size=st.integers(1, 9),

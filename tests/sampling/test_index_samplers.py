@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sharded_loader import (
@@ -28,8 +28,6 @@ from sharded_loader import (
 from sharded_loader.base import limits
 from sharded_loader.base.limits import Limit
 from sharded_loader.sampling.index_samplers import sort_order, sortable
-
-quick = settings(max_examples=50, deadline=None)
 
 EVERY_KIND: dict[str, Callable[[int | None], Sampler[int]]] = {
     "sequential": lambda seed: SequentialSampler(37, 2),
@@ -117,19 +115,16 @@ def test_interleaved_iterators_each_have_their_own_epoch() -> None:
     assert [b for _, b in pairs] == list(reference.iter_epoch(1))
 
 
-@quick
 @given(length=st.integers(0, 300), seed=st.integers(), epoch=st.integers(0, 10**6))
 def test_random_sampler_yields_every_index_once(length: int, seed: int, epoch: int) -> None:
     assert sorted(RandomSampler(length, seed=seed).iter_epoch(epoch)) == list(range(length))
 
 
-@quick
 @given(indices=st.lists(st.integers(-(2**40), 2**40)), seed=st.integers())
 def test_subset_random_sampler_yields_the_given_indices(indices: list[int], seed: int) -> None:
     assert Counter(SubsetRandomSampler(indices, seed=seed)) == Counter(indices)
 
 
-@quick
 @given(length=st.integers(1, 200), data=st.data())
 def test_interval_sampler_yields_every_index_once(length: int, data: st.DataObject) -> None:
     interval = data.draw(st.integers(1, length))
@@ -140,7 +135,6 @@ def test_interval_sampler_yields_every_index_once(length: int, data: st.DataObje
     assert len(once) == len(list(once))
 
 
-@quick
 @given(parts=st.integers(1, 9), extra=st.integers(0, 50), seed=st.integers())
 def test_the_parts_of_a_split_are_disjoint_and_complete(parts: int, extra: int, seed: int) -> None:
     length = parts + extra
@@ -149,7 +143,6 @@ def test_the_parts_of_a_split_are_disjoint_and_complete(parts: int, extra: int, 
     assert max(map(len, split)) - min(map(len, split)) <= 1
 
 
-@quick
 @given(parts=st.integers(1, 9), extra=st.integers(0, 50), shuffle=st.booleans(), seed=st.integers())
 def test_even_parts_are_equally_long_and_hold_no_index_twice(parts: int, extra: int, shuffle: bool, seed: int) -> None:
     length = parts + extra
@@ -213,7 +206,6 @@ def test_keys_with_labels_and_tensors_are_read_by_position(keys: list[Any]) -> N
             assert list(SortedSampler(torch.tensor(keys, dtype=dtype))) == expected  # type: ignore[arg-type]
 
 
-@quick
 @given(keys=st.lists(st.integers(-5, 5)), reverse=st.booleans())
 def test_sorted_sampler_sorts_as_python_does(keys: list[int], reverse: bool) -> None:
     expected = sorted(range(len(keys)), key=keys.__getitem__, reverse=reverse)
@@ -291,10 +283,6 @@ def test_bad_arguments_are_refused(make: Callable[[], object], error: type[Excep
 # -- Keys of any kind are sorted as Python sorts them; what does not fit into memory is refused ------------------------
 
 
-quick = settings(max_examples=50, deadline=None)
-
-
-@quick
 @given(keys=st.lists(st.one_of(st.integers(-(2**70), 2**70), st.floats(allow_nan=False))), reverse=st.booleans())
 def test_numbers_of_any_size_are_ordered_exactly(keys: list[float], reverse: bool) -> None:
     expected = sorted(range(len(keys)), key=keys.__getitem__, reverse=reverse)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.utils.data as torch_data
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sharded_loader import (
@@ -23,8 +23,6 @@ from sharded_loader.engine.order import resolve_replicas
 from sharded_loader.sampling.foreign import table_of
 from sharded_loader.sampling.order import ReplicaSampler
 from sharded_loader.sampling.tables import BLOCK, Dealt
-
-quick = settings(max_examples=60, deadline=None)
 
 
 class Foreign:
@@ -51,7 +49,6 @@ def items_of(sampler: Any) -> list[int]:
     return [item[0] if isinstance(item, list) else item for item in sampler]
 
 
-@quick
 @given(
     length=st.integers(0, 40),
     replicas=st.integers(1, 9),
@@ -82,7 +79,6 @@ def test_ranks_get_what_torch_distributed_sampler_gives(
         assert len(sampler) == len(expected)
 
 
-@quick
 @given(
     length=st.integers(0, 40),
     offset=st.integers(0, 45),
@@ -120,7 +116,6 @@ def test_ranks_stride_over_the_boundaries_of_blocks(replicas: int) -> None:
         assert list(itertools.chain.from_iterable(BatchSampler(sampler, 7).iter_epoch(1))) == expected
 
 
-@quick
 @given(length=st.integers(0, 40), size=st.integers(1, 7), replicas=st.integers(1, 5), own=st.booleans())
 def test_batches_are_dealt_in_turn_and_padded_by_wrapping(length: int, size: int, replicas: int, own: bool) -> None:
     inner: Any = BatchSampler(SequentialSampler(length), size)

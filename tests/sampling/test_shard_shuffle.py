@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sharded_loader import EqualShards, Sampler, ShardedDataLoader, ShardShuffleSampler
 from sharded_loader.sampling.order import ReplicaSampler
-
-quick = settings(max_examples=80, deadline=None)
 
 LENGTHS = st.one_of(
     st.lists(st.integers(0, 40), max_size=12),
@@ -32,7 +30,6 @@ def shards_of(indices: Sequence[int], lengths: Sequence[int]) -> np.ndarray[Any,
     return np.searchsorted(np.cumsum(lengths), indices, side="right")
 
 
-@quick
 @given(lengths=LENGTHS, window=st.integers(1, 6), lanes=st.integers(1, 9), seed=st.integers(), epoch=st.integers(0, 9))
 def test_every_index_comes_once(lengths: Any, window: int, lanes: int, seed: int, epoch: int) -> None:
     sampler = ShardShuffleSampler(lengths, window, lanes, seed=seed)
@@ -42,7 +39,6 @@ def test_every_index_comes_once(lengths: Any, window: int, lanes: int, seed: int
     assert all(type(index) is int for index in whole)
 
 
-@quick
 @given(lengths=LENGTHS, window=st.integers(1, 6), lanes=st.integers(1, 9), step=st.integers(1, 50))
 def test_any_place_of_an_epoch_can_be_reached(lengths: Any, window: int, lanes: int, step: int) -> None:
     sampler = ShardShuffleSampler(lengths, window, lanes, seed=3)

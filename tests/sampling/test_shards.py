@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sharded_loader import (
@@ -22,7 +22,6 @@ from sharded_loader.engine.messages import Task
 from sharded_loader.engine.split import Split, check_shares, is_sharded, shard_sizes, split_batch
 from sharded_loader.engine.stream import PartIndices
 
-quick = settings(max_examples=80, deadline=None)
 some_weights = (
     st.lists(st.one_of(st.integers(0, 9), st.floats(0, 1e6)), min_size=1, max_size=6)
     .filter(any)
@@ -30,7 +29,6 @@ some_weights = (
 )
 
 
-@quick
 @given(n=st.integers(0, 500), shards=st.integers(1, 9))
 def test_even_sizes_differ_by_one_at_most_the_first_are_larger(n: int, shards: int) -> None:
     sizes = shard_sizes(n, shards)
@@ -39,7 +37,6 @@ def test_even_sizes_differ_by_one_at_most_the_first_are_larger(n: int, shards: i
     assert sizes[0] - sizes[-1] <= 1
 
 
-@quick
 @given(n=st.integers(0, 500), weights=some_weights)
 def test_weighted_sizes_are_the_exact_share_rounded_with_one_sample_at_least(n: int, weights: list[float]) -> None:
     sizes = shard_sizes(n, len(weights), weights)
@@ -76,7 +73,6 @@ def test_fewer_samples_than_shards_fill_the_first_ones_whatever_the_weights_are(
     assert split_batch([7, 8], 3, [1, 1, 8], costs=[1] * 9) == [[7], [8]]
 
 
-@quick
 @given(n=st.integers(0, 500), shards=st.integers(1, 9), weight=st.floats(0.01, 100))
 def test_equal_weights_are_even_shares(n: int, shards: int, weight: float) -> None:
     assert shard_sizes(n, shards, [weight] * shards) == shard_sizes(n, shards)
@@ -90,7 +86,6 @@ def test_decimal_weights_mean_what_they_say() -> None:
     assert shard_sizes(4, 3, torch.tensor([2.0, 1.0, 1.0])) == [2, 1, 1]  # type: ignore[arg-type]
 
 
-@quick
 @given(
     batch=st.lists(st.integers(0, 99), max_size=40),
     shards=st.integers(1, 6),
@@ -116,7 +111,6 @@ def test_a_split_is_complete_without_empty_shards(
             assert [places[index] for index in shard] == sorted(places[index] for index in shard)
 
 
-@quick
 @given(costs=st.lists(st.integers(0, 30), min_size=1, max_size=7), shards=st.integers(1, 3))
 def test_the_most_expensive_shard_is_within_grahams_bound_of_the_best(costs: list[int], shards: int) -> None:
     split = split_batch(range(len(costs)), shards, costs=costs)
@@ -208,7 +202,6 @@ def test_shards_are_told_from_indices(batch: object, sharded: bool) -> None:
     assert is_sharded(batch) is sharded
 
 
-@quick
 @given(length=st.integers(0, 40), size=st.integers(1, 9), shards=st.integers(1, 5))
 def test_sharded_batches_are_the_batches_split(length: int, size: int, shards: int) -> None:
     batches = BatchSampler(SequentialSampler(length), size)

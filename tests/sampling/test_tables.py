@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sharded_loader.engine.split import plain_index
 from sharded_loader.sampling.tables import BLOCK, Batched, Dealt, Endless, Rolling, Streamed, Stretch, Table, parts
-
-quick = settings(max_examples=40, deadline=None)
 
 
 def numbers(length: int, first: int = 0, block: int = 4) -> Table:
@@ -66,7 +64,6 @@ def test_a_stream_is_read_no_further_than_asked_and_again_from_anywhere() -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@quick
 @given(length=st.integers(0, 40), replicas=st.integers(1, 7), offset=st.integers(0, 45), truncate=st.booleans())
 def test_ranks_share_the_rest_of_an_epoch(kind: str, length: int, replicas: int, offset: int, truncate: bool) -> None:
     shares = [list(Dealt(KINDS[kind](length), replicas, rank, offset, truncate).items()) for rank in range(replicas)]
@@ -89,7 +86,6 @@ def test_a_rank_asks_for_its_own_positions_only() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@quick
 @given(length=st.integers(0, 40), size=st.integers(1, 9), drop=st.booleans(), start=st.integers(0, 6))
 def test_batches_are_slices(kind: str, length: int, size: int, drop: bool, start: int) -> None:
     slices = [list(range(begin, min(begin + size, length))) for begin in range(0, length, size)]
@@ -118,7 +114,6 @@ def test_numbers_of_any_kind_become_ints_and_keys_stay() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@quick
 @given(length=st.integers(0, 40), size=st.integers(1, 9), drop=st.booleans(), step=st.integers(1, 5))
 def test_a_slice_is_what_the_two_questions_answer(kind: str, length: int, size: int, drop: bool, step: int) -> None:
     one, other = (Batched(KINDS[kind](length), size, drop) for _ in range(2))
@@ -172,7 +167,6 @@ def dealt_endlessly(length: int, replicas: int, epochs: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@quick
 @given(
     length=st.integers(1, 13),
     replicas=st.integers(1, 5),

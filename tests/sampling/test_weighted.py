@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sharded_loader import WeightedRandomSampler
 from sharded_loader.base import limits
 from sharded_loader.base.limits import Limit
 from sharded_loader.sampling.tables import BLOCK
-
-quick = settings(max_examples=50, deadline=None)
 
 
 def test_weighted_draws_follow_the_weights() -> None:
@@ -67,7 +65,6 @@ def test_extreme_weights_are_weights_as_any_others(replacement: bool) -> None:
 
 
 @given(st.lists(st.floats(0, 1.7e308), min_size=1, max_size=30), st.integers(0, 99))
-@quick
 def test_any_weights_at_all_are_drawn_by(weights: list[float], seed: int) -> None:
     positive = {index for index, weight in enumerate(weights) if weight}
     if not positive:

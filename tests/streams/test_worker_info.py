@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -61,22 +59,6 @@ def test_a_worker_alone_in_its_process_tells_the_threads_of_the_dataset_too() ->
 
     tell_torch()
     assert in_child(work) == "([1], None)"
-
-
-def test_torch_may_be_imported_in_the_middle_of_a_part() -> None:
-    program = (
-        "import sys\n"
-        "from sharded_loader.streams.worker_info import Part, here, tell, tell_torch\n"
-        "before = tell(Part(1, 3, 0, None))\n"
-        "assert 'torch' not in sys.modules\n"
-        "from torch.utils.data import get_worker_info\n"
-        "tell_torch()\n"
-        "print(get_worker_info().id)\n"
-        "here.part = before\n"
-        "print(get_worker_info())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["1", "None"]
 
 
 def test_the_answer_of_torch_s_own_workers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
