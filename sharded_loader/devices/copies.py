@@ -346,7 +346,7 @@ class CopyStream:
         """Drop what copies have read, where their events have passed. Wait for the oldest of `HOST_AHEAD` batches."""
         self._keep_given()
         for kept in (self.kept, self._moved):
-            if len(kept) >= HOST_AHEAD and not kept[-1].is_of(number):
+            if len(kept) >= HOST_AHEAD and not kept[-1].is_of(number) and kept[0].event is not self._hangs:
                 began = time.perf_counter()
                 self._wait(kept[0].event)
                 if self._clock.times is not None:
@@ -414,18 +414,22 @@ class CopyStream:
         for other in [one for one in LEFT_ALONE if one is not self]:
             if other.drain(0.0):
                 LEFT_ALONE.remove(other)
-        with self._lock:
-            if not program_ends():
-                hangs, self._hangs = self._hangs, None
+        hangs = self._hangs
+        if not program_ends() and self._lock.acquire(
+            timeout=seconds
+        ):  # which another thread has that waits in ``next``
+            try:
                 if self.drain(0.0 if hangs is not None and hangs is self._oldest else seconds):
+                    self._hangs = None
                     if self in LEFT_ALONE:
                         LEFT_ALONE.remove(self)
                     return True
-                self._hangs = self._oldest
-                is_new = self._hangs is not hangs
-            if self not in LEFT_ALONE:
-                LEFT_ALONE.append(self)
-        if not program_ends() and is_new and not should_stop():
+            finally:
+                self._lock.release()
+        self._hangs = self._oldest
+        if self not in LEFT_ALONE:
+            LEFT_ALONE.append(self)
+        if self._hangs is not hangs and not program_ends() and not should_stop():
             warnings.warn(
                 f"{self.streams.device} has not done its copies within {CLOSING_SECONDS:g} s: a kernel or a "
                 f"collective may hang. The pinned memory that the copies read stays as it is until they are done. "

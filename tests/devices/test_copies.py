@@ -101,7 +101,8 @@ def test_two_batches_are_copied_ahead(machine: Machine, worker_pool: Pool) -> No
 
 def test_the_first_batches_of_the_next_epoch_are_copied_ahead(machine: Machine, worker_pool: Pool) -> None:
     consumer, device = Consumer(machine), machine.devices[0]
-    with ShardedDataLoader(dataset(64), 8, device=device, pool=worker_pool, prefetch=16, prefetch_epochs=True) as loader:
+    options = {"prefetch": 16, "prefetch_epochs": True}
+    with ShardedDataLoader(dataset(64), 8, device=device, pool=worker_pool, **options) as loader:
         for epoch in range(2):
             for number, batch in enumerate(loader):
                 consumer.use(device, batch, list(range(8 * number, 8 * number + 8)))

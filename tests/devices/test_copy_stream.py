@@ -86,7 +86,7 @@ def test_some_copies_are_begun_before_the_host_waits_for_the_first(machine: Mach
         copies.begin([torch.arange(9)])
     assert machine.blocked == 0
     copies.begin([torch.arange(9)])
-    assert machine.blocked == 1
+    assert machine.blocked > 0
 
 
 def test_an_interrupted_begin_is_forgotten_if_the_context_breaks(
@@ -140,55 +140,60 @@ def test_no_thread_waits_for_copies_that_are_done(
     assert len(copies.kept) == 0
 
 
-@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs POSIX")
 def test_a_signal_handler_may_close_the_loader_while_the_host_waits(
     machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies.begin([torch.arange(9)])
-    synchronize, closed, signals = Event.synchronize, threading.Event(), [signal.SIGINT]
-    main = threading.get_ident()
+    rest, signals = SimulatedStreams.rest, [signal.SIGINT]
 
-    def interrupting(event: Event) -> None:
+    def interrupting(streams: SimulatedStreams, seconds: float) -> None:
         if signals:
-            signal.pthread_kill(main, signals.pop())
-            assert closed.wait(60.0)
-        synchronize(event)
+            signal.raise_signal(signals.pop())
+        rest(streams, seconds)
 
     def handler(number: int, frame: object) -> None:
         assert copies.close()
-        closed.set()
 
-    monkeypatch.setattr(Event, "synchronize", interrupting)
+    monkeypatch.setattr(SimulatedStreams, "rest", interrupting)
     before = signal.signal(signal.SIGINT, handler)
     try:
         assert copies.drain()
     finally:
         signal.signal(signal.SIGINT, before)
-    assert len(copies.kept) == 0
+    assert (len(copies.kept), signals) == (0, [])
 
 
 @pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The device does nothing until the event is set, at the latest when the test ends."""
-    goes_on = threading.Event()
-    monkeypatch.setattr(Event, "query", lambda event: False)
-    monkeypatch.setattr(Event, "synchronize", lambda event: goes_on.wait())
-    yield goes_on
-    goes_on.set()
+def hanging(machine: Machine) -> Iterator[None]:
+    """The device does nothing until the test ends."""
+    machine.hangs = True
+    yield
+    machine.hangs = False
 
 
-def test_copies_that_are_not_done_stay_whoever_gives_up_waiting(copies: CopyStream, hanging: threading.Event) -> None:
+def test_copies_that_are_not_done_stay_whoever_gives_up_waiting(copies: CopyStream, hanging: None) -> None:
     copies.begin([torch.arange(9)]).finish()
     assert not copies.drain(0.01)
     assert len(copies.kept) == 1
-    (waiter,) = [one for one in threading.enumerate() if "waits-for-device" in one.name]
-    assert waiter.daemon  # otherwise the program would not end
-    hanging.set()
-    waiter.join()
+
+
+def test_a_thread_that_waits_for_a_hanging_device_does_not_keep_another_from_closing(
+    machine: Machine, copies: CopyStream, hanging: None
+) -> None:
+    for _ in range(HOST_AHEAD):
+        copies.begin([torch.arange(9)]).finish()
+    inside = threading.Thread(target=lambda: copies.begin([torch.arange(9)]))
+    inside.start()
+    while not machine.blocked:
+        threading.Event().wait(0.001)
+    with pytest.warns(UserWarning, match="has not done its copies"):
+        assert not copies.close(0.01)
+    machine.hangs = False
+    inside.join()
 
 
 def test_what_a_hanging_device_reads_stays_and_nobody_waits_for_it_any_more(
-    machine: Machine, copies: CopyStream, hanging: threading.Event
+    machine: Machine, copies: CopyStream, hanging: None
 ) -> None:
     for _ in range(HOST_AHEAD):
         copies.begin([torch.arange(9), Moving(copies.streams, torch.arange(9))]).finish()  # type: ignore[arg-type]
@@ -237,4 +242,4 @@ def test_who_waits_for_copies_waits_for_one_that_another_thread_begins(
     goes_on.set()
     for thread in threads:
         thread.join()
-    assert (len(copies.kept), len(module.LEFT_ALONE), machine.faults) == (0, int(closes), [])
+    assert (len(copies.kept), len(module.LEFT_ALONE), machine.faults) == (int(closes), int(closes), [])

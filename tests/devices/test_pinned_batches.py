@@ -95,7 +95,7 @@ def test_a_thread_pins_the_batches_of_workers_in_order(pins: Pins, worker_pool: 
     with made("ours", worker_pool) as loader:
         for _ in range(2):
             assert firsts(loader) == IN_ORDER
-    assert [one.value for one in pins] == 2 * IN_ORDER
+    assert [one.value for one in pins][:32] == 2 * IN_ORDER  # and the first ones of the next epoch
     assert {one.thread for one in pins} == {THREAD}
 
 
