@@ -47,6 +47,7 @@ class Disturbed(Case):
         self.sent: Counter[int] = Counter()  # signals that have not arrived yet
         self.closing = False
         self.timers: list[threading.Timer] = []
+        self.victims = random.Random()  # timers draw; the global generator belongs to datasets and samplers
         super().__init__(seed, processes)
 
     def draw_kind(self) -> fuzz_cases.Kind:
@@ -179,7 +180,7 @@ class Disturbed(Case):
         pids = self.pids(pair)
         if pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(random.choice(pids), signal.SIGKILL)
+                os.kill(self.victims.choice(pids), signal.SIGKILL)
                 self.counts["fault: worker killed"] += 1
 
     def kill_template(self, pair: Pair) -> None:
