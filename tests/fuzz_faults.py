@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -36,6 +37,7 @@ class Disturbed(Case):
     LENGTHS = (0, 1, 7, 40, 100, 300)
     BATCH_SIZES = (1, 3, 4, 16, 64)
     STEPS = (5, 20, 60)
+    MAY_FAIL = True  # an interruption, too, knows the frames that held the iterator
     RESTARTS = 1000  # kills at random strike one batch more than three times now and then
 
     def __init__(self, seed: int, processes: bool = True) -> None:
@@ -43,8 +45,10 @@ class Disturbed(Case):
         self.asked: Pair | None = None  # whose next batch the loop waits for
         self.struck = False  # whether a signal has raised in that call of ``next``
         self.interrupted: list[Pair] = []
+        self.sent: Counter[int] = Counter()  # signals that have not arrived yet
         self.closing = False
         self.timers: list[threading.Timer] = []
+        self.victims = random.Random()  # timers draw; the global generator belongs to datasets and samplers
         super().__init__(seed, processes)
 
     def draw_kind(self) -> fuzz_cases.Kind:
@@ -99,6 +103,8 @@ class Disturbed(Case):
             try:
                 got = super().outcome(ask)
             except (KeyboardInterrupt, SystemExit) as raised:
+                if not self.struck:
+                    raise  # the user's own
                 got = raised
             closed = isinstance(got, LoaderClosedError) and self.closing
             if not closed and not isinstance(got, KeyboardInterrupt | SystemExit | TimeIsUp):
@@ -129,19 +135,28 @@ class Disturbed(Case):
     def later(self) -> None:
         """While the loop waits in ``next``, with luck."""
         number = getattr(signal, self.rng.choice(list(HANDLERS)))
-        faults: list[Callable[[], None]] = [lambda: self.kill(self.pair), lambda: os.kill(os.getpid(), number)]
+        faults: list[Callable[[], None]] = [lambda: self.kill(self.pair), lambda: self.send(number)]
         self.timers = [timer for timer in self.timers if timer.is_alive()]
         self.timers.append(threading.Timer(self.rng.choice([0.0, 0.001, 0.005, 0.03]), self.rng.choice(faults)))
         self.timers[-1].start()
+
+    def send(self, number: int) -> None:
+        self.sent[number] += 1
+        os.kill(os.getpid(), number)
 
     @contextlib.contextmanager
     def signals_that_raise(self) -> Iterator[None]:
         """Inside, a signal raises where the loader can do something about it, and does nothing anywhere else.
 
-        That is inside its ``next``: outside of it Python may lose the batch.
+        That is inside its ``next``: outside of it Python may lose the batch. Signals from outside do what they did.
         """
 
         def handle(error: type[BaseException], number: int, frame: FrameType | None) -> None:
+            if not self.sent[number]:
+                signal.signal(number, before[signal.Signals(number).name])
+                signal.raise_signal(number)
+                return
+            self.sent[number] -= 1
             if self.asked is None or self.struck:
                 return  # one at a time: a second one could strike where the loader deals with the first
             if error is TimeIsUp and self.asked.loader.num_workers == 0:
@@ -166,7 +181,7 @@ class Disturbed(Case):
         pids = self.pids(pair)
         if pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(random.choice(pids), signal.SIGKILL)
+                os.kill(self.victims.choice(pids), signal.SIGKILL)
                 self.counts["fault: worker killed"] += 1
 
     def kill_template(self, pair: Pair) -> None:
