@@ -345,8 +345,10 @@ class CopyStream:
     def _let_go(self, number: int | None) -> None:
         """Drop what copies have read, where their events have passed. Wait for the oldest of `HOST_AHEAD` batches."""
         self._keep_given()
+        if self._hangs is not None and self._hangs.query():
+            self._hangs = None
         for kept in (self.kept, self._moved):
-            if len(kept) >= HOST_AHEAD and not kept[-1].is_of(number) and kept[0].event is not self._hangs:
+            if len(kept) >= HOST_AHEAD and not kept[-1].is_of(number) and self._hangs is None:
                 began = time.perf_counter()
                 self._wait(kept[0].event)
                 if self._clock.times is not None:
@@ -415,9 +417,7 @@ class CopyStream:
             if other.drain(0.0):
                 LEFT_ALONE.remove(other)
         hangs = self._hangs
-        if not program_ends() and self._lock.acquire(
-            timeout=seconds
-        ):  # which another thread has that waits in ``next``
+        if not program_ends() and self._lock.acquire(timeout=seconds):  # a thread that waits in ``next`` has it
             try:
                 if self.drain(0.0 if hangs is not None and hangs is self._oldest else seconds):
                     self._hangs = None
