@@ -23,31 +23,8 @@ from sharded_loader.batching.tree import TensorBatch
 from sharded_loader.engine.stream import PartBatch, PartPoint, Stream
 from sharded_loader.memory.codec import IN_BAND_BYTES, IN_SLOT_BYTES, Encoded, SlotWriter, is_plain
 from sharded_loader.memory.exceptions import EncodedError
-from sharded_loader.memory.segments import Slot
 
 _REPLY = struct.Struct("!qqqIQ")  # a pickle may be larger than 4 GiB: strings and bytes lie in it
-
-
-def pack_tasks(tasks: Sequence[tuple[Slot | None, Task, bytes | None]]) -> bytes:
-    """Tasks in one message.
-
-    Args:
-        tasks: each with its slot and, if its indices are the user's own objects, with its own pickle: one that
-            cannot be read is that batch's error. The others go into one pickle: 1 us each, instead of 4.
-    """
-    packed = []
-    for slot, task, own in tasks:
-        fields: Any = own or tuple(task)
-        if own is None and type(indices := task.shards[0]) is np.ndarray:
-            # As bytes: a tenth of the time that an array takes.
-            fields = (*task[:4], (indices.tobytes(),), task.sharded, task.careful)
-        packed.append((task.run, task.seq, None if slot is None else tuple(slot), fields))
-    return pickle.dumps(packed, protocol=5)
-
-
-def unpack_tasks(content: bytes | memoryview) -> list[tuple[int, int, tuple[int, int, int] | None, Any]]:
-    """Of each task run, seq, the slot (segment, offset, size), and its fields or its pickle."""
-    return pickle.loads(content)  # type: ignore[no-any-return]
 
 
 def task_of(fields: Any) -> Task:

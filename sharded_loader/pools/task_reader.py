@@ -148,7 +148,7 @@ class TaskReader:
 
         Args:
             run, seq: of the task.
-            fields: its fields, or its pickle (`messages.unpack_tasks`).
+            fields: its fields, or its pickle (`link.unpack_tasks`).
             memory: bytes that the batch may lie in; None: everything is made elsewhere.
 
         Returns:

@@ -10,8 +10,7 @@ import pytest
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.engine.grouping import GROUP_SECONDS, MAX_GROUP, Grouping
-from sharded_loader.engine.messages import unpack_tasks
-from sharded_loader.pools.process.link import TASKS, unpack_head
+from sharded_loader.pools.process.link import TASKS, unpack_head, unpack_tasks
 
 
 def sizes_sent(pool: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> list[int]:

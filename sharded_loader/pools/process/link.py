@@ -4,7 +4,7 @@
     head frame = number of buffers, (offset, size) of each, head        offset -1: its frame follows
     head = kind, run, seq, content
 
-    TASKS            tasks, each with its slot (`messages.pack_tasks`)    main process -> worker
+    TASKS            tasks, each with its slot (`pack_tasks`)              main process -> worker
     CANCEL  run                             do not begin the tasks of this run
     BOARD            offset, size, name     where the worker notes what it is at (`engine.board`); without a name a
                      descriptor follows
@@ -44,6 +44,7 @@ from __future__ import annotations
 import array
 import errno
 import os
+import pickle
 import select
 import socket
 import struct
@@ -58,7 +59,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sharded_loader.base.system import is_on
-from sharded_loader.memory.segments import Segment
+from sharded_loader.engine.messages import Task
+from sharded_loader.memory.segments import Segment, Slot
 
 PORTABLE = not hasattr(select, "poll") or is_on("SHARDED_LOADER_PORTABLE")
 
@@ -99,6 +101,28 @@ def unpack_head(head: Any) -> tuple[bytes, int, int, memoryview]:
     """Kind, run, seq and the pickle of a head."""
     kind, run, seq = _HEAD.unpack_from(head)
     return kind, run, seq, memoryview(head)[_HEAD.size :]
+
+
+def pack_tasks(tasks: Sequence[tuple[Slot | None, Task, bytes | None]]) -> bytes:
+    """Tasks in one message.
+
+    Args:
+        tasks: each with its slot and, if its indices are the user's own objects, with its own pickle: one that
+            cannot be read is that batch's error. The others go into one pickle: 1 us each, instead of 4.
+    """
+    packed = []
+    for slot, task, own in tasks:
+        fields: Any = own or tuple(task)
+        if own is None and type(indices := task.shards[0]) is np.ndarray:
+            # As bytes: a tenth of the time that an array takes.
+            fields = (*task[:4], (indices.tobytes(),), task.sharded, task.careful)
+        packed.append((task.run, task.seq, None if slot is None else tuple(slot), fields))
+    return pickle.dumps(packed, protocol=5)
+
+
+def unpack_tasks(content: bytes | memoryview) -> list[tuple[int, int, tuple[int, int, int] | None, Any]]:
+    """Of each task run, seq, the slot (segment, offset, size), and its fields or its pickle."""
+    return pickle.loads(content)  # type: ignore[no-any-return]
 
 
 @dataclass(slots=True)

@@ -40,12 +40,12 @@ from sharded_loader.base.limits import processes_here
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.inspection import warn_of_open_file
 from sharded_loader.engine.grouping import HELD, Grouping
-from sharded_loader.engine.messages import Job, NewJob, Result, Task, pack_tasks, unpack_reply
+from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
 from sharded_loader.memory.arena import Register
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.segments import chosen_backend
-from sharded_loader.pools.process.link import CRASHED, FAILED, READY, RESULTS, TASKS_HEAD, Poller
+from sharded_loader.pools.process.link import CRASHED, FAILED, READY, RESULTS, TASKS_HEAD, Poller, pack_tasks
 from sharded_loader.pools.process.start import choose_start_method
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
 from sharded_loader.pools.supervised import SupervisedPool, own_pickle

@@ -40,7 +40,7 @@ from sharded_loader.base.private import end_compiling
 from sharded_loader.base.system import ONE_THREAD, is_on, why_refused
 from sharded_loader.engine.board import IDLE, SAMPLE, board_in
 from sharded_loader.engine.grouping import GROUP_SECONDS
-from sharded_loader.engine.messages import NewJob, unpack_tasks
+from sharded_loader.engine.messages import NewJob
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.segments import attach
 from sharded_loader.pools.process import link
@@ -135,7 +135,7 @@ class WorkerThreads:
                 elif kind == link.CANCEL:
                     self._reading.cancelled.discard(run)
                 else:
-                    for task in unpack_tasks(content):
+                    for task in link.unpack_tasks(content):
                         self._do(*task)
                 del message, content, buffers
                 if self._inbox.empty():

@@ -22,9 +22,9 @@ import numpy as np
 
 from sharded_loader.base.errors import add_note
 from sharded_loader.engine.board import IDLE, SAMPLE
-from sharded_loader.engine.messages import unpack_tasks
 from sharded_loader.memory.arena import RecentSizes
 from sharded_loader.memory.codec import decode
+from sharded_loader.pools.process.link import unpack_tasks
 from sharded_loader.pools.process.worker import write_stacks
 from sharded_loader.pools.task_reader import TaskReader
 
@@ -99,7 +99,7 @@ class LoaderActor:
         return Begun(os.getpid(), self._node, self._host, failure)
 
     def read(self, content: bytes) -> Group:
-        """Read a group of tasks (`messages.pack_tasks`)."""
+        """Read a group of tasks (`link.pack_tasks`)."""
         reading, tasks = self._reading, unpack_tasks(content)
         nbytes = max(self._sizes.wanted * len(tasks), self._groups.wanted)
         if not nbytes <= self._memory.nbytes <= SPARE * SPARE * nbytes:  # new memory takes four times as long to fill

@@ -32,8 +32,9 @@ from sharded_loader.base.errors import add_note
 from sharded_loader.base.notices import logger
 from sharded_loader.engine.board import IN_BATCH, UNUSED, is_at
 from sharded_loader.engine.grouping import HELD
-from sharded_loader.engine.messages import NewJob, Task, pack_tasks
+from sharded_loader.engine.messages import NewJob, Task
 from sharded_loader.pools.deaths import Death
+from sharded_loader.pools.process.link import pack_tasks
 from sharded_loader.pools.ray.actor import Begun, LoaderActor
 from sharded_loader.pools.ray.cluster import (
     Wanted,

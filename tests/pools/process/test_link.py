@@ -13,7 +13,7 @@ import multiprocess
 import numpy as np
 import pytest
 
-from sharded_loader.engine.messages import Task, pack_tasks, task_of, unpack_tasks
+from sharded_loader.engine.messages import Task, task_of
 from sharded_loader.pools.process.link import (
     BOARD,
     CANCEL,
@@ -28,6 +28,7 @@ from sharded_loader.pools.process.link import (
     SocketLink,
     head_frame,
     pack_head,
+    pack_tasks,
     piped,
     read_head,
     receive_descriptor,
@@ -35,6 +36,7 @@ from sharded_loader.pools.process.link import (
     send_descriptors,
     send_message,
     unpack_head,
+    unpack_tasks,
 )
 
 LINKS = [SocketLink, PortableLink] if hasattr(os, "fork") else [PortableLink]

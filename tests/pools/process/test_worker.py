@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from sharded_loader.engine.board import IDLE, SAMPLE
-from sharded_loader.engine.messages import Job, NewJob, Result, Task, pack_tasks, unpack_reply
+from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
 from sharded_loader.memory.codec import encode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.segments import Slot
 from sharded_loader.pools import task_reader
 from sharded_loader.pools.process import link
-from sharded_loader.pools.process.link import TASKS_HEAD, pack_head, receive_message, send_message
+from sharded_loader.pools.process.link import TASKS_HEAD, pack_head, pack_tasks, receive_message, send_message
 from sharded_loader.pools.process.worker import WorkerThreads
 from sharded_loader.pools.supervised import decode_result
 
