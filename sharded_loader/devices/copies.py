@@ -98,10 +98,19 @@ class Kept(NamedTuple):
 
 
 class DeviceTimes(Protocol):
-    """Counts the seconds in which a device and the host have waited for each other."""
+    """Seconds in which a device and the host have waited for each other.
 
-    def count_device(self, behind: float = 0.0, idle: float = 0.0) -> None:
-        """Add seconds: in which the host waited for a device, and in which a device waited for data."""
+    Attributes:
+        device_seconds: in which the host waited for a device.
+        device_waiting_seconds: in which a device waited for data.
+    """
+
+    device_seconds: float
+    device_waiting_seconds: float
+
+    @property
+    def sum(self) -> DeviceTimes | None:
+        """What has taken over the numbers of an old epoch; otherwise None."""
 
 
 class Clock:
@@ -171,8 +180,9 @@ class PendingCopy:
             self.copies.move(self)
         return self.batch
 
-    def __del__(self) -> None:
-        if self.event is not None and self.targets:  # of a batch that nobody takes
+    def drop(self) -> None:
+        """No program takes the batch."""
+        if self.event is not None:
             self.copies.drop(self.targets)
 
 
@@ -185,6 +195,9 @@ class Placed:
     def finish(self) -> Any:
         """The shard; see `PendingCopy.finish`."""
         return self.shard
+
+    def drop(self) -> None:
+        """Nothing is under way."""
 
 
 @dataclass(eq=False)
@@ -210,6 +223,11 @@ class PendingBatch:
                 raise
         return shards if self.sharded else shards[0]
 
+    def drop(self) -> None:
+        """No program takes the batch: the memory on the devices is free when its copies are done."""
+        for _, shard in self.shards:
+            shard.drop()
+
 
 def note_device(error: Exception, device: torch.device) -> None:
     """Note on the error of a copy where the batch was copied to."""
@@ -229,7 +247,7 @@ class CopyStream:
 
     Args:
         streams: of the device.
-        clock: of the loader; None: nobody calls.
+        clock: of the loader; None: one of its own.
 
     Attributes:
         streams: as given.
@@ -337,7 +355,7 @@ class CopyStream:
     def _read_times(self) -> None:
         while self._waits and self._waits[0][1].query():
             called, ready, times = self._waits.popleft()
-            times.count_device(idle=max(0.0, called.elapsed_time(ready) / 1000))
+            (times.sum or times).device_waiting_seconds += max(0.0, called.elapsed_time(ready) / 1000)
             self._unused += called, ready
 
     # -- the end of copies ----------------------------------------------------------------------------------
@@ -352,7 +370,7 @@ class CopyStream:
                 began = time.perf_counter()
                 self._wait(kept[0].event)
                 if self._clock.times is not None:
-                    self._clock.times.count_device(behind=time.perf_counter() - began)
+                    self._clock.times.device_seconds += time.perf_counter() - began
             while kept and kept[0].event.query():
                 kept.popleft()
         self._read_times()
@@ -365,7 +383,7 @@ class CopyStream:
             self._given = None
 
     def drop(self, targets: list[torch.Tensor]) -> None:
-        """Nobody takes this batch: its memory on the device is free when its copy is done."""
+        """No program takes this batch: its memory on the device is free when its copy is done."""
         if os.getpid() == self._pid and not program_ends():
             with contextlib.suppress(RuntimeError):
                 self.streams.used_on(targets, self._stream)

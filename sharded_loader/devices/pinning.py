@@ -226,6 +226,9 @@ class PinnedCopy:
             self._error = error
         self._done.set()
 
+    def drop(self) -> None:
+        """Nothing is to be done: the memory goes with this object."""
+
     def finish(self) -> Any:
         """The batch in pinned memory.
 

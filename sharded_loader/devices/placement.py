@@ -180,7 +180,7 @@ class Placement:
 
         Args:
             window: entries in order. The first has a batch.
-            following: those of the next epoch, which is read ahead.
+            following: those of the next epoch, which are prefetched.
 
         Returns:
             The batch; see `place`.

@@ -134,6 +134,9 @@ class Run:
     def forget_window(self) -> None:
         """Throw away what is in flight. It is planned again from `delivered`."""
         self.exhausted = False
+        for entry in self.window:
+            if entry.begun is not None:
+                entry.begun.drop()
         self.window.clear()
         self.waiting.clear()
         self.moved.clear()

@@ -158,13 +158,6 @@ class Counts:
         self.seconds = self.waiting_seconds = self.reading_seconds = self.placing_seconds = 0.0
         self.device_seconds = self.device_waiting_seconds = 0.0
 
-    def count_device(self, behind: float = 0.0, idle: float = 0.0) -> None:
-        """Add seconds; see `devices.copies.DeviceTimes`."""
-        self.device_seconds += behind
-        self.device_waiting_seconds += idle
-        if self.sum is not None:
-            self.sum.count_device(behind, idle)
-
     def merge(self, other: Counts) -> None:
         """Add what another one has counted."""
         for field in reversed(dataclasses.fields(LoaderStats)):
