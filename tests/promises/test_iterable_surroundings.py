@@ -471,7 +471,8 @@ def test_a_state_may_be_taken_in_another_thread() -> None:
     for state in states[:: max(1, len(states) // 20)]:
         with loader_of(Parts(lengths), streams=3) as loader:
             loader.load_state_dict(state)
-            assert [values(batch) for batch in loader] == whole[state["batches"] :]
+            # A state from behind the last batch goes on with the next epoch.
+            assert [values(batch) for batch in loader] == (whole[state["batches"] :] or whole)
 
 
 def test_two_loaders_in_two_threads_tell_torch_of_their_own_parts() -> None:

@@ -36,7 +36,7 @@ class Holds:
     def __getitem__(self, i):
         if i >= 2:
             (folder / str(os.getpid())).touch()
-            ctypes.PyDLL(None).sleep(30)  # in C, with the GIL
+            ctypes.PyDLL(None).sleep(600)  # in C, with the GIL
         return i
 
 pool = ProcessPool(2, start_method=method)
@@ -132,7 +132,7 @@ def test_workers_that_hold_the_gil_from_their_first_line_go_with_their_trainer(m
     def holds(number: int) -> None:
         c = ctypes.PyDLL(None)
         c.creat(os.fsencode(tmp_path / str(os.getpid())), 0o600)  # not in Python, which lets others have the GIL
-        c.sleep(30)
+        c.sleep(600)
 
     trainer = os.fork()
     if trainer == 0:

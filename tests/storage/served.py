@@ -62,6 +62,8 @@ def serving() -> Iterator[Served]:
     served = Served()
 
     class Handler(RangeHandler):
+        disable_nagle_algorithm = True  # otherwise the bytes wait 40 ms for the client to acknowledge the head
+
         @property
         def tag(self) -> str | None:  # type: ignore[override]
             return served.tag
