@@ -59,7 +59,7 @@ class AsCollated(Placement):
         pinner: pins batches as torch does; None: nothing does.
     """
 
-    def __init__(self, devices: list[torch.device] | None, pinner: Pinner | None) -> None:
+    def __init__(self, devices: list[torch.device] | None, pinner: Pinner | None = None) -> None:
         super().__init__(devices, pin_memory=False)
         self.is_plain, self._pinner = False, pinner
         self.copy_ahead(AHEAD)

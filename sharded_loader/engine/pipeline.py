@@ -134,7 +134,7 @@ class Run:
     def forget_window(self) -> None:
         """Throw away what is in flight. It is planned again from `delivered`."""
         self.exhausted = False
-        for entry in self.window:
+        for entry in list(self.window):
             if entry.begun is not None:
                 entry.begun.drop()
         self.window.clear()

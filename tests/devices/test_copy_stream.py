@@ -149,7 +149,8 @@ def test_a_signal_handler_may_close_the_loader_while_the_host_waits(
     def interrupting(streams: SimulatedStreams, seconds: float) -> None:
         if signals:
             signal.raise_signal(signals.pop())
-        rest(streams, seconds)
+        else:
+            rest(streams, seconds)
 
     def handler(number: int, frame: object) -> None:
         assert copies.close()

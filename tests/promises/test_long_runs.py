@@ -63,6 +63,8 @@ def test_an_iterator_may_be_collected_while_another_one_is_dropped(new_pool: Cal
 class Collects:
     """The collector comes when this goes."""
 
+    begun = None
+
     def __del__(self) -> None:
         gc.collect()
 
