@@ -246,11 +246,12 @@ class Case:
 
     def sample(self, index: Any, epoch: int) -> Any:
         """A sample, with the random numbers that belong to it."""
-        if (index, epoch) not in self.samples:
+        key = type(index), index, epoch  # a sample may hold its index as it was given
+        if key not in self.samples:
             if self.reader is None:
                 self.reader = ShardedDataLoader(self.make_dataset(), 1, sampler=[0], seed=self.seed_used)
-            self.samples[index, epoch] = self.reader.read(index, epoch=epoch)
-        return copy.deepcopy(self.samples[index, epoch])
+            self.samples[key] = self.reader.read(index, epoch=epoch)
+        return copy.deepcopy(self.samples[key])
 
     # -- steps ----------------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ CLOSING_SECONDS = 10.0
 """How long `CopyStream.close` waits. The copies under way belong to a few steps, which take seconds at most.
 A collective that hangs is given up by its own library after minutes only."""
 
-LEFT_ALONE: list[CopyStream] = []
+LEFT_ALONE: set[CopyStream] = set()
 """Those with copies under way when their loader was closed. They are held, with what the copies read and write."""
 
 
@@ -98,14 +98,8 @@ class Kept(NamedTuple):
 
 
 class DeviceTimes(Protocol):
-    """Seconds in which a device and the host have waited for each other.
+    """Where the seconds are counted in which devices have waited for data."""
 
-    Attributes:
-        device_seconds: in which the host waited for a device.
-        device_waiting_seconds: in which a device waited for data.
-    """
-
-    device_seconds: float
     device_waiting_seconds: float
 
     @property
@@ -114,15 +108,17 @@ class DeviceTimes(Protocol):
 
 
 class Clock:
-    """Tells the devices when ``next`` is called. The iterator sets `times`, counts `calls`, and calls the `records`.
+    """Who waits for whom. For each ``next`` the iterator sets `times`, counts `calls`, and calls the `records`.
 
     Attributes:
-        times: of the epoch whose ``next`` was called; None before the first call.
-        calls: how many there were.
-        records: of each device, what records an event there. The function is torch's own.
+        behind: seconds in which the host has waited for a device.
+        times: counts how long devices wait, of the epoch whose ``next`` was called; None before the first call.
+        calls: the number of calls.
+        records: for each device, what records an event there. The function is torch's own.
     """
 
     def __init__(self) -> None:
+        self.behind = 0.0
         self.times: DeviceTimes | None = None
         self.calls = 0
         self.records: dict[torch.device, Callable[[], Any]] = {}
@@ -251,7 +247,7 @@ class CopyStream:
 
     Attributes:
         streams: as given.
-        kept: of each copy its sources and its `PendingCopy.targets`.
+        kept: the sources of each copy and its `PendingCopy.targets`, until its event has passed.
     """
 
     def __init__(self, streams: Streams, clock: Clock | None = None) -> None:
@@ -261,9 +257,10 @@ class CopyStream:
         self._lock = threading.RLock()
         self.kept: deque[Kept] = deque()
         self._moved: deque[Kept] = deque()
-        self._given: Any = None  # the batch that `begin` gives to the stream: its number, and what its copies need
+        # What the copies need that `begin` gives to the stream, and the number of their batch.
+        self._given: tuple[list[Any], int | None] | None = None
         self._pid = os.getpid()
-        self._hangs: Any = None  # the event that `drain` has waited for in vain
+        self._hangs: Any = None  # the event that `close` has waited for in vain
         self._called: _Called | None = None
         self._waits: deque[tuple[Any, Any, DeviceTimes]] = deque()  # events of a call and of its batch
         self._unused: list[Any] = []  # events with times
@@ -292,12 +289,12 @@ class CopyStream:
                 self._stream = streams.new_stream()
             # After the targets were allocated: their memory may be that of a batch which was dropped a moment ago.
             self._stream.wait_event(pending.home.record_event())
-            self._given = [pending.sources, pending.targets], number
+            self._given = given = [pending.sources, pending.targets], number
             with streams.on(self._stream):
                 for target, source in zip(pending.targets, pending.sources, strict=True):
                     streams.copy(target, source)
             pending.event = self._stream.record_event()
-            _keep(self.kept, pending.event, *self._given)
+            _keep(self.kept, pending.event, *given)
             self._given = None
             return pending
 
@@ -369,8 +366,7 @@ class CopyStream:
             if len(kept) >= HOST_AHEAD and not kept[-1].is_of(number) and self._hangs is None:
                 began = time.perf_counter()
                 self._wait(kept[0].event)
-                if self._clock.times is not None:
-                    self._clock.times.device_seconds += time.perf_counter() - began
+                self._clock.behind += time.perf_counter() - began
             while kept and kept[0].event.query():
                 kept.popleft()
         self._read_times()
@@ -431,23 +427,17 @@ class CopyStream:
         Returns:
             Whether they are done. If not, the memory that they read must stay as it is.
         """
-        for other in [one for one in LEFT_ALONE if one is not self]:
-            if other.drain(0.0):
-                LEFT_ALONE.remove(other)
-        hangs = self._hangs
-        if not program_ends() and self._lock.acquire(timeout=seconds):  # a thread that waits in ``next`` has it
-            try:
-                if self.drain(0.0 if hangs is not None and hangs is self._oldest else seconds):
-                    self._hangs = None
-                    if self in LEFT_ALONE:
-                        LEFT_ALONE.remove(self)
-                    return True
-            finally:
-                self._lock.release()
-        self._hangs = self._oldest
-        if self not in LEFT_ALONE:
-            LEFT_ALONE.append(self)
-        if self._hangs is not hangs and not program_ends() and not should_stop():
+        ends, gave_up = program_ends(), self._hangs is not None
+        for other in () if ends else tuple(LEFT_ALONE):
+            if other is not self and other._is_done(0.0):
+                LEFT_ALONE.discard(other)
+        if not ends and self._is_done(0.0 if gave_up else seconds):
+            self._hangs = None
+            LEFT_ALONE.discard(self)
+            return True
+        self._hangs = next((kept[0].event for kept in (self.kept, self._moved) if kept), None)
+        LEFT_ALONE.add(self)
+        if not (ends or gave_up or should_stop()):
             warnings.warn(
                 f"{self.streams.device} has not done its copies within {CLOSING_SECONDS:g} s: a kernel or a "
                 f"collective may hang. The pinned memory that the copies read stays as it is until they are done. "
@@ -456,10 +446,14 @@ class CopyStream:
             )
         return False
 
-    @property
-    def _oldest(self) -> Any:
-        """The event that all copies under way wait for; None: there are none."""
-        return next((kept[0].event for kept in (self.kept, self._moved) if kept), None)
+    def _is_done(self, seconds: float) -> bool:
+        """As `drain`. Also False if a thread that waits for the device has the lock for so long."""
+        if not self._lock.acquire(timeout=seconds):
+            return False
+        try:
+            return self.drain(seconds)
+        finally:
+            self._lock.release()
 
     def make_room(self) -> None:
         """Give back what memory can be given back, at the cost of waiting for the copies."""

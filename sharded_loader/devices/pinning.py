@@ -168,7 +168,7 @@ def pinned_empty(streams: Streams, shape: Sequence[int], dtype: np.dtype[Any]) -
         try:
             raw = streams.pinned_bytes(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
         except RuntimeError as error:
-            _note_refused(streams, error)
+            _note_rejected(streams, error)
             return np.empty(shape, dtype)
     return raw.numpy().view(dtype).reshape(shape)
 
@@ -184,16 +184,16 @@ def pinned_copy(streams: Streams, host: torch.Tensor, stride: tuple[int, ...]) -
     try:
         return streams.pin(host, stride)
     except RuntimeError as error:
-        _note_refused(streams, error)
+        _note_rejected(streams, error)
     return torch.empty_strided(host.shape, stride, dtype=host.dtype, device="cpu").copy_(host)
 
 
-def _note_refused(where: Streams | Pinner, error: RuntimeError) -> None:
+def _note_rejected(where: Streams | Pinner, error: RuntimeError) -> None:
     """Warn, once for each, that memory cannot be pinned. An error of another cause is raised again."""
     if not any(words in str(error) for words in ("out of memory", "not supported")):
         raise error
-    if not where.refuses:
-        where.refuses = True
+    if not where.has_warned:
+        where.has_warned = True
         warn(_UNPINNED.format(text_of(error)))
 
 
@@ -205,6 +205,9 @@ _UNPINNED = (
 
 
 # -- in the background ---------------------------------------------------------------------------------------
+
+CLOSING_SECONDS = 10.0
+"""How long `Pinner.close` waits for an object that pins itself, and does not come to an end."""
 
 LOOKS = 0.1
 """Seconds between two looks of who waits for a copy: on Windows a Ctrl-C does not end the wait for a lock."""
@@ -218,13 +221,14 @@ class PinnedCopy:
         self._error: BaseException | None = None
         self._done = threading.Event()
 
-    def make(self, pinner: Pinner) -> None:
-        """Copy."""
+    def make(self, pin: Callable[[Any], Any]) -> bool:
+        """Copy; whether it has worked."""
         try:
-            self._batch = pinner.pin(self._batch)
+            self._batch = pin(self._batch)
         except BaseException as error:
             self._error = error
         self._done.set()
+        return self._error is None
 
     def drop(self) -> None:
         """Nothing is to be done: the memory goes with this object."""
@@ -253,7 +257,7 @@ class Pinner:
         in_thread: False: copies at once, in the thread that calls `begin`.
 
     Attributes:
-        refuses: it was said that torch cannot pin host memory.
+        has_warned: a warning has said that torch cannot pin host memory.
 
     Example:
         >>> pinner = Pinner(lambda batch: [*batch, "pinned"], "cpu", in_thread=False)
@@ -261,11 +265,11 @@ class Pinner:
         ['batch', 'pinned']
         >>> pinner.close()
 
-    Source of the idea: the thread of PyTorch's DataLoader. It copies with one thread of torch's, because a copy with
-    all of them would take the cores of the program.
+    Source of the idea: PyTorch's DataLoader, which has such a thread. The copy uses one core, because a copy on all
+    cores would slow down the program.
     """
 
-    refuses = False
+    has_warned = False
 
     def __init__(self, pin: Callable[[Any], Any], kind: str, in_thread: bool = True) -> None:
         self._pin, self._kind, self._in_thread = pin, kind, in_thread
@@ -276,15 +280,16 @@ class Pinner:
         """Have a batch copied."""
         pending = PinnedCopy(batch)
         if not self._in_thread:
-            pending.make(self)
+            pending.make(self.pin)
             return pending
         if self._thread is None:
             module: Any = torch.get_device_module(self._kind)
-            begin = functools.partial(module.set_device, module.current_device())
-            self._thread = threading.Thread(
-                target=_pin_all, args=(self, self._tasks, begin), name="sharded_loader-pins", daemon=True
-            )
-            self._thread.start()
+            set_device = functools.partial(module.set_device, module.current_device())
+            with uninterrupted():
+                self._thread = threading.Thread(
+                    target=_pin_all, args=(self, self._tasks, set_device), name="sharded_loader-pins", daemon=True
+                )
+                self._thread.start()
         self._tasks.put(pending)
         return pending
 
@@ -293,7 +298,7 @@ class Pinner:
         try:
             return self._pin(batch)
         except RuntimeError as error:
-            _note_refused(self, error)
+            _note_rejected(self, error)
             return batch
 
     def close(self) -> None:
@@ -302,19 +307,25 @@ class Pinner:
         if thread is not None:
             self._tasks.put(None)
             if thread is not threading.current_thread():
-                thread.join()
+                thread.join(CLOSING_SECONDS)
 
 
-def _pin_all(pinner: Pinner, tasks: queue.SimpleQueue[PinnedCopy | None], begin: Callable[[], Any]) -> None:
-    """The thread of a `Pinner`."""
-    import threadpoolctl
+def _pin_all(pinner: Pinner, tasks: queue.SimpleQueue[PinnedCopy | None], set_device: Callable[[], Any]) -> None:
+    """The thread of a `Pinner`. What goes wrong before the first copy is the error of a batch, too."""
 
-    torch.get_num_threads()  # which sets the number for this thread, if nothing has done so before
-    # Not `torch.set_num_threads`: it counts for each thread that the program starts later, too.
-    threadpoolctl.threadpool_limits(1, user_api="openmp")
-    begin()
+    def first(batch: Any) -> Any:
+        import threadpoolctl
+
+        torch.get_num_threads()  # which sets the number for this thread, if nothing has done so before
+        # Not `torch.set_num_threads`: it counts for each thread that the program starts later, too.
+        threadpoolctl.threadpool_limits(1, user_api="openmp")
+        set_device()
+        return pinner.pin(batch)
+
+    pin: Callable[[Any], Any] = first
     while (pending := tasks.get()) is not None:
-        pending.make(pinner)
+        if pending.make(pin):
+            pin = pinner.pin
         del pending
 
 

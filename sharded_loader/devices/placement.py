@@ -73,13 +73,13 @@ class Placement:
 
     Attributes:
         is_plain: batches stay in host memory that is not pinned: `to_torch` is all there is to do.
-        asynchronous: the devices that copies go to by a stream. If there are none, `place` is all there is to do.
-        goes_ahead: batches behind the next one are begun, by `place_next`.
+        asynchronous: the devices that copies go to by a stream.
+        goes_ahead: `place_next` begins the batches behind the next one. Otherwise `place` is all there is to do.
         capture_probes: each tells whether a graph is being captured on an accelerator that a batch is copied or pinned
             for. See `check_not_capturing`.
         ahead: how many batches to begin behind the next one.
         copies: the `CopyStream` of each device; None where it has no streams.
-        clock: to be told of each ``next``.
+        clock: the iterator notes each ``next`` there.
     """
 
     def __init__(self, devices: list[torch.device] | None, pin_memory: bool, in_background: bool = True) -> None:
@@ -105,7 +105,7 @@ class Placement:
         self.copy_ahead(AHEAD)
 
     def copy_ahead(self, count: int) -> None:
-        """Set `ahead`; it stays 0 where nothing is copied by a stream."""
+        """Set `ahead`; it stays 0 where nothing `goes_ahead`."""
         self.goes_ahead = bool(self.asynchronous) or self._pinner is not None
         self.ahead = self._wanted = count if self.goes_ahead else 0
         self._pause, self._until_retry, self._retried = PAUSE, 0, False
@@ -198,7 +198,7 @@ class Placement:
                 self._begin_behind(window, following)
                 return head.begun.finish()
             except OUT_OF_MEMORY:
-                if is_last_try:
+                if is_last_try or self._pinner is not None:
                     raise
             # Not done above: the error's traceback holds the parts that had found room.
             for entry in self._behind(window, following):

@@ -55,11 +55,11 @@ class Streams:
         is_pinned: ``is_pinned(host)``, whether the device reads the tensor's memory by itself.
         empty_cache: ``empty_cache()`` gives unused memory back to the device.
         timed_event: ``timed_event()``, an event that tells how long after another one it has passed.
-        refuses: it was said that torch cannot pin host memory.
+        has_warned: a warning has said that torch cannot pin host memory.
         rest: ``rest(seconds)`` lets the host sleep between two looks at an event.
     """
 
-    refuses = False
+    has_warned = False
 
     def __init__(self, device: torch.device) -> None:
         module: Any = torch.get_device_module(device)

@@ -352,8 +352,8 @@ class Pipeline:
                     entry = Entry(seq, planned)
                     run.waiting.append(entry)
                 else:
-                    # Its frames lead to this iterator, which could not go before its window does.
-                    if window:
+                    # Its frames lead to the iterator whose step this is, which could not go before this window does.
+                    if window or run.is_ahead:
                         leave_frames(planned)
                     entry = Entry(seq, None, Result(run.number, seq, error=planned))
                 window.append(entry)

@@ -126,13 +126,7 @@ class BatchIterator(Iterator[Batch]):
         for is_capturing in self._placement.capture_probes:
             if is_capturing():
                 self._placement.check_not_capturing()
-        clock = self._placement.clock
-        clock.times = self._counts
-        clock.calls += 1
-        for record in clock.records.values():
-            with contextlib.suppress(RuntimeError):  # the device is broken: the batch says so
-                record()
-        pipeline = self._pipeline
+        pipeline, clock = self._pipeline, self._placement.clock
         if os.getpid() != pipeline.pid:
             pipeline.check_open()  # before the lock: in a forked child no thread would release it
         is_nested = is_owned(pipeline.lock)
@@ -141,6 +135,11 @@ class BatchIterator(Iterator[Batch]):
             if run is not None and pipeline.closed:
                 pipeline.check_open()  # raises: another loader may have the pool
             delivered = 0 if run is None else run.delivered
+            clock.times = self._counts
+            clock.calls += 1
+            for record in clock.records.values():
+                with contextlib.suppress(RuntimeError):  # the device is broken: the batch says so
+                    record()
             try:
                 if run is None:
                     mark = self._mark()
@@ -165,8 +164,8 @@ class BatchIterator(Iterator[Batch]):
             mark: where the loader was before that.
             is_nested: this thread is in a step already: a signal handler, or a dataset, has called ``next``.
         """
-        is_first, meter, counts = begins, self._meter, self._counts
-        behind = counts.device_seconds
+        is_first, meter, clock = begins, self._meter, self._placement.clock
+        behind = clock.behind
         began = time.perf_counter()
         working = 0.0 if self._last_ended is None else began - self._last_ended
         if is_first:
@@ -199,13 +198,13 @@ class BatchIterator(Iterator[Batch]):
                 continue
             pipeline.end(inside)
             self._last_ended = time.perf_counter()
-            behind, inside_next = counts.device_seconds - behind, self._last_ended - began
+            behind, inside_next = clock.behind - behind, self._last_ended - began
             if self._counted is not run:
                 if self._counted is not None:
                     self._counts = Counts()
                 self._counted = run
                 meter.begin(run.epoch.number, self._totals_at_start, self._counts)
-            meter.add(self._counts, inside_next - behind, inside_next + working, placing - behind, result)
+            meter.add(self._counts, inside_next, inside_next + working, placing, behind, result)
             if result.error is None and meter.looks is None:
                 meter.look(batch)
             try:

@@ -212,27 +212,29 @@ class Meter:
             if self.epochs.get(number) is old:
                 del self.epochs[number]
 
-    def add(self, epoch: Counts, waiting: float, seconds: float, placing: float, result: Result) -> None:
+    def add(self, epoch: Counts, inside: float, seconds: float, placing: float, behind: float, result: Result) -> None:
         """An iterator has come to a batch, or to an error in its place.
 
         Args:
             epoch: what `begin` was given.
-            waiting: seconds in ``next``, but those in which a device was behind.
-            seconds: all seconds in ``next``, and in the loop since the batch before.
-            placing: seconds of conversion and of copies.
+            inside: seconds in ``next``.
+            seconds: of these and of the loop since the batch before.
+            placing: those in ``next`` of conversion and of copies.
+            behind: of these, in which the host waited for a device.
             result: of the batch.
         """
         # Another thread may read them meanwhile, from the last field to the first: a part never exceeds its whole.
         epoch.seconds += seconds
-        epoch.waiting_seconds += waiting
+        epoch.waiting_seconds += inside - behind
+        epoch.device_seconds += behind
         if result.error is None:
             epoch.batches += 1
             epoch.samples += result.samples
             epoch.reading_seconds += result.seconds
             epoch.retries += result.retries
-            epoch.placing_seconds += placing
+            epoch.placing_seconds += placing - behind
         if epoch.sum is not None:
-            self.add(epoch.sum, waiting, seconds, placing, result)
+            self.add(epoch.sum, inside, seconds, placing, behind, result)
 
     def look(self, batch: Any) -> None:
         """Note what the first batch looks like."""

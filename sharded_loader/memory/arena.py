@@ -58,8 +58,8 @@ WINDOW = 64
 """Batches: where sizes vary at random, one batch in 64 does not fit its slot, and is copied once more."""
 
 LEFT_ALONE: list[Segment] = []
-"""Those that a device may still read when their arena was closed. They stay mapped. Who closes or makes segments looks
-again."""
+"""Those that a device may still read when their arena was closed. They stay mapped. An arena looks again whenever it
+closes, or makes a segment."""
 
 Register = Callable[[mmap.mmap], Callable[[], Any] | None]
 
@@ -201,7 +201,7 @@ class Arena:
         # New ones: a lease that ends later must not free a slot of a later segment.
         self._out, self._returned, self._shared = {}, deque(), set()
         with contextlib.ExitStack() as steps:  # each step is done, whatever another one raises
-            for segment in (*segments, *_left_alone()):
+            for segment in (*segments, *LEFT_ALONE):
                 steps.callback(_give_up, segment)
 
     def _carve(self, nbytes: int) -> Slot | None:
@@ -235,7 +235,7 @@ class Arena:
                 f"no room for a batch in shared memory: {size:,} bytes wanted, {have:,} in use, and "
                 f"{free.what} leaves {free.nbytes:,}: use smaller batches, fewer workers or a smaller prefetch"
             )
-        for left in _left_alone():
+        for left in tuple(LEFT_ALONE):
             _give_up(left)
         with uninterrupted():  # a segment that is not noted would keep its descriptor, and stay registered
             segment = self._create(size, least, have)
@@ -286,13 +286,6 @@ def _pages(nbytes: int) -> int:
     return nbytes // PAGE * PAGE
 
 
-def _left_alone() -> list[Segment]:
-    """What was left alone, to be tried again."""
-    found = LEFT_ALONE[:]
-    del LEFT_ALONE[: len(found)]
-    return found
-
-
 def _give_up(segment: Segment) -> None:
     """Close a segment; leave its mapping alone if a device may still read it."""
     left_alone = False
@@ -300,7 +293,10 @@ def _give_up(segment: Segment) -> None:
         left_alone = segment.unregister is not None and segment.unregister() is False
     finally:  # where this raises, the device is broken, and reads nothing any more
         if left_alone:
-            LEFT_ALONE.append(segment)
+            if segment not in LEFT_ALONE:
+                LEFT_ALONE.append(segment)
             segment.close_descriptor()
         else:
+            with contextlib.suppress(ValueError):
+                LEFT_ALONE.remove(segment)
             segment.close()

@@ -63,7 +63,7 @@ MOST_AT_ONCE = 1 << 30
 """Bytes of one write: a system call takes no more than 2 GiB."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Segment:
     """Shared memory, mapped in this process.
 

@@ -157,7 +157,7 @@ def hang(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     machine.finish()
     for closed in (copies.CopyStream(SimulatedStreams(machine, machine.devices[0])), Arena()):
         closed.close()  # and looks again at what was left alone
-    assert (copies.LEFT_ALONE, arena.LEFT_ALONE, machine.registered) == ([], [], {})
+    assert (copies.LEFT_ALONE, arena.LEFT_ALONE, machine.registered) == (set(), [], {})
 
 
 def test_a_device_that_hangs_is_not_waited_for_without_end(
@@ -218,7 +218,7 @@ def test_memory_that_was_left_alone_is_given_back_when_the_device_goes_on(
     machine.finish()
     with ShardedDataLoader(dataset(), 32, device=device, num_workers=1) as other:
         next(iter(other))
-    assert (machine.registered, machine.faults, arena.LEFT_ALONE, copies.LEFT_ALONE) == ({}, [], [], [])
+    assert (machine.registered, machine.faults, arena.LEFT_ALONE, copies.LEFT_ALONE) == ({}, [], [], set())
     del held, batches
 
 

@@ -126,20 +126,6 @@ def test_what_an_interrupted_begin_has_given_to_the_device_goes_when_it_was_read
 # -- the end --------------------------------------------------------------------------------------------------
 
 
-def test_no_thread_waits_for_copies_that_are_done(
-    machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def thread(**_: object) -> None:
-        raise AssertionError("a thread waits")
-
-    copies.begin([torch.arange(9)])
-    machine.finish()
-    monkeypatch.setattr(threading, "Thread", thread)
-    assert copies.drain()
-    assert copies.drain()
-    assert len(copies.kept) == 0
-
-
 def test_a_signal_handler_may_close_the_loader_while_the_host_waits(
     machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:

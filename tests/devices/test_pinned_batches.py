@@ -178,6 +178,35 @@ def test_where_no_more_memory_can_be_pinned_batches_stay_as_they_are(pins: Pins,
     assert len(caught) == 1
 
 
+@pytest.mark.parametrize("kind", ["ours", "drop-in"])
+def test_a_thread_that_cannot_begin_is_an_error_and_no_hang(
+    pins: Pins, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def broken(device: int) -> None:
+        raise ValueError("no such device")
+
+    batches = iter(made(kind))
+    with monkeypatch.context() as patch:
+        patch.setattr(pins.accelerator, "set_device", broken)
+        for number in range(3):
+            with pytest.raises(ValueError, match="no such device") as caught:
+                next(batches)
+            assert f"epoch 0, batch {number}" in "".join(notes_of(caught.value))
+            del caught
+    assert pins == []
+
+
+def test_an_object_that_runs_out_of_memory_is_pinned_or_an_error(pins: Pins) -> None:
+    class Greedy(torch.nn.Module):
+        def pin_memory(self) -> Any:
+            raise torch.cuda.OutOfMemoryError("nothing left")
+
+    loader = ShardedDataLoader(rows(), 4, pin_memory=True, batchify_fn=lambda samples: Greedy(), num_workers=1)
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="nothing left"):
+        next(iter(loader))
+    loader.close()
+
+
 def test_ctrl_c_while_a_batch_is_pinned_loses_nothing(pins: Pins, new_pool: Callable[..., Pool]) -> None:
     go_on = threading.Event()
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import make_pool
 
-from sharded_loader import ShardedDataLoader
+from sharded_loader import ShardedDataLoader, SubsetRandomSampler
 from sharded_loader.torch import DataLoader
 
 
@@ -170,6 +170,22 @@ def test_an_error_that_waits_for_its_turn_does_not_keep_the_iterator(given: dict
         loader.set_epoch(0)
         next(iterator)
         assert loader.position == 2
+        gc.disable()
+        try:
+            del iterator
+            assert loader.position == 0
+        finally:
+            gc.enable()
+
+
+def test_an_error_of_the_epoch_that_is_prefetched_does_not_keep_the_iterator_before_it() -> None:
+    options = {"pool": "thread", "num_workers": 1, "prefetch": 4, "prefetch_epochs": True}
+    with ShardedDataLoader(range(4), 1, sampler=SubsetRandomSampler([9, 9]), **options) as loader:
+        iterator = iter(loader)
+        with pytest.raises(IndexError, match="the sampler yielded index 9"):
+            next(iterator)
+        assert any(run.is_ahead and run.window for run in loader._pipeline._runs.values())
+        loader.set_epoch(0)
         gc.disable()
         try:
             del iterator

@@ -339,7 +339,8 @@ def test_the_sum_has_what_iterators_of_old_and_of_repeated_epochs_add() -> None:
         iterators.append(Counts())
         meter.begin(epoch, NO_TOTALS, iterators[-1])
     for counts in iterators:
-        meter.add(counts, 1.0, 2.0, 0.0, result)
+        meter.add(counts, 1.0, 2.0, 0.5, 0.25, result)
     stats = meter.stats()
     assert (stats.batches, stats.samples) == (len(iterators), 3 * len(iterators))
-    assert (stats.waiting_seconds, stats.seconds) == (len(iterators), 2 * len(iterators))
+    assert (stats.waiting_seconds, stats.seconds) == (0.75 * len(iterators), 2 * len(iterators))
+    assert (stats.placing_seconds, stats.device_seconds) == (0.25 * len(iterators), 0.25 * len(iterators))
