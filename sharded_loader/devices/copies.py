@@ -338,13 +338,15 @@ class CopyStream:
 
     def note_ready(self, stream: Any) -> None:
         """The caller's stream has the batch that ``next`` was called for. Make an event for the next call."""
-        clock, called = self._clock, self._called
+        clock, device = self._clock, self.streams.device
+        clock.records.pop(device, None)  # first: an event that waits to be read must not be recorded again
+        called, self._called = self._called, None
         if called is not None and called.stream == stream and called.calls < clock.calls and clock.times is not None:
             ready = self._timed_event()
             ready.record(stream)
             self._waits.append((called.event, ready, clock.times))
         self._called = called = _Called(self._timed_event(), stream, clock.calls)
-        clock.records[self.streams.device] = functools.partial(called.event.record, stream)
+        clock.records[device] = functools.partial(called.event.record, stream)
 
     def _timed_event(self) -> Any:
         return self._unused.pop() if self._unused else self.streams.timed_event()

@@ -136,10 +136,10 @@ class BatchIterator(Iterator[Batch]):
                 pipeline.check_open()  # raises: another loader may have the pool
             delivered = 0 if run is None else run.delivered
             clock.times = self._counts
-            clock.calls += 1
             for record in clock.records.values():
                 with contextlib.suppress(RuntimeError):  # the device is broken: the batch says so
                     record()
+            clock.calls += 1  # now, so that what was interrupted before does not count
             try:
                 if run is None:
                     mark = self._mark()

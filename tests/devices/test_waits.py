@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulated import Machine, SimulatedStreams
+from simulated import Event, Machine, SimulatedStreams, Stream
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.engine.pool import Pool
@@ -119,6 +119,29 @@ def test_ctrl_c_ends_the_wait_for_a_device_that_hangs(
         assert 0 < len(got) < 16
         got += batches
         machine.finish()
+    assert [batch[0, 0].item() for batch in got] == [4.0 * number for number in range(16)]
+    assert machine.faults == []
+
+
+def test_a_call_that_is_interrupted_before_the_device_knows_of_it_is_not_counted(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the next batch would ask for the time of an event that was never recorded."""
+    with ShardedDataLoader(np.arange(64.0)[:, None], 4, device=machine.devices[0]) as loader:
+        batches = iter(loader)
+        got, record = [next(batches)], Event.record
+
+        def interrupted(event: Event, stream: Stream) -> None:
+            monkeypatch.setattr(Event, "record", record)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Event, "record", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        loader._placement.clock.records.clear()  # and it is not called again before the batch is ready
+        for batch in batches:
+            machine.finish()
+            got.append(batch)
     assert [batch[0, 0].item() for batch in got] == [4.0 * number for number in range(16)]
     assert machine.faults == []
 
