@@ -137,7 +137,7 @@ def test_a_call_that_is_interrupted_before_the_device_knows_of_it_is_not_counted
             next(batches)
         machine.finish()
         records.clear()
-        loader._placement.clock.calls -= 1  # so that the next call, which records nothing here, does not count by itself
+        loader._placement.clock.calls -= 1  # the next call records nothing, and must not count by itself
         for batch in batches:
             machine.finish()
             got.append(batch)
