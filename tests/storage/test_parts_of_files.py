@@ -68,7 +68,8 @@ def test_no_part_of_another_version_is_read(served: Served, tag: str | None, mod
     for begins, ends in (([10], [20]), ([10, 300_000], [20, 300_010])):
         with pytest.raises(ShardError, match=r"a\.bin has changed since the dataset was made.*make the dataset again"):
             store.ranges(url, begins, ends, stat)
-    assert store.retries == 0 and len(served.asked) == asked + 3
+    # The second part of two is left out if the first one has failed by then.
+    assert store.retries == 0 and len(served.asked) - asked in (2, 3)
     assert store.ranges(url, [10], [20]) == [NEW[10:20]]  # of any version
 
 
