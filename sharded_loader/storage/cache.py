@@ -352,6 +352,7 @@ def beside(path: Path) -> Path:
 def seal(part: Path, path: Path) -> None:
     """Make ``part`` the shard ``path``, and note its content as the right one."""
     checksum = _checksum(part)
+    beside(path).touch()  # a shard without this file is the first to go
     os.replace(part, path)
     _note(path, checksum)
 

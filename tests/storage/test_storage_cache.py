@@ -74,6 +74,24 @@ def test_the_shard_goes_that_was_not_opened_for_the_longest_time(tmp_path: Path)
     assert len(calls) == 5
 
 
+def test_a_shard_that_gets_its_name_now_is_not_the_first_to_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, note, calls = ShardCache(tmp_path, 2 * SIZE), cache_module._note, []
+
+    def another_needs_room(path: Path, checksum: int) -> None:
+        monkeypatch.setattr(cache_module, "_note", note)
+        put(ShardCache(tmp_path, 2 * SIZE), 3)
+        note(path, checksum)
+
+    put(cache, 1)
+    cache.let_go("s3://b/1.tar", Stat(SIZE, "tag"), 5)
+    monkeypatch.setattr(cache_module, "_note", another_needs_room)
+    put(cache, 2, calls)
+    assert len(calls) == 1  # it was not fetched again
+    assert [cache.keep(f"s3://b/{number}.tar", Stat(SIZE, "tag")) for number in (1, 2, 3)] == [False, True, True]
+
+
 def test_a_shard_that_is_open_is_read_to_its_end(tmp_path: Path) -> None:
     cache = ShardCache(tmp_path, SIZE)
     file = cache.open("s3://b/1.tar", Stat(SIZE, "tag"), writes(b"x" * SIZE))
