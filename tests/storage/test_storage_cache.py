@@ -74,9 +74,7 @@ def test_the_shard_goes_that_was_not_opened_for_the_longest_time(tmp_path: Path)
     assert len(calls) == 5
 
 
-def test_a_shard_that_gets_its_name_now_is_not_the_first_to_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_that_gets_its_name_now_is_not_the_first_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, note, calls = ShardCache(tmp_path, 2 * SIZE), cache_module._note, []
 
     def another_needs_room(path: Path, checksum: int) -> None:
