@@ -338,7 +338,9 @@ class SimulatedStreams(Streams):
     def used_on(self, tensors: Iterable[torch.Tensor], stream: Stream) -> None:
         for tensor in tensors:
             self.machine.log.append(("used_on", stream.name))
-            self.machine.recorded[tensor.data_ptr()].append(stream)
+            recorded = self.machine.recorded.get(tensor.untyped_storage().data_ptr())
+            if recorded is not None:  # on the device
+                recorded.append(stream)
 
     def is_pinned(self, host: torch.Tensor) -> bool:  # finalizers take entries out of `pinned`
         machine, address = self.machine, host.data_ptr()

@@ -148,12 +148,12 @@ def _where(error: BaseException) -> str:
 
 def _made(named: Any, target: str) -> Any:
     """The dataset itself, or what a function or a class makes."""
-    from sharded_loader.data.inspection import has_own, takes_part
+    from sharded_loader.data.inspection import has_own, takes_two
 
     is_class = isinstance(named, type)
     is_dataset = not is_class and any(has_own(type(named), name) for name in ("__getitem__", "__iter__"))
-    if is_dataset or not callable(named) or (not is_class and takes_part(named)):
-        return named  # takes_part: a function that gives a part of iterable data
+    if is_dataset or not callable(named) or (not is_class and takes_two(named)):
+        return named  # takes_two: a function that gives a part of iterable data
     try:
         made = named()
     except Exception as error:

@@ -5,7 +5,7 @@
     is_stateful(one)            it has ``state_dict`` and ``load_state_dict``, and the state says all
     keeps_place(dataset)        it may know in itself how far it was read
     known_parts(dataset)        how many parts iterable data is made of
-    takes_part(function)        a function asks which part it is to read
+    takes_two(function)        a function asks which part it is to read
     iterable_of(dataset, part)  the dataset, or what a function of its part returns
     open_file(dataset)          the first open file that is found, as "dataset.f"
     this_worker()               which of how many workers, or parts, reads here
@@ -159,23 +159,32 @@ def known_parts(dataset: Any) -> int | None:
     return None
 
 
-def takes_part(function: Callable[..., Any]) -> bool:
-    """Whether a function needs two arguments: the number of its part, and how many parts there are.
+def takes_two(function: Callable[..., Any]) -> bool:
+    """Whether a function needs two arguments, such as the number of its part, and how many parts there are.
 
     Example:
-        >>> takes_part(lambda part, parts: []), takes_part(lambda: []), takes_part(lambda size=3: [])
+        >>> takes_two(lambda part, parts: []), takes_two(lambda: []), takes_two(lambda size=3: [])
         (True, False, False)
     """
+    by_position = [one for one in _parameters(function) if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return sum(one.default is one.empty for one in by_position) >= 2
+
+
+def takes_named(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has an argument of this name.
+
+    Example:
+        >>> takes_named(lambda batch, rng=None: batch, "rng"), takes_named(len, "rng")
+        (True, False)
+    """
+    return any(one.name == name for one in _parameters(function))
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
-        parameters = inspect.signature(function).parameters.values()
+        return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # of some functions in C
-        return False
-    by_position = [
-        parameter
-        for parameter in parameters
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    return sum(parameter.default is parameter.empty for parameter in by_position) >= 2
+        return []
 
 
 def iterable_of(dataset: Any, part: Callable[[], tuple[int, int]]) -> Any:
@@ -191,7 +200,7 @@ def iterable_of(dataset: Any, part: Callable[[], tuple[int, int]]) -> Any:
     """
     if hasattr(type(dataset), "__iter__"):
         return dataset
-    return dataset(*part()) if takes_part(dataset) else dataset()
+    return dataset(*part()) if takes_two(dataset) else dataset()
 
 
 # -- open files --------------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ from sharded_loader.base.imports import call_after_import
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import ConcatDataset, Dataset, View
-from sharded_loader.data.inspection import is_indexed, is_stateful, iterable_of, known_parts, takes_part, this_worker
+from sharded_loader.data.inspection import is_indexed, is_stateful, iterable_of, known_parts, takes_two, this_worker
 from sharded_loader.data.schedule import Schedule, whole_numbers
 
 FIRST, ALL = "first_exhausted", "all_exhausted"
@@ -228,7 +228,7 @@ END: Any = object()
 
 def is_divided(dataset: Any) -> bool:
     """Whether a source divides a dataset among workers. Other datasets divide themselves."""
-    return is_indexed(dataset) or (not hasattr(type(dataset), "__iter__") and takes_part(dataset))
+    return is_indexed(dataset) or (not hasattr(type(dataset), "__iter__") and takes_two(dataset))
 
 
 @dataclass(frozen=True)

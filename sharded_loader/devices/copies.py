@@ -18,6 +18,11 @@
      tensor that the user makes there. To record them anyway would keep their memory until the *host* sees the
      consumer's work done. Then a host that runs ahead uses more and more device memory.
 
+The user's ``device_transform`` runs on the copy stream, behind the copy and before e. So do the moves of objects that
+move themselves, if all their tensors can be found: of containers, and of objects with ``record_stream``. What these two
+make is memory of the copy stream, so it is recorded on the caller's stream at f. Other objects move at f, on the
+caller's stream.
+
 The host waits in two places. While the copies of `HOST_AHEAD` batches are under way it waits for the oldest, because
 the copies hold host memory. The device has that many steps to do then. At the end of an epoch the host waits for the
 last copies, so that their host memory is free. The device still has the last steps to do then. To wait is to ask, and
@@ -50,18 +55,19 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from sharded_loader.base.errors import add_note
+from sharded_loader.base.errors import add_note, notes_of
 from sharded_loader.base.interrupts import program_ends, should_stop
 from sharded_loader.batching.protocol import BatchifyError
-from sharded_loader.batching.tree import ATOMS, map_leaves, to_torch
-from sharded_loader.devices.pinning import pinned_copy
+from sharded_loader.batching.tree import ATOMS, children, map_leaves, to_torch
+from sharded_loader.devices.pinning import arrays_in, pinned_copy
 from sharded_loader.devices.streams import Streams, note_late
+from sharded_loader.devices.transform import RAISED
 
 HOST_AHEAD = 4
 """Batches whose copies to one device may be under way. Each holds pinned host memory, so 16 batches of 100 MB would
@@ -140,21 +146,23 @@ class PendingCopy:
         copies: the copy stream that has begun it.
         home: the stream that the targets belong to.
         batch: of tensors on the device. Only `finish` may hand it out.
-        sources: the tensors that are copied from.
+        sources: the tensors that are copied from, and the objects that have moved themselves.
         targets: the tensors that are copied to, until `finish` hands them out. `CopyStream.kept` holds this list.
         event: passes when the copies are done. None: nothing is copied.
-        staged: the objects in the batch that `finish` asks to move themselves.
+        staged: the objects in the batch that move themselves, here or in `finish`.
         number: of the batch, as `CopyStream.begin` was given it.
+        made: what the copy stream's own memory is in: `finish` records it on the caller's stream.
     """
 
     copies: CopyStream
     home: Any
     number: int | None
     batch: Any = None
-    sources: list[torch.Tensor] = field(default_factory=list)
+    sources: list[Any] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
     event: Any = None
     staged: list[_Staged] = field(default_factory=list)
+    made: list[Any] = field(default_factory=list)
 
     def finish(self) -> Any:
         """The batch, ready on the current stream of this thread.
@@ -170,6 +178,8 @@ class PendingCopy:
                 current.wait_event(self.event)
                 if current != self.home:
                     streams.used_on(self.targets, current)
+                for made in self.made:
+                    record(streams, made, current)
                 self.copies.note_ready(current)
             self.targets.clear()
         if self.staged:
@@ -183,7 +193,13 @@ class PendingCopy:
 
 
 class Placed:
-    """A shard, or a plain batch, that is on its device already: a pool has made it there, or the host has waited."""
+    """A shard, or a plain batch, that is on its device already: a pool has made it there, or the host has waited.
+
+    Attributes:
+        event: None: nothing is under way.
+    """
+
+    event: Any = None
 
     def __init__(self, shard: Any) -> None:
         self.shard = shard
@@ -196,6 +212,18 @@ class Placed:
         """Nothing is under way."""
 
 
+class Ready(NamedTuple):
+    """What a batch is ready after.
+
+    Attributes:
+        sharded: whether it is a list of shards.
+        events: of each shard, with its device. None: the shard was made on the caller's stream.
+    """
+
+    sharded: bool
+    events: list[tuple[torch.device, Any]]
+
+
 @dataclass(eq=False)
 class PendingBatch:
     """A batch on its way to its devices.
@@ -203,20 +231,24 @@ class PendingBatch:
     Attributes:
         sharded: whether it is a list of shards.
         shards: each with its device.
+        ready: when it has been handed out, what its shards were ready after.
     """
 
     sharded: bool
     shards: list[tuple[torch.device, PendingCopy | Placed]] = field(default_factory=list)
+    ready: Ready | None = None
 
     def finish(self) -> Any:
         """The batch, ready on the current stream of this thread; see `PendingCopy.finish`."""
-        shards = []
+        shards, events = [], []
         for device, shard in self.shards:
             try:
                 shards.append(shard.finish())
             except Exception as error:
                 note_device(error, device)
                 raise
+            events.append((device, shard.event))
+        self.ready = Ready(self.sharded, events)
         return shards if self.sharded else shards[0]
 
     def drop(self) -> None:
@@ -227,15 +259,30 @@ class PendingBatch:
 
 def note_device(error: Exception, device: torch.device) -> None:
     """Note on the error of a copy where the batch was copied to."""
-    if not isinstance(error, BatchifyError) and not note_late(error):
+    if not isinstance(error, BatchifyError) and not note_late(error) and RAISED not in notes_of(error):
         add_note(error, f"raised while the batch was copied to {device}")
 
 
 class _Staged:
-    """An object that is going to move itself, in host memory that is not a pinned slot."""
+    """An object that moves itself.
+
+    Attributes:
+        what: the object in host memory that is not a pinned slot; when it has moved, what it has become.
+        has_moved: whether it has.
+    """
 
     def __init__(self, what: Any) -> None:
-        self.what = what
+        self.what, self.has_moved = what, False
+
+    def move(self, streams: Streams) -> Any:
+        """Move it on the current stream, once; what it has become."""
+        if not self.has_moved:
+            try:
+                self.what = self.what.to(streams.device, non_blocking=True)
+            except TypeError:
+                self.what = self.what.to(streams.device)
+            self.has_moved = True
+        return self.what
 
 
 class CopyStream:
@@ -265,17 +312,20 @@ class CopyStream:
         self._waits: deque[tuple[Any, Any, DeviceTimes]] = deque()  # events of a call and of its batch
         self._unused: list[Any] = []  # events with times
 
-    def begin(self, batch: Any, number: int | None = None) -> PendingCopy:
+    def begin(
+        self, batch: Any, number: int | None = None, transform: Callable[[Any], Any] | None = None
+    ) -> PendingCopy:
         """Start to copy a batch.
 
         Args:
             batch: a structure of arrays and host tensors; other leaves stay as they are, or are asked to move
                 themselves.
             number: of the batch; its shards on this device have the same. None: one of its own.
+            transform: what makes the batch that is handed out of the one on the device.
 
         Raises:
             torch.OutOfMemoryError: the device has no memory for it.
-            Exception: what an object that moves itself raises.
+            Exception: what an object that moves itself raises, or ``transform``.
         """
         streams = self.streams
         # Not in the caller's inference mode: what is begun in it may be handed out after it.
@@ -283,7 +333,8 @@ class CopyStream:
             self._let_go(number)
             pending = PendingCopy(self, streams.caller_stream(), number)
             pending.batch = to_torch(batch, functools.partial(self._place, pending))
-            if not pending.targets:
+            ahead = _seen(pending.staged, transform is not None) if pending.staged else []
+            if not (pending.targets or ahead or transform is not None):
                 return pending
             if self._stream is None:
                 self._stream = streams.new_stream()
@@ -293,10 +344,26 @@ class CopyStream:
             with streams.on(self._stream):
                 for target, source in zip(pending.targets, pending.sources, strict=True):
                     streams.copy(target, source)
+                for staged in ahead:
+                    pending.sources.append(staged.what)
+                    pending.made.append(staged.move(streams))
+                if transform is not None:
+                    self._transform(pending, transform)
             pending.event = self._stream.record_event()
             _keep(self.kept, pending.event, *given)
             self._given = None
             return pending
+
+    def _transform(self, pending: PendingCopy, transform: Callable[[Any], Any]) -> None:
+        """Put what the user's function makes in the place of the batch. What it is made of is kept with the sources."""
+        batch, pending.staged = self._with_moved(pending), []
+        pending.batch = transform(batch)
+        pending.made, pending.targets = [pending.batch], []
+        if not all(_is_recorded(tensor) or tensor.layout is torch.jagged for tensor in _tensors_in(pending.batch)):
+            raise TypeError(
+                "device_transform has returned a sparse or nested tensor, whose memory torch cannot guard while "
+                "another stream uses it: return dense tensors"
+            )
 
     def _place(self, pending: PendingCopy, leaves: Sequence[Any]) -> list[Any]:
         """What stands in the places of leaves: memory on the device for plain tensors, which are not copied yet."""
@@ -317,22 +384,25 @@ class CopyStream:
         return places
 
     def move(self, pending: PendingCopy) -> None:
-        """Let objects move themselves, on the caller's stream: no tensor of theirs needs `used_on` then."""
+        """Put what objects have become in their places. Those that have not moved do so now, on the caller's stream: no
+        tensor of theirs needs `used_on` then."""
         streams = self.streams
+        late = [one for one in pending.staged if not one.has_moved]
+        sources = [one.what for one in late]
         with torch.inference_mode(False), streams.current():
             try:
-                pending.batch = map_leaves(self._moved_leaf, pending.batch, own="to", skip=ATOMS)
+                pending.batch = self._with_moved(pending)
             finally:
-                _keep(self._moved, streams.caller_stream().record_event(), pending.staged, pending.number)
+                if late:
+                    pending.event = streams.caller_stream().record_event()
+                    _keep(self._moved, pending.event, sources, pending.number)
             pending.staged = []
 
-    def _moved_leaf(self, leaf: Any) -> Any:
-        if type(leaf) is not _Staged:
-            return leaf
-        try:
-            return leaf.what.to(self.streams.device, non_blocking=True)
-        except TypeError:
-            return leaf.what.to(self.streams.device)
+    def _with_moved(self, pending: PendingCopy) -> Any:
+        streams = self.streams
+        return map_leaves(
+            lambda leaf: leaf.move(streams) if type(leaf) is _Staged else leaf, pending.batch, own="to", skip=ATOMS
+        )
 
     # -- how long the device waits for data -----------------------------------------------------------------
 
@@ -488,6 +558,40 @@ def _keep(kept: deque[Kept], event: Any, what: list[Any], batch: int | None) -> 
         kept[-1] = Kept(event, [kept[-1].what, what], batch)
     else:
         kept.append(Kept(event, what, batch))
+
+
+def _seen(staged: list[_Staged], every: bool) -> list[_Staged]:
+    """Those that may move on another stream than the caller's: they record themselves there, or they are containers,
+    whose tensors can be found and recorded.
+
+    Args:
+        staged: objects that move themselves.
+        every: all of them.
+    """
+    return [one for one in staged if every or _can_be_seen(one.what)]
+
+
+def _can_be_seen(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor) or not (has_method(leaf, "record_stream") or children(leaf) is not None):
+        return False
+    return all(map(_is_recorded, _tensors_in(leaf)))
+
+
+def record(streams: Streams, made: Any, stream: Any) -> None:
+    """Let a stream use what the copy stream has made; see `Streams.used_on`."""
+    if has_method(made, "record_stream") and not isinstance(made, torch.Tensor):
+        made.record_stream(stream)
+    else:
+        streams.used_on(filter(_is_recorded, _tensors_in(made)), stream)
+
+
+def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    return (found for found in arrays_in(tree) if isinstance(found, torch.Tensor))
+
+
+def _is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether torch can record this tensor; it cannot where others hold its values."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def has_method(leaf: Any, name: str) -> bool:

@@ -33,7 +33,7 @@ import threading
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -214,7 +214,13 @@ LOOKS = 0.1
 
 
 class PinnedCopy:
-    """A batch that is being copied into pinned memory."""
+    """A batch that is being copied into pinned memory.
+
+    Attributes:
+        ready: None: no device has to be waited for.
+    """
+
+    ready = None
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
@@ -368,16 +374,25 @@ def copied_out(streams: Streams, batch: Any) -> Any:
 
 def _reaches_pinned(streams: Streams, leaf: Any) -> bool:
     """Whether an object holds an array or a tensor that lies in pinned memory."""
-    seen, parts = {id(leaf)}, deque([leaf])
+    return any(_is_pinned(streams, part) for part in arrays_in(leaf))
+
+
+def arrays_in(tree: Any) -> Iterator[Any]:
+    """The arrays and tensors that an object holds, at any depth: in a structure, and in attributes.
+
+    Example:
+        >>> [found.tolist() for found in arrays_in({"x": torch.ones(1), "more": types.SimpleNamespace(y=np.zeros(1))})]
+        [[1.0], [0.0]]
+    """
+    seen, parts = {id(tree)}, deque([tree])
     while parts and len(seen) < LOOKED_AT:
         part = parts.popleft()
-        if isinstance(part, (np.ndarray, torch.Tensor)) and _is_pinned(streams, part):
-            return True
+        if isinstance(part, (np.ndarray, torch.Tensor)):
+            yield part
         for inner in gc.get_referents(part):
             if id(inner) not in seen and not isinstance(inner, _NO_PARTS):
                 seen.add(id(inner))
                 parts.append(inner)
-    return False
 
 
 def _is_pinned(streams: Streams, leaf: Any) -> bool:

@@ -42,13 +42,16 @@ from sharded_loader.devices.copies import (
     Clock,
     CopyStream,
     PendingBatch,
+    PendingCopy,
     Placed,
+    Ready,
     has_method,
     note_device,
 )
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
 from sharded_loader.devices.pinning import PinnedCopy, Pinner, Registrar, Undo, copied_out, pinned_empty
 from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams, capture_probe, note_late, streams_of
+from sharded_loader.devices.transform import BatchTransform
 from sharded_loader.engine.messages import NOTHING, Result, Task
 from sharded_loader.engine.pipeline import Entry
 from sharded_loader.memory.leases import ReusedMemory
@@ -62,6 +65,8 @@ pause doubles with each, up to `LONGEST_PAUSE`."""
 
 LONGEST_PAUSE = 1024
 
+_CPU = torch.device("cpu")
+
 
 class Placement:
     """Puts batches where they belong.
@@ -70,6 +75,7 @@ class Placement:
         devices: of the shards, or of plain batches (the first); None: host memory.
         pin_memory: without devices, put batches into pinned host memory.
         in_background: pin in a thread.
+        transform: what each shard goes through on its device.
 
     Attributes:
         is_plain: batches stay in host memory that is not pinned: `to_torch` is all there is to do.
@@ -82,8 +88,14 @@ class Placement:
         clock: the iterator notes each ``next`` there.
     """
 
-    def __init__(self, devices: list[torch.device] | None, pin_memory: bool, in_background: bool = True) -> None:
-        self.devices = devices
+    def __init__(
+        self,
+        devices: list[torch.device] | None,
+        pin_memory: bool,
+        in_background: bool = True,
+        transform: BatchTransform | None = None,
+    ) -> None:
+        self.devices, self._transform = devices, transform
         kinds = {one.type for one in accelerators()} if pin_memory else set()
         self._pins = devices is None and bool(kinds - {"mps"})
         self._pinner = Pinner(_pinned, min(kinds - {"mps"}), in_background) if self._pins else None
@@ -92,7 +104,7 @@ class Placement:
         elif kinds and devices is None and not self._pins:
             warnings.warn("pin_memory=True has no effect: torch has no pinned memory on mps (a Mac)", stacklevel=3)
         self._on_host = all(one.type == "cpu" for one in devices or ())
-        self.is_plain = self._on_host and not self._pins
+        self.is_plain = self._on_host and not self._pins and transform is None
         self.asynchronous = [one for one in devices or () if streams_of(one) is not None]
         touched = kinds if self._pins else {one.type for one in self.asynchronous}
         self.capture_probes = [probe for probe in map(capture_probe, touched) if probe is not None]
@@ -102,6 +114,7 @@ class Placement:
         self._reused = ReusedMemory()
         self._gives_pinned = False
         self._numbers = itertools.count()
+        self._latest: Ready | None = None
         self.copy_ahead(AHEAD)
 
     def copy_ahead(self, count: int) -> None:
@@ -158,12 +171,12 @@ class Placement:
 
     # -- batches --------------------------------------------------------------------------------------------
 
-    def place(self, batch: Any, sharded: bool) -> Any:
+    def place(self, batch: Any, task: Task) -> Any:
         """Put ``batch`` where it belongs, now.
 
         Args:
             batch: what a worker made.
-            sharded: whether it is a list of shards.
+            task: what it was asked for.
 
         Returns:
             The batch, ready on the current stream of this thread.
@@ -171,9 +184,11 @@ class Placement:
         Raises:
             Exception: a device has no memory for it, or an object in it cannot be moved.
         """
-        if not self._on_host:
-            return self.begin(batch, sharded).finish()
-        return self.begin(batch, sharded).finish() if self._pins else to_torch(batch)
+        if self.is_plain:
+            return to_torch(batch)
+        begun = self.begin(batch, task)
+        batch, self._latest = begun.finish(), begun.ready
+        return batch
 
     def place_next(self, window: Sequence[Entry], following: Sequence[Entry] = ()) -> Any:
         """Put the batch of the first entry where it belongs, and send those behind it on their way; if it `goes_ahead`.
@@ -190,13 +205,13 @@ class Placement:
         """
         head = window[0]
         assert head.result is not None and head.task is not None  # it has a batch
-        batch, sharded = head.result.batch, head.task.sharded
         for is_last_try in (False, True):
             try:
                 if head.begun is None:
-                    head.begun = self.begin(batch, sharded)
+                    head.begun = self.begin(head.result.batch, head.task)
                 self._begin_behind(window, following)
-                return head.begun.finish()
+                batch, self._latest = head.begun.finish(), head.begun.ready
+                return batch
             except OUT_OF_MEMORY:
                 if is_last_try or self._pinner is not None:
                     raise
@@ -217,7 +232,7 @@ class Placement:
             if entry.begun is not None or entry.task is None or result.error is not None or result.batch is NOTHING:
                 continue
             try:
-                entry.begun = self.begin(result.batch, entry.task.sharded)
+                entry.begun = self.begin(result.batch, entry.task)
             except OUT_OF_MEMORY:
                 break
             except Exception as raised:
@@ -227,7 +242,7 @@ class Placement:
             return
         self.make_room()  # not done above, as in `place_next`
 
-    def begin(self, batch: Any, sharded: bool) -> PendingBatch | PinnedCopy:
+    def begin(self, batch: Any, task: Task) -> PendingBatch | PinnedCopy:
         """Start to put ``batch`` where it belongs; see `place`. Its copies may still be under way after this."""
         if self._pinner is not None:
             return self._pinner.begin(to_torch(batch))
@@ -237,19 +252,57 @@ class Placement:
                 self.ahead, self._until_retry, self._retried = self.ahead + 1, self._pause, True
         if self._gives_pinned:
             batch = copied_out(self._first_streams, to_torch(batch))
-        pending, number = PendingBatch(sharded), next(self._numbers)
-        for device, shard in zip(self.devices or (), batch if sharded else (batch,), strict=False):
+        pending, number = PendingBatch(task.sharded), next(self._numbers)
+        shards = batch if task.sharded else (batch,)
+        for place, (device, shard) in enumerate(zip(self.devices or itertools.repeat(_CPU), shards, strict=False)):
             try:
-                if type(shard) is Placed:
-                    pending.shards.append((device, shard))
-                elif (copies := self.copies[device]) is None:
-                    pending.shards.append((device, Placed(to_torch(shard, functools.partial(_move, device)))))
-                else:
+                copies = None if self._on_host or type(shard) is Placed else self.copies[device]
+                if copies is not None and self._transform is None:
                     pending.shards.append((device, copies.begin(shard, number)))
+                else:
+                    pending.shards.append((device, self._begin_shard(device, copies, shard, number, task, place)))
             except Exception as error:
-                note_device(error, device)
+                if not self._on_host:
+                    note_device(error, device)
                 raise
         return pending
+
+    def _begin_shard(
+        self, device: torch.device, copies: CopyStream | None, shard: Any, number: int, task: Task, place: int
+    ) -> PendingCopy | Placed:
+        """Start to put one shard on a device without streams, or through the user's function.
+
+        Args:
+            device, copies, shard: as they say.
+            number: of the batch.
+            task, place: what was read, and the number of the shard in it.
+        """
+        transform = None
+        if self._transform is not None:
+            transform = functools.partial(self._transform.apply, task=task, number=place)
+            shard = self._transform.hold_back(shard)
+        if copies is not None:
+            return copies.begin(shard, number, transform)
+        if type(shard) is Placed:
+            placed = shard.shard
+        else:
+            placed = to_torch(shard) if self._on_host else to_torch(shard, functools.partial(_move, device))
+        return Placed(placed if transform is None else transform(placed))
+
+    def ready_event(self) -> Any:
+        """What passes when the batch that was handed out last is ready; of each shard, if it is a list of shards.
+
+        None where nothing has to be waited for: in host memory, and before the first batch.
+        """
+        if self._latest is None:
+            return None
+        events = []
+        for device, event in self._latest.events:
+            if event is None and (copies := self.copies[device]) is not None:
+                with copies.streams.current():  # it was made on this stream
+                    event = copies.streams.caller_stream().record_event()
+            events.append(event)
+        return events if self._latest.sharded else events[0]
 
     def make_room(self) -> None:
         """A device has no memory left: copy one batch less ahead for some time, and give back what is not used."""

@@ -78,9 +78,13 @@ class Streams:
         self.rest: Callable[[float], None] = time.sleep
 
     def used_on(self, tensors: Iterable[torch.Tensor], stream: Any) -> None:
-        """When a tensor is dropped, keep its memory until ``stream`` has done the work that it has by then."""
+        """When a tensor is dropped, keep its memory until ``stream`` has done the work that it has by then.
+
+        Tensors that are not on this device are left out.
+        """
         for tensor in tensors:
-            tensor.record_stream(stream)
+            if tensor.device == self.device:
+                tensor.record_stream(stream)
 
     def pin(self, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
         """A copy in pinned memory with these strides; torch uses that again when the copies from it have passed."""

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 from sharded_loader.base.entries import written
 from sharded_loader.drop_in.sampler import SamplerStart, SamplerState
-from sharded_loader.engine.messages import Result, Task
+from sharded_loader.engine.messages import PartBatch, PartPoint, Result, Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
-from sharded_loader.engine.stream import PartBatch, PartPoint
 from sharded_loader.sampling.foreign import ForeignItems, rank_of
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import bytes_of_one

@@ -34,9 +34,8 @@ from sharded_loader.drop_in.epoch import TorchEpoch
 from sharded_loader.drop_in.sampler import SamplerStart, SamplerState, set_generator
 from sharded_loader.drop_in.state import LoaderState, ResumePoint, stream_epoch
 from sharded_loader.drop_in.workers import WorkerView, in_torchs_words, make_pool
-from sharded_loader.engine.messages import Job, Task
+from sharded_loader.engine.messages import Job, PartPoint, Task
 from sharded_loader.engine.pipeline import Pipeline, Run
-from sharded_loader.engine.stream import PartPoint
 from sharded_loader.loader.arguments import length, make_split
 from sharded_loader.loader.epochs import warn_of_length
 from sharded_loader.loader.iterator import BatchIterator, profiler_enabled
@@ -64,19 +63,26 @@ class AsCollated(Placement):
         self.is_plain, self._pinner = False, pinner
         self.copy_ahead(AHEAD)
 
-    def place(self, batch: Any, sharded: bool) -> Any:
-        return self._collated(batch, sharded) if self._on_host else super().place(batch, sharded)
+    def place(self, batch: Any, task: Task) -> Any:
+        return _collated(batch, task.sharded) if self._on_host else super().place(batch, task)
 
-    def _collated(self, batch: Any, sharded: bool) -> Any:
-        if sharded:
-            return [to_torch(shard.arrays) if type(shard) is TensorBatch else shard for shard in batch]
-        return to_torch(batch.arrays) if type(batch) is TensorBatch else batch
-
-    def begin(self, batch: Any, sharded: bool) -> Any:
+    def begin(self, batch: Any, task: Task) -> Any:
         if self._pinner is not None:
-            return self._pinner.begin(self._collated(batch, sharded))
-        shards = [shard.arrays if type(shard) is TensorBatch else shard for shard in (batch if sharded else [batch])]
-        return super().begin(shards if sharded else shards[0], sharded)
+            return self._pinner.begin(_collated(batch, task.sharded))
+        shards = [_arrays_of(shard) for shard in (batch if task.sharded else [batch])]
+        return super().begin(shards if task.sharded else shards[0], task)
+
+
+def _collated(batch: Any, sharded: bool) -> Any:
+    """The batch as the collate function returned it."""
+    shards = [
+        to_torch(shard.arrays) if type(shard) is TensorBatch else shard for shard in (batch if sharded else [batch])
+    ]
+    return shards if sharded else shards[0]
+
+
+def _arrays_of(shard: Any) -> Any:
+    return shard.arrays if type(shard) is TensorBatch else shard
 
 
 class RunIterator(BatchIterator[Any]):

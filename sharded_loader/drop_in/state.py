@@ -30,9 +30,9 @@ from sharded_loader.drop_in.sampler import (
     keep_epochs,
     next_draws,
 )
+from sharded_loader.engine.messages import PartPoint
 from sharded_loader.engine.order import Position
 from sharded_loader.engine.pipeline import Run
-from sharded_loader.engine.stream import PartPoint
 from sharded_loader.sampling.base import nested
 from sharded_loader.streams.epoch import StreamEpoch
 from sharded_loader.streams.order import StreamOrder

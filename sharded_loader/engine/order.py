@@ -36,8 +36,7 @@ from typing import Any, Generic, TypeVar
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import add_note, as_batch_error
 from sharded_loader.base.system import integer
-from sharded_loader.engine.messages import Result, Task
-from sharded_loader.engine.stream import PartPoint, Stream
+from sharded_loader.engine.messages import PartPoint, Result, Stream, Task
 from sharded_loader.randomness.rng import draw_seed
 
 

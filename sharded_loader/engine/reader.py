@@ -38,8 +38,7 @@ from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assemb
 from sharded_loader.data.arrays import NOT_IN_BULK, as_bulk, as_items, takes_arrays
 from sharded_loader.data.bulk import listed
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board
-from sharded_loader.engine.messages import NOTHING, Job, Result, Task
-from sharded_loader.engine.stream import PartPoint
+from sharded_loader.engine.messages import NOTHING, Job, PartPoint, Result, Task
 from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, philox, reading
 
 

@@ -28,8 +28,7 @@ import numpy as np
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.data.splits import apportioned
-from sharded_loader.engine.messages import Task
-from sharded_loader.engine.stream import PartIndices
+from sharded_loader.engine.messages import PartIndices, Task
 
 
 @dataclass

@@ -25,7 +25,8 @@ from sharded_loader.batching.protocol import some
 from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.columns import as_dataset, named_columns
 from sharded_loader.data.datasets import Dataset
-from sharded_loader.data.inspection import has_own, is_stream
+from sharded_loader.data.inspection import has_own, is_stream, takes_named, takes_two
+from sharded_loader.devices.transform import BatchTransform
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool, check_init_fn
 from sharded_loader.engine.split import Split, check_shares
@@ -222,6 +223,33 @@ def check_batchify_fn(batchify_fn: Any) -> None:
         raise TypeError(
             f"the collate function is the class {batchify_fn.__name__}; give an object: {batchify_fn.__name__}()"
         )
+
+
+def transform_of(
+    fn: Any, host_fields: Any, seed: Callable[[], int], devices: Any, *, pin_memory: bool, resident: Any
+) -> BatchTransform | None:
+    """What ``device_transform`` and ``host_fields`` ask for; None: nothing.
+
+    Raises:
+        TypeError: they have a wrong type.
+        ValueError: they contradict other arguments.
+    """
+    if fn is not None and not callable(fn):
+        raise TypeError(f"device_transform is {fn!r}; it must be a function of a batch, or of a batch and a generator")
+    if isinstance(host_fields, (str, int)):
+        host_fields = (host_fields,)
+    fields = [] if host_fields is None else list(host_fields)
+    for field in fields:
+        if not isinstance(field, (str, int)) or isinstance(field, bool):
+            raise TypeError(f"host_fields has {field!r}; it must have names of fields, or numbers in a tuple")
+    if fn is None and not fields:
+        return None
+    if pin_memory and devices is None:
+        name = "host_fields" if fn is None else "device_transform"
+        raise ValueError(f"{name} is for batches on devices: give device= or devices= instead of pin_memory")
+    if fields and resident is not False:
+        raise ValueError("host_fields keeps fields on the host, and resident keeps all on devices: leave out one")
+    return BatchTransform(fn, fn is not None and (takes_two(fn) or takes_named(fn, "rng")), fields, seed)
 
 
 def check_on_error(on_error: Any) -> None:

@@ -222,6 +222,23 @@ class LoaderAttributes(Metered):
         self._pipeline.min_ready = max(2, 1 + self._placement.ahead)
 
     @property
+    def ready_event(self) -> Any:
+        """What passes on the device when the batch that ``next`` returned last is ready; a list of shards has a list.
+
+        You need it if you use a batch on another stream than the one that was current at ``next``:
+        ``stream.wait_event(loader.ready_event)``, and ``tensor.record_stream(stream)`` for each tensor. None in host
+        memory, and before the first batch.
+
+        Example:
+            >>> from sharded_loader import ShardedDataLoader
+            >>> loader = ShardedDataLoader(range(4), 2)
+            >>> batch = next(iter(loader))
+            >>> loader.ready_event is None
+            True
+        """
+        return self._placement.ready_event()
+
+    @property
     def shard_weights(self) -> list[float] | None:
         """Shares of the shards, from the next batch dispatched on; None: equal ones."""
         return None if self._split.weights is None else list(self._split.weights)

@@ -408,7 +408,7 @@ class Epochs:
                 if task.part is not None:
                     result = epoch.came(seq, result)
                 if result.batch is not NOTHING:
-                    return self.placement.place(result.batch, task.sharded)
+                    return self.placement.place(result.batch, task)
                 seq += 1
         if epoch.in_mid_epoch and epoch.batches(seq) == epoch.first:  # the position lies at the end: noticed here
             position = epoch.following()

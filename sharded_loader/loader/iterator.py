@@ -251,7 +251,7 @@ class BatchIterator(Iterator[Batch]):
                 elif placement.goes_ahead:
                     batch = placement.place_next(run.window, () if run.next is None else run.next.window)
                 else:
-                    batch = placement.place(result.batch, task.sharded)
+                    batch = placement.place(result.batch, task)
             except Exception as raised:
                 result = not_placed(task, raised, "while the batch was placed")
         placing = time.perf_counter() - began

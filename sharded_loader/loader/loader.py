@@ -47,6 +47,7 @@ from sharded_loader.loader.arguments import (
     prefetch_of,
     refuse_streams,
     refuse_unknown,
+    transform_of,
 )
 from sharded_loader.loader.attributes import LoaderAttributes, keeps_arguments
 from sharded_loader.loader.epochs import Epochs
@@ -125,6 +126,10 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         resident: Whether to keep the columns of an `ArrayDataset` on the devices and gather batches there, without
             workers. ``"auto"``: if they can be kept and there is room. True: an error if they cannot be kept, and a
             warning if there is no room.
+        device_transform: A function ``fn(batch)`` or ``fn(batch, rng)`` that each batch (each shard) goes through on
+            its device, ahead of your program. ``rng`` is a NumPy generator, keyed by the seed, the epoch, the batch and
+            the shard. The function must return dense tensors. Without devices it runs on the CPU.
+        host_fields: The fields of a batch that stay in host memory: keys of a dict, names or numbers in a tuple.
 
     Attributes:
         arguments: What the loader was given, by name; enough to make another one like it. Read-only.
@@ -176,6 +181,8 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         on_error: OnError = "raise",
         max_skipped: int | None = None,
         resident: bool | Literal["auto"] = False,
+        device_transform: Callable[..., Any] | None = None,
+        host_fields: Sequence[str | int] | str | int | None = None,
         prefetch_epochs: bool | None = None,
         streams: int | None = None,
         steps_per_epoch: int | None = None,
@@ -213,7 +220,9 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         batchify_fn = None if batchify_fn is default_batchify_fn else batchify_fn
         found, sharded = find_devices(device, devices)
         pipeline = Pipeline(workers, make_split(found, sharded, num_shards, shard_weights))
-        placement, kept = Placement(found, pin_memory, workers.num_workers > 0), None
+        contradicting: dict[str, Any] = {"devices": found, "pin_memory": pin_memory, "resident": resident}
+        transform = transform_of(device_transform, host_fields, lambda: order.seed, **contradicting)
+        placement, kept = Placement(found, pin_memory, workers.num_workers > 0, transform), None
         if check_resident(resident, dataset, found, batchify_fn):
             kept = ResidentPool(dataset, found or [], placement, insists=resident is True)
         reads_ahead = check_prefetch_epochs(prefetch_epochs, workers)

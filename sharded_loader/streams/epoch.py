@@ -25,9 +25,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from sharded_loader.base.described import an
-from sharded_loader.engine.messages import NOTHING, Result, Task
+from sharded_loader.engine.messages import NOTHING, PartBatch, PartIndices, PartPoint, Result, Stream, Task
 from sharded_loader.engine.order import Epoch, Position
-from sharded_loader.engine.stream import PartBatch, PartIndices, PartPoint, Stream
 from sharded_loader.streams.state import StreamSignature, dump
 
 # No two epochs of a process have the same number: a pool that outlives an order tells their parts apart.

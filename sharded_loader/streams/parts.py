@@ -28,7 +28,7 @@ import numpy as np
 
 from sharded_loader.batching.protocol import refuse_async
 from sharded_loader.data.inspection import is_stateful, iterable_of
-from sharded_loader.engine.stream import PartPoint
+from sharded_loader.engine.messages import PartPoint
 from sharded_loader.streams.worker_info import Part, here, tell
 
 CHECKED_BYTES = 1 << 16

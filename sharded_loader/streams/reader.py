@@ -25,10 +25,9 @@ import numpy as np
 from sharded_loader.base.described import an
 from sharded_loader.base.errors import HAS_ENDED, add_note
 from sharded_loader.engine.board import BEGINNING, ONE_BY_ONE, SAMPLE, SHARD, UNUSED
-from sharded_loader.engine.messages import Job, Task
+from sharded_loader.engine.messages import Job, PartBatch, PartIndices, PartPoint, Stream, Task
 from sharded_loader.engine.reader import Bad, BatchScope, Reader
 from sharded_loader.engine.split import shard_sizes
-from sharded_loader.engine.stream import PartBatch, PartIndices, PartPoint, Stream
 from sharded_loader.randomness.rng import SampleScope, derive_key, reading
 from sharded_loader.streams.parts import Copies, OpenPart, checksum
 from sharded_loader.streams.worker_info import here

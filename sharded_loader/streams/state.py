@@ -33,8 +33,8 @@ from sharded_loader.base.entries import (
     true_or_false,
     written,
 )
+from sharded_loader.engine.messages import PartPoint
 from sharded_loader.engine.order import Position
-from sharded_loader.engine.stream import PartPoint
 
 _ADVICE = "give what state_dict() of a ShardedDataLoader over iterable data returned"
 

@@ -45,7 +45,7 @@ from sharded_loader.data.inspection import (
     keeps_place,
     known_parts,
     open_file,
-    takes_part,
+    takes_two,
 )
 from sharded_loader.data.schedule import Schedule
 from sharded_loader.engine.pool import Pool
@@ -137,8 +137,8 @@ def test_a_function_of_two_arguments_takes_its_part() -> None:
     def named(*, part: int, parts: int) -> list[int]:
         return []
 
-    assert takes_part(lambda part, parts: [])
-    assert not any(map(takes_part, (list, lambda part: [], optional, named, functools.partial(range, 3))))
+    assert takes_two(lambda part, parts: [])
+    assert not any(map(takes_two, (list, lambda part: [], optional, named, functools.partial(range, 3))))
 
 
 class Numbers:

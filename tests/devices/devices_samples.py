@@ -5,6 +5,9 @@ from __future__ import annotations
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.pipeline import Entry
 
+PLAIN, SHARDED = (Task(0, 0, 0, 0, ([0],), sharded) for sharded in (False, True))
+"""Tasks whose batch is plain, or a list of shards."""
+
 
 def entries(*batches: object) -> list[Entry]:
     """Entries with these batches or errors; None: not finished."""

@@ -1,8 +1,9 @@
-"""Objects with a ``to`` of their own move themselves when their batch is handed out, on the stream of that moment."""
+"""Objects with a ``to`` of their own move themselves: ahead if their tensors can be found, otherwise at the end."""
 
 from __future__ import annotations
 
 import collections.abc
+import ctypes
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from devices_samples import PLAIN
 from simulated import Machine, SimulatedStreams
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
@@ -98,6 +100,20 @@ class Graph:
         return Graph(sent(self.values), self.sizes)
 
 
+class Recorded(Graph):
+    """Like a batch of PyG now: it also says which stream uses it."""
+
+    def pin_memory(self) -> Recorded:
+        streams = STREAMS["device"]
+        return Recorded(streams.pin(self.values, self.values.stride()), self.sizes)
+
+    def to(self, device: Any, *args: Any, non_blocking: bool = False) -> Recorded:
+        return Recorded(sent(self.values), self.sizes)
+
+    def record_stream(self, stream: Any) -> None:
+        STREAMS["device"].used_on([self.values], stream)
+
+
 class Bare:
     """An object that only moves, and knows of nothing else."""
 
@@ -114,9 +130,12 @@ KINDS: dict[str, Callable[[Any, Any], Any]] = {
     "a dataclass": Record,
     "a mapping": lambda values, sizes: Encoding(values=values, sizes=sizes),
     "a list": lambda values, sizes: Fields([values, sizes]),
+    "a graph that records": Recorded,
     "a graph": Graph,
     "an object": Bare,
 }
+LATE = ("a graph", "an object")
+"""Their tensors may be anywhere, so they move on the caller's stream."""
 
 
 @pytest.fixture
@@ -161,19 +180,86 @@ def _compare(expected: list[float], wrong: list[Any], label: Any) -> Callable[[n
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a tensor"])
-def test_they_move_on_the_stream_that_they_are_handed_out_on(
+def test_they_move_ahead_if_their_tensors_can_be_found(
     machine: Machine, device: torch.device, kind: str, beside: bool
 ) -> None:
+    """The others move on the stream that they are handed out on."""
     copies, other, found = CopyStream(STREAMS["device"]), machine.new_stream(device), []
     own = KINDS[kind](torch.arange(1000), torch.zeros(1))
     pending = copies.begin([own, torch.arange(7)] if beside else own)
-    assert not any(what == "to" for what, _ in machine.log)
+    moved = [stream for what, stream in machine.log if what == "to"]
+    assert moved == ([] if kind in LATE else [copies._stream.name])
     with machine.on(device, other):
         batch = pending.finish()
         machine.kernel(device, (batch[0] if beside else batch).values, lambda values: found.append(int(values.sum())))
         del batch, pending, own
     machine.finish()
-    assert ("to", other.name) in machine.log
+    assert (("to", other.name) in machine.log) == (kind in LATE)
+    assert (found, machine.faults) == ([499500], [])
+    copies.drain()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in LATE])
+def test_memory_of_the_copy_stream_is_not_used_again_while_the_caller_reads_it(
+    machine: Machine, device: torch.device, kind: str, seed: int
+) -> None:
+    """A batch is dropped as soon as its work is given to the stream, and the next ones are copied ahead."""
+    machine._random.seed(seed)
+    copies, wrong = CopyStream(STREAMS["device"]), []
+    waiting = [copies.begin([KINDS[kind](torch.full((1000,), number), torch.zeros(1))]) for number in range(2)]
+    for number in range(12):
+        waiting.append(copies.begin([KINDS[kind](torch.full((1000,), number + 2), torch.zeros(1))]))
+        (batch,) = waiting.pop(0).finish()
+        for _ in range(3):
+            machine.kernel(
+                device,
+                batch.values,
+                lambda found, number=number: None if (found == number).all() else wrong.append(number),
+            )
+        del batch
+        machine.run(seed)
+    del waiting
+    machine.finish()
+    assert (wrong, machine.faults) == ([], [])
+    copies.drain()
+
+
+class Sparse(Fields):
+    """A container with a tensor that torch cannot record."""
+
+    def to(self, device: Any, non_blocking: bool = False) -> Sparse:
+        STREAMS["log"].append(("to", STREAMS["device"].caller_stream().name))  # type: ignore[attr-defined]
+        return Sparse(self)
+
+
+def test_what_cannot_be_recorded_moves_when_it_is_handed_out(machine: Machine, device: torch.device) -> None:
+    copies = CopyStream(STREAMS["device"])
+    pending = copies.begin([Sparse([torch.eye(3).to_sparse()]), torch.arange(7)])
+    assert not any(what == "to" for what, _ in machine.log)
+    pending.finish()
+    assert ("to", machine.streams[device][0].name) in machine.log
+    copies.drain()
+
+
+def test_a_tensor_that_hides_in_a_container_is_recorded_too(machine: Machine, device: torch.device) -> None:
+    class Hiding(Fields):
+        def to(self, device: Any, non_blocking: bool = False) -> Hiding:
+            moved = Hiding([sent(self[0])])
+            moved.hidden = sent(self[0])  # type: ignore[attr-defined]
+            return moved
+
+    copies, other, found = CopyStream(STREAMS["device"]), machine.new_stream(device), []
+    pending = copies.begin([Hiding([torch.arange(1000)])])
+    with machine.on(device, other):
+        (batch,) = pending.finish()
+        machine.kernel(device, batch.hidden, lambda values: found.append(int(values.sum())))
+        del batch, pending
+    with machine.on(device, copies._stream):
+        mine = machine.allocate(device, torch.empty(1000, dtype=torch.int64))
+        address = mine.data_ptr()
+        copies._stream.give(lambda: ctypes.memset(address, 0, 8000))
+    machine.finish()
     assert (found, machine.faults) == ([499500], [])
     copies.drain()
 
@@ -200,10 +286,11 @@ def test_a_batch_that_is_finished_again_has_moved_once(machine: Machine, device:
 def test_their_memory_is_kept_until_their_copies_are_done(machine: Machine, device: torch.device) -> None:
     """As torch guards only copies from where a buffer begins."""
     copies = CopyStream(STREAMS["device"])
-    (moved,) = copies.begin([Ragged(torch.arange(1000), torch.zeros(1))]).finish()
-    assert len(copies._moved) == 1
-    copies.drain()
-    assert (len(copies._moved), int(moved.values.sum())) == (0, 499500)
+    for kind, kept in ((Ragged, copies.kept), (Bare, copies._moved)):
+        (moved,) = copies.begin([kind(torch.arange(1000), torch.zeros(1))]).finish()
+        assert len(kept) == 1
+        copies.drain()
+        assert (len(kept), int(moved.values.sum())) == (0, 499500)
 
 
 class Tail:
@@ -359,7 +446,7 @@ def test_a_packed_sequence_keeps_its_batch_sizes_on_the_host() -> None:
         (packed, lambda batch: batch),
         ([{"a": (packed, torch.ones(2))}], lambda batch: batch[0]["a"][0]),
     ):
-        moved = find(placed.place(tree, sharded=False))
+        moved = find(placed.place(tree, PLAIN))
         assert type(moved) is PackedSequence
         assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
         assert moved.sorted_indices is not None and moved.sorted_indices.device.type == "meta"
@@ -381,7 +468,7 @@ class Letter:
 )
 def test_a_field_called_to_is_a_field(machine: Machine, device: torch.device, batch: Any) -> None:
     placed = Placement([device], pin_memory=False)
-    moved = placed.place(batch, sharded=False)
+    moved = placed.place(batch, PLAIN)
     machine.finish()
     assert type(moved) is type(batch)
     assert (moved["to"] if isinstance(moved, dict) else moved.to).tolist() == [0, 1, 2, 3]
@@ -439,7 +526,7 @@ def test_pin_memory_asks_containers_that_pin_themselves(monkeypatch: pytest.Monk
             return Pinning(self.values.pin_memory(), self.sizes)
 
     sizes = torch.ones(2)
-    batch = placed.place([Pinning(torch.ones(3), sizes), torch.Tensor], sharded=False)
+    batch = placed.place([Pinning(torch.ones(3), sizes), torch.Tensor], PLAIN)
     assert (log, type(batch[0]), batch[1]) == (["asked"], Pinning, torch.Tensor)
     assert batch[0].sizes is sizes
 
@@ -453,7 +540,7 @@ def test_pin_memory_leaves_what_torch_cannot_pin(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     placed, sparse = Placement(None, pin_memory=True, in_background=False), torch.eye(3).to_sparse()
-    batch = placed.place([sparse, torch.ones(3)], sharded=False)
+    batch = placed.place([sparse, torch.ones(3)], PLAIN)
     assert batch[0] is sparse
 
 
@@ -465,7 +552,7 @@ def test_pin_memory_without_host_memory_leaves_batches_as_they_are(monkeypatch: 
     monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     placed, nested = Placement(None, True, in_background=False), torch.nested.nested_tensor([torch.ones(2)])
-    assert placed.place([nested], sharded=False)[0] is nested  # torch pins no nested tensor
+    assert placed.place([nested], PLAIN)[0] is nested  # torch pins no nested tensor
     tensor = torch.ones(3)
     with pytest.warns(UserWarning, match="could not be pinned .*out of memory"):
-        assert placed.place([tensor], sharded=False)[0] is tensor
+        assert placed.place([tensor], PLAIN)[0] is tensor

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from devices_samples import PLAIN
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, empty
@@ -227,7 +228,7 @@ def test_objects_over_the_memory_of_a_group_of_batches_are_copied_out(machine: M
         group = lent.take(np.repeat(np.float32([step, step + 0.5]), WIDTH).view(np.uint8))
         for number in range(2):
             mine = group.view(np.float32).reshape(2, WIDTH)[number]
-            batch = place.place({"x": mine, "meta": [Sample(mine[8:])]}, sharded=False)
+            batch = place.place({"x": mine, "meta": [Sample(mine[8:])]}, PLAIN)
             copier.copy(torch.as_tensor(batch["meta"][0].image)[None])
             del batch, mine
         del group
@@ -253,7 +254,7 @@ def test_objects_without_pinned_memory_stay_as_they_are(machine: Machine) -> Non
     place.empty((2, 3), np.dtype("f4"))
     kept: Any = Sample(torch.ones(3))
     kept.lock, kept.cycle = threading.Lock(), kept
-    assert place.place([kept], sharded=False)[0] is kept
+    assert place.place([kept], PLAIN)[0] is kept
 
 
 def _write(to: int, source: torch.Tensor) -> None:

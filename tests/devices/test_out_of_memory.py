@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from devices_samples import begun, entries
+from devices_samples import PLAIN, SHARDED, begun, entries
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
@@ -46,7 +46,7 @@ def test_tries_that_fail_become_rare(machine: Machine) -> None:
     placed = Placement([machine.devices[0]], pin_memory=False)
     tries = []
     for step in range(20 * PAUSE):
-        placed.place(np.arange(4), sharded=False)
+        placed.place(np.arange(4), PLAIN)
         machine.finish()
         if placed.ahead and step:
             tries.append(step)
@@ -57,7 +57,7 @@ def test_tries_that_fail_become_rare(machine: Machine) -> None:
     placed.make_room()
     for _ in range(PAUSE):
         assert placed.ahead == 0
-        placed.place(np.arange(4), sharded=False)
+        placed.place(np.arange(4), PLAIN)
         machine.finish()
     assert placed.ahead == 1
 
@@ -68,7 +68,7 @@ def test_the_time_between_two_tries_has_a_bound(machine: Machine, monkeypatch: p
     placed.copy_ahead(1)
     placed.make_room()
     for step in range(11 * PAUSE):
-        placed.place(np.arange(4), sharded=False)
+        placed.place(np.arange(4), PLAIN)
         machine.finish()
         if placed.ahead:
             tries.append(step)
@@ -80,12 +80,12 @@ def test_only_a_try_that_fails_makes_the_next_one_rarer(machine: Machine) -> Non
     placed, steps = Placement([machine.devices[0]], pin_memory=False), 0
     placed.make_room()
     for _ in range(PAUSE):
-        placed.place(np.arange(4), sharded=False)
+        placed.place(np.arange(4), PLAIN)
         machine.finish()
     for _ in range(2):  # the try has failed, and the batch before it does not fit either
         placed.make_room()
     while not placed.ahead:
-        placed.place(np.arange(4), sharded=False)
+        placed.place(np.arange(4), PLAIN)
         machine.finish()
         steps += 1
     assert steps == 2 * PAUSE
@@ -93,7 +93,7 @@ def test_only_a_try_that_fails_makes_the_next_one_rarer(machine: Machine) -> Non
 
 def test_all_devices_make_room(machine: Machine) -> None:
     placed = Placement([torch.device("cpu"), *machine.devices], pin_memory=False)
-    placed.place([np.arange(4)] * 3, sharded=True)
+    placed.place([np.arange(4)] * 3, SHARDED)
     placed.make_room()
     streams = [copies for copies in placed.copies.values() if copies is not None]
     assert [len(copies.kept) for copies in streams] == [0, 0]
@@ -180,7 +180,7 @@ def test_a_second_try_has_the_memory_of_the_first(machine: Machine, monkeypatch:
 def test_what_is_copied_ahead_gives_its_memory_to_a_batch_of_another_size(machine: Machine) -> None:
     """The blocks have to go back to the device: the allocator of torch keeps them for tensors of their size."""
     placed, window = Placement([machine.devices[0]], pin_memory=False), entries(np.arange(100), np.arange(4))
-    window[1].begun = placed.begin(np.arange(4), sharded=False)
+    window[1].begun = placed.begin(np.arange(4), PLAIN)
     machine.blocks = 1
     batch = placed.place_next(window)
     machine.finish()

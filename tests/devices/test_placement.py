@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from devices_samples import begun, entries
+from devices_samples import PLAIN, SHARDED, begun, entries
 from injection import TimeIsUp
 from simulated import Machine, SimulatedStreams
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 def test_in_host_memory_arrays_become_tensors_over_the_same_memory() -> None:
     placed, array = Placement(None, pin_memory=False), np.arange(4)
-    batch = placed.place({"x": array, "name": "a"}, sharded=False)
+    batch = placed.place({"x": array, "name": "a"}, PLAIN)
     array[0] = 7
     assert (batch["x"].tolist(), batch["name"]) == ([7, 1, 2, 3], "a")
     assert (placed.asynchronous, placed.capture_probes, placed.ahead) == ([], [], 0)
@@ -35,14 +35,14 @@ def test_in_host_memory_arrays_become_tensors_over_the_same_memory() -> None:
 
 @pytest.mark.parametrize("devices", [None, [CPU, CPU]])
 def test_shards_in_host_memory_stay_a_list(devices: list[torch.device] | None) -> None:
-    first, second = Placement(devices, pin_memory=False).place([np.arange(2), np.arange(3)], sharded=True)
+    first, second = Placement(devices, pin_memory=False).place([np.arange(2), np.arange(3)], SHARDED)
     assert (first.tolist(), second.tolist()) == ([0, 1], [0, 1, 2])
 
 
 def test_each_shard_goes_to_its_device(machine: Machine) -> None:
     placed = Placement([machine.devices[0], CPU, torch.device("meta")], pin_memory=False)
     host = [np.arange(2), np.arange(3), np.arange(4)]
-    first, second, third = placed.place(host, sharded=True)
+    first, second, third = placed.place(host, SHARDED)
     machine.finish()
     assert (first.tolist(), second.tolist()) == ([0, 1], [0, 1, 2])
     assert not np.shares_memory(second.numpy(), host[1])  # it may lie in page-locked memory
@@ -52,7 +52,7 @@ def test_each_shard_goes_to_its_device(machine: Machine) -> None:
 
 def test_a_batch_may_have_fewer_shards_than_devices(machine: Machine) -> None:
     placed = Placement(machine.devices, pin_memory=False)
-    (only,) = placed.place([np.arange(2)], sharded=True)
+    (only,) = placed.place([np.arange(2)], SHARDED)
     machine.finish()
     assert only.tolist() == [0, 1]
 
@@ -62,7 +62,7 @@ def test_a_batch_may_have_fewer_shards_than_devices(machine: Machine) -> None:
 
 def test_what_is_begun_waits_until_it_is_finished(machine: Machine) -> None:
     placed = Placement([machine.devices[1]], pin_memory=False)
-    pending = [placed.begin(np.full(3, number), sharded=False) for number in range(3)]
+    pending = [placed.begin(np.full(3, number), PLAIN) for number in range(3)]
     batches = [one.finish() for one in pending]
     machine.finish()
     assert [batch.tolist() for batch in batches] == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]
@@ -72,11 +72,11 @@ def test_what_is_begun_waits_until_it_is_finished(machine: Machine) -> None:
 
 def test_what_is_on_its_device_passes_through(machine: Machine) -> None:
     placed, tensor = Placement(machine.devices, pin_memory=False), torch.arange(3)
-    first, second = placed.place([Placed({"x": tensor}), np.arange(2)], sharded=True)
+    first, second = placed.place([Placed({"x": tensor}), np.arange(2)], SHARDED)
     machine.finish()
     assert first["x"] is tensor
     assert second.tolist() == [0, 1]
-    assert Placement([machine.devices[0]], pin_memory=False).place(Placed(tensor), sharded=False) is tensor
+    assert Placement([machine.devices[0]], pin_memory=False).place(Placed(tensor), PLAIN) is tensor
     assert sum(kind == "copy" for kind, _ in machine.log) == 1
 
 
@@ -86,7 +86,7 @@ def test_one_more_is_copied_ahead_again_after_a_pause(machine: Machine) -> None:
     placed.make_room()
     seen = []
     for _ in range(PAUSE):
-        placed.place(np.arange(2), sharded=False)
+        placed.place(np.arange(2), PLAIN)
         machine.finish()
         seen.append(placed.ahead)
     assert seen == [AHEAD - 1] * (PAUSE - 1) + [AHEAD]
@@ -188,7 +188,7 @@ def test_what_a_signal_handler_raises_while_a_batch_is_begun_ahead_is_raised(
 
 def test_the_end_of_an_epoch_waits_for_all_devices(machine: Machine) -> None:
     placed = Placement([CPU, *machine.devices], pin_memory=False)
-    placed.place([np.arange(2)] * 3, sharded=True)
+    placed.place([np.arange(2)] * 3, SHARDED)
     placed.end_epoch()
     assert [len(one.kept) for one in placed.copies.values() if one is not None] == [0, 0]
 
@@ -216,7 +216,7 @@ def test_memory_that_batches_were_made_in_goes_with_the_loader() -> None:
 @pytest.mark.parametrize("hangs", [0, 1])
 def test_all_devices_are_waited_for_together(machine: Machine, monkeypatch: pytest.MonkeyPatch, hangs: int) -> None:
     placed, clock, given = Placement([CPU, *machine.devices], pin_memory=False), [100.0], []
-    placed.place([np.arange(2)] * 3, sharded=True)
+    placed.place([np.arange(2)] * 3, SHARDED)
 
     def close(copies: CopyStream, seconds: float) -> bool:
         given.append(seconds)
@@ -233,7 +233,7 @@ def test_another_thread_may_meet_a_device_while_the_loader_is_closed(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placed = Placement(machine.devices, pin_memory=False)
-    placed.place([np.arange(2)], sharded=True)
+    placed.place([np.arange(2)], SHARDED)
     drain = CopyStream.drain
 
     def meanwhile(copies: CopyStream, seconds: float) -> bool:
@@ -314,8 +314,8 @@ def test_objects_are_searched_only_if_batches_are_made_in_pinned_memory(
     searched = []
     monkeypatch.setattr(placement, "copied_out", lambda streams, batch: searched.append(batch) or batch)
     placed = Placement([machine.devices[0]], pin_memory=False)
-    placed.place([object()], sharded=False)
+    placed.place([object()], PLAIN)
     assert searched == []
     placed.empty((2,), np.dtype("f4"))
-    placed.place([object()], sharded=False)
+    placed.place([object()], PLAIN)
     assert len(searched) == 1

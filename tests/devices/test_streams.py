@@ -81,9 +81,10 @@ def test_a_copy_does_not_wait(cuda: Streams) -> None:
 
 def test_tensors_are_recorded_on_the_stream_that_uses_them(cuda: Streams) -> None:
     recorded: list[Any] = []
-    tensors: Any = [SimpleNamespace(record_stream=recorded.append) for _ in range(2)]
+    devices = [cuda.device, torch.device("cpu"), cuda.device]
+    tensors: Any = [SimpleNamespace(record_stream=recorded.append, device=device) for device in devices]
     cuda.used_on(tensors, "a stream")
-    assert recorded == ["a stream"] * 2
+    assert recorded == ["a stream"] * 2  # a tensor on the host has no stream
 
 
 def test_pinned_memory_is_torchs_with_the_values_and_strides(cuda: Streams, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from devices_samples import PLAIN
 from simulated import Machine
 
 from sharded_loader import InlinePool, ShardedDataLoader
@@ -54,7 +55,7 @@ class Plain:
 
 def put(machine: Machine, batch: Any) -> Any:
     placement = Placement([machine.devices[0]], pin_memory=False)
-    placed = placement.place(batch, sharded=False)
+    placed = placement.place(batch, PLAIN)
     machine.finish()
     assert machine.faults == []
     return placed
@@ -140,7 +141,7 @@ def test_every_view_of_pinned_memory_arrives_with_its_values(machine: Machine, n
 def test_a_batch_begun_in_inference_mode_can_be_trained_on_after_it(machine: Machine) -> None:
     placement = Placement([machine.devices[0]], pin_memory=False)
     with torch.inference_mode():
-        begun = placement.begin([np.ones(3, np.float32)], sharded=False)
+        begun = placement.begin([np.ones(3, np.float32)], PLAIN)
     (batch,) = begun.finish()
     machine.finish()
     weight = torch.ones(3, requires_grad=True)

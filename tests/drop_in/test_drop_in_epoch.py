@@ -11,8 +11,7 @@ from drop_in_samples import Resets
 from sharded_loader.base.entries import parsed
 from sharded_loader.drop_in.epoch import TorchEpoch
 from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, SamplerState
-from sharded_loader.engine.messages import Result, Task
-from sharded_loader.engine.stream import PartPoint
+from sharded_loader.engine.messages import PartPoint, Result, Task
 
 
 def read(

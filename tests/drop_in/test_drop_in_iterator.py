@@ -21,6 +21,7 @@ from samples import Bad, Draws, Filled
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from sharded_loader.drop_in.iterator import AsCollated, LoaderIterator
+from sharded_loader.engine.messages import Task
 from sharded_loader.torch import DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -338,8 +339,8 @@ def test_large_batches_lie_in_memory_that_is_used_again_once_they_are_gone() -> 
 def test_a_batch_is_left_as_it_was_collated() -> None:
     placement = AsCollated(None)
     batch = {"array": np.ones(2), "tensor": torch.ones(2)}
-    assert placement.place(batch, False) is batch
-    assert placement.place([batch], True)[0] is batch
+    assert placement.place(batch, Task(0, 0, 0, 0, ([0],), False)) is batch
+    assert placement.place([batch], Task(0, 0, 0, 0, ([0],), True))[0] is batch
 
 
 @pytest.mark.parametrize("workers", [0, 1])

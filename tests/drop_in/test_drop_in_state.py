@@ -33,8 +33,8 @@ from sharded_loader import interleave, sample_rng
 from sharded_loader.base.entries import parsed
 from sharded_loader.drop_in.sampler import SamplerState
 from sharded_loader.drop_in.state import LoaderState, at_named_epoch, next_epoch
+from sharded_loader.engine.messages import PartPoint
 from sharded_loader.engine.order import Position
-from sharded_loader.engine.stream import PartPoint
 from sharded_loader.torch import DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

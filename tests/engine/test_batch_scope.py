@@ -9,9 +9,8 @@ import numpy as np
 
 from sharded_loader.base.errors import SampleReadError, notes_of
 from sharded_loader.engine.board import SHARD, UNUSED
-from sharded_loader.engine.messages import Task
+from sharded_loader.engine.messages import PartIndices, Task
 from sharded_loader.engine.reader import BatchScope
-from sharded_loader.engine.stream import PartIndices
 from sharded_loader.randomness.rng import OfBatch
 
 

@@ -10,9 +10,8 @@ import pytest
 
 from sharded_loader import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.engine.board import BEGINNING, IDLE, IN_BULK, UNUSED
-from sharded_loader.engine.messages import NOTHING, Job, NewJob, Task
+from sharded_loader.engine.messages import NOTHING, Job, NewJob, PartBatch, PartPoint, Stream, Task
 from sharded_loader.engine.pool import PoolBroken
-from sharded_loader.engine.stream import PartBatch, PartPoint, Stream
 from sharded_loader.pools import deaths as deaths_module
 from sharded_loader.pools.deaths import IDLE_DEATHS, Death
 from sharded_loader.pools.supervisor import Supervisor, Transport, Worker

@@ -12,9 +12,8 @@ import pytest
 
 from sharded_loader import sample_rng
 from sharded_loader.engine.board import SAMPLE, SENDING
-from sharded_loader.engine.messages import Job, NewJob, Task
+from sharded_loader.engine.messages import Job, NewJob, Stream, Task
 from sharded_loader.engine.reader import Reader
-from sharded_loader.engine.stream import Stream
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.pools import task_reader

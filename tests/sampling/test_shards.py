@@ -18,9 +18,8 @@ from sharded_loader import (
     ShardedBatchSampler,
     ShardedDataLoader,
 )
-from sharded_loader.engine.messages import Task
+from sharded_loader.engine.messages import PartIndices, Task
 from sharded_loader.engine.split import Split, check_shares, is_sharded, shard_sizes, split_batch
-from sharded_loader.engine.stream import PartIndices
 
 some_weights = (
     st.lists(st.one_of(st.integers(0, 9), st.floats(0, 1e6)), min_size=1, max_size=6)

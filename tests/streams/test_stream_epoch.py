@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stream_samples import batches_of
 
-from sharded_loader.engine.messages import NOTHING, Result
+from sharded_loader.engine.messages import NOTHING, PartBatch, PartPoint, Result, Stream
 from sharded_loader.engine.order import Position
-from sharded_loader.engine.stream import PartBatch, PartPoint, Stream
 from sharded_loader.streams.epoch import SharedParts, StreamEpoch
 from sharded_loader.streams.state import StreamSignature
 

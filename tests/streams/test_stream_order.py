@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from stream_samples import Own, Parts
 
-from sharded_loader.engine.messages import Result
+from sharded_loader.engine.messages import PartPoint, Result
 from sharded_loader.engine.order import Position
-from sharded_loader.engine.stream import PartPoint
 from sharded_loader.streams.order import MOST_PARTS, StreamOrder
 
 

@@ -11,9 +11,8 @@ from stream_samples import At, Draws, DrawsOwn, GoOn, Own, Parts, Stateful, With
 
 from sharded_loader.base.errors import notes_of
 from sharded_loader.engine.board import IN_BATCHIFY, ONE_BY_ONE, SAMPLE, SHARD, new_board
-from sharded_loader.engine.messages import NOTHING, Job, Result, Task
+from sharded_loader.engine.messages import NOTHING, Job, PartBatch, PartIndices, PartPoint, Result, Stream, Task
 from sharded_loader.engine.reader import Reader
-from sharded_loader.engine.stream import PartBatch, PartIndices, PartPoint, Stream
 from sharded_loader.pools.task_reader import reader_for
 from sharded_loader.randomness.rng import reading
 from sharded_loader.streams.reader import StreamReader

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from sharded_loader.base.entries import VERSION
+from sharded_loader.engine.messages import PartPoint
 from sharded_loader.engine.order import Position
-from sharded_loader.engine.stream import PartPoint
 from sharded_loader.streams.state import StreamSignature, differences, dump, parse
 
 SIGNATURE = StreamSignature(7, "Lines", 3, 8, "keep", None, 1, 0)

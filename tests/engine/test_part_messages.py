@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from sharded_loader.engine.stream import PartBatch, PartIndices, PartPoint, Stream
+from sharded_loader.engine.messages import PartBatch, PartIndices, PartPoint, Stream
 
 
 def test_indices_of_a_part_are_a_sequence_and_slices_are_again() -> None:

@@ -1,0 +1,120 @@
+"""What a batch goes through on its device: the user's ``device_transform``, and the fields that stay on the host.
+
+    hold_back(shard)             -> shard    its host fields are wrapped, so that nothing copies them to the device
+    apply(shard, task, number)   -> batch    they are unwrapped, then ``fn(batch)`` or ``fn(batch, rng)``
+
+`devices.placement` calls both. On a device with streams `apply` runs on the copy stream, ahead of the user's program.
+The generator is keyed by the seed, the epoch, the batch's position in the epoch and the number of the shard. So the
+numbers are the same in every pool, after a resume, and on the CPU.
+
+What can go wrong: a batch has no such field, or the function raises. Both are the batch's error.
+
+Source of the idea: FFCV and DALI, which normalise images and change their layout on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sharded_loader.base.described import an
+from sharded_loader.base.errors import add_note, notes_of
+from sharded_loader.batching.protocol import some
+from sharded_loader.batching.tree import children, field_names, map_leaves, rebuild, to_torch
+from sharded_loader.engine.messages import Task
+from sharded_loader.randomness.rng import philox
+
+RAISED = "raised by device_transform"
+"""The note on an error of the user's function."""
+
+
+class _OnHost:
+    """The value of a host field. Nothing copies it: it has no method ``to``, and is no array."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class BatchTransform:
+    """What each shard, or each plain batch, goes through on its device.
+
+    Args:
+        fn: ``fn(batch)`` or ``fn(batch, rng)``; None: nothing.
+        takes_rng: which of both.
+        host_fields: the fields that stay on the host: keys of a dict, fields of a dataclass or named tuple, numbers in
+            a tuple or list.
+        seed: the loader's seed now. A loaded state changes it.
+
+    Example:
+        >>> transform = BatchTransform(lambda batch, rng: batch["x"] * rng.integers(2, 3), True, (), lambda: 0)
+        >>> transform.apply({"x": torch.ones(2)}, Task(0, 0, 0, 0, ([0, 1],), False), 0)
+        tensor([2., 2.])
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any] | None, takes_rng: bool, host_fields: Sequence[str | int], seed: Callable[[], int]
+    ) -> None:
+        self._fn, self._takes_rng, self._host_fields, self._seed = fn, takes_rng, frozenset(host_fields), seed
+
+    def hold_back(self, shard: Any) -> Any:
+        """The shard with its host fields wrapped. Their tensors get memory of their own, which is not pinned.
+
+        Raises:
+            TypeError: the batch has no such field.
+        """
+        if not self._host_fields:
+            return shard
+        names, parts = _names(shard), children(shard) or []
+        if missing := self._host_fields.difference(names):
+            raise TypeError(
+                f"host_fields has {some(sorted(map(repr, missing)))}, and the batch is {an(type(shard))} "
+                + (f"with the fields {some([*map(repr, names)])}" if names else "without fields")
+            )
+        return rebuild(
+            shard,
+            [
+                _OnHost(map_leaves(_copied, to_torch(part))) if name in self._host_fields else part
+                for name, part in zip(names, parts, strict=True)
+            ],
+        )
+
+    def apply(self, shard: Any, task: Task, number: int) -> Any:
+        """What the user's program gets.
+
+        Args:
+            shard: on its device, but for the host fields.
+            task: what was read.
+            number: of the shard; 0 for a plain batch.
+
+        Raises:
+            Exception: what the function raises.
+        """
+        if self._host_fields:
+            shard = map_leaves(lambda leaf: leaf.value if type(leaf) is _OnHost else leaf, shard, own="to")
+        if self._fn is None:
+            return shard
+        try:
+            # Not as the program happens to call ``next``: the numbers must be the same in every mode.
+            with torch.inference_mode(False), torch.no_grad():
+                if not self._takes_rng:
+                    return self._fn(shard)
+                return self._fn(shard, philox(self._seed(), "device transform", task.epoch, task.position, number))
+        except Exception as error:
+            if RAISED not in notes_of(error):
+                add_note(error, RAISED)
+            raise
+
+
+def _names(shard: Any) -> list[Any]:
+    """The names of what `children` gives."""
+    if isinstance(shard, Mapping):
+        return list(shard.keys())
+    if isinstance(shard, (list, tuple)):
+        return list(getattr(shard, "_fields", range(len(shard))))
+    return [] if children(shard) is None else field_names(shard)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

@@ -1,0 +1,466 @@
+"""What a batch goes through on its device: ahead, with numbers that depend on nothing but its place in the run."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices_samples import PLAIN, begun, entries
+from simulated import Machine, SimulatedStreams
+
+from sharded_loader import ArrayDataset, ShardedDataLoader
+from sharded_loader.base.errors import notes_of
+from sharded_loader.devices.copies import HOST_AHEAD
+from sharded_loader.devices.placement import Placement
+from sharded_loader.devices.transform import BatchTransform
+from sharded_loader.engine.pool import Pool
+
+WIDTH = 1000
+
+
+class Rows:
+    """Row i is full of i."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": np.full(WIDTH, index, np.int64), "name": index}
+
+
+class Late:
+    """A function of the user's whose work the device does when it gets to it: twice the values, plus a random number.
+
+    It allocates what it returns, and something in between, as torch's functions do.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.asked = machine, 0
+        self.where: list[str] = []
+
+    def __call__(self, batch: Any, rng: Any) -> Any:
+        self.asked += 1
+        added = int(rng.integers(1 << 30))
+        twice = self.work(batch["x"], lambda values: values * 2)
+        return {"x": self.work(twice, lambda values: values + added), "name": batch["name"], "added": added}
+
+    def work(self, tensor: torch.Tensor, fn: Callable[[Any], Any]) -> torch.Tensor:
+        machine = self.machine
+        (device,) = machine.devices[:1]
+        made = SimulatedStreams(machine, device).empty_like(torch.empty(tensor.shape, dtype=tensor.dtype))
+        source, target, nbytes = tensor.data_ptr(), made.data_ptr(), tensor.nbytes
+
+        def happen() -> None:
+            values = fn(np.frombuffer(ctypes.string_at(source, nbytes), np.int64))
+            ctypes.memmove(target, values.ctypes.data, nbytes)
+
+        self.where.append(machine.stream(device).name)
+        machine.stream(device).give(happen)
+        return made
+
+
+def noisy(batch: Any, rng: Any) -> Any:
+    return batch["x"][:, 0] * 2, rng.integers(1 << 30, size=3).tolist()
+
+
+def drawn(loader: ShardedDataLoader[Any], epochs: int = 1) -> list[Any]:
+    """The random numbers of each batch."""
+    return [numbers for _ in range(epochs) for _, numbers in loader]
+
+
+# -- on a device -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_it_runs_behind_the_copy_and_before_the_program(machine: Machine, pool: Pool, seed: int) -> None:
+    """Batches are dropped as soon as their work is given to the stream. Memory that is used too early is seen."""
+    machine._random.seed(seed)
+    device, late, wrong = machine.devices[0], Late(machine), []
+    with ShardedDataLoader(Rows(), 4, seed=3, pool=pool, device=device, device_transform=late) as loader:
+        for epoch in range(2):
+            for number, batch in enumerate(loader):
+                first, added = 4 * number, batch["added"]
+                expected = np.repeat(np.arange(first, first + 4) * 2 + added, WIDTH).reshape(4, WIDTH)
+                for _ in range(3):
+                    machine.kernel(
+                        device,
+                        batch["x"],
+                        lambda found, expected=expected, at=(epoch, number): (
+                            None if (found == expected).all() else wrong.append(at)
+                        ),
+                    )
+                del batch
+                machine.run((number * 7 + seed) % 9)
+        machine.finish()
+    assert set(late.where) == {machine.streams[device][1].name}  # the copy stream
+    assert (wrong, machine.faults) == ([], [])
+
+
+def test_it_runs_ahead_of_the_program(machine: Machine) -> None:
+    asked: list[int] = []
+    transform = BatchTransform(lambda batch: asked.append(int(batch[0])) or batch, False, (), lambda: 0)
+    placement = Placement([machine.devices[0]], pin_memory=False, transform=transform)
+    window = entries(*(np.full(3, number) for number in range(5)))
+    machine.run = lambda steps: 1  # type: ignore[method-assign]
+    placement.place_next(window)
+    assert len(asked) == 3 and begun(window) == [0, 1, 2]
+    del machine.run
+    machine.finish()
+
+
+def test_the_memory_is_bounded_however_far_the_host_is_ahead(machine: Machine) -> None:
+    late = Late(machine)
+    with ShardedDataLoader(Rows(), 4, device=machine.devices[0], device_transform=late) as loader:
+        for _ in range(6):
+            for batch in loader:
+                machine.kernel(machine.devices[0], batch["x"], lambda found: None)
+                del batch
+        # Of each batch under way: the copy, what lies between, the result. And one batch that the program holds.
+        assert machine.peak <= 3 * (HOST_AHEAD + loader.device_prefetch + 1)
+        machine.finish()
+
+
+def test_a_device_without_memory_is_tried_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    late, refused = Late(machine), []
+
+    def full(batch: Any, rng: Any) -> Any:
+        if not refused:
+            refused.append(1)
+            raise torch.OutOfMemoryError("simulated")
+        return late(batch, rng)
+
+    with ShardedDataLoader(Rows(), 4, device=machine.devices[0], device_transform=full) as loader:
+        assert len(list(loader)) == 12
+        machine.finish()
+    assert machine.caches_emptied >= 1
+
+
+def test_shards_have_numbers_of_their_own(machine: Machine) -> None:
+    with ShardedDataLoader(Rows(), 8, seed=1, devices=machine.devices, device_transform=noisy) as loader:
+        numbers = [numbers for shards in loader for _, numbers in shards]
+        machine.finish()
+    assert len(numbers) == 12 and len(set(map(tuple, numbers))) == 12
+
+
+def test_resident_rows_go_through_it_too(machine: Machine) -> None:
+    dataset, seen = ArrayDataset(x=np.arange(24)), []
+
+    def see(batch: Any, rng: Any) -> Any:
+        seen.append(int(rng.integers(100)))
+        return batch["x"], "seen"
+
+    options: dict[str, Any] = {"seed": 5, "device": machine.devices[0], "device_transform": see}
+    with ShardedDataLoader(dataset, 8, resident=True, **options) as loader:
+        assert [word for _, word in loader] == ["seen"] * 3
+        machine.finish()
+    with ShardedDataLoader(dataset, 8, **options) as loader:
+        list(loader)
+        machine.finish()
+    assert seen[:3] == seen[3:]
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["no streams", "streams"])
+def test_a_device_without_streams_runs_it_at_once(machine: Machine, streamed: bool) -> None:
+    device = machine.devices[0] if streamed else torch.device("meta")
+    transform = BatchTransform(lambda batch: ("seen", batch["x"].device.type), False, (), lambda: 0)
+    placement = Placement([device], pin_memory=False, transform=transform)
+    word, kind = placement.place({"x": np.ones(3)}, PLAIN)
+    assert (word, kind) == ("seen", "cpu" if streamed else "meta")
+    machine.finish()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("make", [lambda x: x.to_sparse(), lambda x: torch.nested.nested_tensor([x])])
+def test_a_tensor_that_torch_cannot_guard_is_rejected(machine: Machine, make: Any) -> None:
+    def sparse(batch: Any) -> Any:
+        return {"x": make(torch.eye(3))}
+
+    with ShardedDataLoader(Rows(), 8, device=machine.devices[0], device_transform=sparse) as loader:
+        with pytest.raises(TypeError, match="device_transform has returned a sparse or nested tensor.*return dense"):
+            next(iter(loader))
+        machine.finish()
+
+
+# -- the same numbers everywhere ---------------------------------------------------------------------------------------
+
+
+def test_the_numbers_are_the_same_in_every_pool_and_on_every_device(machine: Machine, pool: Pool) -> None:
+    options: dict[str, Any] = {"shuffle": True, "seed": 7, "device_transform": noisy}
+    expected = drawn(ShardedDataLoader(Rows(), 8, **options), 2)
+    assert len(set(map(tuple, expected))) == 12  # others in each batch and epoch
+    with ShardedDataLoader(Rows(), 8, pool=pool, device=machine.devices[0], **options) as loader:
+        assert drawn(loader, 2) == expected
+        machine.finish()
+    other_seed = ShardedDataLoader(Rows(), 8, **{**options, "seed": 8})
+    assert not {tuple(numbers) for numbers in drawn(other_seed, 2)} & set(map(tuple, expected))
+
+
+def test_the_numbers_come_again_after_a_resume(pool: Pool) -> None:
+    options: dict[str, Any] = {"shuffle": True, "device_transform": noisy, "pool": pool}
+    whole = ShardedDataLoader(Rows(), 8, shuffle=True, seed=7, device_transform=noisy)
+    expected, state = [], None
+    for number, (_, numbers) in enumerate([*whole, *whole][:9]):
+        expected.append(numbers)
+        if number == 8:
+            state = whole.state_dict()
+    expected = drawn(whole)  # epoch 2 of the loader that has seen all
+    whole.load_state_dict({**state, "epoch": 2, "samples": 16})
+    rest = drawn(whole)
+    with ShardedDataLoader(Rows(), 8, seed=1, **options) as loader:  # the state brings the seed
+        loader.load_state_dict({**state, "epoch": 2, "samples": 16})
+        assert drawn(loader) == rest == expected[2:]
+
+
+def test_ranks_have_numbers_of_their_own() -> None:
+    ranks = [
+        drawn(ShardedDataLoader(Rows(), 4, num_replicas=3, rank=rank, seed=1, device_transform=noisy))
+        for rank in range(3)
+    ]
+    assert len({tuple(numbers) for rank in ranks for numbers in rank}) == 12
+
+
+class Lines(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        info = torch.utils.data.get_worker_info()
+        for index in range(0 if info is None else info.id, 48, 1 if info is None else info.num_workers):
+            yield {"x": np.full(3, index)}
+
+
+def test_iterable_data_goes_through_it(pool: Pool) -> None:
+    options: dict[str, Any] = {"streams": 2, "seed": 7, "device_transform": noisy}
+    expected = drawn(ShardedDataLoader(Lines(), 8, **options))
+    with ShardedDataLoader(Lines(), 8, pool=pool, **options) as loader:
+        batches = iter(loader)
+        got = [next(batches)[1] for _ in range(3)]
+        state = loader.state_dict()
+        del batches
+        loader.load_state_dict(state)
+        assert got + drawn(loader) == expected
+    assert len(set(map(tuple, expected))) == 6
+
+
+def test_it_runs_without_devices_and_on_shards_in_host_memory(pool: Pool) -> None:
+    with ShardedDataLoader(Rows(), 8, pool=pool, num_shards=2, seed=1, device_transform=noisy) as loader:
+        for number, shards in enumerate(loader):
+            values = [first.tolist() for first, _ in shards]
+            assert values == [[2 * (8 * number + 4 * shard + place) for place in range(4)] for shard in range(2)]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [lambda batch: batch["x"], lambda batch, size=3: batch["x"], torch.nn.Identity()],
+    ids=["one", "default", "module"],
+)
+def test_a_function_of_the_batch_alone_gets_the_batch_alone(fn: Any) -> None:
+    batch = next(iter(ShardedDataLoader(Rows(), 4, device_transform=fn)))
+    assert torch.equal(batch["x"] if isinstance(batch, dict) else batch, torch.arange(4).repeat(WIDTH, 1).T)
+
+
+def test_a_generator_may_be_asked_for_by_name() -> None:
+    def by_name(batch: Any, rng: Any = None) -> Any:
+        return rng.integers(100)
+
+    assert next(iter(ShardedDataLoader(Rows(), 4, device_transform=by_name))) in range(100)
+
+
+def test_peek_is_the_first_batch() -> None:
+    loader = ShardedDataLoader(Rows(), 4, seed=1, device_transform=noisy)
+    assert loader.peek()[1] == next(iter(loader))[1]
+
+
+def test_how_the_program_calls_next_changes_nothing() -> None:
+    weight = torch.ones(1, requires_grad=True)
+    loader = ShardedDataLoader(Rows(), 4, device_transform=lambda batch: (batch["x"] * weight, torch.is_grad_enabled()))
+    (plain, grad), batches = next(iter(loader)), iter(loader)
+    assert not plain.requires_grad and not grad
+    with torch.inference_mode():
+        inferred, _ = next(batches)
+    assert not inferred.is_inference() and torch.equal(inferred, plain)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_its_error_says_where(machine: Machine, pool: Pool) -> None:
+    def fails(batch: Any) -> Any:
+        if batch["name"][0] == 16:
+            raise ValueError("these do not please me")
+        return batch["name"].tolist()
+
+    options: dict[str, Any] = {"device_transform": fails}
+    if pool.num_workers:
+        options["device"] = machine.devices[0]
+    # On the simulated device the values are there when it has done its work: these lie on the host.
+    options["host_fields"] = "name"
+    with ShardedDataLoader(Rows(), 8, pool=pool, **options) as loader:
+        batches = iter(loader)
+        assert next(batches) == list(range(8)) and next(batches) == list(range(8, 16))
+        with pytest.raises(ValueError, match="these do not please me") as caught:
+            next(batches)
+        text = "\n".join(notes_of(caught.value))
+        assert "raised by device_transform" in text and "in epoch 0, batch 2" in text
+        assert "while the batch was copied" not in text
+        assert "loader.read(i, epoch=0) for i in (16," in text
+        assert next(batches) == list(range(24, 32))
+        del batches, caught
+        machine.finish()
+
+
+def test_an_interruption_loses_no_batch(machine: Machine) -> None:
+    struck = []
+
+    def interrupted(batch: Any, rng: Any) -> Any:
+        numbers = rng.integers(1 << 30, size=3).tolist()
+        if len(struck) == 3:
+            struck.append(numbers)
+            raise KeyboardInterrupt
+        struck.append(numbers)
+        return batch["x"], numbers
+
+    options: dict[str, Any] = {"seed": 2, "device": machine.devices[0]}
+    with ShardedDataLoader(Rows(), 8, device_transform=interrupted, **options) as loader:
+        batches, got = iter(loader), []
+        while len(got) < 6:
+            try:
+                got.append(next(batches)[1])
+            except KeyboardInterrupt:
+                continue
+        del batches
+        machine.finish()
+    with ShardedDataLoader(Rows(), 8, device_transform=noisy, **options) as loader:
+        assert got == drawn(loader)
+        machine.finish()
+    assert machine.faults == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"device_transform": 3}, TypeError, "device_transform is 3; it must be a function of a batch"),
+        (
+            {"device_transform": len, "pin_memory": True},
+            ValueError,
+            "device_transform is for batches on devices: give dev",
+        ),
+        ({"host_fields": "x", "pin_memory": True}, ValueError, "host_fields is for batches on devices: give device"),
+        ({"host_fields": [1.5]}, TypeError, "host_fields has 1.5; it must have names of fields, or numbers"),
+        ({"host_fields": [True]}, TypeError, "host_fields has True"),
+        ({"host_fields": "x", "resident": True, "device": "cpu"}, ValueError, "host_fields keeps .* leave out one"),
+    ],
+)
+def test_wrong_arguments_are_rejected(options: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        ShardedDataLoader(Rows(), 4, **options)
+
+
+# -- fields that stay on the host --------------------------------------------------------------------------------------
+
+Pair = collections.namedtuple("Pair", "x name")
+
+
+def fields(samples: list[Any]) -> tuple[Any, Any]:
+    return torch.from_numpy(np.stack([one["x"] for one in samples])), torch.tensor(
+        [one["name"] for one in samples] * 100
+    )
+
+
+@pytest.mark.parametrize(
+    ("batchify", "field"),
+    [
+        (lambda samples: dict(zip(("x", "name"), fields(samples), strict=True)), "name"),
+        (fields, 1),
+        (lambda samples: list(fields(samples)), 1),
+        (lambda samples: Pair(*fields(samples)), "name"),
+        (lambda samples: {"x": fields(samples)[0], "name": list(fields(samples)[1].split(8))}, ["name"]),
+    ],
+    ids=["dict", "tuple", "list", "named tuple", "a list of tensors"],
+)
+def test_host_fields_stay_on_the_host(machine: Machine, pool: Pool, batchify: Any, field: Any) -> None:
+    device, wrong = machine.devices[0], []
+    options: dict[str, Any] = {"device": device, "host_fields": field, "collate_fn": batchify}
+    with ShardedDataLoader(Rows(), 8, pool=pool, **options) as loader:
+        for number, batch in enumerate(loader):
+            x, names = batch.values() if isinstance(batch, dict) else batch
+            for name in names if isinstance(names, list) else [names]:
+                # The values are there now, in memory that the user may copy from at any time.
+                assert name[:8].tolist() == list(range(8 * number, 8 * number + 8))
+                address = name.data_ptr()
+                assert not machine.holds(address, 1)
+                assert not any(start <= address < start + size for start, size in machine.pinned.items())
+            expected = np.arange(8 * number, 8 * number + 8).repeat(WIDTH).reshape(8, WIDTH)
+            machine.kernel(
+                device,
+                x,
+                lambda found, expected=expected: None if (found == expected).all() else wrong.append(expected),
+            )
+        machine.finish()
+    assert (wrong, machine.faults) == ([], [])
+
+
+def test_a_field_that_a_batch_does_not_have_is_named() -> None:
+    with pytest.raises(TypeError, match="host_fields has 'jpeg', and the batch is a dict with the fields 'x', 'name'"):
+        next(iter(ShardedDataLoader(Rows(), 4, host_fields=["jpeg", "x"])))
+    with pytest.raises(TypeError, match="host_fields has 2, and the batch is a ndarray without fields"):
+        next(iter(ShardedDataLoader(range(9), 4, host_fields=2)))
+
+
+# -- for other streams -------------------------------------------------------------------------------------------------
+
+
+def test_ready_event_lets_another_stream_use_a_batch(machine: Machine) -> None:
+    device, other, found = machine.devices[0], machine.new_stream(machine.devices[0]), []
+    with ShardedDataLoader(Rows(), 8, device=device) as loader:
+        assert loader.ready_event is None
+        for batch in loader:
+            with SimulatedStreams(machine, device).current():
+                other.wait_event(loader.ready_event)
+            with machine.on(device, other):
+                machine.kernel(device, batch["x"], lambda values: found.append(int(values[0, 0])))
+            SimulatedStreams(machine, device).used_on([batch["x"]], other)
+            del batch
+        machine.finish()
+    assert found == list(range(0, 48, 8))
+
+
+@pytest.mark.parametrize("kind", ["shards", "resident", "moved late", "host"])
+def test_there_is_an_event_for_each_shard(machine: Machine, kind: str) -> None:
+    class Moves:
+        def to(self, device: Any, non_blocking: bool = False) -> str:
+            return "moved"
+
+    devices = machine.devices
+    options: dict[str, Any] = {
+        "shards": {"devices": devices},
+        "resident": {"devices": devices, "resident": True},
+        "moved late": {"devices": devices, "collate_fn": lambda samples: [Moves()]},
+        "host": {"num_shards": 2},
+    }[kind]
+    with ShardedDataLoader(ArrayDataset(np.arange(8)), 4, **options) as loader:
+        shards = next(iter(loader))
+        events = loader.ready_event
+        if kind == "host":
+            assert events in (None, [None, None])
+        else:
+            assert [event.device for event in events] == devices and len(shards) == 2
+            machine.finish()
+            with SimulatedStreams(machine, devices[0]).current():
+                assert events[0].query()
+
+
+def test_the_event_does_not_hold_the_batch(machine: Machine) -> None:
+    with ShardedDataLoader(Rows(), 8, device=machine.devices[0]) as loader:
+        batches = iter(loader)
+        batch = next(batches)
+        held = weakref.ref(batch["x"])
+        del batch
+        gc.collect()
+        assert held() is None and loader.ready_event is not None
+        del batches
+        machine.finish()
