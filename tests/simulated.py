@@ -317,6 +317,9 @@ class SimulatedStreams(Streams):
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         return self.machine.allocate(self.device, host)
 
+    def hollow(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(0, dtype=dtype)
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         machine, stream = self.machine, self.caller_stream()
         machine.log.append(("copy", stream.name))

@@ -51,6 +51,7 @@ class Streams:
         on: ``with on(stream):`` gives the work in the block to the stream.
         empty_like: ``empty_like(host)``, memory on the device in the layout of a host tensor, taken on the caller's
             stream.
+        hollow: ``hollow(dtype=dtype)``, a tensor on the device without memory.
         copy: ``copy(target, source)`` copies from pinned host memory, on the current stream.
         is_pinned: ``is_pinned(host)``, whether the device reads the tensor's memory by itself.
         empty_cache: ``empty_cache()`` gives unused memory back to the device.
@@ -70,6 +71,7 @@ class Streams:
         self.caller_stream: Callable[[], Any] = functools.partial(module.current_stream, device)
         self.on: Callable[[Any], AbstractContextManager[Any]] = module.stream
         self.empty_like: Callable[[torch.Tensor], torch.Tensor] = functools.partial(torch.empty_like, device=device)
+        self.hollow: Callable[..., torch.Tensor] = functools.partial(torch.empty, 0, device=device)
         self.copy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
         self.copy = functools.partial(torch.Tensor.copy_, non_blocking=True)
         self.is_pinned: Callable[[torch.Tensor], bool] = torch.Tensor.is_pinned

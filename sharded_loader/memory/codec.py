@@ -109,7 +109,7 @@ class SlotWriter:
     def place(self, raw: memoryview | Array) -> int:
         """Where in the slot these bytes are, copied there if they were elsewhere; -1 if there is no room."""
         if self._memory is _NO_MEMORY:  # 10 us less for a small batch
-            self._outside += _aligned(raw.nbytes)
+            self._outside += aligned(raw.nbytes)
             return -1
         source = np.frombuffer(raw, np.uint8)
         start = array_address(source) - self._address
@@ -117,7 +117,7 @@ class SlotWriter:
             return start
         start = self._reserve(source.nbytes)
         if start < 0:
-            self._outside += _aligned(source.nbytes)
+            self._outside += aligned(source.nbytes)
         else:
             self._memory[start : start + source.nbytes] = source
         return start
@@ -126,11 +126,17 @@ class SlotWriter:
         start = self._used
         if start + nbytes > self._memory.nbytes:
             return -1
-        self._used = start + _aligned(nbytes)
+        self._used = start + aligned(nbytes)
         return start
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """What an array of this size takes in a slot.
+
+    Example:
+        >>> aligned(1), aligned(64)
+        (64, 64)
+    """
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -18,7 +18,7 @@ from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
 from sharded_loader.devices import placement
-from sharded_loader.devices.copies import HOST_AHEAD, CopyStream
+from sharded_loader.devices.copies import HOST_AHEAD, SMALL, CopyStream
 from sharded_loader.engine.pool import Pool
 
 ROWS, WIDTH = 256, 1024
@@ -184,7 +184,8 @@ def test_a_host_far_ahead_waits_before_sources_pile_up(machine: Machine) -> None
 
 
 def test_a_copy_waits_for_what_the_consumer_did_before(machine: Machine) -> None:
-    with ShardedDataLoader(dataset(), 8, device=machine.devices[0]) as loader:
+    data = ArrayDataset(np.zeros((8, SMALL)), np.ones((8, SMALL)))
+    with ShardedDataLoader(data, 8, device=machine.devices[0]) as loader:
         next(iter(loader))
     home, side = (stream.name for stream in machine.streams[machine.devices[0]])
     assert machine.log == [

@@ -10,6 +10,7 @@ from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
 from sharded_loader.devices import placement
+from sharded_loader.devices.copies import SMALL
 from sharded_loader.devices.placement import PAUSE, Placement
 from sharded_loader.engine.pool import Pool
 
@@ -165,7 +166,7 @@ def test_a_second_try_has_the_memory_of_the_first(machine: Machine, monkeypatch:
         machine.empty_cache()
 
     monkeypatch.setattr(SimulatedStreams, "empty_cache", empty_cache)
-    pair = ArrayDataset(np.arange(64), np.arange(64.0))
+    pair = ArrayDataset(np.zeros((64, SMALL)), np.ones((64, SMALL)))
     machine.blocks = 3
     with ShardedDataLoader(pair, 4, device=device) as loader:
         batches = iter(loader)
@@ -201,11 +202,11 @@ def test_parts_of_a_batch_that_does_not_fit_ahead_are_not_in_the_way(
 
     monkeypatch.setattr(SimulatedStreams, "empty_cache", empty_cache)
     machine.blocks = blocks
-    window = entries([np.arange(4), np.arange(5)], [np.arange(4), np.arange(5)])
+    window = entries(*([np.arange(SMALL), np.arange(SMALL + 1)] for _ in range(2)))
     first, second = placed.place_next(window)
     assert in_use == [2]  # of the first batch
     machine.finish()
-    assert (first.tolist(), second.tolist()) == ([0, 1, 2, 3], [0, 1, 2, 3, 4])
+    assert (first.tolist(), second.tolist()) == ([*range(SMALL)], [*range(SMALL + 1)])
     assert (first.device, begun(window), device.index) == (torch.device("cpu"), [0], 0)
 
 
