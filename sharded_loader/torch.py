@@ -27,7 +27,7 @@ from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import called_by, counted_by_fabric, refuse_skipping
 from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
-from sharded_loader.drop_in.iterator import LoaderIterator
+from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, at_named_epoch
 from sharded_loader.drop_in.workers import check_arguments
@@ -128,6 +128,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         self.streams, self.snapshot_every_n_steps = streams, snapshot_every_n_steps
         self._scales_prefetch = prefetch_factor is None
         self._epochs, self._names_epoch = EpochCount(), False  # whether `set_epoch` was called
+        self._memory = DeviceMemory()
         self._resume_point: ResumePoint | None = None
         self._prepared: LoaderIterator | None = None
         self._loaded: dict[str, Any] | None = None
@@ -321,7 +322,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         """The arguments. Workers and positions stay here."""
         gone = ("_iterator", "_resume_point", "_prepared", "_loaded", "_rng_at_load", "_job")
         own = {"_meter": Meter(self.dataset, Notices(), self.max_skipped), "_epochs": copy.copy(self._epochs)}
-        return {**self.__dict__, **dict.fromkeys(gone), **own}
+        return {**self.__dict__, **dict.fromkeys(gone), **own, "_memory": DeviceMemory()}
 
 
 leave_alone(DataLoader.__iter__)

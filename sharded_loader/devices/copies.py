@@ -81,7 +81,7 @@ HOST_AHEAD = 4
 hold 1.6 GB per process. With four the device has steps to do while the host waits. The number was not measured."""
 
 SMALL = 32 * 1024
-"""Bytes of the largest tensor that travels with others. To copy 32 KB on the host takes 3 us, no longer than torch's own
+"""Bytes of the largest tensor that travels with others. To copy 32 KB on the host takes 3 us, as long as torch's own
 calls for a copy. What a copy of its own costs the device was not measured."""
 
 SHORTEST_REST, LONGEST_REST = 0.2e-3, 2e-3

@@ -14,7 +14,10 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import os
+import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +39,12 @@ from sharded_loader.drop_in.state import LoaderState, ResumePoint, stream_epoch
 from sharded_loader.drop_in.workers import WorkerView, in_torchs_words, make_pool
 from sharded_loader.engine.messages import Job, PartPoint, Task
 from sharded_loader.engine.pipeline import Pipeline, Run
+from sharded_loader.engine.pool import Pool
 from sharded_loader.loader.arguments import length, make_split
 from sharded_loader.loader.epochs import warn_of_length
 from sharded_loader.loader.iterator import BatchIterator, profiler_enabled
 from sharded_loader.loader.stats import Meter
-from sharded_loader.pools.process.pool import ProcessPool
+from sharded_loader.pools.process.pool import ArenaInUse, ProcessPool
 from sharded_loader.streams.epoch import StreamEpoch
 from sharded_loader.streams.reader import StreamReader
 
@@ -83,6 +87,42 @@ def _collated(batch: Any, sharded: bool) -> Any:
 
 def _arrays_of(shard: Any) -> Any:
     return shard.arrays if type(shard) is TensorBatch else shard
+
+
+class DeviceMemory:
+    """What a loader with devices keeps from epoch to epoch: its copy streams, and the pinned memory of its workers.
+
+    The workers of an epoch end with it. To pin memory anew for those of the next would take seconds for each GB.
+    """
+
+    def __init__(self) -> None:
+        self._placement: AsCollated | None = None
+        self._left: list[ArenaInUse] = []  # by pools that have ended
+        weakref.finalize(self, _close_arenas, self._left)
+
+    def placement(self, devices: list[torch.device]) -> AsCollated:
+        """What puts batches on these devices; a new one if they are others than before."""
+        if self._placement is None or self._placement.devices != devices:
+            _close_arenas(self._left)
+            self._placement = AsCollated(devices)
+        return self._placement
+
+    def lend(self, pool: Pool, placement: AsCollated) -> None:
+        """Let a new pool use memory that another one has left; otherwise memory of its own."""
+        if isinstance(pool, ProcessPool) and placement is self._placement and self._left:
+            pool.take_over(self._left.pop())
+        else:
+            pool.use_memory(placement.empty, placement.register, pinned=bool(placement.asynchronous))
+
+    def take_back(self, pool: Pool, placement: AsCollated) -> None:
+        """End the workers of a pool, and keep its memory, if a device reads it."""
+        if isinstance(pool, ProcessPool) and pool.started and placement is self._placement and placement.asynchronous:
+            self._left.append(pool.hand_over())
+
+
+def _close_arenas(left: list[ArenaInUse]) -> None:
+    while left:
+        left.pop().arena.close()
 
 
 class RunIterator(BatchIterator[Any]):
@@ -137,10 +177,14 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._length = None if self._is_stream else length(loader.dataset)  # of the copies that the workers get
         self._devices, self._sharded = find_devices(loader.device, loader.devices)
-        self._placement = placement = AsCollated(self._devices, self._make_pinner())
-        self._pool = make_pool(loader)
+        self._memory = memory = loader._memory
+        if self._devices is None:
+            placement = AsCollated(None, self._make_pinner())
+        else:
+            placement = memory.placement(self._devices)
+        self._placement, self._pool = placement, make_pool(loader)
         self._pool.notices = loader._meter.notices
-        self._pool.use_memory(placement.empty, placement.register, pinned=bool(placement.asynchronous))
+        memory.lend(self._pool, placement)
         self._pipeline = Pipeline(self._pool, make_split(self._devices, self._sharded, loader.num_shards))
         # Without prefetch_factor, enough batches are in flight to fill the messages to the workers.
         self._pipeline.scale_by_group = loader._scales_prefetch
@@ -301,6 +345,13 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     # -- workers --------------------------------------------------------------------------------------------
 
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # After a ``break``: so that the loader keeps the memory. `_closer` sees to the rest.
+        if _is_finalizing() or getattr(self, "_shutdown", True):
+            return
+        if self._devices is not None and os.getpid() == self._pipeline.pid:
+            self._shutdown_workers()
+
     @property
     def _workers(self) -> list[WorkerView]:
         """The worker processes, as torch's iterator shows them. This starts them."""
@@ -317,6 +368,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             if self._pool.started:
                 self._processes = self._workers
             self._shutdown = True
+            if not self._pipeline.is_open_step:  # otherwise an exception has struck: nobody knows what the memory holds
+                self._memory.take_back(self._pool, self._placement)
             self._pipeline.close()
             self._placement.closer()()
             for worker in self._processes:

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -41,7 +41,7 @@ from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.inspection import warn_of_open_file
 from sharded_loader.engine.grouping import HELD, Grouping
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
-from sharded_loader.memory.arena import Register
+from sharded_loader.memory.arena import Arena, RecentSizes, Register
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.segments import chosen_backend
@@ -53,6 +53,13 @@ from sharded_loader.pools.supervisor import Supervisor
 
 SLOT_BYTES = 32768
 """Batches below this go through the pipe: a slot saves them one copy, which costs less than its bookkeeping."""
+
+
+class ArenaInUse(NamedTuple):
+    """Shared memory that a pool has left, and how large its batches were."""
+
+    arena: Arena
+    sizes: RecentSizes
 
 
 class ProcessPool(SupervisedPool[ProcessWorker]):
@@ -109,6 +116,15 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
 
     def use_memory(self, empty: Empty, register: Register, *, pinned: bool = False) -> None:
         self._transport.register = self._transport.arena.register = register
+
+    def hand_over(self) -> ArenaInUse:
+        """End the workers. What is returned lets another pool go on with the shared memory, which stays pinned."""
+        return ArenaInUse(self._transport.hand_over(), self._sizes)
+
+    def take_over(self, used: ArenaInUse) -> None:
+        """Go on with the shared memory of another pool. Before the workers start, and in the place of `use_memory`."""
+        self._transport.arena, self._sizes = used
+        self._transport.register = used.arena.register
 
     @property
     def started(self) -> bool:

@@ -415,6 +415,13 @@ class ProcessTransport(Transport[ProcessWorker]):
             for step in reversed(steps):
                 stack.callback(step)
 
+    def hand_over(self) -> Arena:
+        """End the workers, and give up the arena as it is: another pool may use it."""
+        with uninterrupted():
+            self.stop_workers()
+            arena, self.arena = self.arena, Arena(self.max_bytes, self.register)
+        return arena
+
     def stop_workers(self) -> None:
         """End the workers, after `BUSY_GRACE` or `CLOSING_GRACE` by SIGKILL."""
         workers, self.workers, self.poller = self.workers, [], None

@@ -1,0 +1,228 @@
+"""The drop-in on a device: right batches, two of them ahead, and pinned memory that lives from epoch to epoch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from simulated import Machine
+from torch.utils.data import IterableDataset
+
+from sharded_loader.devices.placement import AHEAD
+from sharded_loader.drop_in.iterator import LoaderIterator
+from sharded_loader.torch import DataLoader
+
+WIDTH, ROWS = 20_000, 48
+METHODS = ["inline", "thread", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
+
+
+class Rows:
+    """Row i is full of i. A batch of four is 640 kB."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(WIDTH, index, np.int64), index
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for index in range(first, ROWS, step):
+            yield np.full(WIDTH, index, np.int64), index
+
+
+DATASETS = {"map-style": Rows, "iterable": Stream}
+
+
+def workers(method: str, count: int = 2) -> dict[str, Any]:
+    if method == "inline":
+        return {"num_workers": 0}
+    how = {"thread_pool": True} if method == "thread" else {"start_method": method}
+    return {"num_workers": count, **how}
+
+
+class Watched:
+    """Reads batches late, on the device, and notes what is wrong."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.wrong, self.seen = machine, [], []  # type: ignore[var-annotated]
+
+    def epoch(self, loader: DataLoader[Any], expected: list[list[int]] | None = None, most: int = 1000) -> None:
+        """Read an epoch. The batches are dropped as soon as their work is given to the stream."""
+        for number, (rows, labels) in enumerate(loader):
+            self.machine.kernel(self.machine.devices[0], labels, lambda found: self.seen.append(found.tolist()))
+            self.machine.kernel(self.machine.devices[0], rows, self._compare)
+            del rows, labels
+            self.machine.run(number % 7)
+            if number + 1 == most:
+                break
+        self.machine.finish()
+
+    def _compare(self, found: np.ndarray) -> None:
+        if (found != found[:, :1]).any() or found[:, 0].tolist() != self.seen[-1]:
+            self.wrong.append(found[:, 0].tolist())
+
+
+def registrations(machine: Machine) -> list[int]:
+    """The sizes of segments that are pinned from now on."""
+    made, register = [], machine.cudaHostRegister
+
+    def noted(address: int, nbytes: int, flags: int) -> int:
+        made.append(nbytes)
+        return register(address, nbytes, flags)
+
+    machine.cudaHostRegister = noted  # type: ignore[method-assign]
+    return made
+
+
+def labels(loader: DataLoader[Any], epochs: int = 1) -> list[list[int]]:
+    return [found.tolist() for _ in range(epochs) for _, found in loader]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", DATASETS)
+@pytest.mark.parametrize("in_order", [True, False], ids=["in order", "any order"])
+def test_batches_are_those_of_the_host(machine: Machine, method: str, kind: str, in_order: bool) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "in_order": in_order, **workers(method)}
+    if kind == "map-style":
+        options |= {"shuffle": True, "seed": 3}
+    watched, loader = Watched(machine), DataLoader(DATASETS[kind](), device=machine.devices[0], **options)
+    for _ in range(2):
+        watched.epoch(loader)
+    expected = labels(DataLoader(DATASETS[kind](), **options), 2)
+    if in_order:
+        assert watched.seen == expected
+    else:
+        assert sorted(watched.seen) == sorted(expected)
+    assert (watched.wrong, machine.faults) == ([], [])
+    del loader
+    assert machine.registered == {}
+
+
+@pytest.mark.parametrize("kind", DATASETS)
+def test_two_batches_are_copied_ahead(machine: Machine, kind: str) -> None:
+    loader = DataLoader(DATASETS[kind](), batch_size=4, device=machine.devices[0], **workers("thread"))
+    batches, ahead = iter(loader), []
+    assert isinstance(batches, LoaderIterator)
+    assert batches._pipeline.min_ready > AHEAD  # the pool is asked for those too
+    for _ in batches:
+        (run,) = batches._pipeline._runs.values()
+        ahead.append(sum(entry.begun is not None for entry in run.window))
+        machine.finish()
+    assert max(ahead) == AHEAD
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ends", ["the end", "a break"])
+def test_pinned_memory_lives_from_epoch_to_epoch(machine: Machine, method: str, ends: str) -> None:
+    made, watched = registrations(machine), Watched(machine)
+    loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers(method))
+    most = 1000 if ends == "the end" else 7
+    watched.epoch(loader, most=most)
+    after_one = len(made)
+    for _ in range(3):
+        watched.epoch(loader, most=most)
+    assert after_one and len(made) == after_one
+    assert (watched.wrong, machine.faults) == ([], [])
+    assert (
+        len(machine.streams[machine.devices[0]]) == 2
+    )  # torch keeps memory for each stream: one copy stream is enough
+    del loader
+    assert machine.registered == {}
+
+
+def test_an_epoch_inside_another_has_memory_of_its_own(machine: Machine) -> None:
+    loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork"))
+    watched, outer = Watched(machine), []
+    for _, found in loader:
+        machine.finish()
+        outer.append(found.tolist())
+        if len(outer) in (2, 5):
+            watched.epoch(loader)
+    assert watched.seen == outer * 2
+    assert (watched.wrong, machine.faults) == ([], [])
+    del loader
+    assert machine.registered == {}
+
+
+def test_memory_goes_back_when_the_devices_are_others(machine: Machine) -> None:
+    first, second = machine.devices
+    made, loader = registrations(machine), DataLoader(Rows(), batch_size=4, device=first, **workers("fork"))
+    labels(loader)
+    machine.finish()
+    before = len(made)
+    loader.device = second  # as Accelerate does
+    labels(loader)
+    machine.finish()
+    assert 0 < before < len(made)
+    assert len(machine.registered) == len(made) - before
+    assert machine.faults == []
+
+
+def test_a_held_batch_stays_as_it_is_in_later_epochs(machine: Machine) -> None:
+    """On the host, beside a device: the memory is the same, and is used again only when nobody holds it."""
+    loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork"))
+    held = []
+    for _ in range(3):
+        for rows, found in loader:
+            held.append((rows, found))
+    machine.finish()
+    for rows, found in held:
+        assert rows[:, 0].tolist() == rows[:, -1].tolist() == found.tolist()
+
+
+def test_an_interruption_gives_the_memory_up(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows what an exception in the middle of a step has left in it."""
+    from sharded_loader.devices.copies import CopyStream
+
+    loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork"))
+    batches = iter(loader)
+    for _ in range(6):
+        next(batches)
+    with monkeypatch.context() as patch:
+        patch.setattr(CopyStream, "begin", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            for _ in batches:
+                pass
+    del batches
+    machine.finish()
+    assert loader._memory._left == []
+    watched = Watched(machine)
+    watched.epoch(loader)
+    assert len(watched.seen) == 12 and (watched.wrong, machine.faults) == ([], [])
+
+
+def test_a_copy_of_a_loader_has_memory_of_its_own(machine: Machine) -> None:
+    loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork"))
+    labels(loader)
+    machine.finish()
+    for other in (copy.copy(loader), pickle.loads(pickle.dumps(loader))):
+        assert other._memory is not loader._memory
+        watched = Watched(machine)
+        watched.epoch(other)
+        assert len(watched.seen) == 12 and (watched.wrong, machine.faults) == ([], [])
+
+
+@pytest.mark.parametrize("kind", DATASETS)
+def test_a_killed_worker_costs_no_batch(machine: Machine, kind: str) -> None:
+    watched = Watched(machine)
+    loader = DataLoader(DATASETS[kind](), batch_size=4, device=machine.devices[0], **workers("fork"))
+    expected = labels(DataLoader(DATASETS[kind](), batch_size=4, **workers("fork")))
+    watched.epoch(loader)
+    seen = []
+    batches = iter(loader)
+    for number, (_, found) in enumerate(batches):
+        machine.finish()
+        seen.append(found.tolist())
+        if number == 3:
+            batches._workers[0].kill()
+    assert watched.seen == seen == expected
+    assert (watched.wrong, machine.faults) == ([], [])
