@@ -134,7 +134,9 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._placement = placement = AsCollated(self._devices, self._make_pinner())
         self._pool = make_pool(loader)
         self._pool.notices = loader._meter.notices
-        self._pool.use_memory(placement.empty, placement.register, pinned=bool(placement.asynchronous))
+        self._pool.use_memory(
+            placement.empty, placement.register, pinned=bool(placement.asynchronous), near=placement.near
+        )
         self._pipeline = Pipeline(self._pool, make_split(self._devices, self._sharded, loader.num_shards))
         # Without prefetch_factor, enough batches are in flight to fill the messages to the workers.
         self._pipeline.scale_by_group = loader._scales_prefetch
