@@ -112,7 +112,7 @@ class Streams:
         return words.index_select(0, rows).view(column.dtype)
 
     def address(self) -> str | None:
-        """Where the device is on the PCI bus; None if torch does not say, as before 2.8."""
+        """Where the device is on the PCI bus; None if torch does not say."""
         describe = getattr(self._module, "get_device_properties", None)
         return None if describe is None else pci_address(describe(self.device))
 

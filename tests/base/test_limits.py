@@ -421,6 +421,27 @@ def test_all_threads_of_a_process_are_bound(sleeper: int, two_cpus: list[int]) -
     assert affinities(sleeper) == [{two_cpus[-1]}] * 2
 
 
+def test_a_thread_that_begins_meanwhile_is_bound_too(monkeypatch: pytest.MonkeyPatch, may_use: Any) -> None:
+    may_use("0-3")
+    looks, where = iter([["10"], ["10", "11", "12", "13"]]), {10: {0, 1, 2, 3}, 11: {0, 1, 2, 3}, 12: {0}}
+    calls = []
+
+    def bound(thread: int, cpus: Any) -> None:
+        calls.append((thread, set(cpus)))
+        where[thread] = set(cpus)
+
+    def asked(thread: int) -> set[int]:
+        if thread not in where:
+            raise ProcessLookupError(errno.ESRCH, "it has ended")
+        return where[thread]
+
+    monkeypatch.setattr(os, "listdir", lambda path: next(looks))
+    monkeypatch.setattr(os, "sched_getaffinity", asked, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", bound, raising=False)
+    bind(10, cpus_in("2-5"))
+    assert calls == [(10, {2, 3}), (11, {2, 3})]  # never more than this process may use
+
+
 def test_what_the_user_has_bound_stays_there(sleeper: int, two_cpus: list[int]) -> None:
     os.sched_setaffinity(sleeper, two_cpus[:1])  # its main thread
     bind(sleeper, {two_cpus[-1]})
