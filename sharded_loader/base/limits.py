@@ -257,8 +257,8 @@ def node_of(address: str | None, root: Path = Path("/")) -> int:
 def cpus_near(addresses: Iterable[str | None], root: Path = Path("/")) -> Near:
     """The CPUs that this process may use of the NUMA node that all these devices are attached to.
 
-    Empty if the machine has one node, if a node is not known, and if the devices are attached to several nodes. Also if
-    all CPUs that this process may use are at the node, or none.
+    Empty if a node is not known, and if the devices are attached to several nodes. Also if all CPUs that this process may
+    use are at the node, as on a machine with one node, or none.
 
     Args:
         addresses: of the devices, see `node_of`.
@@ -266,7 +266,7 @@ def cpus_near(addresses: Iterable[str | None], root: Path = Path("/")) -> Near:
     """
     nodes, usable = numa_nodes(root), usable_cpus()
     near = {node_of(address, root) for address in addresses}
-    cpus = nodes.get(near.pop(), frozenset()) & usable if len(nodes) > 1 and len(near) == 1 else frozenset()
+    cpus = nodes.get(near.pop(), frozenset()) & usable if len(near) == 1 else frozenset()
     return Near() if cpus == usable else Near(cpus, len({_siblings(cpu, root) for cpu in cpus}))
 
 
