@@ -257,8 +257,8 @@ def node_of(address: str | None, root: Path = Path("/")) -> int:
 def cpus_near(addresses: Iterable[str | None], root: Path = Path("/")) -> Near:
     """The CPUs that this process may use of the NUMA node that all these devices are attached to.
 
-    Empty if a node is not known, and if the devices are attached to several nodes. Also if all CPUs that this process may
-    use are at the node, as on a machine with one node, or none.
+    Empty if a node is not known, and if the devices are attached to several nodes. Also if all CPUs that this process
+    may use are at the node, as on a machine with one node, or none.
 
     Args:
         addresses: of the devices, see `node_of`.
