@@ -68,6 +68,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         thread_pool: Whether workers are threads instead of processes.
         restarts: How many workers a batch may kill before you get an error. 0: none.
         max_bytes: The limit of shared memory for batches, in bytes.
+        numa: Whether batches and workers are placed near the GPU; see `ProcessPool`.
         streams: The number of parts of iterable data; see `ShardedDataLoader`. None: one for each worker, as in torch.
         snapshot_every_n_steps: An argument of torchdata's ``StatefulDataLoader``. It changes nothing: states are exact
             after every batch.
@@ -114,6 +115,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         thread_pool: bool = False,
         restarts: int = 3,
         max_bytes: int | None = None,
+        numa: bool = True,
         streams: int | None = None,
         snapshot_every_n_steps: int = 1,
         **unknown: NoReturn,
@@ -124,7 +126,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         self._count_with(Meter(dataset, Notices(), self.max_skipped))
         self.device, self.devices, self.num_shards = device, devices, num_shards
         self.start_method, self.thread_pool = start_method, thread_pool
-        self.restarts, self.max_bytes = restarts, max_bytes
+        self.restarts, self.max_bytes, self.numa = restarts, max_bytes, numa
         self.streams, self.snapshot_every_n_steps = streams, snapshot_every_n_steps
         self._scales_prefetch = prefetch_factor is None
         self._epochs, self._names_epoch = EpochCount(), False  # whether `set_epoch` was called

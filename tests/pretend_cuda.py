@@ -76,7 +76,7 @@ class Event:
         self.at = max(time.monotonic(), stream.busy_until)
 
     def query(self) -> bool:
-        assert not state.capturing, "an event is asked for while a graph is captured"
+        not_in_capture()
         return time.monotonic() >= self.at
 
     def synchronize(self) -> None:
@@ -143,7 +143,8 @@ class State:
         self.pinned: dict[int, int] = {}
         self.pending = 0
         self.mode = "default"
-        self.capturing = False
+        self.capturing: tuple[int, str] | None = None  # the thread that captures, and its error mode
+        self.broken = False
 
 
 state = State()
@@ -225,13 +226,23 @@ class CUDAGraph:
 
 
 @contextlib.contextmanager
-def capture(graph: CUDAGraph) -> Iterator[None]:
-    state.capturing = True
+def capture(graph: CUDAGraph, capture_error_mode: str = "global") -> Iterator[None]:
+    state.capturing, state.broken = (threading.get_ident(), capture_error_mode), False
     try:
         with use_stream(new_stream()):
             yield
     finally:
-        state.capturing = False
+        state.capturing = None
+    if state.broken:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+def not_in_capture() -> None:
+    """Called by what a capture does not allow in its own thread, and in the mode "global" in no thread."""
+    thread, mode = state.capturing or (0, "")
+    if mode == "global" or thread == threading.get_ident():
+        state.broken = True
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 
 def launch() -> None:
@@ -360,6 +371,7 @@ def is_pinned(self: torch.Tensor, device: Any = None) -> bool:
 
 
 def pinned(made: torch.Tensor) -> torch.Tensor:
+    not_in_capture()
     storage = made.untyped_storage()
     state.pinned[storage.data_ptr()] = max(1, storage.nbytes())
     weakref.finalize(storage, state.pinned.pop, storage.data_ptr(), None).atexit = False
@@ -485,7 +497,7 @@ def install(gpus: int = 1) -> None:
         "get_device_properties": lambda device=None: types.SimpleNamespace(name="pretended", total_memory=TOTAL),
         "set_per_process_memory_fraction": lambda part, device=None: setattr(gpu(device), "limit", int(part * TOTAL)),
         "_lazy_init": lambda: None,
-        "is_current_stream_capturing": lambda: state.capturing,
+        "is_current_stream_capturing": lambda: (state.capturing or (0, ""))[0] == threading.get_ident(),
         "CUDAGraph": CUDAGraph,
         "graph": capture,
     }

@@ -117,6 +117,11 @@ class Streams:
         words = column.view(_WORDS.get(column.itemsize, column.dtype))
         return words.index_select(0, rows).view(column.dtype)
 
+    def address(self) -> str | None:
+        """Where the device is on the PCI bus; None if torch does not say."""
+        describe = getattr(self._module, "get_device_properties", None)
+        return None if describe is None else pci_address(describe(self.device))
+
     def memory(self) -> tuple[int, int] | None:
         """Bytes that torch can still use on the device, and all its bytes; None if the device does not tell."""
         module = self._module
@@ -125,6 +130,18 @@ class Streams:
         free, total = module.mem_get_info(self.device)
         unused = module.memory_reserved(self.device) - module.memory_allocated(self.device)
         return int(free + unused), int(total)
+
+
+def pci_address(properties: Any) -> str | None:
+    """Where a device is on the PCI bus, as the system's files name it; None if its properties do not say.
+
+    Example:
+        >>> import types
+        >>> pci_address(types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x81, pci_device_id=0))
+        '0000:81:00.0'
+    """
+    domain, bus, device = (getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
+    return None if -1 in (domain, bus, device) else f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def is_late(error: BaseException) -> bool:

@@ -82,6 +82,7 @@ def _processes(loader: DataLoader[Any], count: int) -> ProcessPool:
         timeout=timeout,
         restarts=loader.restarts if timeout is None else 0,
         max_bytes=loader.max_bytes,
+        numa=loader.numa,
     )
 
 

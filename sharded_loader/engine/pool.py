@@ -27,10 +27,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sharded_loader.base.described import call_of
+from sharded_loader.base.limits import Near
 from sharded_loader.base.notices import Notices
 from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.engine.messages import Job, Result, Task
-from sharded_loader.memory.arena import Register
+from sharded_loader.memory.arena import FindNear, Register
 
 
 class PoolBroken(Exception):
@@ -72,13 +73,14 @@ class Pool(ABC):
     timeout: float | None = None
     empty: Empty = staticmethod(new_array)
 
-    def use_memory(self, empty: Empty, register: Register, *, pinned: bool = False) -> None:
+    def use_memory(self, empty: Empty, register: Register, *, pinned: bool = False, near: FindNear = Near) -> None:
         """Say where batches are to lie; before the pool is started.
 
         Args:
             empty: gives the memory that batches are put together in, where that is this process's own.
             register: to be called with each stretch of shared memory that batches come through.
             pinned: whether ``empty`` gives pinned memory, because a device is going to copy the batches.
+            near: to be called for the CPUs near the devices, before shared memory is made.
         """
         self.empty = empty
 

@@ -62,6 +62,7 @@ LEFT_ALONE: list[Segment] = []
 closes, or makes a segment."""
 
 Register = Callable[[mmap.mmap], Callable[[], Any] | None]
+FindNear = Callable[[], limits.Near]
 
 
 class RecentSizes:
@@ -104,10 +105,14 @@ class Arena:
             shared by the processes of this machine (LOCAL_WORLD_SIZE).
         register: called with the memory of each new segment, which a device is to read by itself. It returns a function
             to call before that memory goes, or None.
+        near: called before a segment is made. It returns the CPUs near that device: the segment is at their NUMA node.
     """
 
-    def __init__(self, max_bytes: int | None = None, register: Register | None = None) -> None:
+    def __init__(
+        self, max_bytes: int | None = None, register: Register | None = None, near: FindNear = limits.Near
+    ) -> None:
         self.register = register
+        self.near = near
         self.segments: list[Segment] = []
         self._max_bytes = max_bytes
         self._free: list[list[tuple[int, int]]] = []
@@ -252,7 +257,7 @@ class Arena:
         """A segment of ``size``, or of as much as a small mount takes; None if shared memory goes no further."""
         while True:
             try:
-                return create(len(self.segments), size)
+                return create(len(self.segments), size, self.near().cpus)
             except OSError as error:
                 full = error.errno in (errno.ENOSPC, errno.ENOMEM)
                 if full and size > least:

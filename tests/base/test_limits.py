@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
+import sys
+import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from simulated import pretended_sys
 
 from sharded_loader import LoaderWarning, ShardedDataLoader
 from sharded_loader.base import limits
-from sharded_loader.base.limits import core_limit, cores_for_workers, warn_of_workers
+from sharded_loader.base.limits import (
+    Near,
+    bind,
+    core_limit,
+    cores_for_workers,
+    cpus_in,
+    cpus_near,
+    node_of,
+    numa_nodes,
+    run_on,
+    warn_of_workers,
+)
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -250,3 +269,196 @@ def test_the_loader_warns_when_it_is_made_and_threads_may_be_many(monkeypatch: p
         ShardedDataLoader(range(8), 2, num_workers=64)
     assert caught[0].filename == __file__
     ShardedDataLoader(range(8), 2, num_workers=64, thread_pool=True)
+
+
+# -- cores near a device ----------------------------------------------------------------------------------------------
+
+FIRST, SECOND, OTHER = "0000:01:00.0", "0000:81:00.0", "0000:82:00.0"
+linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only")
+
+
+@pytest.fixture
+def may_use(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets the CPUs that this process may use."""
+    return lambda cpus: monkeypatch.setattr(limits, "usable_cpus", lambda: cpus_in(cpus))
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"),
+    [("0-3,8,10-11\n", [0, 1, 2, 3, 8, 10, 11]), ("5\n", [5]), ("\n", []), ("", []), ("0-1,128-129", [0, 1, 128, 129])],
+)
+def test_a_list_of_cpus_is_read_as_the_kernel_writes_it(text: str, cpus: list[int]) -> None:
+    assert sorted(cpus_in(text)) == cpus
+
+
+def test_nodes_with_cpus_are_found(tmp_path: Path) -> None:
+    pretended_sys(tmp_path, {0: "0-1", 1: "2-3", 2: "", 10: "4"}, {})
+    (tmp_path / "sys/devices/system/node/node11").mkdir()  # without a list
+    (tmp_path / "sys/devices/system/node/node12").mkdir()
+    (tmp_path / "sys/devices/system/node/node12/cpulist").write_text("not a list")
+    assert numa_nodes(tmp_path) == {0: {0, 1}, 1: {2, 3}, 10: {4}}
+
+
+def test_the_node_of_a_device_is_unknown_unless_the_system_says_it(tmp_path: Path) -> None:
+    pretended_sys(tmp_path, {}, {FIRST: "1", SECOND: "-1", OTHER: "no number"})
+    assert [node_of(one, tmp_path) for one in (FIRST, SECOND, OTHER, "0000:99:00.0", None)] == [1, -1, -1, -1, -1]
+    assert node_of(FIRST, tmp_path / "no such folder") == -1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "usable", "near"),
+    [
+        pytest.param({0: "0-3", 1: "4-7"}, [FIRST], "0-7", Near(cpus_in("4-7"), 4), id="the GPU is on node 1"),
+        pytest.param({0: "0-3,8", 1: "4-7"}, [SECOND], "0-9", Near(cpus_in("0-3,8"), 5), id="on node 0"),
+        pytest.param({0: "0-3", 1: "4-7"}, [FIRST, FIRST], "0-7", Near(cpus_in("4-7"), 4), id="two GPUs on one node"),
+        pytest.param({0: "0-3", 1: "4-7"}, [FIRST], "2-5", Near(cpus_in("4-5"), 2), id="never more than it may use"),
+        pytest.param({0: "0-7"}, [FIRST], "0-7", Near(), id="one node"),
+        pytest.param({}, [FIRST], "0-7", Near(), id="no /sys"),
+        pytest.param({0: "0-3", 1: "4-7"}, [FIRST], "0-3", Near(), id="bound to the other node"),
+        pytest.param({0: "0-3", 1: "4-7"}, [FIRST], "4-7", Near(), id="bound to this node already"),
+        pytest.param({0: "0-3", 1: "4-7"}, [FIRST], "5-6", Near(), id="bound to a part of it"),
+        pytest.param({0: "0-3", 1: "4-7"}, [FIRST], "", Near(), id="the system does not say what it may use"),
+        pytest.param({0: "0-3", 1: "4-7"}, [FIRST, SECOND], "0-7", Near(), id="GPUs on two nodes"),
+        pytest.param({0: "0-3", 1: "4-7"}, [FIRST, None], "0-7", Near(), id="a device of no known address"),
+        pytest.param({0: "0-3", 1: "4-7"}, [FIRST, OTHER], "0-7", Near(), id="a device of no known node"),
+        pytest.param({0: "0-3", 1: "4-7"}, [OTHER], "0-7", Near(), id="no known node"),
+        pytest.param({0: "0-3", 2: "4-7"}, [FIRST], "0-7", Near(), id="a node without CPUs"),
+        pytest.param({0: "0-3", 1: "4-7"}, [], "0-7", Near(), id="no device"),
+    ],
+)
+def test_what_is_near_is_chosen_only_where_there_is_one_right_answer(
+    nodes: dict[int, str], gpus: list[str | None], usable: str, near: Near, may_use: Any, tmp_path: Path
+) -> None:
+    pretended_sys(tmp_path, nodes, {FIRST: "1", SECOND: "0", OTHER: "-1"})
+    may_use(usable)
+    assert cpus_near(gpus, tmp_path) == near
+
+
+def test_cpus_that_share_a_core_count_as_one(may_use: Any, tmp_path: Path) -> None:
+    pairs = {"cpu4": "4,12", "cpu12": "4,12", "cpu5": "5,13", "cpu13": "5,13"}
+    pretended_sys(tmp_path, {0: "0-3", 1: "4-6,12-13"}, {FIRST: "1"}, **pairs)
+    may_use("0-15")
+    assert cpus_near([FIRST], tmp_path) == Near(cpus_in("4-6,12-13"), 3)
+
+
+def test_a_system_without_affinities_prefers_no_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """macOS, Windows."""
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.delattr(os, "sched_setaffinity", raising=False)
+    pretended_sys(tmp_path, {0: "0", 1: "1"}, {FIRST: "1"})
+    assert cpus_near([FIRST], tmp_path) == Near()
+    assert limits.usable_cores() == os.cpu_count()
+    ran = []
+    run_on(Near().cpus, lambda: ran.append(threading.current_thread()))
+    assert ran == [threading.current_thread()]
+
+
+@linux
+@pytest.mark.parametrize("error", [None, OSError(errno.ENOSPC, "no room"), KeyboardInterrupt()], ids=repr)
+def test_work_on_other_cpus_leaves_those_of_this_thread(error: BaseException | None) -> None:
+    usable, seen = os.sched_getaffinity(0), []
+
+    def work() -> None:
+        seen.append(os.sched_getaffinity(0))
+        if error is not None:
+            raise error
+
+    last, threads = {max(usable)}, threading.active_count()
+    if error is None:
+        run_on(last, work)
+    else:
+        with pytest.raises(type(error)):
+            run_on(last, work)
+    assert seen == [last]
+    assert (os.sched_getaffinity(0), threading.active_count()) == (usable, threads)
+
+
+@linux
+def test_work_is_done_also_where_the_system_rejects_the_cpus_or_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rejects(thread: int, cpus: Any) -> None:
+        raise PermissionError(errno.EPERM, "not here")
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    done: list[bool] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sched_setaffinity", rejects)
+        run_on(os.sched_getaffinity(0), lambda: done.append(threading.current_thread() is threading.main_thread()))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        run_on(os.sched_getaffinity(0), lambda: done.append(threading.current_thread() is threading.main_thread()))
+    assert done == [False, True]
+
+
+@pytest.fixture
+def sleeper() -> Iterator[int]:
+    """The pid of a child process with two threads."""
+    program = "import threading, sys; threading.Thread(target=sys.stdin.read).start(); print('ready', flush=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        yield child.pid
+        child.communicate("")
+
+
+@pytest.fixture
+def two_cpus() -> list[int]:
+    if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two CPUs and their affinity")
+    return sorted(os.sched_getaffinity(0))
+
+
+def affinities(pid: int) -> list[set[int]]:
+    """Of each thread of a process."""
+    return [os.sched_getaffinity(int(thread)) for thread in os.listdir(f"/proc/{pid}/task")]
+
+
+def test_all_threads_of_a_process_are_bound(sleeper: int, two_cpus: list[int]) -> None:
+    bind(sleeper, {two_cpus[-1]})
+    assert affinities(sleeper) == [{two_cpus[-1]}] * 2
+
+
+def test_a_thread_that_begins_meanwhile_is_bound_too(monkeypatch: pytest.MonkeyPatch, may_use: Any) -> None:
+    may_use("0-3")
+    looks, where = iter([["10"], ["10", "11", "12", "13"]]), {10: {0, 1, 2, 3}, 11: {0, 1, 2, 3}, 12: {0}}
+    calls = []
+
+    def bound(thread: int, cpus: Any) -> None:
+        calls.append((thread, set(cpus)))
+        where[thread] = set(cpus)
+
+    def asked(thread: int) -> set[int]:
+        if thread not in where:
+            raise ProcessLookupError(errno.ESRCH, "it has ended")
+        return where[thread]
+
+    monkeypatch.setattr(os, "listdir", lambda path: next(looks))
+    monkeypatch.setattr(os, "sched_getaffinity", asked, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", bound, raising=False)
+    bind(10, cpus_in("2-5"))
+    assert calls == [(10, {2, 3}), (11, {2, 3})]  # never more than this process may use
+
+
+def test_what_the_user_has_bound_stays_there(sleeper: int, two_cpus: list[int]) -> None:
+    os.sched_setaffinity(sleeper, two_cpus[:1])  # its main thread
+    bind(sleeper, {two_cpus[-1]})
+    assert sorted(map(sorted, affinities(sleeper))) == [two_cpus[:1], two_cpus[-1:]]
+
+
+def test_a_process_is_never_bound_to_cpus_that_this_one_may_not_use(
+    sleeper: int, two_cpus: list[int], may_use: Any
+) -> None:
+    os.sched_setaffinity(sleeper, two_cpus[:1])
+    may_use(str(two_cpus[0]))
+    for cpus in (two_cpus, two_cpus[1:]):
+        bind(sleeper, cpus)
+        assert os.sched_getaffinity(sleeper) == {two_cpus[0]}
+
+
+def test_a_process_that_has_ended_is_not_bound(two_cpus: list[int]) -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    bind(child.pid, two_cpus)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-CHOSEN = "not (spawn or forkserver or thread or inline) or thread_gets or threads_put"
+CHOSEN = "not (spawn or forkserver or thread or inline) or thread_gets or threads_put or beside_threads"
 HERE = Path(__file__).resolve().parent.parent
 
 

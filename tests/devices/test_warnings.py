@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from typing import Any
 
@@ -100,6 +101,50 @@ def test_next_inside_a_graph_capture_is_rejected_and_loses_nothing(
         seen += batches
         machine.finish()
     assert [batch.tolist() for batch in seen] == [list(range(i, i + 4)) for i in range(0, 64, 4)]
+
+
+class Gated:
+    """Samples, of which those from the ninth on wait for the gate."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        assert index < 8 or self.gate.wait(60)
+        return index
+
+
+def test_threads_read_on_beside_a_capture_and_touch_no_stream(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a capture with ``capture_error_mode="thread_local"`` allows: only the thread that captures is held to it."""
+    data, pins, pin = Gated(), threading.Semaphore(0), machine.pin
+
+    def watched(nbytes: int) -> torch.Tensor:
+        if data.gate.is_set():
+            pins.release()
+        return pin(nbytes)
+
+    capturing: int | None = None
+    monkeypatch.setattr(machine, "pin", watched)
+    monkeypatch.setattr(placement, "capture_probe", lambda kind: lambda: threading.get_ident() == capturing)
+    with ShardedDataLoader(data, 4, device=machine.devices[0], num_workers=2, thread_pool=True) as loader:
+        batches = iter(loader)
+        seen = [next(batches)]
+        capturing, before = threading.get_ident(), list(machine.log)
+        data.gate.set()
+        assert pins.acquire(timeout=60) and pins.acquire(timeout=60)  # threads make two batches meanwhile
+        with pytest.raises(RuntimeError, match="graph is being captured"):
+            next(batches)
+        assert machine.log == before
+        capturing = None
+        seen += batches
+        machine.finish()
+    assert [batch.tolist() for batch in seen] == [list(range(i, i + 4)) for i in range(0, 64, 4)]
+    assert machine.faults == []
 
 
 def test_pinning_inside_a_capture_is_rejected_too(monkeypatch: pytest.MonkeyPatch) -> None:

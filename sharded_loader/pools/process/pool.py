@@ -36,12 +36,12 @@ import numpy as np
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import as_exception
-from sharded_loader.base.limits import processes_here
+from sharded_loader.base.limits import Near, processes_here
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.inspection import warn_of_open_file
 from sharded_loader.engine.grouping import HELD, Grouping
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
-from sharded_loader.memory.arena import Arena, RecentSizes, Register
+from sharded_loader.memory.arena import Arena, FindNear, RecentSizes, Register
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.segments import chosen_backend
@@ -77,6 +77,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             `WorkerTimeoutError` instead of the batch. 0 and 1: at the first death.
         max_bytes: the limit of the shared memory for batches, in bytes. None: a quarter of what is free at the first
             epoch, divided by LOCAL_WORLD_SIZE. Above the limit, the loader copies batches out of shared memory.
+        numa: Whether shared memory and workers are placed near the GPU, on a Linux machine with several NUMA nodes.
 
     Raises:
         ValueError: A number is out of its range, or this system does not have the start method.
@@ -102,6 +103,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         timeout: float | None = None,
         restarts: int = 3,
         max_bytes: int | None = None,
+        numa: bool = True,
     ) -> None:
         super().__init__(num_workers, worker_init_fn, timeout, restarts, Grouping())
         chosen_backend()  # both ask the environment: what is wrong there is said now, not in mid-epoch
@@ -109,22 +111,24 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             processes_here()
         else:
             max_bytes = check_int("max_bytes", max_bytes, 0, "bytes of shared memory, or None")
-        self.max_bytes = max_bytes
+        if not isinstance(numa, bool):
+            raise TypeError(f"numa is {numa!r}; it must be True, to place batches and workers near the GPU, or False")
+        self.max_bytes, self.numa = max_bytes, numa
         self.start_method: Any = choose_start_method(start_method)
         self._transport = ProcessTransport(self.num_workers, self.start_method, max_bytes)
         self._supervisor = Supervisor(self._transport, self.restarts, self.timeout)
 
-    def use_memory(self, empty: Empty, register: Register, *, pinned: bool = False) -> None:
+    def use_memory(self, empty: Empty, register: Register, *, pinned: bool = False, near: FindNear = Near) -> None:
         self._transport.register = self._transport.arena.register = register
+        self._transport.near = self._transport.arena.near = near if self.numa else Near
 
     def hand_over(self) -> ArenaInUse:
         """End the workers. What is returned lets another pool go on with the shared memory, which stays pinned."""
         return ArenaInUse(self._transport.hand_over(), self._sizes)
 
     def take_over(self, used: ArenaInUse) -> None:
-        """Go on with the shared memory of another pool. Before the workers start, and in the place of `use_memory`."""
+        """Go on with the shared memory of another pool, before `use_memory`."""
         self._transport.arena, self._sizes = used
-        self._transport.register = used.arena.register
 
     @property
     def started(self) -> bool:
@@ -169,9 +173,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 self._reject(task, raised)
                 continue
             if slot is not None and slot.segment >= chosen.segments:
-                for segment in arena.segments[chosen.segments : slot.segment + 1]:
-                    chosen.link.send_segment(segment)
-                chosen.segments = slot.segment + 1
+                self._transport.send_segments(chosen, slot.segment + 1)
             chosen.tasks[task.run, task.seq] = task
             chosen.slots[task.run, task.seq] = slot
             chosen.unsent.append((slot, task, own))

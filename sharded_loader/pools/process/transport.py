@@ -34,12 +34,12 @@ import multiprocess
 from multiprocess import connection
 
 from sharded_loader.base.interrupts import uninterrupted
-from sharded_loader.base.limits import oom_kills
+from sharded_loader.base.limits import Near, bind, oom_kills
 from sharded_loader.base.system import can_pass_descriptors, open_pidfd
 from sharded_loader.engine.board import IDLE, SAMPLE, WORDS, board_in, new_board
 from sharded_loader.engine.messages import NewJob, Task
 from sharded_loader.memory import publish
-from sharded_loader.memory.arena import Arena, Register
+from sharded_loader.memory.arena import Arena, FindNear, Register
 from sharded_loader.memory.publish import Inherited
 from sharded_loader.memory.segments import Segment, Slot, create
 from sharded_loader.pools.deaths import Death
@@ -198,6 +198,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         self.poller: Poller | None = None  # of these workers: it keeps them, and goes with them
         self.ended: set[int] = set()
         self.register: Register | None = None
+        self.near: FindNear = Near
         self.arena = Arena(max_bytes)
         self.wake_reader: Any = None
         self._wake_writer: Any = None
@@ -337,6 +338,18 @@ class ProcessTransport(Transport[ProcessWorker]):
                 link.send_segment(published.segment)
             link.send(pack_head(JOB, published.number, 0, published.head), published.buffers, places=published.places)
 
+    def send_segments(self, worker: ProcessWorker, count: int) -> None:
+        """Give a worker the first ``count`` segments. With the first of them it moves near the devices.
+
+        Not with more workers than cores there: they need the other cores of the machine more.
+        """
+        near = self.near()
+        if not worker.segments and self.num_workers <= near.cores:
+            bind(worker.pid, near.cpus)
+        for segment in self.arena.segments[worker.segments : count]:
+            worker.link.send_segment(segment)
+        worker.segments = count
+
     def send_cancel(self, worker: ProcessWorker, run: int) -> None:
         worker.link.send(pack_head(CANCEL, run))  # its last task may not have begun; it answers for each that it drops
 
@@ -411,7 +424,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         steps += [*_closers(first), self.stop_workers, *_closers(last)]
         with uninterrupted(), contextlib.ExitStack() as stack:  # each step is done, whatever another one raises
             self.wake_reader = self._wake_writer = self.lifeline = self.board = self.published = self.inherited = None
-            self.arena = Arena(self.max_bytes, self.register)
+            self.arena = Arena(self.max_bytes, self.register, self.near)
             for step in reversed(steps):
                 stack.callback(step)
 
@@ -419,7 +432,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         """End the workers, and give up the arena as it is: another pool may use it."""
         with uninterrupted():
             self.stop_workers()
-            arena, self.arena = self.arena, Arena(self.max_bytes, self.register)
+            arena, self.arena = self.arena, Arena(self.max_bytes, self.register, self.near)
         return arena
 
     def stop_workers(self) -> None:
