@@ -174,9 +174,17 @@ class Placement:
         """
         return self._empty if self.asynchronous else self._reused
 
+    @property
+    def pinned(self) -> Empty | None:
+        """Gives pinned memory for one array; None where nothing is copied by a stream."""
+        return self._pinned if self.asynchronous else None
+
+    def _pinned(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
+        return pinned_empty(self._first_streams, shape, dtype)
+
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
         self._gives_pinned = True
-        return pinned_empty(self._first_streams, shape, dtype)
+        return self._pinned(shape, dtype)
 
     # -- batches --------------------------------------------------------------------------------------------
 

@@ -111,8 +111,7 @@ class DeviceMemory:
         """Let a new pool use memory that another one has left; otherwise memory of its own."""
         if isinstance(pool, ProcessPool) and placement is self._placement and self._left:
             pool.take_over(self._left.pop())
-        pinned = bool(placement.asynchronous)
-        pool.use_memory(placement.empty, placement.register, pinned=pinned, near=placement.near)
+        pool.use_memory(placement.empty, placement.register, pinned=placement.pinned, near=placement.near)
 
     def take_back(self, pool: Pool, placement: AsCollated) -> None:
         """End the workers of a pool, and keep its memory, if a device reads it."""

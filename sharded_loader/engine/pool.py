@@ -73,13 +73,15 @@ class Pool(ABC):
     timeout: float | None = None
     empty: Empty = staticmethod(new_array)
 
-    def use_memory(self, empty: Empty, register: Register, *, pinned: bool = False, near: FindNear = Near) -> None:
+    def use_memory(
+        self, empty: Empty, register: Register, *, pinned: Empty | None = None, near: FindNear = Near
+    ) -> None:
         """Say where batches are to lie; before the pool is started.
 
         Args:
             empty: gives the memory that batches are put together in, where that is this process's own.
             register: to be called with each stretch of shared memory that batches come through.
-            pinned: whether ``empty`` gives pinned memory, because a device is going to copy the batches.
+            pinned: gives pinned memory for one array, because a device is going to copy the batches; otherwise None.
             near: to be called for the CPUs near the devices, before shared memory is made.
         """
         self.empty = empty

@@ -232,9 +232,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         super().__init__(epochs, meter, batch_size, bool(pin_memory))
         self.prefetch = prefetch
         claim(workers, pipeline)
-        workers.use_memory(
-            placement.empty, placement.register, pinned=bool(placement.asynchronous), near=placement.near
-        )
+        workers.use_memory(placement.empty, placement.register, pinned=placement.pinned, near=placement.near)
         self.device_prefetch = placement.ahead
         workers.notices = meter.notices
         if isinstance(workers, ProcessPool):

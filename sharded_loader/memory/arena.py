@@ -40,7 +40,8 @@ import numpy as np
 
 from sharded_loader.base import limits, system
 from sharded_loader.base.interrupts import uninterrupted
-from sharded_loader.memory.codec import ALIGNMENT
+from sharded_loader.batching.protocol import Empty
+from sharded_loader.memory.codec import ALIGNMENT, MOVES, SIZE
 from sharded_loader.memory.leases import Lease
 from sharded_loader.memory.segments import Segment, Slot, create
 
@@ -106,13 +107,19 @@ class Arena:
         register: called with the memory of each new segment, which a device is to read by itself. It returns a function
             to call before that memory goes, or None.
         near: called before a segment is made. It returns the CPUs near that device: the segment is at their NUMA node.
+        pinned: gives pinned memory, for the tensors of objects that move themselves; None: there is none.
     """
 
     def __init__(
-        self, max_bytes: int | None = None, register: Register | None = None, near: FindNear = limits.Near
+        self,
+        max_bytes: int | None = None,
+        register: Register | None = None,
+        near: FindNear = limits.Near,
+        pinned: Empty | None = None,
     ) -> None:
         self.register = register
         self.near = near
+        self.pinned = pinned
         self.segments: list[Segment] = []
         self._max_bytes = max_bytes
         self._free: list[list[tuple[int, int]]] = []
@@ -185,8 +192,14 @@ class Arena:
         for place in places:
             if type(place) is tuple:
                 offset, nbytes = place
-                part = whole[offset : offset + abs(nbytes)]
-                place = part.copy() if nbytes < 0 and segment.unregister is not None else part
+                place = part = whole[offset : offset + (abs(nbytes) & SIZE)]
+                if nbytes < 0 and segment.unregister is not None:
+                    # What moves itself moves from pinned memory. What does not may be held for ever.
+                    if self.pinned is not None and -nbytes & MOVES:
+                        place = self.pinned(part.shape, part.dtype)
+                        place[:] = part
+                    else:
+                        place = part.copy()
             buffers.append(place)
         return buffers
 

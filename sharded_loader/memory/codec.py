@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sharded_loader.base.private import tracked_class, tracker_of
-from sharded_loader.batching.tree import ATOMS, map_leaves, torch_has
+from sharded_loader.batching.tree import ATOMS, is_tensor, map_leaves, torch_has
 
 # Below this an array is cheaper inside the pickle than as a message of its own: a message costs two system
 # calls on each side (4-6 us), copying 8 KB twice costs 1 us.
@@ -181,8 +181,8 @@ def encode(obj: Any, slot: SlotWriter | None = None, pickler: Any = None) -> Enc
             if nbytes < IN_BAND_BYTES:
                 return True
             buffers.append(raw)
-        elif getattr(made, "apart", False):
-            nbytes = -nbytes
+        elif apart := getattr(made, "apart", 0):
+            nbytes = -(nbytes | apart)
         places.append((offset, nbytes))
         return False
 
@@ -203,16 +203,18 @@ class ReplyPickler(pickle.Pickler):
     """Pickles what leaves a worker.
 
     Attributes:
-        apart: whether the objects of a `SetApart` are being pickled.
+        apart: the mark of the objects of a `SetApart` that are being pickled; 0: none are.
     """
 
-    apart = False
+    apart = 0
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is SetApart:
-            self.apart = True
+            self.apart = APART
+        elif obj is Moving:
+            self.apart = MOVES
         elif obj is End:
-            self.apart = False
+            self.apart = 0
         elif isinstance(obj, type):
             # A notebook's cell that is run again gives the name of a class in it to another class.
             if obj.__module__ == "__main__" or not is_findable(obj):
@@ -303,8 +305,21 @@ def rebuild_tensor(raw: Array, dtype: str, offset: int, shape: tuple[int, ...], 
 
     if not raw.flags.writeable:
         raw = raw.copy()
-    storage = torch.from_numpy(raw).untyped_storage()
+    whole = _pinned_under(raw)
+    storage = (torch.from_numpy(raw) if whole is None else whole).untyped_storage()
     return torch.empty(0, dtype=getattr(torch, dtype), device="cpu").set_(storage, offset, shape, stride)
+
+
+def _pinned_under(raw: Array) -> Any:
+    """The tensor that an array's memory is of, if torch has pinned it for this array; otherwise None.
+
+    A tensor over the same storage is guarded wherever a copy begins.
+    """
+    base: Any = raw
+    while isinstance(base, (np.ndarray, memoryview)):
+        base = base.obj if isinstance(base, memoryview) else base.base
+    whole = base if is_tensor(base) and base.nbytes == raw.nbytes else None
+    return whole if whole is not None and whole.data_ptr() == array_address(raw) else None
 
 
 # -- arrays over files -------------------------------------------------------------------------------------------------
@@ -324,6 +339,17 @@ def view_mapping(whole: Any, kind: type, writeable: bool, shape: Any, dtype: Any
 # -- what the library does not copy to a device itself ----------------------------------------------------------------
 
 
+APART, MOVES = 1 << 61, 1 << 62
+"""Marks on the size of a buffer, which is negative then: of what is set apart, and of what also moves itself."""
+
+SIZE = APART - 1
+"""What of a marked size, made positive, is the size."""
+
+
+class Moving:
+    """Ends those objects of a `SetApart` that do not move themselves."""
+
+
 class End:
     """Ends the objects of a `SetApart`."""
 
@@ -335,17 +361,21 @@ class SetApart(NamedTuple):
     object's: pickle refers to it where it comes again.
 
     Attributes:
-        objects: what is set apart.
+        objects: what is set apart, and does not move itself.
+        moving: the class `Moving`.
+        movers: what is set apart, and moves itself.
         end: the class `End`.
         reply: what the objects belong to.
     """
 
     objects: list[Any]
+    moving: type[Moving]
+    movers: list[Any]
     end: type[End]
     reply: Any
 
 
-def set_apart(tree: Any) -> list[Any]:
+def set_apart(tree: Any) -> tuple[list[Any], list[Any]]:
     """The parts of a batch that the library does not copy to a device itself, tensor by tensor.
 
     These are objects of the user's own classes, containers that move themselves, special tensors (sparse, subclasses)
@@ -353,19 +383,23 @@ def set_apart(tree: Any) -> list[Any]:
 
     Example:
         >>> set_apart({"x": np.zeros(3), "names": ["a"], "when": np.array(["2020"], "M8[Y]")})
-        [array(['2020'], dtype='datetime64[Y]')]
+        ([array(['2020'], dtype='datetime64[Y]')], [])
+
+    Returns:
+        Those that do not move themselves, and those that do.
     """
     found: list[Any] = []
+    movers: list[Any] = []
 
     def look(leaf: Any) -> Any:
         kind = type(leaf)
         plain = torch_has(leaf.dtype) if kind is np.ndarray else is_plain_tensor(leaf)
         if not (plain or isinstance(leaf, (np.generic, type))):
-            found.append(leaf)
+            (movers if callable(getattr(leaf, "to", None)) and not is_tensor(leaf) else found).append(leaf)
         return leaf
 
     map_leaves(look, tree, own="to", skip=ATOMS)
-    return found
+    return found, movers
 
 
 # -- classes -----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from sharded_loader.data.datasets import retries_here
 from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board
 from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pack_reply, pack_result, task_of
 from sharded_loader.engine.reader import Reader
-from sharded_loader.memory.codec import Encoded, End, SetApart, SlotWriter, encode, set_apart
+from sharded_loader.memory.codec import Encoded, End, Moving, SetApart, SlotWriter, encode, set_apart
 from sharded_loader.memory.exceptions import encode_error
 from sharded_loader.randomness.global_generators import seed_as_torch, seed_globals
 from sharded_loader.randomness.rng import derive_key
@@ -199,8 +199,10 @@ def _encode(result: Result, slot: SlotWriter) -> Encoded:
     skipped = tuple((index, encode_error(error)) for index, error in result.skipped)
     error = None if result.error is None else encode_error(result.error)
     reply = Reply(result._replace(error=None, skipped=()), error, skipped)
-    objects = set_apart(result.batch)
-    return encode(SetApart([*objects, skipped], End, reply) if objects or skipped else reply, slot)
+    objects, movers = set_apart(result.batch)
+    if objects or movers or skipped:
+        return encode(SetApart([*objects, skipped], Moving, movers, End, reply), slot)
+    return encode(reply, slot)
 
 
 def _tell_torch(number: int, num_workers: int, seed: int, job: Job) -> None:

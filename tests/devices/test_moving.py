@@ -23,6 +23,7 @@ from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.pipeline import Entry
 from sharded_loader.engine.pool import Pool
+from sharded_loader.pools.process.pool import ProcessPool
 
 WIDTH = 4096
 """Numbers per sample: a batch of four is larger than what goes through the pipe."""
@@ -262,6 +263,39 @@ def test_a_tensor_that_hides_in_a_container_is_recorded_too(machine: Machine, de
     machine.finish()
     assert (found, machine.faults) == ([499500], [])
     copies.drain()
+
+
+def containers(samples: list[Any]) -> Any:
+    values = torch.from_numpy(np.stack(samples))
+    return {"own": Encoding(values=values, sizes=values.clone())}
+
+
+def test_the_host_copies_them_once(
+    machine: Machine, device: torch.device, process_pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of the slot, into pinned memory that torch guards wherever a copy begins."""
+    pinned, pin, found = [], SimulatedStreams.pin, []
+
+    def noted(streams: SimulatedStreams, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+        pinned.append(host.nbytes)
+        return pin(streams, host, stride)
+
+    monkeypatch.setattr(SimulatedStreams, "pin", noted)
+    data = [np.full(WIDTH, i, np.float32) for i in range(160)]
+    with ShardedDataLoader(data, 4, batchify_fn=containers, device=device, pool=process_pool) as loader:
+        for number, batch in enumerate(loader):
+            if number == 12:  # the first ones came through the pipe: nobody knew how large they are
+                pinned.clear()
+            own, expected = batch["own"], [4.0 * number + i for i in range(4)]
+            machine.kernel(device, own.values, _compare(expected, found, number))
+            # The user copies a part of what has stayed on the host, and drops it at once.
+            part = own.sizes[1:]
+            assert part[:, 0].tolist() == expected[1:] and not machine.holds(part.data_ptr(), 1)
+            machine.kernel(device, sent(part), _compare(expected[1:], found, number))
+            del batch, own, part
+            machine.run(number % 5)
+        machine.finish()
+    assert (pinned, found, machine.faults) == ([], [], [])
 
 
 def test_a_batch_that_is_never_handed_out_moves_nothing(machine: Machine, device: torch.device) -> None:

@@ -118,9 +118,12 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         self._transport = ProcessTransport(self.num_workers, self.start_method, max_bytes)
         self._supervisor = Supervisor(self._transport, self.restarts, self.timeout)
 
-    def use_memory(self, empty: Empty, register: Register, *, pinned: bool = False, near: FindNear = Near) -> None:
+    def use_memory(
+        self, empty: Empty, register: Register, *, pinned: Empty | None = None, near: FindNear = Near
+    ) -> None:
         self._transport.register = self._transport.arena.register = register
         self._transport.near = self._transport.arena.near = near if self.numa else Near
+        self._transport.pinned = self._transport.arena.pinned = pinned
 
     def hand_over(self) -> ArenaInUse:
         """End the workers. What is returned lets another pool go on with the shared memory, which stays pinned."""

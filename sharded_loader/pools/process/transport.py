@@ -36,6 +36,7 @@ from multiprocess import connection
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.limits import Near, bind, oom_kills
 from sharded_loader.base.system import can_pass_descriptors, open_pidfd
+from sharded_loader.batching.protocol import Empty
 from sharded_loader.engine.board import IDLE, SAMPLE, WORDS, board_in, new_board
 from sharded_loader.engine.messages import NewJob, Task
 from sharded_loader.memory import publish
@@ -199,6 +200,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         self.ended: set[int] = set()
         self.register: Register | None = None
         self.near: FindNear = Near
+        self.pinned: Empty | None = None
         self.arena = Arena(max_bytes)
         self.wake_reader: Any = None
         self._wake_writer: Any = None
@@ -424,7 +426,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         steps += [*_closers(first), self.stop_workers, *_closers(last)]
         with uninterrupted(), contextlib.ExitStack() as stack:  # each step is done, whatever another one raises
             self.wake_reader = self._wake_writer = self.lifeline = self.board = self.published = self.inherited = None
-            self.arena = Arena(self.max_bytes, self.register, self.near)
+            self.arena = Arena(self.max_bytes, self.register, self.near, self.pinned)
             for step in reversed(steps):
                 stack.callback(step)
 
@@ -432,7 +434,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         """End the workers, and give up the arena as it is: another pool may use it."""
         with uninterrupted():
             self.stop_workers()
-            arena, self.arena = self.arena, Arena(self.max_bytes, self.register, self.near)
+            arena, self.arena = self.arena, Arena(self.max_bytes, self.register, self.near, self.pinned)
         return arena
 
     def stop_workers(self) -> None:

@@ -160,8 +160,10 @@ class RayPool(SupervisedPool[ActorWorker]):
         kind, options = super()._options()
         return kind, {**options, "resources": (self.resources, {})}  # None means none
 
-    def use_memory(self, empty: Empty, register: Register, *, pinned: bool = False, near: FindNear = Near) -> None:
-        self._lent.empty, self._lent.copies_all = empty, pinned
+    def use_memory(
+        self, empty: Empty, register: Register, *, pinned: Empty | None = None, near: FindNear = Near
+    ) -> None:
+        self._lent.empty, self._lent.copies_all = empty, pinned is not None
 
     @property
     def started(self) -> bool:
