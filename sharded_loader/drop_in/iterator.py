@@ -92,7 +92,7 @@ def _arrays_of(shard: Any) -> Any:
 class DeviceMemory:
     """What a loader with devices keeps from epoch to epoch: its copy streams, and the pinned memory of its workers.
 
-    The workers of an epoch end with it. To pin memory anew for those of the next would take seconds for each GB.
+    The workers of an epoch end with it. Those of the next one find the memory pinned, which takes time for each GB.
     """
 
     def __init__(self) -> None:
@@ -367,7 +367,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             if self._pool.started:
                 self._processes = self._workers
             self._shutdown = True
-            if not self._pipeline.is_open_step:  # otherwise an exception has struck: nobody knows what the memory holds
+            if not self._pipeline.is_open_step:  # otherwise an exception has struck, and the arena may be wrong
                 self._memory.take_back(self._pool, self._placement)
             self._pipeline.close()
             self._placement.closer()()
