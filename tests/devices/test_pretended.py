@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent.parent
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("part", ["host", "pinning", "processes", "values"])
+@pytest.mark.parametrize("part", ["features", "host", "pinning", "processes", "values"])
 def test_the_tests_for_a_gpu_pass_on_a_pretended_one(part: str) -> None:
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "pretend_cuda", "-p", "no:cacheprovider"]

@@ -1,0 +1,145 @@
+"""On a GPU: a function runs on the copy stream, containers are copied ahead, small tensors travel together."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from on_cuda import PART, SHORT, needs_cuda, sleep
+
+from sharded_loader import ArrayDataset, ShardedDataLoader
+from sharded_loader.engine.pool import Pool
+
+pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(300)]
+
+COUNT, WIDTH, BATCH = 512, 16_384, 32
+EPOCHS = max(1, 20 // PART)
+POISON = -7
+
+
+def rows() -> ArrayDataset:
+    return ArrayDataset(x=np.repeat(np.arange(COUNT), WIDTH).reshape(COUNT, WIDTH), y=np.arange(COUNT))
+
+
+class Wrong:
+    """Counts wrong values on the device, late; and fills memory that was dropped."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.count = device, torch.zeros((), dtype=torch.int64, device=device)
+
+    def compare(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        sleep(SHORT)
+        self.count += (found != expected).sum()
+
+    def poison(self, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            torch.empty_like(tensor).fill_(POISON)
+
+
+def prepare(batch: Any, rng: Any) -> Any:
+    added = int(rng.integers(1000))
+    between = batch["x"] * 2
+    return between + added, batch["y"], added
+
+
+def test_a_function_runs_on_the_copy_stream(cuda: torch.device, pool: Pool) -> None:
+    wrong, streams = Wrong(cuda), set()
+
+    def noted(batch: Any, rng: Any) -> Any:
+        streams.add(torch.cuda.current_stream(cuda).cuda_stream)
+        return prepare(batch, rng)
+
+    with ShardedDataLoader(rows(), BATCH, seed=1, device=cuda, pool=pool, device_transform=noted) as loader:
+        for _ in range(EPOCHS):
+            for number, (x, y, added) in enumerate(loader):
+                first = torch.arange(BATCH, device=cuda) + number * BATCH
+                wrong.compare(x, (first * 2 + added)[:, None])
+                wrong.compare(y, first)
+                shapes = torch.empty_like(x), torch.empty_like(y)
+                del x, y
+                wrong.poison(*shapes)
+    assert int(wrong.count) == 0
+    assert len(streams) == 1 and torch.cuda.default_stream(cuda).cuda_stream not in streams
+
+
+def test_its_numbers_are_those_of_the_cpu(cuda: torch.device) -> None:
+    options: dict[str, Any] = {"seed": 5, "shuffle": True, "device_transform": prepare}
+    with ShardedDataLoader(rows(), BATCH, device=cuda, **options) as loader:
+        on_device = [added for _, _, added in loader]
+    assert on_device == [added for _, _, added in ShardedDataLoader(rows(), BATCH, **options)]
+
+
+def test_the_memory_of_its_results_is_bounded(cuda: torch.device) -> None:
+    with ShardedDataLoader(rows(), BATCH, device=cuda, device_transform=prepare) as loader:
+        for x, _, _ in loader:  # what torch keeps for the streams
+            sleep(SHORT)
+            del x
+        torch.cuda.synchronize(cuda)
+        before = torch.cuda.memory_reserved(cuda)
+        for _ in range(EPOCHS):
+            for x, _, _ in loader:
+                sleep(SHORT)
+                del x
+        torch.cuda.synchronize(cuda)
+        assert torch.cuda.memory_reserved(cuda) <= 2 * before
+
+
+def test_host_fields_stay_on_the_host(cuda: torch.device, pool: Pool) -> None:
+    with ShardedDataLoader(rows(), BATCH, device=cuda, pool=pool, host_fields=["y"]) as loader:
+        for number, batch in enumerate(loader):
+            assert batch["x"].device == cuda and not batch["y"].is_pinned()
+            assert batch["y"].tolist() == list(range(number * BATCH, (number + 1) * BATCH))
+
+
+class Encoding(UserDict):  # type: ignore[type-arg]
+    """Like a tokenizer's."""
+
+    def to(self, device: Any, non_blocking: bool = False) -> Encoding:
+        return Encoding({name: value.to(device, non_blocking=non_blocking) for name, value in self.data.items()})
+
+
+def encoding(samples: list[Any]) -> Any:
+    return Encoding({name: torch.from_numpy(np.stack([one[name] for one in samples])) for name in ("x", "y")})
+
+
+def test_a_container_that_moves_itself_is_copied_ahead(cuda: torch.device, pool: Pool) -> None:
+    wrong = Wrong(cuda)
+    with ShardedDataLoader(rows(), BATCH, device=cuda, pool=pool, collate_fn=encoding) as loader:
+        for _ in range(EPOCHS):
+            for number, batch in enumerate(loader):
+                first = torch.arange(BATCH, device=cuda) + number * BATCH
+                wrong.compare(batch["x"], first[:, None])
+                wrong.compare(batch["y"], first)
+                shapes = torch.empty_like(batch["x"]), torch.empty_like(batch["y"])
+                del batch
+                wrong.poison(*shapes)
+    assert int(wrong.count) == 0
+
+
+def test_many_small_tensors_are_intact(cuda: torch.device, pool: Pool) -> None:
+    dtypes, wrong = [np.float32, np.int64, np.uint8, np.float16, np.bool_], Wrong(cuda)
+    columns = {f"{k}": np.arange(COUNT * (1 + k % 5)).reshape(COUNT, -1).astype(dtypes[k % 5]) for k in range(256)}
+    on_device = {name: torch.from_numpy(column).to(cuda) for name, column in columns.items()}
+    with ShardedDataLoader(ArrayDataset(**columns), BATCH, device=cuda, pool=pool) as loader:
+        for number, batch in enumerate(loader):
+            for name, field in batch.items():
+                wrong.count += (field != on_device[name][number * BATCH : (number + 1) * BATCH]).sum()
+            del batch, field
+    assert int(wrong.count) == 0
+
+
+def test_another_stream_waits_for_the_ready_event(cuda: torch.device, pool: Pool) -> None:
+    other, wrong = torch.cuda.Stream(cuda), Wrong(cuda)
+    torch.cuda.synchronize(cuda)
+    with ShardedDataLoader(rows(), BATCH, device=cuda, pool=pool) as loader:
+        for number, batch in enumerate(loader):
+            other.wait_event(loader.ready_event)
+            with torch.cuda.stream(other):
+                wrong.compare(batch["y"], torch.arange(BATCH, device=cuda) + number * BATCH)
+            batch["y"].record_stream(other)
+            del batch
+    torch.cuda.synchronize(cuda)
+    assert int(wrong.count) == 0
