@@ -52,8 +52,9 @@ from sharded_loader.loader.attributes import LoaderAttributes, keeps_arguments
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.iterator import Batch, EpochIterator
 from sharded_loader.loader.stats import Meter
+from sharded_loader.parallel.split import gather
 from sharded_loader.pools.process.pool import ProcessPool
-from sharded_loader.pools.resident import ResidentPool, check_resident
+from sharded_loader.pools.resident import LEAST, ResidentPool, check_resident
 from sharded_loader.sampling.order import MapOrder
 from sharded_loader.streams.order import StreamOrder
 
@@ -175,7 +176,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         seed: int | None = None,
         on_error: OnError = "raise",
         max_skipped: int | None = None,
-        resident: bool | Literal["auto"] = False,
+        resident: bool | float | Literal["auto"] = False,
         prefetch_epochs: bool | None = None,
         streams: int | None = None,
         steps_per_epoch: int | None = None,
@@ -214,8 +215,9 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         found, sharded = find_devices(device, devices)
         pipeline = Pipeline(workers, make_split(found, sharded, num_shards, shard_weights))
         placement, kept = Placement(found, pin_memory, workers.num_workers > 0), None
-        if check_resident(resident, dataset, found, batchify_fn):
-            kept = ResidentPool(dataset, found or [], placement, insists=resident is True)
+        if share := check_resident(resident, dataset, found, batchify_fn):
+            least = LEAST if resident == "auto" and workers.num_workers else 0.0
+            kept = ResidentPool(dataset, found or [], placement, share, resident != "auto", least)
         reads_ahead = check_prefetch_epochs(prefetch_epochs, workers)
         job = Job(dataset, batchify_fn, order.seed, on_error, order.replicated)
         meter = Meter(dataset, Notices(), check_max_skipped(max_skipped, on_error))
@@ -284,6 +286,29 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         """
         self._pipeline.check_open()
         return self._epochs.sample(index, self.epoch if epoch is None else epoch)
+
+    def gather(self, shards: Sequence[Any], device: DeviceLike | None = None) -> Any:
+        """Join the results of your program, one per shard, on one device.
+
+        Args:
+            shards: What you computed of each shard: tensors with one row per sample, numbers, or a structure of them.
+            device: Where the joined result is. Default: the first of ``devices``; without devices, the CPU.
+
+        Returns:
+            The same structure. Its tensors are joined along the first axis, in the order of the shards. Gradients flow
+            back through them.
+
+        Raises:
+            ValueError: There are no shards, or their structures differ.
+            TypeError: They hold something that cannot be joined.
+
+        Example:
+            >>> loader = ShardedDataLoader(range(5), 5, devices=["cpu", "cpu"])
+            >>> loader.gather([shard * 10 for shard in next(iter(loader))])
+            tensor([ 0, 10, 20, 30, 40])
+        """
+        devices = self._placement.devices or [torch.device("cpu")]
+        return gather(shards, devices[0] if device is None else device)
 
     # -- life -----------------------------------------------------------------------------------------------
 
