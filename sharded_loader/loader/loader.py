@@ -123,9 +123,10 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         shard_weights: The shares of the shards, such as ``[2, 1]``. A positive weight gets at least one sample, while
             there are enough samples. Weights of 0 must come last. `ShardedBatchSampler` follows the same rule.
         pin_memory: Whether batches are in pinned host memory. Only without devices, which use pinned memory anyway.
-        resident: Whether to keep the columns of an `ArrayDataset` on the devices and gather batches there, without
-            workers. ``"auto"``: if they can be kept and there is room. True: an error if they cannot be kept, and a
-            warning if there is no room.
+        resident: Which rows to keep on the devices, which then gather batches, without workers: True (all), a fraction
+            such as 0.6, or ``"auto"`` (those that fit). The other rows of a batch are sent. The dataset is an array,
+            a tensor, a ``TensorDataset``, an `ArrayDataset`, or a part of one. With True or a fraction, any other
+            dataset is an error, and too little room a warning. ``"auto"`` looks for room again after the first step.
 
     Attributes:
         arguments: What the loader was given, by name; enough to make another one like it. Read-only.
@@ -299,8 +300,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             back through them.
 
         Raises:
-            ValueError: There are no shards, or their structures differ.
-            TypeError: They hold something that cannot be joined.
+            ValueError: There are no shards, their structures differ, or they hold something that cannot be joined.
 
         Example:
             >>> loader = ShardedDataLoader(range(5), 5, devices=["cpu", "cpu"])

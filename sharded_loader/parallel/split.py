@@ -166,8 +166,7 @@ def gather(shards: Sequence[Any], device: DeviceLike) -> Any:
         The same structure with joined tensors. Gradients flow back through it to the tensors of each device.
 
     Raises:
-        ValueError: there are no shards, or their structures differ.
-        TypeError: they hold something else.
+        ValueError: there are no shards, their structures differ, or they hold something else.
 
     Example:
         >>> gather([(torch.ones(2), 0.5), (torch.zeros(1), 0.25)], "cpu")
@@ -193,17 +192,19 @@ def _joined(trees: list[Any], device: torch.device) -> Any:
         return np.concatenate(trees)
     if all(tree is None for tree in trees):
         return None
-    kinds = [(type(tree), list(tree.keys()) if isinstance(tree, Mapping) else None) for tree in trees]
-    parts = [children(tree) for tree in trees]
-    for number, (kind, part) in enumerate(zip(kinds, parts, strict=True)):
-        if kind != kinds[0] or len(part or ()) != len(parts[0] or ()):
-            raise ValueError(
-                f"shard {number} holds {brief(trees[number])} where shard 0 holds {brief(first)}: give one structure "
-                f"for all shards, with the same keys"
-            )
-        if part is None:
-            raise TypeError(f"{brief(first)} cannot be joined: give tensors, arrays, numbers, or a structure of them")
-    return rebuild(first, [_joined(list(column), device) for column in zip(*filter(None, parts), strict=True)])
+    odd = next((tree for tree in trees if _form(tree) != _form(first)), first)
+    if odd is not first or children(first) is None:
+        raise ValueError(
+            f"{brief(first)} and {brief(odd)} cannot be joined: give tensors, arrays, numbers, or a structure of them, "
+            f"the same one for all shards"
+        )
+    columns = zip(*(children(tree) or () for tree in trees), strict=True)
+    return rebuild(first, [_joined(list(column), device) for column in columns])
+
+
+def _form(tree: Any) -> tuple[Any, ...]:
+    """The type of a structure, how many parts it has, and their names."""
+    return type(tree), len(children(tree) or ()), list(tree.keys()) if isinstance(tree, Mapping) else None
 
 
 def _moved(device: torch.device, leaf: Any) -> Any:
