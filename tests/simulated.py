@@ -389,7 +389,7 @@ class SimulatedStreams(Streams):
     def _move_rows(self, to: torch.Tensor, places: Any, source: torch.Tensor, rows: Any) -> None:
         """Rows of ``source`` go to places in ``to``. Each of the two is a range, or numbers on the device."""
         size = math.prod(to.shape[1:]) * to.itemsize
-        begins = to.data_ptr(), source.data_ptr()
+        begins, lengths = (to.data_ptr(), source.data_ptr()), (len(to), len(source))
         addresses = [one if isinstance(one, range) else (one.data_ptr(), 8 * len(one)) for one in (places, rows)]
 
         def move() -> None:
@@ -397,6 +397,9 @@ class SimulatedStreams(Streams):
                 one if isinstance(one, range) else np.frombuffer(ctypes.string_at(*one), np.int64).tolist()
                 for one in addresses
             ]
+            if any(not 0 <= n < count for some, count in zip(numbers, lengths, strict=True) for n in some):
+                self.machine.faults.append("rows were gathered or put that a tensor does not have")
+                return
             for place, row in zip(*numbers, strict=True):
                 ctypes.memmove(begins[0] + place * size, begins[1] + row * size, size)
 

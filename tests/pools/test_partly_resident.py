@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,13 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from injection import InterruptAt, next_interrupted
+from injection import InterruptAt, TimeIsUp, next_interrupted
 from simulated import Machine, SimulatedStreams
 from torch.utils.data import Subset, TensorDataset
 
 from sharded_loader import ArrayDataset, ShardedDataLoader, SimpleDataset, SubsetDataset
 from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.devices.copies import HOST_AHEAD
+from sharded_loader.devices.placement import Placement
+from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pool import Pool
 from sharded_loader.pools import resident as module
 from sharded_loader.pools.resident import ResidentPool, room_for_rows
@@ -348,6 +351,51 @@ def test_an_interrupt_at_every_line_loses_no_batch(machine: Machine, step: int) 
     assert line > 50
 
 
+def test_what_a_signal_handler_raises_is_no_error_of_a_batch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = module.checked_indices, list[int]()
+
+    def late(number: int, frame: Any) -> None:
+        raise TimeIsUp
+
+    def struck(*arguments: Any) -> Any:
+        asked.append(len(asked))
+        if len(asked) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return real(*arguments)
+
+    monkeypatch.setattr(module, "checked_indices", struck)
+    before = signal.signal(signal.SIGTERM, late)
+    try:
+        with ShardedDataLoader(np.arange(12), 4, device=machine.devices[0], resident=0.5) as loader:
+            batches = iter(loader)
+            found = [next(batches)]
+            with pytest.raises(TimeIsUp):
+                next(batches)
+            found += batches
+            machine.finish()
+        assert [batch.tolist() for batch in found] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_loader_that_is_closed_while_rows_are_copied_keeps_none(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = SimulatedStreams.load
+    loader = ShardedDataLoader(np.arange(12), 4, device=machine.devices[0], resident=True)
+    pool = loader._epochs.resident
+    assert pool is not None
+
+    def closed(streams: SimulatedStreams, *arguments: Any) -> None:
+        load(streams, *arguments)
+        loader.close()
+
+    monkeypatch.setattr(SimulatedStreams, "load", closed)
+    with pytest.raises(LoaderClosedError):
+        next(iter(loader))
+    assert pool.counts == {}
+
+
 # -- how much fits --------------------------------------------------------------------------------------------
 
 
@@ -373,7 +421,7 @@ def test_each_device_keeps_what_it_has_room_for(machine: Machine, monkeypatch: p
     rooms = dict(zip(machine.devices, (1240, 900), strict=True))
     monkeypatch.setattr(SimulatedStreams, "memory", lambda self: (rooms[self.device], 4000))
     monkeypatch.setattr(module, "TOLERANCE", 10)
-    loader, sent = both(machine, np.arange(N), "auto", batch_size=7, shuffle=True)
+    loader, sent = both(machine, SubsetDataset(np.arange(N), range(N)[::-1]), "auto", batch_size=7, shuffle=True)
     with loader, sent:
         assert list(seen(machine, loader)) == list(seen(None, sent))
         assert "resident on privateuseone:0 (30 of 60 samples), I" in repr(loader)
@@ -475,16 +523,46 @@ def test_rows_that_were_asked_for_stay(machine: Machine, share: Any) -> None:
         assert steps.step() == steps.step() == kept == share * N
 
 
-def test_memory_is_given_back_before_rows_are_copied_again(machine: Machine) -> None:
+def free_blocks(machine: Machine) -> list[int]:
+    """The addresses of device memory that nothing holds."""
+    return [block.ctypes.data for blocks in machine._free.values() for block in blocks]
+
+
+def test_memory_is_given_back_before_rows_are_copied_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, was_free = SimulatedStreams.load, list[bool]()
     steps = Steps(machine, 40)
     with steps.loader:
         steps.step()
-        before = machine.allocated
         steps.set_room(20)
-        machine.blocks = before + 2  # of other sizes: the rows, and two batches have one already
-        steps.step()
-        machine.empty_cache()
-        assert machine.allocated < before + 2
+        pool = steps.loader._epochs.resident
+        assert pool is not None
+        at = pool._on[machine.devices[0]]
+        assert at is not None
+        address, at = at.columns[0].data_ptr(), None
+
+        def watched(streams: SimulatedStreams, *arguments: Any) -> None:
+            was_free.append(address in free_blocks(machine))
+            load(streams, *arguments)
+
+        monkeypatch.setattr(SimulatedStreams, "load", watched)
+        assert steps.step() == 20
+    assert was_free == [True]
+
+
+def test_a_batch_that_is_gathered_again_is_no_step(machine: Machine) -> None:
+    machine.memory_bytes = 1000 + 8 * 40, 4000
+    placement = Placement(machine.devices[:1], pin_memory=False)
+    pool = ResidentPool(np.arange(N), machine.devices[:1], placement, share=1.0, insists=False, least=0.0)
+    assert pool.load(again=False)
+    machine.memory_bytes = 1000 - 8 * 20, 4000
+    for seq, kept in ((0, 40), (0, 40), (1, 20)):  # the first one was interrupted, and is read again
+        pool.start(Job(np.arange(N), None, 0))
+        pool.submit([Task(0, seq, 0, seq, ([seq],), False)])
+        (result,) = pool.wait()
+        machine.finish()
+        assert result.batch.finish().tolist() == [seq]
+        assert list(pool.counts.values()) == [kept]
+        pool.close()
 
 
 def test_where_no_rows_are_left_the_workers_read_the_next_epoch(machine: Machine, worker_pool: Pool) -> None:
@@ -604,6 +682,5 @@ def test_a_device_that_has_lost_its_rows_holds_no_memory_of_them(
         with no_memory_in(monkeypatch, "take", machine.devices[0]), pytest.warns(UserWarning, match="does not keep"):
             next(batches)
         assert isinstance(pool, ResidentPool)
-        held = [block.ctypes.data for blocks in machine._free.values() for block in blocks]
-        assert address not in held  # the cache was emptied, when nothing held the rows any more
+        assert address not in free_blocks(machine)  # the cache was emptied, when nothing held the rows any more
         machine.finish()
