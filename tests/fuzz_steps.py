@@ -209,7 +209,7 @@ class Case:
         else:
             options["shard_weights"] = weights
         if self.kind.name == "named columns" and "devices" in options and rng.random() < 0.5:
-            options["resident"] = "auto"
+            options["resident"] = ("auto", True, 0.6)[count % 3]
         return options, {"num_shards": num_shards, "max_shards": max_shards, "weights": weights}
 
     def draw_pool(self) -> tuple[str, int]:

@@ -426,7 +426,7 @@ def factory(real: Any) -> Any:
             assert not options.get("pin_memory")
             if real is torch_tensor and not (args and hasattr(args[0], "_on")):
                 waits()  # copied from memory that is not pinned
-            return allocated(real(*args, **options), on)
+            return allocated(real(*args, **options, device="cpu"), on)  # also of a tensor without memory (meta)
         if options.pop("pin_memory", False):
             return pinned(real(*args, **options))
         return real(*args, **options)

@@ -16,6 +16,7 @@ Torch knows of a copy if its source has the storage that torch has pinned, or be
 from __future__ import annotations
 
 import ctypes
+import math
 import random
 import threading
 import time
@@ -137,6 +138,7 @@ class Machine:
         self.addresses: dict[torch.device, str] = {}
         self.clock: Callable[[], float] = time.perf_counter
         self.memory_bytes: tuple[int, int] | None = (1 << 30, 1 << 30)
+        self.peak_bytes = 0
         self._random = random.Random(seed)
         self.recorded: dict[int, list[Stream]] = {}
         self._current = threading.local()
@@ -396,25 +398,46 @@ class SimulatedStreams(Streams):
         else:
             assert self.machine.run(1), "the host waits for an event that never passes"
 
-    def load(self, host: torch.Tensor) -> torch.Tensor:
-        loaded = self.empty_like(host)
-        return loaded.copy_(host)
+    def load(self, target: torch.Tensor, host: torch.Tensor) -> None:
+        """After what the stream has to do; the host waits."""
+        stream, done = self.caller_stream(), Event(self.machine, self.device)
+        stream.give(lambda: target.copy_(host))
+        done.record(stream)
+        while not done.passed:
+            assert self.machine.run(1), "the host waits for a copy that is never done"
 
     def take(self, column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         taken = self.empty_like(torch.empty((len(rows), *column.shape[1:]), dtype=column.dtype))
-        source, to = column.numpy(), taken.data_ptr()
-        at, count = rows.data_ptr(), len(rows)
-
-        def gather() -> None:
-            numbers = np.frombuffer(ctypes.string_at(at, count * 8), np.int64)
-            values = np.ascontiguousarray(source[numbers])
-            ctypes.memmove(to, values.ctypes.data, values.nbytes)
-
-        self.caller_stream().give(gather)
+        self._move_rows(taken, range(len(rows)), column, rows)
         return taken
+
+    def put(self, column: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+        self._move_rows(column, places, rows, range(len(places)))
+
+    def _move_rows(self, to: torch.Tensor, places: Any, source: torch.Tensor, rows: Any) -> None:
+        """Rows of ``source`` go to places in ``to``. Each of the two is a range, or numbers on the device."""
+        size = math.prod(to.shape[1:]) * to.itemsize
+        begins, lengths = (to.data_ptr(), source.data_ptr()), (len(to), len(source))
+        addresses = [one if isinstance(one, range) else (one.data_ptr(), 8 * len(one)) for one in (places, rows)]
+
+        def move() -> None:
+            numbers = [
+                one if isinstance(one, range) else np.frombuffer(ctypes.string_at(*one), np.int64).tolist()
+                for one in addresses
+            ]
+            if any(not 0 <= n < count for some, count in zip(numbers, lengths, strict=True) for n in some):
+                self.machine.faults.append("rows were gathered or put that a tensor does not have")
+                return
+            for place, row in zip(*numbers, strict=True):
+                ctypes.memmove(begins[0] + place * size, begins[1] + row * size, size)
+
+        self.caller_stream().give(move)
 
     def empty_cache(self) -> None:
         self.machine.empty_cache()
 
     def memory(self) -> tuple[int, int] | None:
         return self.machine.memory_bytes
+
+    def peak(self) -> int:
+        return self.machine.peak_bytes

@@ -1,6 +1,7 @@
 """`ArrayDataset`: columns in memory; and everything else that is read in columns, from datasets of others too.
 
     as_bulk(dataset)  -> gather(indices, empty) -> the batch | NOT_IN_BULK     None: no such way
+    as_rows(dataset)  -> Rows: columns, and the row of each sample             None: it reads anything else
     as_items(dataset) -> ``__getitems__``, through torch's Subset              None: sample by sample
 
 | dataset | is read as |
@@ -28,7 +29,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,6 +41,7 @@ from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.bulk import (
     Gather,
     Indices,
+    Int64s,
     batch_reader,
     bulk,
     bulk_method,
@@ -204,20 +206,59 @@ def as_bulk(dataset: Any) -> Gather | None:
         >>> as_bulk([1, 2, 3]) is None
         True
     """
-    if type(dataset) in (SimpleDataset, SubsetDataset) and "get_batch" not in vars(dataset):
-        return _translated(as_bulk(dataset._dataset), dataset._inner)
+    if (inside := _inside(dataset)) is not None:
+        return _translated(as_bulk(inside[0]), inside[1])
     read = batch_reader(dataset)
     if read is not None:
         return read
-    if isinstance(dataset, np.ndarray) or is_tensor(dataset):
-        return _of_columns(lambda: (dataset,), bare=True)
-    if _reads_like(dataset, "torch.utils.data", "TensorDataset"):
-        return _of_columns(lambda: dataset.tensors, bare=False)
-    if _reads_like(dataset, "torch.utils.data", "Subset"):
-        return _translated(as_bulk(dataset.dataset), partial(_chosen, dataset))
+    if (found := _arrays_of(dataset)) is not None:
+        return _of_columns(*found)
     if _reads_like(dataset, "datasets.arrow_dataset", "Dataset"):
         return partial(_of_hugging_face, dataset)
     return None
+
+
+class Rows(NamedTuple):
+    """A dataset whose samples are rows of arrays and tensors.
+
+    Attributes:
+        length: the number of samples.
+        columns: the arrays and tensors, by name or by number.
+        find: the rows of many samples in the columns.
+        as_batch: the batch whose fields are these, in the order of the columns.
+    """
+
+    length: int
+    columns: dict[Any, Any]
+    find: Callable[[Any], Int64s]
+    as_batch: Callable[[list[Any]], Any]
+
+
+def as_rows(dataset: Any) -> Rows | None:
+    """The columns that a dataset reads by index, through any stack of parts; None if it does anything else.
+
+    Args:
+        dataset: any. Columns of an `ArrayDataset` may be of any kind, other columns are as for `is_gathered` and
+            `is_column`.
+
+    Example:
+        >>> rows = as_rows(SubsetDataset(ArrayDataset(x=np.arange(5) * 10), [4, 2]))
+        >>> rows.columns["x"][rows.find([0, -1])], rows.as_batch(["xs"])
+        (array([40, 20]), {'x': 'xs'})
+        >>> as_rows(ArrayDataset([1, 2]).transform(str)) is None
+        True
+    """
+    if (inside := _inside(dataset)) is not None:
+        rows, translate = as_rows(inside[0]), inside[1]
+        return rows and rows._replace(length=len(dataset), find=lambda indices: rows.find(translate(indices)))
+    if type(dataset) is ArrayDataset and "get_batch" not in vars(dataset):
+        arrays, as_batch = dataset.columns, dataset.as_batch
+    elif (found := _arrays_of(dataset)) is not None and _are_rows(arrays := tuple(found[0]())):
+        as_batch = (lambda fields: fields[0]) if found[1] else (lambda fields: fields)
+    else:
+        return None
+    columns = arrays if isinstance(arrays, dict) else dict(enumerate(arrays))
+    return Rows(len(dataset), columns, partial(checked_indices, length=len(dataset)), as_batch)
 
 
 def takes_arrays(dataset: Any) -> bool:
@@ -261,6 +302,25 @@ def _reads_like(dataset: Any, module: str, name: str) -> bool:
     return all(getattr(kind, how, None) is getattr(base, how, None) for how in ("__getitem__", "__getitems__"))
 
 
+def _inside(dataset: Any) -> tuple[Any, Callable[[Any], Any]] | None:
+    """Of a part of another dataset, that one, and the function that translates indices; otherwise None."""
+    if type(dataset) in (SimpleDataset, SubsetDataset) and "get_batch" not in vars(dataset):
+        return dataset._dataset, dataset._inner
+    if _reads_like(dataset, "torch.utils.data", "Subset") and batch_reader(dataset) is None:
+        return dataset.dataset, partial(_chosen, dataset)
+    return None
+
+
+def _arrays_of(dataset: Any) -> tuple[Callable[[], Sequence[Any]], bool] | None:
+    """What looks up the arrays that a sample is made of, and whether it is a row of the only one; otherwise None.
+
+    They are looked up for each batch: a TensorDataset's may be replaced between epochs.
+    """
+    if isinstance(dataset, np.ndarray) or is_tensor(dataset):
+        return (lambda: (dataset,)), True
+    return ((lambda: dataset.tensors), False) if _reads_like(dataset, "torch.utils.data", "TensorDataset") else None
+
+
 def _chosen(subset: Any, indices: Sequence[Any]) -> list[Any]:
     """Indices into what a torch Subset wraps."""
     return list(map(subset.indices.__getitem__, indices))
@@ -281,9 +341,7 @@ def _translated(inner: Gather | None, translate: Callable[[Any], Any]) -> Gather
     return read
 
 
-def _of_columns(columns: Callable[[], Sequence[Any]], *, bare: bool) -> Gather | None:
-    """Arrays or tensors, looked up for each batch: a TensorDataset's may be replaced between epochs."""
-
+def _of_columns(columns: Callable[[], Sequence[Any]], bare: bool) -> Gather | None:
     def read(where: Any, empty: Empty) -> Any:
         if not _are_rows(columns()):
             return NOT_IN_BULK

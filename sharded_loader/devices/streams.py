@@ -101,11 +101,10 @@ class Streams:
         """The CUDA runtime, which pins memory in place (``cudaHostRegister``); None elsewhere."""
         return torch.cuda.cudart() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def load(self, host: torch.Tensor) -> torch.Tensor:
-        """A copy on the device, for use by any stream: the host waits for it."""
-        loaded = host.to(self.device)
+    def load(self, target: torch.Tensor, host: torch.Tensor) -> None:
+        """Copy to memory on the device, for use by any stream: the host waits for it."""
+        target.copy_(host)
         self.caller_stream().record_event().synchronize()
-        return loaded
 
     def take(self, column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The rows of a column on the device, gathered by the current stream.
@@ -122,6 +121,17 @@ class Streams:
         describe = getattr(self._module, "get_device_properties", None)
         return None if describe is None else pci_address(describe(self.device))
 
+    def put(self, column: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write rows into a tensor on the device, by the current stream.
+
+        Args:
+            column: the tensor.
+            places: the numbers of its rows that are written, on the device.
+            rows: what is written there, on the device.
+        """
+        words = _WORDS.get(column.itemsize, column.dtype)
+        column.view(words).index_copy_(0, places, rows.view(words))
+
     def memory(self) -> tuple[int, int] | None:
         """Bytes that torch can still use on the device, and all its bytes; None if the device does not tell."""
         module = self._module
@@ -130,6 +140,11 @@ class Streams:
         free, total = module.mem_get_info(self.device)
         unused = module.memory_reserved(self.device) - module.memory_allocated(self.device)
         return int(free + unused), int(total)
+
+    def peak(self) -> int:
+        """Bytes that tensors have taken on the device at once, at most, beyond those that they take now."""
+        module = self._module
+        return int(module.max_memory_allocated(self.device) - module.memory_allocated(self.device))
 
 
 def pci_address(properties: Any) -> str | None:

@@ -53,8 +53,9 @@ from sharded_loader.loader.attributes import LoaderAttributes, keeps_arguments
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.iterator import Batch, EpochIterator
 from sharded_loader.loader.stats import Meter
+from sharded_loader.parallel.split import gather
 from sharded_loader.pools.process.pool import ProcessPool
-from sharded_loader.pools.resident import ResidentPool, check_resident
+from sharded_loader.pools.resident import LEAST, ResidentPool, check_resident
 from sharded_loader.sampling.order import MapOrder
 from sharded_loader.streams.order import StreamOrder
 
@@ -123,9 +124,10 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         shard_weights: The shares of the shards, such as ``[2, 1]``. A positive weight gets at least one sample, while
             there are enough samples. Weights of 0 must come last. `ShardedBatchSampler` follows the same rule.
         pin_memory: Whether batches are in pinned host memory. Only without devices, which use pinned memory anyway.
-        resident: Whether to keep the columns of an `ArrayDataset` on the devices and gather batches there, without
-            workers. ``"auto"``: if they can be kept and there is room. True: an error if they cannot be kept, and a
-            warning if there is no room.
+        resident: Which rows to keep on the devices, which then gather batches, without workers: True (all), a fraction
+            such as 0.6, or ``"auto"`` (those that fit). The other rows of a batch are sent. The dataset is an array,
+            a tensor, a ``TensorDataset``, an `ArrayDataset`, or a part of one. With True or a fraction, any other
+            dataset is an error, and too little room a warning. ``"auto"`` looks for room again after the first step.
         device_transform: A function ``fn(batch)`` or ``fn(batch, rng)`` that each batch (each shard) goes through on
             its device, ahead of your program. ``rng`` is a NumPy generator, keyed by the seed, the epoch, the batch and
             the shard. The function must return dense tensors. Without devices it runs on the CPU.
@@ -180,7 +182,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         seed: int | None = None,
         on_error: OnError = "raise",
         max_skipped: int | None = None,
-        resident: bool | Literal["auto"] = False,
+        resident: bool | float | Literal["auto"] = False,
         device_transform: Callable[..., Any] | None = None,
         host_fields: Sequence[str | int] | str | int | None = None,
         prefetch_epochs: bool | None = None,
@@ -223,8 +225,9 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         contradicting: dict[str, Any] = {"devices": found, "pin_memory": pin_memory, "resident": resident}
         transform = transform_of(device_transform, host_fields, lambda: order.seed, **contradicting)
         placement, kept = Placement(found, pin_memory, workers.num_workers > 0, transform), None
-        if check_resident(resident, dataset, found, batchify_fn):
-            kept = ResidentPool(dataset, found or [], placement, insists=resident is True)
+        if share := check_resident(resident, dataset, found, batchify_fn):
+            least = LEAST if resident == "auto" and workers.num_workers else 0.0
+            kept = ResidentPool(dataset, found or [], placement, share, resident != "auto", least)
         reads_ahead = check_prefetch_epochs(prefetch_epochs, workers)
         job = Job(dataset, batchify_fn, order.seed, on_error, order.replicated)
         meter = Meter(dataset, Notices(), check_max_skipped(max_skipped, on_error))
@@ -293,6 +296,28 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         """
         self._pipeline.check_open()
         return self._epochs.sample(index, self.epoch if epoch is None else epoch)
+
+    def gather(self, shards: Sequence[Any], device: DeviceLike | None = None) -> Any:
+        """Join the results of your program, one per shard, on one device.
+
+        Args:
+            shards: What you computed of each shard: tensors with one row per sample, numbers, or a structure of them.
+            device: Where the joined result is. Default: the first of ``devices``; without devices, the CPU.
+
+        Returns:
+            The same structure. Its tensors are joined along the first axis, in the order of the shards. Gradients flow
+            back through them.
+
+        Raises:
+            ValueError: There are no shards, their structures differ, or they hold something that cannot be joined.
+
+        Example:
+            >>> loader = ShardedDataLoader(range(5), 5, devices=["cpu", "cpu"])
+            >>> loader.gather([shard * 10 for shard in next(iter(loader))])
+            tensor([ 0, 10, 20, 30, 40])
+        """
+        devices = self._placement.devices or [torch.device("cpu")]
+        return gather(shards, devices[0] if device is None else device)
 
     # -- life -----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
-"""Cut a batch into slices of rows, one for each device.
+"""Cut a batch into slices of rows, one for each device; join what the devices make of them.
 
     batch -> split_data -> views -> split_and_load -> slices[i] on devices[i]
+    results[i] on devices[i] -> gather -> one result on one device
 
 A batch is a tensor, an array, or any structure of them; lists of strings are cut too. Cutting copies nothing, and a
 slice goes straight to its device.
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sharded_loader.base.described import an
+from sharded_loader.base.described import an, brief
 from sharded_loader.batching.default import default_batchify_fn, is_numbers
 from sharded_loader.batching.tree import children, is_dataclass_instance, map_leaves, rebuild, to_torch
 from sharded_loader.devices.names import DeviceLike, device_list
@@ -151,6 +152,59 @@ def split_and_load(
         raise ValueError("the batch has no rows: leave empty batches out of the sampler")
     # Slices are filled from the front, so the first len(filled) devices have work.
     return [map_leaves(partial(_moved, device), part) for part, device in zip(filled, placed, strict=False)]
+
+
+def gather(shards: Sequence[Any], device: DeviceLike) -> Any:
+    """Join what each device has computed on one device, along the first axis, in the order of the shards.
+
+    Args:
+        shards: one result per shard: a tensor, an array, a number, a list of strings, or a structure of them, the same
+            one in all. A number, or a tensor without axes, is one row. None in all shards stays None.
+        device: where the result is.
+
+    Returns:
+        The same structure with joined tensors. Gradients flow back through it to the tensors of each device.
+
+    Raises:
+        ValueError: there are no shards, their structures differ, or they hold something else.
+
+    Example:
+        >>> gather([(torch.ones(2), 0.5), (torch.zeros(1), 0.25)], "cpu")
+        (tensor([1., 1., 0.]), tensor([0.5000, 0.2500]))
+
+    Source of the idea: ``torch.nn.parallel.gather``.
+    """
+    if not shards:
+        raise ValueError("there are no shards to gather: give one result per shard")
+    (place,) = device_list([device])
+    return _joined([to_torch(shard) for shard in shards], place)
+
+
+def _joined(trees: list[Any], device: torch.device) -> Any:
+    first = trees[0]
+    if all(isinstance(tree, (int, float, complex)) for tree in trees):
+        return torch.tensor(trees, device=device)
+    if all(isinstance(tree, torch.Tensor) for tree in trees):
+        return torch.cat([_moved(device, tree if tree.ndim else tree.reshape(1)) for tree in trees])
+    if all(map(_is_row_list, trees)):
+        return [row for tree in trees for row in tree]
+    if all(isinstance(tree, np.ndarray) for tree in trees):  # of strings or dates, which torch lacks
+        return np.concatenate(trees)
+    if all(tree is None for tree in trees):
+        return None
+    odd = next((tree for tree in trees if _form(tree) != _form(first)), first)
+    if odd is not first or children(first) is None:
+        raise ValueError(
+            f"{brief(first)} and {brief(odd)} cannot be joined: give tensors, arrays, numbers, or a structure of them, "
+            f"the same one for all shards"
+        )
+    columns = zip(*(children(tree) or () for tree in trees), strict=True)
+    return rebuild(first, [_joined(list(column), device) for column in columns])
+
+
+def _form(tree: Any) -> tuple[Any, ...]:
+    """The type of a structure, how many parts it has, and their names."""
+    return type(tree), len(children(tree) or ()), list(tree.keys()) if isinstance(tree, Mapping) else None
 
 
 def _moved(device: torch.device, leaf: Any) -> Any:

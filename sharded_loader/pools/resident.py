@@ -1,219 +1,319 @@
-"""Data that lives on the devices: each column is copied there once, and a batch is gathered there. No worker reads.
+"""Data that lives on the devices: rows are copied there once, and a batch is gathered there. No worker reads.
 
-    load()                    columns of an `ArrayDataset` -> each device that has room for them
+    load()                    the first rows of arrays -> each device, as many as there is room for
     submit -> tasks -> wait   indices of a shard -> pinned memory -> the device gathers its rows -> Result
+                              rows that the device does not keep -> pinned memory -> copied into their places
 
 `wait` gathers one task, when the batch is asked for. So the batch lies in memory of the caller's current stream, like
-any tensor that the user makes there, and there is nothing to wait for. The shards of a device without room, and of the
+any tensor that the user makes there, and there is nothing to wait for. The shards of a device without rows, and of the
 CPU, are gathered on the host; the placement sends them as always. Order, shards, ranks, state and errors are those of
-any other loader, and nothing is done on the host per sample.
+any other loader, and nothing is done on the host per sample. Indices that cannot be found are left to a `Reader`.
 
-Owns the columns on the devices. They stay while the loader is open, also after an interruption; `load` copies them
-again after a refresh, `forget` gives their memory back.
+Row i on a device is sample i of the dataset. Of a part of another dataset (``take``, ``split``) the devices keep the
+part's own rows: a device of each rank, or of each fold, then holds no rows that are never asked for, and a batch needs
+no other numbers on the device.
 
-What can go wrong: a device cannot hold a column (strings, objects, a list). This is a TypeError with ``resident=True``;
-with ``"auto"`` the dataset is read as always. If a device has no room for the columns, there is a warning, and the
-device is sent batches. If it has no memory for a batch, that is the batch's error.
+Owns the rows on the devices. They stay while the loader is open, also after an interruption; `load` copies them again
+after a refresh, `forget` gives their memory back. With ``"auto"``, room is looked for twice: before the first batch,
+and after the program's first step, when its model is on the device. If far fewer or far more rows fit, they are copied
+again.
 
-Source of the idea: pytorch#11372, which asks for it.
+What can go wrong: a device cannot hold a column (strings, objects, a list), or the dataset reads no columns. This is a
+TypeError; with ``"auto"`` the dataset is read as always. If a device has no room, there is a warning, and the device is
+sent batches, from any moment on. If it has no memory for a batch that is sent, that is the batch's error.
+
+Source of the idea: pytorch#11372, which asks for it; flodl, which keeps a fraction.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 import warnings
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from sharded_loader.base.described import an
+from sharded_loader.base.described import an, brief
+from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.batching.protocol import new_array
 from sharded_loader.batching.tensors import is_column
 from sharded_loader.batching.tree import to_torch, torch_has
-from sharded_loader.data.arrays import ArrayDataset
-from sharded_loader.data.bulk import checked_indices, is_gathered
-from sharded_loader.devices.copies import Placed
+from sharded_loader.data.arrays import Rows, as_rows
+from sharded_loader.data.bulk import Int64s, checked_indices, gather_rows, is_gathered
+from sharded_loader.devices.copies import CopyStream, Placed
+from sharded_loader.devices.pinning import pinned_copy
 from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams
-from sharded_loader.engine.messages import Job, Result, Task
-from sharded_loader.engine.pool import Pool
+from sharded_loader.engine.messages import Result, Task
+from sharded_loader.pools.inline import InlinePool
 
 RESERVE = 0.25
 """Of a device's memory, left for the model and what it computes."""
 
+LEAST = 0.5
+"""Of the rows. If fewer fit, ``"auto"`` leaves the reading to the workers, which do it in the background: rows that a
+device does not keep are gathered by the main process, and sent inside ``next``. The number was not measured."""
 
-def check_resident(resident: Any, dataset: Any, devices: Any, batchify_fn: Any) -> bool:
-    """Whether columns are to be kept on the devices, if they have room.
+TOLERANCE = 0.125
+"""Of the rows. If fewer more, or fewer less, fit after the first step, they stay: to copy all of them again takes
+seconds. The number was not measured."""
+
+LOADED_AT_ONCE = 64 << 20
+"""Bytes of rows that lie in host memory once more while they are copied to a device."""
+
+
+def check_resident(resident: Any, dataset: Any, devices: Any, batchify_fn: Any) -> float:
+    """The share of the rows to be kept on the devices, if they have room; 0: none.
 
     Raises:
-        ValueError: it is neither a bool nor ``"auto"``; or True, where there are no devices or a ``collate_fn``.
-        TypeError: True, where the dataset is no `ArrayDataset`, or a column of it cannot be held on a device.
+        ValueError: it is no bool, no fraction and not ``"auto"``; or it is no ``"auto"``, and there are no devices, or
+            there is a ``collate_fn``.
+        TypeError: it is no ``"auto"``, and the dataset does not read rows of arrays, or one of these cannot be held on
+            a device.
 
     Example:
-        >>> check_resident("auto", ArrayDataset(["a", "b"]), [torch.device("cpu")], None)
-        False
+        >>> cpu = [torch.device("cpu")]
+        >>> check_resident("auto", ["a", "b"], cpu, None), check_resident(0.6, np.arange(5), cpu, None)
+        (0.0, 0.6)
     """
     if resident is False:
-        return False
-    if resident is not True and resident != "auto":
-        raise ValueError(f'resident is {resident!r}; it must be True, False or "auto"')
+        return 0.0
+    is_share = isinstance(resident, float | np.floating) and 0 < resident <= 1
+    if not (is_share or resident is True or (isinstance(resident, str) and resident == "auto")):
+        raise ValueError(
+            f'resident is {resident!r}; it must be True, False, "auto", or a fraction of the rows: a float above 0, '
+            f"at most 1.0, such as 0.6"
+        )
+    this = f"resident={resident!r}"
     try:
         if devices is None:
-            raise ValueError("resident=True keeps data on devices: give device= or devices= as well")
+            raise ValueError(f"{this} keeps data on devices: give device= or devices= as well")
         if batchify_fn is not None:
-            raise ValueError("resident=True gathers batches on the device, where collate_fn cannot run: leave it out")
-        if type(dataset) is not ArrayDataset:
+            raise ValueError(f"{this} gathers batches on the device, where collate_fn cannot run: leave it out")
+        if (rows := as_rows(dataset)) is None:
             raise TypeError(
-                f"resident=True keeps the columns of an ArrayDataset on the devices, and this is a "
-                f"{type(dataset).__name__}: make an ArrayDataset of what it reads, or leave resident out"
+                f"{this} keeps rows of arrays on the devices, and this dataset reads something else: {brief(dataset)}. "
+                f"Give an array, a TensorDataset, an ArrayDataset or a part of one. Apply a transform before, or to "
+                f"the batch; or leave resident out"
             )
-        for name, column in _named(dataset).items():
+        for name, column in rows.columns.items():
             if not (is_column(column) or (is_gathered(column) and torch_has(column.dtype))):
                 dtype = f" of {column.dtype}" if hasattr(column, "dtype") else ""
                 raise TypeError(
-                    f"resident=True: column {name!r} is {an(type(column))}{dtype}, which a device cannot hold: "
+                    f"{this}: column {name!r} is {an(type(column))}{dtype}, which a device cannot hold: "
                     f"give arrays or tensors of numbers, or leave resident out"
                 )
     except (TypeError, ValueError):
-        if resident is True:
+        if resident != "auto":
             raise
-        return False
-    return True
+        return 0.0
+    return float(resident) if is_share else 1.0
+
+
+def room_for_rows(free: int, total: int, needed: int = 0) -> int:
+    """Bytes of a device that rows may take.
+
+    Args:
+        free, total: bytes that are free, or kept as rows, and all.
+        needed: bytes, at least, that the program needs beside those that it has now.
+
+    Example:
+        >>> room_for_rows(70, 100), room_for_rows(70, 100, needed=40), room_for_rows(10, 100)
+        (45, 30, 0)
+    """
+    return max(0, free - max(int(total * RESERVE), needed))
 
 
 class _OnDevice(NamedTuple):
-    """The columns on one device, in memory of the stream ``home``."""
+    """The first ``kept`` rows of each column on one device, in memory of the stream ``home``."""
 
-    streams: Streams
+    copies: CopyStream
     home: Any
     columns: list[torch.Tensor]
+    kept: int
 
 
-class ResidentPool(Pool):
-    """Gathers batches on the devices that hold the dataset.
+class ResidentPool(InlinePool):
+    """Gathers batches on the devices that hold rows of the dataset.
 
     Args:
-        dataset: an `ArrayDataset` whose columns can be held on a device.
+        dataset: one that `check_resident` allows.
         devices: of the shards, or of plain batches (the first).
         placement: of the loader.
-        insists: warn where there is no room (the user asked for it).
+        share: of the rows, to be kept on each device.
+        insists: warn where there is no room (the user asked for it). Otherwise look for room again after a step.
+        least: of those rows. If fewer fit, none are kept.
     """
 
-    room = 1
-
-    def __init__(self, dataset: Any, devices: list[torch.device], placement: Placement, *, insists: bool) -> None:
-        self._dataset: ArrayDataset = dataset
+    def __init__(
+        self, dataset: Any, devices: list[torch.device], placement: Placement, share: float, insists: bool, least: float
+    ) -> None:
+        super().__init__()
+        self._dataset = dataset
         self._devices = devices
         self._placement = placement
-        self._insists = insists
+        self._share, self._insists, self._least = share, insists, least
+        self._rows = as_rows(dataset)
         self._on: dict[torch.device, _OnDevice | None] = {}
-        self._tasks: deque[Task] = deque()
-        self._started = False
+        self._before: tuple[int, int] | None = None  # run and number of the batch that was gathered last
+        self._looks_again = not insists
         self.empty = placement.empty
 
-    # -- the columns ----------------------------------------------------------------------------------------
+    # -- the rows -------------------------------------------------------------------------------------------
 
     @property
-    def devices(self) -> list[torch.device]:
-        """The devices that hold the columns."""
-        return [device for device, found in self._on.items() if found is not None]
+    def counts(self) -> dict[torch.device, int]:
+        """How many rows each device holds that holds any."""
+        return {device: found.kept for device, found in self._on.items() if found is not None}
 
     def load(self, *, again: bool) -> bool:
-        """Copy the columns to the devices that have room, once.
+        """Copy rows to the devices that have room, once.
 
         Args:
             again: the dataset has changed.
 
         Returns:
-            Whether batches are to be gathered by this pool: a device holds the columns, or all devices are the CPU.
+            Whether batches are to be gathered by this pool: a device holds rows, or all devices are the CPU.
         """
         if again:
             self.forget()
+            self._rows = as_rows(self._dataset)
+        rows, on = self._rows, self._on  # others, if the loader is closed meanwhile
+        if rows is None:  # the dataset has changed that much
+            return False
         for device in self._devices:
-            if device not in self._on:
+            if device not in on:
                 copies = self._placement.copies[device]
-                self._on[device] = None if copies is None else self._load(copies.streams)
-        return bool(self.devices) or all(device.type == "cpu" for device in self._devices)
+                on[device] = None if copies is None else self._load(rows, copies, self._fitting(rows, copies.streams))
+        return bool(self.counts) or all(device.type == "cpu" for device in self._devices)
 
     def forget(self) -> None:
         """Give the devices' memory back."""
         self._on = {}
 
-    def _load(self, streams: Streams) -> _OnDevice | None:
-        hosts = [to_torch(column) for column in _named(self._dataset).values()]
-        nbytes, memory = sum(host.nbytes for host in hosts), streams.memory()
-        if memory is None:
-            room = nbytes if self._insists else 0  # the device does not tell
-        else:
-            room = max(0, memory[0] - int(memory[1] * RESERVE))
-        if nbytes > room:
-            if self._insists:
-                _warn(streams, f"{nbytes:,} bytes of columns, room for {room:,}")
+    def _fitting(self, rows: Rows, streams: Streams, held: int | None = None) -> int:
+        """How many rows a device is to keep.
+
+        Args:
+            rows: of the dataset.
+            streams: of the device.
+            held: how many it has now, after the program's first step; None: before that.
+        """
+        nbytes = sum(math.prod(column.shape[1:]) * column.itemsize for column in rows.columns.values())
+        wanted, memory = min(rows.length, max(1, round(self._share * rows.length))), streams.memory()
+        if memory is None:  # the device does not tell
+            return wanted if self._insists else 0
+        free, total = memory
+        room = room_for_rows(free + (held or 0) * nbytes, total, 0 if held is None else streams.peak())
+        count = min(wanted, room // nbytes) if nbytes else wanted
+        if count < wanted and self._insists:
+            _warn(streams, f"{wanted * nbytes:,} bytes of columns, room for {room:,}", count)
+        return count if count >= self._least * wanted else 0
+
+    def _load(self, rows: Rows, copies: CopyStream, count: int) -> _OnDevice | None:
+        """Copy the first rows to a device, unless it has no memory for them; none are asked for if none fit."""
+        hosts, streams = list(rows.columns.values()), copies.streams
+        if not count:
             return None
         try:
             with streams.current(), torch.inference_mode(False):
-                return _OnDevice(streams, streams.caller_stream(), [streams.load(host) for host in hosts])
+                shapes = [to_torch(host[:0]).new_empty((count, *host.shape[1:]), device="meta") for host in hosts]
+                columns = [streams.empty_like(shape) for shape in shapes]
+                step = max(1, LOADED_AT_ONCE * count // max(1, sum(shape.nbytes for shape in shapes)))
+                for begin in range(0, count, step):
+                    where = rows.find(np.arange(begin, min(begin + step, count)))
+                    for column, host in zip(columns, gather_rows(hosts, where, new_array), strict=True):
+                        streams.load(column[begin : begin + step], to_torch(host))
+                return _OnDevice(copies, streams.caller_stream(), columns, count)
         except OUT_OF_MEMORY as error:
-            streams.empty_cache()
-            _warn(streams, str(error).partition("\n")[0])
-            return None
+            reason = str(error).partition("\n")[0]
+        # Not done above: the error's traceback holds the columns that have found room.
+        streams.empty_cache()
+        _warn(streams, reason)
+        return None
 
-    # -- six verbs ------------------------------------------------------------------------------------------
+    def _look_again(self, rows: Rows, task: Task) -> None:
+        """Look for room once more, if the program has done its first step: the one before the second batch of a run."""
+        before, self._before = self._before, (task.run, task.seq)
+        if before is None or before[0] != task.run or before == self._before:
+            return
+        on = self._on
+        for device, held in self.counts.items():  # one that had no room, or no memory, is not asked again
+            copies = self._placement.copies[device]
+            assert copies is not None  # it holds rows
+            count = self._fitting(rows, copies.streams, held)
+            if abs(count - held) > TOLERANCE * max(count, held):
+                del on[device]  # first: there may be no room for both
+                on[device] = self._load(rows, copies, count)
+        self._looks_again = False
 
-    @property
-    def started(self) -> bool:
-        return self._started
-
-    def start(self, job: Job) -> None:
-        self._started = True
-
-    def submit(self, tasks: Sequence[Task]) -> None:
-        self._tasks.extend(tasks)
+    # -- batches --------------------------------------------------------------------------------------------
 
     def wait(self, block: bool = True) -> Sequence[Result]:
-        if not self._tasks or not block:
-            return ()
-        task, began = self._tasks.popleft(), time.perf_counter()
+        rows = self._rows
+        if not self._tasks or not block or rows is None:
+            return super().wait(block)
+        task, began = self._tasks[0], time.perf_counter()
         try:
-            shards = [self._gather(*shard) for shard in zip(self._devices, task.shards, strict=False)]
+            found = list(map(checked_indices, task.shards, itertools.repeat(rows.length)))
+        except Exception as error:
+            if is_from_outside(error):
+                raise
+            return super().wait(block)  # the reader finds the sample, or knows what to do about it
+        self._tasks.popleft()
+        try:
+            if self._looks_again:
+                self._look_again(rows, task)
+            shards = [self._gather(rows, *shard) for shard in zip(self._devices, found, strict=False)]
         except Exception as raised:
             return (not_placed(task, raised, "while the batch was gathered"),)
         batch = shards if task.sharded else shards[0]
         samples = sum(map(len, task.shards))
         return (Result(task.run, task.seq, batch, samples, seconds=time.perf_counter() - began),)
 
-    def _gather(self, device: torch.device, indices: Sequence[int]) -> Any:
-        """A shard: on its device if that holds the columns, otherwise on the host."""
+    def _gather(self, rows: Rows, device: torch.device, where: Int64s) -> Any:
+        """A shard: on its device if that holds rows, otherwise on the host."""
         at = self._on.get(device)  # None too where `load` was interrupted
-        if at is None:
-            return self._dataset.get_batch(indices, self.empty)
-        streams = at.streams
-        host = torch.from_numpy(checked_indices(indices, len(self._dataset)))
-        with streams.current():
-            current = streams.caller_stream()
+        if at is not None:
+            streams = at.copies.streams
+            try:
+                return Placed(rows.as_batch(self._take(at, rows, where)))
+            except OUT_OF_MEMORY as error:
+                reason = str(error).partition("\n")[0]
+            at = self._on[device] = None  # not done above, as in `_load`
+            streams.empty_cache()
+            _warn(streams, reason)
+        return rows.as_batch(gather_rows(list(rows.columns.values()), rows.find(where), self.empty))
+
+    def _take(self, at: _OnDevice, rows: Rows, where: Int64s) -> list[torch.Tensor]:
+        """The rows of each column, on the device, in order."""
+        streams, absent = at.copies.streams, np.flatnonzero(where >= at.kept)
+        with streams.current(), torch.inference_mode(False):
+            sent: list[torch.Tensor] = []
+            numbers = where
+            if len(absent):
+                hosts = gather_rows(list(rows.columns.values()), rows.find(where[absent]), self.empty)
+                sent = at.copies.begin(hosts).finish()
+                if len(absent) == len(where):
+                    return sent
+                numbers = np.concatenate([np.where(where < at.kept, where, 0), absent])
+            current, host = streams.caller_stream(), torch.from_numpy(numbers)
             # On the caller's stream, so the numbers' memory is used again after the gather without being recorded.
-            rows = streams.empty_like(host)
-            streams.copy(rows, streams.pin(host, (1,)))
-            fields = [streams.take(column, rows) for column in at.columns]
+            places = streams.empty_like(host)
+            streams.copy(places, pinned_copy(streams, host, (1,)))
+            fields = list(map(streams.take, at.columns, itertools.repeat(places[: len(where)])))
+            for field, those in zip(fields, sent, strict=False):
+                streams.put(field, places[len(where) :], those)
             if current != at.home:
                 streams.used_on(at.columns, current)
-        return Placed(self._dataset.as_batch(fields))
-
-    def cancel(self, run: int) -> None:
-        self._tasks = deque(task for task in self._tasks if task.run != run)
-
-    def close(self) -> None:
-        """Drop the tasks. The columns stay: they are the loader's."""
-        self._tasks.clear()
-        self._started = False
+        return fields
 
 
-def _warn(streams: Streams, reason: str) -> None:
-    warnings.warn(f"{streams.device} does not keep the data ({reason}): it is sent batches", stacklevel=4)
-
-
-def _named(dataset: ArrayDataset) -> dict[Any, Any]:
-    """The columns by name, or by number."""
-    columns = dataset.columns
-    return columns if isinstance(columns, dict) else dict(enumerate(columns))
+def _warn(streams: Streams, reason: str, count: int = 0) -> None:
+    what = f"keeps {count:,} rows only ({reason}): it is sent the others" if count else ""
+    what = what or f"does not keep the data ({reason}): it is sent batches"
+    warnings.warn(f"{streams.device} {what}", stacklevel=4)

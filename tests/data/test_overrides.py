@@ -66,6 +66,16 @@ class NegativeNdarray(Negative, np.ndarray):
     pass
 
 
+class NegativeTensors(TensorDataset):
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(-1 - tensor[index] for tensor in self.tensors)
+
+
+class SubsetWithBatches(Subset):
+    def get_batch(self, indices: list[int]) -> Any:
+        return -1 - np.asarray(indices)
+
+
 class BulkBase(Dataset):
     """Others' bulk methods, both of them."""
 
@@ -184,8 +194,18 @@ def test_an_override_is_not_kept_on_the_device() -> None:
     assert next(iter(ShardedDataLoader(dataset, N, device="cpu", resident="auto"))).tolist() == list(
         range(-1, -N - 1, -1)
     )
-    with pytest.raises(TypeError, match="this is a NegativeArray"):
-        ShardedDataLoader(dataset, N, device="cpu", resident=True)
+    own = ArrayDataset(column())
+    own.get_batch = lambda indices: -1 - np.asarray(indices)  # type: ignore[method-assign]
+    for whole in (
+        own,
+        dataset,
+        SubsetWithBatches(ArrayDataset(column()), range(2)),
+        dataset.take(2),
+        Subset(dataset, [0]),
+        NegativeTensors(torch.arange(N)),
+    ):
+        with pytest.raises(TypeError, match="this dataset reads something else"):
+            ShardedDataLoader(whole, 1, device="cpu", resident=True)
     columns = ArrayDataset(column().view(NegativeNdarray))
     loader = ShardedDataLoader(columns, N, device="cpu", resident="auto")
     assert next(iter(loader)).tolist() == list(range(-1, -N - 1, -1))

@@ -127,16 +127,32 @@ def test_what_is_loaded_is_there_before_anybody_uses_it(cuda: Streams) -> None:
     log: list[Any] = []
     event = SimpleNamespace(synchronize=lambda: log.append("waited"))
     cuda.caller_stream = lambda: SimpleNamespace(record_event=lambda: log.append("recorded") or event)
-    host: Any = SimpleNamespace(to=lambda device: log.append(("to", device)) or "loaded")
-    assert cuda.load(host) == "loaded"
-    assert log == [("to", cuda.device), "recorded", "waited"]
+    target: Any = SimpleNamespace(copy_=lambda host: log.append(("copied", host)))
+    host: Any = "rows"
+    cuda.load(target, host)
+    assert log == [("copied", "rows"), "recorded", "waited"]
+
+
+WORDS = ["bool", "uint8", "uint16", "uint32", "uint64", "bfloat16", "float8_e5m2", "float32", "complex64", "complex128"]
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 3), (6, 0), (6, 2, 2)], ids=str)
+@pytest.mark.parametrize("name", WORDS)
+def test_rows_of_every_dtype_are_taken_and_put(cuda: Streams, name: str, shape: tuple[int, ...]) -> None:
+    column = torch.arange(1, math.prod(shape) + 1).reshape(shape).to(getattr(torch, name))
+    taken = cuda.take(column, torch.tensor([5, 0, 0]))
+    assert (taken.dtype, taken.tolist()) == (column.dtype, [column.tolist()[row] for row in (5, 0, 0)])
+    cuda.put(column, torch.tensor([1, 4, 3]), taken)
+    assert [column.tolist()[row] for row in (1, 4, 3)] == taken.tolist()
+    assert column.tolist()[2] == torch.arange(1, math.prod(shape) + 1).reshape(shape).to(column.dtype).tolist()[2]
 
 
 def test_the_memory_that_torch_has_cached_can_be_used(cuda: Streams) -> None:
     asked: dict[str, Any] = {"memory_reserved": lambda device: 30, "memory_allocated": lambda device: 20}
     cuda._module = SimpleNamespace(mem_get_info=lambda device: (100, 200), **asked)
     assert cuda.memory() == (110, 200)
-    cuda._module = SimpleNamespace(**asked)
+    cuda._module = SimpleNamespace(max_memory_allocated=lambda device: 25, **asked)
+    assert cuda.peak() == 5
     assert cuda.memory() is None
 
 

@@ -89,6 +89,16 @@ def test_batches_are_intact_however_they_are_used(machine: Machine, pool: Pool) 
     assert (differing, machine.faults) == (0, [])
 
 
+@pytest.mark.parametrize("share", [True, 0.5, 0.1, "auto"])
+def test_resident_batches_are_intact_however_they_are_used(machine: Machine, share: Any) -> None:
+    machine.memory_bytes = 6 * COUNT * WIDTH, 16 * COUNT * WIDTH  # room for half, and at the second look for all
+    machine.memory_bytes = (1 << 30, 1 << 30) if share != "auto" else machine.memory_bytes
+    with loader_of(machine, resident=share) as loader:
+        seen, differing = stress(Simulated(machine), loader, 150, seed=2)
+    assert seen > 100
+    assert (differing, machine.faults) == (0, [])
+
+
 @pytest.mark.parametrize("broken", ["targets of copies are not waited for", "slots are given back at once"])
 def test_a_library_that_is_careless_is_found_out(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, broken: str

@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ from on_cuda import (
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.devices import placement
 from sharded_loader.engine.pool import Pool
+from sharded_loader.pools import resident
 
 pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(300)]
 
@@ -70,8 +72,9 @@ def test_no_call_that_makes_the_host_wait(cuda: torch.device, pool: Pool, monkey
     assert (paged, copies) == ([], 3 * 8 * 2)
 
 
-def test_resident_batches_make_no_call_that_makes_the_host_wait(cuda: torch.device) -> None:
-    with ShardedDataLoader(images(64), 8, shuffle=True, device=cuda, resident=True) as loader:
+@pytest.mark.parametrize("share", [True, 0.5])
+def test_resident_batches_make_no_call_that_makes_the_host_wait(cuda: torch.device, share: Any) -> None:
+    with ShardedDataLoader(images(64), 8, shuffle=True, device=cuda, resident=share) as loader:
         list(loader)
         torch.cuda.synchronize(cuda)
         total = torch.zeros((), device=cuda)
@@ -312,3 +315,46 @@ def test_columns_that_do_not_fit_are_streamed(cuda: torch.device) -> None:
         ShardedDataLoader(images(16, 32), 1, device=cuda, resident=True) as loader,  # 512 MB
     ):
         assert [labels.item() for _, labels in loader] == list(range(16))
+
+
+def test_rows_are_given_back_after_the_first_step_if_the_model_needs_them(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, memory = images(256), added_memory(cuda)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(cuda)
+    free, total = torch.cuda.mem_get_info(cuda)
+    monkeypatch.setattr(resident, "RESERVE", (free - 100 * MB) / total)  # room for 100 MB: the data is 64 MB
+    with ShardedDataLoader(data, 16, device=cuda, resident="auto") as loader:
+        batches, seen = iter(loader), list[int]()
+        seen += next(batches)[1].tolist()
+        assert memory() > 64 * MB
+        assert f"resident on {cuda}, " in repr(loader)
+        model = torch.empty(70 * MB, dtype=torch.uint8, device=cuda)
+        seen += next(batches)[1].tolist()
+        assert model.nbytes + 16 * MB < memory() < model.nbytes + 48 * MB
+        assert f"resident on {cuda} (" in repr(loader)
+        for values, labels in batches:
+            assert torch.equal(values[:, 0].long(), labels)
+            seen += labels.tolist()
+    assert seen == list(range(256))
+
+
+def test_a_device_without_memory_for_a_batch_gives_its_rows_back(cuda: torch.device) -> None:
+    memory = added_memory(cuda)
+    with ShardedDataLoader(images(128), 64, device=cuda, resident=0.5) as loader:  # 16 of 32 MB: the first batch
+        batches = iter(loader)
+        assert next(batches)[1].tolist() == list(range(64))
+        gc.collect()
+        assert memory() >= 16 * MB
+        with memory_limit(cuda, 8 * MB), pytest.warns(UserWarning, match="cuda:0 does not keep the data"):
+            values, labels = next(batches)
+        assert (values[:, 0].tolist(), labels.tolist()) == (list(range(64, 128)), list(range(64, 128)))
+        assert memory() < 20 * MB  # the second batch
+
+
+def added_memory(device: torch.device) -> Callable[[], int]:
+    """How many bytes are allocated on a device, beyond those that are now."""
+    gc.collect()
+    before = torch.cuda.memory_allocated(device)
+    return lambda: torch.cuda.memory_allocated(device) - before

@@ -121,6 +121,19 @@ def test_every_shard_is_on_its_own_device(cuda: torch.device) -> None:
                 check(shard, 2 * number + place)
 
 
+@needs_two
+@pytest.mark.parametrize("share", [True, 0.5])
+def test_results_of_rows_that_each_device_keeps_are_gathered_on_the_first(cuda: torch.device, share: Any) -> None:
+    devices = [torch.device("cuda", number) for number in range(2)]
+    with ShardedDataLoader(dataset(), 16, devices=devices, resident=share) as loader:
+        for number, shards in enumerate(loader):
+            for place, shard in enumerate(shards):
+                assert {field.device for field in shard} == {devices[place]}
+            values, labels = loader.gather(shards)
+            assert {values.device, labels.device} == {devices[0]}
+            check([values, labels], number, 16)
+
+
 NO_OTHER_CONTEXT = """
 import numpy, torch
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader

@@ -12,6 +12,7 @@ import torch
 from on_cuda import PART, OnCuda, copy_streams_of, host_values, needs_cuda, sleep
 from stress import order_of, rows, stress
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import Subset, TensorDataset
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.batching.default import default_batchify_fn
@@ -237,8 +238,8 @@ DTYPES = ["bool", "uint8", "int16", "uint16", "uint32", "uint64", "float16", "fl
 
 
 @pytest.mark.parametrize("name", [*DTYPES, "float8_e5m2"])
-@pytest.mark.parametrize("resident", [False, True])
-def test_every_dtype_arrives(cuda: torch.device, name: str, resident: bool) -> None:
+@pytest.mark.parametrize("resident", [False, True, 0.4])
+def test_every_dtype_arrives(cuda: torch.device, name: str, resident: Any) -> None:
     values = (torch.arange(64) % (2 if name == "bool" else 64)).to(getattr(torch, name))
     column = ArrayDataset(values.reshape(16, 4), values[:16])
     with (
@@ -261,6 +262,44 @@ def test_resident_equals_streamed(cuda: torch.device, stream: str) -> None:
         assert f"resident on {cuda}" in repr(resident)
 
 
+PARTS: dict[str, Any] = {
+    "array": lambda: np.arange(96 * 4).reshape(96, 4),
+    "TensorDataset": lambda: TensorDataset(torch.arange(96), torch.arange(96).to(torch.bfloat16)),
+    "Subset": lambda: Subset(TensorDataset(torch.arange(96), torch.zeros(96, 0)), [*range(40), 3, 3]),
+    "split": lambda: rows(96, 32).split([64, 32], seed=1)[0],
+    "take": lambda: rows(96, 32).take(50),
+    "shard": lambda: rows(96, 32).shard(2, 1),
+}
+
+
+@pytest.mark.parametrize("share", [True, 0.5, 0.02])
+@pytest.mark.parametrize("make", PARTS.values(), ids=PARTS)
+def test_rows_of_all_kinds_are_those_that_are_sent(cuda: torch.device, make: Any, share: Any) -> None:
+    options: dict[str, Any] = {"batch_size": 7, "shuffle": True, "seed": 2}
+    with (
+        ShardedDataLoader(make(), device=cuda, resident=share, **options) as resident,
+        ShardedDataLoader(make(), device=cuda, **options) as sent,
+    ):
+        for ours, theirs in zip(resident, sent, strict=True):
+            assert type(ours) is type(theirs)
+            for one, other in zip([*ours], [*theirs], strict=True):
+                assert (one.dtype, one.shape, one.device) == (other.dtype, other.shape, cuda)
+                assert torch.equal(one, other)
+        assert f"resident on {cuda}" in repr(resident)
+
+
+def test_what_is_gathered_has_gradients(cuda: torch.device) -> None:
+    model = torch.nn.Linear(1, 3, bias=False).to(cuda)
+    with ShardedDataLoader(np.arange(6, dtype=np.float32).reshape(6, 1), 6, devices=[cuda, cuda]) as loader:
+        outputs = [(model(shard), shard.mean()) for shard in next(iter(loader))]
+        joined, means = loader.gather(outputs)
+    joined.sum().backward()
+    assert (joined.shape, joined.device) == ((6, 3), cuda)
+    assert means.tolist() == [1.0, 4.0]
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[15.0]] * 3
+
+
 def test_resident_columns_that_were_loaded_in_inference_mode_can_be_used_after_it(cuda: torch.device) -> None:
     data = ArrayDataset(torch.arange(64, dtype=torch.float32).reshape(16, 4))
     with ShardedDataLoader(data, 8, device=cuda, resident=True) as loader:
@@ -274,8 +313,9 @@ def test_resident_columns_that_were_loaded_in_inference_mode_can_be_used_after_i
     assert batch.tolist() == data.columns[0][8:].tolist()
 
 
-def test_resident_batches_are_intact_under_stress(cuda: torch.device) -> None:
-    with loader_of(device=cuda, resident=True) as loader:
+@pytest.mark.parametrize("share", [True, 0.5])
+def test_resident_batches_are_intact_under_stress(cuda: torch.device, share: Any) -> None:
+    with loader_of(device=cuda, resident=share) as loader:
         seen, differing = stress(OnCuda(cuda, COUNT, WIDTH), loader, STEPS, seed=8)
     assert seen > 0.7 * STEPS
     assert differing == 0

@@ -1,5 +1,6 @@
-"""Splitting: Gluon's answers, dtypes kept, structures cut as one, fewer slices for fewer rows."""
+"""Splitting: Gluon's answers, dtypes kept, structures cut as one, fewer slices for fewer rows; and joining again."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sharded_loader.parallel import split_and_load, split_data
+from sharded_loader.parallel.split import gather
 
 GOLDEN = {c["id"]: c for c in json.loads((Path(__file__).parents[1] / "golden" / "split_data.json").read_text())}
 X = np.arange(20, dtype=np.int32).reshape(10, 2)
@@ -80,6 +82,69 @@ def test_each_slice_goes_straight_to_its_device():
 def test_each_slice_goes_to_its_device():
     a, b = split_and_load(torch.zeros(3), ctx_list=["cpu", torch.device("meta")], even_split=False)
     assert (a.device.type, len(a), b.device.type, len(b)) == ("cpu", 2, "meta", 1)
+
+
+@dataclasses.dataclass
+class Output:
+    scores: torch.Tensor
+    names: list
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.arange(10),
+        X * 2.5,
+        {"x": X, "y": [torch.arange(10.0), list("abcdefghij")], "none": None, "empty": ()},
+        (np.array(list("abcdefghij")), torch.arange(10).to(torch.bfloat16), X % 2 == 0),
+        Output(torch.arange(10), list("abcdefghij")),
+    ],
+    ids=["tensor", "array", "dict", "tuple", "dataclass"],
+)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_what_was_split_is_gathered(batch, parts):
+    joined = gather(split_data(batch, parts, even_split=False), "cpu")
+    (whole,) = split_data(batch, 1)
+    assert type(joined) is type(whole)
+    assert str(joined) == str(whole)  # dtypes of all but the default, and all values
+
+
+def test_numbers_and_tensors_without_axes_are_one_row_each():
+    assert torch.equal(gather([0.5, 2], "cpu"), torch.tensor([0.5, 2.0]))
+    assert torch.equal(gather([np.float64(0.5), np.float64(1)], "cpu"), torch.tensor([0.5, 1.0], dtype=torch.float64))
+    assert torch.equal(gather([torch.tensor(3), torch.tensor([4, 5])], "cpu"), torch.tensor([3, 4, 5]))
+    assert torch.equal(gather([True, False], "cpu"), torch.tensor([True, False]))
+
+
+def test_gradients_flow_back_to_each_shard():
+    shards = [torch.ones(2, requires_grad=True), torch.tensor(3.0, requires_grad=True)]
+    (gather(shards, "cpu") * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert [shard.grad.tolist() for shard in shards] == [[1.0, 2.0], 3.0]
+
+
+def test_each_result_goes_straight_to_the_one_device():
+    with Copies() as copies:
+        joined = gather([torch.ones(3), torch.ones(2), torch.ones(1, device="meta")], torch.device("meta"))
+    assert copies.seen == [("cpu", "meta", 3), ("cpu", "meta", 2)]
+    assert (joined.device.type, len(joined)) == ("meta", 6)
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([], "no shards to gather"),
+        ([{"a": X}, {"b": X}], "of length 1> and <dict of length 1> cannot be joined: .* the same one for all shards"),
+        ([[X, X], [X]], r"\] and \[<torch.Tensor of length 10>\] cannot be joined"),
+        ([(X,), [X]], "cannot be joined"),
+        ([X, 3], "<torch.Tensor of length 10> and 3 cannot be joined"),
+        ([X, None], "and None cannot be joined"),
+        ([{"a": [X, object()]}] * 2, "<object> and <object> cannot be joined: give tensors"),
+        (["a", "b"], "'a' and 'a' cannot be joined"),
+    ],
+)
+def test_what_cannot_be_joined_is_refused(shards, message):
+    with pytest.raises(ValueError, match=message):
+        gather(shards, "cpu")
 
 
 @pytest.mark.parametrize(

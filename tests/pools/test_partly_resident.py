@@ -1,0 +1,686 @@
+"""Whatever reads rows of arrays can be kept on the devices, in whole or in part, and no batch shows how much is."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from injection import InterruptAt, TimeIsUp, next_interrupted
+from simulated import Machine, SimulatedStreams
+from torch.utils.data import Subset, TensorDataset
+
+from sharded_loader import ArrayDataset, ShardedDataLoader, SimpleDataset, SubsetDataset
+from sharded_loader.base.errors import LoaderClosedError
+from sharded_loader.devices.copies import HOST_AHEAD
+from sharded_loader.devices.placement import Placement
+from sharded_loader.engine.messages import Job, Task
+from sharded_loader.engine.pool import Pool
+from sharded_loader.pools import resident as module
+from sharded_loader.pools.resident import ResidentPool, room_for_rows
+
+N = 60
+
+
+def columns() -> ArrayDataset:
+    """Columns of many kinds. Each row differs."""
+    numbers = np.arange(N)
+    return ArrayDataset(
+        image=np.arange(N * 12, dtype=">f4").reshape(N, 3, 4),
+        label=torch.arange(N, dtype=torch.int16),
+        wide=(numbers * 1000).astype(np.uint16)[:, None],
+        even=numbers % 2 == 0,
+        brain=torch.arange(2 * N).reshape(N, 2).to(torch.bfloat16),
+        tiny=torch.arange(N).to(torch.float8_e5m2),
+        twofold=(numbers + 1j * numbers[::-1]).astype(np.complex128),
+        none=np.zeros((N, 0), np.int32),
+    )
+
+
+def tensors(count: int = 2) -> TensorDataset:
+    return TensorDataset(*[torch.arange(N * k, N * (k + 2)).reshape(N, 2) for k in range(count)])
+
+
+def read_only() -> np.ndarray:
+    values = np.arange(N * 2).reshape(N, 2)
+    values.flags.writeable = False
+    return values
+
+
+def mapped(folder: Path) -> np.ndarray:
+    np.save(folder / "values.npy", np.arange(N * 2).reshape(N, 2))
+    return np.load(folder / "values.npy", mmap_mode="r")
+
+
+DATASETS: dict[str, Callable[[Path], Any]] = {
+    "columns": lambda folder: columns(),
+    "columns by position": lambda folder: ArrayDataset(np.arange(N) * 2, torch.arange(N)),
+    "one column": lambda folder: ArrayDataset(np.arange(N) * 2),
+    "take": lambda folder: columns().take(41),
+    "slice": lambda folder: columns().take(58)[50:3:-3],
+    "shard": lambda folder: columns().shard(3, 1),
+    "split": lambda folder: columns().split([0.7, 0.3], seed=3)[0],
+    "filter": lambda folder: columns().filter(lambda sample: bool(sample["even"])),
+    "repeated rows": lambda folder: SubsetDataset(columns(), [5, 5, 3, 59, 5, 0, -1, 3] * 6),
+    "part of a part": lambda folder: columns().split([50, 10], seed=1)[0].take(40)[3:],
+    "array": lambda folder: np.arange(N * 3).reshape(N, 3),
+    "array of one axis": lambda folder: np.arange(N, dtype=np.float16),
+    "array that is read-only": lambda folder: read_only(),
+    "file": mapped,
+    "tensor": lambda folder: torch.arange(N * 3).reshape(N, 3).to(torch.bfloat16),
+    "tensor in odd order": lambda folder: torch.arange(N * 3).reshape(3, N).T,
+    "SimpleDataset": lambda folder: SimpleDataset(np.arange(N)).take(50),
+    "TensorDataset": lambda folder: tensors(),
+    "TensorDataset of one": lambda folder: tensors(1),
+    "Subset": lambda folder: Subset(tensors(), [*range(40), 3, 3]),
+    "Subset of columns": lambda folder: Subset(columns(), np.arange(N)[::-1].tolist()),
+    "part of a Subset": lambda folder: SimpleDataset(Subset(columns().take(50), list(range(5, 50)))).shard(2, 0),
+}
+
+SHARES = [True, 1.0, 0.6, 0.01, "auto"]
+
+
+def seen(machine: Machine | None, batches: Any) -> Iterator[Any]:
+    """Everything about batches: structure, types, shapes and bytes."""
+    for batch in batches:
+        if machine is not None:
+            machine.finish()
+        yield described(batch)
+
+
+def described(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {name: described(part) for name, part in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree), [described(part) for part in tree]
+    assert type(tree) is torch.Tensor
+    assert not tree.is_inference()
+    return tree.dtype, tuple(tree.shape), tree.stride(), tree.contiguous().view(-1).view(torch.uint8).tolist()
+
+
+def enough_for(dataset: Any, rows: int) -> tuple[int, int]:
+    """Memory of a device that has room for some rows, beside the reserve."""
+    (batch,) = ShardedDataLoader(dataset, len(dataset))
+    tensors = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list) else [batch]
+    nbytes = sum(tensor.nbytes for tensor in tensors) // len(dataset) * rows
+    return nbytes + 1000, 4000  # the reserve is 1000
+
+
+def both(machine: Machine, dataset: Any, resident: Any, **options: Any) -> tuple[ShardedDataLoader, ShardedDataLoader]:
+    """A loader that keeps rows on two devices, and one that keeps none."""
+    options = {"seed": 5} | options
+    return (
+        ShardedDataLoader(dataset, devices=machine.devices, resident=resident, **options),
+        ShardedDataLoader(dataset, devices=["cpu", "cpu"], **options),
+    )
+
+
+# -- what is kept ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
+def test_batches_are_those_that_are_sent_to_the_last_bit(
+    machine: Machine, make: Callable[[Path], Any], share: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = make(tmp_path)
+    if share == "auto":
+        machine.memory_bytes = enough_for(dataset, 20)
+        monkeypatch.setattr(module, "TOLERANCE", 10)  # the device keeps what it keeps first
+    kept = {0.6: round(0.6 * len(dataset)), 0.01: 1, "auto": 20}.get(share, len(dataset))
+    for options in ({"devices": machine.devices}, {"device": machine.devices[0]}):
+        on_host = {name: ["cpu", "cpu"] if name == "devices" else "cpu" for name in options}
+        with (
+            ShardedDataLoader(dataset, 7, shuffle=True, seed=5, resident=share, **options) as loader,
+            ShardedDataLoader(dataset, 7, shuffle=True, seed=5, **on_host) as sent,
+        ):
+            for _ in range(2):
+                assert list(seen(machine, loader)) == list(seen(None, sent))
+            partly = f" ({kept} of {len(dataset)} samples)" if kept < len(dataset) else ""
+            assert f"resident on privateuseone:0{partly}, " in repr(loader)
+    assert machine.faults == []
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "in order": {"batch_size": 16},
+    "rolled over": {"batch_size": 16, "shuffle": True, "last_batch": "rollover"},
+    "weighted": {"batch_size": 15, "shuffle": True, "shard_weights": [2, 1]},
+    "a rank": {"batch_size": 8, "shuffle": True, "num_replicas": 3, "rank": 1},
+    "given batches": {"batch_sampler": [[0, 5, -1], [7], [2, 2, 3, 59, 59, 2], [59, 58, 58], [1, 0], [40, 2]]},
+    "given shards": {"batch_sampler": [[[0, 5], [-1]], [[7]], [[59, 59], [0, 0]]]},
+}
+
+
+@pytest.mark.parametrize("share", [True, 0.5, 0.02])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_order_and_shards_do_not_depend_on_what_is_kept(machine: Machine, options: dict[str, Any], share: Any) -> None:
+    loader, sent = both(machine, columns(), share, **options)
+    with loader, sent:
+        for _ in range(2):
+            assert list(seen(machine, loader)) == list(seen(None, sent))
+    assert machine.faults == []
+
+
+def test_keys_that_are_no_row_numbers_are_read_as_always(machine: Machine) -> None:
+    keys = [(3, 1), (5, 0), (59, 1)]
+    loader, sent = both(machine, np.arange(N * 2).reshape(N, 2), "auto", batch_size=2, sampler=keys)
+    with loader, sent:
+        assert list(seen(machine, loader)) == list(seen(None, sent))
+
+
+def test_a_part_keeps_its_own_rows_only(machine: Machine) -> None:
+    whole = ArrayDataset(np.arange(10_000))
+    machine.memory_bytes = 4000, 4000  # 3,000 bytes beside the reserve
+    with ShardedDataLoader(whole.shard(100, 99), 50, device=machine.devices[0], resident=True) as loader:
+        first = next(iter(loader))
+        machine.finish()
+        assert first.tolist() == list(range(9900, 9950))
+        assert "resident on privateuseone:0, " in repr(loader)
+
+
+def test_rows_are_copied_in_stretches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = []
+    load = SimulatedStreams.load
+
+    def watched(streams: SimulatedStreams, target: torch.Tensor, host: torch.Tensor) -> None:
+        copied.append(len(host))
+        load(streams, target, host)
+
+    monkeypatch.setattr(SimulatedStreams, "load", watched)
+    monkeypatch.setattr(module, "LOADED_AT_ONCE", 100)
+    with ShardedDataLoader(np.arange(N), N, device=machine.devices[0], resident=0.5) as loader:
+        (batch,) = seen(machine, loader)
+    assert copied == [12, 12, 6]
+    assert batch == described(torch.arange(N))
+
+
+def test_it_resumes_in_mid_epoch_with_another_share(machine: Machine) -> None:
+    options: dict[str, Any] = {"batch_size": 7, "shuffle": True}
+    loader, sent = both(machine, columns(), 0.5, **options)
+    other, _ = both(machine, columns(), 0.1, **options)
+    with loader, sent, other:
+        whole = list(seen(None, sent))
+        batches = iter(loader)
+        first = list(seen(machine, [next(batches), next(batches)]))
+        other.load_state_dict(loader.state_dict())
+        assert first + list(seen(machine, other)) == whole
+
+
+# -- what is sent ---------------------------------------------------------------------------------------------
+
+
+def test_rows_are_sent_from_pinned_memory_and_the_rest_is_not(machine: Machine) -> None:
+    with ShardedDataLoader(np.arange(N * 100).reshape(N, 100), 10, device=machine.devices[0], resident=0.5) as loader:
+        batches = iter(loader)
+        moved = []
+        for _ in range(6):
+            machine.log.clear()
+            next(batches)
+            moved.append(sum(what == "copy" for what, _ in machine.log))
+        machine.finish()
+    assert moved == [1, 1, 1, 1, 1, 1]  # the row numbers, or the rows: no batch is mixed
+    with ShardedDataLoader(np.arange(N), 20, device=machine.devices[0], resident=0.5) as loader:
+        list(loader)
+    assert machine.faults == []  # a copy from other memory is one
+
+
+def test_a_host_that_runs_ahead_holds_pinned_memory_of_few_batches(machine: Machine) -> None:
+    """The device does nothing until the host waits for it."""
+    with ShardedDataLoader(np.arange(N), 2, device=machine.devices[0], resident=0.01) as loader:
+        batches = iter(loader)
+        for _ in range(HOST_AHEAD):
+            next(batches)
+        assert machine.blocked == 0
+        next(batches)
+        assert machine.blocked > 0
+        assert loader._placement.clock.behind > 0
+        machine.finish()
+
+
+def test_batches_come_on_the_stream_of_the_caller(machine: Machine) -> None:
+    device = machine.devices[0]
+    mine, found = machine.new_stream(device), list[Any]()
+    with ShardedDataLoader(np.arange(12), 4, device=device, resident=0.5) as loader:
+        batches = iter(loader)
+        for stream in (machine.stream(device), mine, machine.stream(device)):
+            with machine.on(device, stream):
+                machine.kernel(device, next(batches), lambda values: found.append(values.tolist()))
+        machine.finish()
+    assert sorted(found) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert ("used_on", mine.name) in machine.log
+    assert machine.faults == []
+
+
+def test_batches_that_are_begun_in_inference_mode_can_be_trained_with(machine: Machine) -> None:
+    with ShardedDataLoader(np.arange(12.0), 4, device=machine.devices[0], resident=0.5) as loader:
+        with torch.inference_mode():
+            batches = list(loader)
+        machine.finish()
+        assert not any(batch.is_inference() for batch in batches)
+
+
+def test_iterators_that_are_dropped_and_mixed_lose_nothing(machine: Machine) -> None:
+    loader, sent = both(machine, columns(), 0.4, batch_size=7, shuffle=True)
+    with loader, sent:
+        whole = list(seen(None, sent))
+        first, dropped = iter(loader), iter(loader)
+        head = list(seen(machine, [next(first)]))
+        next(dropped)
+        del dropped
+        assert head + list(seen(machine, first)) == whole
+        del first
+        loader.set_epoch(0)
+        for batch in loader:
+            del batch
+            break
+        loader.set_epoch(0)
+        assert list(seen(machine, loader)) == whole
+    assert machine.faults == []
+
+
+def test_threads_take_turns(machine: Machine) -> None:
+    with ShardedDataLoader(np.arange(N), 1, device=machine.devices[0], resident=0.5) as loader:
+        batches, found = iter(loader), list[torch.Tensor]()
+
+        def take() -> None:
+            for _ in range(N // 4):
+                found.append(next(batches))
+
+        threads = [threading.Thread(target=take) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        machine.finish()
+    assert sorted(batch.item() for batch in found) == list(range(N))
+
+
+def test_a_refreshed_dataset_is_copied_again(machine: Machine) -> None:
+    data = TensorDataset(torch.arange(8), torch.arange(8))
+    with ShardedDataLoader(data, 8, device=machine.devices[0], resident=0.5) as loader:
+        list(loader)
+        data.tensors = (torch.arange(8) * 10, torch.arange(8).to(torch.uint8))
+        loader.refresh()
+        (batch,) = seen(machine, loader)
+        assert batch == described([torch.arange(8) * 10, torch.arange(8).to(torch.uint8)])
+        data.tensors = (torch.arange(8), (torch.arange(8) * 1j).conj())  # no memory holds these numbers
+        loader.refresh()
+        (batch,) = seen(machine, loader)
+        assert batch == described([torch.arange(8), (torch.arange(8) * -1j).clone()])
+        assert "resident" not in repr(loader)
+
+
+def test_close_gives_the_memory_back(machine: Machine) -> None:
+    loader = ShardedDataLoader(np.arange(N), 7, device=machine.devices[0], resident=0.5)
+    batches = iter(loader)
+    next(batches)
+    loader.close()
+    with pytest.raises(LoaderClosedError):
+        next(batches)
+    assert loader._epochs.resident is not None
+    assert loader._epochs.resident.counts == {}
+    del batches
+    machine.empty_cache()
+    assert machine.allocated <= 1  # the batch, until the collector comes
+
+
+@pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_interrupt_at_every_line_loses_no_batch(machine: Machine, step: int) -> None:
+    modules = ("iterator.py", "pipeline.py", "placement.py", "copies.py", "inline.py", "resident.py")
+    data = np.arange(6000).reshape(3000, 2)
+    shuffled = {"shuffle": True, "seed": 1}
+    wanted = [index for (index,) in ShardedDataLoader(range(3000), 1, **shuffled).__iter__()]
+    with ShardedDataLoader(data, 1, device=machine.devices[0], resident=0.5, **shuffled) as loader:
+        line, fired, batches, number = 0, 2, iter(loader), 0
+        while fired:
+            line += step
+            got, has_fired = next_interrupted(batches, line, lambda at: InterruptAt(at, modules))
+            fired = 2 if has_fired else fired - 1  # of a batch that is kept, and of one that is sent
+            got.append(next(batches))
+            machine.finish()
+            for batch in got:
+                assert batch.tolist() == [[2 * int(wanted[number]), 2 * int(wanted[number]) + 1]]
+                number += 1
+    assert machine.faults == []
+    assert line > 50
+
+
+def test_what_a_signal_handler_raises_is_no_error_of_a_batch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = module.checked_indices, list[int]()
+
+    def late(number: int, frame: Any) -> None:
+        raise TimeIsUp
+
+    def struck(*arguments: Any) -> Any:
+        asked.append(len(asked))
+        if len(asked) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return real(*arguments)
+
+    monkeypatch.setattr(module, "checked_indices", struck)
+    before = signal.signal(signal.SIGTERM, late)
+    try:
+        with ShardedDataLoader(np.arange(12), 4, device=machine.devices[0], resident=0.5) as loader:
+            batches = iter(loader)
+            found = [next(batches)]
+            with pytest.raises(TimeIsUp):
+                next(batches)
+            found += batches
+            machine.finish()
+        assert [batch.tolist() for batch in found] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_loader_that_is_closed_while_rows_are_copied_keeps_none(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = SimulatedStreams.load
+    loader = ShardedDataLoader(np.arange(12), 4, device=machine.devices[0], resident=True)
+    pool = loader._epochs.resident
+    assert pool is not None
+
+    def closed(streams: SimulatedStreams, *arguments: Any) -> None:
+        load(streams, *arguments)
+        loader.close()
+
+    monkeypatch.setattr(SimulatedStreams, "load", closed)
+    with pytest.raises(LoaderClosedError):
+        next(iter(loader))
+    assert pool.counts == {}
+
+
+# -- how much fits --------------------------------------------------------------------------------------------
+
+
+def test_room_leaves_a_reserve_and_what_the_program_needs() -> None:
+    assert room_for_rows(100, 100) == 75
+    assert room_for_rows(100, 100, needed=40) == 60
+    assert room_for_rows(20, 100) == room_for_rows(50, 100, needed=60) == 0
+
+
+@pytest.mark.parametrize(("share", "asked"), [(True, 480), (0.5, 240)])
+def test_rows_that_do_not_fit_are_sent_with_a_warning(machine: Machine, share: Any, asked: int) -> None:
+    machine.memory_bytes = 1080, 4000
+    message = rf"privateuseone:0 keeps 10 rows only \({asked} bytes of columns, room for 80\): it is sent the others"
+    with ShardedDataLoader(np.arange(N), N, device=machine.devices[0], resident=share) as loader:
+        with pytest.warns(UserWarning, match=message) as caught:
+            batches = list(seen(machine, loader))
+        assert len(caught) == 1
+        assert batches == [described(torch.arange(N))] == list(seen(machine, loader))
+        assert "(10 of 60 samples)" in repr(loader)
+
+
+def test_each_device_keeps_what_it_has_room_for(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms = dict(zip(machine.devices, (1240, 900), strict=True))
+    monkeypatch.setattr(SimulatedStreams, "memory", lambda self: (rooms[self.device], 4000))
+    monkeypatch.setattr(module, "TOLERANCE", 10)
+    loader, sent = both(machine, SubsetDataset(np.arange(N), range(N)[::-1]), "auto", batch_size=7, shuffle=True)
+    with loader, sent:
+        assert list(seen(machine, loader)) == list(seen(None, sent))
+        assert "resident on privateuseone:0 (30 of 60 samples), I" in repr(loader)
+
+
+@pytest.mark.parametrize(("rows", "is_kept"), [(29, False), (30, True)])
+def test_auto_leaves_the_reading_to_workers_if_less_than_half_fits(
+    machine: Machine, worker_pool: Pool, rows: int, is_kept: bool
+) -> None:
+    machine.memory_bytes = 1000 + 8 * rows, 4000
+    with ShardedDataLoader(np.arange(N), N, device=machine.devices[0], resident="auto", pool=worker_pool) as loader:
+        (batch,) = seen(machine, loader)
+        assert batch == described(torch.arange(N))
+        assert loader.pool.started is not is_kept
+        assert ("resident" in repr(loader)) is is_kept
+
+
+def test_an_empty_dataset_and_empty_rows_need_no_room(machine: Machine) -> None:
+    machine.memory_bytes = 0, 4000
+    with ShardedDataLoader(np.zeros((0, 3)), 4, device=machine.devices[0], resident=True) as loader:
+        assert list(loader) == []
+    with ShardedDataLoader(np.zeros((5, 0)), 5, device=machine.devices[0], resident=True) as loader:
+        assert [tuple(batch.shape) for batch in loader] == [(5, 0)]
+        assert "resident" in repr(loader)
+
+
+# -- after the first step -------------------------------------------------------------------------------------
+
+
+class Steps:
+    """A loader of `N` rows, and how many the device keeps in each step."""
+
+    def __init__(self, machine: Machine, rows: int, **options: Any) -> None:
+        self.machine = machine
+        self.set_room(rows)
+        options = {"resident": "auto"} | options
+        self.loader = ShardedDataLoader(np.arange(N), 10, device=machine.devices[0], **options)
+        self.batches, self.number = iter(self.loader), 0
+
+    def set_room(self, rows: int) -> None:
+        """Room for so many rows beside the reserve, if the device keeps none."""
+        self.machine.memory_bytes = 1000 + 8 * rows - 8 * self.kept, 4000
+
+    kept = 0
+
+    def step(self) -> int:
+        """The next batch is right. How many rows are kept then."""
+        (batch,) = seen(self.machine, [next(self.batches)])
+        assert batch == described(torch.arange(10 * self.number, 10 * self.number + 10))
+        self.number += 1
+        assert self.loader._epochs.resident is not None
+        self.kept = self.loader._epochs.resident.counts.get(self.machine.devices[0], 0)
+        return self.kept
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kept"),
+    [(40, 20, 20), (20, 40, 40), (40, 39, 40), (40, 44, 40), (20, 500, N), (40, 0, 0), (40, -50, 0)],
+)
+def test_room_is_looked_for_again_after_the_first_step_only(
+    machine: Machine, first: int, second: int, kept: int
+) -> None:
+    steps = Steps(machine, first)
+    with steps.loader:
+        assert steps.step() == first
+        steps.set_room(second)
+        assert steps.step() == kept
+        steps.set_room(30)
+        assert [steps.step() for _ in range(4)] == [kept] * 4
+        list(steps.batches)
+    assert machine.faults == []
+
+
+def test_the_step_is_one_between_two_batches_of_an_epoch(machine: Machine) -> None:
+    steps = Steps(machine, 40)
+    with steps.loader:
+        next(iter(steps.loader))  # before there is a model
+        steps.batches = iter(steps.loader)
+        steps.kept = 40
+        steps.set_room(20)
+        assert [steps.step(), steps.step()] == [40, 20]
+
+
+def test_what_the_program_has_needed_at_once_is_left_to_it(machine: Machine) -> None:
+    steps = Steps(machine, 20)
+    with steps.loader:
+        steps.step()
+        steps.set_room(50)
+        machine.peak_bytes = 1000 + 8 * 10
+        assert steps.step() == 40
+
+
+@pytest.mark.parametrize("share", [True, 0.5])
+def test_rows_that_were_asked_for_stay(machine: Machine, share: Any) -> None:
+    steps = Steps(machine, N, resident=share)
+    with steps.loader:
+        kept = steps.step()
+        steps.set_room(10)
+        assert steps.step() == steps.step() == kept == share * N
+
+
+def free_blocks(machine: Machine) -> list[int]:
+    """The addresses of device memory that nothing holds."""
+    return [block.ctypes.data for blocks in machine._free.values() for block in blocks]
+
+
+def test_memory_is_given_back_before_rows_are_copied_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, was_free = SimulatedStreams.load, list[bool]()
+    steps = Steps(machine, 40)
+    with steps.loader:
+        steps.step()
+        steps.set_room(20)
+        pool = steps.loader._epochs.resident
+        assert pool is not None
+        at = pool._on[machine.devices[0]]
+        assert at is not None
+        address, at = at.columns[0].data_ptr(), None
+
+        def watched(streams: SimulatedStreams, *arguments: Any) -> None:
+            was_free.append(address in free_blocks(machine))
+            load(streams, *arguments)
+
+        monkeypatch.setattr(SimulatedStreams, "load", watched)
+        assert steps.step() == 20
+    assert was_free == [True]
+
+
+def test_a_batch_that_is_gathered_again_is_no_step(machine: Machine) -> None:
+    machine.memory_bytes = 1000 + 8 * 40, 4000
+    placement = Placement(machine.devices[:1], pin_memory=False)
+    pool = ResidentPool(np.arange(N), machine.devices[:1], placement, share=1.0, insists=False, least=0.0)
+    assert pool.load(again=False)
+    machine.memory_bytes = 1000 - 8 * 20, 4000
+    for seq, kept in ((0, 40), (0, 40), (1, 20)):  # the first one was interrupted, and is read again
+        pool.start(Job(np.arange(N), None, 0))
+        pool.submit([Task(0, seq, 0, seq, ([seq],), False)])
+        (result,) = pool.wait()
+        machine.finish()
+        assert result.batch.finish().tolist() == [seq]
+        assert list(pool.counts.values()) == [kept]
+        pool.close()
+
+
+def test_where_no_rows_are_left_the_workers_read_the_next_epoch(machine: Machine, worker_pool: Pool) -> None:
+    steps = Steps(machine, 40, pool=worker_pool)
+    with steps.loader:
+        steps.step()
+        steps.set_room(20)  # less than half
+        assert [steps.step(), steps.step()] == [0, 0]
+        assert not steps.loader.pool.started
+        list(steps.batches)
+        assert next(seen(machine, steps.loader)) == described(torch.arange(10))
+        assert steps.loader.pool.started
+
+
+def test_an_interrupted_second_look_costs_the_rows_for_an_epoch(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    steps = Steps(machine, 40)
+    with steps.loader:
+        steps.step()
+        steps.set_room(20)
+        with monkeypatch.context() as patch:
+            patch.setattr(SimulatedStreams, "load", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(steps.batches)
+        steps.kept = 0
+        steps.set_room(20)
+        assert [steps.step() for _ in range(5)] == [0] * 5
+        steps.batches, steps.number = iter(steps.loader), 0
+        assert steps.step() == 20
+
+
+# -- no memory ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_memory_in(monkeypatch: pytest.MonkeyPatch, name: str, device: torch.device) -> Iterator[None]:
+    """Inside, what a device is asked to do needs more memory than it has."""
+    real: Any = getattr(SimulatedStreams, name)
+
+    def full(streams: SimulatedStreams, *arguments: Any) -> Any:
+        if streams.device == device:
+            raise torch.OutOfMemoryError("simulated: full\nand more")
+        return real(streams, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SimulatedStreams, name, full)
+        yield
+
+
+@pytest.mark.parametrize("share", [True, 0.5, "auto"])
+@pytest.mark.parametrize("name", ["take", "put", "empty_like", "load"])
+def test_a_device_without_memory_is_sent_batches_from_then_on(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str, share: Any
+) -> None:
+    machine.memory_bytes = 1000 + 8 * 50, 4000
+    monkeypatch.setattr(module, "TOLERANCE", 10)
+    if share is True:
+        machine.memory_bytes = 5000, 4000
+    loader, sent = both(machine, np.arange(N), share, batch_size=12, shuffle=True)
+    with loader, sent:
+        wanted, found = list(seen(None, sent)), list[Any]()
+        batches = iter(loader)
+        if name not in ("load", "empty_like"):
+            found += seen(machine, [next(batches)])
+        first = machine.devices[0]
+        needed = name != "put" or share is not True  # nothing is put where all rows are kept
+        with no_memory_in(monkeypatch, name, first):
+            expected = (
+                pytest.warns(UserWarning, match=r"0 does not keep the data \(simulated: full\): it is sent batches$")
+                if needed
+                else contextlib.nullcontext()
+            )
+            with expected as caught:
+                if name == "empty_like":
+                    loader._epochs.resident.load(again=False)  # type: ignore[union-attr]
+                else:
+                    found += seen(machine, [next(batches)])
+        found += seen(machine, batches)
+        assert found == wanted
+        if needed:
+            assert len(caught) == 1  # type: ignore[arg-type]
+            assert list(loader._epochs.resident.counts) == machine.devices[1:]  # type: ignore[union-attr]
+            assert machine.caches_emptied == 1
+        assert list(seen(machine, loader)) == list(seen(None, sent))
+    assert machine.faults == []
+
+
+def test_no_memory_at_the_second_look_ends_no_epoch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(machine, 40)
+    with steps.loader:
+        steps.step()
+        steps.set_room(20)
+        with (
+            no_memory_in(monkeypatch, "load", machine.devices[0]),
+            pytest.warns(UserWarning, match="does not keep the data") as caught,
+        ):
+            assert steps.step() == 0
+        assert len(caught) == 1
+        assert [steps.step() for _ in range(4)] == [0] * 4
+    assert machine.faults == []
+
+
+def test_a_device_that_has_lost_its_rows_holds_no_memory_of_them(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool: Any = None
+    with ShardedDataLoader(np.arange(N), 10, device=machine.devices[0], resident=True) as loader:
+        batches = iter(loader)
+        next(batches)
+        machine.finish()
+        pool = loader._epochs.resident
+        address = pool._on[machine.devices[0]].columns[0].data_ptr()
+        with no_memory_in(monkeypatch, "take", machine.devices[0]), pytest.warns(UserWarning, match="does not keep"):
+            next(batches)
+        assert isinstance(pool, ResidentPool)
+        assert address not in free_blocks(machine)  # the cache was emptied, when nothing held the rows any more
+        machine.finish()
