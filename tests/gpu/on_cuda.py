@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +30,10 @@ PART = int(os.environ.get("GPU_TESTS_PART", "1"))
 
 needs_cuda = pytest.mark.skipif("not torch.cuda.is_available()", reason="needs a GPU")
 needs_two = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
+
+
+PRETENDED = "pretend_cuda" in sys.modules
+"""The GPU is only pretended."""
 
 
 def sleep(cycles: int) -> None:
@@ -169,3 +175,14 @@ class Cudart:
 def host_values(batch: Any) -> list[Any]:
     """The fields of a batch as NumPy arrays; the host waits."""
     return [np.asarray(field.cpu()) for field in batch]
+
+
+def run_program(code: str, seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own, which pretends to have GPUs if this one does.
+
+    Raises:
+        subprocess.TimeoutExpired: it has not ended after so many seconds.
+    """
+    if PRETENDED:
+        code = f"import pretend_cuda; pretend_cuda.install({torch.cuda.device_count()})\n{code}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds)
