@@ -340,7 +340,9 @@ class CudaTensor(torch.Tensor):
         name = getattr(func, "__name__", "")
         if name not in ("__get__", "__set__", "copy_"):
             launch()
-            if any(getattr(x, "_on", None) != on and x.dim() and name != "__getitem__" for x in tensors):
+            elsewhere = [x for x in tensors if getattr(x, "_on", None) != on and x.dim() and name != "__getitem__"]
+            # Of a packed sequence the batch_sizes belong on the host.
+            if elsewhere if name != "lstm" else [x is args[1] for x in elsewhere] != [True]:
                 raise RuntimeError(f"{name}: Expected all tensors to be on the same device")
         if name in ("item", "tolist", "__bool__", "__int__", "__float__", "equal", "nonzero", "unique"):
             waits()
@@ -497,6 +499,7 @@ def autocast(device_type: str, *args: Any, **options: Any) -> Any:
 
 def install(gpus: int = 1) -> None:
     """Pretend, for the rest of this process."""
+    torch.set_num_threads(1)  # where cores are busy, a copy that is shared by threads takes milliseconds
     state.gpus = [Gpu() for _ in range(gpus)]
     state.default = [new_stream(number) for number in range(gpus)]
     cuda: dict[str, Any] = {

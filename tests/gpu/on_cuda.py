@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import subprocess
@@ -68,6 +69,7 @@ def no_synchronisation() -> Iterator[None]:
 @contextmanager
 def memory_limit(device: torch.device, nbytes: int) -> Iterator[None]:
     """Inside, torch may have so many bytes more of the device than are in use now."""
+    gc.collect()  # what is garbage now would make room later
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
@@ -139,6 +141,31 @@ class OnCuda:
     def wrong(self) -> tuple[int, int]:
         torch.cuda.synchronize(self.device)
         return self._seen, sum(int(counter) for counter in self._differing.values())
+
+
+class Rows:
+    """Compares batches of `stress.rows` with their labels, on the current stream. The host looks at the end.
+
+    Args:
+        width: of the rows.
+    """
+
+    def __init__(self, device: torch.device, width: int) -> None:
+        self._device, self._width = device, width
+        self._columns = torch.arange(width, dtype=torch.int64, device=device)
+        self._differing = torch.zeros((), dtype=torch.int64, device=device)
+        self._labels: list[torch.Tensor] = []
+
+    def compare(self, values: torch.Tensor, labels: torch.Tensor) -> None:
+        assert (values.device, labels.device) == (self._device, self._device)
+        self._differing.add_((values != labels[:, None] * self._width + self._columns).sum())
+        self._labels.append(labels.clone())
+
+    def result(self) -> tuple[list[int], int]:
+        """The labels that were seen since the last result, and how many values differed."""
+        seen = [label for labels in self._labels for label in labels.tolist()]
+        self._labels.clear()
+        return seen, int(self._differing)
 
 
 class Cudart:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import PROCESS_POOLS, make_pool
-from on_cuda import needs_cuda, needs_two, run_program
+from on_cuda import needs_cuda, needs_two, run_program, sleep
 
 from sharded_loader import ArrayDataset, ProcessPool, Replicas, ShardedDataLoader
+from sharded_loader.parallel import replicas as replicas_module
 from sharded_loader.parallel import split_and_load
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
@@ -52,6 +55,60 @@ def test_a_worker_killed_while_its_segments_are_locked_is_replaced(cuda: torch.d
             for number, batch in enumerate(loader):
                 if epoch and number == 3:
                     os.kill(pool.pids[0], signal.SIGKILL)
+                check(batch, number)
+
+
+class Part:
+    """Iterable data: every row of a part. While ``kills`` has a file, the worker that reads row 20 of part 1 is killed.
+
+    Args:
+        kills: taken away by the worker that it kills.
+    """
+
+    def __init__(self, kills: Path) -> None:
+        self.kills = kills
+
+    def __call__(self, part: int, parts: int) -> Iterator[Any]:
+        data = dataset()
+        for number, index in enumerate(range(part, COUNT, parts)):
+            if (part, number) == (1, 20) and self.kills.exists():
+                self.kills.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield data[index]
+
+
+def check_rows(batch: Any, labels: Any) -> None:
+    assert batch[1].tolist() == labels
+    columns = torch.arange(WIDTH, device=batch[1].device)
+    assert torch.equal(batch[0], (batch[1][:, None] * WIDTH + columns).float())
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["this epoch", "the next epoch too"])
+@pytest.mark.parametrize("killed", [False, True], ids=["whole", "killed"])
+def test_iterable_data_and_the_next_epoch_arrive(cuda: torch.device, tmp_path: Path, ahead: bool, killed: bool) -> None:
+    part = Part(tmp_path / "kills")
+    # A batch of each part in turn.
+    expected = [list(range(first + part, first + part + 16, 2)) for first in range(0, COUNT, 16) for part in range(2)]
+    options: dict[str, Any] = {"device": cuda, "num_workers": 2, "prefetch_epochs": ahead}
+    with ShardedDataLoader(part, 8, streams=2, **options) as loader:
+        for epoch in range(3):
+            if killed and epoch != 1:
+                part.kills.touch()  # with `ahead` the workers read the next epoch already
+            for labels, batch in zip(expected, loader, strict=True):
+                sleep(400_000)
+                check_rows(batch, labels)
+    assert not part.kills.exists()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["this epoch", "the next epoch too"])
+def test_a_worker_killed_beside_the_end_of_an_epoch_is_replaced(cuda: torch.device, ahead: bool) -> None:
+    pool = ProcessPool(2)
+    with ShardedDataLoader(dataset(), 8, device=cuda, pool=pool, prefetch_epochs=ahead) as loader:
+        for _ in range(4):
+            for number, batch in enumerate(loader):
+                if number == COUNT // 8 - 2:
+                    os.kill(pool.pids[0], signal.SIGKILL)
+                sleep(400_000)
                 check(batch, number)
 
 
@@ -215,6 +272,29 @@ def test_replicas_on_uneven_shards_train_like_one_model(cuda: torch.device, bf16
     two = train([cuda, torch.device("cuda", second)], bf16)
     assert one[-1] < 0.8 * one[0]
     assert two == pytest.approx(one, rel=0.1 if bf16 else 0.01)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+def test_replicas_in_a_lane_each_train_like_one_model(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch, bf16: bool
+) -> None:
+    """As on two GPUs: a thread for each replica, with the caller's stream, and autocast."""
+    one, seen = train([cuda], bf16), set()
+    monkeypatch.setattr(replicas_module, "_lanes", lambda devices: [[place] for place in range(len(devices))])
+    forward = torch.nn.GELU.forward
+
+    def noted(self: torch.nn.GELU, inputs: torch.Tensor) -> torch.Tensor:
+        seen.add((threading.current_thread().name, torch.cuda.current_stream(cuda).cuda_stream))
+        return forward(self, inputs)
+
+    monkeypatch.setattr(torch.nn.GELU, "forward", noted)
+    stream = torch.cuda.Stream(cuda)
+    with torch.cuda.stream(stream):
+        two = train([cuda, cuda], bf16)
+    assert two == pytest.approx(one, rel=0.1 if bf16 else 0.01)
+    names, streams = zip(*seen, strict=True)
+    assert all(name.startswith("replica") for name in names) and len(set(names)) > 1
+    assert set(streams) == {stream.cuda_stream}
 
 
 def test_replicas_run_on_the_callers_stream(cuda: torch.device) -> None:
