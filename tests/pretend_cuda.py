@@ -522,6 +522,7 @@ def install(gpus: int = 1) -> None:
         "memory_allocated": lambda device=None: gpu(device).allocated,
         "memory_reserved": lambda device=None: gpu(device).reserved,
         "max_memory_allocated": lambda device=None: gpu(device).peak,
+        "host_memory_stats": lambda: {"active_bytes.current": sum(state.pinned.copy().values())},
         "reset_peak_memory_stats": lambda device=None: setattr(gpu(device), "peak", gpu(device).allocated),
         "empty_cache": empty_cache,
         "mem_get_info": lambda device=None: (TOTAL - gpu(device).reserved, TOTAL),
@@ -536,7 +537,7 @@ def install(gpus: int = 1) -> None:
     torch._C._cuda_hasPrimaryContext = lambda index: index in state.contexts  # type: ignore[attr-defined]
     torch._assert_async = fail_on_device
     for name, replacement in cuda.items():
-        assert hasattr(torch.cuda, name), name
+        assert hasattr(torch.cuda, name) or name == "host_memory_stats", name  # which torch has since 2.9
         setattr(torch.cuda, name, replacement)
     for name in FACTORIES:
         setattr(torch, name, factory(getattr(torch, name)))

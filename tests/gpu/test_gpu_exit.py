@@ -57,19 +57,24 @@ except RuntimeError as error:
 END
 """
 
-POOLS = pytest.mark.parametrize(
-    "pool", ["ProcessPool(2)", "ThreadPool(2)", '"inline"'], ids=["workers", "no_processes", "alone"]
-)
+POOLS = {"ProcessPool(2)": "workers", "ThreadPool(2)": "no_processes", '"inline"': "alone"}
 
 
-@POOLS
+@pytest.mark.parametrize("pool", POOLS, ids=POOLS.get)
 def test_a_program_ends_while_the_device_is_busy_for_minutes(cuda: torch.device, pool: str) -> None:
     done = run_program(PROGRAM + HUNG.replace("POOL", pool), PATIENCE)
     assert (done.stdout, "Traceback" in done.stderr, done.returncode) == ("ends\n", False, 0), done.stderr
 
 
-@POOLS
-@pytest.mark.parametrize("end", ["sys.exit()", "loader.close()", "del loader, batches"])
+@pytest.mark.parametrize(
+    ("pool", "end"),
+    [
+        *((pool, "sys.exit()") for pool in POOLS),
+        ("ProcessPool(2)", "loader.close()"),
+        ("ProcessPool(2)", "del loader, batches"),
+    ],
+    ids=lambda value: POOLS.get(value, value),
+)
 def test_a_program_ends_after_a_kernel_has_failed(cuda: torch.device, pool: str, end: str) -> None:
     done = run_program(PROGRAM + FAILED.replace("POOL", pool).replace("END", end), PATIENCE)
     assert [line.startswith("CUDA error: device-side assert") for line in done.stdout.splitlines()] == [True] * 2

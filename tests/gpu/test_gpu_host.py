@@ -66,7 +66,8 @@ def test_no_call_that_makes_the_host_wait(cuda: torch.device, pool: Pool, monkey
         monkeypatch.undo()
     assert total.item() == pytest.approx(4 * 8 * 31.5, rel=1e-4)
     assert blocked == []
-    assert (paged, copies) == ([], 3 * 8 * 2)
+    assert paged == []
+    assert copies >= 2 * (3 * 8 - 2)  # the first ones may have been begun in the epoch before
 
 
 def test_resident_batches_make_no_call_that_makes_the_host_wait(cuda: torch.device) -> None:
@@ -113,7 +114,7 @@ class Slow:
 
 @dataclass
 class Shares:
-    """Parts of the seconds of an epoch: of the main thread's processor, and of the times that the loader has counted."""
+    """Parts of the seconds of an epoch: of the main thread's processor, and those that the loader has counted."""
 
     processor: float
     waiting: float
