@@ -252,7 +252,8 @@ class Halves:
 
 
 def test_the_second_tensor_of_an_object_may_be_copied_alone(cuda: torch.device, pool: Pool) -> None:
-    """Torch would not find the block of pinned memory that it lies in: it begins in the middle."""
+    """Torch would not find the block of pinned memory that it lies in: it begins in the middle. (A pretended GPU shows
+    no race: tests/devices/test_objects.py does.)"""
     target = Rows(cuda, WIDTH)
     with ShardedDataLoader(rows(COUNT, WIDTH), BATCH, device=cuda, pool=pool, batchify_fn=Halves) as loader:
         for batch in loader:
