@@ -17,7 +17,7 @@ that is current in the thread, in a new thread the first one. What torch 2.13 ma
 | `Event.record`, `Stream.record_event` | yes, that of the stream. An event stays with the device of its first stream |
 | `Stream.wait_event` | yes. It waits for what was recorded by then |
 | `Stream(device)`, `empty_like`, `copy_`, `index_select`, `mem_get_info` | yes |
-| `torch.cuda.stream(stream)` | yes, inside. At its end it makes the one before current, which has a context then |
+| `torch.cuda.stream(stream)` | yes, inside. At its end it sets the one before, which has a context then (CUDA 12) |
 | `current_stream`, `record_stream` | they ask no device. A stream whose memory it is anyway is not recorded |
 | `is_pinned` | one that has a context; if none has, no |
 | pinned memory of torch's | no: it queries events of blocks that were dropped |
@@ -285,7 +285,7 @@ class Machine:
         """A call that makes a context on whatever device is current in the thread."""
         current = getattr(self._current, "device", None)
         if current is None:
-            self.faults.append("memory was pinned with no device made current")
+            self.faults.append("a call that makes a context, such as pinning, with no device made current")
         else:
             self.contexts.add(current)
 
