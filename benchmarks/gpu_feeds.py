@@ -1,17 +1,20 @@
 """What brings batches to a device: ours, torch's loader, and copies without any loader.
 
     Feed: next(feed) -> a batch on the device, or on its way there; without end.  feed.close() -> workers gone
+    fill(feeds)      -> when the workers of each have finished what they were asked for
 
-The data costs the workers as little as can be, so that they are not what is measured: `Blocks` only allocates, `Images`
-gathers. torch's loader reads them in bulk as well (``__getitems__``), and has persistent workers and pinned memory.
+Workers fill each batch: they gather its rows, or images, from a few that they hold in memory. torch's loader reads the
+data in bulk as well (``__getitems__``), and has persistent workers and pinned memory.
 
-A worker of ours imports this module, and of it NumPy alone.
+A worker of ours imports this module, and of it NumPy alone, but for `Objects`, which are torch's.
 """
 
 from __future__ import annotations
 
+import functools
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +27,24 @@ Array = np.ndarray[Any, Any]
 ROW = 16_384
 """float32 in a row of `Blocks`: 64 KB."""
 
+KINDS = 256
+"""Different rows, or images: more than a processor's caches hold."""
+
+FIELDS = 256
+"""Tensors in a batch of `Fields`."""
+
 EPOCH = 1 << 20
 """Batches in an epoch that is never over."""
 
 
+@functools.cache
+def rows() -> Array:
+    """The different rows of this process."""
+    return np.random.default_rng(0).random((KINDS, ROW), np.float32)
+
+
 class Blocks:
-    """Rows of 64 KB. A batch is memory that nobody has written but for its first number, which says where it begins."""
+    """Rows of 64 KB; the first number of each is its index."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -38,13 +53,51 @@ class Blocks:
         return self._count
 
     def __getitem__(self, index: int) -> Array:
-        return np.full(ROW, index, np.float32)
+        return self.get_batch([index])[0]  # type: ignore[no-any-return]
 
-    def get_batch(self, indices: Sequence[int]) -> Array:
+    def get_batch(self, indices: Sequence[int]) -> Any:
         """A batch, in the memory that it is going to be copied from."""
         batch = empty((len(indices), ROW), np.float32)
-        batch[0, 0] = indices[0]
+        np.take(rows(), np.asarray(indices) % KINDS, 0, batch, "clip")
+        batch[:, 0] = indices
         return batch
+
+
+class Fields(Blocks):
+    """The same, in as many arrays as there are `FIELDS`."""
+
+    def get_batch(self, indices: Sequence[int]) -> Any:
+        """A dictionary of arrays, each of a part of the columns."""
+        parts, where = np.split(rows(), FIELDS, 1), np.asarray(indices) % KINDS
+        batch = {f"field {number}": empty((len(indices), ROW // FIELDS), np.float32) for number in range(FIELDS)}
+        for part, field in zip(parts, batch.values(), strict=True):
+            np.take(part, where, 0, field, "clip")
+        return batch
+
+
+class Moving:
+    """An object of another library: it pins and moves itself."""
+
+    def __init__(self, values: Any, labels: Any) -> None:
+        self.values, self.labels = values, labels
+
+    def pin_memory(self) -> Moving:
+        """As torch's loader asks for it."""
+        return Moving(self.values.pin_memory(), self.labels.pin_memory())
+
+    def to(self, device: Any, non_blocking: bool = False) -> Moving:
+        """On the device."""
+        return Moving(*(part.to(device, non_blocking=non_blocking) for part in (self.values, self.labels)))
+
+
+class Objects(Blocks):
+    """The same, as an object."""
+
+    def get_batch(self, indices: Sequence[int]) -> Any:
+        """An object of two tensors."""
+        import torch
+
+        return Moving(torch.from_numpy(super().get_batch(indices)), torch.tensor(list(indices)))
 
 
 class Images:
@@ -55,7 +108,7 @@ class Images:
         kinds: how many different ones.
     """
 
-    def __init__(self, side: int, kinds: int = 256) -> None:
+    def __init__(self, side: int, kinds: int = KINDS) -> None:
         self._images = np.random.default_rng(0).integers(0, 256, (kinds, 3, side, side), np.uint8)
 
     def __len__(self) -> int:
@@ -96,22 +149,67 @@ class Feed:
     """Batches without end.
 
     Args:
-        batches: makes an iterator of them.
+        loader: an iterable, which is begun again at its end.
         close: stops the workers.
+        through: what the user's program does with the loader's batches before it uses them.
+
+    Attributes:
+        loader: as given.
     """
 
-    def __init__(self, batches: Callable[[], Iterator[Any]], close: Callable[[], None] = lambda: None) -> None:
-        self._batches: Iterator[Any] | None = batches()
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        close: Callable[[], None] = lambda: None,
+        through: Callable[[Iterator[Any]], Iterator[Any]] = iter,
+    ) -> None:
+        self.loader = loader
         self._close = close
+        self._epoch: Any = None
+        self._batches: Iterator[Any] | None = through(self._endless())
+
+    def _endless(self) -> Iterator[Any]:
+        while True:
+            self._epoch = iter(self.loader)
+            yield from self._epoch
 
     def __next__(self) -> Any:
         assert self._batches is not None
         return next(self._batches)
 
+    def is_full(self) -> bool | None:
+        """Whether the workers have finished all batches that they were asked for. None: it cannot be asked."""
+        if self._epoch is None:
+            return True
+        ours = getattr(self._epoch, "_inner", self._epoch)
+        if (run := getattr(ours, "run", None)) is not None:
+            with ours._pipeline.lock:
+                if unfinished := any(entry.result is None for entry in run.window):
+                    ours._pipeline._wait(run, block=False)
+            return not unfinished
+        try:
+            return bool(self._epoch._data_queue.qsize() >= self._epoch._tasks_outstanding)
+        except (AttributeError, NotImplementedError):  # no loader, or one of another version; a Mac
+            return None
+
     def close(self) -> None:
-        """The iterator goes first: torch's workers end with it."""
-        self._batches = None
+        """The iterators go first: torch's workers end with theirs."""
+        self._batches = self._epoch = None
         self._close()
+
+
+PATIENCE, REST = 5.0, 0.1
+"""Seconds: that workers are waited for at most, and the rest for feeds that cannot be asked."""
+
+
+def fill(feeds: Iterable[Feed]) -> None:
+    """Wait until the workers of each feed have nothing to do: otherwise they would disturb what is measured."""
+    until = time.monotonic() + PATIENCE
+    for feed in feeds:
+        while (full := feed.is_full()) is False and time.monotonic() < until:
+            time.sleep(0.001)
+        if full is None:
+            time.sleep(REST)
 
 
 @dataclass(frozen=True)
@@ -157,46 +255,82 @@ def ours(dataset: Any, batch_size: int, depth: Depth, threads: bool = False, **o
         pool = ThreadPool(depth.workers) if threads else ProcessPool(depth.workers)
     options = {"prefetch": depth.batches} | options if depth.workers else options
     loader = ShardedDataLoader(dataset, batch_size, pool=pool, **options)
-
-    def batches() -> Iterator[Any]:
-        while True:
-            yield from loader
-
-    return Feed(batches, loader.close)
+    return Feed(loader, loader.close)
 
 
-def torch_loader(dataset: Any, batch_size: int, depth: Depth, device: Any) -> Feed:
-    """torch's `DataLoader` as its documentation recommends it, and the user's own copies."""
-    from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+def torch_loader(
+    dataset: Any,
+    batch_size: int,
+    depth: Depth,
+    device: Any,
+    through: Callable[..., Iterator[Any]] | None = None,
+    drop_in: bool = False,
+    copies: bool = False,
+) -> Feed:
+    """torch's `DataLoader` as its documentation recommends it, and the user's own copies.
 
-    bulk = Bulk(dataset)
-    loader: Any = DataLoader(
-        bulk,  # type: ignore[arg-type]
-        batch_sampler=BatchSampler(SequentialSampler(bulk), batch_size, drop_last=True),
+    Args:
+        through: what makes them: `copied` (also None), `copied_ahead`, or nothing (`iter`).
+        drop_in: ours in the place of torch's; it reads the dataset in bulk by itself.
+        copies: the drop-in makes them. Otherwise it pins, as torch's does.
+    """
+    import torch.utils.data
+    from torch.utils.data import BatchSampler, SequentialSampler
+
+    import sharded_loader.torch
+
+    data = dataset if drop_in else Bulk(dataset)
+    kind: Any = sharded_loader.torch.DataLoader if drop_in else torch.utils.data.DataLoader
+    loader = kind(
+        data,
+        batch_sampler=BatchSampler(SequentialSampler(data), batch_size, drop_last=True),
         num_workers=depth.workers,
         prefetch_factor=depth.each,
         persistent_workers=True,
-        pin_memory=device.type == "cuda",
-        collate_fn=to_tensors,
+        pin_memory=device.type == "cuda" and not copies,
+        collate_fn=None if drop_in else to_tensors,
         timeout=60,
+        **({"device": device} if copies else {}),
     )
+    return Feed(loader, through=iter if through is iter else functools.partial(through or copied, device))
 
-    def batches() -> Iterator[Any]:
-        while True:
-            for batch in loader:
-                if isinstance(batch, list):
-                    yield [field.to(device, non_blocking=True) for field in batch]
-                else:
-                    yield batch.to(device, non_blocking=True)
 
-    return Feed(batches)
+def moved(batch: Any, device: Any) -> Any:
+    """As users write it."""
+    if isinstance(batch, list):
+        return [field.to(device, non_blocking=True) for field in batch]
+    return batch.to(device, non_blocking=True)
+
+
+def copied(device: Any, batches: Iterator[Any]) -> Iterator[Any]:
+    """The copies stand in the stream of the steps."""
+    for batch in batches:
+        yield moved(batch, device)
+
+
+def copied_ahead(device: Any, batches: Iterator[Any]) -> Iterator[Any]:
+    """The prefetcher of NVIDIA's examples: a side stream, one batch ahead, ``record_stream``."""
+    import torch
+
+    if device.type != "cuda":
+        yield from copied(device, batches)
+    cuda: Any = torch.cuda
+    side, ahead = cuda.Stream(device), None
+    for batch in batches:
+        if ahead is not None:
+            home = cuda.current_stream(device)
+            home.wait_stream(side)
+            for field in ahead if isinstance(ahead, list) else [ahead]:
+                field.record_stream(home)
+        ready = ahead
+        with cuda.stream(side):
+            ahead = moved(batch, device)
+        del batch
+        if ready is not None:
+            yield ready
+            del ready
 
 
 def always(batch: Any) -> Feed:
     """The same batch again and again: it is there already."""
-
-    def batches() -> Iterator[Any]:
-        while True:
-            yield batch
-
-    return Feed(batches)
+    return Feed([batch])

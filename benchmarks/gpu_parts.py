@@ -1,173 +1,31 @@
-"""The measurements on a device. Each is a function of a `Run`, which takes the times and looks at the clock.
+"""What a device gets: bytes, steps and samples per second. Each part is a function of a `Run`.
 
-    part(run)  opens its contestants, measures them in turn, round after round -> run.records
-
-What fails, or no longer fits into the time, becomes a record with an error, and the rest goes on.
+part(run)  opens its contestants, measures them in turn, round after round -> run.records
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import statistics
-import sys
-import time
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.gpu_device import Device
-from benchmarks.gpu_feeds import EPOCH, ROW, Blocks, Depth, Feed, Images, always, depth_for, ours, shared_room
-from benchmarks.gpu_feeds import torch_loader as torchs
-from benchmarks.measure import Record
-
-MB = 1_000_000
-ROW_BYTES = 4 * ROW
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How much is measured.
-
-    Attributes:
-        sizes: of batches, in bytes.
-        rounds: how often.
-        span: seconds of a timed stretch.
-        calls: of ``next`` that are timed one by one.
-        side: of the training images, in pixels.
-        step: seconds that a training step takes at least; the batch is made as large as that needs.
-        samples: of the data that stays on the device.
-        gathered: samples in a batch of it.
-        registered: bytes of the segments that are page-locked.
-        room: bytes for batches in flight.
-    """
-
-    sizes: tuple[int, ...] = (1 * MB, 4 * MB, 16 * MB, 64 * MB, 256 * MB)
-    rounds: int = 5
-    span: float = 0.4
-    calls: int = 60
-    side: int = 224
-    step: float = 0.008
-    samples: int = 50_000
-    gathered: tuple[int, ...] = (256, 4096)
-    registered: tuple[int, ...] = (1 << 26, 1 << 28, 1 << 30)
-    room: int = 2_500 * MB
-
-
-QUICK = Scale(sizes=(1 * MB, 16 * MB, 64 * MB), rounds=3, span=0.2, calls=30, step=0.005, registered=(1 << 26, 1 << 28))
-SMOKE = Scale(
-    sizes=(MB // 4, MB),
-    rounds=1,
-    span=0.02,
-    calls=3,
-    side=16,
-    step=0,
-    samples=512,
-    gathered=(64, 256),
-    registered=(1 << 20,),
-    room=8 * MB,
+from benchmarks.gpu_feeds import (
+    EPOCH,
+    Blocks,
+    Depth,
+    Feed,
+    Images,
+    always,
+    copied_ahead,
+    depth_for,
+    ours,
+    shared_room,
 )
-
-
-@dataclass
-class Run:
-    """One run of the benchmark.
-
-    Attributes:
-        device: what is measured.
-        scale: how much.
-        workers: of each loader.
-        deadline: of `time.monotonic`, when nothing more is begun.
-        records: what was measured so far.
-    """
-
-    device: Device
-    scale: Scale
-    workers: int
-    deadline: float
-    say: Callable[[str], None]
-    records: list[Record] = field(default_factory=list)
-    _lasted: dict[tuple[str, str], float] = field(default_factory=dict)
-    _failed: set[tuple[str, str]] = field(default_factory=set)
-
-    def measure(self, workload: str, loader: str, number: int, once: Callable[[], float]) -> None:
-        """Take one value, or the reason why there is none."""
-        key = workload, loader
-        if key in self._failed:
-            return
-        began = time.monotonic()
-        if began + self._lasted.get(key, 0) > self.deadline:
-            self.fail(workload, loader, number, "skipped: no time left")
-            return
-        try:
-            value = once()
-        except Exception as error:
-            traceback.print_exc(file=sys.stderr)
-            self.fail(workload, loader, number, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-            return
-        self._lasted[key] = time.monotonic() - began
-        self.keep(workload, loader, number, value)
-
-    def keep(self, workload: str, loader: str, number: int, value: float) -> None:
-        """Record a value."""
-        self.records.append(Record(number, workload, loader, value))
-        self.say(f"round {number + 1}  {workload:14} {loader:14} {value:.6g}")
-
-    def fail(self, workload: str, loader: str, number: int, why: str) -> None:
-        """Record why there is no value, and ask for no more of this kind."""
-        self._failed.add((workload, loader))
-        self.records.append(Record(number, workload, loader, error=why))
-        self.say(f"round {number + 1}  {workload:14} {loader:14} {why}")
-
-    def in_turn(self, workload: str, openers: dict[str, Callable[[], Any]], take: Callable[[Any], float]) -> None:
-        """Open each contestant once, and measure them round after round, in another order each time."""
-        opened: dict[str, Any] = {}
-
-        def once(name: str) -> float:
-            if name not in opened:
-                opened[name] = openers[name]()
-            return take(opened[name])
-
-        names = list(openers)
-        try:
-            for number in range(self.scale.rounds):
-                for name in names[number % len(names) :] + names[: number % len(names)]:
-                    self.measure(workload, name, number, functools.partial(once, name))
-        finally:
-            for one in opened.values():
-                if isinstance(one, Feed):
-                    with contextlib.suppress(Exception):
-                        one.close()
-
-    def rate(self, feed: Any, warm: int, use: Callable[[Any], Any] = lambda batch: None) -> float:
-        """Batches per second of a stretch in which ``use`` gets each; the device has done all of it at the end.
-
-        Args:
-            warm: batches before it: what is finished already when it begins must not count.
-        """
-        for _ in range(warm):
-            use(next(feed))
-        self.device.sync()
-        began, count = time.perf_counter(), 0
-        while count < 3 or time.perf_counter() - began < self.scale.span:
-            use(next(feed))
-            count += 1
-        self.device.sync()
-        return count / (time.perf_counter() - began)
-
-
-def size_name(nbytes: int) -> str:
-    """As the tables name it.
-
-    Example:
-        >>> size_name(16_000_000), size_name(250_000)
-        ('16 MB', '250 KB')
-    """
-    return f"{nbytes // MB} MB" if nbytes >= MB else f"{nbytes // 1000} KB"
+from benchmarks.gpu_feeds import torch_loader as torchs
+from benchmarks.gpu_run import MB, ROW_BYTES, Run, size_name
 
 
 def bus(run: Run) -> None:
@@ -198,6 +56,8 @@ def bus(run: Run) -> None:
                 "ours": functools.partial(ours, data, size, depth, **to),
                 "ours, threads": functools.partial(ours, data, size, depth, threads=True, **to),
                 "torch": functools.partial(torchs, data, size, depth, device.device),
+                "torch, ahead": functools.partial(torchs, data, size, depth, device.device, copied_ahead),
+                "workers": functools.partial(ours, data, size, depth),
                 "limit": bare,
             },
             take,
@@ -250,7 +110,7 @@ def step(run: Run) -> None:
         images, labels = data.get_batch(range(size))
         return always([torch.from_numpy(images).to(device.device), torch.from_numpy(labels).to(device.device)])
 
-    size = 64 if device.is_gpu else 8
+    size = scale.images
     while size < 1024:
         seconds = 1 / run.rate(fixed(size), 5, train)
         if seconds >= scale.step:
@@ -265,86 +125,11 @@ def step(run: Run) -> None:
         {
             "ours": functools.partial(ours, data, size, depth, device=device.device),
             "torch": functools.partial(torchs, data, size, depth, device.device),
+            "torch, ahead": functools.partial(torchs, data, size, depth, device.device, copied_ahead),
             "ideal": functools.partial(fixed, size),
         },
         lambda feed: run.rate(feed, warm, train),
     )
-
-
-def host(run: Run) -> None:
-    """Seconds of the host's time per ``next``, with batches that are finished, beyond torch's own calls."""
-    device, scale = run.device, run.scale
-    for nbytes in (ROW_BYTES, 16 * MB if device.is_gpu else MB):
-        size = max(1, round(nbytes / ROW_BYTES))
-        name = f"host {size_name(nbytes)}"
-        feed: Feed | None = None
-        try:
-            depth = depth_for(size * ROW_BYTES, run.workers, shared_room(scale.room))
-            feed = ours(Blocks(size * EPOCH), size, depth, device=device.device)
-            calls = device.copy_calls(device.host((size, ROW)))
-            pause = 0.002 + 2e-9 * nbytes  # for the workers: some memory is to be cleared by the system
-
-            def timed(act: Callable[[], Any], pause: float = pause) -> float:
-                device.sync()
-                time.sleep(pause)
-                began = time.perf_counter()
-                kept = act()
-                took = time.perf_counter() - began
-                del kept
-                return took
-
-            for _ in range(2 * depth.batches):
-                next(feed)
-                timed(calls)
-            for number in range(scale.rounds):
-                pairs = [(timed(feed.__next__), timed(calls)) for _ in range(scale.calls)]
-                whole, alone = (statistics.median(column) for column in zip(*pairs, strict=True))
-                run.keep(name, "next()", number, whole)
-                run.keep(name, "torch's calls", number, alone)
-                run.keep(name, "ours", number, whole - alone)
-        except Exception as error:
-            traceback.print_exc(file=sys.stderr)
-            run.fail(name, "ours", 0, f"{type(error).__name__}: {error}")
-        finally:
-            if feed is not None:
-                feed.close()
-
-
-def lock(run: Run) -> None:
-    """Seconds per GB to page-lock a segment, and to unlock it."""
-    from sharded_loader.devices.pinning import Registrar
-    from sharded_loader.devices.streams import Streams
-    from sharded_loader.memory.segments import create
-
-    for nbytes in run.scale.registered:
-        name = f"lock {nbytes >> 20} MiB"
-        if not run.device.is_gpu:
-            run.fail(name, "lock", 0, "needs a GPU")
-            continue
-        for number in range(run.scale.rounds):
-            segment = create(0, nbytes)
-            undo: list[Callable[[], None]] = []
-
-            def take(segment: Any = segment, undo: list[Any] = undo, nbytes: int = nbytes) -> float:
-                began = time.perf_counter()
-                made = Registrar(Streams(run.device.device), lambda: None).register(segment.mapping)
-                took = time.perf_counter() - began
-                if made is None:
-                    raise RuntimeError("page-locking was refused")
-                undo.append(made)
-                return took / (nbytes / 1e9)
-
-            def give(undo: list[Any] = undo, nbytes: int = nbytes) -> float:
-                began = time.perf_counter()
-                undo.pop()()
-                return (time.perf_counter() - began) / (nbytes / 1e9)
-
-            run.measure(name, "lock", number, take)
-            if undo:
-                run.measure(name, "unlock", number, give)
-            for function in undo:  # there was no time left to measure it
-                function()
-            segment.close()
 
 
 def resident(run: Run) -> None:
@@ -387,13 +172,3 @@ def shards(run: Run) -> None:
         },
         lambda feed: run.rate(feed, 2 * depth.batches) * size * ROW_BYTES,
     )
-
-
-PARTS: dict[str, Callable[[Run], None]] = {
-    "bus": bus,
-    "step": step,
-    "host": host,
-    "lock": lock,
-    "resident": resident,
-    "shards": shards,
-}

@@ -467,7 +467,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(names, "accelerators", lambda: made.devices)
     monkeypatch.setattr(placement, "streams_of", made.streams_of)
     monkeypatch.setattr(placement, "indexed", lambda device: device)
-    return made
+    yield made
+    assert made.faults == []
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,9 @@ Replaces torch.cuda's functions, and of torch what makes, moves and pins tensors
 host memory that says where it is and refuses to be mixed with others. Values are there at once; time is not: a stream
 is busy as long as it was told to sleep and to copy, so events pass late, in the order of a device's. Memory is counted
 as torch's allocator does it, roughly. What a device forbids is an error here too: a pending error of the CUDA runtime
-comes up in the next kernel, a call that makes the host wait does while `set_sync_debug_mode("error")` is on.
+comes up in the next kernel, that of a failed kernel in each call, a call that makes the host wait does while
+`set_sync_debug_mode("error")` is on. A device has a context as soon as CUDA would make one: see `simulated` for the
+calls that make it on the device that is current.
 
 Nothing is learned from it about a GPU, and races are not seen (`simulated` is there for those). It tells that names
 exist, that arguments fit, and that the arithmetic of tests and benchmarks is right.
@@ -42,7 +44,7 @@ class Stream:
     """A queue, as far as its time is concerned: work given to it now is done at ``busy_until``."""
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.device = one_device(device)
+        self.device = reach(device)
         owner = state.gpus[self.device.index]
         owner.count += 1
         self.cuda_stream = owner.count * 64
@@ -63,6 +65,7 @@ class Stream:
         self.busy_until = max(self.busy_until, stream.busy_until)
 
     def synchronize(self) -> None:
+        reach(self.device)
         time.sleep(max(0.0, self.busy_until - time.monotonic()))
 
 
@@ -73,17 +76,21 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         stream = current_stream() if stream is None else stream
+        reach(stream.device)
         self.at = max(time.monotonic(), stream.busy_until)
 
     def query(self) -> bool:
         not_in_capture()
+        reach(None)
         return time.monotonic() >= self.at
 
     def synchronize(self) -> None:
+        reach(None)
         time.sleep(max(0.0, self.at - time.monotonic()))
 
     def elapsed_time(self, end: Event) -> float:
         assert self.timed and end.timed, "events without enable_timing=True"
+        assert self.query() and end.query(), "events that have not passed"
         return max(1e-3, (end.at - self.at) * 1000)
 
 
@@ -141,10 +148,11 @@ class State:
         self.thread = threading.local()
         self.registered: dict[int, int] = {}
         self.pinned: dict[int, int] = {}
+        self.contexts: set[int] = set()
         self.pending = 0
+        self.broken = False
         self.mode = "default"
         self.capturing: tuple[int, str] | None = None  # the thread that captures, and its error mode
-        self.broken = False
 
 
 state = State()
@@ -157,6 +165,24 @@ def one_device(device: Any) -> torch.device:
     device = torch.device(device)
     assert device.type == "cuda", device
     return torch.device("cuda", getattr(state.thread, "index", 0)) if device.index is None else device
+
+
+def reach(device: Any) -> torch.device:
+    """The device with its number, or the current one: it has a context from now on. After a failed kernel, its error.
+
+    Raises:
+        RuntimeError: a kernel has failed.
+    """
+    device = one_device(device)
+    state.contexts.add(device.index)
+    if state.broken:
+        raise RuntimeError("CUDA error: device-side assert triggered (pretended)")
+    return device
+
+
+def fail_on_device(value: torch.Tensor, message: str = "") -> None:
+    """`torch._assert_async`: nothing is raised where it is called."""
+    state.broken = state.broken or not bool(value.as_subclass(torch.Tensor))
 
 
 def gpu(device: Any = None) -> Gpu:
@@ -174,12 +200,14 @@ def use_stream(stream: Stream | None) -> Iterator[None]:
         yield
         return
     name = f"stream{stream.device.index}"
-    before = current_stream(stream.device)
+    device, before = one_device(None), current_stream(stream.device)
+    set_device(stream.device)
     setattr(state.thread, name, stream)
     try:
         yield
     finally:
         setattr(state.thread, name, before)
+        set_device(device)
 
 
 @contextlib.contextmanager
@@ -189,15 +217,22 @@ def use_device(device: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        set_device(before)
+        state.thread.index = before.index  # without a context
 
 
 def set_device(device: Any) -> None:
     state.thread.index = one_device(device).index
+    state.contexts.add(state.thread.index)
+
+
+def empty_cache() -> None:
+    reach(None)
+    for one in state.gpus:
+        one.release()
 
 
 def synchronize(device: Any = None) -> None:
-    index = one_device(device).index
+    index = reach(device).index
     until = max(stream().busy_until for stream in list(streams) if stream() and stream().device.index == index)
     time.sleep(max(0.0, until - time.monotonic()))
 
@@ -277,6 +312,7 @@ class Cudart:
 
     def cudaHostRegister(self, ptr: int, size: int, flags: int) -> cudaError:
         assert all(type(value) is int for value in (ptr, size, flags))
+        reach(None)
         if size == 0:
             return self._end(1)
         if any(ptr < start + nbytes and start < ptr + size for start, nbytes in state.registered.items()):
@@ -286,6 +322,7 @@ class Cudart:
 
     def cudaHostUnregister(self, ptr: int) -> cudaError:
         assert type(ptr) is int
+        reach(None)
         return self._end(0 if state.registered.pop(ptr, None) else 713)
 
     def cudaGetErrorString(self, error: cudaError) -> str:
@@ -313,7 +350,9 @@ class CudaTensor(torch.Tensor):
         name = getattr(func, "__name__", "")
         if name not in ("__get__", "__set__", "copy_"):
             launch()
-            if any(getattr(x, "_on", None) != on and x.dim() and name != "__getitem__" for x in tensors):
+            elsewhere = [x for x in tensors if getattr(x, "_on", None) != on and x.dim() and name != "__getitem__"]
+            # Of a packed sequence the batch_sizes belong on the host.
+            if elsewhere if name != "lstm" else [x is args[1] for x in elsewhere] != [True]:
                 raise RuntimeError(f"{name}: Expected all tensors to be on the same device")
         if name in ("item", "tolist", "__bool__", "__int__", "__float__", "equal", "nonzero", "unique"):
             waits()
@@ -345,6 +384,7 @@ def placed(made: Any, on: torch.device) -> Any:
 
 def allocated(made: torch.Tensor, on: torch.device) -> Any:
     """A new tensor on the device, of the memory of the current stream."""
+    reach(on)
     launch()
     give = gpu(on).take(current_stream(on), made.nbytes)
     made = placed(made, on)
@@ -372,6 +412,7 @@ def is_pinned(self: torch.Tensor, device: Any = None) -> bool:
 
 def pinned(made: torch.Tensor) -> torch.Tensor:
     not_in_capture()
+    reach(None)  # torch queries events of memory that was dropped
     storage = made.untyped_storage()
     state.pinned[storage.data_ptr()] = max(1, storage.nbytes())
     weakref.finalize(storage, state.pinned.pop, storage.data_ptr(), None).atexit = False
@@ -469,6 +510,7 @@ def autocast(device_type: str, *args: Any, **options: Any) -> Any:
 
 def install(gpus: int = 1) -> None:
     """Pretend, for the rest of this process."""
+    torch.set_num_threads(1)  # where cores are busy, a copy that is shared by threads takes milliseconds
     state.gpus = [Gpu() for _ in range(gpus)]
     state.default = [new_stream(number) for number in range(gpus)]
     cuda: dict[str, Any] = {
@@ -491,8 +533,9 @@ def install(gpus: int = 1) -> None:
         "memory_allocated": lambda device=None: gpu(device).allocated,
         "memory_reserved": lambda device=None: gpu(device).reserved,
         "max_memory_allocated": lambda device=None: gpu(device).peak,
+        "host_memory_stats": lambda: {"active_bytes.current": sum(state.pinned.copy().values())},
         "reset_peak_memory_stats": lambda device=None: setattr(gpu(device), "peak", gpu(device).allocated),
-        "empty_cache": lambda: [one.release() for one in state.gpus],
+        "empty_cache": empty_cache,
         "mem_get_info": lambda device=None: (TOTAL - gpu(device).reserved, TOTAL),
         "get_device_properties": lambda device=None: types.SimpleNamespace(name="pretended", total_memory=TOTAL),
         "set_per_process_memory_fraction": lambda part, device=None: setattr(gpu(device), "limit", int(part * TOTAL)),
@@ -501,8 +544,11 @@ def install(gpus: int = 1) -> None:
         "CUDAGraph": CUDAGraph,
         "graph": capture,
     }
+    state.contexts.clear()
+    torch._C._cuda_hasPrimaryContext = lambda index: index in state.contexts  # type: ignore[attr-defined]
+    torch._assert_async = fail_on_device
     for name, replacement in cuda.items():
-        assert hasattr(torch.cuda, name), name
+        assert hasattr(torch.cuda, name) or name == "host_memory_stats", name  # which torch has since 2.9
         setattr(torch.cuda, name, replacement)
     for name in FACTORIES:
         setattr(torch, name, factory(getattr(torch, name)))

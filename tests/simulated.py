@@ -7,10 +7,30 @@ allocator does it: a block that is dropped may be used again at once by work on 
 after the ends of the streams that it was recorded on.
 
 `Machine.faults` lists what would have been wrong or slow on a device: a copy from memory that is not pinned, memory
-unmapped under a copy, memory pinned or an event asked for while another device is current, and so on.
+unmapped under a copy, and a call that makes a context on a device that nobody has named. CUDA does so for the device
+that is current in the thread, in a new thread the first one. What torch 2.13 makes current by itself:
+
+| call | torch makes the device current |
+|---|---|
+| `Event.query`, `Event.synchronize` | no. An event that was never recorded has passed, and no device is asked |
+| `Event.elapsed_time` | too late: it queries both events before |
+| `Event.record`, `Stream.record_event` | yes, that of the stream. An event stays with the device of its first stream |
+| `Stream.wait_event` | yes. It waits for what was recorded by then |
+| `Stream(device)`, `empty_like`, `copy_`, `index_select`, `mem_get_info` | yes |
+| `torch.cuda.stream(stream)` | yes, inside. At its end it sets the one before, which has a context then (CUDA 12) |
+| `current_stream`, `record_stream` | they ask no device. A stream whose memory it is anyway is not recorded |
+| `is_pinned` | one that has a context; if none has, no |
+| pinned memory of torch's | no: it queries events of blocks that were dropped |
+| `cudaHostRegister`, `cudaHostUnregister`, `cudaGetLastError` | no |
+| `empty_cache` | no: it waits for events, and frees memory |
 
 Pinned memory is torch's: a block that is dropped is used again at once, unless a copy reads it that torch knows of.
-Torch knows of a copy if its source has the storage that torch has pinned, or begins where the block begins.
+Torch knows of a copy if its source has the storage that torch has pinned, or begins where the block begins. (Torch
+then waits for all that the stream of the copy had to do when the block was dropped; here, for the copy alone.)
+
+Sources: c10/cuda/CUDAEvent.h, c10/cuda/impl/CUDAGuardImpl.h and ATen/core/CachingHostAllocator.h of torch 2.13, torch's
+torch/cuda/streams.py and torch/cuda/__init__.py, and for what these call (``setCurrentStream``, ``isPinnedPtr``,
+``emptyCache``) PyTorch's repository.
 """
 
 from __future__ import annotations
@@ -36,32 +56,52 @@ KIND = "privateuseone"
 """The kind of device that torch leaves to others."""
 
 
-class Event:
-    """As torch's events: `Stream.record_event` makes them."""
+class Record:
+    """What an event has recorded: it passes when its stream gets there."""
 
-    def __init__(self, machine: Machine, device: torch.device) -> None:
+    passed, time = False, 0.0
+
+
+class Event:
+    """As torch's events.
+
+    Args:
+        timed: it tells when it has passed.
+    """
+
+    def __init__(self, machine: Machine, timed: bool = False) -> None:
         self.machine = machine
-        self.device = device
-        self.passed = False
-        self.time = 0.0
+        self.timed = timed
+        self.device: torch.device | None = None
+        self.last: Record | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.last is None or self.last.passed
 
     def query(self) -> bool:
-        self.machine.asks(self.device)
+        if self.device is not None:
+            self.machine.asks(self.device)
         return self.passed
 
     def record(self, stream: Stream) -> None:
-        """With its time, as torch's events that have one. Torch makes the device of the event current for it."""
-        self.passed = False
+        self.device = self.device or stream.device
+        if self.device != stream.device:
+            raise RuntimeError(f"Event device {self.device} does not match recording stream's device {stream.device}.")
+        self.last = made = Record()
 
         def happen() -> None:
-            self.passed, self.time = True, self.machine.clock()
+            made.passed, made.time = True, self.machine.clock()
 
         stream.give(happen)
 
     def elapsed_time(self, later: Event) -> float:
         """In milliseconds."""
-        assert self.passed and later.passed, "torch raises: an event has not passed"
-        return (later.time - self.time) * 1000
+        if not (self.timed and later.timed and self.last and later.last):
+            raise ValueError("Both events must be created with argument 'enable_timing=True', and be recorded.")
+        if not (self.query() and later.query()):
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        return (later.last.time - self.last.time) * 1000
 
 
 class PinnedBlock:
@@ -70,7 +110,7 @@ class PinnedBlock:
     def __init__(self, memory: bytearray) -> None:
         self.memory = memory
         self.storage = 0
-        self.guards: list[Event] = []
+        self.guards: list[Record] = []
 
 
 class Stream:
@@ -88,14 +128,13 @@ class Stream:
         self.queue.append((work, ready, reads))
 
     def record_event(self) -> Event:
-        self.machine.asks(self.device)
         self.machine.log.append(("record", self.name))
         return self.machine.record(self)
 
     def wait_event(self, event: Event) -> None:
-        self.machine.asks(self.device)
         self.machine.log.append(("wait", self.name))
-        self.give(lambda: None, lambda: event.passed)
+        last = event.last
+        self.give(lambda: None, lambda: last is None or last.passed)
 
 
 def pretended_sys(root: Path, nodes: dict[int, str], gpus: dict[str, str], **siblings: str) -> Path:
@@ -140,7 +179,8 @@ class Machine:
         self.memory_bytes: tuple[int, int] | None = (1 << 30, 1 << 30)
         self.peak_bytes = 0
         self._random = random.Random(seed)
-        self.recorded: dict[int, list[Stream]] = {}
+        self.contexts: set[torch.device] = set()
+        self._recorded: dict[int, tuple[Stream, list[Stream]]] = {}
         self._current = threading.local()
         self.pinned_blocks: dict[int, PinnedBlock] = {}
         self._unpinned: list[PinnedBlock] = []
@@ -163,9 +203,20 @@ class Machine:
         before = self.stream(device)
         setattr(self._current, str(device), stream)
         try:
-            yield
+            with self.current(device):
+                yield
         finally:
             setattr(self._current, str(device), before)
+
+    @contextmanager
+    def current(self, device: torch.device) -> Iterator[None]:
+        """Make a device current in this thread."""
+        before = getattr(self._current, "device", None)
+        self._current.device = device
+        try:
+            yield
+        finally:
+            self._current.device = before
 
     def new_stream(self, device: torch.device) -> Stream:
         self.streams[device].append(Stream(self, device, str(len(self.streams[device]))))
@@ -190,8 +241,8 @@ class Machine:
         assert not stuck, f"streams that wait for ever: {stuck}"
 
     def record(self, stream: Stream) -> Event:
-        event = Event(self, stream.device)
-        stream.give(lambda: setattr(event, "passed", True))
+        event = Event(self)
+        event.record(stream)
         return event
 
     def kernel(self, device: torch.device, tensor: torch.Tensor, use: Callable[[np.ndarray], None]) -> None:
@@ -202,6 +253,7 @@ class Machine:
     # -- device memory --------------------------------------------------------------------------------------
 
     def allocate(self, device: torch.device, host: torch.Tensor) -> torch.Tensor:
+        self.contexts.add(device)
         with self._lock:
             layout = torch.empty_like(host)
             stream, size = self.stream(device), max(8, layout.nbytes)
@@ -223,7 +275,7 @@ class Machine:
             recorded: list[Stream] = []
             weakref.finalize(exporter, self._freed, stream, block, recorded).atexit = False
             self.log.append(("allocate", stream.name))
-            self.recorded[block.ctypes.data] = recorded
+            self._recorded[block.ctypes.data] = stream, recorded
             raw = torch.from_numpy(exporter)[: layout.nbytes]
             return raw.view(host.dtype).as_strided(host.shape, layout.stride())
 
@@ -232,6 +284,11 @@ class Machine:
             self._pending.append(([self.record(one) for one in recorded], stream, block))
         else:
             self._free.setdefault((stream, block.nbytes), []).append(block)
+
+    def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        found = self._recorded.get(tensor.untyped_storage().data_ptr())
+        if found is not None and stream is not found[0]:  # it is on the device, and belongs to another stream
+            found[1].append(stream)
 
     def empty_cache(self) -> None:
         self.caches_emptied += 1
@@ -247,14 +304,18 @@ class Machine:
         return any(start <= address and address + nbytes <= start + size for start, size in self.registered.items())
 
     def pins(self) -> None:
-        """Pinning makes a context on the device that is current in the thread, by default the first."""
-        if getattr(self._current, "made", None) is None:
-            self.faults.append("memory was pinned with no device made current")
+        """A call that makes a context on whatever device is current in the thread."""
+        current = getattr(self._current, "device", None)
+        if current is None:
+            self.faults.append("a call that makes a context, such as pinning, with no device made current")
+        else:
+            self.contexts.add(current)
 
     def asks(self, device: torch.device) -> None:
-        """So does every call about an event or a stream."""
-        if getattr(self._current, "made", None) != device:
-            self.faults.append(f"{device} was asked for an event with no device made current, or another one")
+        """The same, and it is about this device."""
+        if getattr(self._current, "device", None) != device:
+            self.faults.append(f"{device} was asked with no device made current, or another one")
+        self.contexts.add(device)
 
     def pin(self, nbytes: int) -> torch.Tensor:
         """Pinned memory: of a block that was dropped, if no copy reads it that is known of, or new."""
@@ -279,7 +340,7 @@ class Machine:
         del self.pinned[address]
         self._unpinned.append(self.pinned_blocks.pop(address))
 
-    def guards(self, source: torch.Tensor) -> list[Event]:
+    def guards(self, source: torch.Tensor) -> list[Record]:
         """The guards of the block that a copy reads, if torch finds it."""
         address = source.data_ptr()
         for start, block in self.pinned_blocks.copy().items():
@@ -317,23 +378,17 @@ class SimulatedStreams(Streams):
         self.device = device
         self.machine = machine
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        threads, before = self.machine._current, getattr(self.machine._current, "made", None)
-        threads.made = self.device
-        try:
-            yield
-        finally:
-            threads.made = before
+    def current(self) -> Any:
+        return self.machine.current(self.device)
 
     def new_stream(self) -> Stream:
-        self.machine.asks(self.device)
         return self.machine.new_stream(self.device)
 
     def caller_stream(self) -> Stream:
         return self.machine.stream(self.device)
 
     def on(self, stream: Stream) -> Any:
+        self.machine.asks(stream.device)
         return self.machine.on(self.device, stream)
 
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
@@ -350,7 +405,7 @@ class SimulatedStreams(Streams):
             machine.faults.append("a copy from memory that is not pinned: the host waits for it")
         if source.stride() != target.stride():
             machine.faults.append("a copy between layouts: the host makes one first, and waits")
-        to, done = target.data_ptr(), Event(machine, self.device)
+        to, done = target.data_ptr(), Record()
         machine.guards(source).append(done)
 
         def move() -> None:
@@ -363,12 +418,12 @@ class SimulatedStreams(Streams):
     def used_on(self, tensors: Iterable[torch.Tensor], stream: Stream) -> None:
         for tensor in tensors:
             self.machine.log.append(("used_on", stream.name))
-            recorded = self.machine.recorded.get(tensor.untyped_storage().data_ptr())
-            if recorded is not None:  # on the device
-                recorded.append(stream)
+            self.machine.record_stream(tensor, stream)
 
     def is_pinned(self, host: torch.Tensor) -> bool:  # finalizers take entries out of `pinned`
         machine, address = self.machine, host.data_ptr()
+        if not machine.contexts:
+            machine.pins()
         own = any(start <= address < start + size for start, size in machine.pinned.copy().items())
         return own or machine.holds(address, host.nbytes)
 
@@ -388,7 +443,7 @@ class SimulatedStreams(Streams):
         return self.machine.addresses.get(self.device)
 
     def timed_event(self) -> Event:
-        return Event(self.machine, self.device)
+        return Event(self.machine, timed=True)
 
     def rest(self, seconds: float) -> None:
         """The host sleeps, and the device works."""
@@ -400,7 +455,8 @@ class SimulatedStreams(Streams):
 
     def load(self, target: torch.Tensor, host: torch.Tensor) -> None:
         """After what the stream has to do; the host waits."""
-        stream, done = self.caller_stream(), Event(self.machine, self.device)
+        self.machine.asks(self.device)  # the host waits for an event
+        stream, done = self.caller_stream(), Event(self.machine)
         stream.give(lambda: target.copy_(host))
         done.record(stream)
         while not done.passed:
@@ -434,6 +490,7 @@ class SimulatedStreams(Streams):
         self.caller_stream().give(move)
 
     def empty_cache(self) -> None:
+        self.machine.log.append(("empty_cache", getattr(self.machine._current, "device", None)))
         self.machine.empty_cache()
 
     def memory(self) -> tuple[int, int] | None:

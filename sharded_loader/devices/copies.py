@@ -576,7 +576,8 @@ class CopyStream:
     def make_room(self) -> None:
         """Give back what memory can be given back, at the cost of waiting for the copies."""
         self.drain()
-        self.streams.empty_cache()
+        with self.streams.current():
+            self.streams.empty_cache()
 
     # -- objects that move themselves ------------------------------------------------------------------------
 

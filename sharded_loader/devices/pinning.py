@@ -44,7 +44,7 @@ from sharded_loader.base.errors import text_of
 from sharded_loader.base.interrupts import program_ends, uninterrupted
 from sharded_loader.base.notices import warn
 from sharded_loader.batching.tree import ATOMS, map_leaves
-from sharded_loader.devices.streams import Streams
+from sharded_loader.devices.streams import Streams, is_late
 from sharded_loader.memory.codec import array_address, is_plain_tensor
 
 PORTABLE = 1
@@ -168,7 +168,8 @@ def pinned_empty(streams: Streams, shape: Sequence[int], dtype: np.dtype[Any]) -
         try:
             raw = streams.pinned_bytes(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
         except RuntimeError as error:
-            _note_rejected(streams, error)
+            if not is_late(error):  # otherwise the copy of this batch meets it again, and no reader is blamed
+                _note_rejected(streams, error)
             return np.empty(shape, dtype)
     return raw.numpy().view(dtype).reshape(shape)
 

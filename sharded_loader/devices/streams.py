@@ -44,8 +44,9 @@ class Streams:
 
     Attributes:
         device: as given.
-        current: ``with current():`` makes the device current, as pinning and every call about an event require.
-            Otherwise CUDA makes a context on the device that is current: in a new thread that is device 0.
+        current: ``with current():`` makes the device current, as pinning, `on`, `empty_cache` and a look at an event
+            (``query``) require. Otherwise CUDA makes a context on the device that is current: in a new thread that is
+            device 0.
         new_stream: ``new_stream()``, a stream of the device.
         caller_stream: ``caller_stream()``, the current stream of the calling thread.
         on: ``with on(stream):`` gives the work in the block to the stream.

@@ -15,9 +15,23 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_parts, gpu_report, report
+from benchmarks import gpu, gpu_parts, gpu_report, gpu_run, report
 from benchmarks.gpu_device import Device
-from benchmarks.gpu_feeds import Blocks, Depth, Feed, Images, depth_for, ours, torch_loader
+from benchmarks.gpu_feeds import (
+    FIELDS,
+    Blocks,
+    Depth,
+    Feed,
+    Fields,
+    Images,
+    Objects,
+    copied,
+    copied_ahead,
+    depth_for,
+    fill,
+    ours,
+    torch_loader,
+)
 from benchmarks.measure import Record
 from benchmarks.report import Bar
 
@@ -36,6 +50,9 @@ ABOUT: dict[str, Any] = {
 }
 
 
+CPU = torch.device("cpu")
+
+
 def records_of(workload: str, **values: list[float]) -> list[Record]:
     return [Record(n, workload, loader, value) for loader, each in values.items() for n, value in enumerate(each)]
 
@@ -47,7 +64,10 @@ def records_of(workload: str, **values: list[float]) -> list[Record]:
         (Bar("bus 16 MB", "limit", 0.95), {"ours": [40e9], "limit": [50e9]}, 0.8, False),
         (Bar("host 16 MB", None, 150e-6, at_most=True), {"ours": [1e-4, 3e-4, 1.2e-4]}, 1.2e-4, True),
         (Bar("host 16 MB", None, 150e-6, at_most=True), {"ours": [2e-4]}, 2e-4, False),
-        (Bar("resident 256", "streamed", 20), {"streamed": [1e6]}, None, None),
+        (Bar("resident 256", "streamed", 3), {"streamed": [1e6]}, None, None),
+        (Bar("pin 4 MB", "torch", 0.98), {"drop-in": [30.0], "ours": [1.0], "torch": [30.0]}, 1.0, True),
+        (Bar("bus 16 MB", "limit", 0.95), {"ours": [40e9], "limit": [50e9], "workers": [60e9]}, 0.8, False),
+        (Bar("bus 16 MB", "limit", 0.95), {"ours": [40e9], "limit": [50e9], "workers": [41e9]}, 0.8, None),
     ],
 )
 def test_bars(bar: Bar, values: dict[str, list[float]], measured: float | None, met: bool | None) -> None:
@@ -57,11 +77,12 @@ def test_bars(bar: Bar, values: dict[str, list[float]], measured: float | None, 
 
 
 def test_every_bar_is_about_something_that_the_parts_measure() -> None:
-    scale = gpu_parts.Scale()
-    names = {f"bus {gpu_parts.size_name(size)}" for size in scale.sizes}
-    names |= {f"host {gpu_parts.size_name(size)}" for size in (gpu_parts.ROW_BYTES, 16 * gpu_parts.MB)}
+    scale = gpu_run.Scale()
+    names = {f"bus {gpu_run.size_name(size)}" for size in scale.sizes}
+    names |= {f"host {gpu_run.size_name(size)}" for size in (gpu_run.ROW_BYTES, 16 * gpu_run.MB)}
+    names |= {f"pin {gpu_run.size_name(size)}" for size in scale.pinned} | {"bound processor", "bound waiting"}
     columns = {table.prefix: table.columns for table in gpu_report.TABLES}
-    assert set(columns) == set(gpu_parts.PARTS)
+    assert set(columns) - {"pinning"} == set(gpu.PARTS)
     for bar in gpu_report.BARS:
         assert bar.workload in names | {"step"} | {f"resident {size}" for size in scale.gathered}
         assert {"ours", bar.of or "ours"} <= set(columns[bar.workload.split()[0]])
@@ -77,6 +98,8 @@ def test_a_table_shows_ratios_and_what_failed() -> None:
         "49 GB/s (48 GB/s .. 50 GB/s)",
         "-",
         "RuntimeError: Bus / error",
+        "-",
+        "-",
         "50 GB/s",
         "0.98",
         "-",
@@ -92,7 +115,7 @@ def test_the_report_names_the_device_and_counts_the_bars() -> None:
     records = records_of("step", ours=[99.0], ideal=[100.0]) + records_of("resident 256", ours=[2.0], streamed=[1.0])
     text = gpu_report.whole(records, ABOUT, is_gpu=True)
     assert "Some GPU, 80 GB, driver 1.2, cpus 16" in text
-    assert "Bars: 1 met, 1 not met, 9 not measured." in text
+    assert f"Bars: 1 met, 1 not met, {len(gpu_report.BARS) - 2} not measured." in text
     assert gpu_report.NO_GPU not in text
     assert text.count("**") == 2 * 2
 
@@ -105,9 +128,9 @@ def test_batches_in_flight_fit_into_memory(nbytes: int, workers: int, depth: Dep
     assert depth_for(nbytes, workers, 2500 << 20) == depth
 
 
-def run_on_the_cpu(deadline: float = 1e9, rounds: int = 2) -> gpu_parts.Run:
-    scale = dataclasses.replace(gpu_parts.SMOKE, rounds=rounds)
-    return gpu_parts.Run(Device("cpu"), scale, 1, time.monotonic() + deadline, lambda line: None)
+def run_on_the_cpu(deadline: float = 1e9, rounds: int = 2) -> gpu_run.Run:
+    scale = dataclasses.replace(gpu_run.SMOKE, rounds=rounds)
+    return gpu_run.Run(Device("cpu"), scale, 1, time.monotonic() + deadline, lambda line: None)
 
 
 def test_one_that_fails_is_a_record_and_the_others_are_measured() -> None:
@@ -138,7 +161,10 @@ def test_contestants_take_turns_and_are_closed() -> None:
 
     class Named(Feed):
         def __init__(self, name: str) -> None:
-            super().__init__(lambda: iter([name] * 3), lambda: closed.append(name))
+            super().__init__([name], lambda: closed.append(name))
+
+        def is_full(self) -> bool:
+            return True
 
     def take(feed: Feed) -> float:
         taken.append(next(feed))
@@ -147,6 +173,69 @@ def test_contestants_take_turns_and_are_closed() -> None:
     run.in_turn("bus", {name: lambda name=name: Named(name) for name in "abc"}, take)
     assert "".join(taken) == "abcbcacab"
     assert closed == ["a", "b", "c"]
+
+
+def test_nobody_elses_workers_are_busy_while_one_is_measured() -> None:
+    run, log = run_on_the_cpu(rounds=1), []
+
+    class Named(Feed):
+        left = 0
+
+        def __next__(self) -> Any:
+            self.left = 3
+            return super().__next__()
+
+        def is_full(self) -> bool:
+            log.append((self.loader[0], self.left))  # type: ignore[index]
+            self.left = max(0, self.left - 1)
+            return self.left == 0
+
+    def take(feed: Feed) -> float:
+        log.append(("take", feed.loader[0]))  # type: ignore[index]
+        next(feed)
+        return 1.0
+
+    run.in_turn("bus", {name: lambda name=name: Named([name]) for name in "ab"}, take)
+    assert log == [
+        *[("a", 3), ("a", 2), ("a", 1), ("take", "a")],
+        *[("a", 3), ("a", 2), ("a", 1), ("b", 3), ("b", 2), ("b", 1), ("take", "b")],
+    ]
+
+
+@pytest.mark.parametrize("kind", ["ours", "drop-in", "torch"])
+def test_a_feed_is_full_when_its_workers_have_finished_what_they_were_asked_for(kind: str) -> None:
+    data, depth = Blocks(1000), Depth(1, 3)
+    feed = ours(data, 2, depth) if kind == "ours" else torch_loader(data, 2, depth, CPU, drop_in=kind == "drop-in")
+    try:
+        next(feed)
+        fill([feed])
+        assert feed.is_full()
+        if kind != "torch":
+            run = getattr(feed._epoch, "_inner", feed._epoch).run
+            assert [entry.result is None for entry in run.window] == [False] * 3
+        else:
+            assert (feed._epoch._tasks_outstanding, feed._epoch._data_queue.qsize()) == (3, 3)
+    finally:
+        feed.close()
+
+
+@pytest.mark.parametrize("through", [copied, copied_ahead])
+@pytest.mark.parametrize("drop_in", [False, True])
+def test_the_users_copies_are_in_order(through: Any, drop_in: bool) -> None:
+    feed = torch_loader(Blocks(1000), 2, Depth(1, 2), CPU, through, drop_in=drop_in)
+    try:
+        assert [next(feed)[0, 0].item() for _ in range(5)] == [0, 2, 4, 6, 8]
+    finally:
+        feed.close()
+
+
+def test_batches_of_many_tensors_and_of_objects_have_the_values_of_blocks() -> None:
+    whole, fields, made = (kind(10).get_batch([3, 5]) for kind in (Blocks, Fields, Objects))
+    assert len(fields) == FIELDS
+    joined = np.concatenate(list(fields.values()), 1)
+    assert (joined[:, 1:] == whole[:, 1:]).all()
+    moved = made.to(CPU, non_blocking=True)
+    assert (moved.values.numpy() == whole).all() and moved.labels.tolist() == [3, 5]
 
 
 @pytest.mark.parametrize("threads", [False, True])
@@ -175,19 +264,23 @@ def test_torchs_loader_is_given_the_same_batches() -> None:
 def test_the_program_runs_with_the_cpu_for_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "README.md").write_text(f"{gpu_report.BEGIN}\nas it was\n{gpu_report.END}\n")
     arguments = ["--device", "cpu", "--workers", "1", "--out", str(tmp_path)]
-    assert gpu.main([*arguments, "--only", "host", "lock", "resident", "shards"]) == 0
+    assert gpu.main([*arguments, "--only", "host", "lock", "resident", "shards", "bound", "pin", "memory"]) == 0
     shown = capsys.readouterr().out
     assert gpu_report.NO_GPU in shown
     assert "needs a GPU" in shown
     written = json.loads((tmp_path / "gpu.json").read_text())
-    values = {(r["workload"], r["loader"]) for r in written["records"] if r["value"]}
+    values = {(r["workload"], r["loader"]) for r in written["records"] if r["value"] is not None}
     assert {
         ("host 65 KB", "next()"),
+        ("host 256 tensors", "ours"),
+        ("host an object", "placing"),
+        ("bound waiting", "drop-in"),
+        ("bound device", "ours"),
         ("resident 64", "ours"),
         ("resident 256", "streamed"),
         ("shards", "one"),
     } <= values
-    assert [r["error"] for r in written["records"] if r["error"]] == ["needs a GPU"]
+    assert [r["error"] for r in written["records"] if r["error"]] == ["needs a GPU"] * 3
     # Numbers of a CPU do not get among those of GPUs.
     assert "as it was" in (tmp_path / "README.md").read_text()
     assert shown.strip() in (tmp_path / "gpu.md").read_text()
@@ -233,28 +326,46 @@ PRETENDED = """
 import dataclasses, sys
 import pretend_cuda
 pretend_cuda.install()
-from benchmarks import gpu, gpu_parts
-gpu.QUICK = dataclasses.replace(gpu_parts.SMOKE, rounds=2)
-sys.exit(gpu.main(["--quick", "--workers", "1", "--out", sys.argv[1]]))
+from benchmarks import gpu, gpu_run
+gpu.QUICK = dataclasses.replace(gpu_run.SMOKE, rounds=2)
+sys.exit(gpu.main(["--quick", "--workers", "1", "--out", *sys.argv[1:]]))
 """
 
 
-@pytest.mark.slow
-def test_every_part_runs_to_its_end_on_a_gpu_that_is_pretended(tmp_path: Path) -> None:
-    """What is written for a GPU alone is run here too, so that no minute of a real one is spent on a slip."""
-    root, readme = Path(report.__file__).parent.parent, tmp_path / "README.md"
+def run_pretended(folder: Path, *arguments: str) -> tuple[str, list[dict[str, Any]]]:
+    """What the benchmark says of a GPU that is pretended, and its records, which have no errors."""
+    root, readme = Path(report.__file__).parent.parent, folder / "README.md"
     readme.write_text(f"{gpu_report.BEGIN}\nas it was\n{gpu_report.END}\n")
     path = os.pathsep.join([str(root / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command, env = [sys.executable, "-c", PRETENDED, str(tmp_path)], {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=100)
+    command, env = [sys.executable, "-c", PRETENDED, str(folder), *arguments], {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    records = json.loads((tmp_path / "gpu.json").read_text())["records"]
+    records = json.loads((folder / "gpu.json").read_text())["records"]
     assert [record for record in records if record["error"]] == []
+    assert "pretended" in readme.read_text() and "as it was" not in readme.read_text()
+    return done.stdout, records
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(320)
+def test_every_part_runs_to_its_end_on_a_gpu_that_is_pretended(tmp_path: Path) -> None:
+    """What is written for a GPU alone is run here too, so that no minute of a real one is spent on a slip."""
+    shown, records = run_pretended(tmp_path)
     names = {(record["workload"].split()[0], record["loader"]) for record in records}
     for table in gpu_report.TABLES:
         assert {(table.prefix, loader) for loader in table.columns} <= names
-    assert "pretended" in done.stdout
-    assert "pretended" in readme.read_text() and "as it was" not in readme.read_text()
+    assert "pretended" in shown
+
+
+def test_what_only_a_gpu_has_is_measured_on_one_that_is_pretended(tmp_path: Path) -> None:
+    _, records = run_pretended(tmp_path, "--only", "pin", "memory", "lock")
+    values = {(record["workload"], record["loader"]): record["value"] for record in records}
+    loaders = {("ours", "pin 250 KB"), ("drop-in", "pinning 250 KB"), ("torch", "pin 250 KB")}
+    assert all(values[workload, loader] > 0 for loader, workload in loaders)
+    # A batch of 1 MB: in the consumer's hands, being handed out, two ahead.
+    size = values["memory batch", "size"]
+    assert 2 * size <= values["memory device", "ours"] <= 4 * size
+    assert values["memory pinned", "ours"] >= size
 
 
 def test_the_network_takes_the_images() -> None:
@@ -268,5 +379,5 @@ def test_the_readme_has_the_marker_lines_and_names_every_part() -> None:
     text = Path(report.__file__).with_name("README.md").read_text()
     assert report.fill(text, "", gpu_report.BEGIN, gpu_report.END) is not None
     assert report.fill(text, "") is not None
-    for name in gpu_parts.PARTS:
+    for name in gpu.PARTS:
         assert f"`{name}`" in text, name

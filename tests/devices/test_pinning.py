@@ -246,7 +246,8 @@ def test_an_object_that_leads_to_very_much_is_not_searched_to_its_end(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams = SimulatedStreams(machine, machine.devices[0])
-    pinned = streams.pinned_bytes(64)
+    with streams.current():
+        pinned = streams.pinned_bytes(64)
     near, far = Holder(pinned), Holder([pinned, *[object() for _ in range(1000)]])
     monkeypatch.setattr(pinning, "LOOKED_AT", 100)
     found = pinning.copied_out(streams, [near, far])
@@ -261,14 +262,16 @@ def test_only_what_holds_pinned_memory_is_copied_out_of_it(machine: Machine) -> 
         Holder((pinned.numpy()[:0], pinned[:0], threading.Lock())),  # this cannot be copied
         Holder((torch.empty(9, layout=torch.sparse_coo, device="meta"), threading.Lock())),
     ]
-    first, *rest = pinning.copied_out(streams, [held, *others])
-    assert not streams.is_pinned(first.held._values())
+    with streams.current():  # in the loader, whoever has pinned the memory has made a context
+        first, *rest = pinning.copied_out(streams, [held, *others])
+        assert not streams.is_pinned(first.held._values())
     assert all(one is other for one, other in zip(rest, others, strict=True))
 
 
 def test_objects_share_what_they_shared_before_they_were_copied_out(machine: Machine) -> None:
-    shared = machine.pin(64)
-    first, second = pinning.copied_out(SimulatedStreams(machine, machine.devices[0]), [Holder(shared), Holder(shared)])
+    streams, shared = SimulatedStreams(machine, machine.devices[0]), machine.pin(64)
+    with streams.current():
+        first, second = pinning.copied_out(streams, [Holder(shared), Holder(shared)])
     assert first.held is second.held is not shared
 
 

@@ -11,16 +11,18 @@ import pytest
 
 CHOSEN = "not (spawn or forkserver or thread or inline) or thread_gets or threads_put or beside_threads"
 HERE = Path(__file__).resolve().parent.parent
+PARTS = sorted(path.stem.removeprefix("test_gpu_") for path in (HERE / "gpu").glob("test_gpu_*.py"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("part", ["features", "host", "pinning", "processes", "values"])
+@pytest.mark.parametrize("part", PARTS)
 def test_the_tests_for_a_gpu_pass_on_a_pretended_one(part: str) -> None:
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "pretend_cuda", "-p", "no:cacheprovider"]
     command += [str(HERE / "gpu" / f"test_gpu_{part}.py"), "-k", CHOSEN]
-    env = {**os.environ, "PYTHONPATH": path, "GPU_TESTS_PART": "100"}
+    gpus = "2" if part == "processes" else "1"
+    env = {**os.environ, "PYTHONPATH": path, "GPU_TESTS_PART": "100", "PRETENDED_GPUS": gpus}
     done = subprocess.run(command, cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout

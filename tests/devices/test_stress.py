@@ -51,12 +51,11 @@ class Simulated:
     @contextmanager
     def beside(self, batch: Any) -> Iterator[None]:
         home = self.machine.stream(self.device)
-        event = self.machine.record(home)
-        self.side.give(lambda: None, lambda: event.passed)
+        self.side.wait_event(home.record_event())
         with self.machine.on(self.device, self.side):
             yield
         for field in batch:
-            self.machine.recorded[field.data_ptr()].append(self.side)
+            self.machine.record_stream(field, self.side)
 
     def delay(self, rng: random.Random, loader: ShardedDataLoader) -> None:
         # Its streams are late anyway: here they catch up a little.

@@ -91,7 +91,8 @@ def test_a_large_tensor_keeps_memory_of_its_own(machine: Machine) -> None:
 
 def test_one_small_tensor_goes_from_where_it_lies(machine: Machine) -> None:
     streams = SimulatedStreams(machine, machine.devices[0])
-    copies, leaf = CopyStream(streams), streams.pin(torch.arange(9), (1,))
+    with streams.current():
+        copies, leaf = CopyStream(streams), streams.pin(torch.arange(9), (1,))
     pending = copies.begin({"only": [leaf]})
     assert pending.sources[0] is leaf
     machine.finish()

@@ -61,6 +61,21 @@ def test_an_error_of_an_earlier_kernel_is_not_blamed_on_the_batch(
     assert "epoch 0, batch" in notes  # when it was noticed
 
 
+@pytest.mark.parametrize("pool", ["inline", "thread"], indirect=True)
+def test_an_error_that_comes_up_when_memory_is_pinned_is_not_blamed_on_the_batch_either(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, pool: Pool
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise LATE[0]
+
+    monkeypatch.setattr(SimulatedStreams, "pinned_bytes", fail)
+    with ShardedDataLoader(dataset(), 4, device=machine.devices[0], pool=pool) as loader:
+        with pytest.raises(RuntimeError, match="CUDA error") as caught:
+            next(iter(loader))
+    assert "the cause may be an earlier kernel" in notes_of(caught.value)
+    assert "loader.read(" not in notes_of(caught.value)
+
+
 def test_other_errors_are_the_batchs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def begin(self: CopyStream, host: Any, number: int) -> Any:
         raise RuntimeError("cannot pin")

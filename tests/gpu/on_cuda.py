@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +31,10 @@ PART = int(os.environ.get("GPU_TESTS_PART", "1"))
 
 needs_cuda = pytest.mark.skipif("not torch.cuda.is_available()", reason="needs a GPU")
 needs_two = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
+
+
+PRETENDED = "pretend_cuda" in sys.modules
+"""The GPU is only pretended."""
 
 
 def sleep(cycles: int) -> None:
@@ -62,6 +69,7 @@ def no_synchronisation() -> Iterator[None]:
 @contextmanager
 def memory_limit(device: torch.device, nbytes: int) -> Iterator[None]:
     """Inside, torch may have so many bytes more of the device than are in use now."""
+    gc.collect()  # what is garbage now would make room later
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
@@ -135,6 +143,31 @@ class OnCuda:
         return self._seen, sum(int(counter) for counter in self._differing.values())
 
 
+class Rows:
+    """Compares batches of `stress.rows` with their labels, on the current stream. The host looks at the end.
+
+    Args:
+        width: of the rows.
+    """
+
+    def __init__(self, device: torch.device, width: int) -> None:
+        self._device, self._width = device, width
+        self._columns = torch.arange(width, dtype=torch.int64, device=device)
+        self._differing = torch.zeros((), dtype=torch.int64, device=device)
+        self._labels: list[torch.Tensor] = []
+
+    def compare(self, values: torch.Tensor, labels: torch.Tensor) -> None:
+        assert (values.device, labels.device) == (self._device, self._device)
+        self._differing.add_((values != labels[:, None] * self._width + self._columns).sum())
+        self._labels.append(labels.clone())
+
+    def result(self) -> tuple[list[int], int]:
+        """The labels that were seen since the last result, and how many values differed."""
+        seen = [label for labels in self._labels for label in labels.tolist()]
+        self._labels.clear()
+        return seen, int(self._differing)
+
+
 class Cudart:
     """torch's CUDA runtime, with a count of what is registered.
 
@@ -169,3 +202,14 @@ class Cudart:
 def host_values(batch: Any) -> list[Any]:
     """The fields of a batch as NumPy arrays; the host waits."""
     return [np.asarray(field.cpu()) for field in batch]
+
+
+def run_program(code: str, seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own, which pretends to have GPUs if this one does.
+
+    Raises:
+        subprocess.TimeoutExpired: it has not ended after so many seconds.
+    """
+    if PRETENDED:
+        code = f"import pretend_cuda; pretend_cuda.install({torch.cuda.device_count()})\n{code}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds)

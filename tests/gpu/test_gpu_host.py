@@ -6,7 +6,9 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 from on_cuda import (
     PART,
+    PRETENDED,
     SECONDS,
     Cudart,
     copy_streams_of,
@@ -29,6 +32,7 @@ from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.devices import placement
 from sharded_loader.engine.pool import Pool
 from sharded_loader.pools import resident
+from sharded_loader.torch import DataLoader
 
 pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(300)]
 
@@ -69,7 +73,8 @@ def test_no_call_that_makes_the_host_wait(cuda: torch.device, pool: Pool, monkey
         monkeypatch.undo()
     assert total.item() == pytest.approx(4 * 8 * 31.5, rel=1e-4)
     assert blocked == []
-    assert (paged, copies) == ([], 3 * 8 * 2)
+    assert paged == []
+    assert copies >= 2 * (3 * 8 - 2)  # the first ones may have been begun in the epoch before
 
 
 @pytest.mark.parametrize("share", [True, 0.5])
@@ -99,6 +104,76 @@ def test_next_returns_while_the_device_is_busy(cuda: torch.device, pool: Pool) -
         torch.cuda.synchronize(cuda)
         assert [labels[0].item() for _, labels in (*first, *later)] == [0, 8, 16, 24, 32]
         assert [values[0, 0].item() for values, _ in (*first, *later)] == [0, 8, 16, 24, 32]
+
+
+class Slow:
+    """Rows of 16 KB that take their time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.seconds)
+        return np.full(4096, index, np.float32)
+
+
+@dataclass
+class Shares:
+    """Parts of the seconds of an epoch: of the main thread's processor, and those that the loader has counted."""
+
+    processor: float
+    waiting: float
+    placing: float
+    host_behind: float
+    device_waiting: float
+
+
+def train(loader: Any, cycles: int, cuda: torch.device) -> Shares:
+    """An epoch of a loop that never waits for the device by itself, after one in which everything is made."""
+    total = torch.zeros((), device=cuda)
+    for _ in range(2):
+        torch.cuda.synchronize(cuda)
+        before = loader.stats()
+        began, cpu = time.perf_counter(), time.thread_time()
+        for batch in loader:
+            sleep(cycles)
+            total += batch[0, 0]
+        torch.cuda.synchronize(cuda)
+        seconds, cpu = time.perf_counter() - began, time.thread_time() - cpu
+    next(iter(loader))  # the times of the last batches are read when the next ones are begun
+    after = loader.stats()
+    assert total.item() == 2 * sum(range(0, 400, 8))
+    names = ("waiting_seconds", "placing_seconds", "device_seconds", "device_waiting_seconds")
+    return Shares(cpu / seconds, *((getattr(after, name) - getattr(before, name)) / seconds for name in names))
+
+
+KINDS = pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader], ids=["ours", "drop-in"])
+SLACK = 4 if PRETENDED else 1
+"""A pretended GPU copies with the main thread's processor."""
+
+
+@KINDS
+def test_a_host_that_waits_for_the_device_sleeps_and_does_not_call_it_waiting_for_data(
+    cuda: torch.device, kind: Any
+) -> None:
+    """Steps of 15 to 20 ms, batches that are there."""
+    options = {"persistent_workers": True} if kind is DataLoader else {}
+    shares = train(kind(Slow(0), 8, num_workers=2, device=cuda, **options), SECONDS // 50, cuda)
+    assert shares.processor <= 0.2 * SLACK
+    assert shares.waiting <= 0.05 * SLACK
+    assert shares.device_waiting <= 0.05 * SLACK
+    assert shares.host_behind >= 0.8 / SLACK
+
+
+@KINDS
+def test_a_device_that_has_nothing_to_do_says_so(cuda: torch.device, kind: Any) -> None:
+    """8 samples of 5 ms in each batch, two workers: 20 ms for a batch, and a step of 1 ms."""
+    shares = train(kind(Slow(0.005), 8, num_workers=2, device=cuda), SECONDS // 1000, cuda)
+    assert shares.device_waiting >= 0.8 / SLACK
+    assert shares.host_behind <= 0.1 * SLACK
 
 
 def test_device_memory_stays_flat_under_a_host_that_runs_ahead(cuda: torch.device, worker_pool: Pool) -> None:
@@ -306,6 +381,28 @@ def test_without_room_for_the_next_batch_it_is_that_batchs_error(cuda: torch.dev
         del held, caught
         gc.collect()
         assert next(batches)[1].tolist() == [4, 5]
+
+
+def test_two_shards_on_a_full_device_give_way_too(cuda: torch.device, worker_pool: Pool) -> None:
+    """A batch of 64 MB is two shards of 32; there is room for two batches and a half."""
+    with (
+        ShardedDataLoader(images(24, 32), 2, devices=[cuda, cuda], pool=worker_pool) as loader,
+        memory_limit(cuda, (2 * 64 + 32) * MB),
+    ):
+        seen = []
+        batches = iter(loader)
+        for shards in batches:
+            for values, labels in shards:
+                seen += labels.tolist()
+                assert [values[0, 0].item(), values[0, -1].item()] == labels.tolist() * 2
+            let_workers_finish(loader, batches)
+        assert seen == list(range(24))
+        assert loader._placement.ahead < 2
+        kept = [shards]
+        del shards, values, labels
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            kept += loader
+        assert "copied to cuda:0" in "\n".join(getattr(caught.value, "__notes__", []))
 
 
 def test_columns_that_do_not_fit_are_streamed(cuda: torch.device) -> None:

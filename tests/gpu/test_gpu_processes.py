@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import PROCESS_POOLS, make_pool
-from on_cuda import needs_cuda, needs_two
+from on_cuda import needs_cuda, needs_two, run_program, sleep
 
 from sharded_loader import ArrayDataset, ProcessPool, Replicas, ShardedDataLoader
 from sharded_loader.base.limits import cpus_near, node_of, numa_nodes
 from sharded_loader.devices.streams import pci_address
+from sharded_loader.parallel import replicas as replicas_module
 from sharded_loader.parallel import split_and_load
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
@@ -92,6 +92,60 @@ def test_slots_and_workers_are_near_the_gpu(cuda: torch.device, start_method: st
     assert os.sched_getaffinity(0) == own
 
 
+class Part:
+    """Iterable data: every row of a part. While ``kills`` has a file, the worker that reads row 20 of part 1 is killed.
+
+    Args:
+        kills: taken away by the worker that it kills.
+    """
+
+    def __init__(self, kills: Path) -> None:
+        self.kills = kills
+
+    def __call__(self, part: int, parts: int) -> Iterator[Any]:
+        data = dataset()
+        for number, index in enumerate(range(part, COUNT, parts)):
+            if (part, number) == (1, 20) and self.kills.exists():
+                self.kills.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield data[index]
+
+
+def check_rows(batch: Any, labels: Any) -> None:
+    assert batch[1].tolist() == labels
+    columns = torch.arange(WIDTH, device=batch[1].device)
+    assert torch.equal(batch[0], (batch[1][:, None] * WIDTH + columns).float())
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["this epoch", "the next epoch too"])
+@pytest.mark.parametrize("killed", [False, True], ids=["whole", "killed"])
+def test_iterable_data_and_the_next_epoch_arrive(cuda: torch.device, tmp_path: Path, ahead: bool, killed: bool) -> None:
+    part = Part(tmp_path / "kills")
+    # A batch of each part in turn.
+    expected = [list(range(first + part, first + part + 16, 2)) for first in range(0, COUNT, 16) for part in range(2)]
+    options: dict[str, Any] = {"device": cuda, "num_workers": 2, "prefetch_epochs": ahead}
+    with ShardedDataLoader(part, 8, streams=2, **options) as loader:
+        for epoch in range(3):
+            if killed and epoch != 1:
+                part.kills.touch()  # with `ahead` the workers read the next epoch already
+            for labels, batch in zip(expected, loader, strict=True):
+                sleep(400_000)
+                check_rows(batch, labels)
+    assert not part.kills.exists()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["this epoch", "the next epoch too"])
+def test_a_worker_killed_beside_the_end_of_an_epoch_is_replaced(cuda: torch.device, ahead: bool) -> None:
+    pool = ProcessPool(2)
+    with ShardedDataLoader(dataset(), 8, device=cuda, pool=pool, prefetch_epochs=ahead) as loader:
+        for _ in range(4):
+            for number, batch in enumerate(loader):
+                if number == COUNT // 8 - 2:
+                    os.kill(pool.pids[0], signal.SIGKILL)
+                sleep(400_000)
+                check(batch, number)
+
+
 def test_a_thread_gets_batches_on_its_own_stream(cuda: torch.device) -> None:
     wrong: list[BaseException] = []
     with ShardedDataLoader(dataset(), 8, device=cuda, num_workers=2) as loader:
@@ -137,24 +191,74 @@ def test_results_of_rows_that_each_device_keeps_are_gathered_on_the_first(cuda: 
 NO_OTHER_CONTEXT = """
 import numpy, torch
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
+from sharded_loader.torch import DataLoader
 data = ArrayDataset(numpy.zeros((64, 8192), numpy.float32))
-def read(device):
-    for options in ({"pool": ProcessPool(2)}, {"thread_pool": True, "num_workers": 2}, {}, {"resident": True}):
-        with ShardedDataLoader(data, 8, device=device, **options) as loader:
-            for batch in loader:
-                assert batch.device.index == 1
-read("cuda:1")
-torch.cuda.set_device(1)
-read("cuda")
+def read(device, **options):
+    kind = options.pop("kind", ShardedDataLoader)
+    loader = kind(data, 8, **{"device": device} | options)
+    for epoch in range(3):
+        torch.cuda._sleep(20_000_000)  # copies are under way when the epoch ends, or the loop is left
+        for number, batch in enumerate(loader):
+            assert batch.device.index == (None if options.get("pin_memory") else 1)
+            if epoch == 2 and number == 3:
+                break
+def read_all(device):
+    read(device, pool=ProcessPool(2))
+    read(device, thread_pool=True, num_workers=2)
+    read(device)
+    read(device, resident=True)
+    read(device, kind=DataLoader, num_workers=2)
+EACH
 torch.cuda.synchronize(1)
-assert torch._C._cuda_hasPrimaryContext(1)
-assert not torch._C._cuda_hasPrimaryContext(0)
+print([torch._C._cuda_hasPrimaryContext(number) for number in range(2)])
+"""
+
+WITHOUT_SET_DEVICE = """
+sleep = torch.cuda._sleep
+def on_its_own(cycles):
+    with torch.cuda.device(1):
+        sleep(cycles)
+torch.cuda._sleep = on_its_own
+read_all("cuda:1")
+"""
+
+WITH_SET_DEVICE = """
+torch.cuda.set_device(1)
+read_all("cuda")
+read(None, pin_memory=True, num_workers=2)
+read(None, pin_memory=True, num_workers=2, kind=DataLoader)
+"""
+
+FULL = """
+with torch.cuda.device(1):
+    device = torch.device("cuda", 1)
+    torch.zeros(1, device=device)
+    held = torch.cuda.memory_reserved(1)
+    torch.cuda.set_per_process_memory_fraction(
+        (held + 4 * 262_144) / torch.cuda.get_device_properties(1).total_memory, 1)
+kept = []
+with ShardedDataLoader(data, 8, device="cuda:1", num_workers=2) as loader:
+    try:
+        for batch in loader:
+            kept.append(batch)
+    except torch.OutOfMemoryError:
+        pass
+    else:
+        raise AssertionError("the device has room for all of it")
 """
 
 
 @needs_two
-def test_no_context_appears_on_a_device_that_nobody_named() -> None:
-    subprocess.run([sys.executable, "-c", NO_OTHER_CONTEXT], check=True, timeout=100)
+@pytest.mark.parametrize("each", [WITHOUT_SET_DEVICE, WITH_SET_DEVICE], ids=["named", "set_device"])
+def test_no_context_appears_on_a_device_that_nobody_named(each: str) -> None:
+    done = run_program(NO_OTHER_CONTEXT.replace("EACH", each), 100)
+    assert (done.stdout.split("\n"), done.returncode) == (["[False, True]", ""], 0), done.stderr
+
+
+@needs_two
+def test_no_context_appears_when_a_device_is_full() -> None:
+    done = run_program(NO_OTHER_CONTEXT.replace("EACH", FULL), 100)
+    assert (done.stdout.split("\n"), done.returncode) == (["[False, True]", ""], 0), done.stderr
 
 
 @needs_two
@@ -214,6 +318,29 @@ def test_replicas_on_uneven_shards_train_like_one_model(cuda: torch.device, bf16
     two = train([cuda, torch.device("cuda", second)], bf16)
     assert one[-1] < 0.8 * one[0]
     assert two == pytest.approx(one, rel=0.1 if bf16 else 0.01)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+def test_replicas_in_a_lane_each_train_like_one_model(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch, bf16: bool
+) -> None:
+    """As on two GPUs: a thread for each replica, with the caller's stream, and autocast."""
+    one, seen = train([cuda], bf16), set()
+    monkeypatch.setattr(replicas_module, "_lanes", lambda devices: [[place] for place in range(len(devices))])
+    forward = torch.nn.GELU.forward
+
+    def noted(self: torch.nn.GELU, inputs: torch.Tensor) -> torch.Tensor:
+        seen.add((threading.current_thread().name, torch.cuda.current_stream(cuda).cuda_stream))
+        return forward(self, inputs)
+
+    monkeypatch.setattr(torch.nn.GELU, "forward", noted)
+    stream = torch.cuda.Stream(cuda)
+    with torch.cuda.stream(stream):
+        two = train([cuda, cuda], bf16)
+    assert two == pytest.approx(one, rel=0.1 if bf16 else 0.01)
+    names, streams = zip(*seen, strict=True)
+    assert all(name.startswith("replica") for name in names) and len(set(names)) > 1
+    assert set(streams) == {stream.cuda_stream}
 
 
 def test_replicas_run_on_the_callers_stream(cuda: torch.device) -> None:

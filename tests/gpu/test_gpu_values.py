@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import collections
 import random
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from on_cuda import PART, OnCuda, copy_streams_of, host_values, needs_cuda, sleep
+from on_cuda import PART, PRETENDED, OnCuda, Rows, copy_streams_of, host_values, needs_cuda, sleep
 from stress import order_of, rows, stress
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Subset, TensorDataset
 
-from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
+from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader, empty
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.devices.pinning import address_of
+from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.pool import Pool
 from sharded_loader.memory.arena import Arena
+from sharded_loader.pools.ray.cluster import Lent
 
 pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(300)]
 
@@ -164,6 +168,122 @@ def test_a_packed_sequence_keeps_its_batch_sizes_on_the_host(cuda: torch.device,
             assert not packed.batch_sizes.is_pinned() or packed.batch_sizes.numel() == 0
             expected = [float(i) for i in range(8 * number, 8 * number + 8) for _ in range(1 + i % 5)]
             assert sorted(packed.data[:, 0].tolist()) == expected
+
+
+@pytest.mark.parametrize("where", ["the current stream", "a side stream"])
+def test_a_recurrent_network_reads_a_packed_batch(cuda: torch.device, where: str) -> None:
+    """What stands on the host and what on the device is as `torch.nn.LSTM` wants it."""
+    torch.manual_seed(0)
+    host = torch.nn.LSTM(64, 8)
+    network = torch.nn.LSTM(64, 8)
+    network.load_state_dict(host.state_dict())
+    network.to(cuda)
+    data = [torch.randn(1 + i % 5, 64) for i in range(32)]
+    stream = torch.cuda.Stream(cuda) if where == "a side stream" else torch.cuda.current_stream(cuda)
+    torch.cuda.synchronize(cuda)
+    with (
+        torch.cuda.stream(stream),
+        torch.no_grad(),
+        ShardedDataLoader(data, 8, device=cuda, num_workers=2, batchify_fn=_packed) as loader,
+    ):
+        for number, batch in enumerate(loader):
+            _, (found, _) = network(batch["packed"])
+            _, (wanted, _) = host(_packed(data[8 * number : 8 * number + 8])["packed"])
+            assert torch.allclose(found.cpu(), wanted, atol=1e-2)  # TF32
+
+
+class Encoding(collections.UserDict):  # type: ignore[type-arg]
+    """What a tokenizer gives, where transformers is not there: it moves itself, and changes itself."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Encoding:
+        self.data = {name: value.to(device, non_blocking=non_blocking) for name, value in self.data.items()}
+        return self
+
+
+def _encoding(rows: torch.Tensor) -> Any:
+    return pytest.importorskip("transformers").BatchEncoding({"input_ids": rows})
+
+
+def _graph(rows: torch.Tensor) -> Any:
+    data = pytest.importorskip("torch_geometric.data")
+    return data.Batch.from_data_list([data.Data(x=row[None]) for row in rows])
+
+
+OBJECTS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "a mapping": (lambda rows: Encoding(input_ids=rows), lambda batch: batch["input_ids"]),
+    "BatchEncoding": (_encoding, lambda batch: batch["input_ids"]),
+    "PyG": (_graph, lambda batch: batch.x),
+    "sparse": (lambda rows: rows.to_sparse(), lambda batch: batch.to_dense()),
+}
+
+
+NOT_PRETENDED = pytest.mark.skipif(PRETENDED, reason="a pretended GPU has no sparse tensors")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=NOT_PRETENDED if name == "sparse" else ()) for name in OBJECTS]
+)
+@pytest.mark.parametrize("deep", [False, True], ids=["the batch", "in a dict"])
+def test_objects_of_other_libraries_arrive(cuda: torch.device, name: str, deep: bool) -> None:
+    make, find = OBJECTS[name]
+    data = ArrayDataset(np.repeat(np.arange(1, 65, dtype=np.float32)[:, None], 16_384, 1))
+    make(torch.ones(1, 2))  # is the library there?
+
+    def batchify(samples: list[Any]) -> Any:
+        made = make(torch.from_numpy(np.stack(samples)))
+        return {"deep": [made]} if deep else made
+
+    with ShardedDataLoader(data, 8, device=cuda, num_workers=2, batchify_fn=batchify) as loader:
+        for number, batch in enumerate(loader):
+            sleep(800_000)  # the copies come late
+            found = find(batch["deep"][0] if deep else batch)
+            assert found.device == cuda
+            wanted = torch.arange(8 * number + 1, 8 * number + 9, device=cuda, dtype=torch.float32)
+            assert torch.equal(found, wanted[:, None].expand(8, 16_384))
+
+
+class Halves:
+    """An object over two parts of one array, in the memory that the loader gives for the batch."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        whole = empty((len(samples), WIDTH), np.int32)
+        np.stack([values for values, _ in samples], out=whole)
+        self.first, self.second = torch.from_numpy(whole[:2]), torch.from_numpy(whole[2:])
+        self.labels = torch.tensor([label for _, label in samples[2:]])
+
+
+def test_the_second_tensor_of_an_object_may_be_copied_alone(cuda: torch.device, pool: Pool) -> None:
+    """Torch would not find the block of pinned memory that it lies in: it begins in the middle. (A pretended GPU shows
+    no race: tests/devices/test_objects.py does.)"""
+    target = Rows(cuda, WIDTH)
+    with ShardedDataLoader(rows(COUNT, WIDTH), BATCH, device=cuda, pool=pool, batchify_fn=Halves) as loader:
+        for batch in loader:
+            sleep(800_000)
+            second, labels = batch.second.to(cuda, non_blocking=True), batch.labels.to(cuda)
+            del batch
+            target.compare(second, labels)
+    seen, differing = target.result()
+    assert (seen, differing) == ([index for index in range(COUNT) if index % BATCH >= 2], 0)
+
+
+def test_the_objects_of_a_group_of_batches_may_be_copied_too(cuda: torch.device) -> None:
+    """As `RayPool` brings them, without Ray: all batches of a group lie in one pinned block."""
+    place, lent, target = Placement([cuda], pin_memory=False), Lent(0), Rows(cuda, WIDTH)
+    lent.empty, lent.copies_all = place.empty, True
+    for step in range(20):
+        first = np.arange(step * 2, step * 2 + 2)
+        group = (first[:, None] * WIDTH + np.arange(WIDTH)).astype(np.int32)
+        taken = lent.take(group.view(np.uint8).reshape(-1)).view(np.int32).reshape(2, WIDTH)
+        assert torch.from_numpy(taken).is_pinned()
+        for number in range(2):
+            batch = place.place({"meta": Sample(torch.from_numpy(taken[number]), torch.tensor(first[number]))}, False)
+            sleep(800_000)
+            found = batch["meta"].values.to(cuda, non_blocking=True)
+            target.compare(found[None], batch["meta"].labels.to(cuda)[None])
+            del batch, found
+        del taken
+    assert target.result() == (list(range(40)), 0)
+    place.closer()()
 
 
 def test_a_slot_is_used_again_only_when_its_copy_is_done(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
