@@ -490,7 +490,7 @@ class SimulatedStreams(Streams):
         self.caller_stream().give(move)
 
     def empty_cache(self) -> None:
-        self.machine.log.append(("empty_cache", getattr(self.machine._current, "device", None)))
+        self.machine.asks(self.device)
         self.machine.empty_cache()
 
     def memory(self) -> tuple[int, int] | None:

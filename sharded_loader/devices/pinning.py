@@ -50,6 +50,9 @@ from sharded_loader.memory.codec import array_address, is_plain_tensor
 PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device's context, also those made later."""
 
+BROKEN = frozenset({700, 702, 710, 714, 715, 716, 717, 718, 719})
+"""Codes of errors of earlier kernels, which break the device's context. The copy of the batch reports them."""
+
 Drain = Callable[[], Any]
 """Waits until no copy reads from the segments any more. False: one may still, and the segments must stay."""
 
@@ -91,7 +94,11 @@ class Registrar:
                     return None
                 code = int(runtime.cudaHostRegister(address, nbytes, PORTABLE))
                 reason = "" if code == 0 else _reason(runtime, code)
+                if code in BROKEN:
+                    return None
             except RuntimeError as error:
+                if is_late(error):
+                    return None
                 reason = str(error)
             if not reason:
                 undo = functools.partial(_undo, self._streams, runtime, address, self._drain, self._undo)

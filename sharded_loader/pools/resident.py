@@ -232,7 +232,8 @@ class ResidentPool(InlinePool):
         except OUT_OF_MEMORY as error:
             reason = str(error).partition("\n")[0]
         # Not done above: the error's traceback holds the columns that have found room.
-        streams.empty_cache()
+        with streams.current():
+            streams.empty_cache()
         _warn(streams, reason)
         return None
 
@@ -285,7 +286,8 @@ class ResidentPool(InlinePool):
             except OUT_OF_MEMORY as error:
                 reason = str(error).partition("\n")[0]
             at = self._on[device] = None  # not done above, as in `_load`
-            streams.empty_cache()
+            with streams.current():
+                streams.empty_cache()
             _warn(streams, reason)
         return rows.as_batch(gather_rows(list(rows.columns.values()), rows.find(where), self.empty))
 

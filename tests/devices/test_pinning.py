@@ -84,6 +84,15 @@ def test_a_refusal_is_one_warning_and_batches_go_through_pinned_memory(machine: 
     assert machine.faults == []
 
 
+@pytest.mark.parametrize("code", [700, 710, 719])
+def test_after_a_failed_kernel_no_limit_is_blamed(machine: Machine, code: int) -> None:
+    """The copy of the batch says what has happened. Warnings are errors here."""
+    machine.refuse = code
+    with ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=ProcessPool(1)) as loader:
+        read_all(machine, loader)
+        assert machine.registered == {}
+
+
 def test_a_runtime_that_cannot_be_had_is_the_same(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def runtime(self: SimulatedStreams) -> Any:
         raise RuntimeError("no driver")
