@@ -455,14 +455,15 @@ class CopyStream:
     def note_ready(self, stream: Any) -> None:
         """The caller's stream has the batch that ``next`` was called for. Make an event for the next call."""
         clock, device = self._clock, self.streams.device
-        clock.records.pop(device, None)  # first: an event that waits to be read must not be recorded again
-        called, self._called = self._called, None
+        called, self._called = self._called, None  # first: an event that is not recorded any more must not be read
+        clock.records.pop(device, None)  # before it waits to be read: then it must not be recorded again
         if called is not None and called.stream == stream and called.calls < clock.calls and clock.times is not None:
             ready = self._timed_event()
             ready.record(stream)
             self._waits.append((called.event, ready, clock.times))
-        self._called = called = _Called(self._timed_event(), stream, clock.calls)
-        clock.records[device] = functools.partial(called.event.record, stream)
+        event = self._timed_event()
+        clock.records[device] = functools.partial(event.record, stream)
+        self._called = _Called(event, stream, clock.calls)  # last, for the same reason
 
     def _timed_event(self) -> Any:
         return self._unused.pop() if self._unused else self.streams.timed_event()

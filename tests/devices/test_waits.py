@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from injection import InterruptAt, next_interrupted
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ShardedDataLoader
@@ -157,3 +158,17 @@ def test_the_host_sleeps_while_it_waits(machine: Machine, monkeypatch: pytest.Mo
     with ShardedDataLoader(np.zeros((64, 1000)), 4, device=machine.devices[0]) as loader:
         list(loader)
     assert rests and min(rests) > 1e-4 and max(rests) < 1e-2
+
+
+def test_an_interruption_leaves_no_event_that_was_never_recorded(machine: Machine) -> None:
+    """At every line of the copies. To ask such an event for its time is an error, as in torch."""
+    with ShardedDataLoader(np.arange(3000), 1, device=machine.devices[0]) as loader:
+        line, has_fired, batches, number = 0, True, iter(loader), 0
+        while has_fired:
+            line += 1
+            got, has_fired = next_interrupted(batches, line, lambda at: InterruptAt(at, ("copies.py",)))
+            got.append(next(batches))
+            machine.finish()
+            assert [batch.item() for batch in got] == list(range(number, number + len(got)))
+            number += len(got)
+    assert line > 40 and machine.faults == []
