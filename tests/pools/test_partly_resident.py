@@ -83,7 +83,7 @@ DATASETS: dict[str, Callable[[Path], Any]] = {
     "part of a Subset": lambda folder: SimpleDataset(Subset(columns().take(50), list(range(5, 50)))).shard(2, 0),
 }
 
-SHARES = [True, 1.0, 0.6, 0.01, "auto"]
+SHARES = [0.6, "auto", *(pytest.param(share, marks=pytest.mark.slow) for share in (True, 1.0, 0.01))]
 
 
 def seen(machine: Machine | None, batches: Any) -> Iterator[Any]:
