@@ -365,6 +365,9 @@ class SimulatedStreams(Streams):
             if recorded is not None:  # on the device
                 recorded.append(stream)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return True  # all are on the host, where nobody can tell them apart
+
     def is_pinned(self, host: torch.Tensor) -> bool:  # finalizers take entries out of `pinned`
         machine, address = self.machine, host.data_ptr()
         own = any(start <= address < start + size for start, size in machine.pinned.copy().items())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import dataclasses
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -270,6 +272,43 @@ def test_a_generator_may_be_asked_for_by_name() -> None:
     assert next(iter(ShardedDataLoader(Rows(), 4, device_transform=by_name))) in range(100)
 
 
+class Module(torch.nn.Module):
+    def forward(self, batch: Any, rng: Any) -> Any:
+        return 3, rng.integers(100)
+
+
+def scaled(batch: Any, scale: int = 3, rng: Any = None) -> Any:
+    return scale, rng.integers(100)
+
+
+def keyword(batch: Any, *, rng: Any) -> Any:
+    return 3, rng.integers(100)
+
+
+@pytest.mark.parametrize(
+    ("fn", "scale"),
+    [(scaled, 3), (functools.partial(scaled, scale=5), 5), (keyword, 3), (Module(), 3)],
+    ids=["other defaults", "partial", "keyword only", "module"],
+)
+def test_a_generator_takes_the_place_of_no_other_argument(fn: Any, scale: int) -> None:
+    found, drawn = next(iter(ShardedDataLoader(Rows(), 4, device_transform=fn)))
+    assert found == scale and drawn in range(100)
+
+
+def test_an_iterator_that_has_begun_keeps_its_numbers_when_a_state_is_loaded(machine: Machine) -> None:
+    other = ShardedDataLoader(Rows(), 8, seed=8).state_dict()
+    for options in ({}, {"device": machine.devices[0]}):
+        with ShardedDataLoader(Rows(), 8, seed=7, device_transform=noisy, **options) as loader:
+            expected = drawn(loader)
+            machine.finish()
+        with ShardedDataLoader(Rows(), 8, seed=7, device_transform=noisy, **options) as loader:
+            batches = iter(loader)
+            got = [next(batches)[1]]
+            loader.load_state_dict(other)
+            assert got + [numbers for _, numbers in batches] == expected
+            machine.finish()
+
+
 def test_peek_is_the_first_batch() -> None:
     loader = ShardedDataLoader(Rows(), 4, seed=1, device_transform=noisy)
     assert loader.peek()[1] == next(iter(loader))[1]
@@ -283,6 +322,20 @@ def test_how_the_program_calls_next_changes_nothing() -> None:
     with torch.inference_mode():
         inferred, _ = next(batches)
     assert not inferred.is_inference() and torch.equal(inferred, plain)
+
+
+def test_a_batch_of_a_call_in_inference_mode_may_be_changed_and_trained_on(machine: Machine) -> None:
+    def in_place(batch: Any) -> Any:
+        batch["name"] += 1
+        return batch
+
+    for options in ({}, {"device": machine.devices[0]}):
+        with ShardedDataLoader(Rows(), 8, host_fields="name", device_transform=in_place, **options) as loader:
+            with torch.inference_mode():
+                batch = next(iter(loader))
+            assert not batch["name"].is_inference() and not batch["x"].is_inference()
+            assert batch["name"].tolist() == list(range(1, 9))
+            machine.finish()
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -311,6 +364,14 @@ def test_its_error_says_where(machine: Machine, pool: Pool) -> None:
         assert next(batches) == list(range(24, 32))
         del batches, caught
         machine.finish()
+
+
+def test_an_async_function_is_rejected() -> None:
+    async def later(batch: Any) -> Any:
+        return batch
+
+    with pytest.raises(TypeError, match="device_transform is async: it gives coroutine objects"):
+        next(iter(ShardedDataLoader(Rows(), 4, device_transform=later)))
 
 
 def test_an_interruption_loses_no_batch(machine: Machine) -> None:
@@ -352,6 +413,8 @@ def test_an_interruption_loses_no_batch(machine: Machine) -> None:
         ({"host_fields": "x", "pin_memory": True}, ValueError, "host_fields is for batches on devices: give device"),
         ({"host_fields": [1.5]}, TypeError, "host_fields has 1.5; it must have names of fields, or numbers"),
         ({"host_fields": [True]}, TypeError, "host_fields has True"),
+        ({"host_fields": 1.5}, TypeError, "host_fields has 1.5; it must have names of fields, or numbers"),
+        ({"host_fields": b"x"}, TypeError, "host_fields has b'x'; it must have names of fields, or numbers"),
         ({"host_fields": "x", "resident": True, "device": "cpu"}, ValueError, "host_fields keeps .* leave out one"),
     ],
 )
@@ -402,6 +465,83 @@ def test_host_fields_stay_on_the_host(machine: Machine, pool: Pool, batchify: An
             )
         machine.finish()
     assert (wrong, machine.faults) == ([], [])
+
+
+class Encoding(collections.UserDict[str, Any]):
+    """Moves itself, and asks all of its values to move, as some versions of transformers do."""
+
+    def to(self, device: Any, non_blocking: bool = False) -> Encoding:
+        return Encoding({key: moved(value) for key, value in self.data.items()})
+
+
+@dataclasses.dataclass
+class Item:
+    """As `Encoding`."""
+
+    x: Any
+    name: Any
+
+    def to(self, device: Any, non_blocking: bool = False) -> Item:
+        return Item(moved(self.x), moved(self.name))
+
+
+def moved(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value.to("device")
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("fn", [None, lambda batch: batch], ids=["no function", "function"])
+@pytest.mark.parametrize("kind", [Encoding, Item])
+def test_host_fields_of_a_container_that_moves_itself_are_values(
+    machine: Machine, on_device: bool, fn: Any, kind: Any
+) -> None:
+    def batchify(samples: list[Any]) -> Any:
+        x, names = fields(samples)
+        return kind({"x": x, "name": names}) if kind is Encoding else kind(x, names)
+
+    options: dict[str, Any] = {"device": machine.devices[0]} if on_device else {}
+    with ShardedDataLoader(
+        Rows(), 8, host_fields="name", collate_fn=batchify, device_transform=fn, **options
+    ) as loader:
+        for number, batch in enumerate(loader):
+            name = batch["name"] if kind is Encoding else batch.name
+            assert type(batch) is kind and name[:8].tolist() == list(range(8 * number, 8 * number + 8))
+        machine.finish()
+
+
+@pytest.mark.parametrize("fn", [None, lambda batch: batch], ids=["no function", "function"])
+def test_a_host_field_may_be_sparse(machine: Machine, monkeypatch: pytest.MonkeyPatch, fn: Any) -> None:
+    monkeypatch.setattr(SimulatedStreams, "holds", lambda streams, tensor: tensor.layout is torch.strided)
+    options: dict[str, Any] = {"device": machine.devices[0], "host_fields": "graph", "device_transform": fn}
+
+    def batchify(samples: list[Any]) -> Any:
+        return {"x": torch.ones(3), "graph": torch.eye(3).to_sparse()}
+
+    with ShardedDataLoader(Rows(), 8, collate_fn=batchify, **options) as loader:
+        assert next(iter(loader))["graph"].is_sparse
+        machine.finish()
+
+
+def test_beside_a_host_field_a_sparse_tensor_moves_itself(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the caller's stream, because it cannot be recorded there. Nobody has given a function to blame."""
+    streams, moves = [], torch.Tensor.to
+
+    def move(tensor: Any, device: Any, **named: Any) -> Any:
+        if tensor.is_sparse and device == machine.devices[0]:
+            streams.append(machine.stream(device).name)
+            return tensor
+        return moves(tensor, device, **named)
+
+    monkeypatch.setattr(torch.Tensor, "to", move)
+
+    def batchify(samples: list[Any]) -> Any:
+        return {"name": torch.ones(3), "graph": torch.eye(3).to_sparse()}
+
+    options: dict[str, Any] = {"device": machine.devices[0], "host_fields": "name"}
+    with ShardedDataLoader(Rows(), 24, collate_fn=batchify, **options) as loader:
+        assert [batch["graph"].is_sparse for batch in loader] == [True, True]
+        machine.finish()
+    assert streams == [machine.streams[machine.devices[0]][0].name] * 2
 
 
 def test_a_field_that_a_batch_does_not_have_is_named() -> None:
