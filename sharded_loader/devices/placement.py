@@ -203,9 +203,7 @@ class Placement:
         """
         if self.is_plain:
             return to_torch(batch)
-        begun = self.begin(batch, task)
-        batch, self._latest = begun.finish(), begun.ready
-        return batch
+        return self.begin(batch, task).finish()
 
     def place_next(self, window: Sequence[Entry], following: Sequence[Entry] = ()) -> Any:
         """Put the batch of the first entry where it belongs, and send those behind it on their way; if it `goes_ahead`.

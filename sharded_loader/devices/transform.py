@@ -109,8 +109,7 @@ class BatchTransform:
         if self.fn is None:
             return shard
         try:
-            # Not as the program happens to call ``next``: the numbers must be the same in every mode.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.no_grad():  # however the program calls ``next``; who calls this sees to the inference mode
                 if self._takes_rng:
                     rng = philox(self._seed(task.run), "device transform", task.epoch, task.position, number)
                 made = self.fn(shard, rng) if self._takes_rng else self.fn(shard)

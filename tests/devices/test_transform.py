@@ -19,7 +19,7 @@ from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
 from sharded_loader.base.errors import notes_of
-from sharded_loader.devices.copies import HOST_AHEAD
+from sharded_loader.devices.copies import HOST_AHEAD, CopyStream
 from sharded_loader.devices.placement import Placement
 from sharded_loader.devices.transform import BatchTransform
 from sharded_loader.engine.pool import Pool
@@ -126,6 +126,32 @@ def test_the_memory_is_bounded_however_far_the_host_is_ahead(machine: Machine) -
                 del batch
         # Of each batch under way: the copy, what lies between, the result. And one batch that the program holds.
         assert machine.peak <= 3 * (HOST_AHEAD + loader.device_prefetch + 1)
+        machine.finish()
+
+
+def test_what_it_is_made_of_is_not_used_again_before_it_was_read(machine: Machine) -> None:
+    """The copy's memory is the caller's, whose stream knows nothing of a function on another one."""
+    device, late = machine.devices[0], Late(machine)
+    copies, rng = CopyStream(SimulatedStreams(machine, device)), np.random.default_rng(0)
+    batch = {"x": np.arange(WIDTH), "name": "text"}
+    pending = copies.begin(batch, transform=lambda given: late(given, rng))
+    mine = [machine.allocate(device, torch.empty(WIDTH, dtype=torch.int64)) for _ in range(3)]
+    for address in [one.data_ptr() for one in mine]:
+        machine.stream(device).give(functools.partial(ctypes.memset, address, 0, 8 * WIDTH))
+    machine.finish()
+    made = pending.finish()
+    machine.finish()
+    assert made["x"].tolist() == [2 * value + made["added"] for value in range(WIDTH)]
+    copies.drain()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_it_may_return_a_jagged_tensor(machine: Machine) -> None:
+    def jagged(batch: Any) -> Any:
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+    with ShardedDataLoader(Rows(), 48, device=machine.devices[0], device_transform=jagged) as loader:
+        assert [batch.size(0) for batch in loader] == [2]
         machine.finish()
 
 
@@ -586,12 +612,25 @@ def test_there_is_an_event_for_each_shard(machine: Machine, kind: str) -> None:
         shards = next(iter(loader))
         events = loader.ready_event
         if kind == "host":
-            assert events in (None, [None, None])
+            assert events is None
         else:
             assert [event.device for event in events] == devices and len(shards) == 2
             machine.finish()
             with SimulatedStreams(machine, devices[0]).current():
                 assert events[0].query()
+
+
+def test_peek_leaves_the_event_as_it_is(machine: Machine) -> None:
+    with ShardedDataLoader(Rows(), 8, device=machine.devices[0]) as loader:
+        loader.peek()
+        assert loader.ready_event is None
+        batches = iter(loader)
+        next(batches)
+        event = loader.ready_event
+        loader.peek()
+        assert loader.ready_event is event
+        del batches
+        machine.finish()
 
 
 def test_the_event_does_not_hold_the_batch(machine: Machine) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from simulated import Machine
+from simulated import Machine, SimulatedStreams
 from torch.utils.data import IterableDataset
 
 from sharded_loader.devices.placement import AHEAD
@@ -141,6 +141,23 @@ def test_pinned_memory_lives_from_epoch_to_epoch(machine: Machine, method: str, 
     )  # torch keeps memory for each stream: one copy stream is enough
     del loader
     assert machine.registered == {}
+
+
+def test_later_epochs_know_how_large_a_batch_is(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So their first batches lie in pinned slots, too, and the host does not copy them once more."""
+    pin, pinned = SimulatedStreams.pin, []
+
+    def noted(streams: SimulatedStreams, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+        pinned.append(host.nbytes)
+        return pin(streams, host, stride)
+
+    monkeypatch.setattr(SimulatedStreams, "pin", noted)
+    loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork"))
+    for epoch in range(3):
+        labels(loader)
+        machine.finish()
+        assert (max(pinned) > 8 * WIDTH) == (epoch == 0)
+        pinned.clear()
 
 
 def test_an_epoch_inside_another_has_memory_of_its_own(machine: Machine) -> None:
