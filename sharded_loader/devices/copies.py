@@ -73,7 +73,7 @@ from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.batching.tree import ATOMS, children, map_leaves, to_torch
 from sharded_loader.devices.pinning import arrays_in, pinned_copy, pinned_empty
 from sharded_loader.devices.streams import Streams, note_late
-from sharded_loader.devices.transform import RAISED
+from sharded_loader.devices.transform import RAISED, OnHost, shown
 from sharded_loader.memory.codec import aligned
 
 HOST_AHEAD = 4
@@ -294,7 +294,7 @@ class _Staged:
                 self.what = self.what.to(streams.device, non_blocking=True)
             except TypeError:
                 self.what = self.what.to(streams.device)
-            self.has_moved = True
+            self.what, self.has_moved = shown(self.what), True
         return self.what
 
 
@@ -403,7 +403,8 @@ class CopyStream:
         batch, pending.staged = self._with_moved(pending), []
         pending.batch = transform(batch)
         pending.made, pending.targets = [pending.batch], []
-        if not all(_is_recorded(tensor) or tensor.layout is torch.jagged for tensor in _tensors_in(pending.batch)):
+        here = filter(self.streams.holds, _tensors_in(pending.batch))
+        if not all(_is_recorded(tensor) or tensor.layout is torch.jagged for tensor in here):
             raise TypeError(
                 "device_transform has returned a sparse or nested tensor, whose memory torch cannot guard while "
                 "another stream uses it: return dense tensors"
@@ -423,6 +424,8 @@ class CopyStream:
                 leaf = target
             elif _is_plain(leaf):
                 leaf = self._target(pending, leaf)
+            elif type(leaf) is OnHost:
+                leaf = leaf.value
             elif has_method(leaf, "to") and getattr(leaf, "device", None) != streams.device:
                 leaf = _Staged(self._stage(leaf))
                 pending.staged.append(leaf)

@@ -257,7 +257,10 @@ class PinnedCopy:
             pass
         if self._error is not None:
             error, self._error = self._error, None
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # otherwise error -> traceback -> this frame -> error, and the batch waits for the collector
         return self._batch
 
 

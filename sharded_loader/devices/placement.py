@@ -203,9 +203,7 @@ class Placement:
         """
         if self.is_plain:
             return to_torch(batch)
-        begun = self.begin(batch, task)
-        batch, self._latest = begun.finish(), begun.ready
-        return batch
+        return self.begin(batch, task).finish()
 
     def place_next(self, window: Sequence[Entry], following: Sequence[Entry] = ()) -> Any:
         """Put the batch of the first entry where it belongs, and send those behind it on their way; if it `goes_ahead`.
@@ -294,17 +292,18 @@ class Placement:
             number: of the batch.
             task, place: what was read, and the number of the shard in it.
         """
-        transform = None
-        if self._transform is not None:
-            transform = functools.partial(self._transform.apply, task=task, number=place)
-            shard = self._transform.hold_back(shard)
-        if copies is not None:
-            return copies.begin(shard, number, transform)
-        if type(shard) is Placed:
-            placed = shard.shard
-        else:
-            placed = to_torch(shard) if self._on_host else to_torch(shard, functools.partial(_move, device))
-        return Placed(placed if transform is None else transform(placed))
+        transform, apply = self._transform, None
+        with torch.inference_mode(False):  # as in `CopyStream.begin`
+            if transform is not None:
+                apply = functools.partial(transform.apply, task=task, number=place)
+                shard = transform.hold_back(shard)
+            if copies is not None:
+                return copies.begin(shard, number, None if transform is None or transform.fn is None else apply)
+            if type(shard) is Placed:
+                placed = shard.shard
+            else:
+                placed = to_torch(shard) if self._on_host else to_torch(shard, functools.partial(_move, device))
+            return Placed(placed if apply is None else apply(placed))
 
     def ready_event(self) -> Any:
         """What passes when the batch that was handed out last is ready; of each shard, if it is a list of shards.

@@ -86,8 +86,12 @@ class Streams:
         Tensors that are not on this device are left out.
         """
         for tensor in tensors:
-            if tensor.device == self.device:
+            if self.holds(tensor):
                 tensor.record_stream(stream)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on this device."""
+        return tensor.device == self.device
 
     def pin(self, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
         """A copy in pinned memory with these strides; torch uses that again when the copies from it have passed."""

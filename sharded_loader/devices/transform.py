@@ -14,6 +14,7 @@ Source of the idea: FFCV and DALI, which normalise images and change their layou
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 
 from sharded_loader.base.described import an
 from sharded_loader.base.errors import add_note, notes_of
-from sharded_loader.batching.protocol import some
+from sharded_loader.batching.protocol import refuse_async, some
 from sharded_loader.batching.tree import children, field_names, map_leaves, rebuild, to_torch
 from sharded_loader.engine.messages import Task
 from sharded_loader.randomness.rng import philox
@@ -30,11 +31,19 @@ RAISED = "raised by device_transform"
 """The note on an error of the user's function."""
 
 
-class _OnHost:
-    """The value of a host field. Nothing copies it: it has no method ``to``, and is no array."""
+class OnHost:
+    """The value of a host field. A container that moves itself asks it to move, and it stays what it is."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+    def to(self, *args: Any, **named: Any) -> OnHost:
+        """Nothing is copied."""
+        return self
+
+    def pin_memory(self, *args: Any) -> OnHost:
+        """Nothing is pinned."""
+        return self
 
 
 class BatchTransform:
@@ -45,7 +54,10 @@ class BatchTransform:
         takes_rng: which of both.
         host_fields: the fields that stay on the host: keys of a dict, fields of a dataclass or named tuple, numbers in
             a tuple or list.
-        seed: the loader's seed now. A loaded state changes it.
+        seed: the loader's seed now. A loaded state changes it, but not for the runs that have begun.
+
+    Attributes:
+        fn: as given.
 
     Example:
         >>> transform = BatchTransform(lambda batch, rng: batch["x"] * rng.integers(2, 3), True, (), lambda: 0)
@@ -56,7 +68,8 @@ class BatchTransform:
     def __init__(
         self, fn: Callable[..., Any] | None, takes_rng: bool, host_fields: Sequence[str | int], seed: Callable[[], int]
     ) -> None:
-        self._fn, self._takes_rng, self._host_fields, self._seed = fn, takes_rng, frozenset(host_fields), seed
+        self.fn, self._takes_rng, self._host_fields = fn, takes_rng, frozenset(host_fields)
+        self._seed = functools.lru_cache(maxsize=64)(lambda run: seed())  # as it was at the run's first batch
 
     def hold_back(self, shard: Any) -> Any:
         """The shard with its host fields wrapped. Their tensors get memory of their own, which is not pinned.
@@ -75,7 +88,7 @@ class BatchTransform:
         return rebuild(
             shard,
             [
-                _OnHost(map_leaves(_copied, to_torch(part))) if name in self._host_fields else part
+                OnHost(map_leaves(_copied, to_torch(part))) if name in self._host_fields else part
                 for name, part in zip(names, parts, strict=True)
             ],
         )
@@ -92,19 +105,28 @@ class BatchTransform:
             Exception: what the function raises.
         """
         if self._host_fields:
-            shard = map_leaves(lambda leaf: leaf.value if type(leaf) is _OnHost else leaf, shard, own="to")
-        if self._fn is None:
+            shard = shown(shard)
+        if self.fn is None:
             return shard
         try:
-            # Not as the program happens to call ``next``: the numbers must be the same in every mode.
-            with torch.inference_mode(False), torch.no_grad():
-                if not self._takes_rng:
-                    return self._fn(shard)
-                return self._fn(shard, philox(self._seed(), "device transform", task.epoch, task.position, number))
+            with torch.no_grad():  # however the program calls ``next``; who calls this sees to the inference mode
+                if self._takes_rng:
+                    rng = philox(self._seed(task.run), "device transform", task.epoch, task.position, number)
+                made = self.fn(shard, rng) if self._takes_rng else self.fn(shard)
+            refuse_async([made], "device_transform")
+            return made
         except Exception as error:
             if RAISED not in notes_of(error):
                 add_note(error, RAISED)
             raise
+
+
+def shown(shard: Any) -> Any:
+    """A shard with the values of its host fields in their places."""
+    parts = children(shard) or []
+    if OnHost not in map(type, parts):
+        return shard
+    return rebuild(shard, [part.value if type(part) is OnHost else part for part in parts])
 
 
 def _names(shard: Any) -> list[Any]:

@@ -115,8 +115,10 @@ class DeviceMemory:
 
     def take_back(self, pool: Pool, placement: AsCollated) -> None:
         """End the workers of a pool, and keep its memory, if a device reads it."""
-        if isinstance(pool, ProcessPool) and pool.started and placement is self._placement and placement.asynchronous:
-            self._left.append(pool.hand_over())
+        if isinstance(pool, ProcessPool) and placement is self._placement and placement.asynchronous:
+            left = pool.hand_over()
+            if left.arena.segments:
+                self._left.append(left)
 
 
 def _close_arenas(left: list[ArenaInUse]) -> None:

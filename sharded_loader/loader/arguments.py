@@ -15,6 +15,7 @@ from os import PathLike
 from typing import Any
 
 import numpy as np
+import torch
 
 from sharded_loader.base.checks import CLOSE, check_int, refuse_class
 from sharded_loader.base.described import an
@@ -237,9 +238,8 @@ def transform_of(
     """
     if fn is not None and not callable(fn):
         raise TypeError(f"device_transform is {fn!r}; it must be a function of a batch, or of a batch and a generator")
-    if isinstance(host_fields, (str, int)):
-        host_fields = (host_fields,)
-    fields = [] if host_fields is None else list(host_fields)
+    several = isinstance(host_fields, Iterable) and not isinstance(host_fields, (str, bytes))
+    fields = [] if host_fields is None else list(host_fields) if several else [host_fields]
     for field in fields:
         if not isinstance(field, (str, int)) or isinstance(field, bool):
             raise TypeError(f"host_fields has {field!r}; it must have names of fields, or numbers in a tuple")
@@ -250,7 +250,11 @@ def transform_of(
         raise ValueError(f"{name} is for batches on devices: give device= or devices= instead of pin_memory")
     if fields and resident is not False:
         raise ValueError("host_fields keeps fields on the host, and resident keeps all on devices: leave out one")
-    return BatchTransform(fn, fn is not None and (takes_two(fn) or takes_named(fn, "rng")), fields, seed)
+    called = fn.forward if isinstance(fn, torch.nn.Module) else fn  # what has the arguments
+    by_position = fn is not None and takes_two(called)
+    by_name = fn is not None and not by_position and takes_named(called, "rng")
+    given = (lambda batch, rng: fn(batch, rng=rng)) if by_name else fn
+    return BatchTransform(given, by_position or by_name, fields, seed)
 
 
 def check_on_error(on_error: Any) -> None:

@@ -196,6 +196,45 @@ def test_what_a_hanging_device_reads_stays_and_nobody_waits_for_it_any_more(
     assert not late.is_alive()
 
 
+def test_who_gave_up_waiting_only_looks_again(
+    copies: CopyStream, hanging: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies.begin([torch.arange(9)]).finish()
+    with pytest.warns(UserWarning, match="has not done its copies"):
+        assert not copies.close(0.01)
+
+    def rest(streams: SimulatedStreams, seconds: float) -> None:
+        raise AssertionError("waited again")
+
+    monkeypatch.setattr(SimulatedStreams, "rest", rest)
+    assert not copies.close(60.0)
+
+
+def test_a_device_that_goes_on_is_waited_for_again(machine: Machine, copies: CopyStream, hanging: None) -> None:
+    copies.begin([torch.arange(9)]).finish()
+    with pytest.warns(UserWarning, match="has not done its copies"):
+        assert not copies.close(0.01)
+    machine.hangs = False
+    machine.finish()
+    for _ in range(3 * HOST_AHEAD):
+        copies.begin([torch.arange(9)]).finish()
+        assert len(copies.kept) <= HOST_AHEAD
+    copies.drain()
+
+
+def test_what_was_left_alone_is_given_back_when_any_loader_is_closed(
+    machine: Machine, copies: CopyStream, hanging: None
+) -> None:
+    copies.begin([torch.arange(9)]).finish()
+    with pytest.warns(UserWarning, match="has not done its copies"):
+        assert not copies.close(0.01)
+    machine.hangs = False
+    machine.finish()
+    assert copies in module.LEFT_ALONE
+    assert CopyStream(SimulatedStreams(machine, machine.devices[0])).close()
+    assert (module.LEFT_ALONE, len(copies.kept)) == (set(), 0)
+
+
 def test_at_the_programs_end_the_memory_is_left_to_the_driver(
     machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections.abc
 import ctypes
+import functools
 import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -223,6 +225,65 @@ def test_memory_of_the_copy_stream_is_not_used_again_while_the_caller_reads_it(
     del waiting
     machine.finish()
     assert (wrong, machine.faults) == ([], [])
+    copies.drain()
+
+
+@pytest.mark.parametrize("transform", [None, lambda batch: batch], ids=["moved", "through a function"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_stream_than_at_the_beginning_may_use_them(
+    machine: Machine, device: torch.device, kind: str, transform: Any
+) -> None:
+    """The memory is the copy stream's, and would be used again while that stream reads it."""
+    copies, other, found = CopyStream(STREAMS["device"]), machine.new_stream(device), []
+    pending = copies.begin([KINDS[kind](torch.arange(1000), torch.zeros(1))], transform=transform)
+    with machine.on(device, other):
+        (batch,) = pending.finish()
+        machine.kernel(device, batch.values, lambda values: found.append(int(values.sum())))
+        del batch, pending
+    stream = copies._stream or machine.stream(device)
+    with machine.on(device, stream):
+        mine = [machine.allocate(device, torch.empty(1000, dtype=torch.int64)) for _ in range(4)]
+        for address in [one.data_ptr() for one in mine]:
+            stream.give(functools.partial(ctypes.memset, address, 0, 8000))
+    machine.finish()
+    assert (found, machine.faults) == ([499500], [])
+    copies.drain()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "a mapping"])  # that one changes itself
+def test_what_they_move_from_is_held_until_it_was_read(
+    machine: Machine, device: torch.device, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, moved_from = CopyStream._stage, []
+
+    def noted(copies: CopyStream, leaf: Any) -> Any:
+        staged = stage(copies, leaf)
+        moved_from.append(weakref.ref(staged.values))
+        return staged
+
+    monkeypatch.setattr(CopyStream, "_stage", noted)
+    copies = CopyStream(STREAMS["device"])
+    copies.begin([KINDS[kind](torch.arange(1000), torch.zeros(1))]).finish()
+    gc.collect()
+    assert moved_from[0]() is not None
+    machine.finish()
+    copies.drain()
+    gc.collect()
+    assert moved_from[0]() is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_device_transform_gets_what_they_have_become(machine: Machine, device: torch.device, kind: str) -> None:
+    copies, got = CopyStream(STREAMS["device"]), []
+
+    def see(batch: Any) -> Any:
+        got.append((type(batch[0]).__name__, [stream for what, stream in machine.log if what == "to"]))
+        return batch[0].values
+
+    values = copies.begin([KINDS[kind](torch.arange(1000), torch.zeros(1))], transform=see).finish()
+    machine.finish()
+    assert got == [(type(KINDS[kind](0, 0)).__name__, [copies._stream.name])]
+    assert values.sum() == 499500
     copies.drain()
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,7 +18,7 @@ import torch
 from sharded_loader import ShardedDataLoader
 from sharded_loader.base.errors import notes_of
 from sharded_loader.devices import names, placement
-from sharded_loader.devices.pinning import PinnedCopy
+from sharded_loader.devices.pinning import PinnedCopy, Pinner
 from sharded_loader.drop_in import iterator as drop_in
 from sharded_loader.engine.pool import Pool
 from sharded_loader.torch import DataLoader
@@ -177,6 +180,32 @@ def test_where_no_more_memory_can_be_pinned_batches_stay_as_they_are(pins: Pins,
     with pytest.warns(UserWarning, match="could not be pinned .*out of memory") as caught:
         assert firsts(made(kind)) == IN_ORDER
     assert len(caught) == 1
+
+
+def test_nothing_holds_a_batch_that_was_pinned_and_dropped(pins: Pins) -> None:
+    """Neither the thread, which waits for the next one, nor an error that leads back to it."""
+
+    def pin(batch: Any) -> Any:
+        if batch.nbytes:
+            raise ValueError
+        return batch
+
+    pinner = Pinner(pin, "cuda")
+    gc.disable()  # what goes only with the collector keeps memory for a long time
+    try:
+        for size in (0, 3):
+            pending = pinner.begin(np.ones(size))
+            held = weakref.ref(pending)
+            with contextlib.suppress(ValueError):
+                pending.finish()
+            del pending
+            until = time.monotonic() + 60.0
+            while held() is not None and time.monotonic() < until:
+                time.sleep(0.001)  # the thread is about to let go of it
+            assert held() is None
+    finally:
+        gc.enable()
+        pinner.close()
 
 
 @pytest.mark.parametrize("kind", ["ours", "drop-in"])

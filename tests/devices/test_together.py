@@ -113,6 +113,15 @@ def test_tensors_that_lie_together_are_strangers_to_autograd(machine: Machine) -
     copies.drain()
 
 
+def test_lazy_signs_and_conjugates_are_carried_out(machine: Machine) -> None:
+    copies, number = CopyStream(SimulatedStreams(machine, machine.devices[0])), torch.tensor([1 + 2j, 3 - 4j])
+    lazy = [number.conj(), number.conj().imag.clone().neg(), torch._neg_view(torch.ones(3)), torch.ones(3)]
+    batch = copies.begin(lazy).finish()
+    machine.finish()
+    assert [found.tolist() for found in batch] == [one.tolist() for one in lazy]
+    copies.drain()
+
+
 def test_each_begins_where_any_type_may_begin(machine: Machine) -> None:
     copies = CopyStream(SimulatedStreams(machine, machine.devices[0]))
     batch = copies.begin([torch.ones(size, dtype=torch.uint8) for size in range(1, 30)]).finish()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import dataclasses
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
 from sharded_loader.base.errors import notes_of
-from sharded_loader.devices.copies import HOST_AHEAD
+from sharded_loader.devices.copies import HOST_AHEAD, CopyStream
 from sharded_loader.devices.placement import Placement
 from sharded_loader.devices.transform import BatchTransform
 from sharded_loader.engine.pool import Pool
@@ -124,6 +126,32 @@ def test_the_memory_is_bounded_however_far_the_host_is_ahead(machine: Machine) -
                 del batch
         # Of each batch under way: the copy, what lies between, the result. And one batch that the program holds.
         assert machine.peak <= 3 * (HOST_AHEAD + loader.device_prefetch + 1)
+        machine.finish()
+
+
+def test_what_it_is_made_of_is_not_used_again_before_it_was_read(machine: Machine) -> None:
+    """The copy's memory is the caller's, whose stream knows nothing of a function on another one."""
+    device, late = machine.devices[0], Late(machine)
+    copies, rng = CopyStream(SimulatedStreams(machine, device)), np.random.default_rng(0)
+    batch = {"x": np.arange(WIDTH), "name": "text"}
+    pending = copies.begin(batch, transform=lambda given: late(given, rng))
+    mine = [machine.allocate(device, torch.empty(WIDTH, dtype=torch.int64)) for _ in range(3)]
+    for address in [one.data_ptr() for one in mine]:
+        machine.stream(device).give(functools.partial(ctypes.memset, address, 0, 8 * WIDTH))
+    machine.finish()
+    made = pending.finish()
+    machine.finish()
+    assert made["x"].tolist() == [2 * value + made["added"] for value in range(WIDTH)]
+    copies.drain()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_it_may_return_a_jagged_tensor(machine: Machine) -> None:
+    def jagged(batch: Any) -> Any:
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+    with ShardedDataLoader(Rows(), 48, device=machine.devices[0], device_transform=jagged) as loader:
+        assert [batch.size(0) for batch in loader] == [2]
         machine.finish()
 
 
@@ -270,6 +298,43 @@ def test_a_generator_may_be_asked_for_by_name() -> None:
     assert next(iter(ShardedDataLoader(Rows(), 4, device_transform=by_name))) in range(100)
 
 
+class Module(torch.nn.Module):
+    def forward(self, batch: Any, rng: Any) -> Any:
+        return 3, rng.integers(100)
+
+
+def scaled(batch: Any, scale: int = 3, rng: Any = None) -> Any:
+    return scale, rng.integers(100)
+
+
+def keyword(batch: Any, *, rng: Any) -> Any:
+    return 3, rng.integers(100)
+
+
+@pytest.mark.parametrize(
+    ("fn", "scale"),
+    [(scaled, 3), (functools.partial(scaled, scale=5), 5), (keyword, 3), (Module(), 3)],
+    ids=["other defaults", "partial", "keyword only", "module"],
+)
+def test_a_generator_takes_the_place_of_no_other_argument(fn: Any, scale: int) -> None:
+    found, drawn = next(iter(ShardedDataLoader(Rows(), 4, device_transform=fn)))
+    assert found == scale and drawn in range(100)
+
+
+def test_an_iterator_that_has_begun_keeps_its_numbers_when_a_state_is_loaded(machine: Machine) -> None:
+    other = ShardedDataLoader(Rows(), 8, seed=8).state_dict()
+    for options in ({}, {"device": machine.devices[0]}):
+        with ShardedDataLoader(Rows(), 8, seed=7, device_transform=noisy, **options) as loader:
+            expected = drawn(loader)
+            machine.finish()
+        with ShardedDataLoader(Rows(), 8, seed=7, device_transform=noisy, **options) as loader:
+            batches = iter(loader)
+            got = [next(batches)[1]]
+            loader.load_state_dict(other)
+            assert got + [numbers for _, numbers in batches] == expected
+            machine.finish()
+
+
 def test_peek_is_the_first_batch() -> None:
     loader = ShardedDataLoader(Rows(), 4, seed=1, device_transform=noisy)
     assert loader.peek()[1] == next(iter(loader))[1]
@@ -283,6 +348,20 @@ def test_how_the_program_calls_next_changes_nothing() -> None:
     with torch.inference_mode():
         inferred, _ = next(batches)
     assert not inferred.is_inference() and torch.equal(inferred, plain)
+
+
+def test_a_batch_of_a_call_in_inference_mode_may_be_changed_and_trained_on(machine: Machine) -> None:
+    def in_place(batch: Any) -> Any:
+        batch["name"] += 1
+        return batch
+
+    for options in ({}, {"device": machine.devices[0]}):
+        with ShardedDataLoader(Rows(), 8, host_fields="name", device_transform=in_place, **options) as loader:
+            with torch.inference_mode():
+                batch = next(iter(loader))
+            assert not batch["name"].is_inference() and not batch["x"].is_inference()
+            assert batch["name"].tolist() == list(range(1, 9))
+            machine.finish()
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -311,6 +390,14 @@ def test_its_error_says_where(machine: Machine, pool: Pool) -> None:
         assert next(batches) == list(range(24, 32))
         del batches, caught
         machine.finish()
+
+
+def test_an_async_function_is_rejected() -> None:
+    async def later(batch: Any) -> Any:
+        return batch
+
+    with pytest.raises(TypeError, match="device_transform is async: it gives coroutine objects"):
+        next(iter(ShardedDataLoader(Rows(), 4, device_transform=later)))
 
 
 def test_an_interruption_loses_no_batch(machine: Machine) -> None:
@@ -352,6 +439,8 @@ def test_an_interruption_loses_no_batch(machine: Machine) -> None:
         ({"host_fields": "x", "pin_memory": True}, ValueError, "host_fields is for batches on devices: give device"),
         ({"host_fields": [1.5]}, TypeError, "host_fields has 1.5; it must have names of fields, or numbers"),
         ({"host_fields": [True]}, TypeError, "host_fields has True"),
+        ({"host_fields": 1.5}, TypeError, "host_fields has 1.5; it must have names of fields, or numbers"),
+        ({"host_fields": b"x"}, TypeError, "host_fields has b'x'; it must have names of fields, or numbers"),
         ({"host_fields": "x", "resident": True, "device": "cpu"}, ValueError, "host_fields keeps .* leave out one"),
     ],
 )
@@ -404,6 +493,83 @@ def test_host_fields_stay_on_the_host(machine: Machine, pool: Pool, batchify: An
     assert (wrong, machine.faults) == ([], [])
 
 
+class Encoding(collections.UserDict[str, Any]):
+    """Moves itself, and asks all of its values to move, as some versions of transformers do."""
+
+    def to(self, device: Any, non_blocking: bool = False) -> Encoding:
+        return Encoding({key: moved(value) for key, value in self.data.items()})
+
+
+@dataclasses.dataclass
+class Item:
+    """As `Encoding`."""
+
+    x: Any
+    name: Any
+
+    def to(self, device: Any, non_blocking: bool = False) -> Item:
+        return Item(moved(self.x), moved(self.name))
+
+
+def moved(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value.to("device")
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("fn", [None, lambda batch: batch], ids=["no function", "function"])
+@pytest.mark.parametrize("kind", [Encoding, Item])
+def test_host_fields_of_a_container_that_moves_itself_are_values(
+    machine: Machine, on_device: bool, fn: Any, kind: Any
+) -> None:
+    def batchify(samples: list[Any]) -> Any:
+        x, names = fields(samples)
+        return kind({"x": x, "name": names}) if kind is Encoding else kind(x, names)
+
+    options: dict[str, Any] = {"device": machine.devices[0]} if on_device else {}
+    with ShardedDataLoader(
+        Rows(), 8, host_fields="name", collate_fn=batchify, device_transform=fn, **options
+    ) as loader:
+        for number, batch in enumerate(loader):
+            name = batch["name"] if kind is Encoding else batch.name
+            assert type(batch) is kind and name[:8].tolist() == list(range(8 * number, 8 * number + 8))
+        machine.finish()
+
+
+@pytest.mark.parametrize("fn", [None, lambda batch: batch], ids=["no function", "function"])
+def test_a_host_field_may_be_sparse(machine: Machine, monkeypatch: pytest.MonkeyPatch, fn: Any) -> None:
+    monkeypatch.setattr(SimulatedStreams, "holds", lambda streams, tensor: tensor.layout is torch.strided)
+    options: dict[str, Any] = {"device": machine.devices[0], "host_fields": "graph", "device_transform": fn}
+
+    def batchify(samples: list[Any]) -> Any:
+        return {"x": torch.ones(3), "graph": torch.eye(3).to_sparse()}
+
+    with ShardedDataLoader(Rows(), 8, collate_fn=batchify, **options) as loader:
+        assert next(iter(loader))["graph"].is_sparse
+        machine.finish()
+
+
+def test_beside_a_host_field_a_sparse_tensor_moves_itself(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the caller's stream, because it cannot be recorded there. Nobody has given a function to blame."""
+    streams, moves = [], torch.Tensor.to
+
+    def move(tensor: Any, device: Any, **named: Any) -> Any:
+        if tensor.is_sparse and device == machine.devices[0]:
+            streams.append(machine.stream(device).name)
+            return tensor
+        return moves(tensor, device, **named)
+
+    monkeypatch.setattr(torch.Tensor, "to", move)
+
+    def batchify(samples: list[Any]) -> Any:
+        return {"name": torch.ones(3), "graph": torch.eye(3).to_sparse()}
+
+    options: dict[str, Any] = {"device": machine.devices[0], "host_fields": "name"}
+    with ShardedDataLoader(Rows(), 24, collate_fn=batchify, **options) as loader:
+        assert [batch["graph"].is_sparse for batch in loader] == [True, True]
+        machine.finish()
+    assert streams == [machine.streams[machine.devices[0]][0].name] * 2
+
+
 def test_a_field_that_a_batch_does_not_have_is_named() -> None:
     with pytest.raises(TypeError, match="host_fields has 'jpeg', and the batch is a dict with the fields 'x', 'name'"):
         next(iter(ShardedDataLoader(Rows(), 4, host_fields=["jpeg", "x"])))
@@ -446,12 +612,25 @@ def test_there_is_an_event_for_each_shard(machine: Machine, kind: str) -> None:
         shards = next(iter(loader))
         events = loader.ready_event
         if kind == "host":
-            assert events in (None, [None, None])
+            assert events is None
         else:
             assert [event.device for event in events] == devices and len(shards) == 2
             machine.finish()
             with SimulatedStreams(machine, devices[0]).current():
                 assert events[0].query()
+
+
+def test_peek_leaves_the_event_as_it_is(machine: Machine) -> None:
+    with ShardedDataLoader(Rows(), 8, device=machine.devices[0]) as loader:
+        loader.peek()
+        assert loader.ready_event is None
+        batches = iter(loader)
+        next(batches)
+        event = loader.ready_event
+        loader.peek()
+        assert loader.ready_event is event
+        del batches
+        machine.finish()
 
 
 def test_the_event_does_not_hold_the_batch(machine: Machine) -> None:

@@ -13,7 +13,9 @@ from injection import InterruptAt, next_interrupted
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ShardedDataLoader
+from sharded_loader.devices.copies import LONGEST_REST, SHORTEST_REST, CopyStream
 from sharded_loader.engine.pool import Pool
+from sharded_loader.loader.stats import Counts, Meter
 
 
 class Clock:
@@ -105,6 +107,78 @@ def test_a_loop_on_another_stream_or_left_early_does_no_harm(machine: Machine, p
     assert machine.faults == []
 
 
+def test_events_of_two_streams_are_not_compared(machine: Machine, clock: Clock) -> None:
+    """When the one is recorded says nothing of what the other one's stream has to do."""
+    device = machine.devices[0]
+    streams = [machine.stream(device), machine.new_stream(device)]
+    with ShardedDataLoader(Slow(machine, clock, keeps_step=True), 4, device=device) as loader:
+        batches = iter(loader)
+        for number in range(16):
+            with machine.on(device, streams[number % 2]):
+                next(batches)
+            machine.finish()
+        assert next(batches, None) is None
+        assert loader.stats().device_waiting_seconds == 0
+
+
+def test_an_event_that_waits_to_be_read_is_not_recorded_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch raises if the time of an event is asked for that has been recorded, and has not passed."""
+    made, make = [], SimulatedStreams.timed_event
+
+    def interrupted(streams: SimulatedStreams) -> Any:
+        made.append(1)
+        if len(made) == 3:  # that of the third call, when the second batch is ready
+            raise KeyboardInterrupt
+        return make(streams)
+
+    monkeypatch.setattr(SimulatedStreams, "timed_event", interrupted)
+    with ShardedDataLoader(np.arange(64.0)[:, None], 4, device=machine.devices[0]) as loader:
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        for _ in range(15):
+            machine.finish()
+            batch = next(batches)
+        machine.finish()
+        assert batch[0, 0].item() == 60
+    assert machine.faults == []
+
+
+def test_a_device_that_cannot_record_the_call_is_an_error_of_the_batch_at_most(machine: Machine) -> None:
+    def broken() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with ShardedDataLoader(np.arange(64.0)[:, None], 4, device=machine.devices[0]) as loader:
+        batches = iter(loader)
+        next(batches)
+        loader._placement.clock.records[machine.devices[0]] = broken
+        batch = next(batches)
+        machine.finish()
+        assert batch[0, 0].item() == 4
+
+
+def test_what_a_device_tells_of_an_epoch_that_is_not_kept_counts_in_the_sum(
+    machine: Machine, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Meter, "KEPT_EPOCHS", 0)
+    streams = SimulatedStreams(machine, machine.devices[0])
+    copies, old, meter = CopyStream(streams), Counts(), Meter(range(3))
+    meter.begin(0, meter.totals(), old)
+    meter.begin(1, meter.totals(), Counts())
+    called, ready = streams.timed_event(), streams.timed_event()
+    for event in (called, ready):
+        event.record(machine.stream(machine.devices[0]))
+        machine.finish()
+        clock.now += 2.0
+    copies._waits.append((called, ready, old))
+    copies.begin([np.ones(3)]).finish()
+    assert meter.stats().device_waiting_seconds == 2.0
+    copies.drain()
+
+
 def test_ctrl_c_ends_the_wait_for_a_device_that_hangs(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, new_pool: Callable[..., Pool]
 ) -> None:
@@ -172,3 +246,18 @@ def test_an_interruption_leaves_no_event_that_was_never_recorded(machine: Machin
             assert [batch.item() for batch in got] == list(range(number, number + len(got)))
             number += len(got)
     assert line > 40 and machine.faults == []
+
+
+def test_the_longer_the_host_waits_the_longer_it_sleeps(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[float] = []
+
+    def noted(streams: SimulatedStreams, seconds: float) -> None:
+        rests.append(seconds)
+        if len(rests) == 6:
+            machine.finish()
+
+    monkeypatch.setattr(SimulatedStreams, "rest", noted)
+    copies = CopyStream(SimulatedStreams(machine, machine.devices[0]))
+    copies.begin([np.ones(9)]).finish()
+    assert copies.drain()
+    assert rests == [SHORTEST_REST * 2**k for k in range(4)] + [LONGEST_REST] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from simulated import Machine
+from simulated import Machine, SimulatedStreams
 from torch.utils.data import IterableDataset
 
 from sharded_loader.devices.placement import AHEAD
@@ -121,15 +122,17 @@ def test_two_batches_are_copied_ahead(machine: Machine, kind: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("ends", ["the end", "a break"])
+@pytest.mark.parametrize("ends", ["the end", "a break", "no batch"])
 def test_pinned_memory_lives_from_epoch_to_epoch(machine: Machine, method: str, ends: str) -> None:
     made, watched = registrations(machine), Watched(machine)
     loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers(method))
-    most = 1000 if ends == "the end" else 7
+    most = 7 if ends == "a break" else 1000
     for _ in range(2):  # in the first one nobody knows how large a batch is
         watched.epoch(loader, most=most)
     before = len(made)
     for _ in range(6):
+        if ends == "no batch":
+            iter(loader)
         watched.epoch(loader, most=most)
     assert before and len(made) <= before + 2  # more may be in flight than ever before, but not in each epoch
     assert (watched.wrong, machine.faults) == ([], [])
@@ -138,6 +141,23 @@ def test_pinned_memory_lives_from_epoch_to_epoch(machine: Machine, method: str, 
     )  # torch keeps memory for each stream: one copy stream is enough
     del loader
     assert machine.registered == {}
+
+
+def test_later_epochs_know_how_large_a_batch_is(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So their first batches lie in pinned slots, too, and the host does not copy them once more."""
+    pin, pinned = SimulatedStreams.pin, []
+
+    def noted(streams: SimulatedStreams, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+        pinned.append(host.nbytes)
+        return pin(streams, host, stride)
+
+    monkeypatch.setattr(SimulatedStreams, "pin", noted)
+    loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork"))
+    for epoch in range(3):
+        labels(loader)
+        machine.finish()
+        assert (max(pinned) > 8 * WIDTH) == (epoch == 0)
+        pinned.clear()
 
 
 def test_an_epoch_inside_another_has_memory_of_its_own(machine: Machine) -> None:
@@ -178,6 +198,57 @@ def test_a_held_batch_stays_as_it_is_in_later_epochs(machine: Machine) -> None:
     machine.finish()
     for rows, found in held:
         assert rows[:, 0].tolist() == rows[:, -1].tolist() == found.tolist()
+
+
+class Thing:
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+
+def things(samples: list[Any]) -> Any:
+    return Thing(np.stack([rows for rows, _ in samples])), torch.tensor([label for _, label in samples])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_what_a_process_that_is_forked_between_two_epochs_holds_stays_as_it_is(machine: Machine) -> None:
+    machine.refuse = 2  # so objects stay in the slots
+    with pytest.warns(UserWarning, match="could not be pinned"):
+        loader = DataLoader(
+            Rows(), batch_size=4, device=machine.devices[0], collate_fn=things, shuffle=True, seed=1, **workers("fork")
+        )
+        for _ in range(2):
+            *_, held = loader
+            machine.finish()
+    expected, reads, writes = held[0].rows[:, 0].tolist(), os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.read(reads[0], 1)  # until later epochs have been read
+            os.write(writes[1], bytes(held[0].rows[:, 0].tolist()))
+        finally:
+            os._exit(0)
+    del held
+    labels(loader, 2)
+    machine.finish()
+    os.write(reads[1], b".")
+    assert list(os.read(writes[0], 4)) == expected
+    os.waitpid(child, 0)
+    for descriptor in (*reads, *writes):
+        os.close(descriptor)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_process_that_is_forked_between_two_epochs_closes_the_descriptors_of_the_memory(machine: Machine) -> None:
+    loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork"))
+    labels(loader)
+    machine.finish()
+    segments = [segment for left in loader._memory._left for segment in left.arena.segments]
+    child = os.fork()
+    if child == 0:
+        os._exit(sum(segment.fd is not None for segment in segments))
+    assert segments and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(labels(loader)) == 12
+    machine.finish()
 
 
 def test_an_interruption_gives_the_memory_up(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -435,6 +435,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         with uninterrupted():
             self.stop_workers()
             arena, self.arena = self.arena, Arena(self.max_bytes, self.register, self.near, self.pinned)
+            _handed_over[id(arena)] = arena
         return arena
 
     def stop_workers(self) -> None:
@@ -472,6 +473,15 @@ _in_use: weakref.WeakValueDictionary[int, ProcessTransport] = weakref.WeakValueD
 """By their ids. Another thread may add to it at any time: `valuerefs` makes its list in one step."""
 
 
+_handed_over: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
+"""Those of pools that have ended, also in between two pools. By their ids, as above."""
+
+
+def _arenas() -> list[Arena]:
+    left = [arena for reference in _handed_over.valuerefs() if (arena := reference()) is not None]
+    return [*left, *(transport.arena for transport in _live())]
+
+
 def _live() -> list[ProcessTransport]:
     return [transport for reference in _in_use.valuerefs() if (transport := reference()) is not None]
 
@@ -479,13 +489,14 @@ def _live() -> list[ProcessTransport]:
 def _before_fork() -> None:
     """A child that the user forks shares the memory of the batches that it holds: they must stay as they are."""
     if not template.is_starting_worker():
-        for transport in _live():
-            transport.arena.retire_lent()
+        for arena in _arenas():
+            arena.retire_lent()
 
 
 def _after_fork_in_child() -> None:
+    for arena in _arenas():
+        arena.close_descriptors()
     for transport in _live():
-        transport.arena.close_descriptors()
         if transport.lifeline is not None:
             transport.lifeline.close()
         if transport.board is not None:
