@@ -222,6 +222,20 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
             )
         return False
 
+    @property
+    def ready_event(self) -> Any:
+        """What passes on the device when the batch that ``next`` returned last is ready.
+
+        See `ShardedDataLoader.ready_event`. With several iterators: the last batch of any of them.
+
+        Example:
+            >>> loader = DataLoader(range(4), batch_size=2)
+            >>> batch = next(iter(loader))
+            >>> loader.ready_event is None  # in host memory
+            True
+        """
+        return self._memory.ready_event()
+
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next ``iter()`` begins. The samplers and the dataset are told too.
 

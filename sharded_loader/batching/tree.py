@@ -101,6 +101,19 @@ def has_own(value: Any, method: str) -> bool:
     return callable(getattr(type(value), method, None)) and method not in fields
 
 
+def has_method(value: Any, name: str) -> bool:
+    """Whether an object has a method of this name. Classes themselves are no objects to move.
+
+    Example:
+        >>> has_method([], "append"), has_method(list, "append"), has_method([], "to")
+        (True, False, False)
+    """
+    try:
+        return callable(getattr(value, name, None)) and not isinstance(value, type)
+    except Exception:  # an object that looks its attributes up as keys
+        return False
+
+
 def reads_rows(kind: type) -> bool:
     """Whether a mapping is indexed and iterated by rows, as a tensor is: a TensorDict is. Its truth is an error.
 

@@ -70,7 +70,7 @@ import torch
 from sharded_loader.base.errors import add_note, notes_of
 from sharded_loader.base.interrupts import program_ends, should_stop
 from sharded_loader.batching.protocol import BatchifyError
-from sharded_loader.batching.tree import ATOMS, children, map_leaves, to_torch
+from sharded_loader.batching.tree import ATOMS, children, has_method, map_leaves, to_torch
 from sharded_loader.devices.pinning import arrays_in, pinned_copy, pinned_empty
 from sharded_loader.devices.streams import Streams, note_late
 from sharded_loader.devices.transform import RAISED, OnHost, shown
@@ -589,7 +589,7 @@ class CopyStream:
         """The object with its tensors in pinned memory of torch's own, as torch's loader makes it, where that works."""
         if isinstance(leaf, torch.Tensor):
             return leaf
-        if callable(getattr(leaf, "pin_memory", None)):
+        if has_method(leaf, "pin_memory"):
             return leaf.pin_memory()
         try:
             pinned = map_leaves(self._pin_leaf, leaf, skip=ATOMS)
@@ -643,16 +643,6 @@ def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 def _is_recorded(tensor: torch.Tensor) -> bool:
     """Whether torch can record this tensor; it cannot where others hold its values."""
     return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def has_method(leaf: Any, name: str) -> bool:
-    """Whether an object has a method of this name; classes themselves are no objects to move.
-
-    Example:
-        >>> has_method(torch.ones(1), "to"), has_method(torch.Tensor, "to"), has_method("text", "to")
-        (True, False, False)
-    """
-    return callable(getattr(leaf, name, None)) and not isinstance(leaf, type)
 
 
 def _is_small(leaf: Any) -> bool:

@@ -37,7 +37,7 @@ import torch
 from sharded_loader.base.errors import Location, as_batch_error
 from sharded_loader.base.limits import Near, cpus_near
 from sharded_loader.batching.protocol import Empty
-from sharded_loader.batching.tree import ATOMS, map_leaves, to_torch
+from sharded_loader.batching.tree import ATOMS, has_method, map_leaves, to_torch
 from sharded_loader.devices.copies import (
     CLOSING_SECONDS,
     Clock,
@@ -46,7 +46,6 @@ from sharded_loader.devices.copies import (
     PendingCopy,
     Placed,
     Ready,
-    has_method,
     note_device,
 )
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank

@@ -113,6 +113,10 @@ class DeviceMemory:
             pool.take_over(self._left.pop())
         pool.use_memory(placement.empty, placement.register, pinned=placement.pinned, near=placement.near)
 
+    def ready_event(self) -> Any:
+        """As `ShardedDataLoader.ready_event`."""
+        return None if self._placement is None else self._placement.ready_event()
+
     def take_back(self, pool: Pool, placement: AsCollated) -> None:
         """End the workers of a pool, and keep its memory, if a device reads it."""
         if isinstance(pool, ProcessPool) and placement is self._placement and placement.asynchronous:

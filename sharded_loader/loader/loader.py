@@ -131,7 +131,8 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         device_transform: A function ``fn(batch)`` or ``fn(batch, rng)`` that each batch (each shard) goes through on
             its device, ahead of your program. ``rng`` is a NumPy generator, keyed by the seed, the epoch, the batch and
             the shard. The function must return dense tensors. Without devices it runs on the CPU.
-        host_fields: The fields of a batch that stay in host memory: keys of a dict, names or numbers in a tuple.
+        host_fields: The fields of a batch that stay in host memory: keys of a dict, names of fields, or numbers in a
+            tuple or list.
 
     Attributes:
         arguments: What the loader was given, by name; enough to make another one like it. Read-only.

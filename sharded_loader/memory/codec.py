@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sharded_loader.base.private import tracked_class, tracker_of
-from sharded_loader.batching.tree import ATOMS, is_tensor, map_leaves, torch_has
+from sharded_loader.batching.tree import ATOMS, has_method, is_tensor, map_leaves, torch_has
 
 # Below this an array is cheaper inside the pickle than as a message of its own: a message costs two system
 # calls on each side (4-6 us), copying 8 KB twice costs 1 us.
@@ -62,7 +62,8 @@ class Encoded(NamedTuple):
     Attributes:
         head: the pickle.
         places: of each out-of-band buffer, in order, offset and size in the slot. The offset is -1 if the buffer is
-            in ``buffers``. The size is negative if the buffer belongs to an object that is set apart (`SetApart`).
+            in ``buffers``. The size is negative, and has a mark, if the buffer belongs to an object that is set apart
+            (`SetApart`).
         buffers: the buffers that are in no slot.
         modules: what unpickling it imports (of a published job).
     """
@@ -395,7 +396,7 @@ def set_apart(tree: Any) -> tuple[list[Any], list[Any]]:
         kind = type(leaf)
         plain = torch_has(leaf.dtype) if kind is np.ndarray else is_plain_tensor(leaf)
         if not (plain or isinstance(leaf, (np.generic, type))):
-            (movers if callable(getattr(leaf, "to", None)) and not is_tensor(leaf) else found).append(leaf)
+            (movers if has_method(leaf, "to") and not is_tensor(leaf) else found).append(leaf)
         return leaf
 
     map_leaves(look, tree, own="to", skip=ATOMS)

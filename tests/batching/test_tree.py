@@ -113,6 +113,15 @@ def test_dtypes_are_kept(dtype):
     assert str(to_torch(np.zeros(2, dtype)).dtype) == f"torch.{np.dtype(dtype).name}"
 
 
+def test_empty_arrays_lie_in_host_memory_whatever_the_default_device_is():
+    torch.set_default_device("meta")
+    try:
+        tensors = to_torch([np.empty((0, 3)), np.zeros((2, 0), np.int64)])
+    finally:
+        torch.set_default_device(None)
+    assert [(one.device.type, tuple(one.shape)) for one in tensors] == [("cpu", (0, 3)), ("cpu", (2, 0))]
+
+
 def test_what_torch_lacks_stays_as_it_is():
     for array in (np.array(["a"]), np.array([None]), np.array(["2020-01-01"], "M8[D]")):
         assert to_torch(array) is array

@@ -261,6 +261,32 @@ def _write(to: int, source: torch.Tensor) -> None:
     ctypes.memmove(to, source.data_ptr(), source.nbytes)
 
 
+class Bag:
+    """Looks its attributes up as keys."""
+
+    def __init__(self, **found: Any) -> None:
+        self.__dict__["found"] = found
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.__dict__["found"][name]
+
+
+def bags(samples: list[Any]) -> Any:
+    return {"bag": Bag(x=np.arange(3)), "y": torch.zeros(3)}
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_an_object_that_looks_attributes_up_as_keys_stays_as_it_is(
+    machine: Machine, pool: Pool, on_device: bool
+) -> None:
+    options: dict[str, Any] = {"device": machine.devices[0]} if on_device else {}
+    with ShardedDataLoader(np.arange(8), 4, collate_fn=bags, pool=pool, **options) as loader:
+        assert [batch["bag"].x.tolist() for batch in loader] == [[0, 1, 2]] * 2
+        machine.finish()
+
+
 def test_without_devices_objects_stay_in_their_slots(process_pool: ProcessPool) -> None:
     """Nothing is pinned there, so nothing has to be copied out."""
 

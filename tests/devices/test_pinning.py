@@ -17,6 +17,7 @@ from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.devices import pinning
+from sharded_loader.devices.copies import CopyStream
 from sharded_loader.devices.pinning import Registrar, address_of, clear_error, pinned_empty
 from sharded_loader.engine.pool import Pool
 
@@ -152,6 +153,40 @@ def test_pinned_memory_leaves_objects_to_numpy(machine: Machine) -> None:
     streams = SimulatedStreams(machine, machine.devices[0])
     assert pinned_empty(streams, (2,), np.dtype(object)).tolist() == [None, None]
     assert pinned_empty(streams, (0, 4), np.dtype("f4")).shape == (0, 4)
+
+
+@pytest.mark.filterwarnings("default")
+def test_where_torch_can_pin_no_more_batches_lie_in_plain_memory(
+    machine: Machine, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(streams: SimulatedStreams, nbytes: int) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(SimulatedStreams, "pinned_bytes", full)
+    monkeypatch.setattr(machine, "refuse", 2)  # shared memory is not pinned either
+    found: list[list[float]] = []
+    with pytest.warns(UserWarning) as caught:
+        with ShardedDataLoader(np.arange(3000.0).reshape(30, 100), 5, device=machine.devices[0], pool=pool) as loader:
+            for batch in loader:
+                machine.kernel(machine.devices[0], batch, lambda values: found.append(values[:, 0].tolist()))
+                del batch
+            machine.finish()
+    assert found == [[100.0 * (first + row) for row in range(5)] for first in range(0, 30, 5)]
+    assert sum("batches could not be pinned" in str(warning.message) for warning in caught) == 1
+    assert {fault.split(":")[0] for fault in machine.faults} == {"a copy from memory that is not pinned"}
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["one tensor", "several small ones"])
+def test_an_error_of_another_cause_is_not_taken_for_a_lack_of_memory(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, small: bool
+) -> None:
+    def broken(streams: SimulatedStreams, nbytes: int) -> torch.Tensor:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(SimulatedStreams, "pinned_bytes", broken)
+    copies = CopyStream(SimulatedStreams(machine, machine.devices[0]))
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        copies.begin([torch.ones(3), torch.ones(3)] if small else torch.ones(3))
 
 
 def test_a_mapping_can_be_closed_after_its_address_was_taken() -> None:

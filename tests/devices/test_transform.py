@@ -129,8 +129,10 @@ def test_the_memory_is_bounded_however_far_the_host_is_ahead(machine: Machine) -
         machine.finish()
 
 
-def test_what_it_is_made_of_is_not_used_again_before_it_was_read(machine: Machine) -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_what_it_is_made_of_is_not_used_again_before_it_was_read(machine: Machine, seed: int) -> None:
     """The copy's memory is the caller's, whose stream knows nothing of a function on another one."""
+    machine._random.seed(seed)
     device, late = machine.devices[0], Late(machine)
     copies, rng = CopyStream(SimulatedStreams(machine, device)), np.random.default_rng(0)
     batch = {"x": np.arange(WIDTH), "name": "text"}

@@ -160,6 +160,19 @@ def test_later_epochs_know_how_large_a_batch_is(machine: Machine, monkeypatch: p
         pinned.clear()
 
 
+def test_ready_event_is_that_of_the_last_batch(machine: Machine) -> None:
+    loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0])
+    assert loader.ready_event is None
+    events = []
+    for _ in loader:
+        events.append(loader.ready_event)
+        machine.finish()
+        with SimulatedStreams(machine, machine.devices[0]).current():
+            assert events[-1].query()
+    assert len(set(events)) == 12
+    assert DataLoader(Rows(), batch_size=4).ready_event is None
+
+
 def test_an_epoch_inside_another_has_memory_of_its_own(machine: Machine) -> None:
     loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork"))
     watched, outer = Watched(machine), []
@@ -186,6 +199,39 @@ def test_memory_goes_back_when_the_devices_are_others(machine: Machine) -> None:
     assert 0 < before < len(made)
     assert len(machine.registered) == len(made) - before
     assert machine.faults == []
+
+
+def test_an_iterator_of_other_devices_leaves_its_memory_to_nobody(machine: Machine) -> None:
+    """What unregisters it waits for the copies to those devices only."""
+    loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork"))
+    batches = iter(loader)
+    next(batches)
+    loader.device = machine.devices[1]
+    labels(loader)
+    assert len(list(batches)) == 11
+    machine.finish()
+    (left,) = loader._memory._left
+    assert len(machine.registered) == len(left.arena.segments)
+    assert machine.faults == []
+
+
+def test_batches_in_host_memory_do_not_lie_in_what_a_device_has_left(machine: Machine) -> None:
+    loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork"))
+    labels(loader)
+    machine.finish()
+    loader.device = None
+    for rows, _ in loader:
+        assert not machine.holds(rows.data_ptr(), 1)
+
+
+def test_slots_of_batches_that_were_under_way_at_a_break_are_used_again(machine: Machine) -> None:
+    loader, watched = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork")), Watched(machine)
+    nbytes = []
+    for _ in range(20):
+        watched.epoch(loader, most=3)
+        nbytes.append(sum(machine.registered.values()))
+    assert nbytes[-1] == nbytes[5] > 0
+    assert (watched.wrong, machine.faults) == ([], [])
 
 
 def test_a_held_batch_stays_as_it_is_in_later_epochs(machine: Machine) -> None:
