@@ -63,7 +63,7 @@ class InterruptInParts(InterruptAt):
 # -- Ctrl-C -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [97, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+@pytest.mark.parametrize("step", [97, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
 @pytest.mark.parametrize("kind", [Parts, Stateful, WithStatefulRows])
 @pytest.mark.parametrize("pool", [*POOLS[:3], *(pytest.param(pool, marks=pytest.mark.slow) for pool in POOLS[3:])])
 def test_a_ctrl_c_at_any_line_of_next_loses_no_batch(pool: str, kind: Callable[..., Any], step: int) -> None:
