@@ -92,7 +92,7 @@ def _arrays_of(shard: Any) -> Any:
 class DeviceMemory:
     """What a loader with devices keeps from epoch to epoch: its copy streams, and the pinned memory of its workers.
 
-    The workers of an epoch end with it. To pin memory anew for those of the next would take seconds for each GB.
+    The workers of an epoch end with it. To pin other memory for those of the next would take time.
     """
 
     def __init__(self) -> None:
@@ -373,7 +373,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             if self._pool.started:
                 self._processes = self._workers
             self._shutdown = True
-            if not self._pipeline.is_open_step:  # otherwise an exception has struck: nobody knows what the memory holds
+            if not self._pipeline.is_open_step:  # or an exception has struck, and what the memory holds is not known
                 self._memory.take_back(self._pool, self._placement)
             self._pipeline.close()
             self._placement.closer()()
