@@ -92,7 +92,7 @@ def _arrays_of(shard: Any) -> Any:
 class DeviceMemory:
     """What a loader with devices keeps from epoch to epoch: its copy streams, and the pinned memory of its workers.
 
-    The workers of an epoch end with it. Those of the next one find the memory pinned, which takes time for each GB.
+    The workers of an epoch end with it. To pin other memory for those of the next would take time.
     """
 
     def __init__(self) -> None:
