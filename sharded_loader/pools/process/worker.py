@@ -224,6 +224,7 @@ def main(
     try:
         if not limited:
             limit_threads()
+        own_progress_lock()
         if STACKS_SIGNAL is not None:
             with contextlib.suppress(OSError, RuntimeError):  # the system may deny a stack of its own
                 # Chained to the default action, the end of the process: so the main process knows they are written.
@@ -234,6 +235,17 @@ def main(
     except BaseException as error:  # this process may have no more threads
         _crash(conn, error)
     _leave(0)
+
+
+def own_progress_lock() -> None:
+    """Give this process a lock of its own for progress bars.
+
+    All forked processes share tqdm's lock, which tqdm takes for each bar. Hugging Face's datasets make a hidden bar for
+    each row. A worker that is killed while it holds the lock would stop all others for ever.
+    """
+    tqdm = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    if tqdm is not None:  # otherwise nothing is shared: it makes a lock when it is imported
+        tqdm.set_lock(threading.RLock())
 
 
 def write_stacks(until: str) -> None:

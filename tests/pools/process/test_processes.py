@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -654,3 +655,32 @@ def test_worker_seeds_differ_between_workers_and_runs(process_pool: ProcessPool)
             return {int(batch[0]) for batch in loader}
 
     assert not seeds(1, workers=2) & seeds(2, workers=1)  # seed + number would be the same in two of them
+
+
+class WithProgress:
+    """Each row makes a progress bar that nobody sees, as Hugging Face's datasets do."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        from tqdm.std import tqdm
+
+        return sum(tqdm([index], disable=True))
+
+
+@METHODS
+@pytest.mark.skipif(sys.platform == "win32", reason="nothing is forked there")
+def test_nobody_waits_for_the_lock_of_progress_bars_that_a_killed_process_holds(method: str) -> None:
+    """All forked processes share it."""
+    tqdm = pytest.importorskip("tqdm.std").tqdm
+    usual, lock = tqdm.get_lock(), multiprocessing.RLock()
+    tqdm.set_lock(lock)
+    try:
+        dies = multiprocessing.get_context("fork").Process(target=lambda: lock.acquire() and os.kill(os.getpid(), 9))
+        dies.start()
+        dies.join()
+        with ShardedDataLoader(WithProgress(), 4, pool=ProcessPool(2, start_method=method)) as loader:
+            assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    finally:
+        tqdm.set_lock(usual)
