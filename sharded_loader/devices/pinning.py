@@ -175,8 +175,7 @@ def pinned_empty(streams: Streams, shape: Sequence[int], dtype: np.dtype[Any]) -
         try:
             raw = streams.pinned_bytes(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
         except RuntimeError as error:
-            if not is_late(error):  # otherwise the copy of this batch meets it again, and no reader is blamed
-                _note_rejected(streams, error)
+            _note_rejected(streams, error)
             return np.empty(shape, dtype)
     return raw.numpy().view(dtype).reshape(shape)
 

@@ -50,7 +50,7 @@ from sharded_loader.devices.copies import (
 )
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
 from sharded_loader.devices.pinning import PinnedCopy, Pinner, Registrar, Undo, copied_out, pinned_empty
-from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams, capture_probe, note_late, streams_of
+from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams, capture_probe, is_late, note_late, streams_of
 from sharded_loader.devices.transform import BatchTransform
 from sharded_loader.engine.messages import NOTHING, Result, Task
 from sharded_loader.engine.pipeline import Entry
@@ -179,7 +179,12 @@ class Placement:
         return self._pinned if self.asynchronous else None
 
     def _pinned(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
-        return pinned_empty(self._first_streams, shape, dtype)
+        try:
+            return pinned_empty(self._first_streams, shape, dtype)
+        except RuntimeError as error:
+            if not is_late(error):
+                raise
+            return np.empty(shape, dtype)  # the copy of the batch meets the error again, so no reader is blamed
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
         self._gives_pinned = True
