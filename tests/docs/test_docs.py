@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import sharded_loader
 from benchmarks.drawing import drawing
@@ -216,3 +217,30 @@ def test_names_that_contributors_have_to_implement_exist() -> None:
     assert [name for name in re.findall(r"`Sampler\.(\w+)`", CONTRIBUTING) if not hasattr(Sampler, name)] == []
     assert hasattr(Batchify, "assemble")
     assert [verb for verb in ("start", "submit", "wait", "wake", "cancel", "close") if not hasattr(Pool, verb)] == []
+
+
+def exists(name: str) -> bool:
+    """Whether a module has this name, or something in a module."""
+    module, _, rest = name, "", ""
+    while module:
+        try:
+            found: Any = importlib.import_module(module)
+        except ImportError:
+            module, _, last = module.rpartition(".")
+            rest = f"{last}.{rest}" if rest else last
+            continue
+        for part in filter(None, rest.split(".")):
+            found = getattr(found, part, None)
+        return found is not None
+    return False
+
+
+def test_every_name_that_a_page_refers_to_exists() -> None:
+    """`make docs` finds this out too, but only where MkDocs is installed."""
+    named = set()
+    for page in DOCS.rglob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        found = re.findall(r"^::: (sharded_loader[\w.]*)|\]\[(sharded_loader[\w.]*)\]", text, re.MULTILINE)
+        named |= {(page.name, first or second) for first, second in found}
+    assert len(named) > 100
+    assert [one for one in sorted(named) if not exists(one[1])] == []
