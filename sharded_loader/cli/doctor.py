@@ -500,15 +500,15 @@ def explain_numa(facts: Facts) -> str:
     """
     if len(facts.nodes) < 2:
         return "1, so nothing is far from a GPU" if facts.nodes else "unknown"
-    told = [str(len(facts.nodes))]
+    parts = [str(len(facts.nodes))]
     for number, cpus in facts.nodes.items():
         near = [gpu.device for gpu in facts.gpus if gpu.node == number]
         does = "the loader places batches and workers here"
         if cpus in (0, sum(facts.nodes.values())):
             does = "this process runs here already" if cpus else "this process may not run here"
-        told.append(f"node {number}: {cpus} CPUs, {', '.join([*near, does]) if near else 'no GPU'}")
+        parts.append(f"node {number}: {cpus} CPUs, {', '.join([*near, does]) if near else 'no GPU'}")
     unknown = [gpu.device for gpu in facts.gpus if gpu.node < 0]
-    return "; ".join([*told, *([f"unknown node: {', '.join(unknown)}"] if unknown else [])])
+    return "; ".join([*parts, *([f"unknown node: {', '.join(unknown)}"] if unknown else [])])
 
 
 def explain_start_method(facts: Facts) -> str:

@@ -5,7 +5,7 @@
     is_stateful(one)            it has ``state_dict`` and ``load_state_dict``, and the state says all
     keeps_place(dataset)        it may know in itself how far it was read
     known_parts(dataset)        how many parts iterable data is made of
-    takes_two(function)        a function asks which part it is to read
+    takes_two(function)         a function needs two arguments, such as the part that it is to read
     iterable_of(dataset, part)  the dataset, or what a function of its part returns
     open_file(dataset)          the first open file that is found, as "dataset.f"
     this_worker()               which of how many workers, or parts, reads here

@@ -598,7 +598,7 @@ class CopyStream:
         return pinned if type(pinned) is type(leaf) else leaf
 
     def _pin_leaf(self, leaf: Any) -> Any:
-        if not _is_plain(leaf) or self.streams.is_pinned(leaf):  # by the pool, in memory of torch's own
+        if not _is_plain(leaf) or self.streams.is_pinned(leaf):  # the pool has done it, in memory that torch guards
             return leaf
         return pinned_copy(self.streams, leaf, torch.empty_like(leaf, device="meta").stride())
 

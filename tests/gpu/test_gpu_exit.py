@@ -95,7 +95,6 @@ def test_ctrl_c_ends_the_wait_for_a_busy_device(cuda: torch.device) -> None:
         sleep(4 * SECONDS)
         busy = torch.cuda.Event()
         busy.record()
-        began = time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, 0.5)
         try:
             with pytest.raises(KeyboardInterrupt):
@@ -104,7 +103,6 @@ def test_ctrl_c_ends_the_wait_for_a_busy_device(cuda: torch.device) -> None:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, handler)
-        assert time.monotonic() - began < 2
-        assert not busy.query()
+        assert not busy.query()  # so the wait has ended before the device's work
         got += batches
     assert [batch[0, 0].item() for batch in got] == list(range(0, 256, 8))
