@@ -150,7 +150,8 @@ class State:
         self.pinned: dict[int, int] = {}
         self.contexts: set[int] = set()
         self.pending = 0
-        self.broken = False
+        self.broken = False  # a kernel has failed
+        self.capture_failed = False
         self.mode = "default"
         self.capturing: tuple[int, str] | None = None  # the thread that captures, and its error mode
 
@@ -262,13 +263,13 @@ class CUDAGraph:
 
 @contextlib.contextmanager
 def capture(graph: CUDAGraph, capture_error_mode: str = "global") -> Iterator[None]:
-    state.capturing, state.broken = (threading.get_ident(), capture_error_mode), False
+    state.capturing, state.capture_failed = (threading.get_ident(), capture_error_mode), False
     try:
         with use_stream(new_stream()):
             yield
     finally:
         state.capturing = None
-    if state.broken:
+    if state.capture_failed:
         raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
 
@@ -276,7 +277,7 @@ def not_in_capture() -> None:
     """Called by what a capture does not allow in its own thread, and in the mode "global" in no thread."""
     thread, mode = state.capturing or (0, "")
     if mode == "global" or thread == threading.get_ident():
-        state.broken = True
+        state.capture_failed = True
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 

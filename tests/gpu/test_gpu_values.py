@@ -20,6 +20,7 @@ from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader, empty
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.devices.pinning import address_of
 from sharded_loader.devices.placement import Placement
+from sharded_loader.engine.messages import Task
 from sharded_loader.engine.pool import Pool
 from sharded_loader.memory.arena import Arena
 from sharded_loader.pools.ray.cluster import Lent
@@ -269,6 +270,7 @@ def test_the_second_tensor_of_an_object_may_be_copied_alone(cuda: torch.device, 
 def test_the_objects_of_a_group_of_batches_may_be_copied_too(cuda: torch.device) -> None:
     """As `RayPool` brings them, without Ray: all batches of a group lie in one pinned block."""
     place, lent, target = Placement([cuda], pin_memory=False), Lent(0), Rows(cuda, WIDTH)
+    task = Task(0, 0, 0, 0, ([0],), False)
     lent.empty, lent.copies_all = place.empty, True
     for step in range(20):
         first = np.arange(step * 2, step * 2 + 2)
@@ -276,7 +278,7 @@ def test_the_objects_of_a_group_of_batches_may_be_copied_too(cuda: torch.device)
         taken = lent.take(group.view(np.uint8).reshape(-1)).view(np.int32).reshape(2, WIDTH)
         assert torch.from_numpy(taken).is_pinned()
         for number in range(2):
-            batch = place.place({"meta": Sample(torch.from_numpy(taken[number]), torch.tensor(first[number]))}, False)
+            batch = place.place({"meta": Sample(torch.from_numpy(taken[number]), torch.tensor(first[number]))}, task)
             sleep(800_000)
             found = batch["meta"].values.to(cuda, non_blocking=True)
             target.compare(found[None], batch["meta"].labels.to(cuda)[None])
