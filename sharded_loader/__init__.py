@@ -37,10 +37,11 @@ _HOMES = {
     "randomness.shuffle": "IndexView",
     "recordio": "RecordFileDataset",
     "sampling.base": "Sampler",
-    "sampling.batch_samplers": "BatchSampler BoundedBudgetSampler ShardedBatchSampler SortedBucketSampler",
+    "sampling.batch_samplers": "BatchSampler BoundedBudgetSampler ClassBalancedBatchSampler ShardedBatchSampler "
+    "SortedBucketSampler",
     "sampling.bucket_samplers": "BucketScheme ConstWidthBucket ExpWidthBucket FixedBucketSampler LinearWidthBucket",
-    "sampling.index_samplers": "FilterSampler IntervalSampler RandomSampler SequentialSampler SortedSampler "
-    "SplitSampler SubsetRandomSampler WeightedRandomSampler",
+    "sampling.index_samplers": "FilterSampler IntervalSampler RandomSampler RepeatedSampler SequentialSampler "
+    "SortedSampler SplitSampler SubsetRandomSampler WeightedRandomSampler",
     "sampling.shard_shuffle": "EqualShards ShardShuffleSampler",
     "storage.cache": "ShardCache",
     "storage.dataset": "ShardDataset",

@@ -35,6 +35,7 @@ from sharded_loader.recordio import RecordFileDataset as RecordFileDataset
 from sharded_loader.sampling.base import Sampler as Sampler
 from sharded_loader.sampling.batch_samplers import BatchSampler as BatchSampler
 from sharded_loader.sampling.batch_samplers import BoundedBudgetSampler as BoundedBudgetSampler
+from sharded_loader.sampling.batch_samplers import ClassBalancedBatchSampler as ClassBalancedBatchSampler
 from sharded_loader.sampling.batch_samplers import ShardedBatchSampler as ShardedBatchSampler
 from sharded_loader.sampling.batch_samplers import SortedBucketSampler as SortedBucketSampler
 from sharded_loader.sampling.bucket_samplers import BucketScheme as BucketScheme
@@ -45,6 +46,7 @@ from sharded_loader.sampling.bucket_samplers import LinearWidthBucket as LinearW
 from sharded_loader.sampling.index_samplers import FilterSampler as FilterSampler
 from sharded_loader.sampling.index_samplers import IntervalSampler as IntervalSampler
 from sharded_loader.sampling.index_samplers import RandomSampler as RandomSampler
+from sharded_loader.sampling.index_samplers import RepeatedSampler as RepeatedSampler
 from sharded_loader.sampling.index_samplers import SequentialSampler as SequentialSampler
 from sharded_loader.sampling.index_samplers import SortedSampler as SortedSampler
 from sharded_loader.sampling.index_samplers import SplitSampler as SplitSampler

@@ -22,6 +22,8 @@ random numbers. A test compares this table with the code.
     sorted bucket                  SortedBucketSampler
     fixed bucket                   FixedBucketSampler
     budget                         BoundedBudgetSampler
+    class round                    ClassBalancedBatchSampler: the classes of a round
+    class samples                  ClassBalancedBatchSampler: the samples of a class
     foreign sampler                the global generators while another library's sampler starts
     foreign generator              the generator that another library's sampler owns
     split                          Dataset.split
@@ -61,6 +63,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -120,6 +123,8 @@ def _canonical(part: Any) -> Any:
     """The same value in plain Python types: ``np.int64(3)`` and ``3`` are one key."""
     if type(part) in _PLAIN:
         return part
+    if isinstance(part, RepeatedIndex):
+        return "copy", part.copy, int(part)
     if isinstance(part, tuple):
         return tuple(map(_canonical, part))
     try:
@@ -150,6 +155,30 @@ def _by_value(part: Any) -> Any:
             f"its value"
         )
     return type(part).__qualname__, text
+
+
+class RepeatedIndex(int):
+    """The index of a sample that comes again in its epoch. It is an int; each copy has random numbers of its own.
+
+    Attributes:
+        copy: which copy of the sample this is, from 1. The first one has a plain int as its index.
+    """
+
+    __slots__ = ()
+    copy = 0
+
+    def __reduce__(self) -> Any:
+        return _repeated, (self.copy, int(self))
+
+
+@cache
+def repeated_index(copy: int) -> type[RepeatedIndex]:
+    """The class of the indices of a copy: to make an index then takes a quarter of the time of an attribute."""
+    return type("RepeatedIndex", (RepeatedIndex,), {"__slots__": (), "copy": copy})
+
+
+def _repeated(copy: int, index: int) -> RepeatedIndex:
+    return repeated_index(copy)(index)
 
 
 class OfBatch(NamedTuple):

@@ -26,8 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.base.checks import check_int
+from sharded_loader.base.described import brief
 from sharded_loader.engine.split import check_shares, is_sharded, split_batch
-from sharded_loader.randomness.shuffle import Indices, shuffled
+from sharded_loader.randomness.shuffle import Bijections, Indices, shuffled
 from sharded_loader.sampling.base import Sampler, WrapperSampler, check_choice, resolve_seed, underscored
 from sharded_loader.sampling.foreign import len_epoch, name_of, table_of
 from sharded_loader.sampling.index_samplers import sort_order, sortable
@@ -312,6 +313,131 @@ class BoundedBudgetSampler(Sampler[list[int]]):
 
     def len_epoch(self, epoch: int) -> int:
         return len(self._bounds) - 1
+
+
+class ClassBalancedBatchSampler(Sampler[list[int]]):
+    """Batches of ``classes`` different classes, with ``samples`` samples of each: for metric and contrastive learning.
+
+    The classes take turns in rounds, each in a new random order: in a round no class comes twice. If ``classes`` does
+    not divide the number of classes, other classes sit out in each round. A class gives its samples in passes, each in
+    a new random order: in a pass no sample comes twice. Rounds and passes go on from epoch to epoch. Under
+    ``num_replicas`` each rank has whole batches, and the batches of a step are different ones.
+
+    Args:
+        labels: the class of each sample: integers, texts or other hashable objects; an array, a tensor or a list.
+        classes: the number of classes in a batch.
+        samples: the number of samples of each class in a batch. The samples of a class stand together.
+        batches: the number of batches in an epoch. None: as many as hold about as many samples as there are labels.
+        repeat: let a class with fewer samples give each of them several times in a batch. False: it is an error.
+        seed: decides all random orders. None draws one from torch's default generator.
+
+    Raises:
+        TypeError: ``labels`` are no sequence of hashable objects.
+        ValueError: there are fewer classes than ``classes``, a class has fewer samples than ``samples``, or a number
+            is below 1. The loader raises it if there is not one label per sample of its dataset.
+
+    Example:
+        >>> labels = ["cat", "dog", "cat", "owl", "dog", "owl"]
+        >>> sampler = ClassBalancedBatchSampler(labels, classes=2, samples=2, batches=3, seed=0)
+        >>> for batch in sampler:
+        ...     print([labels[index] for index in batch])
+        ['owl', 'owl', 'dog', 'dog']
+        ['owl', 'owl', 'dog', 'dog']
+        ['cat', 'cat', 'dog', 'dog']
+
+    Source of the idea: ``MPerClassSampler`` of pytorch-metric-learning, which draws the samples of each batch anew, and
+    repeats the samples of small classes. "PK batches" of Hermans et al., "In defense of the triplet loss" (2017).
+    """
+
+    _numbers = (("classes", "classes"), ("samples", "samples"), ("batches", "_batches"), ("repeat", "_repeat"))
+    decided_by = (("labels", "_members"), ("sizes of the classes", "_counts"), *_numbers)
+    shown = (("labels", "dataset_length"), *_numbers)
+
+    def __init__(
+        self,
+        labels: Sequence[Any] | npt.NDArray[Any],
+        classes: int,
+        samples: int,
+        batches: int | None = None,
+        repeat: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        kinds, numbers = kinds_of(labels, "labels")
+        self.classes = check_int("classes", classes, 1, "give the number of classes in a batch")
+        self.samples = check_int("samples", samples, 1, "give the number of samples of each class in a batch")
+        self.dataset_length = len(numbers)
+        if self.classes > len(kinds):
+            raise ValueError(f"classes is {classes}, but the labels have {len(kinds)} classes: give at most that many")
+        self._counts = np.bincount(numbers, minlength=len(kinds))
+        small = np.flatnonzero(self._counts < self.samples)
+        if small.size and not repeat:
+            raise ValueError(
+                f"samples is {samples}, but class {brief(kinds[small[0]])} has {self._counts[small[0]]}, and "
+                f"{small.size} classes have too few: give fewer, leave these classes out of the dataset, or give "
+                "repeat=True, and a batch has some of their samples several times"
+            )
+        if batches is None:
+            batches = max(len(numbers) // (self.classes * self.samples), 1)
+        self._batches = check_int("batches", batches, 0, "give the number of batches in an epoch")
+        self._members = np.argsort(numbers, kind="stable")
+        self._repeat = bool(repeat)
+        self.seed = resolve_seed(seed)
+
+    def epoch_table(self, epoch: int) -> Table:
+        count, classes, samples = len(self._counts), self.classes, self.samples
+        begins = np.cumsum(self._counts) - self._counts
+        in_pass = np.maximum(self._counts // samples, 1)  # the batches that a class has samples for
+        # Small shuffles that are all computed in one step, so that the last rank needs no whole shuffle per batch.
+        of_round, of_pass = Bijections(self.seed, "class round"), Bijections(self.seed, "class samples")
+
+        def at(positions: Indices) -> list[list[int]]:
+            rounds, batch = np.divmod(positions + epoch * self._batches, count // classes)
+            places = (batch[:, None] * classes + np.arange(classes)).ravel()
+            rounds = np.repeat(rounds, classes)
+            chosen = of_round(places, np.full_like(places, count), rounds)
+            passes, turn = np.divmod(rounds, in_pass[chosen])
+            sizes = np.repeat(self._counts[chosen], samples)
+            # A class with fewer samples than a batch needs goes round.
+            inside = (turn[:, None] * samples + np.arange(samples)).ravel() % sizes
+            found = of_pass(inside, sizes, np.repeat(passes * count + chosen, samples))
+            indices = self._members[np.repeat(begins[chosen], samples) + found]
+            return indices.reshape(len(positions), -1).tolist()
+
+        return Table(self._batches, at, BATCHES)
+
+    def len_epoch(self, epoch: int) -> int:
+        return self._batches
+
+
+def kinds_of(labels: Any, name: str) -> tuple[list[Any], Indices]:
+    """The different labels, in order if they have one, and the number of each sample's label among them.
+
+    Raises:
+        TypeError, ValueError: they are no sequence of hashable objects; ``name`` is that of the argument.
+
+    Example:
+        >>> kinds_of(["b", "a", "b"], "by")
+        (['a', 'b'], array([1, 0, 1]))
+    """
+    if hasattr(labels, "__array__"):
+        labels = np.asarray(labels)
+        if labels.ndim != 1:
+            raise ValueError(f"{name} has shape {labels.shape}: give one label per sample, of shape (samples,)")
+        if labels.dtype.kind != "O":
+            found, numbers = np.unique(labels, return_inverse=True)
+            return found.tolist(), numbers.astype(np.int64)
+    seen: dict[Any, int] = {}
+    try:
+        numbers = np.fromiter((seen.setdefault(label, len(seen)) for label in labels), np.int64)
+    except TypeError as error:
+        raise TypeError(f"{name} must be a sequence of hashable labels, one per sample: {error}") from None
+    try:
+        kinds = sorted(seen)
+    except TypeError:  # they have no order
+        return list(seen), numbers
+    ranks = np.empty(len(kinds), np.int64)
+    ranks[[seen[kind] for kind in kinds]] = np.arange(len(kinds))
+    return kinds, ranks[numbers]
 
 
 def length_table(lengths: Any, advice: str) -> Indices:

@@ -45,7 +45,7 @@ from sharded_loader.sampling.base import (
 from sharded_loader.sampling.batch_samplers import BatchSampler
 from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
 from sharded_loader.sampling.foreign import known_length, len_epoch, rank_of, table_of, undisturbed
-from sharded_loader.sampling.index_samplers import RandomSampler, SequentialSampler, SplitSampler
+from sharded_loader.sampling.index_samplers import RandomSampler, RepeatedSampler, SequentialSampler, SplitSampler
 from sharded_loader.sampling.state import (
     Signature,
     arguments_of,
@@ -95,6 +95,7 @@ class MapOrder(Order[Signature]):
         self.is_given = self._given_sampler is not None
         if self.is_given:
             check_sampler(self._given_sampler, "batch_sampler" if self.given_batches else "sampler")
+            check_labels(nested(self._given_sampler), length)
         self.drops_last = last_batch == "discard" or bool(getattr(batch_sampler, "drop_last", False))
         self._read_sampler = self._given_sampler  # or a copy with other seeds
         # Per sampler, outermost first: True if it takes the seed of the loader or of a state.
@@ -120,7 +121,10 @@ class MapOrder(Order[Signature]):
             self.batch_sampler = self._read_sampler
             self._sampler = self._samplers[-1] if len(self._samplers) > 1 else None
         else:
-            self._sampler = indices = self._make_sampler(length) if self._read_sampler is None else self._read_sampler
+            self._sampler = self._make_sampler(length) if takes_order(self._read_sampler) else self._read_sampler
+            if isinstance(self._read_sampler, RepeatedSampler) and self._sampler is not self._read_sampler:
+                self._sampler = self._read_sampler.over(self._sampler)
+            indices = self._sampler
             if self.replicated:
                 indices = ReplicaSampler(self._sampler, self.replicas, self._last_batch == "discard", self.seed)
             self.batch_sampler = BatchSampler(indices, self._batch_size, self._last_batch, seed=self.seed)
@@ -337,8 +341,24 @@ def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: An
         )
     if isinstance(shuffle, str) or callable(shuffle):
         raise TypeError(f"shuffle is {shuffle!r}; it must be True or False. An order of your own is a sampler=")
-    if sampler is not None and shuffle:
+    if shuffle and not takes_order(sampler):
         raise ValueError("shuffle must not be specified if sampler is specified: the sampler decides the order")
+
+
+def check_labels(samplers: Iterable[Any], length: int | None) -> None:
+    """Reject a sampler of ours that has labels for a dataset of another length."""
+    for sampler in samplers:
+        made_for = getattr(sampler, "dataset_length", None) if isinstance(sampler, Sampler) else None
+        if made_for is not None and length is not None and made_for != length:
+            raise ValueError(
+                f"the {type(sampler).__name__} has {made_for} labels, but the dataset has {length} samples: give one "
+                "label per sample, in the order of the dataset"
+            )
+
+
+def takes_order(sampler: Any) -> bool:
+    """Whether the loader makes the order: without a sampler, or with one that repeats the loader's order."""
+    return sampler is None or (isinstance(sampler, RepeatedSampler) and sampler.sampler is None)
 
 
 def with_seeds(sampler: Any, seeds: Sequence[int | None]) -> Any:

@@ -17,6 +17,7 @@ from sharded_loader import (
     BatchSampler,
     BoundedBudgetSampler,
     BucketScheme,
+    ClassBalancedBatchSampler,
     ConstWidthBucket,
     EqualShards,
     ExpWidthBucket,
@@ -25,6 +26,7 @@ from sharded_loader import (
     IntervalSampler,
     LinearWidthBucket,
     RandomSampler,
+    RepeatedSampler,
     Sampler,
     SequentialSampler,
     ShardedBatchSampler,
@@ -90,6 +92,14 @@ EVERY_KIND: list[tuple[Callable[[], Any], str]] = [
         "required_batch_size_multiple=1, shuffle=True, seed=1)",
     ),
     (
+        lambda: ClassBalancedBatchSampler([0, 1, 1, 0], 1, 2, seed=1),
+        "ClassBalancedBatchSampler(length=2, labels=4, classes=1, samples=2, batches=2, repeat=False, seed=1)",
+    ),
+    (
+        lambda: RepeatedSampler(2, SequentialSampler(3)),
+        "RepeatedSampler(SequentialSampler(length=3, start=0), length=6, copies=2)",
+    ),
+    (
         lambda: ReplicaSampler(RandomSampler(10, seed=1), partial(resolve_replicas, 4, 2)),
         "ReplicaSampler(RandomSampler(length=10, seed=1), length=3, num_replicas=4, rank=2, truncate=False)",
     ),
@@ -148,7 +158,9 @@ def test_a_repr_shows_every_argument_of_the_constructor(make: Callable[[], Any],
         for name in arguments
         if SHOWN_AS.get((type(one).__name__, name), SHOWN_AS.get(name, f"{name}=")) not in shown
     ] == []
-    if getattr(one, "seed", None) is not None and not isinstance(one, (BatchSampler, ShardedBatchSampler)):
+    if getattr(one, "seed", None) is not None and not isinstance(
+        one, (BatchSampler, RepeatedSampler, ShardedBatchSampler)
+    ):
         assert f"seed={one.seed}" in shown
 
 
