@@ -39,7 +39,8 @@ _HOMES = {
     "sampling.base": "Sampler",
     "sampling.batch_samplers": "BatchSampler BoundedBudgetSampler ClassBalancedBatchSampler ShardedBatchSampler "
     "SortedBucketSampler",
-    "sampling.bucket_samplers": "BucketScheme ConstWidthBucket ExpWidthBucket FixedBucketSampler LinearWidthBucket",
+    "sampling.bucket_samplers": "BucketScheme ConstWidthBucket ExpWidthBucket FixedBucketSampler "
+    "GroupedBatchSampler LinearWidthBucket",
     "sampling.index_samplers": "FilterSampler IntervalSampler RandomSampler RepeatedSampler SequentialSampler "
     "SortedSampler SplitSampler SubsetRandomSampler WeightedRandomSampler",
     "sampling.shard_shuffle": "EqualShards ShardShuffleSampler",

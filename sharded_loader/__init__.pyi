@@ -42,6 +42,7 @@ from sharded_loader.sampling.bucket_samplers import BucketScheme as BucketScheme
 from sharded_loader.sampling.bucket_samplers import ConstWidthBucket as ConstWidthBucket
 from sharded_loader.sampling.bucket_samplers import ExpWidthBucket as ExpWidthBucket
 from sharded_loader.sampling.bucket_samplers import FixedBucketSampler as FixedBucketSampler
+from sharded_loader.sampling.bucket_samplers import GroupedBatchSampler as GroupedBatchSampler
 from sharded_loader.sampling.bucket_samplers import LinearWidthBucket as LinearWidthBucket
 from sharded_loader.sampling.index_samplers import FilterSampler as FilterSampler
 from sharded_loader.sampling.index_samplers import IntervalSampler as IntervalSampler

@@ -235,7 +235,7 @@ def stream_epoch(
                 f"the state cannot be resumed, it was saved by another loader: {', '.join(wrong)}. Make the loader as "
                 f"it was then"
             )
-        order._adopt(signature)
+        order._adopt(signature, position)
         position = next_epoch(position) if state.finished else replace(position, epoch=0)
     epoch = order.epoch(0, position)
     order.begun(epoch)

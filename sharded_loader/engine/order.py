@@ -3,6 +3,7 @@
     Order.epoch(number, position) -> Epoch       its batches for this rank, from a position on
     Order.load(state) -> Position                where a state goes on, after its seeds were taken over
     resolve_replicas(num_replicas, rank)         ints, "auto" or None -> (num_replicas, rank)
+    ranks_of_mesh(mesh)                          a DeviceMesh -> (num_replicas, rank)
 
     Epoch.task(seq)               -> Task | the error for that place | None behind the last batch
     Epoch.came(seq, result)       -> Result      a batch is finished: what its reader has found out is noted
@@ -71,6 +72,7 @@ class Epoch(ABC):
         resumed: there was a position.
         in_mid_epoch: some of the epoch's own batches were done at it.
         carry: where the next epoch begins, if that is not its own beginning.
+        evaluates: batches may have fillers at their end; `real` tells how many samples are none.
         any_order: batches come as they are finished, not in turns.
         takes_turns: batch after batch goes to one worker after the other, by the tasks' lanes.
         keeps: batches are kept until `forget`.
@@ -82,7 +84,7 @@ class Epoch(ABC):
     first: int
     run = 0
     limit: int | None = None
-    resumed = in_mid_epoch = any_order = takes_turns = False
+    resumed = in_mid_epoch = any_order = takes_turns = evaluates = False
     carry: Position | None = None
     keeps = True
     second_turn = -1
@@ -103,6 +105,10 @@ class Epoch(ABC):
             The result; an empty one, if the part had ended before this batch.
         """
         return result
+
+    def real(self, task: Task) -> int:
+        """How many samples of a batch are no fillers. Asked for where the epoch ``evaluates``."""
+        return sum(map(len, task.shards))
 
     @property
     @abstractmethod
@@ -285,8 +291,10 @@ class Order(ABC, Generic[Signature]):
 
     # -- states ---------------------------------------------------------------------------------------------
 
-    def load(self, state: Any, strict: bool) -> tuple[Position, bool]:
-        """Take over the seeds of a state.
+    def load(
+        self, state: Any, strict: bool, doing: str = "load_state_dict: the state was saved by another loader"
+    ) -> tuple[Position, bool]:
+        """Take over the seeds of a state. ``doing`` begins the error where it does not fit.
 
         Returns:
             Where the state goes on, and whether the seeds were others: then the workers have to be told.
@@ -298,11 +306,8 @@ class Order(ABC, Generic[Signature]):
         found = self._differences(saved, position, strict)
         if found:
             hint = "; strict=False allows another batch size" if _only_batch_size(found, strict) else ""
-            raise ValueError(
-                f"load_state_dict: the state was saved by another loader: {', '.join(found)}. Make the loader as it "
-                f"was then{hint}"
-            )
-        changed = self._adopt(saved)
+            raise ValueError(f"{doing}: {', '.join(found)}. Make the loader as it was then{hint}")
+        changed = self._adopt(saved, position)
         while (epoch := self.epoch(position.epoch, position)).is_over():  # the next epoch begins instead
             position = epoch.following()
         return position, changed
@@ -316,7 +321,7 @@ class Order(ABC, Generic[Signature]):
         """Why a state does not fit, one phrase each; none if `_adopt` can make it fit."""
 
     @abstractmethod
-    def _adopt(self, saved: Signature) -> bool:
+    def _adopt(self, saved: Signature, position: Position) -> bool:
         """Take over the seeds of a state that fits, and say whether they differ from the ones before."""
 
 
@@ -370,6 +375,57 @@ def resolve_replicas(num_replicas: Any, rank: Any = None, environ: Mapping[str, 
     if number >= replicas:
         raise ValueError(f"rank is {number}, but there are {replicas} replicas: give 0 to {replicas - 1}")
     return replicas, number
+
+
+DATA_DIMS = (
+    "dp",
+    "ddp",
+    "data",
+    "data_parallel",
+    "batch",
+    "replicate",
+    "shard",
+    "fsdp",
+    "hsdp",
+    "dp_replicate",
+    "dp_shard",
+)
+MODEL_DIMS = ("tp", "cp", "pp", "sp", "ep", "tensor", "context", "pipeline", "pipe", "sequence", "expert", "model")
+
+
+def ranks_of_mesh(mesh: Any) -> tuple[int, int]:
+    """The number of replicas and which one this process is, by a mesh of processes.
+
+    Args:
+        mesh: a `torch.distributed.device_mesh.DeviceMesh`, or one dimension of it, ``mesh["dp"]``. Dimensions with the
+            name of data parallelism (`DATA_DIMS`) give replicas; a mesh of one dimension may have any name but those of
+            `MODEL_DIMS`. Processes that differ in other dimensions alone are one replica.
+
+    Returns:
+        (num_replicas, rank).
+
+    Raises:
+        TypeError: it is no mesh.
+        ValueError: no dimension is one of data parallelism, or this process is not in the mesh.
+    """
+    if not (hasattr(mesh, "get_coordinate") and hasattr(mesh, "mesh_dim_names")):
+        raise TypeError(f"mesh is {mesh!r}; it must be a DeviceMesh, or one dimension of it: mesh['dp']")
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    chosen = [place for place, name in enumerate(names) if name in DATA_DIMS]
+    if not chosen and mesh.ndim == 1 and names[0] not in MODEL_DIMS:
+        chosen = [0]
+    if not chosen:
+        raise ValueError(
+            f"mesh has the dimensions {', '.join(map(repr, names))}, and none is known as one of data parallelism "
+            f"({', '.join(DATA_DIMS)}): give that dimension, mesh=mesh[name]"
+        )
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError("this process is not in the mesh: make no loader here, or give num_replicas and rank")
+    replicas, rank = 1, 0
+    for place in chosen:
+        replicas, rank = replicas * mesh.size(place), rank * mesh.size(place) + coordinate[place]
+    return int(replicas), int(rank)
 
 
 def _from_surroundings(environ: Mapping[str, str]) -> tuple[int, int]:

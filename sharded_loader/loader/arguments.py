@@ -28,6 +28,7 @@ from sharded_loader.data.columns import as_dataset, named_columns
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.inspection import has_own, is_stream, takes_named, takes_two
 from sharded_loader.devices.transform import BatchTransform
+from sharded_loader.engine.order import ranks_of_mesh
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool, check_init_fn
 from sharded_loader.engine.split import Split, check_shares
@@ -205,6 +206,24 @@ def check_stream(dataset: Any, **given: Any) -> None:
             f"the dataset, {an(type(dataset))}, is iterable data, which comes in its own order: leave out "
             f"{', '.join(wrong)}. To shuffle it, shuffle its files and fill a buffer in its __iter__ (Hugging Face: "
             f"dataset.shuffle(buffer_size=...)), or give a dataset with __getitem__ and __len__"
+        )
+
+
+def ranks_given(num_replicas: Any, rank: Any, mesh: Any) -> tuple[Any, Any]:
+    """``num_replicas`` and ``rank``, by ``mesh`` if that is given."""
+    if mesh is None:
+        return num_replicas, rank
+    if num_replicas is not None or rank is not None:
+        raise ValueError("mesh= says how many ranks there are, and which this is: leave out num_replicas and rank")
+    return ranks_of_mesh(mesh)
+
+
+def check_evaluate(evaluate: Any, on_error: Any) -> None:
+    """Refuse what would change the number of real samples of a batch."""
+    if evaluate and on_error in ("skip", "replace"):
+        raise ValueError(
+            f"evaluate=True counts each sample once, and on_error={on_error!r} leaves samples out: leave it out, or "
+            f"give a function (SampleError) -> sample"
         )
 
 

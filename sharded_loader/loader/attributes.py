@@ -97,6 +97,14 @@ class LoaderAttributes(Metered):
         """
         return self._arguments
 
+    def _resized(self, num_replicas: int, rank: int, batch_size: int | None) -> None:
+        """The loader was rescaled."""
+        given = {**self._arguments, "num_replicas": num_replicas, "rank": rank}
+        given.pop("mesh", None)
+        if batch_size is not None:
+            given["batch_size"] = self._batch_size = batch_size
+        self._arguments = MappingProxyType(given)
+
     @property
     def dataset(self) -> Any:
         """What is read."""
@@ -114,7 +122,7 @@ class LoaderAttributes(Metered):
 
     @property
     def batch_size(self) -> int | None:
-        """Samples per step; None with a given ``batch_sampler``. Read-only: make a new loader for another."""
+        """Samples per step; None with a given ``batch_sampler``. Read-only: `rescale` changes it."""
         return self._batch_size
 
     @property

@@ -194,8 +194,8 @@ class Progress(ShownRun):
         data = self._fingerprint()
         return state if data is None else {**state, "data": data}
 
-    def load(self, state: Any, strict: bool) -> bool:
-        """Continue at the position of a state.
+    def load(self, state: Any, strict: bool, **doing: str) -> bool:
+        """Continue at the position of a state. ``doing`` is as `Order.load` has it.
 
         Returns:
             Whether the loader's seeds have changed with it.
@@ -203,7 +203,7 @@ class Progress(ShownRun):
         Raises:
             TypeError, ValueError: the state does not fit. Nothing has changed then.
         """
-        position, changed = self._order.load(state, strict)
+        position, changed = self._order.load(state, strict, **doing)
         if strict:
             one = state[0] if isinstance(state, list | tuple) else state
             warn_of_other_data(one.get("data"), self._fingerprint())
@@ -368,6 +368,31 @@ class Epochs:
         self._fingerprint.cache_clear()
         self.order.resize(length(self.dataset))
 
+    def rescale(self, num_replicas: Any, rank: Any, batch_size: Any) -> None:
+        """There are other ranks from the next batch on. The iterator that is shown goes on with them.
+
+        Raises:
+            TypeError, ValueError: wrong arguments, or a position that others cannot go on from. Nothing has changed.
+        """
+        order, progress = self.order, self.progress
+        if isinstance(order, StreamOrder):
+            raise TypeError(
+                "rescale needs a dataset that is read by index: the parts of iterable data belong to ranks. Save the "
+                "states of all ranks, and load them as a list into loaders of the new ranks"
+            )
+        run, state, before = progress.run(), progress.state(), order.settings
+        try:
+            order.rescale(num_replicas, rank, batch_size)
+            progress.load(state, strict=False, doing="rescale: the position belongs to the ranks before")
+        except BaseException:
+            order.settings = before
+            raise
+        if not self._job.keep_batch:
+            self._job, self.stale = replace(self._job, keep_batch=True), True
+        iterator = None if run is None else progress.live.pop(run.number, None)
+        if run is not None and iterator is not None and order.next_epoch == run.epoch.number:
+            iterator.start_over()
+
     def forget(self) -> None:
         """Let go of what is kept: the loader is closed."""
         self._kept = None
@@ -408,7 +433,8 @@ class Epochs:
                 if task.part is not None:
                     result = epoch.came(seq, result)
                 if result.batch is not NOTHING:
-                    return self.placement.place(result.batch, task)
+                    batch = self.placement.place(result.batch, task)
+                    return (batch, epoch.real(task)) if epoch.evaluates else batch
                 seq += 1
         if epoch.in_mid_epoch and epoch.batches(seq) == epoch.first:  # the position lies at the end: noticed here
             position = epoch.following()

@@ -104,6 +104,12 @@ class BatchIterator(Iterator[Batch]):
         if self.run is not None and not _is_finalizing():
             self._pipeline.drop(self.run.number)
 
+    def start_over(self) -> None:
+        """Choose a run again at the next batch: it goes on where the loader is then."""
+        if self.run is not None:
+            self._pipeline.drop(self.run.number)
+            self.run = None
+
     def __iter__(self) -> Self:
         return self
 
@@ -252,6 +258,8 @@ class BatchIterator(Iterator[Batch]):
                     batch = placement.place_next(run.window, () if run.next is None else run.next.window)
                 else:
                     batch = placement.place(result.batch, task)
+                if run.epoch.evaluates:
+                    batch = batch, run.epoch.real(task)
             except Exception as raised:
                 result = not_placed(task, raised, "while the batch was placed")
         placing = time.perf_counter() - began

@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Generic, Literal, NoReturn
 
+import numpy.typing as npt
 import torch
 
 from sharded_loader.base.limits import warn_of_workers
@@ -34,6 +35,7 @@ from sharded_loader.engine.pool import Pool
 from sharded_loader.loader.arguments import (
     check_batchify_fn,
     check_dataset,
+    check_evaluate,
     check_max_skipped,
     check_on_error,
     check_prefetch_epochs,
@@ -45,6 +47,7 @@ from sharded_loader.loader.arguments import (
     make_split,
     one_of,
     prefetch_of,
+    ranks_given,
     refuse_streams,
     refuse_unknown,
     transform_of,
@@ -103,6 +106,15 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         steps_per_epoch: The number of batches of every epoch on every rank. Samplers and parts that end start over, and
             no batch is short. The next epoch continues where the last one ended.
         rank: The number of this process, from 0. ``num_replicas="auto"`` finds it.
+        mesh: In the place of ``num_replicas`` and ``rank``: a `torch.distributed.device_mesh.DeviceMesh`, or one
+            dimension of it. The dimensions of data parallelism (``"dp"``, ``"dp_replicate"``, ``"fsdp"``, ...) are
+            ranks. Processes that differ in other dimensions (``"tp"``, ``"cp"``, ``"pp"``) get equal batches.
+        costs: What each sample costs, such as its length: an array, or a function of the index. Then the order is
+            random, and in each step all ranks have samples of nearly the same cost in all. The samples of a step are
+            the same for any number of ranks, as long as they are as many.
+        evaluate: Whether iteration gives ``(batch, real)``, for an evaluation that counts each sample once. All ranks
+            take equally many steps, and all batches have ``batch_size`` samples. The first ``real`` samples of a batch
+            count; the others, at the end of the epoch, are fillers. ``real`` may be 0.
         max_skipped: The number of samples that ``on_error`` may skip or replace in each epoch of this process. One more
             raises `TooManySkippedError`. Default: any number.
 
@@ -180,6 +192,9 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         shard_weights: Sequence[float] | None = None,
         num_replicas: int | Literal["auto"] | None = None,
         rank: int | None = None,
+        mesh: Any = None,
+        costs: Sequence[float] | npt.NDArray[Any] | Callable[[int], float] | None = None,
+        evaluate: bool = False,
         seed: int | None = None,
         on_error: OnError = "raise",
         max_skipped: int | None = None,
@@ -203,6 +218,8 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         check_batchify_fn(batchify_fn := one_of("batchify_fn", batchify_fn, "collate_fn", collate_fn))
         workers = make_pool(pool, num_workers, thread_pool, worker_init_fn, timeout)
         prefetch = prefetch_of(prefetch, prefetch_factor, workers.num_workers)
+        num_replicas, rank = ranks_given(num_replicas, rank, mesh)
+        check_evaluate(evaluate, on_error)
         common: dict[str, Any] = {
             "batch_size": batch_size,
             "last_batch": last_batch_of(last_batch, drop_last),
@@ -213,12 +230,14 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         }
         order: MapOrder | StreamOrder
         if is_stream(dataset):
-            check_stream(dataset, shuffle=shuffle, sampler=sampler, batch_sampler=batch_sampler)
+            given = {"shuffle": shuffle, "sampler": sampler, "batch_sampler": batch_sampler, "costs": costs}
+            check_stream(dataset, **given, evaluate=evaluate)
             order = StreamOrder(dataset, streams=streams, num_workers=workers.num_workers, **common)
         else:
             refuse_streams(streams, dataset)
             size = length(dataset, needed=sampler is None and batch_sampler is None)
-            order = MapOrder(size, shuffle=shuffle, sampler=sampler, batch_sampler=batch_sampler, **common)
+            common |= {"sampler": sampler, "batch_sampler": batch_sampler, "costs": costs, "evaluate": evaluate}
+            order = MapOrder(size, shuffle=shuffle, **common)
         # The default given by name is the default: it reads in bulk too.
         batchify_fn = None if batchify_fn is default_batchify_fn else batchify_fn
         found, sharded = find_devices(device, devices)
@@ -340,6 +359,39 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         """
         self._pipeline.check_open()
         self._epochs.refresh()
+
+    def rescale(self, num_replicas: int, rank: int, batch_size: int | None = None) -> None:
+        """Go on with other ranks, from the next batch on: processes have left or joined.
+
+        Call it on all ranks that stay, between the same two steps. A loop that is under way goes on. Each sample of the
+        epoch still comes once. A rank that joins loads the `state_dict` of another one that is at this step.
+
+        Args:
+            num_replicas, rank: As in the constructor.
+            batch_size: The number of samples per step of each rank from now on. Default: as before.
+
+        Raises:
+            TypeError: The dataset is iterable data: its parts belong to ranks.
+            ValueError: Wrong arguments. Or the order does not allow it: with ``costs``, in mid-epoch, all ranks
+                together must read as many samples in a step as before; with ``steps_per_epoch`` too, and the numbers
+                of ranks must divide the dataset's length.
+            LoaderClosedError: after `close`.
+
+        Example:
+            Two ranks become one:
+
+            >>> loader = ShardedDataLoader(range(8), 2, num_replicas=2, rank=0)
+            >>> batches = iter(loader)
+            >>> next(batches)
+            tensor([0, 2])
+            >>> loader.rescale(1, 0)
+            >>> list(batches)
+            [tensor([4, 5]), tensor([6, 7])]
+        """
+        self._pipeline.check_open()
+        with self._pipeline.lock:
+            self._epochs.rescale(num_replicas, rank, batch_size)
+            self._resized(num_replicas, rank, batch_size)
 
     def close(self) -> None:
         """Stop the workers. The loader cannot be used any more; batches that are held stay. Safe to call twice.

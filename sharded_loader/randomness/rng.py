@@ -43,6 +43,7 @@ random numbers. A test compares this table with the code.
     part                           get_worker_info().seed of a part of iterable data
     shuffle                        an epoch after the first one: shuffle=True of the drop-in
     replace                        on_error="replace"
+    costs                          the steps of costs=
     device transform               the rng of device_transform, for each batch and shard
 
 While a batch is read, the thread that reads it has a `SampleScope` that says which sample it is at;

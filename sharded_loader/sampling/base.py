@@ -159,6 +159,8 @@ class Sampler(Described, Generic[Item_co]):
     _epoch: int = 0
     epoch_request: EpochRequest | None = None  # the last call of `set_epoch`, for the loaders
     seed: int | None = None
+    ranks: int | None = None
+    """The number of ranks that the order is made for; None: the order is the same for any number of ranks."""
 
     @property
     def epoch(self) -> int:
@@ -211,6 +213,26 @@ class Sampler(Described, Generic[Item_co]):
         """The number of items in an epoch, which may differ from epoch to epoch. It does not change `epoch`."""
         raise NotImplementedError(f"{type(self).__name__} has no length: override __len__, or len_epoch")
 
+    def for_ranks(self, ranks: int) -> Sampler[Item_co]:
+        """This sampler, for ranks that take its items in turn. A loader with ``num_replicas`` reads that.
+
+        Override it to give the ranks of one step items that take equally long. Return a copy: others read the sampler.
+        """
+        return self
+
+
+class BalancedSampler(Sampler[Item_co]):
+    """Base class of samplers that give all ranks similar items in each step."""
+
+    ranks = 1
+
+    def for_ranks(self, ranks: int) -> Sampler[Item_co]:
+        if ranks == self.ranks:
+            return self
+        twin = copy.copy(self)
+        twin.ranks = ranks
+        return twin
+
 
 _NEVER = 1 << 30
 
@@ -258,6 +280,11 @@ class WrapperSampler(Sampler[Item_co]):
         setattr(twin, self._wraps, inner)
         return twin
 
+    def for_ranks(self, ranks: int) -> Sampler[Item_co]:
+        inner = for_ranks(self.inner, ranks)
+        twin: WrapperSampler[Item_co] = self if inner is self.inner else self.over(inner)
+        return twin
+
     @property
     def epoch(self) -> int:
         shared: int = self.inner.epoch if self._shares_epoch else self._epoch
@@ -279,6 +306,16 @@ class WrapperSampler(Sampler[Item_co]):
     @property
     def _shown_seed(self) -> int | None:
         return None if find_foreign(self, 0)[0] is None else self.seed
+
+
+def for_ranks(sampler: Any, ranks: int) -> Any:
+    """Any sampler, for ranks that take its items in turn; see `Sampler.for_ranks`."""
+    return sampler.for_ranks(ranks) if isinstance(sampler, Sampler) and is_own(sampler) else sampler
+
+
+def ranks_of(sampler: Any) -> int | None:
+    """The number of ranks that the order of any sampler is made for; None: of any number."""
+    return next((found for one in nested(sampler) if isinstance(found := getattr(one, "ranks", None), int)), None)
 
 
 def is_wrapper(sampler: Any) -> bool:

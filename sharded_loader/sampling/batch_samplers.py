@@ -29,10 +29,17 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import brief
 from sharded_loader.engine.split import check_shares, is_sharded, split_batch
 from sharded_loader.randomness.shuffle import Bijections, Indices, shuffled
-from sharded_loader.sampling.base import Sampler, WrapperSampler, check_choice, resolve_seed, underscored
+from sharded_loader.sampling.base import (
+    BalancedSampler,
+    Sampler,
+    WrapperSampler,
+    check_choice,
+    resolve_seed,
+    underscored,
+)
 from sharded_loader.sampling.foreign import len_epoch, name_of, table_of
 from sharded_loader.sampling.index_samplers import sort_order, sortable
-from sharded_loader.sampling.tables import BATCHES, Batched, Rolling, Table, parts
+from sharded_loader.sampling.tables import BATCHES, Batched, Rolling, Table, in_step, parts
 
 # Any count of tokens fits below.
 MAX_TOKENS = 2**62
@@ -170,8 +177,10 @@ class _SplitTable(Table):
         return list(map(self._split, self._batches.at(positions), positions.tolist()))
 
 
-class SortedBucketSampler(Sampler[list[int]]):
+class SortedBucketSampler(BalancedSampler[list[int]]):
     """Batches of similar keys: samples are cut into large buckets, and sorted and batched within each.
+
+    Under ``num_replicas`` all ranks have neighbours of one bucket in each step.
 
     Args:
         sort_keys: one key per sample: numbers, or anything that can be compared.
@@ -217,33 +226,48 @@ class SortedBucketSampler(Sampler[list[int]]):
         key = (self.seed, "sorted bucket", epoch)
         count, size = len(self._sort_keys), self.batch_size
         order = shuffled(count, *key) if self._shuffle else np.arange(count, dtype=np.int64)
-        per_bucket = parts(self._bucket_size, size, cut=False)
+        per_bucket = parts(self._whole_bucket, size, cut=False)
 
         @lru_cache(maxsize=1)
         def bucket(begin: int) -> tuple[Indices, Indices]:
             """The indices of a bucket, sorted, and the order of its batches."""
-            indices = order[begin : begin + self._bucket_size]
+            indices = order[begin : begin + self._whole_bucket]
             indices = indices[sort_order(self._sort_keys[indices], self._reverse)]
             batches = parts(len(indices), size, cut=False)
-            return indices, shuffled(batches, *key, begin) if self._shuffle else np.arange(batches)
+            length, batch = in_step(
+                batches,
+                self.ranks,
+                lambda groups: shuffled(groups, *key, begin) if self._shuffle else np.arange(groups),
+            )
+            return indices, batch(np.arange(length))
 
         def batch(position: int) -> Any:
             number, in_bucket = divmod(position, per_bucket)
-            indices, batches = bucket(number * self._bucket_size)
+            indices, batches = bucket(number * self._whole_bucket)
             begin = int(batches[in_bucket]) * size
             return indices[begin : begin + size].tolist()
 
         return Table(self.len_epoch(epoch), lambda positions: list(map(batch, positions.tolist())), BATCHES)
 
+    @property
+    def _whole_bucket(self) -> int:
+        """The samples of a bucket: under ranks whole steps."""
+        if self.ranks == 1:
+            return self._bucket_size
+        step = self.batch_size * self.ranks
+        return parts(self._bucket_size, step, cut=False) * step
+
     def len_epoch(self, epoch: int) -> int:
-        full, rest = divmod(len(self._sort_keys), self._bucket_size)
-        return full * -(-self._bucket_size // self.batch_size) - (-rest // self.batch_size)
+        full, rest = divmod(len(self._sort_keys), self._whole_bucket)
+        per_bucket, last = (parts(size, self.batch_size, cut=False) for size in (self._whole_bucket, rest))
+        return full * per_bucket + parts(last, self.ranks, cut=False) * self.ranks
 
 
-class BoundedBudgetSampler(Sampler[list[int]]):
+class BoundedBudgetSampler(BalancedSampler[list[int]]):
     """Batches as large as a budget allows: padded tokens (longest length x samples), samples, or both.
 
-    Samples are sorted by length and cut greedily, so that a batch holds samples of similar length.
+    Samples are sorted by length and cut greedily, so that a batch holds samples of similar length. Under
+    ``num_replicas`` all ranks have neighbours in each step.
 
     Args:
         lengths: shape (n,), or (n, k) for samples of several parts, of which the longest counts; in tokens.
@@ -302,17 +326,21 @@ class BoundedBudgetSampler(Sampler[list[int]]):
         self.seed = resolve_seed(seed) if shuffle or seed is not None else None
 
     def epoch_table(self, epoch: int) -> Table:
-        count = self.len_epoch(epoch)
-        batches = shuffled(count, self.seed, "budget", epoch) if self._shuffle else np.arange(count)
+        key = (self.seed, "budget", epoch)
+        length, batch = in_step(
+            len(self._bounds) - 1,
+            self.ranks,
+            lambda groups: shuffled(groups, *key) if self._shuffle else np.arange(groups),
+        )
         order, bounds = self._order, self._bounds
 
         def at(positions: Indices) -> list[list[int]]:
-            return [order[bounds[n] : bounds[n + 1]].tolist() for n in batches[positions].tolist()]
+            return [order[bounds[n] : bounds[n + 1]].tolist() for n in batch(positions).tolist()]
 
-        return Table(count, at, BATCHES)
+        return Table(length, at, BATCHES)
 
     def len_epoch(self, epoch: int) -> int:
-        return len(self._bounds) - 1
+        return parts(len(self._bounds) - 1, self.ranks, cut=False) * self.ranks
 
 
 class ClassBalancedBatchSampler(Sampler[list[int]]):

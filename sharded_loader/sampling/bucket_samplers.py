@@ -1,8 +1,10 @@
-"""Batches of samples whose lengths fall into the same bucket: `FixedBucketSampler`, and how its buckets are made.
+"""Batches of samples of one bucket: of similar length, or of one kind; and how buckets of lengths are made.
 
     scheme(longest, shortest, num_buckets) -> bucket keys, each the greatest length of a bucket
+    FixedBucketSampler(lengths)            a bucket for each key
+    GroupedBatchSampler(by=labels)         a bucket for each label
 
-In: the length of every sample. Out: batches (lists of Python ints), or with ``num_shards`` groups of
+In: the length, or the label, of every sample. Out: batches (lists of Python ints), or with ``num_shards`` groups of
 batches (lists of lists), one batch per shard. Buckets are made once; an epoch shuffles the samples within
 each bucket and the order of the batches, as a pure function of (seed, epoch). A scheme keeps nothing but its arguments,
 and is a pure function of the lengths.
@@ -15,8 +17,8 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -25,9 +27,9 @@ import numpy.typing as npt
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import Described
 from sharded_loader.randomness.shuffle import Indices, shuffled
-from sharded_loader.sampling.base import Sampler, check_choice, resolve_seed, underscored
-from sharded_loader.sampling.batch_samplers import length_table
-from sharded_loader.sampling.tables import BATCHES, Table
+from sharded_loader.sampling.base import BalancedSampler, check_choice, resolve_seed, underscored
+from sharded_loader.sampling.batch_samplers import LAST_BATCH, kinds_of, length_table
+from sharded_loader.sampling.tables import BATCHES, Rolling, Table, parts
 
 
 class BucketScheme(Described):
@@ -176,12 +178,16 @@ _DEFAULT_BUCKETS = 10
 _DEFAULT_SCHEME = ConstWidthBucket()
 
 
-class FixedBucketSampler(Sampler[Any]):
+class FixedBucketSampler(BalancedSampler[Any]):
     """Batches of samples from one bucket of lengths each; long buckets come first.
+
+    Under ``num_replicas`` all ranks have batches of one bucket in each step. Batches of the bucket come twice where its
+    last step has fewer batches than ranks; with ``last_batch="discard"`` they are left out.
 
     Args:
         lengths: integers above 0, shape (n,), or (n, k) for samples of k parts.
-        batch_size: samples per batch; with ``use_average_length``, tokens per batch.
+        batch_size: samples per batch; with ``use_average_length``, tokens per batch. With ``bucket_keys`` it may be a
+            list, with one number for each key.
         num_buckets: the number of buckets to make. Not used with ``bucket_keys``.
         bucket_keys: greatest length of each bucket (ints, or tuples of k ints; an array works too). None: made by
             ``bucket_scheme``.
@@ -194,6 +200,9 @@ class FixedBucketSampler(Sampler[Any]):
         bucket_scheme: how to make bucket keys: a `BucketScheme`.
         last_group: what to do with a last group of fewer batches. ``"keep"`` it, ``"discard"`` it, or
             ``"overlap"``: fill it with the batches before, which then come twice (as GluonNLP did).
+        last_batch: what to do with the samples of a bucket that do not fill a batch. ``"keep"``: a smaller batch;
+            ``"discard"``: left out; ``"rollover"``: first in the bucket's next epoch. Under ``num_replicas`` the two
+            others than ``"keep"`` count whole steps.
         seed: with the epoch it decides the shuffles. None draws one from torch's default generator.
 
     Attributes:
@@ -222,15 +231,15 @@ class FixedBucketSampler(Sampler[Any]):
         ("lengths", "_members"),
         ("buckets", "_batch_bucket"),
         ("batch sizes", "_batch_begin"),
-        ("shuffle", "_shuffle"),
+        *underscored("shuffle", "last_batch"),
     )
     _buckets = (("bucket_keys", "bucket_keys"), ("bucket_batch_sizes", "bucket_batch_sizes"))
-    shown = (*underscored("batch_size"), *_buckets, *underscored("num_shards", "last_group", "shuffle"))
+    shown = (*underscored("batch_size"), *_buckets, *underscored("num_shards", "last_group", "shuffle", "last_batch"))
 
     def __init__(
         self,
         lengths: Sequence[Any] | npt.NDArray[Any],
-        batch_size: int,
+        batch_size: int | Sequence[int],
         num_buckets: int | None = _DEFAULT_BUCKETS,
         bucket_keys: Sequence[Any] | npt.NDArray[Any] | None = None,
         ratio: float = 0,
@@ -240,17 +249,19 @@ class FixedBucketSampler(Sampler[Any]):
         bucket_scheme: BucketScheme = _DEFAULT_SCHEME,
         last_group: str = "keep",
         seed: int | None = None,
+        last_batch: str = "keep",
     ) -> None:
         table = length_table(lengths, "give the length of each sample")
         if table.size and table.min() <= 0:
             index = int(np.flatnonzero((table <= 0).any(axis=1))[0])
             length = np.asarray(lengths)[index]
             raise ValueError(f"lengths must be above 0, but lengths[{index}] is {length}: leave that sample out")
-        self._batch_size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
+        self._batch_size, size, sizes = _batch_sizes(batch_size, bucket_keys, ratio, use_average_length)
         self._num_shards = check_int("num_shards", num_shards, 0, "0 gives plain batches, k groups of k batches")
         if not 0 <= ratio < float("inf"):
             raise ValueError(f"ratio must be a finite number of at least 0, got {ratio}: give 0 for equal batches")
         self._last_group = check_choice("last_group", last_group, LAST_GROUP, "FixedBucketSampler")
+        self._last_batch = check_choice("last_batch", last_batch, LAST_BATCH, "FixedBucketSampler")
         self._shuffle = bool(shuffle)
         self.seed = resolve_seed(seed) if shuffle or seed is not None else None
         if bucket_keys is None and len(table):
@@ -262,12 +273,18 @@ class FixedBucketSampler(Sampler[Any]):
                 bucket_keys = bucket_scheme(table.max(axis=0).tolist(), table.min(axis=0).tolist(), num_buckets)
         elif bucket_keys is not None and num_buckets not in (None, _DEFAULT_BUCKETS):
             warnings.warn(f"num_buckets={num_buckets} is not used, because bucket_keys are given", stacklevel=2)
-        self._fill(table, _check_keys([] if bucket_keys is None else bucket_keys, table.shape[1]))
-        self._choose_batch_sizes(table, self._batch_size, float(ratio), use_average_length)
+        keys = _check_keys([] if bucket_keys is None else bucket_keys, table.shape[1])
+        if sizes is not None and len(sizes) != len(keys):
+            raise ValueError("two bucket keys are equal: with a list as batch_size give each key once")
+        used = self._fill(table, keys)
+        if sizes is None:
+            self._choose_batch_sizes(table, size, float(ratio), use_average_length)
+        else:
+            self.bucket_batch_sizes = [sizes[bucket] for bucket in used]
         self._plan()
 
-    def _fill(self, table: Indices, keys: list[tuple[int, ...]]) -> None:
-        """Sort the samples into buckets; buckets without samples go."""
+    def _fill(self, table: Indices, keys: list[tuple[int, ...]]) -> list[int]:
+        """Sort the samples into buckets; buckets without samples go. Returns the numbers of those that stay."""
         bucket_of = _match(table, keys)
         counts = np.bincount(bucket_of, minlength=len(keys))
         members = np.split(np.argsort(bucket_of, kind="stable"), np.cumsum(counts)[:-1])
@@ -276,10 +293,11 @@ class FixedBucketSampler(Sampler[Any]):
         unused = [key for key, count in zip(shown, counts, strict=True) if not count]
         if unused:
             warnings.warn(f"Some buckets are empty and will be removed. Unused bucket keys={unused}", stacklevel=3)
-        used = np.flatnonzero(counts).tolist()
+        used: list[int] = np.flatnonzero(counts).tolist()
         self.bucket_keys = [shown[bucket] for bucket in used]
         self._members: list[Indices] = [members[bucket] for bucket in used]
         self._scales = [sum(keys[bucket]) for bucket in used]
+        return used
 
     def _choose_batch_sizes(self, table: Indices, batch_size: int, ratio: float, use_average_length: bool) -> None:
         if not use_average_length:
@@ -301,35 +319,66 @@ class FixedBucketSampler(Sampler[Any]):
         self._batch_begin = np.concatenate([np.zeros(0, dtype=np.int64), *begins])
 
     def epoch_table(self, epoch: int) -> Table:
-        key = (self.seed, "fixed bucket", epoch)
-        count, shards = len(self._batch_begin), self._num_shards
-        order = shuffled(count, *key) if self._shuffle else np.arange(count)
+        shards, unit = self._num_shards, self._unit
+        buckets = np.arange(len(self._members))[::-1]  # the longest first
+        batches = np.array([self._batches(bucket, epoch) for bucket in buckets.tolist()], np.int64)
+        units = -(-batches // unit)
+        count = int(units.sum()) * unit
+        order = np.arange(count // unit)
+        if self._shuffle:
+            order = shuffled(count // unit, self.seed, "fixed bucket", epoch)
+        ends = np.cumsum(units)
+        samples = cache(partial(self._samples, epoch=epoch))
 
-        @cache
-        def members(bucket: int) -> Indices:
-            found = self._members[bucket]
-            return found[shuffled(len(found), *key, bucket)] if self._shuffle else found
-
-        def batch(number: int) -> Any:
-            bucket, begin = int(self._batch_bucket[number]), int(self._batch_begin[number])
-            return members(bucket)[begin : begin + self.bucket_batch_sizes[bucket]].tolist()
+        def batch(position: int) -> Any:
+            number, within = divmod(position, unit)
+            place = int(np.searchsorted(ends, order[number], side="right"))
+            bucket, size = int(buckets[place]), self.bucket_batch_sizes[int(buckets[place])]
+            first = int(order[number] - ends[place] + units[place]) * unit
+            # Batches before fill the last step of a bucket.
+            found = (min(first, int(batches[place]) - unit) + within) % int(batches[place])
+            return samples(bucket).slice(found * size, (found + 1) * size).tolist()
 
         def group(position: int) -> list[Any]:
             begin, end = position * shards, min((position + 1) * shards, count)
             if self._last_group == "overlap":
                 begin = max(min(begin, count - shards), 0)  # the batches before fill the last group
-            return [batch(number) for number in order[begin:end].tolist()]
+            return list(map(batch, range(begin, end)))
 
-        if shards:
-            return Table(self.len_epoch(epoch), lambda positions: list(map(group, positions.tolist())), BATCHES)
-        return Table(count, lambda positions: list(map(batch, order[positions].tolist())), BATCHES)
+        length = _groups(count, shards, self._last_group) if shards else count
+        return Table(length, lambda found: list(map(group if shards else batch, found.tolist())), BATCHES)
+
+    @property
+    def _unit(self) -> int:
+        """The number of batches of one bucket that come together: those of one step of all ranks."""
+        return 1 if self.ranks == 1 else self.ranks * max(self._num_shards, 1)
+
+    def _batches(self, bucket: int, epoch: int) -> int:
+        """The number of batches of a bucket in an epoch."""
+        count, size, unit = len(self._members[bucket]), self.bucket_batch_sizes[bucket], self._unit
+        if self._last_batch == "rollover":
+            return Rolling(count, size * unit, epoch).length() * unit
+        return (
+            parts(count, size * unit, cut=True) * unit if self._last_batch == "discard" else parts(count, size, False)
+        )
+
+    def _samples(self, bucket: int, epoch: int) -> Table:
+        """The samples of a bucket in an epoch."""
+        members = self._members[bucket]
+
+        def opened(epoch: int) -> Table:
+            order = shuffled(len(members), self.seed, "fixed bucket", epoch, bucket) if self._shuffle else None
+            return Table(len(members), (members if order is None else members[order]).take)
+
+        if self._last_batch != "rollover":
+            return opened(epoch)
+        step = self.bucket_batch_sizes[bucket] * self._unit
+        return Rolling(len(members), step, epoch).items(opened, 0, type(self).__name__)
 
     def len_epoch(self, epoch: int) -> int:
-        batches = len(self._batch_begin)
-        if not self._num_shards:
-            return batches
-        full, rest = divmod(batches, self._num_shards)
-        return full + (rest > 0 and self._last_group != "discard")
+        counts = [parts(self._batches(bucket, epoch), self._unit, False) for bucket in range(len(self._members))]
+        count = sum(counts) * self._unit
+        return _groups(count, self._num_shards, self._last_group) if self._num_shards else count
 
     def stats(self) -> str:
         """What the buckets hold, as a text of several lines.
@@ -337,13 +386,99 @@ class FixedBucketSampler(Sampler[Any]):
         Returns:
             Samples and batches in all; per bucket its key, its number of samples and its batch size.
         """
+        batches = sum(self._batches(bucket, self.epoch) for bucket in range(len(self._members)))
         return (
             f"{type(self).__name__}:\n"
-            f"  sample_num={sum(map(len, self._members))}, batch_num={len(self._batch_begin)}\n"
+            f"  sample_num={sum(map(len, self._members))}, batch_num={batches}\n"
             f"  key={self.bucket_keys}\n"
             f"  cnt={[len(members) for members in self._members]}\n"
             f"  batch_size={self.bucket_batch_sizes}"
         )
+
+
+class GroupedBatchSampler(FixedBucketSampler):
+    """Batches of samples of one kind each: one label, one source, one aspect ratio.
+
+    Under ``num_replicas`` all ranks have batches of one kind in each step, as with `FixedBucketSampler`: the kinds are
+    its buckets.
+
+    Args:
+        by: the kind of each sample: integers, texts or other hashable objects; an array, a tensor or a list.
+        batch_size: samples per batch; or a dict with one number for each kind.
+        shuffle: shuffle samples within kinds, and batches, in each epoch again.
+        last_batch, num_shards, last_group, seed: as in `FixedBucketSampler`.
+
+    Attributes:
+        bucket_keys: the kinds, in order if they have one.
+        bucket_batch_sizes: samples per batch of each kind.
+
+    Raises:
+        TypeError: ``by`` is no sequence of hashable objects.
+        ValueError: ``batch_size`` has no number for a kind, or one below 1. The loader raises it if there is not one
+            kind per sample of its dataset.
+
+    Example:
+        >>> shapes = ["wide", "tall", "wide", "wide", "tall"]
+        >>> list(GroupedBatchSampler(by=shapes, batch_size={"wide": 2, "tall": 3}, seed=0))
+        [[4, 1], [3], [2, 0]]
+
+    Source of the idea: torchvision's ``GroupedBatchSampler``, aspect ratio buckets of NovelAI (2022).
+    """
+
+    shown = (("by", "bucket_keys"), *FixedBucketSampler.shown[2:])
+
+    def __init__(
+        self,
+        by: Sequence[Any] | npt.NDArray[Any],
+        batch_size: int | Mapping[Any, int],
+        shuffle: bool = True,
+        last_batch: str = "keep",
+        num_shards: int = 0,
+        last_group: str = "keep",
+        seed: int | None = None,
+    ) -> None:
+        kinds, numbers = kinds_of(by, "by")
+        sizes: Any = batch_size
+        if isinstance(batch_size, Mapping):
+            missing = [kind for kind in kinds if kind not in batch_size]
+            if missing:
+                raise ValueError(f"batch_size has no number for the kind {missing[0]!r}: give one for each kind in by")
+            sizes = [batch_size[kind] for kind in kinds]
+        super().__init__(
+            numbers + 1,
+            sizes,
+            None,
+            range(1, len(kinds) + 1),
+            shuffle=shuffle,
+            num_shards=num_shards,
+            last_group=last_group,
+            seed=seed,
+            last_batch=last_batch,
+        )
+        self.bucket_keys, self.dataset_length = kinds, len(numbers)
+
+
+def _groups(batches: int, shards: int, last_group: str) -> int:
+    """The number of groups of ``shards`` batches."""
+    return parts(batches, shards, cut=last_group == "discard")
+
+
+def _batch_sizes(given: Any, keys: Any, ratio: float, by_tokens: bool) -> tuple[Any, int, list[int] | None]:
+    """The argument ``batch_size`` as it is shown, as one number, and as one for each bucket key in ascending order."""
+    advice = "give the number of samples in a batch"
+    if np.ndim(given) == 0:
+        size = check_int("batch_size", given, 1, advice)
+        return size, size, None
+    if keys is None or ratio or by_tokens:
+        raise ValueError(
+            "batch_size is a list, one number for each bucket: give bucket_keys, and leave out ratio and "
+            "use_average_length"
+        )
+    sizes = [check_int(f"batch_size[{place}]", size, 1, advice) for place, size in enumerate(given)]
+    if len(sizes) != len(keys):
+        raise ValueError(f"batch_size has {len(sizes)} numbers for {len(keys)} bucket keys: give one for each key")
+    order = sorted(range(len(sizes)), key=lambda place: tuple(np.atleast_1d(keys[place])))
+    return sizes, 0, [sizes[place] for place in order]
 
 
 def _check_keys(keys: Sequence[Any] | npt.NDArray[Any], parts: int) -> list[tuple[int, ...]]:

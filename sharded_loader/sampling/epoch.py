@@ -43,7 +43,7 @@ from sharded_loader.engine.split import is_sharded, plain_indices
 from sharded_loader.sampling.base import find_foreign, nested, noted, put_back
 from sharded_loader.sampling.foreign import Listed, Replay, known_length, len_epoch, name_of, over_replay, table_of
 from sharded_loader.sampling.state import Checkpoint, Signature, dump
-from sharded_loader.sampling.tables import ENDLESS, Batched, Dealt, Rolling, Table, parts
+from sharded_loader.sampling.tables import ENDLESS, Batched, Dealt, Filled, Rolling, Table, parts
 
 
 @dataclass
@@ -57,6 +57,7 @@ class SamplerSource:
         dealt: whether the items are dealt to ranks.
         arrays: batches may be int64 arrays instead of lists (only with ``batch_size``).
         max_shards: how many shards a batch may have; None: any number.
+        evaluates: all batches are whole: fillers follow the items, and `MapEpoch.real` tells them apart.
         given_batches: the items are batches, which may be lists of shards. Indices may be tuples, and are no shards.
     """
 
@@ -67,6 +68,7 @@ class SamplerSource:
     dealt: bool
     arrays: bool = False
     max_shards: int | None = None
+    evaluates: bool = False
 
     def __post_init__(self) -> None:
         self.seed, self.batch_size = self.signature.seed, self.signature.batch_size
@@ -101,7 +103,7 @@ class MapEpoch(Epoch):
         self._listed: Listed | None = None
         if type(source.items) in (list, tuple, range) and source.batch_size is not None and not source.rollover:
             self._foreign, self._listed = None, Listed(source.items, self._position.mark)
-        self.keeps = self._foreign is not None
+        self.keeps, self.evaluates = self._foreign is not None, source.evaluates
         self._noted = [sampler for sampler, _ in noted(nested(self._foreign))]
         self._span: _SeparateSpan | _RollingSpan
         self._span = _RollingSpan(source, epoch, position) if source.rollover else _SeparateSpan(source, self._position)
@@ -333,6 +335,13 @@ class MapEpoch(Epoch):
         """
         return self.first + self._span.length()
 
+    def real(self, task: Task) -> int:
+        """How many samples of a batch are no fillers, if the epoch ``evaluates``: the first ones."""
+        before, size = self._span.items_from(task.position), self._source.batch_size
+        if size is None:
+            return sum(map(len, task.shards)) if before > 0 else 0
+        return min(parts(max(before, 0), self._source.replicas, cut=False), size)
+
     def state(self, position: Position) -> dict[str, Any]:
         return dump(position, self._source.signature)
 
@@ -364,6 +373,8 @@ class _SeparateSpan:
         self._source, self._epoch, self._done = source, position.epoch, position.done
         self._step = source.replicas * (source.batch_size or 1)
         length = source.signature.sampler_length
+        if source.evaluates and length is None:
+            length = len_epoch(source.items, position.epoch)
         # A sampler of another library may yield more than its length.
         self._end = sys.maxsize if length is None else length
         self.is_begun = position.done > 0
@@ -373,6 +384,9 @@ class _SeparateSpan:
     def open(self, items: Any) -> Table:
         """The batches of the epoch after the position, as a table."""
         source, table = self._source, table_of(items, self._epoch, self._source.seed)
+        if source.evaluates:
+            steps = parts(self._end - self._done, self._step, cut=False)
+            table = Filled(table, self._end, self._done, self._done + steps * self._step)
         if source.dealt or self._done:
             table = Dealt(table, source.replicas, source.rank, self._done, source.dealt and source.drops_last)
         if source.batch_size is None:
@@ -388,6 +402,10 @@ class _SeparateSpan:
     def done(self, batches: int) -> int:
         """Items of the epoch that are done after a number of batches from the position on."""
         return min(self._done + batches * self._step, self._end)
+
+    def items_from(self, position: int) -> int:
+        """How many items come from a position on; less than 0 behind the end."""
+        return self._end - position
 
 
 class _RollingSpan(Rolling):
@@ -417,3 +435,7 @@ class _RollingSpan(Rolling):
     def done(self, batches: int) -> int:
         """Items done after a number of batches from the position on, counted from the epoch's own first."""
         return self.total(batches) - self._before
+
+    def items_from(self, position: int) -> int:
+        """Any number: there are no fillers."""
+        return ENDLESS

@@ -29,8 +29,9 @@ from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.base.notices import warn
-from sharded_loader.engine.order import Order, Position, process_group
+from sharded_loader.engine.order import Order, Position, process_group, resolve_replicas
 from sharded_loader.sampling.base import (
     DrawnSeed,
     EpochRequests,
@@ -38,11 +39,14 @@ from sharded_loader.sampling.base import (
     WrapperSampler,
     check_sampler,
     find_foreign,
+    for_ranks,
     is_own,
     is_wrapper,
     nested,
+    ranks_of,
 )
 from sharded_loader.sampling.batch_samplers import BatchSampler
+from sharded_loader.sampling.costs import CostSampler
 from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
 from sharded_loader.sampling.foreign import known_length, len_epoch, rank_of, table_of, undisturbed
 from sharded_loader.sampling.index_samplers import RandomSampler, RepeatedSampler, SequentialSampler, SplitSampler
@@ -81,15 +85,24 @@ class MapOrder(Order[Signature]):
         rank: Any,
         seed: int | None,
         steps_per_epoch: int | None = None,
+        costs: Any = None,
+        evaluate: bool = False,
     ) -> None:
         _check_arguments(batch_size, shuffle, sampler, last_batch, batch_sampler)
+        _check_costs(costs, sampler, last_batch, batch_sampler)
+        if evaluate and (last_batch not in (None, "keep") or steps_per_epoch is not None):
+            given = "steps_per_epoch" if steps_per_epoch is not None else f"last_batch={last_batch!r}"
+            raise ValueError(f"evaluate gives each sample once, and {given} does not: leave out one of them")
         super().__init__(last_batch, num_replicas, rank, seed, steps_per_epoch)
         if self._replicas != (1, 0):
             refuse_distributed_sampler([sampler, batch_sampler])
         self._last_batch = last_batch or "keep"
         self.rolls_over = last_batch == "rollover" or self.steps is not None
-        self._batch_size = batch_size
-        self._shuffle = shuffle
+        self._batch_size, self._costs = batch_size, costs
+        self._shuffle, self._evaluates = shuffle, bool(evaluate)
+        self._step_ranks: tuple[int, int] | None = (
+            None  # the epoch of a state, and the ranks that its order is made for
+        )
         self.given_batches = batch_sampler is not None
         self._given_sampler = batch_sampler if self.given_batches else sampler
         self.is_given = self._given_sampler is not None
@@ -109,6 +122,16 @@ class MapOrder(Order[Signature]):
         self.resize(length)
 
     @property
+    def settings(self) -> tuple[Any, Any, bool]:
+        """What `rescale` changes: ``batch_size``, the ranks, and whether there are any."""
+        return self._batch_size, self._replicas, self.replicated
+
+    @settings.setter
+    def settings(self, before: tuple[Any, Any, bool]) -> None:
+        self._batch_size, self._replicas, self.replicated = before
+        self.resize(self.dataset_length)
+
+    @property
     def _samplers(self) -> list[Any]:
         """The samplers that the user gave, as they are read: the outermost first."""
         return [] if self._read_sampler is None else list(nested(self._read_sampler))
@@ -121,10 +144,12 @@ class MapOrder(Order[Signature]):
             self.batch_sampler = self._read_sampler
             self._sampler = self._samplers[-1] if len(self._samplers) > 1 else None
         else:
-            self._sampler = self._make_sampler(length) if takes_order(self._read_sampler) else self._read_sampler
-            if isinstance(self._read_sampler, RepeatedSampler) and self._sampler is not self._read_sampler:
-                self._sampler = self._read_sampler.over(self._sampler)
-            indices = self._sampler
+            given = self._read_sampler
+            self._sampler = indices = self._make_sampler(length) if takes_order(given) else given
+            if given is not None and indices is not given:
+                self._sampler = indices = given.over(indices)
+            if self._costs is not None:
+                self._arguments = arguments_of([self._sampler])
             if self.replicated:
                 indices = ReplicaSampler(self._sampler, self.replicas, self._last_batch == "discard", self.seed)
             self.batch_sampler = BatchSampler(indices, self._batch_size, self._last_batch, seed=self.seed)
@@ -136,6 +161,8 @@ class MapOrder(Order[Signature]):
     def _make_sampler(self, length: int | None) -> Sampler[int]:
         if length is None:
             raise TypeError("the dataset has no __len__: give it one, or give the loader a sampler of its indices")
+        if self._costs is not None:
+            return CostSampler(self._costs, self._batch_size, length, self.seed, self.steps is not None)
         return RandomSampler(length, seed=self.seed) if self._shuffle else SequentialSampler(length)
 
     def undisturbed(self, but: Any) -> AbstractContextManager[None]:
@@ -144,28 +171,44 @@ class MapOrder(Order[Signature]):
 
     # -- state ----------------------------------------------------------------------------------------------
 
-    def signature(self, epoch: int) -> Signature:
-        """What a position in this order is a position in."""
+    def signature(self, epoch: int, step_ranks: int | None = None) -> Signature:
+        """What a position in this order is a position in. ``step_ranks``: as a state has it; None: as the loader."""
+        items = self._items_of(epoch, step_ranks)
+        made_for = ranks_of(items)
         return Signature(
             seed=self.seed,
             dataset_length=self.dataset_length,
             sampler=kind_of(self._items),
             # Samplers of other libraries may have another length when they are read.
-            sampler_length=known_length(self._items, epoch) if find_foreign(self._items, 0)[0] is None else None,
+            sampler_length=known_length(items, epoch) if find_foreign(self._items, 0)[0] is None else None,
             sampler_seeds=tuple(map(seed_of, self._samplers)),
             batch_size=None if self.given_batches else self.batch_sampler.batch_size,
             last_batch=None if self.given_batches else self._last_batch,
             sampler_arguments=self._arguments,
             steps_per_epoch=self.steps,
             num_replicas=self.replicas()[0] if self.replicated or self.steps is not None else None,
+            step_ranks=None if made_for == 1 else made_for,
         )
+
+    def _items_of(self, epoch: int, step_ranks: int | None = None) -> Any:
+        """The sampler of the global order in an epoch: the order may be made for a number of ranks."""
+        if self._step_ranks is not None and self._step_ranks[0] == epoch:
+            step_ranks = self._step_ranks[1]
+        ranks = self.replicas()[0]
+        return for_ranks(self._items, ranks if step_ranks is None or ranks_of(self._items) is None else step_ranks)
 
     def _parsed(self, state: Any) -> tuple[Position, Signature]:
         return parse(state)
 
     def _differences(self, saved: Signature, position: Position, strict: bool) -> list[str]:
-        own = self.signature(position.epoch)
+        before, self._step_ranks = self._step_ranks, None
+        try:
+            own = self.signature(position.epoch, (saved.step_ranks or 1) if position.done else None)
+        finally:
+            self._step_ranks = before
         phrases = differences(saved, own, strict)
+        if self._costs is not None and position.done and saved.step != own.step:
+            phrases.append(f"a step of all ranks had {saved.step} samples, and has {own.step}: costs= needs it to stay")
         if not phrases and own.sampler_length is None and own.last_batch == "rollover":
             outside = out_of_epoch(saved, len_epoch(self.sampler, position.epoch), position.epoch, position.done)
             phrases += [] if outside is None else [f"the state has {outside}"]
@@ -179,7 +222,8 @@ class MapOrder(Order[Signature]):
                     phrases.append(f"the seed of the {type(sampler).__name__} was {seed}, and is {seed_of(sampler)}")
         return phrases
 
-    def _adopt(self, saved: Signature) -> bool:
+    def _adopt(self, saved: Signature, position: Position) -> bool:
+        self._step_ranks = (position.epoch, saved.step_ranks or 1) if position.done else None
         present = [seed_of(sampler) for sampler in self._samplers]
         seeds = [None if seed == before else seed for before, seed in zip(present, saved.sampler_seeds, strict=True)]
         if saved.seed == self.seed and not any(seed is not None for seed in seeds):
@@ -198,6 +242,15 @@ class MapOrder(Order[Signature]):
             self._settled = True
             if not self.replicated and (text := text_if_ranks_repeat(nested(self.batch_sampler))) is not None:
                 warn(f'{text}give num_replicas="auto" to share it out, or num_replicas=1 if that is meant')
+
+    def rescale(self, num_replicas: Any, rank: Any, batch_size: Any) -> None:
+        replicas = resolve_replicas(num_replicas, rank)
+        if batch_size is not None:
+            if self.given_batches:
+                raise ValueError("rescale: the batch_sampler decides the batches: leave out batch_size")
+            self._batch_size = check_int("batch_size", batch_size, 1, "give the number of samples per rank and step")
+        self._replicas, self.replicated = replicas, True
+        self.resize(self.dataset_length)
 
     # -- epochs ---------------------------------------------------------------------------------------------
 
@@ -220,7 +273,13 @@ class MapOrder(Order[Signature]):
         """An epoch's batches for this rank, from a position on. What it reads is settled now: `resize` may come."""
         replicas = self.replicas()
         settled = SamplerSource(
-            self._items, self.signature(number), *replicas, self.replicated, self.arrays, self.max_shards
+            self._items_of(number),
+            self.signature(number),
+            *replicas,
+            self.replicated,
+            self.arrays,
+            self.max_shards,
+            self._evaluates,
         )
         return MapEpoch(settled, number, position)
 
@@ -276,10 +335,13 @@ class ReplicaSampler(WrapperSampler[Any]):
         return self._ask()[1]
 
     def epoch_table(self, epoch: int) -> Table:
-        return Dealt(table_of(self.sampler, epoch, self.seed), *self._ask(), truncate=self._truncate)
+        replicas, rank = self._ask()
+        table = table_of(for_ranks(self.sampler, replicas), epoch, self.seed)
+        return Dealt(table, replicas, rank, truncate=self._truncate)
 
     def len_epoch(self, epoch: int) -> int:
-        return parts(len_epoch(self.sampler, epoch), self.num_replicas, self._truncate)
+        replicas = self.num_replicas
+        return parts(len_epoch(for_ranks(self.sampler, replicas), epoch), replicas, self._truncate)
 
 
 def text_if_ranks_repeat(samplers: Iterable[Any], environ: Mapping[str, str] = os.environ) -> str | None:
@@ -359,6 +421,19 @@ def check_labels(samplers: Iterable[Any], length: int | None) -> None:
 def takes_order(sampler: Any) -> bool:
     """Whether the loader makes the order: without a sampler, or with one that repeats the loader's order."""
     return sampler is None or (isinstance(sampler, RepeatedSampler) and sampler.sampler is None)
+
+
+def _check_costs(costs: Any, sampler: Any, last_batch: Any, batch_sampler: Any) -> None:
+    if costs is None:
+        return
+    if sampler is not None or batch_sampler is not None:
+        name = "sampler" if batch_sampler is None else "batch_sampler"
+        raise ValueError(f"costs= and {name}= both decide the order: leave out one of them")
+    if last_batch == "rollover":
+        raise ValueError(
+            'costs= makes whole steps, and last_batch="rollover" would cut them elsewhere: give last_batch="discard", '
+            "or steps_per_epoch="
+        )
 
 
 def with_seeds(sampler: Any, seeds: Sequence[int | None]) -> Any:

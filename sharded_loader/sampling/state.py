@@ -90,6 +90,7 @@ class Signature:
         sampler_arguments: what else decides the order of given samplers of ours: numbers, checksums of arrays.
         steps_per_epoch: batches in an epoch, if the loader was told.
         num_replicas: the number of ranks; None: one rank that was not told.
+        step_ranks: the number of ranks that the order is made for; None: 1, or any number. It stays to the epoch's end.
     """
 
     seed: int = entry(integer())
@@ -102,6 +103,12 @@ class Signature:
     sampler_arguments: tuple[tuple[str, Any], ...] = entry(_arguments, write=dict, default=())
     steps_per_epoch: int | None = entry(optional(integer(1)), "an epoch had {was} steps, and has {now}", default=None)
     num_replicas: int | None = entry(optional(integer(1)), "there were {was} ranks, and are {now}", default=None)
+    step_ranks: int | None = entry(optional(integer(1)), default=None)
+
+    @property
+    def step(self) -> int | None:
+        """The samples of one step of all ranks; None with a given batch sampler."""
+        return self.batch_size and self.batch_size * (self.num_replicas or 1)
 
     @property
     def unit(self) -> str:
@@ -179,14 +186,22 @@ def differences(saved: Signature, own: Signature, strict: bool = True) -> list[s
     phrases = differing(saved, own, unit=own.unit)
     if phrases.keys() & {"dataset_length", "sampler"}:
         phrases.pop("sampler_length", None)  # it follows from them
-    same_step = [each.batch_size and each.batch_size * (each.num_replicas or 1) for each in (saved, own)]
-    if saved.unit == own.unit and (not strict or same_step[0] == same_step[1]):
+    if saved.unit == own.unit and (not strict or saved.step == own.step):
         phrases.pop("batch_size", None)
-    if own.steps_per_epoch is None:
-        phrases.pop("num_replicas", None)  # otherwise where an epoch begins depends on it
+    if own.steps_per_epoch is None or _begins_stay(saved, own):
+        phrases.pop("num_replicas", None)
     for name in phrases.keys() & {"dataset_length", "sampler_length"}:
         phrases[name] = phrases[name].replace("None", "an unknown number of")
     return list(phrases.values())
+
+
+def _begins_stay(saved: Signature, own: Signature) -> bool:
+    """Whether the epochs of ``steps_per_epoch`` steps begin at the same samples, if only the ranks are others."""
+    ranks = [each.num_replicas or 1 for each in (saved, own)]
+    length = own.sampler_length
+    if length is None or own.step is None or saved.step != own.step:
+        return False
+    return not any(length % each for each in ranks)
 
 
 def out_of_epoch(saved: Signature, length: int | None, epoch: int, done: int) -> str | None:

@@ -3,6 +3,7 @@
     Table(length, at)                   a sampler of ours: ``at(positions)`` takes the same time for any position
     Streamed(open)                      an iterator: it is read as far as somebody asks
     Dealt(table, replicas, rank)        what one rank gets of a table: every R-th item
+    Filled(table, length, begin, total) a table with fillers at its end
     Batched(table, size)                batches of a table's items
     Rolling(length, size, epoch)        one epoch with rollover: its batches, and where they lie among all epochs
     Stretch(length, replicas, ...)      the arithmetic: steps of all ranks, in an endless sequence of epochs
@@ -195,6 +196,66 @@ class Streamed(Table):
     def _again(self, positions: Indices) -> list[Any]:
         """Items that were returned before."""
         return Streamed(self._open).at(positions)
+
+
+class Filled(Table):
+    """A table, filled up at its end, so that all ranks get whole batches. The fillers repeat one item.
+
+    Args:
+        table, length: the items, and how many they are.
+        begin: the first item that anybody reads.
+        total: the number of items with the fillers.
+
+    Example:
+        >>> list(Filled(Table(3, lambda positions: positions + 10, block=8), 3, 0, 5).items())
+        [10, 11, 12, 12, 12]
+    """
+
+    def __init__(self, table: Table, length: int, begin: int, total: int) -> None:
+        self._table, self._length, self._begin, self._total = table, length, begin, total
+        self._last: Any = None  # items that were read, at least one of them
+
+    @property
+    def block(self) -> int:
+        return self._table.block
+
+    def upto(self, begin: int, end: int) -> int:
+        return min(end, self._total)
+
+    def at(self, positions: Indices) -> Any:
+        within = positions[: np.searchsorted(positions, self._length)]
+        if len(within) or self._last is None:
+            # A rank that has no item reads the first one: it belongs to rank 0, which has a table of its own.
+            items = self._table.at(within if len(within) else positions[:1] * 0 + self._begin)
+            self._last = items[-1:]
+        fillers = [self._last] * (len(positions) - len(within))
+        return joined([items, *fillers] if len(within) else fillers)
+
+
+def in_step(count: int, ranks: int, order: Callable[[int], Indices]) -> tuple[int, Callable[[Indices], Indices]]:
+    """Put neighbours into one step: groups of as many items as there are ranks, and the groups in any order.
+
+    Args:
+        count: the number of items.
+        ranks: the size of a group. The items before fill the last group, so that it has items of its kind.
+        order: how many groups there are -> the order of them.
+
+    Returns:
+        The number of positions, which ``ranks`` divides; and a function from positions to items.
+
+    Example:
+        >>> length, item = in_step(5, 2, lambda groups: np.arange(groups)[::-1])
+        >>> item(np.arange(length))
+        array([3, 4, 2, 3, 0, 1])
+    """
+    groups = parts(count, ranks, cut=False)
+    numbers = order(groups)
+
+    def at(positions: Indices) -> Indices:
+        first = np.minimum(numbers[positions // ranks] * ranks, count - ranks)
+        return (first + positions % ranks) % count
+
+    return groups * ranks, at
 
 
 class Dealt(Table):

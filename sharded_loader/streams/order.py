@@ -171,7 +171,7 @@ class StreamOrder(Order[StreamSignature]):
             own = replace(own, streams=saved.streams)
         return differences(saved, own, position, strict)
 
-    def _adopt(self, saved: StreamSignature) -> bool:
+    def _adopt(self, saved: StreamSignature, position: Position) -> bool:
         changed = (saved.seed, saved.streams) != (self.seed, self._given)
         self.seed, self._given = saved.seed, saved.streams
         self._shared.reached.clear()

@@ -12,10 +12,69 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharded_loader import ClassBalancedBatchSampler, ShardedDataLoader
+from sharded_loader import ClassBalancedBatchSampler, FixedBucketSampler, GroupedBatchSampler, ShardedDataLoader
 from sharded_loader.sampling.batch_samplers import kinds_of
 
 LABELS = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 3, 3, 3, 0, 1]
+
+
+# -- batches of one kind -----------------------------------------------------------------------------------------------
+
+
+def of_one_kind(last_batch: str = "keep", **given: Any) -> ShardedDataLoader[Any]:
+    sampler = GroupedBatchSampler(LABELS, {0: 2, 1: 3, 2: 1, 3: 2}, last_batch=last_batch)
+    return ShardedDataLoader(range(len(LABELS)), batch_sampler=sampler, seed=3, **given)
+
+
+def kinds_in(batch: Any) -> set[int]:
+    return {LABELS[index] for index in batch.tolist()}
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "discard", "rollover"])
+def test_each_batch_has_one_kind_and_its_size(last_batch: str) -> None:
+    sizes, loader = {0: 2, 1: 3, 2: 1, 3: 2}, of_one_kind(last_batch)
+    epochs = [list(loader) for _ in range(3)]
+    for batch in (batch for batches in epochs for batch in batches):
+        (kind,) = kinds_in(batch)
+        assert len(batch) == sizes[kind] or (last_batch == "keep" and len(batch) < sizes[kind])
+    if last_batch == "keep":
+        assert all(sorted(np.concatenate(batches).tolist()) == list(range(len(LABELS))) for batches in epochs)
+    assert [batch.tolist() for batch in epochs[0]] != [batch.tolist() for batch in epochs[1]]
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("last_batch", ["keep", "discard", "rollover"])
+def test_in_each_step_all_ranks_have_a_batch_of_one_kind(replicas: int, last_batch: str) -> None:
+    loaders = [of_one_kind(last_batch, num_replicas=replicas, rank=rank) for rank in range(replicas)]
+    for _ in range(3):
+        found = []
+        for step in zip(*loaders, strict=True):
+            assert len(set().union(*map(kinds_in, step))) == 1
+            found += [index for batch in step for index in batch.tolist()]
+        if last_batch == "keep":
+            assert set(found) == set(range(len(LABELS)))
+
+
+def test_the_kinds_of_a_state_resume_on_another_number_of_ranks() -> None:
+    first = [of_one_kind(num_replicas=2, rank=rank) for rank in range(2)]
+    iterators = list(map(iter, first))
+    for _ in range(2):
+        for iterator in iterators:
+            next(iterator)
+    state = first[1].state_dict()
+    rest = [sorted(batch.tolist()) for step in zip(*iterators, strict=True) for batch in step]
+    for replicas in (1, 4):
+        resumed = [of_one_kind(num_replicas=replicas, rank=rank) for rank in range(replicas)]
+        for one in resumed:
+            one.load_state_dict(state)
+        found = [sorted(batch.tolist()) for step in zip(*resumed, strict=True) for batch in step]
+        assert found[: len(rest)] == rest
+
+
+def test_one_kind_per_batch_is_an_order_of_buckets() -> None:
+    lengths = [1 + label for label in LABELS]
+    by_length = FixedBucketSampler(lengths, 2, None, [1, 2, 3, 4], shuffle=True, seed=5)
+    assert list(GroupedBatchSampler(LABELS, 2, seed=5)) == list(by_length)
 
 
 # -- some samples of each of some classes ------------------------------------------------------------------------------
@@ -127,6 +186,14 @@ def test_a_state_of_other_labels_is_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
+        (lambda: GroupedBatchSampler(LABELS, {0: 1, 1: 1, 2: 1}), ValueError, "no number for the kind 3"),
+        (lambda: GroupedBatchSampler(LABELS, 0), ValueError, "batch_size must be at least 1"),
+        (lambda: GroupedBatchSampler(5, 2), TypeError, "by must be a sequence of hashable"),  # type: ignore[arg-type]
+        (
+            lambda: ShardedDataLoader(range(16), batch_sampler=GroupedBatchSampler(LABELS, 2)),
+            ValueError,
+            "GroupedBatchSampler has 15 labels, but the dataset has 16 samples",
+        ),
         (lambda: ClassBalancedBatchSampler(LABELS, 5, 1), ValueError, "classes is 5, but the labels have 4 classes"),
         (lambda: ClassBalancedBatchSampler(LABELS, 2, 4), ValueError, "samples is 4, but class 2 has 3, and 2 classes"),
         (lambda: ClassBalancedBatchSampler(LABELS, 0, 1), ValueError, "classes must be at least 1"),

@@ -23,6 +23,7 @@ from sharded_loader import (
     ExpWidthBucket,
     FilterSampler,
     FixedBucketSampler,
+    GroupedBatchSampler,
     IntervalSampler,
     LinearWidthBucket,
     RandomSampler,
@@ -92,6 +93,11 @@ EVERY_KIND: list[tuple[Callable[[], Any], str]] = [
         "required_batch_size_multiple=1, shuffle=True, seed=1)",
     ),
     (
+        lambda: GroupedBatchSampler(["b", "a", "b"], {"a": 1, "b": 4}, seed=1),
+        "GroupedBatchSampler(length=2, by=['a', 'b'], bucket_batch_sizes=[1, 4], num_shards=0, last_group='keep', "
+        "shuffle=True, last_batch='keep', seed=1)",
+    ),
+    (
         lambda: ClassBalancedBatchSampler([0, 1, 1, 0], 1, 2, seed=1),
         "ClassBalancedBatchSampler(length=2, labels=4, classes=1, samples=2, batches=2, repeat=False, seed=1)",
     ),
@@ -143,6 +149,7 @@ SHOWN_AS = {
     ("IntervalSampler", "length"): "total",
     ("ShardShuffleSampler", "lengths"): "shards",
     ("FixedBucketSampler", "lengths"): "length",
+    ("GroupedBatchSampler", "batch_size"): "bucket_batch_sizes",
     ("BoundedBudgetSampler", "lengths"): "length",
 }
 
