@@ -27,6 +27,7 @@ _HOMES = {
     "data.datasets": "ConcatDataset Dataset SimpleDataset SubsetDataset",
     "data.interleave": "interleave",
     "loader.loader": "ShardedDataLoader",
+    "loader.lockstep": "Lockstep",
     "loader.stats": "LoaderStats",
     "parallel": "Replicas split_and_load split_data",
     "pools.inline": "InlinePool",

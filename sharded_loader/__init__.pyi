@@ -19,6 +19,7 @@ from sharded_loader.data.datasets import SimpleDataset as SimpleDataset
 from sharded_loader.data.datasets import SubsetDataset as SubsetDataset
 from sharded_loader.data.interleave import interleave as interleave
 from sharded_loader.loader.loader import ShardedDataLoader as ShardedDataLoader
+from sharded_loader.loader.lockstep import Lockstep as Lockstep
 from sharded_loader.loader.stats import LoaderStats as LoaderStats
 from sharded_loader.parallel import Replicas as Replicas
 from sharded_loader.parallel import split_and_load as split_and_load
