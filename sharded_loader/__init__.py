@@ -26,6 +26,7 @@ _HOMES = {
     "data.columns": "PackedList",
     "data.datasets": "ConcatDataset Dataset SimpleDataset SubsetDataset",
     "data.interleave": "interleave",
+    "data.shuffle_buffer": "ShuffleBuffer",
     "loader.loader": "ShardedDataLoader",
     "loader.lockstep": "Lockstep",
     "loader.stats": "LoaderStats",

@@ -275,6 +275,9 @@ class Source:
         'c'
     """
 
+    name = ""
+    """How errors call it; by default by its number in the mixture."""
+
     def __init__(
         self,
         number: int,
@@ -332,9 +335,10 @@ class Source:
             elif point.dataset is None:
                 skipped = sum(1 for _ in islice(iterator, self.taken))
         if skipped < self.taken:
+            name = self.name or f"interleave: datasets[{self.number}]"
             raise ValueError(
-                f"interleave: datasets[{self.number}], {an(type(dataset))}, has {skipped} samples, and the "
-                f"state was saved after {self.taken}: give the data that it was saved with"
+                f"{name}, {an(type(dataset))}, has {skipped} samples, and the state was saved after {self.taken}: give "
+                "the data that it was saved with"
             )
         self._opened, self._iterator = dataset, iterator
         self._is_stateful = self._has_own_state and is_stateful(dataset)
@@ -369,7 +373,22 @@ class _MixPosition:
     )
 
 
-class InterleavedIterable:
+class InOrder:
+    """Base class of iterable data that torch's DataLoader takes as an IterableDataset: it asks ``isinstance``."""
+
+    def __init__(self) -> None:
+        call_after_import("torch.utils.data", _tell_torch)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        call_after_import("torch.utils.data", _tell_torch)
+
+
+def _tell_torch() -> None:
+    sys.modules["torch.utils.data"].IterableDataset.register(InOrder)
+
+
+class InterleavedIterable(InOrder):
     """Datasets that are read in order, mixed by a schedule; made by `interleave`.
 
     Attributes:
@@ -389,14 +408,10 @@ class InterleavedIterable:
         shards = [number for number in map(known_parts, iterable) if number is not None]
         if shards:
             self.num_shards = min(shards)
-        call_after_import("torch.utils.data", _tell_torch)
+        super().__init__()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_last": None}  # iterators cannot be copied: a copy starts at the beginning
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        call_after_import("torch.utils.data", _tell_torch)
 
     def __iter__(self) -> Iterator[Any]:
         """The samples. The iteration begins when the first one is asked for."""
@@ -461,11 +476,6 @@ class InterleavedIterable:
 
     def __repr__(self) -> str:
         return f"interleave({brief(self._datasets)}, weights={brief(self._schedule.weights)}, stop={self._stop!r})"
-
-
-def _tell_torch() -> None:
-    """Make the mixture an IterableDataset for ``isinstance``, which is what torch's DataLoader asks."""
-    sys.modules["torch.utils.data"].IterableDataset.register(InterleavedIterable)
 
 
 class _Iteration:

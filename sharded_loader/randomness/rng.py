@@ -29,6 +29,7 @@ random numbers. A test compares this table with the code.
     split                          Dataset.split
     stratified split               Dataset.split with stratify
     stratified classes             and which class gets a part's extra sample first
+    shuffle buffer                 ShuffleBuffer: the samples of a block
     interleave                     interleave(): which dataset comes first where several may
     sample                         sample_rng() of a sample
     sample of batchify_fn          sample_rng() in batchify_fn
