@@ -39,8 +39,8 @@ _HOMES = {
     "randomness.shuffle": "IndexView",
     "recordio": "RecordFileDataset",
     "sampling.base": "Sampler",
-    "sampling.batch_samplers": "BatchSampler BoundedBudgetSampler ClassBalancedBatchSampler ShardedBatchSampler "
-    "SortedBucketSampler",
+    "sampling.batch_samplers": "BatchSampler BoundedBudgetSampler ClassBalancedBatchSampler GrowingBatchSampler "
+    "ShardedBatchSampler SortedBucketSampler",
     "sampling.bucket_samplers": "BucketScheme ConstWidthBucket ExpWidthBucket FixedBucketSampler "
     "GroupedBatchSampler LinearWidthBucket",
     "sampling.index_samplers": "FilterSampler IntervalSampler RandomSampler RepeatedSampler SequentialSampler "

@@ -38,6 +38,7 @@ from sharded_loader.sampling.base import Sampler as Sampler
 from sharded_loader.sampling.batch_samplers import BatchSampler as BatchSampler
 from sharded_loader.sampling.batch_samplers import BoundedBudgetSampler as BoundedBudgetSampler
 from sharded_loader.sampling.batch_samplers import ClassBalancedBatchSampler as ClassBalancedBatchSampler
+from sharded_loader.sampling.batch_samplers import GrowingBatchSampler as GrowingBatchSampler
 from sharded_loader.sampling.batch_samplers import ShardedBatchSampler as ShardedBatchSampler
 from sharded_loader.sampling.batch_samplers import SortedBucketSampler as SortedBucketSampler
 from sharded_loader.sampling.bucket_samplers import BucketScheme as BucketScheme

@@ -43,8 +43,8 @@ class ShuffleBuffer(InOrder):
     beginning. Each part of a loader has a buffer of its own.
 
     Args:
-        dataset: an object with ``__iter__``, a function that returns an iterable (it may take the number of the part,
-            and the number of parts), or a dataset with ``__getitem__`` and ``__len__``, which is divided among parts.
+        dataset: an object with ``__iter__``, or a function that returns an iterable. The function may take the number
+            of the part, and the number of parts. A dataset with ``__getitem__`` is divided among the parts.
         size: the number of samples in the buffer.
         seed: with the epoch and the number of the part, it decides the order.
 
@@ -110,7 +110,7 @@ class ShuffleBuffer(InOrder):
 
 
 @dataclass(frozen=True)
-class _Point:
+class _BufferPosition:
     """Where an iteration goes on: the state of a `ShuffledIterator`.
 
     Attributes:
@@ -131,14 +131,14 @@ class _Point:
 
 
 def _part() -> int:
-    """The number of the part that is read. A loader that asks nobody can still tell if the dataset has asked."""
+    """The number of the part that is read. Inside a loader this does not count as a question of the dataset's."""
     part = getattr(getattr(rng.reading.scope, "indices", None), "part", None)
     if part is None:
         part = (this_worker() or (0, 1))[0]
     return int(part)
 
 
-class _Source(Source):
+class _BufferedSource(Source):
     name = "ShuffleBuffer: the dataset"
 
 
@@ -152,7 +152,7 @@ class ShuffledIterator(Iterator[Any]):
 
     def _open(self, point: SourcePoint, number: int, failed: int = 0) -> None:
         """Begin with a block."""
-        self._source: Source = _Source(0, self._dataset, point, self._worker)
+        self._source: Source = _BufferedSource(0, self._dataset, point, self._worker)
         self._block: list[Any] = []
         self._coming: list[Any] = []
         self._number, self._place = number, 0
@@ -217,7 +217,9 @@ class ShuffledIterator(Iterator[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration is: a small dict, without samples."""
         failed = self._failed + self._failed_coming
-        return written(_Point(self._size, self._seed, self._epoch, self._first, self._given, failed, self._point))
+        return written(
+            _BufferPosition(self._size, self._seed, self._epoch, self._first, self._given, failed, self._point)
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken. Reads the samples of the block again.
@@ -229,8 +231,8 @@ class ShuffledIterator(Iterator[Any]):
             raise TypeError(
                 f"ShuffleBuffer: the state is {brief(state)}, {an(type(state))}; it must be a dict: {_ADVICE}"
             )
-        point = parsed(_Point, state, _ADVICE, "ShuffleBuffer: the state")
-        if found := differing(point, _Point(self._size, self._seed, 0, 0, 0, 0, BEGINNING)):
+        point = parsed(_BufferPosition, state, _ADVICE, "ShuffleBuffer: the state")
+        if found := differing(point, _BufferPosition(self._size, self._seed, 0, 0, 0, 0, BEGINNING)):
             raise ValueError(f"ShuffleBuffer: the state is that of another one: {', '.join(found.values())}")
         self._epoch = point.epoch
         self._open(point.source, point.block, point.failed)

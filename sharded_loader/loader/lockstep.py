@@ -49,7 +49,7 @@ class _Failed:
 
 
 @dataclass
-class _Progress:
+class _LockedSteps:
     """How far one epoch of all loaders is.
 
     Attributes:
@@ -126,8 +126,8 @@ class Lockstep:
         self._at = self._beginning()
         self._resumes = False
 
-    def _beginning(self) -> _Progress:
-        return _Progress(0, [False] * len(self.loaders))
+    def _beginning(self) -> _LockedSteps:
+        return _LockedSteps(0, [False] * len(self.loaders))
 
     @property
     def epoch(self) -> int:
@@ -152,7 +152,7 @@ class Lockstep:
         """
         return (min if self._stop == SHORTEST else max)(map(len, self.loaders))
 
-    def _begin(self) -> _Progress:
+    def _begin(self) -> _LockedSteps:
         """The epoch that an iterator begins: the next one, or the rest of one that was loaded."""
         if not self._resumes:
             begun = self._at.over or self._at.step or self._at.found
@@ -203,7 +203,7 @@ class Lockstep:
             for loader, before in zip(self.loaders, befores, strict=True):
                 loader.load_state_dict(before)
             raise
-        at = _Progress(saved.step, list(saved.ended), saved.over)
+        at = _LockedSteps(saved.step, list(saved.ended), saved.over)
         marks = [_mark(one) for one in saved.loaders]
         for number, (loader, (epoch, _)) in enumerate(zip(self.loaders, marks, strict=True)):
             at.ended[number] |= loader.epoch > epoch  # it had given its last batch
@@ -264,7 +264,7 @@ class LockstepIterator(Iterator[tuple[Any, ...]]):
 
     def __init__(self, owner: Lockstep) -> None:
         self._owner = owner
-        self._at: _Progress | None = None
+        self._at: _LockedSteps | None = None
         self._batches: list[Iterator[Any]] = []
 
     def __next__(self) -> tuple[Any, ...]:
@@ -300,7 +300,7 @@ class LockstepIterator(Iterator[tuple[Any, ...]]):
                 raise
             return _Failed(error)
 
-    def _settle_ends(self, at: _Progress) -> None:
+    def _settle_ends(self, at: _LockedSteps) -> None:
         """All loaders were asked: the epoch is over, or those that have ended start over."""
         owner = self._owner
         for number in [number for number, one in at.found.items() if one is _END]:

@@ -45,7 +45,7 @@ from sharded_loader.sampling.base import (
     nested,
     ranks_of,
 )
-from sharded_loader.sampling.batch_samplers import BatchSampler
+from sharded_loader.sampling.batch_samplers import BatchSampler, GrowingBatchSampler
 from sharded_loader.sampling.costs import CostSampler
 from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
 from sharded_loader.sampling.foreign import known_length, len_epoch, rank_of, table_of, undisturbed
@@ -109,6 +109,10 @@ class MapOrder(Order[Signature]):
         if self.is_given:
             check_sampler(self._given_sampler, "batch_sampler" if self.given_batches else "sampler")
             check_labels(nested(self._given_sampler), length)
+        if isinstance(batch_sampler, GrowingBatchSampler) and steps_per_epoch is not None:
+            raise ValueError(
+                f"steps_per_epoch cuts batches of one size: give GrowingBatchSampler(..., steps={steps_per_epoch})"
+            )
         self.drops_last = last_batch == "discard" or bool(getattr(batch_sampler, "drop_last", False))
         self._read_sampler = self._given_sampler  # or a copy with other seeds
         # Per sampler, outermost first: True if it takes the seed of the loader or of a state.
