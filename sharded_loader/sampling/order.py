@@ -146,6 +146,8 @@ class MapOrder(Order[Signature]):
             self._sampler = indices = self._make_sampler(length) if self._read_sampler is None else self._read_sampler
             if self._costs is not None:
                 self._arguments = arguments_of([self._sampler])
+                # The samples of a batch keep their order where the last ones may be fillers.
+                self.shard_costs = None if self._evaluates else self._sampler.costs
             if self.replicated:
                 indices = ReplicaSampler(self._sampler, self.replicas, self._last_batch == "discard", self.seed)
             self.batch_sampler = BatchSampler(indices, self._batch_size, self._last_batch, seed=self.seed)
