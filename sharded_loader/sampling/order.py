@@ -192,6 +192,8 @@ class MapOrder(Order[Signature]):
         """The sampler of the global order in an epoch: the order may be made for a number of ranks."""
         if self._step_ranks is not None and self._step_ranks[0] == epoch:
             step_ranks = self._step_ranks[1]
+        if self._evaluates:
+            step_ranks = 1  # for more ranks some batches would come twice
         ranks = self.replicas()[0]
         return for_ranks(self._items, ranks if step_ranks is None or ranks_of(self._items) is None else step_ranks)
 
