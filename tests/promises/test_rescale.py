@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import pickle
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,64 +192,9 @@ def test_wrong_calls_change_nothing() -> None:
         loader.rescale(1, 0)
 
 
-def serve(channel: Any) -> None:
-    """One rank: a process that joins with a state, takes steps, and leaves."""
-    replicas, rank, state = channel.recv()
-    loader, iterator = joined(replicas, rank, state, num_workers=1)
-    for command, *arguments in iter(channel.recv, None):
-        if command == "step":
-            batch = next(iterator, None)
-            channel.send(None if batch is None else batch.tolist())
-        elif command == "state":
-            channel.send(pickle.dumps(loader.state_dict()))
-        else:
-            loader.rescale(*arguments)
-            channel.send(None)
-    loader.close()
-    channel.send(None)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_processes_leave_and_join(method: str) -> None:
-    context = multiprocessing.get_context(method)
-    ranks: list[tuple[Any, Any]] = []
-
-    def ask(*command: Any) -> list[Any]:
-        for _, channel in ranks:
-            channel.send(command)
-        return [channel.recv() for _, channel in ranks]
-
-    def scale(replicas: int) -> None:
-        state = pickle.loads(ask("state")[0]) if ranks else None
-        while len(ranks) > replicas:
-            process, channel = ranks.pop()
-            channel.send(None)
-            channel.recv()
-            process.join()
-            assert process.exitcode == 0
-            process.close()
-            channel.close()
-        stayed = len(ranks)
-        for rank, (_, channel) in enumerate(ranks):
-            channel.send(("rescale", replicas, rank))
-            channel.recv()
-        for rank in range(stayed, replicas):
-            channel, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs,))  # type: ignore[attr-defined]
-            process.start()
-            theirs.close()
-            channel.send((replicas, rank, state))
-            ranks.append((process, channel))
-
-    found: Counter[int] = Counter()
-    for replicas in (2, 3, 1, 2):
-        scale(replicas)
-        for _ in range(2):
-            for batch in ask("step"):
-                found.update(batch)
-    while None not in (batches := ask("step")):
-        for batch in batches:
-            found.update(batch)
-    scale(0)
-    assert found == Counter(range(48))
+    program = Path(__file__).with_name("rescaled_ranks.py")
+    done = subprocess.run([sys.executable, str(program), method], capture_output=True, text=True, timeout=500)
+    assert (done.returncode, done.stdout) == (0, "each sample once\n"), done.stderr
