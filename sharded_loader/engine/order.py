@@ -205,6 +205,7 @@ class Order(ABC, Generic[Signature]):
         seed: of everything random.
         arrays: batches may be int64 arrays instead of lists, from the next epoch on.
         max_shards: how many shards a batch may have; None: any number.
+        shard_costs: what each sample costs, to split a batch into shards by; None: all the same.
         batch_sampler: what the loader shows as this; None: it has none.
         given_batches: a batch sampler was given.
         is_given: a sampler was given, which knows the indices.
@@ -215,6 +216,7 @@ class Order(ABC, Generic[Signature]):
 
     _sampler: Any = None
     batch_sampler: Any = None
+    shard_costs: Any = None
     arrays = given_batches = is_given = rolls_over = drops_last = False
     max_shards: int | None = None
     dataset_length: int | None = None

@@ -40,11 +40,13 @@ class Split:
         num_shards: into how many shards flat batches are split; None: not at all.
         max_shards: how many a batch may have, the number of devices; None: any number.
         weights: shares of the shards; None: equal ones.
+        costs: what each sample costs; None: all the same.
     """
 
     num_shards: int | None = None
     max_shards: int | None = None
     weights: list[float] | None = None
+    costs: Any = None
 
     def sharded(self, task: Task) -> Task:
         """The task with shards, by the weights of this moment. One that has shards already stays as it is."""
@@ -54,7 +56,7 @@ class Split:
         if type(indices) is PartIndices:
             shards += indices.cut(shard_sizes(len(indices), self.num_shards, self.weights))
         else:
-            shards += split_batch(indices, self.num_shards, self.weights)
+            shards += split_batch(indices, self.num_shards, self.weights, self.costs)
         return task._replace(shards=tuple(shards), sharded=True)
 
 

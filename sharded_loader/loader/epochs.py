@@ -281,6 +281,7 @@ class Epochs:
         self.prefetch_epochs = prefetch_epochs
         self._numbers = itertools.count()
         order.arrays, order.max_shards = job.batchify_fn is None and takes_arrays(job.dataset), self._split.max_shards
+        self._split.costs = order.shard_costs
         self._kept: _KeptRun | None = None
         self.stale = False
 
@@ -367,6 +368,7 @@ class Epochs:
         self.stale = True
         self._fingerprint.cache_clear()
         self.order.resize(length(self.dataset))
+        self._split.costs = self.order.shard_costs
 
     def rescale(self, num_replicas: Any, rank: Any, batch_size: Any) -> None:
         """There are other ranks from the next batch on. The iterator that is shown goes on with them.

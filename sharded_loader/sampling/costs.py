@@ -63,7 +63,7 @@ class CostSampler(Sampler[int]):
         [[0, 2, 3, 7], [1, 4, 5, 6]]
     """
 
-    decided_by = (("costs", "_costs"),)
+    decided_by = (("costs", "costs"),)
     _ranks = 1
 
     def __init__(
@@ -74,9 +74,9 @@ class CostSampler(Sampler[int]):
         seed: int | None = None,
         whole_steps: bool = False,
     ) -> None:
-        self._costs = checked_costs(costs, length)
+        self.costs = checked_costs(costs, length)
         self._batch_size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
-        self._sorted: Indices = np.argsort(self._costs, kind="stable")
+        self._sorted: Indices = np.argsort(self.costs, kind="stable")
         self._whole_steps = whole_steps
         self.seed = resolve_seed(seed)
 
@@ -87,12 +87,12 @@ class CostSampler(Sampler[int]):
 
     def epoch_table(self, epoch: int) -> Table:
         steps = _Steps(
-            self._sorted, self._costs, self._batch_size * self._ranks, self._ranks, (self.seed, "costs", epoch)
+            self._sorted, self.costs, self._batch_size * self._ranks, self._ranks, (self.seed, "costs", epoch)
         )
         return Table(self.len_epoch(epoch), steps.at, BLOCK)
 
     def len_epoch(self, epoch: int) -> int:
-        length, step = len(self._costs), self._batch_size * self._ranks
+        length, step = len(self.costs), self._batch_size * self._ranks
         return length // step * step if self._whole_steps else length
 
 

@@ -310,7 +310,7 @@ class MapEpoch(Epoch):
         if not self.in_mid_epoch:
             return False
         mark: Checkpoint | None = self._position.mark
-        if mark is not None and not self._source.cuts:
+        if mark is not None and not (self._source.cuts or self.evaluates):
             return mark.finished  # a sampler of another library may yield more than its length says
         try:
             return self._span.length() == 0

@@ -154,6 +154,8 @@ class MapOrder(Order[Signature]):
                 self._sampler = indices = given.over(indices)
             if self._costs is not None:
                 self._arguments = arguments_of([self._sampler])
+                # The samples of a batch keep their order where the last ones may be fillers.
+                self.shard_costs = None if self._evaluates else self._sampler.costs
             if self.replicated:
                 indices = ReplicaSampler(self._sampler, self.replicas, self._last_batch == "discard", self.seed)
             self.batch_sampler = BatchSampler(indices, self._batch_size, self._last_batch, seed=self.seed)
@@ -198,6 +200,8 @@ class MapOrder(Order[Signature]):
         """The sampler of the global order in an epoch: the order may be made for a number of ranks."""
         if self._step_ranks is not None and self._step_ranks[0] == epoch:
             step_ranks = self._step_ranks[1]
+        if self._evaluates:
+            step_ranks = 1  # for more ranks some batches would come twice
         ranks = self.replicas()[0]
         return for_ranks(self._items, ranks if step_ranks is None or ranks_of(self._items) is None else step_ranks)
 
