@@ -214,7 +214,8 @@ class MapOrder(Order[Signature]):
             own = self.signature(position.epoch, (saved.step_ranks or 1) if position.done else None)
         finally:
             self._step_ranks = before
-        phrases = differences(saved, own, strict)
+        endless = self.steps is not None and known_length(self._items, position.epoch) is None
+        phrases = differences(saved, own, strict, endless)
         if self._costs is not None and position.done and saved.step != own.step:
             phrases.append(f"a step of all ranks had {saved.step} samples, and has {own.step}: costs= needs it to stay")
         if not phrases and own.sampler_length is None and own.last_batch == "rollover":
