@@ -131,7 +131,7 @@ def interleave(
     is_one = isinstance(datasets, (str, bytes, Mapping, Dataset, InterleavedIterable, torchs))
     if is_one or hasattr(datasets, "__array__") or not isinstance(datasets, Iterable):
         raise TypeError(f"interleave needs a list of datasets, not {an(kind)}: interleave([first, second])")
-    given = [_checked(dataset, number) for number, dataset in enumerate(datasets)]
+    given = [check_source(dataset, f"interleave: datasets[{number}]") for number, dataset in enumerate(datasets)]
     if not given:
         raise ValueError("interleave was given no datasets: give at least one")
     schedule = Schedule(whole_numbers(weights, len(given)), seed, max(map(_levels, given)))
@@ -147,9 +147,9 @@ def _levels(dataset: Any) -> int:
     return own + max(map(_levels, inside), default=0)
 
 
-def _checked(dataset: Any, number: int) -> Any:
+def check_source(dataset: Any, name: str) -> Any:
     """One of the datasets. What can be read neither by index nor again and again is rejected."""
-    kind, name = type(dataset), f"interleave: datasets[{number}]"
+    kind = type(dataset)
     refuse_class(name, dataset)
     if isinstance(dataset, (str, bytes)):
         raise TypeError(f"{name} is {an(kind)}, not a dataset: give what it names, or list(text) for its items")

@@ -11,24 +11,27 @@ Face's, would have to save its samples, or to read all of them again.
 Random numbers that the dataset draws from `sample_rng` belong to the sample, not to the moment when it is read.
 
 An iterator owns the block and the next one. What can go wrong: a dataset that can be read only once, which is rejected;
-a state of another buffer. An exception of the dataset passes as it is. It comes in place of a sample, and none is lost.
+a state of another buffer. An exception of the dataset takes the place of a sample in the block. It is raised when its
+turn comes, and no sample is lost.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sharded_loader.base.checks import check_int, refuse_class
+from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import an, brief
-from sharded_loader.base.entries import dict_of, differing, entry, integer, parsed, written
-from sharded_loader.data.inspection import is_indexed, is_stream, known_parts, this_worker
-from sharded_loader.data.interleave import BEGINNING, END, InOrder, Source, SourcePoint, is_divided
+from sharded_loader.base.entries import dict_of, differing, entry, instance, integer, parsed, written
+from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.data.inspection import is_indexed, known_parts, this_worker
+from sharded_loader.data.interleave import BEGINNING, END, InOrder, Source, SourcePoint, check_source, is_divided
 from sharded_loader.randomness import rng
 from sharded_loader.randomness.shuffle import shuffled
 
+_NAME = "ShuffleBuffer: the dataset"
 _ADVICE = "give what state_dict() of an iterator of a ShuffleBuffer returned"
 
 
@@ -73,19 +76,7 @@ class ShuffleBuffer(InOrder):
     num_shards: int
 
     def __init__(self, dataset: Any, size: int, seed: int = 0) -> None:
-        refuse_class("ShuffleBuffer: the dataset", dataset)
-        kind = type(dataset)
-        if isinstance(dataset, (str, bytes)) or not (is_indexed(dataset) or is_stream(dataset)):
-            raise TypeError(
-                f"ShuffleBuffer: the dataset is {an(kind)}, which cannot be read: give an object with __iter__, or a "
-                "function that returns an iterator"
-            )
-        if hasattr(kind, "__next__") and not hasattr(kind, "state_dict"):
-            raise TypeError(
-                f"ShuffleBuffer: the dataset is {an(kind)}, which can be read only once: give a function that makes a "
-                "new one, or an object whose __iter__ begins again"
-            )
-        self._dataset = dataset
+        self._dataset = check_source(dataset, _NAME)
         self.size = check_int("size", size, 1, "give the number of samples in the buffer")
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer")
         self.epoch = 0
@@ -117,7 +108,6 @@ class _BufferPosition:
         size, seed, epoch: of the buffer.
         block: the number of a block.
         given: how many samples were given since it began.
-        failed: how many errors the dataset has raised since then. They are not raised again.
         source: the dataset at the beginning of the block.
     """
 
@@ -126,69 +116,70 @@ class _BufferPosition:
     epoch: int = entry(integer(0))
     block: int = entry(integer(0))
     given: int = entry(integer(0))
-    failed: int = entry(integer(0))
     source: SourcePoint = entry(dict_of(SourcePoint), write=written)  # noqa: RUF009 - it makes a field
 
 
-def _part() -> int:
-    """The number of the part that is read. Inside a loader this does not count as a question of the dataset's."""
-    part = getattr(getattr(rng.reading.scope, "indices", None), "part", None)
-    if part is None:
-        part = (this_worker() or (0, 1))[0]
-    return int(part)
-
-
 class _BufferedSource(Source):
-    name = "ShuffleBuffer: the dataset"
+    name = _NAME
+
+
+class _Failed:
+    """An error of the dataset, in the place of a sample."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
 class ShuffledIterator(Iterator[Any]):
     """One iteration over a `ShuffleBuffer`; it begins when the first sample is asked for."""
 
     def __init__(self, dataset: Any, size: int, seed: int, epoch: int) -> None:
-        self._dataset, self._size, self._seed, self._epoch = dataset, size, seed, epoch
+        self._dataset = dataset
         self._worker = this_worker() if is_divided(dataset) else None  # other datasets ask themselves, if they do
-        self._open(BEGINNING, 0)
+        self._go_to(_BufferPosition(size, seed, epoch, 0, 0, BEGINNING))
 
-    def _open(self, point: SourcePoint, number: int, failed: int = 0) -> None:
+    def _go_to(self, at: _BufferPosition) -> None:
         """Begin with a block."""
-        self._source: Source = _BufferedSource(0, self._dataset, point, self._worker)
+        self._source: Source = _BufferedSource(0, self._dataset, at.source, self._worker)
+        self._at, self._given = at, 0
         self._block: list[Any] = []
+        self._order: list[int] = []  # of the samples of the block that were not given yet, the last one first
         self._coming: list[Any] = []
-        self._number, self._place = number, 0
-        self._order: Any = None  # the block is not read yet
-        self._point, self._first, self._given, self._failed = point, number, 0, 0
-        self._next: tuple[SourcePoint, int] | None = None  # where the block that is coming begins
-        self._failed_coming, self._forgiven = 0, failed
+        self._coming_at: _BufferPosition | None = at
 
     def __next__(self) -> Any:
-        if self._order is None:
-            self._fill(self._size)
-            self._turn_over(self._number)
-        elif self._place == len(self._block):
-            self._turn_over(self._number + 1)
-        if not self._block:
+        sample = self._take()
+        if sample is END:
             raise StopIteration
-        self._fill(min(self._place + 1, self._size))
-        place = int(self._order[self._place])
-        self._place, self._given = self._place + 1, self._given + 1
+        if isinstance(sample, _Failed):
+            raise sample.error
+        return sample
+
+    def _take(self) -> Any:
+        """What comes next: a sample, an error, or `END`."""
+        if not self._order:
+            self._turn_over()
+        if not self._order:
+            return END
+        self._fill(len(self._block) - len(self._order) + 1)
+        place, self._given = self._order.pop(), self._given + 1
         sample, self._block[place] = self._block[place], None
         return sample
 
-    def _turn_over(self, number: int) -> None:
-        """The next block is read: its samples are given now."""
-        self._order = shuffled(len(self._coming), self._seed, "shuffle buffer", self._epoch, _part(), number)
-        self._number, self._place = number, 0
+    def _turn_over(self) -> None:
+        """The block that is coming is the one whose samples are given now."""
+        self._fill(self._at.size)
+        if self._coming_at is not None:
+            self._at, self._given = self._coming_at, 0
+        number = self._at.block + self._given // self._at.size
+        key = self._at.seed, "shuffle buffer", self._at.epoch, _part(), number
         self._block, self._coming = self._coming, []
-        if self._next is None:
-            self._failed += self._failed_coming
-        else:
-            (self._point, self._first), self._given, self._failed = self._next, 0, self._failed_coming
-        # A dataset without a state is read from its beginning again: an error on the way must not stop it.
+        self._order = shuffled(len(self._block), *key)[::-1].tolist()
         point = self._source.state()
         has_state = is_indexed(self._dataset) or point.dataset is not None or point.iterator is not None
-        # A copy: some return the dict that they go on changing.
-        self._next, self._failed_coming = (copy.deepcopy(point), number + 1) if has_state else None, 0
+        # A copy: some return the dict that they go on changing. Without a state it is read from the beginning again.
+        following = replace(self._at, block=number + 1, source=copy.deepcopy(point))
+        self._coming_at = following if has_state else None
 
     def _fill(self, count: int) -> None:
         """Read samples of the next block, until there are ``count`` of them."""
@@ -196,18 +187,14 @@ class ShuffledIterator(Iterator[Any]):
         try:
             while len(self._coming) < count:
                 if scope is not None:
-                    index = part, source.taken, self._epoch
-                    rng.reading.scope = rng.SampleScope(
-                        scope.seed, scope.epoch, index, scope.indices, owners=scope.owners
-                    )
+                    index = part, source.taken, self._at.epoch
+                    rng.reading.scope = replace(scope, index=index, items=None, drawn=None)
                 try:
                     sample = source.read()
-                except Exception:
-                    self._failed_coming += 1
-                    if not self._forgiven:
+                except Exception as error:
+                    if is_from_outside(error):
                         raise
-                    self._forgiven -= 1
-                    continue
+                    sample = _Failed(error)
                 if sample is END:
                     return
                 self._coming.append(sample)
@@ -216,10 +203,7 @@ class ShuffledIterator(Iterator[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration is: a small dict, without samples."""
-        failed = self._failed + self._failed_coming
-        return written(
-            _BufferPosition(self._size, self._seed, self._epoch, self._first, self._given, failed, self._point)
-        )
+        return written(replace(self._at, given=self._given))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken. Reads the samples of the block again.
@@ -227,18 +211,20 @@ class ShuffledIterator(Iterator[Any]):
         Raises:
             TypeError, ValueError: no state, or one of another buffer; says what differs.
         """
-        if not isinstance(state, Mapping):
-            raise TypeError(
-                f"ShuffleBuffer: the state is {brief(state)}, {an(type(state))}; it must be a dict: {_ADVICE}"
-            )
-        point = parsed(_BufferPosition, state, _ADVICE, "ShuffleBuffer: the state")
-        if found := differing(point, _BufferPosition(self._size, self._seed, 0, 0, 0, 0, BEGINNING)):
+        at = parsed(_BufferPosition, instance(Mapping, "a dict")("the state", state, _ADVICE), _ADVICE)
+        if found := differing(at, self._at):
             raise ValueError(f"ShuffleBuffer: the state is that of another one: {', '.join(found.values())}")
-        self._epoch = point.epoch
-        self._open(point.source, point.block, point.failed)
-        for _ in range(point.given):
-            if next(self, END) is END:
+        self._go_to(replace(at, given=0))
+        self._source._open()  # if it cannot go on there, that is no error of a sample
+        for _ in range(at.given):
+            if self._take() is END:
                 raise ValueError(
-                    f"ShuffleBuffer: the dataset, {an(type(self._dataset))}, has fewer samples than when the state was "
-                    "saved: give the data that it was saved with"
+                    f"{_NAME}, {an(type(self._dataset))}, has fewer samples than when the state was saved: give the "
+                    "data that it was saved with"
                 )
+
+
+def _part() -> int:
+    """The number of the part that is read. Inside a loader this does not count as a question of the dataset's."""
+    part = getattr(getattr(rng.reading.scope, "indices", None), "part", None)
+    return int((this_worker() or (0, 1))[0] if part is None else part)

@@ -16,15 +16,16 @@ of other loaders.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from sharded_loader.base.checks import refuse_class
-from sharded_loader.base.described import an, brief
+from sharded_loader.base.described import an
 from sharded_loader.base.entries import (
     anything,
     differing,
     entry,
+    instance,
     integer,
     list_of,
     parsed,
@@ -41,8 +42,7 @@ _ADVICE = "give what state_dict() of a Lockstep returned"
 _END: Any = object()
 
 
-@dataclass(frozen=True)
-class _Failed:
+class _Failed(NamedTuple):
     """A batch that is an error."""
 
     error: Exception
@@ -195,46 +195,42 @@ class Lockstep:
             TypeError, ValueError: no state, or one of other loaders; says what differs. Nothing has changed then.
         """
         saved = self._parsed(state)
+        pairs = list(zip(self.loaders, saved.loaders, strict=True))
         befores = [loader.state_dict() for loader in self.loaders]
         try:
-            for number, loader in enumerate(self.loaders):
-                loader.load_state_dict(saved.loaders[number], strict)
+            for loader, own in pairs:
+                loader.load_state_dict(own, strict)
         except BaseException:
             for loader, before in zip(self.loaders, befores, strict=True):
                 loader.load_state_dict(before)
             raise
-        at = _LockedSteps(saved.step, list(saved.ended), saved.over)
-        marks = [_mark(one) for one in saved.loaders]
-        for number, (loader, (epoch, _)) in enumerate(zip(self.loaders, marks, strict=True)):
-            at.ended[number] |= loader.epoch > epoch  # it had given its last batch
-        at.over |= (any if self._stop == SHORTEST else all)(at.ended)
-        self._epoch, self._resumes = saved.epoch + at.over, True
-        self._at = self._beginning() if at.over else at
-        for loader, (epoch, done) in zip(self.loaders, marks, strict=True):
-            if at.over and loader.epoch == epoch and done > 0:
-                loader.set_epoch(epoch + 1)
+        firsts = [own[0] if isinstance(own, list) else own for _, own in pairs]
+        # A loader that had given its last batch is in its next epoch.
+        passed = [loader.epoch > own["epoch"] for loader, own in zip(self.loaders, firsts, strict=True)]
+        ended = [one or other for one, other in zip(saved.ended, passed, strict=True)]
+        over = saved.over or (any if self._stop == SHORTEST else all)(ended)
+        self._epoch, self._resumes = saved.epoch + over, True
+        self._at = self._beginning() if over else _LockedSteps(saved.step, ended)
+        for loader, own, is_next in zip(self.loaders, firsts, passed, strict=True):
+            if over and not is_next and own.get("samples", own.get("batches", 0)) > 0:
+                loader.set_epoch(loader.epoch + 1)
 
     def _parsed(self, state: Any) -> _Saved:
-        states = list(state) if isinstance(state, list | tuple) else [state]
-        for one in states or [state]:
-            if not isinstance(one, Mapping):
-                raise TypeError(f"Lockstep: the state is {brief(one)}, {an(type(one))}; it must be a dict: {_ADVICE}")
-        found = [parsed(_Saved, one, _ADVICE, "Lockstep: the state") for one in states]
-        first, count = found[0], len(self.loaders)
-        wrong = list(differing(first, _Saved(self._stop, 0, 0, False, (), ())).values())
-        if not all(len(one.loaders) == len(one.ended) == count for one in found):
-            wrong.append(f"there were {len(first.loaders)} loaders, and are {count}")
-        if wrong:
-            raise ValueError(f"Lockstep: the state was saved by another: {', '.join(wrong)}. Make it as it was then")
-        if len(found) == 1:
-            return first
+        states = state if isinstance(state, list | tuple) and state else [state]
+        a_dict = instance(Mapping, "a dict")
+        found = [parsed(_Saved, a_dict("the state", one, _ADVICE), _ADVICE) for one in states]
+        first = found[0]
+        wrong = list(differing(first, replace(first, stop=self._stop)).values())
+        if any(len(one.loaders) != len(self.loaders) or len(one.ended) != len(one.loaders) for one in found):
+            wrong.append(f"there were {len(first.loaders)} loaders, and are {len(self.loaders)}")
         if len({(one.epoch, one.step) for one in found}) > 1:
-            raise ValueError("Lockstep: the states of the ranks lie after different steps: save all after one step")
-        own = [
-            first.loaders[n] if loader._order.stream is None else [one.loaders[n] for one in found]
-            for n, loader in enumerate(self.loaders)
-        ]
-        return _Saved(first.stop, first.epoch, first.step, first.over, first.ended, tuple(own))
+            wrong.append("the states of the ranks lie after different steps")
+        if wrong:
+            raise ValueError(f"the state does not fit this Lockstep: {', '.join(wrong)}. Make it as it was then")
+        columns = zip(self.loaders, *(one.loaders for one in found), strict=True)
+        several = len(found) > 1
+        own = (list(row) if several and loader._order.stream is not None else row[0] for loader, *row in columns)
+        return replace(first, loaders=tuple(own))
 
     # -- life -----------------------------------------------------------------------------------------------
 
@@ -251,12 +247,6 @@ class Lockstep:
 
     def __repr__(self) -> str:
         return f"Lockstep({', '.join(map(repr, self.loaders))}, stop={self._stop!r})"
-
-
-def _mark(state: Any) -> tuple[int, int]:
-    """The epoch of a loader's state, and what was done of it."""
-    one = state[0] if isinstance(state, list | tuple) else state
-    return one["epoch"], one.get("samples", one.get("batches", 0))
 
 
 class LockstepIterator(Iterator[tuple[Any, ...]]):

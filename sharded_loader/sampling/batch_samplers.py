@@ -17,7 +17,6 @@ Weights or costs do not fit the shards, or a batch is empty or sharded already.
 
 from __future__ import annotations
 
-import copy
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
@@ -41,7 +40,7 @@ from sharded_loader.sampling.base import (
 )
 from sharded_loader.sampling.foreign import len_epoch, name_of, table_of
 from sharded_loader.sampling.index_samplers import sort_order, sortable
-from sharded_loader.sampling.tables import BATCHES, ENDLESS, Batched, Endless, Rolling, Stretch, Table, in_step, parts
+from sharded_loader.sampling.tables import BATCHES, Batched, Rolling, Table, in_step, parts
 
 # Any count of tokens fits below.
 MAX_TOKENS = 2**62
@@ -110,17 +109,15 @@ class GrowingBatchSampler(WrapperSampler[list[int]]):
     step, and a batch is that of one rank. They count as if there had always been as many ranks as there are now.
 
     Args:
-        sampler: any sampler of single indices.
+        sampler: any sampler of single indices, with a length.
         schedule: pairs (step, batch size), by ascending steps, the first of them 0.
         last_batch: what to do with the samples of an epoch that do not fill a step of all ranks. ``"keep"``: a smaller
             step, in which samples from the beginning of the epoch fill up the ranks; ``"discard"``: left out.
-        steps: the number of steps in an epoch. Then no batch is smaller, ``sampler`` starts over where it ends, and
-            the next epoch goes on where the last one ended. None: as many as the samples give.
         seed: starts ``sampler`` if another library made it. None draws one if it is needed.
 
     Raises:
         TypeError, ValueError: for a schedule that does not begin with step 0, goes back, or has a size below 1; an
-            unknown ``last_batch``.
+            unknown ``last_batch``. The loader raises it with ``steps_per_epoch``, which needs batches of one size.
 
     Example:
         >>> from sharded_loader import SequentialSampler
@@ -130,9 +127,10 @@ class GrowingBatchSampler(WrapperSampler[list[int]]):
     Source of the idea: "Don't decay the learning rate, increase the batch size" (Smith et al., 2018).
     """
 
-    decided_by = (("schedule", "_schedule"), ("last_batch", "last_batch"), ("steps", "_steps"))
+    decided_by = (("schedule", "_schedule"), ("last_batch", "last_batch"))
     shown = decided_by
     ranks = 1
+    for_ranks = BalancedSampler.for_ranks
     sampler: Iterable[Any]
 
     def __init__(
@@ -140,99 +138,79 @@ class GrowingBatchSampler(WrapperSampler[list[int]]):
         sampler: Iterable[Any],
         schedule: Sequence[tuple[int, int]],
         last_batch: str = "keep",
-        steps: int | None = None,
         *,
         seed: int | None = None,
     ) -> None:
         self.last_batch = check_choice("last_batch", last_batch, LAST_BATCH[:2], "GrowingBatchSampler")
         self._starts, self._sizes = _checked_schedule(schedule)
         self._schedule = str(list(zip(self._starts.tolist(), self._sizes.tolist(), strict=True)))
-        self._steps = None if steps is None else check_int("steps", steps, 1, "give the number of steps in an epoch")
-        if steps is not None:
-            self.last_batch = LAST_BATCH[2]  # the samples go on from epoch to epoch
         super().__init__(sampler, seed)
-
-    def for_ranks(self, ranks: int) -> GrowingBatchSampler:
-        twin = copy.copy(self)
-        twin.ranks = ranks
-        return twin
 
     def _before(self, steps: Any) -> Any:
         """The number of samples before a step, of all ranks."""
-        whole = np.cumsum(np.append(0, np.diff(self._starts) * self._sizes[:-1]))
         piece = np.searchsorted(self._starts, steps, side="right") - 1
+        whole = np.cumsum(np.append(0, np.diff(self._starts) * self._sizes[:-1]))
         return (whole[piece] + (steps - self._starts[piece]) * self._sizes[piece]) * self.ranks
 
-    def _step_at(self, samples: int, cut: bool) -> int:
-        """The first step before which there are at least that many samples; ``cut``: at most."""
-        piece = int(np.searchsorted(self._before(self._starts), samples, side="right")) - 1
-        rest = samples - int(self._before(self._starts[piece]))
-        return int(self._starts[piece]) + parts(rest, int(self._sizes[piece]) * self.ranks, cut)
+    def _after(self, step: int, length: int) -> int:
+        """The step in which the next epoch begins, of an epoch that begins in a step and has ``length`` samples."""
+        end, changes = int(self._before(step)) + length, self._before(self._starts)
+        piece = int(np.searchsorted(changes, end, side="right")) - 1
+        size = int(self._sizes[piece]) * self.ranks
+        return int(self._starts[piece]) + parts(end - int(changes[piece]), size, self.last_batch == "discard")
 
-    def _first(self, epoch: int) -> int:
-        """The first step of an epoch."""
-        if self._steps is not None:
-            return epoch * self._steps
-        length, cut, step = len_epoch(self.sampler, 0), self.last_batch == "discard", 0
+    def _span(self, epoch: int) -> tuple[int, int]:
+        """The first step of an epoch, and that of the next one."""
+        step, length = 0, len_epoch(self.sampler, epoch)
         for number in range(epoch):
-            following = self._step_at(int(self._before(step)) + length, cut)
+            following = self._after(step, length)
             if step >= self._starts[-1]:  # from here on all epochs have as many
-                return step + (epoch - number) * (following - step)
+                step += (epoch - number) * (following - step)
+                break
             step = following
-        return step
+        return step, self._after(step, length)
 
     def len_epoch(self, epoch: int) -> int:
-        first = self._first(epoch)
-        if self._steps is not None:
-            return self._steps * self.ranks
-        end = int(self._before(first)) + len_epoch(self.sampler, epoch)
-        return (self._step_at(end, self.last_batch == "discard") - first) * self.ranks
+        first, end = self._span(epoch)
+        return (end - first) * self.ranks
 
     def epoch_table(self, epoch: int) -> Table:
-        first, ranks, length = self._first(epoch), self.ranks, len_epoch(self.sampler, epoch)
-        begin, endless = int(self._before(first)), self._steps is not None
-        if endless:
-            stretch = Stretch(length, 1, 0, 0)
-            opened = partial(table_of, self.sampler, seed=self.seed)
-            items: Table = Endless(opened, stretch, 0, ENDLESS * bool(length), name_of(self.sampler))
-        else:
-            items = table_of(self.sampler, epoch, self.seed)
+        items, length, first = (
+            table_of(self.sampler, epoch, self.seed),
+            len_epoch(self.sampler, epoch),
+            self._span(epoch)[0],
+        )
+        begins = partial(lambda begin, step: int(self._before(step)) - begin, int(self._before(first)))
 
         def batch(position: int) -> Any:
-            step, rank = divmod(position, ranks)
-            low, high = (int(self._before(first + number)) for number in (step, step + 1))
-            if not endless:
-                low, high = low - begin, min(high - begin, length)
-            size = parts(high - low, ranks, cut=False)
-            places = np.arange(low + rank * size, low + (rank + 1) * size)
-            found = items.at(places) if endless or places[-1] < length else items.at(np.sort(places % length))
+            step, rank = divmod(position, self.ranks)
+            low, high = begins(first + step), min(begins(first + step + 1), length)
+            size = parts(high - low, self.ranks, cut=False)
+            places = np.arange(low + rank * size, low + (rank + 1) * size) % length
+            found = items.at(np.sort(places))  # in order, also where the last rank goes round
             return found.tolist() if isinstance(found, np.ndarray) else found
 
-        block = min(items.block, BATCHES) if not endless else 1
-        return Table(self.len_epoch(epoch), lambda positions: list(map(batch, positions.tolist())), block)
+        def at(positions: Indices) -> list[Any]:
+            return list(map(batch, positions.tolist()))
+
+        return Table(self.len_epoch(epoch), at, min(items.block, BATCHES))
 
 
 def _checked_schedule(schedule: Any) -> tuple[Indices, Indices]:
     """The steps at which the batch size changes, and the sizes."""
     advice = "give pairs (step, batch size): [(0, 8), (1000, 16)]"
     try:
-        pairs = [(step, size) for step, size in schedule]
+        steps, sizes = zip(*schedule, strict=True)
     except (TypeError, ValueError):
         raise TypeError(f"schedule is {schedule!r}: {advice}") from None
-    found = [
-        (
-            check_int("a step of the schedule", step, 0, advice),
-            check_int("a batch size of the schedule", size, 1, advice),
-        )
-        for step, size in pairs
-    ]
-    steps = [step for step, _ in found]
-    if not steps or steps[0]:
-        raise ValueError(f"the schedule begins with step {steps[0] if steps else None}: it must begin with 0: {advice}")
-    for before, after in pairwise(steps):
+    found = [check_int("a step of the schedule", step, 0, advice) for step in steps]
+    if found[0]:
+        raise ValueError(f"the schedule begins with step {found[0]}: it must begin with 0: {advice}")
+    for before, after in pairwise(found):
         if after <= before:
             raise ValueError(f"the schedule goes back, from step {before} to step {after}: give ascending steps")
-    return np.array(steps, np.int64), np.array([size for _, size in found], np.int64)
+    checked = [check_int("a batch size of the schedule", size, 1, advice) for size in sizes]
+    return np.array(found, np.int64), np.array(checked, np.int64)
 
 
 class ShardedBatchSampler(WrapperSampler[list[list[int]]]):

@@ -111,7 +111,7 @@ class MapOrder(Order[Signature]):
             check_labels(nested(self._given_sampler), length)
         if isinstance(batch_sampler, GrowingBatchSampler) and steps_per_epoch is not None:
             raise ValueError(
-                f"steps_per_epoch cuts batches of one size: give GrowingBatchSampler(..., steps={steps_per_epoch})"
+                "steps_per_epoch needs epochs of equally many batches: leave it out, a GrowingBatchSampler has others"
             )
         self.drops_last = last_batch == "discard" or bool(getattr(batch_sampler, "drop_last", False))
         self._read_sampler = self._given_sampler  # or a copy with other seeds

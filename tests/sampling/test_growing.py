@@ -63,7 +63,7 @@ def epochs_of(loader: ShardedDataLoader[Any], count: int) -> Any:
     return (batch.tolist() for _ in range(count) for batch in loader)
 
 
-@pytest.mark.parametrize("given", [{}, {"last_batch": "discard"}, {"steps": 4}])
+@pytest.mark.parametrize("given", [{}, {"last_batch": "discard"}])
 @pytest.mark.parametrize("inner", ["own", "torch"])
 def test_a_state_after_any_batch_goes_on_with_the_same_batches(inner: str, given: dict[str, Any]) -> None:
     whole = list(epochs_of(loader_of(inner, **given), 4))
@@ -73,16 +73,6 @@ def test_a_state_after_any_batch_goes_on_with_the_same_batches(inner: str, given
         resumed = loader_of(inner, **given)
         resumed.load_state_dict(first.state_dict())
         assert list(epochs_of(resumed, 4))[: len(whole) - done] == whole[done:]
-
-
-def test_with_steps_no_batch_is_short_and_the_samples_go_on_from_epoch_to_epoch() -> None:
-    loader = loader_of(steps=5)
-    epochs = [[batch.tolist() for batch in loader] for _ in range(4)]
-    assert [list(map(len, batches)) for batches in epochs] == [[1, 1, 1, 1, 2], [2, 2, 2, 2, 3], [3] * 5, [3] * 5]
-    assert len(loader) == 5
-    indices = [index for batches in epochs for batch in batches for index in batch]
-    order = [index for epoch in range(3) for index in RandomSampler(LENGTH, seed=3).iter_epoch(epoch)]
-    assert indices == order[: len(indices)]
 
 
 def test_other_ranks_go_on_with_the_rest_of_the_epoch_and_with_the_schedule_of_the_same_global_batch() -> None:
@@ -120,7 +110,7 @@ def test_one_size_is_an_order_of_equal_batches_and_a_far_epoch_takes_no_time() -
 @pytest.mark.parametrize(
     ("schedule", "error", "message"),
     [
-        ([], ValueError, "begins with step None: it must begin with 0"),
+        ([], TypeError, "give pairs"),
         ([(5, 8)], ValueError, "begins with step 5: it must begin with 0"),
         ([(0, 8), (10, 16), (10, 32)], ValueError, "goes back, from step 10 to step 10"),
         ([(0, 8), (10, 16), (5, 32)], ValueError, "goes back, from step 10 to step 5"),
@@ -139,12 +129,11 @@ def test_a_schedule_that_is_none_is_refused(schedule: Any, error: type[Exception
     ("make", "message"),
     [
         (lambda: GrowingBatchSampler(SequentialSampler(4), [(0, 2)], "rollover"), "'keep' or 'discard'"),
-        (lambda: GrowingBatchSampler(SequentialSampler(4), [(0, 2)], steps=0), "steps must be at least 1"),
         (
             lambda: ShardedDataLoader(
                 range(4), batch_sampler=GrowingBatchSampler(SequentialSampler(4), [(0, 2)]), steps_per_epoch=3
             ),
-            "GrowingBatchSampler.*steps=3",
+            "steps_per_epoch needs epochs of equally many batches",
         ),
     ],
 )
