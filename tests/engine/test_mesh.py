@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from sharded_loader import ShardedDataLoader
 from sharded_loader.engine.order import MODEL_DIMS, ranks_of_mesh
 
