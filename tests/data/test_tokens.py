@@ -150,6 +150,29 @@ def test_every_pool_gives_the_same_batches(pool: Pool, tmp_path: Path) -> None:
             assert sorted(found) == sorted(expected) and found != expected, epoch
 
 
+def test_a_state_of_two_ranks_continues_on_one(tmp_path: Path) -> None:
+    for number in range(2):
+        ids(300, seed=number).tofile(tmp_path / f"{number}.bin")
+    dataset = TokenWindows([tmp_path / "0.bin", tmp_path / "1.bin"], 9, dtype="uint16")
+
+    def loader(ranks: int, rank: int) -> ShardedDataLoader[Any]:
+        return ShardedDataLoader(dataset, 8 // ranks, shuffle=True, seed=0, num_replicas=ranks, rank=rank)
+
+    def firsts(batches: Any) -> list[int]:
+        return sorted(first for inputs, _ in batches for first in inputs[:, 0].tolist())
+
+    two = [loader(2, rank) for rank in range(2)]
+    epochs = [iter(one) for one in two]
+    for _ in range(3):
+        for epoch in epochs:
+            next(epoch)
+    state = two[1].state_dict()
+    rest = [firsts(step) for step in zip(*epochs, strict=True)]
+    resumed = loader(1, 0)
+    resumed.load_state_dict(state)
+    assert [firsts([batch]) for batch in resumed] == rest and len(rest) > 3
+
+
 def test_windows_can_be_cut_split_and_transformed(tmp_path: Path) -> None:
     dataset = TokenWindows(np.arange(101), 10)
     assert len(dataset) == 10 and [inputs[0] for inputs, _ in dataset[2:4]] == [20, 30]
