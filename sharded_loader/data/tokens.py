@@ -106,8 +106,9 @@ class TokenWindows(Dataset):
 
     Args:
         tokens: A file of token ids, an array of them, or a list of files or arrays. A name that ends in ``.npy`` is
-            NumPy's format. A file with an ``.idx`` of the same name beside it is Megatron's ``.bin``. Any other file
-            has nothing but tokens, as nanoGPT writes it. Files are mapped, arrays stay in memory.
+            NumPy's format. A file with an ``.idx`` of the same name beside it is Megatron's ``.bin``; you may leave
+            out ``.bin``. Any other file has nothing but tokens, as nanoGPT writes it. Files are mapped, arrays stay in
+            memory.
         length: The number of tokens in the inputs, and in the targets. A window reads ``length + 1`` tokens.
         stride: The number of tokens from the beginning of a window to the next one. None: ``length``, so that each
             token but the first of a file is a target once.
@@ -152,10 +153,10 @@ class TokenWindows(Dataset):
         self._stride = self._length if stride is None else check_int("stride", stride, 1, ADVICE)
         self._vocab_size = None if vocab_size is None else check_int("vocab_size", vocab_size, 1, "give len(tokenizer)")
         self._maps: dict[_MappedArray, Array] = {}
-        given = list(tokens) if isinstance(tokens, (list, tuple)) else [tokens]
-        ends = documents if isinstance(tokens, (list, tuple)) else [documents]
-        if isinstance(documents, bool):
-            ends = [documents] * len(given)
+        given = tokens if isinstance(tokens, (list, tuple)) else [tokens]
+        ends = documents if given is tokens and isinstance(documents, (list, tuple)) else [documents]
+        if documents is None or isinstance(documents, bool):
+            ends = [bool(documents)] * len(given)
         if not given or len(given) != len(ends):
             raise ValueError(f"{len(given)} files and documents of {len(ends)}: give files, and an array for each")
         parts = [_part_of(one, dtype, lengths) for one, lengths in zip(given, ends, strict=True)]
@@ -355,6 +356,8 @@ def _part_of(given: Any, dtype: Any, documents: Any) -> _TokenPart:
 
 
 def _file(path: str, dtype: Any) -> _TokenPart:
+    if not os.path.exists(path) and os.path.exists(path + ".bin"):  # Megatron's programs take the name without it
+        path += ".bin"
     beside = os.path.splitext(path)[0] + ".idx"
     if path.endswith(".npy"):
         return _TokenPart(_of_npy(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,7 @@ def test_megatrons_files_are_read_across_and_inside_documents(
     sequences = [ids(count, "int32", count) for count in (12, 3, 25, 0, 8, 6, 1)]
     path = write_megatron(tmp_path / "corpus", sequences, sentences, ended, modes=ended)
     assert listed(TokenWindows(path, 4)) == naive(np.concatenate(sequences), 4, 4)
+    assert len(TokenWindows(tmp_path / "corpus", 4)) == len(TokenWindows(path, 4))
     firsts = np.cumsum([0, *(sentences or [1] * 7)]).tolist()
     documents = [np.concatenate(sequences[a:b]) for a, b in itertools.pairwise(firsts)]
     for stride in (1, 4, 9):
@@ -263,6 +265,8 @@ def test_more_files_than_stay_mapped_are_read(tmp_path: Path, monkeypatch: pytes
         (np.arange(9), {"length": 2, "documents": []}, ValueError, "have 0 tokens|flat list of lengths"),
         (np.arange(9), {"length": 8, "documents": [4, 5]}, ValueError, "no document that is long enough"),
         ([np.arange(9)] * 2, {"length": 2, "documents": [[9]]}, ValueError, "2 files and documents of 1"),
+        ([np.arange(9)] * 2, {"length": 2, "documents": 9}, ValueError, "2 files and documents of 1"),
+        (np.arange(9), {"length": 2, "documents": 9}, ValueError, "flat list of lengths"),
         (np.arange(9), {"length": 2, "vocab_size": 8}, None, ""),
         (np.arange(9), {"length": 2, "vocab_size": 2}, ValueError, "token id 2, and vocab_size is 2"),
         (np.array([3, -1, 2]), {"length": 2, "vocab_size": 9}, ValueError, "token id -1"),
@@ -350,6 +354,8 @@ def test_a_file_that_changes_while_it_is_open_is_an_error(tmp_path: Path, how: s
     path = write_megatron(tmp_path / "corpus", [ids(40), ids(60)])
     dataset = TokenWindows(path, 9, documents=True)
     dataset.get_batch([0, 3])
+    if sys.platform == "win32":
+        dataset.close()  # a mapped file cannot be changed there
     changed, content = path.with_suffix(which), path.with_suffix(which).read_bytes()
     if how == "cut":
         os.truncate(changed, len(content) // 2)
@@ -364,14 +370,33 @@ def test_a_file_that_changes_while_it_is_open_is_an_error(tmp_path: Path, how: s
         dataset.get_batch([0, 3])
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a mapped file cannot be changed there")
+def test_a_file_that_changes_during_a_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tokens.bin"
+    ids(100).tofile(path)
+    dataset = TokenWindows(path, 9, dtype="uint16")
+    starts = TokenWindows._starts
+
+    def written(*given: Any) -> Any:
+        with open(path, "r+b") as file:
+            file.write(b"other tokens")
+        return starts(*given)
+
+    monkeypatch.setattr(TokenWindows, "_starts", written)
+    with pytest.raises(OSError, match="was changed"):
+        dataset[0]
+
+
 def test_a_copy_on_another_machine_may_have_another_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids(100).tofile(tmp_path / "tokens.bin")
     dataset = TokenWindows(tmp_path / "tokens.bin", 9, dtype="uint16")
     expected = listed(dataset)
+    dataset.close()
     (tmp_path / "copy").write_bytes((tmp_path / "tokens.bin").read_bytes())
     os.replace(tmp_path / "copy", tmp_path / "tokens.bin")
     monkeypatch.setattr(module.platform, "node", lambda: "another")
     assert listed(pickle.loads(pickle.dumps(dataset))) == expected
+    dataset.close()
     os.truncate(tmp_path / "tokens.bin", 100)
     with pytest.raises(OSError, match="was changed"):
         dataset[0]
