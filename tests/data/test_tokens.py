@@ -106,7 +106,7 @@ def test_a_window_never_reaches_into_a_second_file(tmp_path: Path) -> None:
 def test_megatrons_files_are_read_across_and_inside_documents(
     tmp_path: Path, sentences: list[int] | None, ended: bool
 ) -> None:
-    sequences = [ids(count, "int32", count) for count in (12, 3, 25, 0, 8, 6, 1)]
+    sequences = [ids(count, "int32", count) for count in (12, 3, 25, 0, 8, 1, 6)]
     path = write_megatron(tmp_path / "corpus", sequences, sentences, ended, modes=ended)
     assert listed(TokenWindows(path, 4)) == naive(np.concatenate(sequences), 4, 4)
     assert len(TokenWindows(tmp_path / "corpus", 4)) == len(TokenWindows(path, 4))
