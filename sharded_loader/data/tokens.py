@@ -42,7 +42,7 @@ OPEN = 64
 
 ADVICE = "give a number of tokens, such as 1024"
 
-BLOCK, CHUNK = 128, 1 << 18
+BLOCK, CHUNK = 64, 1 << 18
 """Documents for which the table has one number, and documents that are looked at together when it is made."""
 
 MAGIC = b"MMIDIDX\0\0"
@@ -260,9 +260,10 @@ class TokenWindows(Dataset):
         if not isinstance(part.bounds, tuple) or not isinstance(part.tokens, _MappedArray):
             given: Int64s = np.asarray(part.bounds)[numbers]
             return given
+        # Not `take`: these arrays do not begin at a multiple of 8 bytes, and it would copy them first.
         firsts, begins = map(self._array, part.bounds)
-        sequences = np.where(numbers < len(firsts), np.take(firsts, numbers, mode="clip"), len(begins))
-        found = np.take(begins, sequences, mode="clip") // np.dtype(part.tokens.dtype).itemsize
+        sequences = np.where(numbers < len(firsts), firsts[np.minimum(numbers, len(firsts) - 1)], len(begins))
+        found = begins[np.clip(sequences, 0, len(begins) - 1)] // np.dtype(part.tokens.dtype).itemsize
         return np.where(sequences < len(begins), found, part.length)
 
     def _starts(self, part: _TokenPart, windows: Int64s) -> Int64s:

@@ -219,6 +219,12 @@ def test_the_table_of_documents_is_small_and_goes_with_the_pickle(tmp_path: Path
     pickled = pickle.dumps(dataset)
     assert len(pickled) < 50_000 / module.BLOCK * 8 + 2_000
     assert len(dataset) == 50_000 and pickle.loads(pickled)[49_999][0].tolist() == ids(6)[:4].tolist()
+    tracemalloc.start()
+    try:
+        dataset.get_batch([7, 49_999])
+        assert tracemalloc.get_traced_memory()[1] < 200_000  # no copy of the index, which has 400,000 bytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_more_files_than_stay_mapped_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
