@@ -26,6 +26,7 @@ _HOMES = {
     "data.columns": "PackedList",
     "data.datasets": "ConcatDataset Dataset SimpleDataset SubsetDataset",
     "data.interleave": "interleave",
+    "data.tokens": "TokenWindows",
     "loader.loader": "ShardedDataLoader",
     "loader.stats": "LoaderStats",
     "parallel": "Replicas split_and_load split_data",
