@@ -27,6 +27,7 @@ _HOMES = {
     "data.datasets": "ConcatDataset Dataset SimpleDataset SubsetDataset",
     "data.interleave": "interleave",
     "data.shuffle_buffer": "ShuffleBuffer",
+    "data.tokens": "TokenWindows",
     "loader.loader": "ShardedDataLoader",
     "loader.lockstep": "Lockstep",
     "loader.stats": "LoaderStats",

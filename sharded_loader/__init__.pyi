@@ -19,6 +19,7 @@ from sharded_loader.data.datasets import SimpleDataset as SimpleDataset
 from sharded_loader.data.datasets import SubsetDataset as SubsetDataset
 from sharded_loader.data.interleave import interleave as interleave
 from sharded_loader.data.shuffle_buffer import ShuffleBuffer as ShuffleBuffer
+from sharded_loader.data.tokens import TokenWindows as TokenWindows
 from sharded_loader.loader.loader import ShardedDataLoader as ShardedDataLoader
 from sharded_loader.loader.lockstep import Lockstep as Lockstep
 from sharded_loader.loader.stats import LoaderStats as LoaderStats

@@ -45,6 +45,9 @@ from sharded_loader.sampling.tables import BATCHES, Batched, Rolling, Table, in_
 # Any count of tokens fits below.
 MAX_TOKENS = 2**62
 
+MOST_RANKS = 64
+"""A sorted bucket grows with the ranks up to this number. A larger one would be sorted for seconds."""
+
 LAST_BATCH = ("keep", "discard", "rollover")
 
 
@@ -363,11 +366,11 @@ class SortedBucketSampler(BalancedSampler[list[int]]):
 
     @property
     def _whole_bucket(self) -> int:
-        """The samples of a bucket: under ranks whole steps."""
+        """The samples of a bucket: under ranks whole steps, and as many steps as one rank has batches of a bucket."""
         if self.ranks == 1:
             return self._bucket_size
         step = self.batch_size * self.ranks
-        return parts(self._bucket_size, step, cut=False) * step
+        return parts(self._bucket_size * min(self.ranks, MOST_RANKS), step, cut=False) * step
 
     def len_epoch(self, epoch: int) -> int:
         full, rest = divmod(len(self._sort_keys), self._whole_bucket)

@@ -48,7 +48,7 @@ from sharded_loader.storage.files import LocalFile, ShardError, ShardFile, Stat,
 from sharded_loader.storage.indexes import Format, Index, Indexes, by_part, default_folder
 from sharded_loader.storage.parts import with_tags
 from sharded_loader.storage.read_ahead import ReadAhead
-from sharded_loader.storage.records import MDS, RecordIO
+from sharded_loader.storage.records import MDS, Lines, RecordIO
 from sharded_loader.storage.stores import ObjectStore, RemoteFile
 from sharded_loader.storage.tables import Arrow, Parquet
 from sharded_loader.storage.tar import Tar
@@ -67,8 +67,8 @@ class ShardDataset(Dataset):
         urls: a pattern such as ``"s3://bucket/train-*.tar"``, or a list of URLs and paths. The order of shards is that
             of the list, or of the names. A name that ends in ``.json`` is a file that lists shards: MosaicML's
             ``index.json``, a list of WebDataset's ``wids``, or a JSON list of names.
-        format: "tar", "parquet", "arrow", "mds" or "records", or an object with ``index`` and ``read``. None: by the
-            file names.
+        format: "tar", "parquet", "arrow", "mds", "records" or "lines", or an object with ``index`` and ``read``. None:
+            by the file names.
         storage_options: for the file system, as fsspec takes them.
         cache: where whole shards of an object store are kept. None: the bytes of each sample are read by themselves.
         index_folder: where indexes are kept. None: beside the cache, or in the user's cache folder.
@@ -380,7 +380,7 @@ def local_path(url: str) -> str | None:
 # -- which shards, and of which format ---------------------------------------------------------------------------------
 
 
-FORMATS: tuple[type[Format], ...] = (Tar, Parquet, Arrow, MDS, RecordIO)
+FORMATS: tuple[type[Format], ...] = (Tar, Parquet, Arrow, MDS, RecordIO, Lines)
 
 
 def format_of(format: str | Format | None, urls: Sequence[str]) -> Format:

@@ -1,7 +1,8 @@
-"""Shards whose samples lie one after the other: RecordIO, and MDS of MosaicML's streaming library.
+"""Shards whose samples lie one after the other: RecordIO, MDS of MosaicML's streaming library, and lines of text.
 
     RecordIO().read(file, index, rows) -> [b"...", ...]
     MDS().read(file, index, rows)      -> [{"image": b"...", "label": 3}, ...]
+    Lines().read(file, index, rows)    -> ["...", ...]
 
 The index has the offset of each sample, and the end of the last one. So a sample is one part of the file.
 
@@ -12,6 +13,9 @@ are not looked at. An MDS file begins with a table::
     sample: uint32 sizes of the columns that have no fixed one | the columns' bytes
 
 A sample of MDS is a dict of its columns. Pickled columns are not read, because reading them runs code from the shard.
+
+A line is the text up to a line end (LF or CR LF) or the end of the file. Line ends are found in one pass over the file.
+An empty line is a sample, an empty file has none.
 
 What can go wrong: no such file, damage, an encoding that is unknown, a compressed shard, sizes or values that do not
 fit their bytes. All are a `ShardError`, which names the sample, the offset or the byte.
@@ -32,6 +36,7 @@ import numpy as np
 from sharded_loader.recordio.files import RecordBytes, RecordIOError, is_written, read_record, scan_records
 from sharded_loader.storage.files import ShardError, ShardFile
 from sharded_loader.storage.indexes import Index, packed, unpacked
+from sharded_loader.storage.tar import COMPRESSED
 
 
 def _samples_at(file: ShardFile, index: Index, rows: list[int]) -> Iterator[tuple[int, int, int, bytes]]:
@@ -234,3 +239,52 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
     "jpeg": _image,
     "png": _image,
 }
+
+
+# -- lines of text -----------------------------------------------------------------------------------------------------
+
+
+PIECE = 1 << 20
+"""Bytes in which line ends are looked for at once."""
+
+_UTF_16 = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+
+
+class Lines:
+    """The format of files of text: a sample is a line, without its line end."""
+
+    name = "lines"
+    suffixes: tuple[str, ...] = (".txt", ".tsv", ".jsonl", ".ndjson")
+
+    def index(self, file: ShardFile) -> Index:
+        """Where each line begins, and where the last one ends."""
+        [begin] = file.ranges([0], [min(file.size, 6)])
+        for sign, name in (COMPRESSED | _UTF_16).items():
+            if begin.startswith(sign):
+                raise ShardError(f"{file.name} is {name}, no plain text: decompress it, or write it as UTF-8")
+        # Four bytes are enough for most files.
+        kind = np.dtype("<u4" if file.size < 1 << 32 else "<i8")
+        found, offset = [np.zeros(1, kind)], 0
+        with file.stream() as stream:
+            while piece := stream.read(PIECE):
+                found.append((np.flatnonzero(np.frombuffer(piece, np.uint8) == 10) + (offset + 1)).astype(kind))
+                offset += len(piece)
+        offsets = np.concatenate(found)
+        if offsets[-1] < file.size:  # the last line has no line end
+            offsets = np.append(offsets, np.array([file.size], kind))
+        return {"offsets": offsets, "length": np.array(len(offsets) - 1)}
+
+    def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[Any]:
+        """The lines at these rows of the shard."""
+        lines = []
+        for row, begin, _, data in _samples_at(file, index, rows):
+            line = data[:-2] if data.endswith(b"\r\n") else data.removesuffix(b"\n")
+            try:
+                text = line.decode()
+            except UnicodeDecodeError as error:
+                raise ShardError(
+                    f"{file.name}, line {row + 1}, offset {begin + error.start}: this is no UTF-8 ({error.reason}). "
+                    "Convert the file: iconv -f latin1 -t utf-8"
+                ) from None
+            lines.append(text if row else text.removeprefix("\ufeff"))  # some editors put this mark before the text
+        return lines

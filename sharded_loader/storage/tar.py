@@ -47,7 +47,7 @@ _DAMAGE = (
 )
 """What tarfile raises for damaged headers."""
 
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 """The first bytes of compressed files, and the program that decompresses them."""
 
 _RECORD = re.compile(rb"(\d{1,10}) ([^=]+)=")
@@ -187,7 +187,7 @@ def _kind(begin: bytes) -> tuple[str, str]:
     """What a file is that is no tar file, by its first bytes, and what to do; an empty text if it is not known."""
     if not begin:
         return "it is empty", "copy or write it again, or leave it out"
-    for sign, name in _COMPRESSED.items():
+    for sign, name in COMPRESSED.items():
         if begin.startswith(sign):
             return f"it is compressed with {name}", f"decompress it with {name} -d. Shards are read by index"
     return "", "give format= if it has another format; otherwise copy or write it again"

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs/recipes"
 INDEX = (FOLDER / "index.md").read_text(encoding="utf-8")
 PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted(FOLDER.glob("*.md")) if page.stem != "index"}
 FRAMEWORKS = re.compile(
-    r"^(?:import|from) (accelerate|datasets|pandas|pyarrow|torchvision|transformers)\b", re.MULTILINE
+    r"^(?:import|from) (accelerate|datasets|pandas|pyarrow|torchmetrics|torchvision|transformers)\b", re.MULTILINE
 )
 """Imports that need the extra ``frameworks``. The others need the extra ``test``."""
 

@@ -1,0 +1,420 @@
+"""`TokenWindows`: every window of token files and arrays, in bulk, in every pool; what is no token file is an error."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sharded_loader import LoaderWarning, ShardedDataLoader, TokenWindows
+from sharded_loader.data import tokens as module
+from sharded_loader.engine.pool import Pool
+
+Ids = np.ndarray[Any, Any]
+
+
+def ids(count: int, dtype: str = "uint16", seed: int = 0) -> Ids:
+    return np.random.default_rng(seed).integers(0, 60_000, count).astype(dtype)
+
+
+def naive(tokens: Ids, length: int, stride: int) -> list[tuple[list[int], list[int]]]:
+    """The windows of one stream, cut one by one."""
+    found = []
+    for begin in range(0, len(tokens), stride):
+        window = tokens[begin : begin + length + 1].tolist()
+        if len(window) == length + 1:
+            found.append((window[:-1], window[1:]))
+    return found
+
+
+def listed(samples: Any) -> list[tuple[list[int], list[int]]]:
+    return [(inputs.tolist(), targets.tolist()) for inputs, targets in samples]
+
+
+def write_megatron(
+    prefix: Path, documents: list[Ids], sentences: list[int] | None = None, ended: bool = True, modes: bool = False
+) -> Path:
+    """A ``.bin`` and its ``.idx``, as their description says.
+
+    Args:
+        prefix: of their names.
+        documents: sequences of tokens.
+        sentences: how many sequences each document has; None: one.
+        ended: whether the index says where the last document ends.
+        modes: whether a byte for each sequence follows, as in multimodal data.
+    """
+    counts = [1] * len(documents) if sentences is None else sentences
+    sizes = [len(one) for one in documents]
+    itemsize = documents[0].itemsize
+    code = {"uint8": 1, "int32": 4, "int64": 5, "float64": 6, "uint16": 8}[str(documents[0].dtype)]
+    firsts = np.cumsum([0, *counts])
+    firsts = firsts if ended else firsts[:-1]
+    head = module.MAGIC + np.array([1], "<u8").tobytes() + bytes([code])
+    head += np.array([len(sizes), len(firsts)], "<u8").tobytes()
+    begins = (np.cumsum([0, *sizes])[:-1] * itemsize).astype("<i8")
+    tail = bytes(len(sizes)) if modes else b""
+    index = head + np.array(sizes, "<i4").tobytes() + begins.tobytes() + firsts.astype("<i8").tobytes() + tail
+    prefix.with_suffix(".idx").write_bytes(index)
+    path = prefix.with_suffix(".bin")
+    path.write_bytes(np.concatenate(documents).tobytes())
+    return path
+
+
+def in_documents(documents: list[Ids], length: int, stride: int) -> list[tuple[list[int], list[int]]]:
+    return [window for document in documents for window in naive(document, length, stride)]
+
+
+# -- every window, once -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64", ">u2"])
+@pytest.mark.parametrize(("length", "stride"), [(1, 1), (4, None), (5, 2), (3, 7), (99, None)])
+def test_windows_are_those_of_a_loop(tmp_path: Path, dtype: str, length: int, stride: int | None) -> None:
+    tokens = (ids(100) % 200).astype(dtype)
+    expected = naive(tokens, length, stride or length)
+    tokens.tofile(tmp_path / "raw.bin")
+    np.save(tmp_path / "tokens.npy", tokens)
+    for given, known in ((tokens, None), (tmp_path / "raw.bin", dtype), (str(tmp_path / "tokens.npy"), None)):
+        dataset = TokenWindows(given, length, stride, dtype=known)
+        assert listed(dataset) == expected and len(dataset) == len(expected)
+        inputs, targets = dataset.get_batch(range(len(dataset)))
+        assert inputs.dtype == targets.dtype == np.int64
+        assert listed(zip(inputs, targets, strict=True)) == expected
+
+
+def test_a_window_never_reaches_into_a_second_file(tmp_path: Path) -> None:
+    parts = [ids(count, seed=count) for count in (30, 9, 41)]
+    for number, part in enumerate(parts):
+        part.tofile(tmp_path / f"{number}.bin")
+    dataset = TokenWindows([tmp_path / f"{number}.bin" for number in range(3)], 8, dtype="uint16")
+    assert listed(dataset) == [window for part in parts for window in naive(part, 8, 8)]
+    order = np.random.default_rng(1).permutation(len(dataset))
+    inputs, _ = dataset.get_batch(order)
+    assert inputs.tolist() == [dataset[int(index)][0].tolist() for index in order]
+    assert listed(TokenWindows(parts, 8)) == listed(dataset)
+
+
+@pytest.mark.parametrize("sentences", [None, [2, 1, 3, 1]])
+@pytest.mark.parametrize("ended", [True, False])
+def test_megatrons_files_are_read_across_and_inside_documents(
+    tmp_path: Path, sentences: list[int] | None, ended: bool
+) -> None:
+    sequences = [ids(count, "int32", count) for count in (12, 3, 25, 0, 8, 1, 6)]
+    path = write_megatron(tmp_path / "corpus", sequences, sentences, ended, modes=ended)
+    assert listed(TokenWindows(path, 4)) == naive(np.concatenate(sequences), 4, 4)
+    assert len(TokenWindows(tmp_path / "corpus", 4)) == len(TokenWindows(path, 4))
+    firsts = np.cumsum([0, *(sentences or [1] * 7)]).tolist()
+    documents = [np.concatenate(sequences[a:b]) for a, b in itertools.pairwise(firsts)]
+    for stride in (1, 4, 9):
+        assert listed(TokenWindows(path, 4, stride, documents=True)) == in_documents(documents, 4, stride)
+
+
+def test_windows_inside_many_documents_are_those_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK", 4)
+    monkeypatch.setattr(module, "CHUNK", 16)
+    random = np.random.default_rng(3)
+    for count in (1, 4, 15, 16, 17, 100):
+        lengths = random.integers(0, 30, count)
+        lengths[count // 2] = 30
+        tokens = ids(int(lengths.sum()))
+        documents = np.split(tokens, np.cumsum(lengths)[:-1])
+        for length, stride in ((5, 5), (7, 3)):
+            dataset = TokenWindows(tokens, length, stride, documents=lengths)
+            expected = in_documents(documents, length, stride)
+            assert len(dataset) == len(expected) and listed(dataset.__getitems__(range(len(dataset)))) == expected
+
+
+def test_documents_of_several_files_are_given_as_a_list() -> None:
+    parts = [ids(20), ids(15, seed=1)]
+    dataset = TokenWindows(parts, 4, documents=[[9, 11], [15]])
+    assert listed(dataset) == in_documents([parts[0][:9], parts[0][9:], parts[1]], 4, 4)
+
+
+@pytest.mark.also_spawned
+def test_every_pool_gives_the_same_batches(pool: Pool, tmp_path: Path) -> None:
+    parts = [ids(200, seed=1), ids(90, seed=2)]
+    paths = [write_megatron(tmp_path / "a", [parts[0][:120], parts[0][120:]]), tmp_path / "b.npy"]
+    np.save(paths[1], parts[1])
+    dataset = TokenWindows(paths, 8)
+    expected = [window for part in parts for window in naive(part, 8, 8)]
+    with ShardedDataLoader(dataset, 5, shuffle=True, seed=0, pool=pool) as loader:
+        for epoch in range(2):
+            batches = list(loader)
+            assert all(str(field.dtype) == "torch.int64" for field in batches[0])
+            found = [sample for inputs, targets in batches for sample in listed(zip(inputs, targets, strict=True))]
+            assert sorted(found) == sorted(expected) and found != expected, epoch
+
+
+def test_a_state_of_two_ranks_continues_on_one(tmp_path: Path) -> None:
+    for number in range(2):
+        ids(300, seed=number).tofile(tmp_path / f"{number}.bin")
+    dataset = TokenWindows([tmp_path / "0.bin", tmp_path / "1.bin"], 9, dtype="uint16")
+
+    def loader(ranks: int, rank: int) -> ShardedDataLoader[Any]:
+        return ShardedDataLoader(dataset, 8 // ranks, shuffle=True, seed=0, num_replicas=ranks, rank=rank)
+
+    def firsts(batches: Any) -> list[int]:
+        return sorted(first for inputs, _ in batches for first in inputs[:, 0].tolist())
+
+    two = [loader(2, rank) for rank in range(2)]
+    epochs = [iter(one) for one in two]
+    for _ in range(3):
+        for epoch in epochs:
+            next(epoch)
+    state = two[1].state_dict()
+    rest = [firsts(step) for step in zip(*epochs, strict=True)]
+    resumed = loader(1, 0)
+    resumed.load_state_dict(state)
+    assert [firsts([batch]) for batch in resumed] == rest and len(rest) > 3
+
+
+def test_windows_can_be_cut_split_and_transformed(tmp_path: Path) -> None:
+    dataset = TokenWindows(np.arange(101), 10)
+    assert len(dataset) == 10 and [inputs[0] for inputs, _ in dataset[2:4]] == [20, 30]
+    train, test = dataset.split([0.8, 0.2], seed=1)
+    firsts = [int(inputs[0]) for inputs, _ in (*train, *test)]
+    assert sorted(firsts) == list(range(0, 100, 10))
+    assert dataset.transform(lambda inputs, targets: int(targets[-1]))[9] == 100
+    assert dataset[-1][1][-1] == 100
+    with pytest.raises(IndexError, match="index 10 is out of range for a dataset of 10 samples"):
+        dataset[10]
+
+
+# -- size -------------------------------------------------------------------------------------------------------
+
+
+def test_a_million_million_tokens_need_no_memory(tmp_path: Path) -> None:
+    path, count = tmp_path / "huge.bin", 10**12
+    with open(path, "wb") as file:
+        try:
+            file.truncate(2 * count)
+        except OSError:
+            pytest.skip("no sparse files of this size here")
+        for token in (0, count // 2, count - 1025):
+            file.seek(2 * token)
+            file.write(np.arange(1, 1026, dtype="<u2").tobytes())
+    tracemalloc.start()
+    try:
+        dataset = TokenWindows(path, 1024, stride=1, dtype="<u2")
+        assert len(dataset) == count - 1024
+        inputs, targets = dataset.get_batch([0, count // 2, -1])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert inputs.tolist() == [list(range(1, 1025))] * 3 and targets[2].tolist() == list(range(2, 1026))
+    assert peak < 1_000_000
+    assert len(pickle.dumps(dataset)) < 2_000
+
+
+def test_the_table_of_documents_is_small_and_goes_with_the_pickle(tmp_path: Path) -> None:
+    path = write_megatron(tmp_path / "corpus", [ids(6)] * 50_000)
+    dataset = TokenWindows(path, 4, documents=True)
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 50_000 / module.BLOCK * 8 + 2_000
+    assert len(dataset) == 50_000 and pickle.loads(pickled)[49_999][0].tolist() == ids(6)[:4].tolist()
+    tracemalloc.start()
+    try:
+        dataset.get_batch([7, 49_999])
+        assert tracemalloc.get_traced_memory()[1] < 200_000  # no copy of the index, which has 400,000 bytes
+    finally:
+        tracemalloc.stop()
+
+
+def test_more_files_than_stay_mapped_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "OPEN", 2)
+    parts = [ids(10, seed=number) for number in range(5)]
+    for number, part in enumerate(parts):
+        part.tofile(tmp_path / f"{number}.bin")
+    dataset = TokenWindows([tmp_path / f"{number}.bin" for number in range(5)], 4, dtype=np.uint16)
+    expected = [naive(parts[file], 4, 4)[row] for file, row in [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (0, 1)]]
+    assert listed(dataset.__getitems__([0, 2, 4, 6, 8, 1])) == expected
+    assert len(dataset._maps) == 2
+    dataset.close()
+    assert not dataset._maps and dataset[0][0].tolist() == parts[0][:4].tolist()
+
+
+# -- bad input --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "kind", "text"),
+    [
+        (np.arange(9), {"length": 0}, ValueError, "length must be at least 1, got 0"),
+        (np.arange(9), {"length": 2.5}, TypeError, "length must be an integer"),
+        (np.arange(9), {"length": 4, "stride": 0}, ValueError, "stride must be at least 1, got 0"),
+        (np.arange(9), {"length": 4, "stried": 2}, TypeError, "did you mean 'stride'"),
+        (np.arange(9), {"length": 9}, ValueError, "only 9 tokens; a window needs 10"),
+        (np.arange(0), {"length": 1}, ValueError, "only 0 tokens"),
+        (np.zeros((3, 3), np.int32), {"length": 2}, ValueError, r"shape \(3, 3\): give one dimension"),
+        (np.zeros(9, np.float32), {"length": 2}, TypeError, "is of float32: token ids are uint16"),
+        (np.zeros(9, np.uint64), {"length": 2}, TypeError, "is of uint64"),
+        (np.zeros(9, np.int32), {"length": 2, "dtype": "uint16"}, ValueError, "is of int32, and dtype='uint16'"),
+        ([], {"length": 2}, ValueError, "0 files"),
+        ([1, 2, 3], {"length": 2}, TypeError, "tokens is an int: give a path"),
+        (None, {"length": 2}, TypeError, "give a path"),
+        (np.arange(9), {"length": 2, "documents": True}, ValueError, "otherwise the lengths of documents"),
+        (
+            np.arange(9),
+            {"length": 2, "documents": [4, 4]},
+            ValueError,
+            "have 8 tokens, and the array of 9 tokens has 9",
+        ),
+        (np.arange(9), {"length": 2, "documents": [10, -1]}, ValueError, "flat list of lengths"),
+        (np.arange(9), {"length": 2, "documents": [4.5, 4.5]}, ValueError, "flat list of lengths"),
+        (np.arange(9), {"length": 2, "documents": []}, ValueError, "have 0 tokens|flat list of lengths"),
+        (np.arange(9), {"length": 8, "documents": [4, 5]}, ValueError, "no document that is long enough"),
+        ([np.arange(9)] * 2, {"length": 2, "documents": [[9]]}, ValueError, "2 files and documents of 1"),
+        ([np.arange(9)] * 2, {"length": 2, "documents": 9}, ValueError, "2 files and documents of 1"),
+        (np.arange(9), {"length": 2, "documents": 9}, ValueError, "flat list of lengths"),
+        (np.arange(9), {"length": 2, "vocab_size": 8}, None, ""),
+        (np.arange(9), {"length": 2, "vocab_size": 2}, ValueError, "token id 2, and vocab_size is 2"),
+        (np.array([3, -1, 2]), {"length": 2, "vocab_size": 9}, ValueError, "token id -1"),
+        (np.zeros(9, np.uint16), {"length": 2, "vocab_size": 70_000}, ValueError, "uint16, too small for vocab_size"),
+    ],
+)
+def test_bad_arguments_are_errors_that_say_what_to_do(
+    given: Any, more: dict[str, Any], kind: type[Exception] | None, text: str
+) -> None:
+    if kind is None:
+        assert len(TokenWindows(given, **more)) == 4
+        return
+    with pytest.raises(kind, match=text):
+        TokenWindows(given, **more)
+
+
+def test_bad_files_are_errors_when_the_dataset_is_made(tmp_path: Path) -> None:
+    (tmp_path / "odd.bin").write_bytes(bytes(101))
+    (tmp_path / "empty.bin").write_bytes(b"")
+    np.save(tmp_path / "square.npy", np.zeros((4, 4), np.uint16))
+    np.save(tmp_path / "floats.npy", np.zeros(40))
+    np.save(tmp_path / "cut.npy", np.zeros(40, np.uint16))
+    os.truncate(tmp_path / "cut.npy", 150)
+    (tmp_path / "none.npy").write_bytes(b"")
+    for name, more, kind, text in [
+        ("missing.bin", {"dtype": "uint16"}, FileNotFoundError, "missing.bin"),
+        ("odd.bin", {}, TypeError, "give dtype="),
+        ("odd.bin", {"dtype": "uint16"}, ValueError, "odd.bin has 101 bytes, no whole number of uint16: it was cut"),
+        ("empty.bin", {"dtype": "uint16"}, ValueError, "empty.bin is empty"),
+        ("", {"dtype": "uint16"}, ValueError, "or no file"),
+        ("square.npy", {}, ValueError, r"shape \(4, 4\)"),
+        ("floats.npy", {}, TypeError, "float64"),
+        ("cut.npy", {}, ValueError, "cut.npy is no whole .npy file"),
+        ("none.npy", {}, ValueError, "none.npy is no whole .npy file"),
+    ]:
+        with pytest.raises(kind, match=text):
+            TokenWindows(tmp_path / name, 4, **more)  # type: ignore[arg-type]
+
+
+def test_a_bin_and_an_idx_that_do_not_fit_are_an_error(tmp_path: Path) -> None:
+    path = write_megatron(tmp_path / "corpus", [ids(40), ids(60)])
+    index, content = path.with_suffix(".idx"), path.read_bytes()
+    good = index.read_bytes()
+    assert len(TokenWindows(path, 9)) == 11
+
+    def error(text: str, **more: Any) -> None:
+        with pytest.raises((ValueError, TypeError), match=text):
+            TokenWindows(path, 9, **more)
+
+    error("corpus.bin is of uint16, and dtype='int32' was given", dtype="int32")
+    error("give documents=True if there is an .idx", documents=[40, 60])
+    path.write_bytes(content[:-2])
+    error("corpus.bin has 198 bytes, and its .idx describes 200: the .bin was cut, or the .idx is of another file")
+    path.write_bytes(content[:-1])
+    error("corpus.bin has 199 bytes, no whole number of uint16")
+    path.write_bytes(content)
+    write_megatron(tmp_path / "other", [ids(41), ids(60)])
+    index.write_bytes((tmp_path / "other.idx").read_bytes())
+    error("its .idx describes 202")
+    for cut in (0, 5, len(module.MAGIC), 33, len(good) - 1, len(good) - 8):
+        index.write_bytes(good[:cut])
+        error("corpus.idx (is no index of Megatron|was cut or damaged)")
+    index.write_bytes(good[:17] + bytes([6]) + good[18:])
+    error("describes|float64")
+    index.write_bytes(good[:17] + bytes([77]) + good[18:])
+    error("was cut or damaged")
+    index.write_bytes(good[:-24] + np.array([0, 2, 1], "<i8").tobytes())
+    error("documents that do not lie in the .bin", documents=True)
+    index.write_bytes(b"0\t0\n1\t20\n" * 9)
+    error("is no index of Megatron: if .*corpus.bin is without an index, move the .idx elsewhere")
+
+
+def test_token_ids_of_another_dtype_are_an_error_in_any_window() -> None:
+    tokens = np.arange(100, dtype=np.uint32)
+    tokens[80] = 70_000
+    dataset = TokenWindows(tokens, 10, vocab_size=50_257)
+    dataset.get_batch([0, 5])
+    with pytest.raises(ValueError, match="token id 70000, and vocab_size is 50,257.*another dtype than uint32"):
+        dataset.get_batch([0, 7])
+
+
+@pytest.mark.parametrize("how", ["cut", "longer", "replaced", "written"])
+@pytest.mark.parametrize("which", [".bin", ".idx"])
+def test_a_file_that_changes_while_it_is_open_is_an_error(tmp_path: Path, how: str, which: str) -> None:
+    path = write_megatron(tmp_path / "corpus", [ids(40), ids(60)])
+    dataset = TokenWindows(path, 9, documents=True)
+    dataset.get_batch([0, 3])
+    if sys.platform == "win32":
+        dataset.close()  # a mapped file cannot be changed there
+    changed, content = path.with_suffix(which), path.with_suffix(which).read_bytes()
+    if how == "cut":
+        os.truncate(changed, len(content) // 2)
+    elif how == "longer":
+        changed.write_bytes(content + b"ab")
+    elif how == "replaced":
+        (tmp_path / "new").write_bytes(content)
+        os.replace(tmp_path / "new", changed)
+    else:
+        changed.write_bytes(bytes(len(content)))
+    with pytest.raises(OSError, match=f"corpus{which} was changed since the dataset was made: make the dataset again"):
+        dataset.get_batch([0, 3])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a mapped file cannot be changed there")
+def test_a_file_that_changes_during_a_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tokens.bin"
+    ids(100).tofile(path)
+    dataset = TokenWindows(path, 9, dtype="uint16")
+    starts = TokenWindows._starts
+
+    def written(*given: Any) -> Any:
+        with open(path, "r+b") as file:
+            file.write(b"other tokens")
+        return starts(*given)
+
+    monkeypatch.setattr(TokenWindows, "_starts", written)
+    with pytest.raises(OSError, match="was changed"):
+        dataset[0]
+
+
+def test_a_copy_on_another_machine_may_have_another_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids(100).tofile(tmp_path / "tokens.bin")
+    dataset = TokenWindows(tmp_path / "tokens.bin", 9, dtype="uint16")
+    expected = listed(dataset)
+    dataset.close()
+    (tmp_path / "copy").write_bytes((tmp_path / "tokens.bin").read_bytes())
+    os.replace(tmp_path / "copy", tmp_path / "tokens.bin")
+    monkeypatch.setattr(module.platform, "node", lambda: "another")
+    assert listed(pickle.loads(pickle.dumps(dataset))) == expected
+    dataset.close()
+    os.truncate(tmp_path / "tokens.bin", 100)
+    with pytest.raises(OSError, match="was changed"):
+        dataset[0]
+
+
+def test_a_state_that_is_loaded_over_other_tokens_is_a_warning() -> None:
+    def loader(tokens: Ids) -> ShardedDataLoader:
+        return ShardedDataLoader(TokenWindows(tokens, 9), 2, num_workers=0, shuffle=True, seed=0)
+
+    with loader(ids(100)) as first, loader(ids(100)) as same, loader(ids(100, seed=1)) as other:
+        next(iter(first))
+        state = first.state_dict()
+        same.load_state_dict(state)
+        with pytest.warns(LoaderWarning, match="was saved with other data"):
+            other.load_state_dict(state)
