@@ -98,7 +98,7 @@ class Lockstep:
 
     Example:
         >>> from sharded_loader import ShardedDataLoader
-        >>> images, texts = ShardedDataLoader(range(6), 2), ShardedDataLoader("abcd", 2)
+        >>> images, texts = ShardedDataLoader(range(6), 2), ShardedDataLoader([*"abcd"], 2)
         >>> both = Lockstep(images, texts, stop="longest")
         >>> for image, text in both:
         ...     print(image.tolist(), text)

@@ -22,6 +22,7 @@ random numbers. A test compares this table with the code.
     sorted bucket                  SortedBucketSampler
     fixed bucket                   FixedBucketSampler
     budget                         BoundedBudgetSampler
+    kinds                          GroupedBatchSampler: the samples of a kind
     class round                    ClassBalancedBatchSampler: the classes of a round
     class samples                  ClassBalancedBatchSampler: the samples of a class
     foreign sampler                the global generators while another library's sampler starts

@@ -73,8 +73,34 @@ def test_the_kinds_of_a_state_resume_on_another_number_of_ranks() -> None:
 
 def test_one_kind_per_batch_is_an_order_of_buckets() -> None:
     lengths = [1 + label for label in LABELS]
-    by_length = FixedBucketSampler(lengths, 2, None, [1, 2, 3, 4], shuffle=True, seed=5)
-    assert list(GroupedBatchSampler(LABELS, 2, seed=5)) == list(by_length)
+    by_length = FixedBucketSampler(lengths, 2, None, [1, 2, 3, 4])
+    assert list(GroupedBatchSampler(LABELS, 2, shuffle=False)) == list(by_length)
+
+
+@given(
+    labels=st.lists(st.integers(0, 4), max_size=60),
+    size=st.integers(1, 7),
+    ranks=st.integers(1, 4),
+    last=st.sampled_from(["keep", "discard", "rollover"]),
+)
+def test_the_kinds_are_those_of_buckets_and_every_sample_comes_as_often(
+    labels: list[int], size: int, ranks: int, last: str
+) -> None:
+    lengths = [1 + label for label in labels]
+    buckets = FixedBucketSampler(lengths, size, None, sorted(set(lengths)), shuffle=True, seed=5, last_batch=last)
+    kinds = GroupedBatchSampler(labels, size, seed=5, last_batch=last)
+    times: Counter[int] = Counter()
+    for epoch in range(4):
+        found, expected = (list(one.for_ranks(ranks).iter_epoch(epoch)) for one in (kinds, buckets))
+        shapes = [[(labels[batch[0]], len(batch)) for batch in batches] for batches in (found, expected)]
+        assert shapes[0] == shapes[1] and all(len({labels[index] for index in batch}) == 1 for batch in found)
+        times.update(index for batch in found for index in batch)
+    if last == "rollover" and ranks == 1:  # over the epochs no sample comes a second time before the others of its kind
+        for kind in set(labels):
+            of_kind = [times[index] for index, label in enumerate(labels) if label == kind]
+            assert max(of_kind) - min(of_kind) <= 1
+    if last == "keep":
+        assert set(times) == set(range(len(labels)))
 
 
 # -- some samples of each of some classes ------------------------------------------------------------------------------
