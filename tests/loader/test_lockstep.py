@@ -213,6 +213,9 @@ def test_after_a_break_the_next_loop_begins_new_epochs() -> None:
 
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     lockstep = made((7, 10), "shortest")
+    steps_of(lockstep, 1)
+    earlier = lockstep.state_dict()["loaders"][0]
+    lockstep = made((7, 10), "shortest")
     steps_of(lockstep, 2)
     state = lockstep.state_dict()
     expected = steps_of(made((7, 10), "shortest"), 4)[2:]
@@ -220,7 +223,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
         (made((7, 10), "longest").state_dict(), "stop was 'longest', and is 'shortest'"),
         (made((7,), "shortest").state_dict(), "there were 1 loaders, and are 2"),
         (
-            {**state, "loaders": [state["loaders"][0], made((7, 9), "shortest").loaders[1].state_dict()]},
+            {**state, "loaders": [earlier, made((7, 9), "shortest").loaders[1].state_dict()]},
             "9 samples",
         ),
         ({"step": 1}, "has no 'stop'"),

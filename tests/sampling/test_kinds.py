@@ -42,6 +42,12 @@ def test_each_batch_has_one_kind_and_its_size(last_batch: str) -> None:
     assert [batch.tolist() for batch in epochs[0]] != [batch.tolist() for batch in epochs[1]]
 
 
+def test_other_samples_of_a_kind_meet_in_each_epoch() -> None:
+    sampler = GroupedBatchSampler(np.repeat([0, 1], 20), 5, seed=0)
+    first, second = ({frozenset(batch) for batch in sampler.iter_epoch(epoch)} for epoch in (0, 1))
+    assert not first & second
+
+
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("last_batch", ["keep", "discard", "rollover"])
 def test_in_each_step_all_ranks_have_a_batch_of_one_kind(replicas: int, last_batch: str) -> None:
@@ -143,6 +149,8 @@ def test_in_a_round_no_class_comes_twice_and_in_a_pass_no_sample() -> None:
         indices = [index for batch in batches[begin : begin + 6] for index in batch]
         assert len(set(indices)) == len(indices)
     assert set(np.concatenate(batches)) == set(range(42))
+    together = {frozenset(batch[:2]) for batch in batches}  # each pass has an order of its own
+    assert len(together) > 3 * 7
 
 
 def test_which_classes_meet_changes_all_the_time() -> None:

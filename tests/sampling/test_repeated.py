@@ -142,6 +142,23 @@ def test_without_a_sampler_the_loader_gives_its_own_order() -> None:
     assert [batch.tolist() for batch in grows] == [[1, 1, 2, 2, 3, 3]]
 
 
+def test_a_sampler_of_another_library_is_read_once_though_copies_lie_in_two_batches() -> None:
+    begun = 0
+
+    class Counts:
+        def __iter__(self) -> Any:
+            nonlocal begun
+            begun += 1
+            return iter(range(6))
+
+        def __len__(self) -> int:
+            return 6
+
+    loader = ShardedDataLoader(range(6), 4, sampler=RepeatedSampler(3, Counts()))
+    assert [batch.tolist() for batch in loader] == [[0, 0, 0, 1], [1, 1, 2, 2], [2, 3, 3, 3], [4, 4, 4, 5], [5, 5]]
+    assert begun == 1
+
+
 def test_set_epoch_reaches_the_order_that_the_loader_gave() -> None:
     sampler = RepeatedSampler(2)
     loader = ShardedDataLoader(range(LENGTH), 5, shuffle=True, sampler=sampler, seed=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import signal
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -213,6 +214,22 @@ def test_an_error_of_the_dataset_comes_in_its_place_and_costs_no_other_sample(at
         resumed = made()
         resumed.load_state_dict(json.loads(json.dumps(state)))  # type: ignore[attr-defined]
         assert until_the_end(resumed, []) == whole[done:]
+
+
+def test_what_a_signal_handler_raises_is_raised_at_once_and_is_no_error_of_a_sample() -> None:
+    def time_is_up(*_: Any) -> None:
+        raise TimeoutError("time is up")
+
+    dataset = GoOn((12,), before=At(lambda: signal.raise_signal(signal.SIGINT), 0, 6))
+    samples = iter(ShuffleBuffer(lambda: dataset(0, 1), 4, seed=1))
+    before = signal.signal(signal.SIGINT, time_is_up)
+    try:
+        found = [next(samples), next(samples)]  # sample 6 is read for the third one
+        with pytest.raises(TimeoutError):
+            next(samples)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert sorted([*found, *samples]) == [place for place in range(12) if place != 6]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
