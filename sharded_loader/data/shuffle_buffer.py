@@ -123,7 +123,7 @@ class _BufferedSource(Source):
     name = _NAME
 
 
-class _Failed:
+class _FailedRead:
     """An error of the dataset, in the place of a sample."""
 
     def __init__(self, error: Exception) -> None:
@@ -151,7 +151,7 @@ class ShuffledIterator(Iterator[Any]):
         sample = self._take()
         if sample is END:
             raise StopIteration
-        if isinstance(sample, _Failed):
+        if isinstance(sample, _FailedRead):
             raise sample.error
         return sample
 
@@ -194,7 +194,7 @@ class ShuffledIterator(Iterator[Any]):
                 except Exception as error:
                     if is_from_outside(error):
                         raise
-                    sample = _Failed(error)
+                    sample = _FailedRead(error)
                 if sample is END:
                     return
                 self._coming.append(sample)

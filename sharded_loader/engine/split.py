@@ -72,7 +72,8 @@ def plain_index(item: Any) -> Any:
 
 def are_plain(items: Iterable[Any]) -> bool:
     """Whether all items are ints of Python's. The index of a copy is one of them."""
-    return all(kind is int or issubclass(kind, RepeatedIndex) for kind in set(map(type, items)))
+    kinds = set(map(type, items))
+    return kinds == {int} or all(kind is int or issubclass(kind, RepeatedIndex) for kind in kinds)
 
 
 def plain_indices(indices: Any) -> list[Any]:
