@@ -203,7 +203,7 @@ class MapOrder(Order[Signature]):
     def _differences(self, saved: Signature, position: Position, strict: bool) -> list[str]:
         before, self._step_ranks = self._step_ranks, None
         try:
-            own = self.signature(position.epoch, (saved.step_ranks or 1) if position.done else None)
+            own = self.signature(position.epoch, saved.step_ranks or 1)
         finally:
             self._step_ranks = before
         phrases = differences(saved, own, strict)
