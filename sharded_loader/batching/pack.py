@@ -64,7 +64,9 @@ class Packed(list[int]):
         for begin, end in pairwise(accumulate(sizes, initial=0)):
             first, last = np.searchsorted(self.places[:, 0], [begin, end]).tolist()
             if begin < end:
-                found.append(Packed(self[first:last], self.places[first:last] - [begin, 0, 0, 0], end - begin))
+                places = self.places[first:last].copy()
+                places[:, 0] -= begin
+                found.append(Packed(self[first:last], places, end - begin))
         return found
 
     def __reduce__(self) -> Any:

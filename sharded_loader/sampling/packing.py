@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,10 +37,10 @@ from sharded_loader.sampling.base import EVERY, Sampler, check_choice, resolve_s
 from sharded_loader.sampling.state import SUM
 from sharded_loader.sampling.tables import Table, parts
 
-GROUP = 2**16
-"""How many documents are packed at once, if windows are not larger: 1.5 MB, and 12 ms."""
-KEPT = 16
-"""How many packed groups a table keeps: those that a rank of thousands crosses in a few steps."""
+GROUP = 2**17
+"""How many documents are packed at once, if windows are not larger: 20 ms."""
+KEPT = 8
+"""How many packed groups a table keeps, 3 MB each: those that a rank of thousands crosses in a few steps."""
 ROWS = 64
 """How many rows a window should give, at least. About half a row of a window stays empty."""
 
@@ -61,8 +62,8 @@ class PackSampler(Sampler[list[int]]):
         rows: The number of rows in a batch.
         window: How many documents are packed together. A larger window leaves less of a row empty. Default: as many as
             fill about 64 rows, at least 1,024 and at most 16,384.
-        long: What to do with documents of more than ``tokens`` tokens. ``"error"``: reject them. ``"cut"``: cut
-            each into pieces of ``tokens`` tokens and a rest, which are packed like documents. ``"drop"``: leave them out.
+        long: What to do with documents of more than ``tokens`` tokens. ``"error"``: reject them. ``"cut"``: cut each
+            into pieces of ``tokens`` tokens and a rest, which are packed like documents. ``"drop"``: leave them out.
         shuffle: Shuffle documents and rows. Otherwise windows follow the order of the dataset.
         last_batch: What to do if the last batch of an epoch has fewer rows: ``"keep"`` it, or ``"discard"`` it.
             With ``steps_per_epoch`` of the loader no batch has fewer rows.
@@ -216,8 +217,8 @@ class PackSampler(Sampler[list[int]]):
         self._check(lengths, documents)
         pieces = -(-lengths // self.tokens)
         if self.long == "drop":
-            pieces = np.minimum(pieces, 1) * (pieces == 1)
-        if len(pieces) and (pieces.min() != 1 or pieces.max() != 1):
+            pieces = np.where(pieces > 1, 0, 1)
+        if (pieces != 1).any():
             behind = np.cumsum(pieces)
             nth = np.arange(behind[-1]) - np.repeat(behind - pieces, pieces)  # piece of its document
             documents, windows, lengths = (np.repeat(one, pieces) for one in (documents, windows, lengths))
@@ -226,13 +227,19 @@ class PackSampler(Sampler[list[int]]):
             begins = np.zeros_like(lengths)
         ends = np.minimum(begins + self.tokens, lengths)
         rows, counts = best_fit((ends - begins).astype(np.int32), windows - window, end - window, self.tokens)
-        if self.shuffle and len(rows):
-            rows = Bijections(self.seed, "pack rows")(rows, counts[windows - window], windows)
-        rows += (np.cumsum(counts) - counts)[windows - window]
-        by_row = np.argsort(rows, kind="stable")
-        rows = rows[by_row]
-        places = np.stack([rows, begins[by_row], ends[by_row], lengths[by_row]], axis=1)
-        return Group(documents[by_row], places, np.searchsorted(rows, np.arange(int(counts.sum()) + 1)))
+
+        def laid_out() -> tuple[Indices, Places, Indices]:
+            in_window, numbers = rows, windows - window
+            if self.shuffle and len(rows):
+                in_window = Bijections(self.seed, "pack rows")(rows, counts[numbers], windows)
+            found = in_window + (np.cumsum(counts) - counts)[numbers]
+            by_row = np.argsort(found, kind="stable")
+            found = found[by_row]
+            places = np.stack([found, begins[by_row], ends[by_row], lengths[by_row]], axis=1)
+            return documents[by_row], places, np.searchsorted(found, np.arange(group.rows + 1))
+
+        group = Group(int(counts.sum()), laid_out)
+        return group
 
     def _documents(
         self, window: int, end: int, order: Callable[[int], Callable[[Indices], Indices]]
@@ -255,18 +262,21 @@ class PackSampler(Sampler[list[int]]):
         return shuffle(len(self._lengths), self.seed, "pack", epoch) if self.shuffle else lambda positions: positions
 
 
-class Group(NamedTuple):
-    """Windows that were packed together.
+class Group:
+    """Windows that were packed together. They are laid out when a row of them is needed: most are only counted.
 
-    Attributes:
-        documents: their indices, row after row.
-        places: of each document; see `Packed`.
-        bounds: where each row begins among the documents, and the end of the last.
+    Args:
+        rows: how many rows there are.
+        lay_out: makes what `layout` is.
     """
 
-    documents: Indices
-    places: Places
-    bounds: Indices
+    def __init__(self, rows: int, lay_out: Callable[[], tuple[Indices, Places, Indices]]) -> None:
+        self.rows, self._lay_out = rows, lay_out
+
+    @cached_property
+    def layout(self) -> tuple[Indices, Places, Indices]:
+        """The documents, row after row; their places (see `Packed`); where each row begins, and the last one ends."""
+        return self._lay_out()
 
 
 def best_fit(sizes: npt.NDArray[np.int32], windows: Indices, count: int, tokens: int) -> tuple[Indices, Indices]:
@@ -286,21 +296,28 @@ def best_fit(sizes: npt.NDArray[np.int32], windows: Indices, count: int, tokens:
         >>> rows.tolist(), counts.tolist()
         ([1, 0, 0, 1, 0], [2, 1])
     """
-    by_size = np.lexsort((-sizes, windows))
     per_window = np.bincount(windows, minlength=count)
-    nth = np.arange(len(sizes)) - np.repeat(np.cumsum(per_window) - per_window, per_window)
-    table = np.zeros((int(per_window.max(initial=0)), count), np.int32)  # n-th longest document, window
-    table[nth, windows] = sizes[by_size]
-    chosen, each = np.zeros(table.shape, np.int64), np.arange(count)
-    spare = np.full((count, int(table.sum(axis=0).max(initial=0)) // tokens + 8), tokens, np.int32)
-    for n, longest in enumerate(table):
-        if (spare[:, -1] < tokens).any():
-            spare = np.pad(spare, ((0, 0), (0, spare.shape[1] // 4)), constant_values=tokens)
-        # A row that is too full has a negative rest, which is a large unsigned number. Empty rows come last.
-        rest = (spare - longest[:, None]).view(np.uint32).argmin(axis=1, out=chosen[n])
-        spare[each, rest] -= longest
-    rows = np.empty(len(sizes), np.int64)
-    rows[by_size] = chosen[nth, windows]
+    begin = np.cumsum(per_window) - per_window
+    nth = np.arange(len(sizes)) - np.repeat(begin, per_window)
+    keys = np.full((count, int(per_window.max(initial=0))), tokens << 31)  # a size of 0 where a window has no document
+    keys[windows, nth] = (tokens - sizes.astype(np.int64)) << 31 | nth
+    keys.sort(axis=1)
+    table = np.ascontiguousarray((tokens - (keys >> 31)).astype(np.int32).T)  # n-th longest document, window
+    chosen, width = np.empty(table.shape, np.int64), int(table.sum(axis=0, dtype=np.int64).max(initial=0)) // tokens
+    while True:
+        width += width // 8 + 8
+        spare, first = np.full((count, width), tokens, np.int32), np.arange(count) * width
+        rest = np.empty_like(spare)
+        flat_spare, flat_rest, unsigned = spare.reshape(-1), rest.reshape(-1), rest.view(np.uint32)
+        for n, longest in enumerate(table):
+            # A row without room has a negative rest, which is a large unsigned number. Empty rows come last.
+            np.subtract(spare, longest[:, None], out=rest)
+            place = unsigned.argmin(axis=1, out=chosen[n]) + first
+            flat_spare[place] = flat_rest[place]
+        if spare.min(initial=0) >= 0:  # otherwise the rows did not suffice
+            break
+    rows, real = np.empty(len(sizes), np.int64), table.T > 0
+    rows[(begin[:, None] + (keys & (2**31 - 1)))[real]] = chosen.T[real]
     return rows, (spare < tokens).sum(axis=1)
 
 
@@ -325,30 +342,26 @@ class _PackTable(Table):
         return list(map(self._batch, positions.tolist()))
 
     def _batch(self, number: int) -> Packed:
-        rows = self._sampler.rows
-        documents, places, found = list[int](), [], 0
-        for group, begin, end in self._stretches(number * rows, rows):
-            first, last = int(group.bounds[begin]), int(group.bounds[end])
-            documents += group.documents[first:last].tolist()
-            places.append(group.places[first:last] - [begin - found, 0, 0, 0])
-            found += end - begin
-        return Packed(documents, np.concatenate(places), found)
-
-    def _stretches(self, row: int, rows: int) -> Iterator[tuple[Group, int, int]]:
-        """Where some rows lie: groups, and the first row and the end in each."""
-        while rows:
-            before, window = self._find(row)
+        row, wanted, found = number * self._sampler.rows, self._sampler.rows, 0
+        documents, places = list[int](), []
+        while found < wanted:
+            before, window = self._find(row + found)
             if window >= self._end:
-                return
-            group, begin = self._group(window), row - before
-            end = min(begin + rows, len(group.bounds) - 1)
+                break
+            group, begin = self._group(window), row + found - before
+            end = min(begin + wanted - found, group.rows)
             if begin >= end:
                 raise ValueError(
                     f"a state said that {before} rows come before window {window} of PackSampler, which other lengths "
                     "have given: load the state with the lengths that it was saved with, or begin an epoch"
                 )
-            yield group, begin, end
-            row, rows = row + end - begin, rows - (end - begin)
+            indices, where, bounds = group.layout
+            first, last = int(bounds[begin]), int(bounds[end])
+            documents += indices[first:last].tolist()
+            places.append(where[first:last].copy())
+            places[-1][:, 0] -= begin - found
+            found += end - begin
+        return Packed(documents, places[0] if len(places) == 1 else np.concatenate(places), found)
 
     def _find(self, row: int) -> Landmark:
         """The landmark of the group that has a row. Behind the last row: the end, and how many rows there are."""
@@ -358,12 +371,12 @@ class _PackTable(Table):
             before, window = known[n]
             if window >= self._end or (n + 1 < len(known) and known[n + 1][1] - window <= step):
                 return before, window
-            following = before + len(self._group(window).bounds) - 1, min(window + step, self._end)
+            following = before + self._group(window).rows, min(window + step, self._end)
             insort(known, following)
             if self._epoch == EVERY and not following[0] and following[1] > self._sampler.end_of(0):
                 raise ValueError(
-                    f"PackSampler leaves out all documents: each has more than tokens={self._sampler.tokens}. Give more "
-                    'tokens=, or cut documents with long="cut"'
+                    f"PackSampler leaves out all documents: each has more than {self._sampler.tokens} tokens. Give a "
+                    'greater tokens=, or cut documents with long="cut"'
                 )
             if row < following[0]:
                 return before, window
