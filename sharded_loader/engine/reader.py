@@ -316,7 +316,8 @@ class Reader:
     def _fits(self, samples: list[Any], positions: list[int], at: BatchScope) -> bool:
         indices = at.indices
         try:
-            at.indices = indices.taken(positions) if isinstance(indices, Packed) else indices
+            if isinstance(indices, Packed):
+                at.indices = indices.taken(positions := sorted({*positions}))
             self._assemble([samples[position] for position in positions], np.empty)
         except BatchifyError:
             return False

@@ -32,6 +32,7 @@ from sharded_loader.loader.arguments import (
 )
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.stats import LoaderStats, Meter, Metered, quiet_counts
+from sharded_loader.sampling.base import counting
 from sharded_loader.streams.order import StreamOrder
 
 Given = ParamSpec("Given")
@@ -372,6 +373,8 @@ class LoaderAttributes(Metered):
             size = None
         parts = ["unknown number of samples" if size is None else f"{size} samples"]
         try:
+            if self._order.steps is None and counting(self.batch_sampler) is not None:
+                raise TypeError("it would take a pass over the data")
             parts.append(f"{len(self)} batches" + (f" of {self.batch_size}" if self.batch_size else ""))
         except Exception:
             parts.append("unknown number of batches")

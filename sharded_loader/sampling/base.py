@@ -101,6 +101,11 @@ def nested(sampler: Any) -> Iterator[Any]:
         sampler = inner
 
 
+def counting(sampler: Any) -> Any:
+    """The sampler with ``counts_by_pass``, this one or one inside it; None if there is none."""
+    return next((each for each in nested(sampler) if getattr(each, "counts_by_pass", False)), None)
+
+
 def tell_epoch(sampler: Any, epoch: int) -> None:
     """Call ``set_epoch`` on a sampler and on those inside it: torch's BatchSampler passes nothing on."""
     for each in nested(sampler):

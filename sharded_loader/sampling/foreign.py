@@ -50,7 +50,17 @@ from sharded_loader.data.inspection import is_stateful
 from sharded_loader.randomness.global_generators import seed_torch, seeded_globals
 from sharded_loader.randomness.rng import derive_key
 from sharded_loader.randomness.shuffle import Indices
-from sharded_loader.sampling.base import ONE_SHOT, depth, is_own, is_wrapper, nested, noted, put_back, tell_epoch
+from sharded_loader.sampling.base import (
+    ONE_SHOT,
+    counting,
+    depth,
+    is_own,
+    is_wrapper,
+    nested,
+    noted,
+    put_back,
+    tell_epoch,
+)
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import Streamed, Table, as_numbers, bytes_of
 
@@ -108,7 +118,7 @@ def len_epoch(sampler: Any, epoch: int) -> int:
 
 def known_length(sampler: Any, epoch: int) -> int | None:
     """`len_epoch`; None if the sampler has no length, or would count it in a pass over the data."""
-    if any(getattr(each, "counts_by_pass", False) for each in nested(sampler)):
+    if counting(sampler) is not None:
         return None
     try:
         return len_epoch(sampler, epoch)
