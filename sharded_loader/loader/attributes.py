@@ -32,7 +32,6 @@ from sharded_loader.loader.arguments import (
 )
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.stats import LoaderStats, Meter, Metered, quiet_counts
-from sharded_loader.sampling.base import counting
 from sharded_loader.streams.order import StreamOrder
 
 Given = ParamSpec("Given")
@@ -373,7 +372,7 @@ class LoaderAttributes(Metered):
             size = None
         parts = ["unknown number of samples" if size is None else f"{size} samples"]
         try:
-            if self._order.steps is None and counting(self.batch_sampler) is not None:
+            if self._order.steps is None and getattr(self.batch_sampler, "counts_by_pass", False):
                 raise TypeError("it would take a pass over the data")
             parts.append(f"{len(self)} batches" + (f" of {self.batch_size}" if self.batch_size else ""))
         except Exception:

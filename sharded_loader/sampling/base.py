@@ -101,11 +101,6 @@ def nested(sampler: Any) -> Iterator[Any]:
         sampler = inner
 
 
-def counting(sampler: Any) -> Any:
-    """The sampler with ``counts_by_pass``, this one or one inside it; None if there is none."""
-    return next((each for each in nested(sampler) if getattr(each, "counts_by_pass", False)), None)
-
-
 def tell_epoch(sampler: Any, epoch: int) -> None:
     """Call ``set_epoch`` on a sampler and on those inside it: torch's BatchSampler passes nothing on."""
     for each in nested(sampler):
@@ -167,7 +162,7 @@ class Sampler(Described, Generic[Item_co]):
 
     # Class attributes, because Gluon's users write subclasses that never call ``super().__init__()``.
     _epoch: int = 0
-    counts_by_pass: ClassVar[bool] = False
+    counts_by_pass = False
     epoch_request: EpochRequest | None = None  # the last call of `set_epoch`, for the loaders
     seed: int | None = None
 
@@ -254,6 +249,7 @@ class WrapperSampler(Sampler[Item_co]):
         check_sampler(sampler, self._wraps)
         setattr(self, self._wraps, sampler)
         self._shares_epoch = isinstance(sampler, Sampler) and is_own(sampler)
+        self.counts_by_pass = getattr(sampler, "counts_by_pass", False)
         if seed is None and (is_own(sampler) or isinstance(sampler, Sequence | np.ndarray)):
             seed = 0  # it is not used
         self.seed: int = resolve_seed(seed)

@@ -40,7 +40,7 @@ from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.engine.messages import Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
 from sharded_loader.engine.split import is_sharded, plain_indices
-from sharded_loader.sampling.base import EVERY, counting, find_foreign, nested, noted, put_back
+from sharded_loader.sampling.base import EVERY, find_foreign, nested, noted, put_back
 from sharded_loader.sampling.foreign import Listed, Replay, known_length, len_epoch, name_of, over_replay, table_of
 from sharded_loader.sampling.state import Checkpoint, Signature, dump
 from sharded_loader.sampling.tables import ENDLESS, Batched, Dealt, Rolling, Table, parts
@@ -103,7 +103,7 @@ class MapEpoch(Epoch):
             self._foreign, self._listed = None, Listed(source.items, self._position.mark)
         self.keeps = self._foreign is not None
         self._noted = [sampler for sampler, _ in noted(nested(self._foreign))]
-        self._counting = counting(source.items)
+        self._counting = next((one for one in nested(source.items) if hasattr(one, "landmark")), None)
         if self._counting is not None and self._position.landmark is not None:
             self._counting.note_landmark(self._position_in_items(self._position)[0], self._position.landmark)
         self._span: _SeparateSpan | _RollingSpan
@@ -423,7 +423,7 @@ class _RollingSpan(Rolling):
         """The batches as a table."""
         source = self._source
         open_epoch = partial(table_of, items, seed=source.seed)
-        if counting(items) is not None:
+        if getattr(items, "counts_by_pass", False):
             return self.items(lambda _: table_of(items, EVERY, source.seed), source.rank, name_of(items))
         if source.batch_size is None:
             return self.items(open_epoch, source.rank, name_of(items))

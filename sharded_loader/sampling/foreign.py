@@ -50,17 +50,7 @@ from sharded_loader.data.inspection import is_stateful
 from sharded_loader.randomness.global_generators import seed_torch, seeded_globals
 from sharded_loader.randomness.rng import derive_key
 from sharded_loader.randomness.shuffle import Indices
-from sharded_loader.sampling.base import (
-    ONE_SHOT,
-    counting,
-    depth,
-    is_own,
-    is_wrapper,
-    nested,
-    noted,
-    put_back,
-    tell_epoch,
-)
+from sharded_loader.sampling.base import ONE_SHOT, depth, is_own, is_wrapper, nested, noted, put_back, tell_epoch
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import Streamed, Table, as_numbers, bytes_of
 
@@ -118,7 +108,7 @@ def len_epoch(sampler: Any, epoch: int) -> int:
 
 def known_length(sampler: Any, epoch: int) -> int | None:
     """`len_epoch`; None if the sampler has no length, or would count it in a pass over the data."""
-    if counting(sampler) is not None:
+    if getattr(sampler, "counts_by_pass", False):
         return None
     try:
         return len_epoch(sampler, epoch)

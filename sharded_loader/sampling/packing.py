@@ -4,7 +4,7 @@
 
 In: the length of each document. Out: batches, each a `Packed`: indices of documents, and the place of each in its row.
 A window is packed alone, so any row follows from (seed, epoch, window). `GROUP` documents, several windows, are packed
-in one pass, all windows side by side: 400,000 rows per second.
+in one pass, all windows side by side.
 
 How many rows a window gives depends on its lengths. So a row's window cannot be computed from the row's number. A
 sampler notes *landmarks*: the number of rows before a window, one for each group that was packed. From the nearest
@@ -24,7 +24,7 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -39,13 +39,23 @@ from sharded_loader.sampling.tables import Table, parts
 
 GROUP = 2**17
 """How many documents are packed at once, if windows are not larger: 20 ms."""
-KEPT = 8
-"""How many packed groups a table keeps, 3 MB each: those that a rank of thousands crosses in a few steps."""
+KEPT = 4
+"""How many packed groups a table keeps, 10 MB each: those that a rank of thousands crosses in a few steps."""
 ROWS = 64
 """How many rows a window should give, at least. About half a row of a window stays empty."""
 
 Landmark = tuple[int, int]
-"""How many rows come before a window, and the window's number."""
+"""How many rows come before a window, and the window's number, counted over all epochs."""
+
+Order = Callable[[Indices], Indices]
+"""Positions in an epoch -> documents."""
+
+Layout = tuple[Indices, Places, Indices]
+"""The documents, row after row; their places (see `Packed`); where each row begins among them, and the end."""
+
+Group = tuple[int, Callable[[], Layout]]
+"""Windows that were packed together: how many rows they have, and a function that lays them out: most are only counted.
+"""
 
 
 class PackSampler(Sampler[list[int]]):
@@ -70,7 +80,9 @@ class PackSampler(Sampler[list[int]]):
         seed: With the epoch it decides the order. None draws one from torch's default generator.
 
     Attributes:
-        tokens, rows, window, long: the arguments.
+        tokens, rows, window, long, shuffle, last_batch: the arguments.
+        windows: How many windows an epoch has.
+        at_once: How many windows are packed together.
 
     Raises:
         TypeError, ValueError: for arguments that are no integers of at least 1, and for unknown words. For lengths
@@ -124,8 +136,8 @@ class PackSampler(Sampler[list[int]]):
         self.shuffle = bool(shuffle)
         self._checksum = self._look_through()
         self.window = self._usual_window() if window is None else check_int("window", window, 1, "count documents")
-        self._per_epoch = parts(len(self._lengths), self.window, cut=False)  # windows
-        self._at_once = max(GROUP // self.window, 1)
+        self.windows = parts(len(self._lengths), self.window, cut=False)
+        self.at_once = max(GROUP // self.window, 1)
         self.seed = resolve_seed(seed) if shuffle or seed is not None else None
         self._landmarks: dict[Any, list[Landmark]] = {}
 
@@ -178,20 +190,17 @@ class PackSampler(Sampler[list[int]]):
         return _PackTable(self, epoch)
 
     def len_epoch(self, epoch: int) -> int:
-        """The number of batches in an epoch. The first time it takes a pass over the lengths: 5 M per second."""
+        """The number of batches in an epoch. The first time it takes a pass over the lengths: 2 M per second."""
         return _PackTable(self, epoch).upto(0, 1 << 60)
-
-    # -- landmarks ------------------------------------------------------------------------------------------
 
     def known(self, epoch: int) -> list[Landmark]:
         """The landmarks of an epoch, ascending. Those of the last epochs are kept."""
         key = self.seed, epoch
-        found = self._landmarks.get(key)
-        if found is None:
+        if key not in self._landmarks:
             while len(self._landmarks) >= 4:
                 self._landmarks.pop(next(iter(self._landmarks)))
-            found = self._landmarks[key] = [(0, max(epoch, 0) * self._per_epoch)]
-        return found
+            self._landmarks[key] = [(0, max(epoch, 0) * self.windows)]
+        return self._landmarks[key]
 
     def landmark(self, epoch: int, batch: int) -> Landmark:
         """The nearest one that is known before a batch: what a state keeps."""
@@ -205,78 +214,50 @@ class PackSampler(Sampler[list[int]]):
 
     # -- packing --------------------------------------------------------------------------------------------
 
-    def pack(self, window: int, end: int, order: Callable[[int], Callable[[Indices], Indices]]) -> Group:
-        """Some windows as rows.
+    def order(self, epoch: int) -> Order:
+        """The order of the documents in an epoch."""
+        return shuffle(len(self._lengths), self.seed, "pack", epoch) if self.shuffle else lambda positions: positions
+
+    def pack(self, order: Callable[[int], Order], last: int, window: int) -> Group:
+        """A group: windows that are packed together.
 
         Args:
-            window, end: the first one, and the one behind the last, counted over all epochs.
-            order: of an epoch, the index of each position.
+            order: as the method, with a memory.
+            last: the window behind the last one, counted over all epochs.
+            window: the first one of the group.
         """
+        end = min(window + self.at_once, last)
         documents, windows = self._documents(window, end, order)
         lengths = self._lengths[documents].astype(np.int64)
         self._check(lengths, documents)
         pieces = -(-lengths // self.tokens)
         if self.long == "drop":
             pieces = np.where(pieces > 1, 0, 1)
-        if (pieces != 1).any():
-            behind = np.cumsum(pieces)
-            nth = np.arange(behind[-1]) - np.repeat(behind - pieces, pieces)  # piece of its document
-            documents, windows, lengths = (np.repeat(one, pieces) for one in (documents, windows, lengths))
-            begins = nth * self.tokens
-        else:
-            begins = np.zeros_like(lengths)
-        ends = np.minimum(begins + self.tokens, lengths)
-        rows, counts = best_fit((ends - begins).astype(np.int32), windows - window, end - window, self.tokens)
+        begins = self.tokens * (np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces))
+        documents, windows, lengths = (np.repeat(one, pieces) for one in (documents, windows, lengths))
+        ends, windows = np.minimum(begins + self.tokens, lengths), windows - window
+        rows, counts = best_fit((ends - begins).astype(np.int32), windows, end - window, self.tokens)
 
-        def laid_out() -> tuple[Indices, Places, Indices]:
-            in_window, numbers = rows, windows - window
+        def layout() -> Layout:
+            row = rows
             if self.shuffle and len(rows):
-                in_window = Bijections(self.seed, "pack rows")(rows, counts[numbers], windows)
-            found = in_window + (np.cumsum(counts) - counts)[numbers]
-            by_row = np.argsort(found, kind="stable")
-            found = found[by_row]
-            places = np.stack([found, begins[by_row], ends[by_row], lengths[by_row]], axis=1)
-            return documents[by_row], places, np.searchsorted(found, np.arange(group.rows + 1))
+                row = Bijections(self.seed, "pack rows")(rows, counts[windows], windows + window)
+            row = row + (np.cumsum(counts) - counts)[windows]
+            by_row = np.argsort(row, kind="stable")
+            places = np.stack([row, begins, ends, lengths], axis=1)[by_row]
+            return documents[by_row], places, np.searchsorted(places[:, 0], np.arange(counts.sum() + 1))
 
-        group = Group(int(counts.sum()), laid_out)
-        return group
+        return int(counts.sum()), cache(layout)
 
-    def _documents(
-        self, window: int, end: int, order: Callable[[int], Callable[[Indices], Indices]]
-    ) -> tuple[Indices, Indices]:
+    def _documents(self, window: int, end: int, order: Callable[[int], Order]) -> tuple[Indices, Indices]:
         """The documents of some windows, and the window of each."""
-        documents, windows, each = [], [], self._per_epoch
-        for epoch in range(window // each, parts(end, each, cut=False)):
-            first, last = max(window - epoch * each, 0), min(end - epoch * each, each)
-            positions = np.arange(first * self.window, min(last * self.window, len(self._lengths)))
+        documents, windows = [], []
+        for epoch in range(window // self.windows, parts(end, self.windows, cut=False)):
+            first, behind = (min(max(one - epoch * self.windows, 0), self.windows) for one in (window, end))
+            positions = np.arange(first * self.window, min(behind * self.window, len(self._lengths)))
             documents.append(order(epoch)(positions))
-            windows.append(positions // self.window + epoch * each)
+            windows.append(positions // self.window + epoch * self.windows)
         return np.concatenate(documents), np.concatenate(windows)
-
-    def end_of(self, epoch: int) -> int:
-        """The window behind the last one of an epoch, counted over all epochs."""
-        return (epoch + 1) * self._per_epoch if epoch != EVERY else (1 << 62) * bool(self._per_epoch)
-
-    def order_of(self, epoch: int) -> Callable[[Indices], Indices]:
-        """The order of the documents in an epoch."""
-        return shuffle(len(self._lengths), self.seed, "pack", epoch) if self.shuffle else lambda positions: positions
-
-
-class Group:
-    """Windows that were packed together. They are laid out when a row of them is needed: most are only counted.
-
-    Args:
-        rows: how many rows there are.
-        lay_out: makes what `layout` is.
-    """
-
-    def __init__(self, rows: int, lay_out: Callable[[], tuple[Indices, Places, Indices]]) -> None:
-        self.rows, self._lay_out = rows, lay_out
-
-    @cached_property
-    def layout(self) -> tuple[Indices, Places, Indices]:
-        """The documents, row after row; their places (see `Packed`); where each row begins, and the last one ends."""
-        return self._lay_out()
 
 
 def best_fit(sizes: npt.NDArray[np.int32], windows: Indices, count: int, tokens: int) -> tuple[Indices, Indices]:
@@ -327,9 +308,9 @@ class _PackTable(Table):
     _block = 4
 
     def __init__(self, sampler: PackSampler, epoch: int) -> None:
-        self._sampler, self._epoch, self._end = sampler, epoch, sampler.end_of(epoch)
-        self._groups: dict[int, Group] = {}
-        self._order: tuple[int, Callable[[Indices], Indices]] | None = None
+        self._sampler, self._epoch = sampler, epoch
+        self._end = (epoch + 1) * sampler.windows if epoch != EVERY else (1 << 62) * bool(sampler.windows)
+        self._group = lru_cache(KEPT)(partial(sampler.pack, lru_cache(1)(sampler.order), self._end))
 
     def upto(self, begin: int, end: int) -> int:
         rows = self._sampler.rows
@@ -342,57 +323,42 @@ class _PackTable(Table):
         return list(map(self._batch, positions.tolist()))
 
     def _batch(self, number: int) -> Packed:
-        row, wanted, found = number * self._sampler.rows, self._sampler.rows, 0
+        wanted, found = self._sampler.rows, 0
         documents, places = list[int](), []
         while found < wanted:
-            before, window = self._find(row + found)
+            before, window = self._find(row := number * wanted + found)
             if window >= self._end:
                 break
-            group, begin = self._group(window), row + found - before
-            end = min(begin + wanted - found, group.rows)
+            count, layout = self._group(window)
+            begin, end = row - before, min(row - before + wanted - found, count)
             if begin >= end:
                 raise ValueError(
                     f"a state said that {before} rows come before window {window} of PackSampler, which other lengths "
                     "have given: load the state with the lengths that it was saved with, or begin an epoch"
                 )
-            indices, where, bounds = group.layout
-            first, last = int(bounds[begin]), int(bounds[end])
+            indices, where, bounds = layout()
+            first, last = bounds[[begin, end]].tolist()
             documents += indices[first:last].tolist()
             places.append(where[first:last].copy())
             places[-1][:, 0] -= begin - found
             found += end - begin
-        return Packed(documents, places[0] if len(places) == 1 else np.concatenate(places), found)
+        return Packed(documents, np.concatenate(places), found)
 
     def _find(self, row: int) -> Landmark:
         """The landmark of the group that has a row. Behind the last row: the end, and how many rows there are."""
-        known, step = self._sampler.known(self._epoch), self._sampler._at_once
+        known, step = self._sampler.known(self._epoch), self._sampler.at_once
         n = bisect_right(known, (row, 1 << 62)) - 1
         while True:
             before, window = known[n]
             if window >= self._end or (n + 1 < len(known) and known[n + 1][1] - window <= step):
                 return before, window
-            following = before + self._group(window).rows, min(window + step, self._end)
+            following = before + self._group(window)[0], min(window + step, self._end)
             insort(known, following)
-            if self._epoch == EVERY and not following[0] and following[1] > self._sampler.end_of(0):
+            if row < following[0]:
+                return before, window
+            if self._epoch == EVERY and not following[0] and following[1] > self._sampler.windows:
                 raise ValueError(
                     f"PackSampler leaves out all documents: each has more than {self._sampler.tokens} tokens. Give a "
                     'greater tokens=, or cut documents with long="cut"'
                 )
-            if row < following[0]:
-                return before, window
             n = bisect_right(known, following) - 1
-
-    def _group(self, window: int) -> Group:
-        found = self._groups.get(window)
-        if found is None:
-            end = min(window + self._sampler._at_once, self._end)
-            found = self._sampler.pack(window, end, self._order_of)
-            while len(self._groups) >= KEPT:
-                self._groups.pop(next(iter(self._groups)), None)
-            self._groups[window] = found
-        return found
-
-    def _order_of(self, epoch: int) -> Callable[[Indices], Indices]:
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, self._sampler.order_of(epoch)
-        return self._order[1]

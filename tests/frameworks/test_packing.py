@@ -44,7 +44,13 @@ def test_the_values_are_those_of_the_flattening_collator(labels: bool) -> None:
 
 def test_packed_rows_give_the_loss_of_the_documents_alone() -> None:
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, eos_token_id=1
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        eos_token_id=1,
+        use_cache=False,  # with a cache, transformers does not look for documents in a row
     )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
