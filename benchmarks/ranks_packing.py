@@ -1,4 +1,4 @@
-"""Documents packed into rows, beside TRL and Grain: what stays empty, and how fast. ``python -m benchmarks.ranks_packing``
+"""Packed rows beside those of TRL and Grain: what stays empty, and how fast. ``python -m benchmarks.ranks_packing``
 
 Lognormal lengths of mean 600, rows of 8,192 tokens. Each way packs the same documents. *planned*: which document goes
 where, from the lengths alone. *made*: rows of tokens, in one process. TRL and Grain have no way to plan alone. Their
