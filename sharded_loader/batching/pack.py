@@ -59,7 +59,7 @@ class Packed(list[int]):
         return Packed([self[position] for position in positions], self.places[positions], self.rows)
 
     def cut(self, sizes: Iterable[int]) -> list[Packed]:
-        """Shards of so many rows each, without those of no row."""
+        """Shards of whole rows. ``sizes`` says how many rows each shard has. A shard of no rows is left out."""
         found = []
         for begin, end in pairwise(accumulate(sizes, initial=0)):
             first, last = np.searchsorted(self.places[:, 0], [begin, end]).tolist()
@@ -107,8 +107,8 @@ class Pack(Batchify):
         >>> batch["input_ids"]
         tensor([[11, 12, 13, 21, 22,  0],
                 [31, 32, 33, 34,  0,  0]])
-        >>> batch["labels"][0].tolist(), batch["position_ids"][0].tolist(), batch["segment_ids"][0].tolist()
-        ([-100, 12, 13, -100, 22, -100], [0, 1, 2, 0, 1, 0], [1, 1, 1, 2, 2, 0])
+        >>> [batch[name][0].tolist() for name in ("labels", "position_ids", "segment_ids")]
+        [[-100, 12, 13, -100, 22, -100], [0, 1, 2, 0, 1, 0], [1, 1, 1, 2, 2, 0]]
         >>> batch["cu_seqlens"]
         tensor([0, 3, 5, 9], dtype=torch.int32)
 

@@ -94,8 +94,9 @@ class PackSampler(Sampler[list[int]]):
         >>> from sharded_loader.batchify import Pack
         >>> documents = [[1] * 3, [2] * 5, [3] * 2, [4] * 4]
         >>> sampler = PackSampler([3, 5, 2, 4], tokens=7, rows=2, seed=0)
-        >>> batch = next(iter(ShardedDataLoader(documents, batch_sampler=sampler, batchify_fn=Pack(tokens=7))))
-        >>> sorted(batch["input_ids"].tolist())
+        >>> pack = Pack(tokens=7)
+        >>> loader = ShardedDataLoader(documents, batch_sampler=sampler, batchify_fn=pack)
+        >>> sorted(next(iter(loader))["input_ids"].tolist())
         [[1, 1, 1, 4, 4, 4, 4], [2, 2, 2, 2, 2, 3, 3]]
 
     Source of the idea: best-fit packing of documents (Ding et al., "Fewer truncations improve language modeling",
