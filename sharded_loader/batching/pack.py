@@ -168,12 +168,11 @@ class Pack(Batchify):
                 "give all documents labels, or none",
             )
         labels = [_ids_of(sample, "labels", position) for position, sample in enumerate(samples)]
-        for position, (mine, ids) in enumerate(zip(labels, tokens, strict=True)):
-            if len(mine) != len(ids):
-                raise BatchifyError(
-                    f"sample {position} of the batch has {len(ids)} input_ids and {len(mine)} labels",
-                    "give each token one label; -100 leaves it out of the loss",
-                )
+        if (found := list(map(len, labels))) != (wanted := list(map(len, tokens))):
+            raise BatchifyError(
+                f"documents of {wanted} input_ids have {found} labels",
+                "give each token one label; -100 leaves it out of the loss",
+            )
         return labels
 
     def __repr__(self) -> str:
@@ -189,18 +188,12 @@ def _ids_of(sample: Any, key: str, position: int) -> Array:
                 "give documents as arrays, lists or tensors of token ids, or as mappings with 'input_ids'",
             )
         sample = sample[key]
-    if isinstance(sample, str | bytes):
-        raise BatchifyError(f"sample {position} of the batch is text", "tokenise the documents before they are packed")
-    try:
-        array = as_array(sample)
-    except BatchifyError:
-        array = np.empty(0, object)
-    if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
-        what = "is empty" if array.ndim == 1 and not len(array) and array.dtype != object else f"is {an(type(sample))}"
-        shape = f" of shape {array.shape} and dtype {array.dtype}" if array.dtype != object and len(array.shape) else ""
+    array = None if isinstance(sample, str | bytes) else as_array(sample)
+    if array is None or array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
+        what = "" if array is None else f" of shape {array.shape} and dtype {array.dtype}"
         raise BatchifyError(
-            f"sample {position} of the batch {what}{shape}, and no document of at least one token",
-            "give 1-D arrays, lists or tensors of integers",
+            f"sample {position} of the batch is {an(type(sample))}{what}",
+            "give each document as a list, 1-D array or tensor of at least one integer. Tokenise texts first",
         )
     return array
 

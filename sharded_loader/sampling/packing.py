@@ -103,11 +103,8 @@ class PackSampler(Sampler[list[int]]):
     ICML 2024), as TRL and Grain have it, in windows of a shuffled order.
     """
 
-    decided_by = (
-        ("lengths", "_checksum"),
-        *((name, name) for name in ("tokens", "rows", "window", "long", "shuffle", "last_batch")),
-    )
-    shown = decided_by[1:]
+    shown = tuple((name, name) for name in ("tokens", "rows", "window", "long", "shuffle", "last_batch"))
+    decided_by = (("lengths", "_checksum"), *shown)
     counts_by_pass = True
 
     def __init__(
@@ -158,24 +155,21 @@ class PackSampler(Sampler[list[int]]):
         return f"{SUM}{checksum:08x}"
 
     def _check(self, lengths: Indices, documents: Indices) -> None:
-        if not len(lengths) or (int(lengths.min()) > 0 and (self.long != "error" or int(lengths.max()) <= self.tokens)):
-            return
-        wrong = int(np.flatnonzero((lengths <= 0) | (lengths > self.tokens))[0])
-        if (least := int(lengths.min())) <= 0:
-            wrong = int(np.flatnonzero(lengths == least)[0])
+        if (least := lengths.min(initial=1)) < 1:
             raise ValueError(
-                f"lengths must be above 0, but lengths[{documents[wrong]}] is {least}: leave that document out of the "
-                "dataset"
+                f"lengths must be above 0, but lengths[{documents[lengths.argmin()]}] is {least}: leave that document "
+                "out of the dataset"
             )
-        raise ValueError(
-            f"document {documents[wrong]} has {lengths[wrong]} tokens, and a row has {self.tokens}: cut long documents "
-            f'with PackSampler(..., long="cut"), leave them out with long="drop", or give more tokens='
-        )
+        if self.long == "error" and (most := lengths.max(initial=0)) > self.tokens:
+            raise ValueError(
+                f"document {documents[lengths.argmax()]} has {most} tokens, and a row has {self.tokens}: cut long "
+                f'documents with PackSampler(..., long="cut"), leave them out with long="drop", or give more tokens='
+            )
 
     def _usual_window(self) -> int:
         some = self._lengths[:: max(len(self._lengths) // 1024, 1)].astype(np.int64)
-        wanted = ROWS * self.tokens / max(float(some.mean()) if len(some) else 1.0, 1.0)
-        return 1 << min(max(int(wanted).bit_length(), 10), 14)
+        wanted = ROWS * self.tokens * len(some) // max(int(some.sum()), 1)
+        return 1 << min(max(wanted.bit_length(), 10), 14)
 
     def check_dataset(self, length: int) -> None:
         """Reject a dataset that has not as many documents as there are lengths."""
@@ -285,7 +279,8 @@ def best_fit(sizes: npt.NDArray[np.int32], windows: Indices, count: int, tokens:
     keys[windows, nth] = (tokens - sizes.astype(np.int64)) << 31 | nth
     keys.sort(axis=1)
     table = np.ascontiguousarray((tokens - (keys >> 31)).astype(np.int32).T)  # n-th longest document, window
-    chosen, width = np.empty(table.shape, np.int64), int(table.sum(axis=0, dtype=np.int64).max(initial=0)) // tokens
+    chosen, large = np.empty(table.shape, np.int64), (table > tokens // 2).sum(axis=0)
+    width = int(np.maximum(table.sum(axis=0, dtype=np.int64) // tokens, large).max(initial=0))
     while True:
         width += width // 8 + 8
         spare, first = np.full((count, width), tokens, np.int32), np.arange(count) * width

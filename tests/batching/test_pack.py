@@ -109,14 +109,14 @@ def test_packed_indices_are_a_list_that_survives_a_pipe_and_a_cut() -> None:
         (lambda: Pack(8, pad_id=None), "pad_id must be an integer"),  # type: ignore[arg-type]
         (lambda: Pack(3)(DOCUMENTS), 'sample 2 of the batch has 4 tokens, and a row has 3: cut it, or .*long="cut"'),
         (lambda: Pack(8)([]), "a batch of no samples"),
-        (lambda: Pack(8)([[1], []]), "sample 1 of the batch is empty"),
+        (lambda: Pack(8)([[1], []]), r"sample 1 of the batch is a list of shape \(0,\) .* at least one integer"),
         (lambda: Pack(8)([[1], [2.5]]), "sample 1 of the batch is a list of shape .* float64"),
         (lambda: Pack(8)([np.ones((2, 2), int)]), r"sample 0 of the batch is a ndarray of shape \(2, 2\)"),
         (lambda: Pack(8)([5]), "sample 0 of the batch is"),
-        (lambda: Pack(8)(["text"]), "sample 0 of the batch is text: tokenise the documents"),
+        (lambda: Pack(8)(["text"]), "sample 0 of the batch is a str: give each document as .* Tokenise texts first"),
         (lambda: Pack(8)([{"text": "a"}]), r"sample 0 of the batch has no 'input_ids' \(it has keys \['text'\]\)"),
         (lambda: Pack(8)([{"input_ids": [1], "labels": [1]}, [2]]), "sample 1 .* has no labels, and sample 0 has some"),
-        (lambda: Pack(8)([{"input_ids": [1, 2], "labels": [1]}]), "has 2 input_ids and 1 labels"),
+        (lambda: Pack(8)([{"input_ids": [1, 2], "labels": [1]}]), r"documents of \[2\] input_ids have \[1\] labels"),
     ],
 )
 def test_bad_documents_are_errors_that_say_what_to_do(make: Callable[[], Any], says: str) -> None:

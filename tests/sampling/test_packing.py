@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import Documents
 
 from sharded_loader import PackSampler, ShardedBatchSampler, ShardedDataLoader
 from sharded_loader.batchify import Pack
@@ -38,19 +39,6 @@ LENGTHS = some_lengths(500)
 def sampler(lengths: Any = LENGTHS, **options: Any) -> PackSampler:
     given: dict[str, Any] = {"tokens": TOKENS, "rows": 3, "window": 40, "seed": 5}
     return PackSampler(lengths, **(given | options))
-
-
-class Documents:
-    """Document i has ``lengths[i]`` tokens; token j of it is ``1000 * i + j``."""
-
-    def __init__(self, lengths: Any = LENGTHS) -> None:
-        self.lengths = lengths
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        return 1000 * index + np.arange(self.lengths[index])
 
 
 def loader(lengths: Any = LENGTHS, pool: Any = None, **options: Any) -> ShardedDataLoader[Any]:
@@ -319,9 +307,11 @@ def test_shards_are_whole_rows(how: str) -> None:
     expected = [batch["input_ids"] for batch in loader(rows=5)]
     if how == "sampler":
         batches: Any = ShardedBatchSampler(sampler(rows=5), 2)
-        mine = ShardedDataLoader(Documents(), batch_sampler=batches, batchify_fn=Pack(TOKENS))
+        mine = ShardedDataLoader(Documents(LENGTHS), batch_sampler=batches, batchify_fn=Pack(TOKENS))
     else:
-        mine = ShardedDataLoader(Documents(), batch_sampler=sampler(rows=5), batchify_fn=Pack(TOKENS), num_shards=2)
+        mine = ShardedDataLoader(
+            Documents(LENGTHS), batch_sampler=sampler(rows=5), batchify_fn=Pack(TOKENS), num_shards=2
+        )
     found = list(mine)
     assert [len(shard["input_ids"]) for shard in found[0]] == [3, 2]
     for shards, whole in zip(found, expected, strict=True):
@@ -331,7 +321,9 @@ def test_shards_are_whole_rows(how: str) -> None:
 def test_a_function_of_the_user_may_call_pack() -> None:
     pack = Pack(TOKENS)
     mine = ShardedDataLoader(
-        Documents(), batch_sampler=sampler(), batchify_fn=lambda documents: pack(documents) | {"count": len(documents)}
+        Documents(LENGTHS),
+        batch_sampler=sampler(),
+        batchify_fn=lambda documents: pack(documents) | {"count": len(documents)},
     )
     for batch, expected in zip(mine, loader(), strict=True):
         assert batch["input_ids"].equal(expected["input_ids"]) and batch["count"] == len(expected["cu_seqlens"]) - 1
@@ -346,7 +338,7 @@ class Broken(Documents):
 
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
 def test_a_document_that_cannot_be_read_leaves_its_place_empty(on_error: Any) -> None:
-    mine = ShardedDataLoader(Broken(), batch_sampler=sampler(), batchify_fn=Pack(TOKENS), on_error=on_error)
+    mine = ShardedDataLoader(Broken(LENGTHS), batch_sampler=sampler(), batchify_fn=Pack(TOKENS), on_error=on_error)
     for batch, expected in zip(mine, loader(), strict=True):
         assert batch["input_ids"].shape == expected["input_ids"].shape
         assert tokens_of(batch) == [token for token in tokens_of(expected) if token // 1000 % 50 != 7]
