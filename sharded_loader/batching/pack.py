@@ -131,44 +131,45 @@ class Pack(Batchify):
         row, begin, end, _ = planned.places.T
         sizes = end - begin
         bounds = np.concatenate([[0], np.cumsum(sizes)])
-        first = np.searchsorted(row, np.arange(planned.rows))  # of each row the first document
-        segment = np.arange(len(row)) - first[row]
-        offset = bounds[:-1] - bounds[first[row]]
-        if (worst := int((offset + sizes).max())) > self._tokens:
+        filled = np.bincount(row, sizes, planned.rows).astype(np.int64)
+        if (most := int(filled.max())) > self._tokens:
             raise BatchifyError(
-                f"PackSampler has planned a row of {worst} tokens, and Pack makes rows of {self._tokens}",
+                f"PackSampler has planned a row of {most} tokens, and Pack makes rows of {self._tokens}",
                 f"write the same number in both, PackSampler(lengths, tokens={self._tokens}, ...)",
             )
-        labels = self._labels(samples, tokens)
-        shape, int64 = (planned.rows, self._tokens), np.dtype(np.int64)
-        names = ("input_ids", "position_ids", "segment_ids", "labels")
-        batch = {name: empty(shape, int64) for name in names}
-        for array, fill in zip(batch.values(), (self._pad_id, 0, 0, IGNORED), strict=True):
-            array[...] = fill
-        ids, positions, segments, targets = (array.reshape(-1) for array in batch.values())
-        counted = np.arange(int(sizes.max()))
-        where = zip((row * self._tokens + offset).tolist(), begin.tolist(), end.tolist(), segment.tolist(), strict=True)
-        for document, (at, start, stop, number) in enumerate(where):
-            place = slice(at, at + stop - start)
-            ids[place], positions[place] = tokens[document][start:stop], counted[: stop - start]
-            segments[place], targets[place] = number + 1, labels[document][start:stop]
-            targets[at] = IGNORED
-        batch["cu_seqlens"] = empty((len(bounds),), np.dtype(np.int32))
+        ids, given = _joined(tokens, begin, end), self._labels(samples)
+        labels = ids.copy() if given is None else _joined(given, begin, end)
+        labels[bounds[:-1]] = IGNORED
+        in_row = np.arange(len(row)) - np.searchsorted(row, row)
+        values = {
+            "input_ids": (self._pad_id, ids),
+            "position_ids": (0, np.arange(len(labels)) - np.repeat(bounds[:-1], sizes)),
+            "segment_ids": (0, np.repeat(in_row + 1, sizes)),
+            "labels": (IGNORED, labels),
+        }
+        batch: dict[str, Array] = {}
+        for name, (fill, value) in values.items():
+            batch[name], done = empty((planned.rows, self._tokens), np.dtype(np.int64)), 0
+            for line, count in zip(batch[name], filled.tolist(), strict=True):
+                line[:count], line[count:] = value[done : done + count], fill
+                done += count
+        batch["cu_seqlens"] = empty(bounds.shape, np.dtype(np.int32))
         batch["cu_seqlens"][...] = bounds
         return batch
 
-    def _labels(self, samples: Sequence[Any], tokens: Sequence[Array]) -> Sequence[Array]:
-        """The labels of each document: its own if it has some, or its tokens."""
+    def _labels(self, samples: Sequence[Any]) -> Sequence[Array] | None:
+        """The labels of each document, if they have some."""
         given = [isinstance(sample, Mapping) and "labels" in sample for sample in samples]
         if not any(given):
-            return tokens
+            return None
         if not all(given):
             raise BatchifyError(
                 f"sample {given.index(False)} of the batch has no labels, and sample {given.index(True)} has some",
                 "give all documents labels, or none",
             )
         labels = [_ids_of(sample, "labels", position) for position, sample in enumerate(samples)]
-        if (found := list(map(len, labels))) != (wanted := list(map(len, tokens))):
+        wanted, found = [len(sample["input_ids"]) for sample in samples], list(map(len, labels))
+        if found != wanted:
             raise BatchifyError(
                 f"documents of {wanted} input_ids have {found} labels",
                 "give each token one label; -100 leaves it out of the loss",
@@ -196,6 +197,12 @@ def _ids_of(sample: Any, key: str, position: int) -> Array:
             "give each document as a list, 1-D array or tensor of at least one integer. Tokenise texts first",
         )
     return array
+
+
+def _joined(arrays: Sequence[Array], begin: Places, end: Places) -> Array:
+    """A part of each array, one behind the other."""
+    pieces = [array[first:last] for array, first, last in zip(arrays, begin.tolist(), end.tolist(), strict=True)]
+    return np.concatenate(pieces, dtype=np.int64, casting="unsafe")
 
 
 def _check_lengths(tokens: Sequence[Array], planned: Packed) -> None:
