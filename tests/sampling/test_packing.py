@@ -24,6 +24,7 @@ from sharded_loader.batching.pack import Packed
 from sharded_loader.sampling import packing
 from sharded_loader.sampling.packing import best_fit
 from sharded_loader.sampling.tables import Dealt
+from sharded_loader.torch import DataLoader
 
 TOKENS = 32
 
@@ -327,6 +328,23 @@ def test_a_function_of_the_user_may_call_pack() -> None:
     )
     for batch, expected in zip(mine, loader(), strict=True):
         assert batch["input_ids"].equal(expected["input_ids"]) and batch["count"] == len(expected["cu_seqlens"]) - 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_drop_in_reads_packed_rows_too(num_workers: int) -> None:
+    lengths = np.where(LENGTHS > 20, 3 * LENGTHS, LENGTHS)
+    found = list(
+        DataLoader(
+            Documents(lengths),
+            batch_sampler=sampler(lengths, long="cut"),
+            collate_fn=Pack(TOKENS),
+            num_workers=num_workers,
+        )
+    )
+    assert sorted(token for batch in found for token in tokens_of(batch)) == sorted(
+        token for index in range(500) for token in Documents(lengths)[index].tolist()
+    )
+    assert {len(batch["input_ids"]) for batch in found[:-1]} == {3}
 
 
 class Broken(Documents):
