@@ -329,8 +329,8 @@ class _PackTable(Table):
             begin, end = row - before, min(row - before + wanted - found, count)
             if begin >= end:
                 raise ValueError(
-                    f"a state said that {before} rows come before window {window} of PackSampler, which other lengths "
-                    "have given: load the state with the lengths that it was saved with, or begin an epoch"
+                    f"a loaded state has counted more rows behind window {window} of PackSampler than there are: load "
+                    "it with the lengths that it was saved with, or begin an epoch with set_epoch"
                 )
             indices, where, bounds = layout()
             first, last = bounds[[begin, end]].tolist()

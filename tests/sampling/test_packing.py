@@ -114,6 +114,12 @@ def test_windows_side_by_side_are_packed_as_each_is_alone(windows: list[list[int
         ]
 
 
+@pytest.mark.parametrize("size", [11, 17, 32])
+def test_documents_that_leave_much_of_a_row_empty_get_rows_enough(size: int) -> None:
+    _, counts = best_fit(np.full(600, size, np.int32), np.repeat(np.arange(2), 300), 2, TOKENS)
+    assert counts.tolist() == [300 // (TOKENS // size)] * 2
+
+
 def test_rows_of_8192_tokens_waste_at_most_2_percent() -> None:
     lengths = np.random.default_rng(0).lognormal(6, 0.9, 20_000).clip(1, 8192).astype(np.int64)
     rows = sum(batch.rows for batch in PackSampler(lengths, tokens=8192, rows=4, seed=0))  # type: ignore
@@ -190,6 +196,24 @@ def test_a_state_resumes_on_any_number_of_ranks(
     assert rest[len(everything) - len(first) :] == everything[: len(rest) - (len(everything) - len(first))]
 
 
+def test_a_landmark_far_ahead_hides_nothing_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "GROUP", 80)
+    known = sampler()
+    expected = list(known.iter_epoch(0))
+    ahead = sampler()
+    ahead.note_landmark(0, known.known(0)[5])
+    table = ahead.epoch_table(0)
+    for position in (45, 2, 30, 17, 44, 31, 0):
+        assert table.at(np.array([position])) == [expected[position]]
+
+
+def test_a_landmark_of_other_lengths_is_an_error_instead_of_a_hang() -> None:
+    batches = sampler()
+    batches.note_landmark(0, (10**6, 3))
+    with pytest.raises(ValueError, match="has counted more rows behind window 0 of PackSampler than there are"):
+        batches.epoch_table(0).at(np.array([10**5]))
+
+
 def windows_packed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The windows that are packed from now on, in a list that grows."""
     packed: list[int] = []
@@ -229,6 +253,26 @@ def test_reading_and_saving_take_no_pass_over_the_lengths(monkeypatch: pytest.Mo
     next(iter(mine))
     assert max(packed) < 3
     assert len(mine) == len(list(sampler().iter_epoch(0))) and max(packed) == 12
+
+
+def test_a_sampler_around_it_takes_no_pass_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = windows_packed(monkeypatch)
+
+    def around(**options: Any) -> ShardedDataLoader[Any]:
+        shards = ShardedBatchSampler(sampler(), 2)
+        return ShardedDataLoader(Documents(LENGTHS), batch_sampler=shards, batchify_fn=Pack(TOKENS), **options)
+
+    first = around()
+    batches = iter(first)
+    for _ in range(29):
+        next(batches)
+    state, expected = first.state_dict(), next(batches)
+    packed.clear()
+    resumed = around()
+    resumed.load_state_dict(state)
+    assert [tokens_of(shard) for shard in next(iter(resumed))] == [tokens_of(shard) for shard in expected]
+    assert 0 < min(packed) <= max(packed) < 12 and "unknown number of batches" in repr(resumed)
+    assert len(list(around(steps_per_epoch=70))) == 70  # of 50 in an epoch
 
 
 def test_steps_per_epoch_need_no_length_and_go_on_from_epoch_to_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
