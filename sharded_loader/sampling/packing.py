@@ -275,7 +275,9 @@ def best_fit(sizes: npt.NDArray[np.int32], windows: Indices, count: int, tokens:
     per_window = np.bincount(windows, minlength=count)
     begin = np.cumsum(per_window) - per_window
     nth = np.arange(len(sizes)) - np.repeat(begin, per_window)
-    keys = np.full((count, int(per_window.max(initial=0))), tokens << 31)  # a size of 0 where a window has no document
+    keys = np.full(
+        (count, int(per_window.max(initial=0))), tokens << 31, np.int64
+    )  # a size of 0 where a window has no document
     keys[windows, nth] = (tokens - sizes.astype(np.int64)) << 31 | nth
     keys.sort(axis=1)
     table = np.ascontiguousarray((tokens - (keys >> 31)).astype(np.int32).T)  # n-th longest document, window
