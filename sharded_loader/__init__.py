@@ -42,6 +42,7 @@ _HOMES = {
     "sampling.bucket_samplers": "BucketScheme ConstWidthBucket ExpWidthBucket FixedBucketSampler LinearWidthBucket",
     "sampling.index_samplers": "FilterSampler IntervalSampler RandomSampler SequentialSampler SortedSampler "
     "SplitSampler SubsetRandomSampler WeightedRandomSampler",
+    "sampling.packing": "PackSampler",
     "sampling.shard_shuffle": "EqualShards ShardShuffleSampler",
     "storage.cache": "ShardCache",
     "storage.dataset": "ShardDataset",

@@ -380,6 +380,8 @@ class LoaderAttributes(Metered):
             size = None
         parts = ["unknown number of samples" if size is None else f"{size} samples"]
         try:
+            if self._order.steps is None and getattr(self.batch_sampler, "counts_by_pass", False):
+                raise TypeError("it would take a pass over the data")
             parts.append(f"{len(self)} batches" + (f" of {self.batch_size}" if self.batch_size else ""))
         except Exception:
             parts.append("unknown number of batches")

@@ -22,6 +22,8 @@ random numbers. A test compares this table with the code.
     sorted bucket                  SortedBucketSampler
     fixed bucket                   FixedBucketSampler
     budget                         BoundedBudgetSampler
+    pack                           PackSampler: the documents
+    pack rows                      PackSampler: the rows of a window
     foreign sampler                the global generators while another library's sampler starts
     foreign generator              the generator that another library's sampler owns
     split                          Dataset.split

@@ -137,6 +137,9 @@ class MapOrder(Order[Signature]):
 
     def resize(self, length: int | None) -> None:
         """Make the loader's samplers again, for a dataset of this length; the epoch that comes next stays."""
+        for sampler in self._samplers:
+            if length is not None and hasattr(sampler, "check_dataset"):
+                sampler.check_dataset(length)
         self._next_epoch = self.next_epoch
         self.dataset_length = length
         if self.given_batches:

@@ -128,6 +128,8 @@ def dump(position: Position, signature: Signature) -> dict[str, Any]:
     state = {"version": VERSION, "epoch": position.epoch, signature.unit: position.done, **written(signature)}
     if position.mark is not None:
         state["passed"] = written(position.mark)
+    if position.landmark is not None:
+        state["landmark"] = list(position.landmark)
     return state
 
 
@@ -160,8 +162,11 @@ def parse(state: Any) -> tuple[Position, Signature]:
         )
     if (outside := out_of_epoch(signature, signature.sampler_length, epoch, done)) is not None:
         raise ValueError(f"the state has {outside}: {_ADVICE}")
+    landmark = None if "landmark" not in state else read_entry(state, "landmark", list_of(integer(0)), _ADVICE)
+    if landmark is not None and len(landmark) != 2:
+        raise ValueError(f"the state's 'landmark' must have two numbers, got {brief(landmark)}: {_ADVICE}")
     if state.get("passed") is None:
-        return Position(epoch, done), signature
+        return Position(epoch, done, landmark=landmark), signature
     mark: Checkpoint = read_entry(state, "passed", dict_of(Checkpoint), _ADVICE)
     if mark.epoch > epoch and signature.steps_per_epoch is None:
         raise ValueError(f"the state's 'passed' has epoch {mark.epoch}, but the state has epoch {epoch}: {_ADVICE}")

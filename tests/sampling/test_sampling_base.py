@@ -24,6 +24,7 @@ from sharded_loader import (
     FixedBucketSampler,
     IntervalSampler,
     LinearWidthBucket,
+    PackSampler,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -53,6 +54,10 @@ EVERY_KIND: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: ShardShuffleSampler(EqualShards(10**6, 10**4), lanes=2, seed=3),
         "ShardShuffleSampler(length=1000000, shards=100, window=16, lanes=2, seed=3)",
+    ),
+    (
+        lambda: PackSampler([3, 5, 2], tokens=7, seed=3),
+        "PackSampler(length=3, tokens=7, rows=1, window=1024, long='error', shuffle=True, last_batch='keep', seed=3)",
     ),
     (lambda: FilterSampler(lambda sample: sample > 2, [1, 5, 2, 3]), "FilterSampler(length=2, indices=[1, 3])"),
     (lambda: IntervalSampler(7, 3), "IntervalSampler(length=7, total=7, interval=3, rollover=True)"),
@@ -134,6 +139,7 @@ SHOWN_AS = {
     ("ShardShuffleSampler", "lengths"): "shards",
     ("FixedBucketSampler", "lengths"): "length",
     ("BoundedBudgetSampler", "lengths"): "length",
+    ("PackSampler", "lengths"): "length",
 }
 
 
