@@ -56,6 +56,7 @@ from sharded_loader.loader.stats import Meter
 from sharded_loader.parallel.split import gather
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.pools.resident import LEAST, ResidentPool, check_resident
+from sharded_loader.sampling.mixtures import sampler_of
 from sharded_loader.sampling.order import MapOrder
 from sharded_loader.streams.order import StreamOrder
 
@@ -218,6 +219,9 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         else:
             refuse_streams(streams, dataset)
             size = length(dataset, needed=sampler is None and batch_sampler is None)
+            is_given = sampler is not None or batch_sampler is not None or bool(shuffle)
+            planned = sampler_of(dataset, is_given, steps_per_epoch is not None or last_batch == "rollover")
+            sampler = sampler if planned is None else planned
             order = MapOrder(size, shuffle=shuffle, sampler=sampler, batch_sampler=batch_sampler, **common)
         # The default given by name is the default: it reads in bulk too.
         batchify_fn = None if batchify_fn is default_batchify_fn else batchify_fn

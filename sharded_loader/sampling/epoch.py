@@ -343,6 +343,10 @@ class MapEpoch(Epoch):
             mark = self._listed.checkpoint(self.number, done)
         return Position(self.number, done, mark)
 
+    def reached(self, delivered: int) -> tuple[int, int]:
+        """The epoch of the sampler, and the position in it, after ``delivered`` batches of the epoch."""
+        return self._span.reached(delivered - self.first)
+
     def after(self, begin: Position) -> Position:
         """The position that the next epoch begins at, as a sampler of another library gets there after this epoch.
 
@@ -389,6 +393,10 @@ class _SeparateSpan:
         """Items of the epoch that are done after a number of batches from the position on."""
         return min(self._done + batches * self._step, self._end)
 
+    def reached(self, batches: int) -> tuple[int, int]:
+        """The epoch of the sampler, and the position in it, after a number of batches."""
+        return self._epoch, self.done(batches)
+
 
 class _RollingSpan(Rolling):
     """The batches of an epoch in the endless sequence of epochs."""
@@ -417,3 +425,7 @@ class _RollingSpan(Rolling):
     def done(self, batches: int) -> int:
         """Items done after a number of batches from the position on, counted from the epoch's own first."""
         return self.total(batches) - self._before
+
+    def reached(self, batches: int) -> tuple[int, int]:
+        """The epoch of the sampler, and the position in it, after a number of batches."""
+        return divmod(self.total(batches), max(self._stretch.length, 1))
