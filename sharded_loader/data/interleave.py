@@ -52,7 +52,6 @@ from sharded_loader.base.entries import (
     integer,
     list_of,
     parsed,
-    string,
     written,
 )
 from sharded_loader.base.imports import call_after_import
@@ -60,12 +59,12 @@ from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_ind
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import ConcatDataset, Dataset, TransformDataset, View
 from sharded_loader.data.inspection import is_indexed, is_stateful, iterable_of, known_parts, takes_two, this_worker
-from sharded_loader.data.schedule import Change, Plan, Schedule, changes_of
+from sharded_loader.data.schedule import FAR, Change, Plan, Schedule, changes_of
 from sharded_loader.randomness.shuffle import Bijections
 
 FIRST, ALL, EACH = "first_exhausted", "all_exhausted", "each_once"
 
-CODED = 1 << 62
+CODED = FAR
 """The least of the numbers by which a loader names the samples of a mixture; see `InterleavedDataset.codes`."""
 
 
@@ -158,15 +157,19 @@ def interleave(
     if not given:
         raise ValueError("interleave was given no datasets: give at least one")
     changes, level, is_by_index = changes_of(weights, len(given)), max(map(_levels, given)), all(map(is_indexed, given))
-    if not is_by_index:
-        _check_in_order(given, changes, stop, shuffle)
+    if not is_by_index and (shuffle or (stop == EACH and len(changes) > 1)):
+        number = list(map(is_indexed, given)).index(False)
+        raise TypeError(
+            f"interleave: datasets[{number}], {an(type(given[number]))}, is read in its own order only. shuffle=True, "
+            "and each_once with a schedule, need datasets that are read by index. Shuffle that dataset itself"
+        )
     schedule: Schedule | Plan
     if len(changes) == 1 and (stop != EACH or not is_by_index):
         schedule = Schedule(changes[0].weights, seed, level)
     else:
         is_read = [any(one.weights[number] for one in changes) for number in range(len(given))]
         sizes = [len(one) if read else 0 for one, read in zip(given, is_read, strict=True)] if stop == EACH else None
-        schedule = Plan(changes, seed, level, sizes if is_by_index else None)
+        schedule = Plan(changes, seed, level, sizes)
     if not is_by_index:
         return InterleavedIterable(given, schedule, stop)
     return (ShuffledDataset if shuffle else InterleavedDataset)(given, schedule, stop)
@@ -180,23 +183,6 @@ def _checked_stop(stop: Any) -> Any:
             f'interleave(stop={stop!r}): give "{FIRST}", "{ALL}" or "{EACH}", or the number of samples of the mixture'
         )
     return stop
-
-
-def _check_in_order(given: list[Any], changes: list[Change], stop: Any, shuffle: bool) -> None:
-    """Reject what a mixture that is read in order cannot do."""
-    number = next(number for number, dataset in enumerate(given) if not is_indexed(dataset))
-    name = f"datasets[{number}], {an(type(given[number]))},"
-    if shuffle:
-        raise TypeError(
-            f"interleave(shuffle=True): {name} is read in its own order only: shuffle that dataset itself, such as "
-            "with a shuffle buffer, and the others with dataset.sample(RandomSampler(len(dataset)))"
-        )
-    for one, weight in enumerate(changes[-1].weights):
-        if stop == EACH and not weight and any(change.weights[one] for change in changes):
-            raise ValueError(
-                f'interleave(stop="{EACH}"): datasets[{one}] has the weight 0 at the end of the schedule, and {name} '
-                "has no known length: give both a weight there"
-            )
 
 
 def _levels(dataset: Any) -> int:
@@ -278,10 +264,15 @@ class InterleavedDataset(View):
 
     def replanned(self, changes: list[Change]) -> Plan:
         """A plan with other weights. It raises a ValueError if they do not fit."""
-        sizes = np.zeros(self.number, np.int64)
-        sizes[self._schedule.sources] = self.sizes
-        schedule = self._schedule
-        return Plan(changes, schedule.seed, schedule.level, sizes.tolist() if self.stop == EACH else None)
+        schedule, sizes = self._schedule, np.zeros(self.number, np.int64)
+        sizes[schedule.sources] = self.sizes
+        plan = Plan(changes, schedule.seed, schedule.level, sizes.tolist() if self.stop == EACH else None)
+        if unknown := set(plan.sources) - set(schedule.sources):
+            raise ValueError(
+                f"datasets[{min(unknown)}] had the weight 0 when the mixture was made, and is never read: give it a "
+                f"weight there, if only from a far sample on: weights=[(0, [1, 0]), ({FAR - 1}, [1, 1])]"
+            )
+        return plan
 
     def codes(self, positions: Int64s, epoch: int, plan: Plan | None = None) -> Int64s:
         """A number from `CODED` on for the sample at each position of an epoch. The mixture takes it as an index.
@@ -311,12 +302,14 @@ class InterleavedDataset(View):
         sources, numbers = (plan or self._schedule).at_many(positions)
         if plan is not None:
             sources = np.searchsorted(self._schedule.sources, plan.sources)[sources]
-        sizes = self.sizes[sources]
-        passes, places = np.divmod(numbers, sizes)
-        if self.shuffles:
-            shuffle = Bijections(self._schedule.seed, "interleave shuffle", epoch)
-            places = shuffle(places, sizes, passes * len(self.sizes) + sources)
-        return self._begins[sources] + places, passes
+        places = self._within(sources, numbers, epoch) if self.shuffles else numbers % self.sizes[sources]
+        return self._begins[sources] + places, numbers // self.sizes[sources]
+
+    def _within(self, sources: Int64s, numbers: Int64s, epoch: int) -> Int64s:
+        """Which of its samples each dataset gives, if it is shuffled in every pass."""
+        passes, places = np.divmod(numbers, self.sizes[sources])
+        shuffle = Bijections(self._schedule.seed, "interleave shuffle", epoch)
+        return shuffle(places, self.sizes[sources], passes * len(self.sizes) + sources)
 
     def __len__(self) -> int:
         return self._length
@@ -327,10 +320,9 @@ class InterleavedDataset(View):
         if type(index) is int and index >= CODED:
             return self._dataset[(index - CODED) % self._total]
         index = checked_index(index, self._length)
-        if self.shuffles:
-            return self._dataset[int(self._inner([index])[0])]
         source, number = self._schedule.at(index)
-        return self._dataset[int(self._begins[source] + number % self.sizes[source])]
+        where = self._within(np.array([source]), np.array([number]), self._epoch)[0] if self.shuffles else number
+        return self._dataset[int(self._begins[source] + where % self.sizes[source])]
 
     def _inner(self, indices: Indices) -> Int64s:
         array = np.asarray(indices)
@@ -362,7 +354,7 @@ def _length(schedule: Schedule | Plan, sizes: list[int], stop: str | int) -> flo
     """The number of samples of a mixture."""
     if isinstance(stop, int):
         return stop
-    if stop == EACH and isinstance(schedule, Plan) and schedule.length is not None:
+    if isinstance(schedule, Plan) and schedule.length is not None:
         return schedule.length
     if stop == FIRST:
         return min(schedule.positions(sizes))
@@ -370,8 +362,8 @@ def _length(schedule: Schedule | Plan, sizes: list[int], stop: str | int) -> flo
     if math.inf in lasts:
         number = schedule.sources[lasts.index(math.inf)]
         raise ValueError(
-            f'interleave(stop="{ALL}"): datasets[{number}] has the weight 0 at the end of the schedule, before its '
-            "last sample was read: give it a weight there, or another stop"
+            f'interleave(stop="{ALL}"): datasets[{number}] has the weight 0 at the end of the schedule, '
+            "before its last sample was read: give it a weight there, or another stop"
         )
     return max(lasts) + 1
 
@@ -543,10 +535,6 @@ def _copy(dataset: Any) -> Any:
 _ADVICE = "give what state_dict() of a mixture returned"
 
 
-def _stop(what: str, value: Any, advice: str) -> Any:
-    return (string if isinstance(value, str) else integer(1))(what, value, advice)
-
-
 @dataclass(frozen=True)
 class _MixPosition:
     """Where an iteration goes on, and in which mixture: the state of an `InterleavedIterable`."""
@@ -554,7 +542,7 @@ class _MixPosition:
     schedule: int = entry(integer(), "the datasets took turns by another schedule")
     weights: tuple[int, ...] = entry(list_of(integer(0)), "weights was {was}, and is {now}", write=list)
     seed: int = entry(integer(), "seed was {was}, and is {now}")
-    stop: str | int = entry(_stop, "stop was {was!r}, and is {now!r}")
+    stop: Any = entry(anything, "stop was {was!r}, and is {now!r}")  # noqa: RUF009
     epoch: Any = entry(anything)  # noqa: RUF009 - it makes a field
     position: int = entry(integer(0))
     sources: tuple[SourcePoint, ...] = entry(

@@ -35,7 +35,7 @@ from collections.abc import Iterable
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +49,9 @@ MOST = 65_536
 
 MOST_EACH_ONCE = 500
 """The largest number of sources that can drop out. A plan has a piece for each of them, which took 4 ms to make."""
+
+FAR = 1 << 62
+"""Behind all positions."""
 
 CIRCLE = 1 << 32
 """With this size, no product in `_floor_sum` needs more than 63 bits."""
@@ -133,10 +136,9 @@ def changes_of(weights: Any, count: int) -> list[Change]:
         if not isinstance(one, (list, tuple)) or len(one) != 2 or not isinstance(one[0], (int, np.integer)):
             raise ValueError(f"{name} is {one!r}: in a schedule, give pairs (sample, weights), such as (1000, [3, 1])")
         begin, before = int(one[0]), changes[-1].begin if changes else -1
-        if not changes and begin:
-            raise ValueError(f"{name} begins at sample {begin}: a schedule begins at 0, give (0, [...]) first")
-        if not before < begin < 1 << 62:
-            raise ValueError(f"{name} begins at sample {begin}, after {before}: a schedule must not go back")
+        if not before < begin < FAR or (begin and not changes):
+            where = f"after {before}" if changes else "and is the first one"
+            raise ValueError(f"{name} begins at sample {begin}, {where}: a schedule begins at 0, and must not go back")
         changes.append(Change(begin, whole_numbers(one[1], count)))
     return changes
 
@@ -301,65 +303,41 @@ class Plan:
 
     def __init__(self, changes: list[Change], seed: int, level: int = 0, sizes: list[int] | None = None) -> None:
         self.changes, self.seed, self.level, self.step = changes, seed, level, STEPS[level % len(STEPS)]
-        self.weights = changes[0].weights if len(changes) == 1 else [n for one in changes for n in (one[0], *one[1])]
-        weighted = np.array([one.weights for one in changes])
-        self.sources: list[int] = np.flatnonzero(weighted.any(axis=0)).tolist()
-        if sizes is not None and len(self.sources) > MOST_EACH_ONCE:
+        self.weights = [number for one in changes for number in (one.begin, *one.weights)]
+        weights = np.array([one.weights for one in changes])
+        self.sources: list[int] = np.flatnonzero(weights.any(axis=0) | (np.array(sizes or 0) > 0)).tolist()
+        limits = np.array([FAR if sizes is None else sizes[number] for number in self.sources])
+        if sizes is not None and len(limits) > MOST_EACH_ONCE:
             raise ValueError(
-                f'interleave(stop="each_once") takes up to {MOST_EACH_ONCE} datasets, got {len(self.sources)}: join '
-                "some of them first, with ConcatDataset"
+                f"interleave: {len(limits)} datasets, of which each drops out at its end: give up to {MOST_EACH_ONCE}, "
+                "or join some first, with ConcatDataset"
             )
-        self._weighted = weighted[:, self.sources]
-        self._limits = None if sizes is None else np.array([sizes[number] for number in self.sources])
+        self.length = None if sizes is None else int(limits.sum())
         self._pieces: list[_Piece] = []
-        self.length: int | None = None
-        ends = [*(one.begin for one in changes[1:]), None]
-        counts, begin = np.zeros(len(self.sources), np.int64), 0
-        for number, end in enumerate(ends):
-            while end is None or begin < end:
-                alive = self._alive(number, counts, begin)
-                if not alive.any():
-                    self.length = begin
-                    break
-                begin, counts = self._add(np.where(alive, self._weighted[number], 0), seed, level, counts, begin, end)
-                if begin == end or (end is None and self._limits is None):
-                    break
-            if self.length is not None:
-                break
+        begin, counts = 0, np.zeros(len(limits), np.int64)
+        for row, end in zip(weights[:, self.sources], [*(one.begin for one in changes[1:]), FAR], strict=True):
+            while begin < end and (counts < limits).any():
+                begin, counts = self._add(np.where(counts < limits, row, 0), limits, counts, begin, end)
         self._begins = [piece.begin for piece in self._pieces]
 
-    def _alive(self, number: int, counts: Int64s, begin: int) -> Any:
-        """Which sources give samples from a position on."""
-        alive = self._weighted[number] > 0
-        if self._limits is None:
-            return alive
-        alive &= counts < self._limits
-        if not alive.any() and (counts < self._limits).any():
-            source = int(np.flatnonzero(counts < self._limits)[0])
+    def _add(self, weights: Any, limits: Int64s, counts: Int64s, begin: int, end: int) -> tuple[int, Int64s]:
+        """One more piece, until ``end``, or until a source has no more samples; and the counts of samples there."""
+        if not weights.any():
+            number = self.sources[int(np.argmax(counts < limits))]
             raise ValueError(
-                f'interleave(stop="each_once"): at sample {begin}, datasets[{self.sources[source]}] has '
-                f"{self._limits[source] - counts[source]} samples left and the weight 0, and all others with a weight "
-                "have ended: give it a weight there"
+                f"interleave: at sample {begin}, only datasets with the weight 0 have samples left, such as "
+                f"datasets[{number}]: give it a weight there, as each sample is to come once"
             )
-        return alive
-
-    def _add(
-        self, weights: Any, seed: int, level: int, counts: Int64s, begin: int, end: int | None
-    ) -> tuple[int, Int64s]:
-        """One more piece: returns where it ends, and the counts there."""
-        schedule = Schedule(weights.tolist(), seed, level)
+        schedule = Schedule(weights.tolist(), self.seed, self.level)
         sources = np.array(schedule.sources)
         offset = counts[sources] - schedule.counts(begin)
         self._pieces.append(_Piece(begin, schedule, sources, counts, offset))
-        if self._limits is not None:
-            lasts = self._limits[sources] - 1 - offset
-            estimate = int(np.argmin((lasts + 1) / weights[sources]))
-            ended = 1 + schedule.position(int(lasts[estimate]), estimate)
-            for source in np.flatnonzero(schedule.counts(ended) > lasts).tolist():  # the estimate is some samples off
-                ended = min(ended, 1 + schedule.position(int(lasts[source]), source))
-            end = ended if end is None else min(end, ended)
-        if end is None:
-            return begin, counts
+        if self.length is not None:
+            lasts = limits[sources] - 1 - offset
+            first = int(np.argmin((lasts + 1) / weights[sources]))  # about
+            end = min(end, 1 + schedule.position(int(lasts[first]), first))
+            for source in np.flatnonzero(schedule.counts(end) > lasts).tolist():
+                end = min(end, 1 + schedule.position(int(lasts[source]), source))
         counts = counts.copy()
         counts[sources] = schedule.counts(end) + offset
         return end, counts
@@ -396,16 +374,12 @@ class Plan:
     def positions(self, numbers: list[int]) -> list[float]:
         """For each source, where the sample with this number stands; infinity if that sample never comes."""
         wanted, found = np.array(numbers, np.int64), [math.inf] * len(numbers)
-        ends = [*(following.before for _, following in pairwise(self._pieces)), None]
+        ends = [*(piece.before for piece in self._pieces[1:]), np.full(len(numbers), FAR)]
         for piece, end in zip(self._pieces, ends, strict=True):
-            is_here = (piece.before <= wanted)[piece.sources]
-            if end is not None:
-                is_here &= (wanted < end)[piece.sources]
-            here = np.flatnonzero(is_here)
-            if len(here):
-                own = (wanted[piece.sources[here]] - piece.offset[here]).tolist()
-                for source, position in zip(here.tolist(), piece.schedule.positions(own, here), strict=True):
-                    found[piece.sources[source]] = position
+            here = np.flatnonzero(((piece.before <= wanted) & (wanted < end))[piece.sources])
+            own = (wanted[piece.sources[here]] - piece.offset[here]).tolist()
+            for source, position in zip(here.tolist(), piece.schedule.positions(own, here) if own else [], strict=True):
+                found[piece.sources[source]] = position
         return found
 
 

@@ -32,7 +32,7 @@ from sharded_loader.loader.arguments import (
 )
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.stats import LoaderStats, Meter, Metered, quiet_counts
-from sharded_loader.sampling.mixtures import MixtureSampler, why_not_set
+from sharded_loader.sampling.mixtures import NO_WEIGHTS, MixtureSampler
 from sharded_loader.streams.order import StreamOrder
 
 Given = ParamSpec("Given")
@@ -317,7 +317,7 @@ class LoaderAttributes(Metered):
         self._pipeline.check_open()
         sampler = self._order.sampler
         if not isinstance(sampler, MixtureSampler):
-            raise TypeError(f"set_weights: {why_not_set(self.dataset, self._order.stream is not None)}")
+            raise TypeError(NO_WEIGHTS)
         self._epochs.replan(functools.partial(sampler.set_weights, weights))
 
     # -- position ------------------------------------------------------------------------------------------

@@ -18,22 +18,16 @@ What can go wrong: weights that do not fit the mixture; a state with other ones.
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
-from sharded_loader.data.bulk import Int64s
 from sharded_loader.data.interleave import InterleavedDataset, has_shuffled, mixture_of
 from sharded_loader.data.schedule import Change, Plan, whole_numbers
-from sharded_loader.randomness.shuffle import Indices
 from sharded_loader.sampling.index_samplers import IndexSampler
 from sharded_loader.sampling.state import WEIGHTS_SET
 
-
-class _SetWeights(NamedTuple):
-    """Weights that were set while training, and from where on they hold."""
-
-    epoch: int
-    position: int
-    weights: list[int]
+Moment = tuple[int, int, list[int]]
+"""Weights that were set while training: the epoch and the position from which they hold, and whole numbers."""
 
 
 class MixtureSampler(IndexSampler):
@@ -51,36 +45,31 @@ class MixtureSampler(IndexSampler):
     """
 
     decided_by = (
-        ("weights", "_weights"),
-        ("seed", "_mixture_seed"),
+        ("weights", "_start"),
+        ("seed", "_seed"),
         ("stop", "_stop"),
-        ("shuffle", "_shuffles"),
+        ("shuffle", "_on"),
         ("sizes", "_sizes"),
     )
 
     def __init__(self, mixture: InterleavedDataset) -> None:
         self._mixture, self._length = mixture, len(mixture)
-        self._weights, self._mixture_seed = mixture.schedule.weights, mixture.schedule.seed
-        self._stop, self._shuffles, self._sizes = mixture.stop, mixture.shuffles, mixture.sizes
-        self._set: tuple[_SetWeights, ...] = ()
+        self._start, self._seed = mixture.schedule.weights, mixture.schedule.seed
+        self._stop, self._on, self._sizes = mixture.stop, mixture.shuffles, mixture.sizes
+        self._set: tuple[Moment, ...] = ()
 
     def _order(self, epoch: int) -> Any:
-        mixture, plan = self._mixture, self._plan(epoch, self._set)
+        return partial(self._mixture.codes, epoch=epoch, plan=self._plan(epoch, self._set))
 
-        def order(positions: Indices) -> Int64s:
-            return mixture.codes(positions, epoch, plan)
-
-        return order
-
-    def _plan(self, epoch: int, given: tuple[_SetWeights, ...]) -> Plan | None:
+    def _plan(self, epoch: int, given: tuple[Moment, ...]) -> Plan | None:
         """The plan of an epoch; None: that of the mixture."""
-        before = [one for one in given if one.epoch < epoch]
-        within = [one for one in given if one.epoch == epoch]
-        if not before and not within:
+        given = tuple(one for one in given if one[0] <= epoch)
+        if not given:
             return None
-        changes = [Change(0, before[-1].weights)] if before else self._mixture.changes
-        for one in within:
-            changes = [*(change for change in changes if change.begin < one.position), Change(*one[1:])]
+        before = [Change(0, weights) for number, _, weights in given if number < epoch]
+        changes = before[-1:] or self._mixture.changes
+        for begin, weights in (one[1:] for one in given if one[0] == epoch):
+            changes = [*(change for change in changes if change.begin < begin), Change(begin, weights)]
         return self._mixture.replanned(changes)
 
     def set_weights(self, weights: Any, epoch: int, position: int) -> None:
@@ -90,23 +79,11 @@ class MixtureSampler(IndexSampler):
             ValueError: weights that do not fit. Nothing has changed then.
         """
         found = whole_numbers(weights, self._mixture.number, "set_weights")
-        self._set = self._checked([*self._set, _SetWeights(epoch, position, found)])
-
-    def _checked(self, given: list[_SetWeights]) -> tuple[_SetWeights, ...]:
-        """The weights that decide the order of the last epoch in which some were set, and of those after it."""
-        last = given[-1]
-        read = set(self._mixture.schedule.sources)
-        for number in (number for number, weight in enumerate(last.weights) if weight and number not in read):
-            raise ValueError(
-                f"set_weights: datasets[{number}] had the weight 0 when the mixture was made, and is never read: give "
-                "it a weight there, if only from a late sample on, such as weights=[(0, [1, 0]), (10**12, [1, 1])]"
-            )
-        earlier = [one for one in given if one.epoch < last.epoch][-1:]
-        kept = [one for one in given if one.epoch == last.epoch and one.position < last.position]
-        found = (*earlier, *kept, last)
-        for epoch in (last.epoch, last.epoch + 1):
-            self._plan(epoch, found)
-        return found
+        before = [one for one in self._set if one[0] < epoch][-1:]  # what decides this epoch and those after it
+        before += [one for one in self._set if one[0] == epoch and one[1] < position]
+        given = (*before, (epoch, position, found))
+        self._plan(epoch, given), self._plan(epoch + 1, given)
+        self._set = given
 
     @property
     def weights_set(self) -> str:
@@ -119,12 +96,12 @@ class MixtureSampler(IndexSampler):
         Raises:
             ValueError: they are no such weights. Nothing has changed then.
         """
-        text = arguments.get(f"{type(self).__name__}.{WEIGHTS_SET}", "[]")
+        before, self._set = self._set, ()
         try:
-            count = self._mixture.number
-            given = [_SetWeights(int(one[0]), int(one[1]), whole_numbers(one[2], count)) for one in json.loads(text)]
-            self._set = self._checked(given) if given else ()
-        except (TypeError, ValueError, IndexError) as error:
+            for epoch, position, weights in json.loads(arguments.get(f"{type(self).__name__}.{WEIGHTS_SET}", "[]")):
+                self.set_weights(weights, int(epoch), int(position))
+        except (TypeError, ValueError) as error:
+            self._set = before
             raise ValueError(f"load_state_dict: the weights of the state do not fit the mixture: {error}") from error
 
 
@@ -140,24 +117,18 @@ def sampler_of(dataset: Any, is_given: bool, rolls_over: bool) -> MixtureSampler
         ValueError: a shuffled mixture that has to know its epoch, and batches that belong to two epochs.
     """
     mixture = None if is_given else mixture_of(dataset)
-    if mixture is not None and mixture.is_planned:
-        return MixtureSampler(mixture)
-    if rolls_over and has_shuffled(dataset):
+    mixture = mixture if mixture is not None and mixture.is_planned else None
+    if rolls_over and (has_shuffled(dataset) if mixture is None else any(map(has_shuffled, mixture._inside))):
         raise ValueError(
             "interleave(shuffle=True) inside another dataset, or under a sampler, with steps_per_epoch or rollover: "
             "the mixture would be shuffled anew before all of its samples were read. Give the loader the mixture "
             "itself without a sampler, or leave out steps_per_epoch and rollover"
         )
-    return None
+    return None if mixture is None else MixtureSampler(mixture)
 
 
-def why_not_set(dataset: Any, is_stream: bool) -> str:
-    """Why the weights of a loader's dataset cannot be set while training, and what to do."""
-    if is_stream:
-        return "iterable data is mixed by its workers: give interleave a schedule, weights=[(0, [...]), (1000, [...])]"
-    mixture = mixture_of(dataset)
-    if mixture is None:
-        return "the loader's dataset is not what interleave() returns, nor a transform of it: give it that"
-    if mixture.is_planned:
-        return "another sampler, or shuffle=True, gives the order: leave it out, and use interleave(..., shuffle=True)"
-    return "this mixture has fixed weights: make it with shuffle=True, or with a schedule, weights=[(0, [...])]"
+NO_WEIGHTS = (
+    "set_weights needs what interleave() returned for datasets that are read by index, or a transform of it, as the "
+    "dataset of a loader without a sampler and without shuffle=True. Make it with interleave(..., shuffle=True), or "
+    "with a schedule, weights=[(0, [...])]. Iterable data can only have a schedule that is given from the start"
+)
