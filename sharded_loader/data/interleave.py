@@ -9,7 +9,7 @@
 process.
 
 *By index.* A mixture that is shuffled, or whose weights change, has another order in each epoch. A loader plans that
-order in the main process (`sampling.mixtures`), and sends workers numbers above `CODED`. Such a number says which
+order in the main process (`MixtureSampler`), and sends workers numbers above `CODED`. Such a number says which
 sample it is, whatever the epoch and the weights are. So workers need not be told of either, and the order stays exact
 where a batch belongs to two epochs. Other readers, such as PyTorch's ``DataLoader``, call ``set_epoch``.
 
@@ -242,21 +242,12 @@ class InterleavedDataset(View):
             if not size:
                 raise _empty(number, part)
         self._dataset = ConcatDataset(parts)
-        self._schedule, self.stop, self.number = schedule, stop, len(datasets)
+        self.schedule = self._schedule = schedule
+        self.stop, self.number = stop, len(datasets)
         self.sizes = np.array(sizes, np.int64)
         self._begins = np.cumsum(self.sizes) - self.sizes
         self._total = sum(sizes)
         self._length = int(_length(schedule, sizes, stop))
-
-    @property
-    def schedule(self) -> Schedule | Plan:
-        return self._schedule
-
-    @property
-    def changes(self) -> list[Change]:
-        """The weights that it was given, and from which position on they hold."""
-        schedule = self._schedule
-        return schedule.changes if isinstance(schedule, Plan) else [Change(0, schedule.weights)]
 
     @property
     def is_planned(self) -> bool:

@@ -178,7 +178,7 @@ class Schedule:
     """
 
     def __init__(self, weights: list[int], seed: int, level: int = 0) -> None:
-        self.weights, self.seed, self.level = weights, seed, level
+        self.weights, self.seed, self.level, self.changes = weights, seed, level, [Change(0, weights)]
         self.step = STEPS[level % len(STEPS)]
         self.sources = [number for number, weight in enumerate(weights) if weight]
         counts = np.array([weights[number] for number in self.sources], np.int64)

@@ -32,7 +32,7 @@ from sharded_loader.loader.arguments import (
 )
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.stats import LoaderStats, Meter, Metered, quiet_counts
-from sharded_loader.sampling.mixtures import NO_WEIGHTS, MixtureSampler
+from sharded_loader.sampling.index_samplers import NO_WEIGHTS, MixtureSampler
 from sharded_loader.streams.order import StreamOrder
 
 Given = ParamSpec("Given")

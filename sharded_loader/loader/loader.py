@@ -56,7 +56,7 @@ from sharded_loader.loader.stats import Meter
 from sharded_loader.parallel.split import gather
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.pools.resident import LEAST, ResidentPool, check_resident
-from sharded_loader.sampling.mixtures import sampler_of
+from sharded_loader.sampling.index_samplers import sampler_of
 from sharded_loader.sampling.order import MapOrder
 from sharded_loader.streams.order import StreamOrder
 
