@@ -119,8 +119,8 @@ def interleave(
     Raises:
         TypeError: an argument is no list of datasets, no numbers, no seed; one dataset can be read only once, as a
             generator; ``shuffle`` with an iterable dataset.
-        ValueError: no datasets; weights that do not fit; a schedule that goes back; an unknown ``stop``; a dataset with
-            a weight is empty, or is never read to the end that ``stop`` waits for.
+        ValueError: no datasets; weights that do not fit; a schedule that goes back; an unknown ``stop``. A dataset with
+            a weight is empty, or is never read to its end, and ``stop`` waits for that.
 
     Example:
         >>> from sharded_loader import interleave

@@ -688,7 +688,7 @@ def sampler_of(dataset: Any, is_given: bool, rolls_over: bool) -> MixtureSampler
     if rolls_over and (has_shuffled(dataset) if mixture is None else any(map(has_shuffled, mixture._inside))):
         raise ValueError(
             "interleave(shuffle=True) inside another dataset, or under a sampler, with steps_per_epoch or rollover: "
-            "the mixture would be shuffled anew before all of its samples were read. Give the loader the mixture "
+            "the mixture would begin another order before all of its samples were read. Give the loader the mixture "
             "itself without a sampler, or leave out steps_per_epoch and rollover"
         )
     return None if mixture is None else MixtureSampler(mixture)

@@ -351,5 +351,5 @@ def test_a_shuffled_mixture_that_cannot_know_its_epoch_is_rejected(options):
     within = interleave([mixture(shuffle=True), [(2, 0)]], shuffle=True, stop=20)
     rows = [(mixture(shuffle=True).take(9), {}), (mixture(shuffle=True), {"shuffle": True}), (within, {})]
     for dataset, more in rows:
-        with pytest.raises(ValueError, match="would be shuffled anew before all of its samples were read"):
+        with pytest.raises(ValueError, match="would begin another order before all of its samples were read"):
             ShardedDataLoader(dataset, 3, **options, **more)
