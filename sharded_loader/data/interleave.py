@@ -59,7 +59,7 @@ from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_ind
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import ConcatDataset, Dataset, TransformDataset, View
 from sharded_loader.data.inspection import is_indexed, is_stateful, iterable_of, known_parts, takes_two, this_worker
-from sharded_loader.data.schedule import FAR, Change, Plan, Schedule, changes_of
+from sharded_loader.data.schedule import FAR, Plan, Schedule, changes_of
 from sharded_loader.randomness.shuffle import Bijections
 
 FIRST, ALL, EACH = "first_exhausted", "all_exhausted", "each_once"
@@ -253,18 +253,6 @@ class InterleavedDataset(View):
     def is_planned(self) -> bool:
         return self.shuffles or isinstance(self._schedule, Plan) or not isinstance(self.stop, str)
 
-    def replanned(self, changes: list[Change]) -> Plan:
-        """A plan with other weights. It raises a ValueError if they do not fit."""
-        schedule, sizes = self._schedule, np.zeros(self.number, np.int64)
-        sizes[schedule.sources] = self.sizes
-        plan = Plan(changes, schedule.seed, schedule.level, sizes.tolist() if self.stop == EACH else None)
-        if unknown := set(plan.sources) - set(schedule.sources):
-            raise ValueError(
-                f"datasets[{min(unknown)}] had the weight 0 when the mixture was made, and is never read: give it a "
-                f"weight there, if only from a far sample on: weights=[(0, [1, 0]), ({FAR - 1}, [1, 1])]"
-            )
-        return plan
-
     def codes(self, positions: Int64s, epoch: int, plan: Plan | None = None) -> Int64s:
         """A number from `CODED` on for the sample at each position of an epoch. The mixture takes it as an index.
 
@@ -273,7 +261,7 @@ class InterleavedDataset(View):
         Args:
             positions: below the length.
             epoch: which epoch.
-            plan: what `replanned` has returned; None: the weights that the mixture was given.
+            plan: of the same datasets, with other weights; None: the weights that the mixture was given.
         """
         inner, passes = self._placed(positions, epoch, plan)
         most = CODED // self._total
@@ -291,8 +279,6 @@ class InterleavedDataset(View):
     def _placed(self, positions: Int64s, epoch: int, plan: Plan | None = None) -> tuple[Int64s, Int64s]:
         """Where in the joined datasets the samples at these positions are, and in which pass of their dataset."""
         sources, numbers = (plan or self._schedule).at_many(positions)
-        if plan is not None:
-            sources = np.searchsorted(self._schedule.sources, plan.sources)[sources]
         places = self._within(sources, numbers, epoch) if self.shuffles else numbers % self.sizes[sources]
         return self._begins[sources] + places, numbers // self.sizes[sources]
 

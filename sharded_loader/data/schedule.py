@@ -29,6 +29,7 @@ AtCoder Library.
 
 from __future__ import annotations
 
+import copy
 import math
 from bisect import bisect
 from collections.abc import Iterable
@@ -48,7 +49,7 @@ MOST = 65_536
 """The largest sum of the whole numbers. So the shortest interval has 65,536 of the 2^32 numbers."""
 
 MOST_EACH_ONCE = 500
-"""The largest number of sources that can drop out. A plan has a piece for each of them, which took 4 ms to make."""
+"""The largest number of sources that can drop out. A plan has a piece for each of them, and takes 20 ms to make it."""
 
 FAR = 1 << 62
 """Behind all positions."""
@@ -302,28 +303,61 @@ class Plan:
     """
 
     def __init__(self, changes: list[Change], seed: int, level: int = 0, sizes: list[int] | None = None) -> None:
-        self.changes, self.seed, self.level, self.step = changes, seed, level, STEPS[level % len(STEPS)]
+        self.seed, self.level, self.step = seed, level, STEPS[level % len(STEPS)]
         self.weights = [number for one in changes for number in (one.begin, *one.weights)]
-        weights = np.array([one.weights for one in changes])
-        self.sources: list[int] = np.flatnonzero(weights.any(axis=0) | (np.array(sizes or 0) > 0)).tolist()
-        limits = np.array([FAR if sizes is None else sizes[number] for number in self.sources])
-        if sizes is not None and len(limits) > MOST_EACH_ONCE:
+        has_weight = np.array([one.weights for one in changes]).any(axis=0)
+        self.sources: list[int] = np.flatnonzero(has_weight | (np.array(sizes or 0) > 0)).tolist()
+        self._limits = np.array([FAR if sizes is None else sizes[number] for number in self.sources])
+        if sizes is not None and len(sizes) > MOST_EACH_ONCE:
             raise ValueError(
-                f"interleave: {len(limits)} datasets, of which each drops out at its end: give up to {MOST_EACH_ONCE}, "
+                f"interleave: {len(sizes)} datasets, of which each drops out at its end: give up to {MOST_EACH_ONCE}, "
                 "or join some first, with ConcatDataset"
             )
-        self.length = None if sizes is None else int(limits.sum())
+        self.length = None if sizes is None else int(self._limits.sum())
+        self.changes: list[Change] = []
         self._pieces: list[_Piece] = []
-        begin, counts = 0, np.zeros(len(limits), np.int64)
-        for row, end in zip(weights[:, self.sources], [*(one.begin for one in changes[1:]), FAR], strict=True):
-            while begin < end and (counts < limits).any():
-                begin, counts = self._add(np.where(counts < limits, row, 0), limits, counts, begin, end)
+        for change, end in zip(changes, [*(one.begin for one in changes[1:]), FAR], strict=True):
+            self._extend(change, end)
+
+    def changed(self, begin: int, weights: list[int]) -> Plan:
+        """A plan that is the same before a position, and has these weights from it on.
+
+        Raises:
+            ValueError: a source that is not in the plan has a weight. Or samples are left, as above.
+        """
+        twin = copy.copy(self)
+        for number in np.flatnonzero(weights).tolist():
+            if number not in self.sources:
+                raise ValueError(
+                    f"datasets[{number}] had the weight 0 when the mixture was made, and is never read: give it a "
+                    f"weight there, if only from a far sample on: weights=[(0, [1, 0]), ({FAR - 1}, [1, 1])]"
+                )
+        twin.changes = [one for one in self.changes if one.begin < begin]
+        twin._pieces = [one for one in self._pieces if one.begin < begin]
+        twin._extend(Change(begin, weights), FAR)
+        return twin
+
+    def _extend(self, change: Change, end: int) -> None:
+        """Add the pieces of one change."""
+        self.changes = [*self.changes, change]
+        begin, row = change.begin, np.array(change.weights)[self.sources]
+        while begin < end and ((counts := self._counts(begin)) < self._limits).any():
+            begin = self._add(np.where(counts < self._limits, row, 0), counts, begin, end)
         self._begins = [piece.begin for piece in self._pieces]
 
-    def _add(self, weights: Any, limits: Int64s, counts: Int64s, begin: int, end: int) -> tuple[int, Int64s]:
-        """One more piece, until ``end``, or until a source has no more samples; and the counts of samples there."""
+    def _counts(self, position: int) -> Int64s:
+        """For each source, how many of its samples come before a position in the last piece, or behind that."""
+        if not self._pieces:
+            return np.zeros(len(self.sources), np.int64)
+        _, schedule, sources, before, offset = self._pieces[-1]
+        counts = before.copy()
+        counts[sources] = schedule.counts(position) + offset
+        return np.minimum(counts, self._limits)
+
+    def _add(self, weights: Any, counts: Int64s, begin: int, end: int) -> int:
+        """Add one piece, which ends at ``end``, or where a source has no more samples. Returns where it ends."""
         if not weights.any():
-            number = self.sources[int(np.argmax(counts < limits))]
+            number = self.sources[int(np.argmax(counts < self._limits))]
             raise ValueError(
                 f"interleave: at sample {begin}, only datasets with the weight 0 have samples left, such as "
                 f"datasets[{number}]: give it a weight there, as each sample is to come once"
@@ -333,14 +367,12 @@ class Plan:
         offset = counts[sources] - schedule.counts(begin)
         self._pieces.append(_Piece(begin, schedule, sources, counts, offset))
         if self.length is not None:
-            lasts = limits[sources] - 1 - offset
+            lasts = self._limits[sources] - 1 - offset
             first = int(np.argmin((lasts + 1) / weights[sources]))  # about
             end = min(end, 1 + schedule.position(int(lasts[first]), first))
             for source in np.flatnonzero(schedule.counts(end) > lasts).tolist():
                 end = min(end, 1 + schedule.position(int(lasts[source]), source))
-        counts = counts.copy()
-        counts[sources] = schedule.counts(end) + offset
-        return end, counts
+        return end
 
     @property
     def _fingerprint(self) -> str:

@@ -27,7 +27,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.limits import check_fits
 from sharded_loader.data.columns import as_dataset
 from sharded_loader.data.interleave import InterleavedDataset, has_shuffled, mixture_of
-from sharded_loader.data.schedule import Change, Plan, whole_numbers
+from sharded_loader.data.schedule import Plan, whole_numbers
 from sharded_loader.randomness.shuffle import MAX_LENGTH, IndexView, Indices, Selection, shuffle, taken, uniforms
 from sharded_loader.sampling.base import Sampler, resolve_seed, underscored
 from sharded_loader.sampling.state import WEIGHTS_SET
@@ -623,21 +623,28 @@ class MixtureSampler(IndexSampler):
         self._mixture, self._length = mixture, len(mixture)
         self._start, self._seed = mixture.schedule.weights, mixture.schedule.seed
         self._stop, self._on, self._sizes = mixture.stop, mixture.shuffles, mixture.sizes
+        plan = mixture.schedule
+        self._base = plan if isinstance(plan, Plan) else Plan(plan.changes, plan.seed, plan.level)
         self._set: tuple[Moment, ...] = ()
+        self._known: tuple[list[Any], Plan] = [], self._base
+
+    def epoch_table(self, epoch: int) -> Table:
+        return Table(self._length, self._order(epoch), BLOCK // 8)  # less is lost where weights are set
 
     def _order(self, epoch: int) -> Any:
         return partial(self._mixture.codes, epoch=epoch, plan=self._plan(epoch, self._set))
 
-    def _plan(self, epoch: int, given: tuple[Moment, ...]) -> Plan | None:
-        """The plan of an epoch; None: that of the mixture."""
-        given = tuple(one for one in given if one[0] <= epoch)
-        if not given:
-            return None
-        before = [Change(0, weights) for number, _, weights in given if number < epoch]
-        changes = before[-1:] or self._mixture.schedule.changes
-        for begin, weights in (one[1:] for one in given if one[0] == epoch):
-            changes = [*(change for change in changes if change.begin < begin), Change(begin, weights)]
-        return self._mixture.replanned(changes)
+    def _plan(self, epoch: int, given: Sequence[Moment]) -> Plan:
+        """The plan of an epoch. The last one is kept: one more change takes 2 ms, whatever was changed before."""
+        changes = [(0, weights) for number, _, weights in given if number < epoch][-1:]
+        changes += [(begin, weights) for number, begin, weights in given if number == epoch]
+        known, plan = self._known
+        if changes[: len(known)] != known:
+            known, plan = [], self._base
+        for change in changes[len(known) :]:
+            plan = plan.changed(*change)
+        self._known = changes, plan
+        return plan
 
     def set_weights(self, weights: Any, epoch: int, position: int) -> None:
         """Mix by these weights from a position of an epoch on, and in the epochs after it.
@@ -648,9 +655,9 @@ class MixtureSampler(IndexSampler):
         found = whole_numbers(weights, self._mixture.number, "set_weights")
         before = [one for one in self._set if one[0] < epoch][-1:]  # what decides this epoch and those after it
         before += [one for one in self._set if one[0] == epoch and one[1] < position]
-        given = (*before, (epoch, position, found))
-        self._plan(epoch, given), self._plan(epoch + 1, given)
-        self._set = given
+        self._base.changed(0, found)  # the next epoch
+        self._plan(epoch, [*before, (epoch, position, found)])
+        self._set = (*before, (epoch, position, found))
 
     @property
     def weights_set(self) -> str:
