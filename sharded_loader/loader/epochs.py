@@ -102,6 +102,7 @@ class Progress(ShownRun):
 
     def replace(self, run: Run, by: Run, iterator: Any) -> None:
         """An iterator goes on with another run of the same epoch."""
+        self.live.pop(run.number, None)
         self.live[by.number] = iterator
         if self.shown is run:
             self.shown = by
@@ -344,9 +345,6 @@ class Epochs:
             epoch = progress.coming() if shown is None else shown.epoch
             assert isinstance(epoch, MapEpoch)  # only its order can be changed
             change(*epoch.reached(epoch.first if shown is None else shown.delivered))
-            if self._kept is not None:  # it was planned before
-                kept, self._kept = self._kept, None
-                self._drop(kept.run)
             for iterator in list(progress.live.values()):
                 run = iterator.run
                 if run is not None and not run.ended and run.dead is None:

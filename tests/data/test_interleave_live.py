@@ -191,6 +191,15 @@ def test_each_once_stays_exact_whatever_is_set():
     assert sorted(sum(loaders.steps(), [])) == full  # nothing has changed
 
 
+def test_many_changes_leave_nothing_behind():
+    """Each takes a run out of the loader's tables, and puts one in."""
+    [loader] = Ranks(mixture(1200), 1).loaders
+    for number, _ in enumerate(loader):
+        loader.set_weights([1, number % 3, 1])
+        assert len(loader._progress.live) == len(loader._pipeline._runs) == 1
+    assert len(json.loads(loader.state_dict()["sampler_arguments"]["MixtureSampler.set_weights"])) == 100
+
+
 def test_two_iterators_of_one_loader_follow_the_change():
     [loader] = Ranks(mixture(weights=[(0, (3, 2, 1))], shuffle=False), 1).loaders
     one, two = iter(loader), iter(loader)
