@@ -10,6 +10,7 @@ from conftest import POOLS, covering, make_pool
 from torch.utils.data import Subset
 
 from sharded_loader import ArrayDataset, RandomSampler, ShardedDataLoader, interleave, sample_rng
+from sharded_loader.data.schedule import Plan
 
 SIZES = (50, 9, 17)
 GLOBAL = 12  # samples in a step of all ranks
@@ -164,7 +165,7 @@ def test_a_loop_that_is_left_after_a_change_has_ended():
 
 def test_a_change_after_the_last_batch_does_not_prolong_the_loop():
     [loader] = Ranks(mixture(), 1).loaders
-    assert len([loader.set_weights([1, 0, 0]) for _ in loader]) == 8
+    assert len([loader.set_weights([1, 0, 0]) for _ in itertools.islice(loader, 20)]) == 8
     assert counts(np.concatenate(list(loader))).tolist() == [96, 0, 0]
 
 
@@ -189,15 +190,22 @@ def test_each_once_stays_exact_whatever_is_set():
     with pytest.raises(ValueError, match=r"only datasets with the weight 0 have samples left, such as datasets\[0\]"):
         loaders.loaders[0].set_weights([0, 1, 1])
     assert sorted(sum(loaders.steps(), [])) == full  # nothing has changed
+    steps = loaders.steps()
+    assert 10_008 in sum(itertools.islice(steps, 16), [])  # all of the second dataset was read
+    with pytest.raises(ValueError, match=r"at sample 67, only .* left, such as datasets\[1\]"):
+        loaders.loaders[0].set_weights([1, 0, 1])  # it would be left out in the next epoch
 
 
-def test_many_changes_leave_nothing_behind():
+def test_many_changes_leave_nothing_behind_and_each_adds_to_the_plan_that_is_there(monkeypatch):
     """Each takes a run out of the loader's tables, and puts one in."""
+    made, add = [], Plan._add
+    monkeypatch.setattr(Plan, "_add", lambda *given: made.append(1) or add(*given))
     [loader] = Ranks(mixture(1200), 1).loaders
     for number, _ in enumerate(loader):
         loader.set_weights([1, number % 3, 1])
         assert len(loader._progress.live) == len(loader._pipeline._runs) == 1
     assert len(json.loads(loader.state_dict()["sampler_arguments"]["MixtureSampler.set_weights"])) == 100
+    assert len(made) <= 1 + 2 * 100
 
 
 def test_two_iterators_of_one_loader_follow_the_change():
@@ -236,6 +244,9 @@ def test_weights_that_are_set_hold_where_epochs_have_a_number_of_steps(ranks, ot
     changes = ({1: [0, 1, 1]}, {3: [4, 1, 1]}, {}, {0: [0, 0, 1]})
     whole, states = everything(mixture(120), ranks, changes, steps_per_epoch=7)
     assert everything(mixture(120), other, changes, steps_per_epoch=7)[0] == whole
+    # The mixture has 10 steps: the third epoch of 7 steps begins in the middle of its second one.
+    for samples, only in (([*whole[0][2:], *whole[1][:4]], [1, 2]), (whole[3][1:], [2])):
+        assert np.flatnonzero(counts(sum(samples, []))).tolist() == only
     loaders = Ranks(mixture(120), ranks, steps_per_epoch=7)
     loaders.load(states[16])
     assert list(loaders.steps()) == whole[2][3:]

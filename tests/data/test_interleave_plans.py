@@ -139,6 +139,10 @@ def test_a_mixture_in_order_that_drops_sources_is_resumed_from_every_position():
         assert list(other) == whole[position:] or position == 14
 
 
+def test_a_part_without_samples_drops_out_at_once():
+    assert list(interleave([Begins([]), Begins("ab"), Begins([])], stop="each_once")) == ["a", "b"]
+
+
 # -- a number of samples -----------------------------------------------------------------------------------------------
 
 
@@ -293,6 +297,38 @@ def test_parts_of_iterable_data_change_their_weights_at_the_same_sample_of_all()
         mixed = interleave(datasets, [(0, [1, 0]), (80, [0, 1])], stop=160)
         loader = ShardedDataLoader(mixed, 4, streams=parts)
         assert torch.cat(list(loader)).tolist() == [0] * 80 + [1] * 80, parts
+
+
+ITERABLE = {
+    "schedule": {"weights": [(0, [9, 1]), (40, [1, 9])], "stop": 90},
+    "each once": {"weights": [3, 1], "stop": "each_once"},
+    "number": {"stop": 70},
+}
+
+
+@pytest.mark.parametrize("options", ITERABLE.values(), ids=ITERABLE)
+@pytest.mark.parametrize("streams", [1, 2, 3])
+def test_a_loader_of_iterable_data_continues_exactly_from_every_batch(options, streams):
+    def make():
+        mixed = interleave([part_of_numbers, np.arange(1000, 1020)], **options)
+        return ShardedDataLoader(mixed, 4, streams=streams)
+
+    loader = make()
+    whole, states = [], []
+    for batch in loader:
+        whole.append(batch.tolist())
+        states.append(json.dumps(loader.state_dict()))
+    assert len(whole) > 10
+    if options["stop"] == "each_once":
+        assert sorted(sum(whole, [])) == [*range(60), *range(1000, 1020)]
+    for done in range(1, len(whole), 4):
+        other = make()
+        other.load_state_dict(json.loads(states[done - 1]))
+        assert [batch.tolist() for batch in other] == whole[done:]
+
+
+def part_of_numbers(part, parts):
+    return iter(range(part, 60, parts))
 
 
 # -- what is rejected --------------------------------------------------------------------------------------------------
