@@ -352,8 +352,7 @@ class Plan:
         _, schedule, sources, before, offset = self._pieces[-1]
         counts = before.copy()
         counts[sources] = schedule.counts(position) + offset
-        found: Int64s = np.minimum(counts, self._limits)
-        return found
+        return counts
 
     def _add(self, weights: Any, counts: Int64s, begin: int, end: int) -> int:
         """Add one piece, which ends at ``end``, or where a source has no more samples. Returns where it ends."""

@@ -11,6 +11,7 @@ from torch.utils.data import Subset
 
 from sharded_loader import ArrayDataset, RandomSampler, ShardedDataLoader, interleave, sample_rng
 from sharded_loader.data.schedule import Plan
+from sharded_loader.loader.stats import Counts, Meter
 
 SIZES = (50, 9, 17)
 GLOBAL = 12  # samples in a step of all ranks
@@ -230,10 +231,11 @@ def test_a_change_inside_next_is_an_error():
 # -- epochs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("changes", [{}, {1: [1, 9, 1], 3: [1, 1, 5]}], ids=["fixed", "set"])
 @pytest.mark.parametrize("options", [{"steps_per_epoch": 5}, {"last_batch": "rollover", "batch_size": 7}], ids=str)
-def test_passes_stay_whole_where_an_epoch_ends_inside_a_batch(options):
+def test_passes_stay_whole_where_an_epoch_ends_inside_a_batch(options, changes):
     loaders = Ranks(mixture("each_once"), 1, **options)
-    found = sum((samples for _ in range(12) for samples in loaders.steps()), [])
+    found = sum((samples for _ in range(8) for samples in loaders.steps(changes)), [])
     for begin in range(0, len(found) - 76 + 1, 76):
         assert sorted(found[begin : begin + 76]) == sorted(mixture("each_once"))
     assert len({tuple(found[begin : begin + 76]) for begin in range(0, len(found) - 75, 76)}) == len(found) // 76 > 2
@@ -291,6 +293,13 @@ def test_stats_tell_how_many_samples_of_each_dataset_were_read(pool):
     total = loaders.loaders[1].stats()
     assert sum(total.sources) == total.samples == 144 and sum(total.shares) == pytest.approx(1)
     loaders.close()
+
+
+def test_what_an_iterator_of_an_old_epoch_reads_is_counted_too():
+    meter, old = Meter(mixture()), Counts()
+    old.sum = Counts()
+    meter.count_sources(old, [[0, 1], [2]])
+    assert sum(old.report().sources) == 3 and old.sum.report().sources == old.report().sources
 
 
 @pytest.mark.parametrize(
