@@ -30,6 +30,7 @@ random numbers. A test compares this table with the code.
     stratified split               Dataset.split with stratify
     stratified classes             and which class gets a part's extra sample first
     interleave                     interleave(): which dataset comes first where several may
+    interleave shuffle             interleave(shuffle=True): the samples of each dataset, in each pass
     sample                         sample_rng() of a sample
     sample of batchify_fn          sample_rng() in batchify_fn
     torch                          sample_generator() of a sample

@@ -365,6 +365,10 @@ class MapEpoch(Epoch):
             mark = self._listed.checkpoint(self.number, done)
         return Position(self.number, done, mark)
 
+    def reached(self, delivered: int) -> tuple[int, int]:
+        """The epoch of the sampler, and the position in it, after ``delivered`` batches of the epoch."""
+        return self._span.reached(delivered - self.first)
+
     def after(self, begin: Position) -> Position:
         """The position that the next epoch begins at, as a sampler of another library gets there after this epoch.
 
@@ -420,6 +424,10 @@ class _SeparateSpan:
         """How many items come from a position on; less than 0 behind the end."""
         return self._end - position
 
+    def reached(self, batches: int) -> tuple[int, int]:
+        """The epoch of the sampler, and the position in it, after a number of batches."""
+        return self._epoch, self.done(batches)
+
 
 class _RollingSpan(Rolling):
     """The batches of an epoch in the endless sequence of epochs."""
@@ -454,3 +462,7 @@ class _RollingSpan(Rolling):
     def items_from(self, position: int) -> int:
         """Any number: there are no fillers."""
         return ENDLESS
+
+    def reached(self, batches: int) -> tuple[int, int]:
+        """The epoch of the sampler, and the position in it, after a number of batches."""
+        return divmod(self.total(batches), max(self._stretch.length, 1))

@@ -54,11 +54,13 @@ from sharded_loader.sampling.state import (
     Signature,
     arguments_of,
     differences,
+    has_weights,
     kind_of,
     other_arguments,
     out_of_epoch,
     parse,
     seed_of,
+    weights_set,
 )
 from sharded_loader.sampling.tables import Dealt, Table, parts
 
@@ -185,7 +187,7 @@ class MapOrder(Order[Signature]):
             sampler_seeds=tuple(map(seed_of, self._samplers)),
             batch_size=None if self.given_batches else self.batch_sampler.batch_size,
             last_batch=None if self.given_batches else self._last_batch,
-            sampler_arguments=self._arguments,
+            sampler_arguments=self._arguments + weights_set(self._samplers),
             steps_per_epoch=self.steps,
             num_replicas=self.replicas()[0] if self.replicated or self.steps is not None else None,
             step_ranks=None if made_for == 1 else made_for,
@@ -227,6 +229,8 @@ class MapOrder(Order[Signature]):
 
     def _adopt(self, saved: Signature, position: Position) -> bool:
         self._step_ranks = (position.epoch, saved.step_ranks or 1) if position.done else None
+        for sampler in filter(has_weights, self._samplers):
+            sampler.adopt(dict(saved.sampler_arguments))
         present = [seed_of(sampler) for sampler in self._samplers]
         seeds = [None if seed == before else seed for before, seed in zip(present, saved.sampler_seeds, strict=True)]
         if saved.seed == self.seed and not any(seed is not None for seed in seeds):

@@ -40,6 +40,9 @@ from sharded_loader.engine.order import Position
 from sharded_loader.sampling.base import Sampler, is_own, nested
 from sharded_loader.sampling.tables import checksum_of
 
+WEIGHTS_SET = "set_weights"
+"""What ``sampler_arguments`` calls the weights that were set while training. A loader takes them over from a state."""
+
 SUM = "crc32 "
 """How the checksum of an array among the ``sampler_arguments`` begins."""
 
@@ -242,8 +245,8 @@ def other_arguments(saved: Signature, own: Signature) -> list[str]:
     now = dict(own.sampler_arguments)
     phrases = []
     for name, was in saved.sampler_arguments:
-        if name in now and now[name] != was:
-            sampler, _, argument = name.partition(".")
+        sampler, _, argument = name.partition(".")
+        if name in now and now[name] != was and argument != WEIGHTS_SET:
             if isinstance(was, str) and was.startswith(SUM):
                 phrases.append(f"{argument} of the {sampler} changed after the state was saved")
             else:
@@ -259,6 +262,16 @@ def arguments_of(samplers: Iterable[Any]) -> tuple[tuple[str, Any], ...]:
         if isinstance(sampler, Sampler) and is_own(sampler)
         for name, attribute in sampler.decided_by
     )
+
+
+def weights_set(samplers: Iterable[Any]) -> tuple[tuple[str, str], ...]:
+    """The weights of mixtures that were set while training, in the form of `arguments_of`."""
+    return tuple((f"{type(one).__name__}.{WEIGHTS_SET}", one.weights_set) for one in samplers if has_weights(one))
+
+
+def has_weights(sampler: Any) -> bool:
+    """Whether the weights of a sampler can be set while training."""
+    return hasattr(type(sampler), "weights_set")
 
 
 def _summary(value: Any) -> Any:
