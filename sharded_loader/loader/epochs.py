@@ -202,8 +202,8 @@ class Progress(ShownRun):
         data = self._fingerprint()
         return state if data is None else {**state, "data": data}
 
-    def load(self, state: Any, strict: bool, **doing: str) -> bool:
-        """Continue at the position of a state. ``doing`` is as `Order.load` has it.
+    def load(self, state: Any, strict: bool) -> bool:
+        """Continue at the position of a state.
 
         Returns:
             Whether the loader's seeds have changed with it.
@@ -211,7 +211,7 @@ class Progress(ShownRun):
         Raises:
             TypeError, ValueError: the state does not fit. Nothing has changed then.
         """
-        position, changed = self._order.load(state, strict, **doing)
+        position, changed = self._order.load(state, strict)
         if strict:
             one = state[0] if isinstance(state, list | tuple) else state
             warn_of_other_data(one.get("data"), self._fingerprint())
@@ -412,7 +412,7 @@ class Epochs:
         self._split.costs = self.order.shard_costs
 
     def rescale(self, num_replicas: Any, rank: Any, batch_size: Any) -> None:
-        """There are other ranks from the next batch on. The iterator that is shown goes on with them.
+        """There are other ranks from the next batch on. Iterators that are under way go on with them.
 
         Raises:
             TypeError, ValueError: wrong arguments, or a position that others cannot go on from. Nothing has changed.
@@ -423,18 +423,21 @@ class Epochs:
                 "rescale needs a dataset that is read by index: the parts of iterable data belong to ranks. Save the "
                 "states of all ranks, and load them as a list into loaders of the new ranks"
             )
-        run, state, before = progress.run(), progress.state(), order.settings
-        try:
-            order.rescale(num_replicas, rank, batch_size)
-            progress.load(state, strict=False, doing="rescale: the position belongs to the ranks before")
-        except BaseException:
-            order.settings = before
-            raise
+
+        def change(*_: int) -> None:
+            goes_on = progress.resumes or any(not run.ended for run in progress.live_runs())
+            state, before = progress.state(), order.settings
+            try:
+                order.rescale(num_replicas, rank, batch_size)
+                if goes_on:
+                    order.load(state, False, "rescale: the position belongs to the ranks before")
+            except BaseException:
+                order.settings = before
+                raise
+
+        self.replan(change)
         if not self._job.keep_batch:
             self._job, self.stale = replace(self._job, keep_batch=True), True
-        iterator = None if run is None else progress.live.pop(run.number, None)
-        if run is not None and iterator is not None and order.next_epoch == run.epoch.number:
-            iterator.start_over()
 
     def forget(self) -> None:
         """Let go of what is kept: the loader is closed."""

@@ -104,12 +104,6 @@ class BatchIterator(Iterator[Batch]):
         if self.run is not None and not _is_finalizing():
             self._pipeline.drop(self.run.number)
 
-    def start_over(self) -> None:
-        """Choose a run again at the next batch: it goes on where the loader is then."""
-        if self.run is not None:
-            self._pipeline.drop(self.run.number)
-            self.run = None
-
     def __iter__(self) -> Self:
         return self
 

@@ -378,6 +378,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             ValueError: Wrong arguments. Or the order does not allow it: with ``costs``, in mid-epoch, all ranks
                 together must read as many samples in a step as before; with ``steps_per_epoch`` too, and the numbers
                 of ranks must divide the dataset's length.
+            RuntimeError: You call it inside ``next``.
             LoaderClosedError: after `close`.
 
         Example:
@@ -392,9 +393,8 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             [tensor([4, 5]), tensor([6, 7])]
         """
         self._pipeline.check_open()
-        with self._pipeline.lock:
-            self._epochs.rescale(num_replicas, rank, batch_size)
-            self._resized(num_replicas, rank, batch_size)
+        self._epochs.rescale(num_replicas, rank, batch_size)
+        self._resized(num_replicas, rank, batch_size)
 
     def close(self) -> None:
         """Stop the workers. The loader cannot be used any more; batches that are held stay. Safe to call twice.
