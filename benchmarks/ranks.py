@@ -1,6 +1,6 @@
 """Every rank the same work: one table for each of its parts.
 
-    python -m benchmarks.ranks [--quick] [equal mixtures packing tokens plans]
+    python -m benchmarks.ranks [--quick] [equal plans kinds mixtures packing tokens]
 
 Each part is a module with `TITLE` and `rows`. A row is a dict; rows with the same keys are one table.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
-PARTS = ("equal", "plans", "mixtures", "packing", "tokens")
+PARTS = ("equal", "plans", "kinds", "mixtures", "packing", "tokens")
 
 
 def tables(rows: Iterable[dict[str, Any]]) -> Iterable[str]:

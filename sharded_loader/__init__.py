@@ -26,8 +26,10 @@ _HOMES = {
     "data.columns": "PackedList",
     "data.datasets": "ConcatDataset Dataset SimpleDataset SubsetDataset",
     "data.interleave": "interleave",
+    "data.shuffle_buffer": "ShuffleBuffer",
     "data.tokens": "TokenWindows",
     "loader.loader": "ShardedDataLoader",
+    "loader.lockstep": "Lockstep",
     "loader.stats": "LoaderStats",
     "parallel": "Replicas split_and_load split_data",
     "pools.inline": "InlinePool",
@@ -38,10 +40,12 @@ _HOMES = {
     "randomness.shuffle": "IndexView",
     "recordio": "RecordFileDataset",
     "sampling.base": "Sampler",
-    "sampling.batch_samplers": "BatchSampler BoundedBudgetSampler ShardedBatchSampler SortedBucketSampler",
-    "sampling.bucket_samplers": "BucketScheme ConstWidthBucket ExpWidthBucket FixedBucketSampler LinearWidthBucket",
-    "sampling.index_samplers": "FilterSampler IntervalSampler RandomSampler SequentialSampler SortedSampler "
-    "SplitSampler SubsetRandomSampler WeightedRandomSampler",
+    "sampling.batch_samplers": "BatchSampler BoundedBudgetSampler ClassBalancedBatchSampler GrowingBatchSampler "
+    "ShardedBatchSampler SortedBucketSampler",
+    "sampling.bucket_samplers": "BucketScheme ConstWidthBucket ExpWidthBucket FixedBucketSampler "
+    "GroupedBatchSampler LinearWidthBucket",
+    "sampling.index_samplers": "FilterSampler IntervalSampler RandomSampler RepeatedSampler SequentialSampler "
+    "SortedSampler SplitSampler SubsetRandomSampler WeightedRandomSampler",
     "sampling.packing": "PackSampler",
     "sampling.shard_shuffle": "EqualShards ShardShuffleSampler",
     "storage.cache": "ShardCache",

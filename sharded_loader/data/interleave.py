@@ -153,7 +153,7 @@ def interleave(
     is_one = isinstance(datasets, (str, bytes, Mapping, Dataset, InterleavedIterable, torchs))
     if is_one or hasattr(datasets, "__array__") or not isinstance(datasets, Iterable):
         raise TypeError(f"interleave needs a list of datasets, not {an(kind)}: interleave([first, second])")
-    given = [_checked(dataset, number) for number, dataset in enumerate(datasets)]
+    given = [check_source(dataset, f"interleave: datasets[{number}]") for number, dataset in enumerate(datasets)]
     if not given:
         raise ValueError("interleave was given no datasets: give at least one")
     changes, level, is_by_index = changes_of(weights, len(given)), max(map(_levels, given)), all(map(is_indexed, given))
@@ -192,9 +192,9 @@ def _levels(dataset: Any) -> int:
     return own + max(map(_levels, inside), default=0)
 
 
-def _checked(dataset: Any, number: int) -> Any:
+def check_source(dataset: Any, name: str) -> Any:
     """One of the datasets. What can be read neither by index nor again and again is rejected."""
-    kind, name = type(dataset), f"interleave: datasets[{number}]"
+    kind = type(dataset)
     refuse_class(name, dataset)
     if isinstance(dataset, (str, bytes)):
         raise TypeError(f"{name} is {an(kind)}, not a dataset: give what it names, or list(text) for its items")
@@ -433,6 +433,9 @@ class Source:
         'c'
     """
 
+    name = ""
+    """How errors call it; by default by its number in the mixture."""
+
     def __init__(
         self,
         number: int,
@@ -490,9 +493,10 @@ class Source:
             elif point.dataset is None:
                 skipped = sum(1 for _ in islice(iterator, self.taken))
         if skipped < self.taken:
+            name = self.name or f"interleave: datasets[{self.number}]"
             raise ValueError(
-                f"interleave: datasets[{self.number}], {an(type(dataset))}, has {skipped} samples, and the "
-                f"state was saved after {self.taken}: give the data that it was saved with"
+                f"{name}, {an(type(dataset))}, has {skipped} samples, and the state was saved after {self.taken}: give "
+                "the data that it was saved with"
             )
         self._opened, self._iterator = dataset, iterator
         self._is_stateful = self._has_own_state and is_stateful(dataset)
@@ -527,7 +531,22 @@ class _MixPosition:
     )
 
 
-class InterleavedIterable:
+class InOrder:
+    """Base class of iterable data that torch's DataLoader takes as an IterableDataset: it asks ``isinstance``."""
+
+    def __init__(self) -> None:
+        call_after_import("torch.utils.data", _tell_torch)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        call_after_import("torch.utils.data", _tell_torch)
+
+
+def _tell_torch() -> None:
+    sys.modules["torch.utils.data"].IterableDataset.register(InOrder)
+
+
+class InterleavedIterable(InOrder):
     """Datasets that are read in order, mixed by a schedule; made by `interleave`.
 
     Attributes:
@@ -547,14 +566,10 @@ class InterleavedIterable:
         shards = [number for number in map(known_parts, iterable) if number is not None]
         if shards:
             self.num_shards = min(shards)
-        call_after_import("torch.utils.data", _tell_torch)
+        super().__init__()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_last": None}  # iterators cannot be copied: a copy starts at the beginning
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        call_after_import("torch.utils.data", _tell_torch)
 
     def __iter__(self) -> Iterator[Any]:
         """The samples. The iteration begins when the first one is asked for."""
@@ -626,11 +641,6 @@ class InterleavedIterable:
 
     def __repr__(self) -> str:
         return f"interleave({brief(self._datasets)}, weights={brief(self._schedule.weights)}, stop={self._stop!r})"
-
-
-def _tell_torch() -> None:
-    """Make the mixture an IterableDataset for ``isinstance``, which is what torch's DataLoader asks."""
-    sys.modules["torch.utils.data"].IterableDataset.register(InterleavedIterable)
 
 
 class _Iteration:

@@ -91,7 +91,13 @@ def translated(
     keys = keys_of(outer)
     if keys is None:
         return list(inner)
-    return KeyedIndices(inner, keys if positions is None else [keys[position] for position in positions])
+    if positions is not None:
+        keys = [keys[position] for position in positions]
+    copies = [key.index for key in keys]
+    if any(isinstance(copy, rng.RepeatedIndex) for copy in copies):  # each copy stays one
+        pairs = zip(inner, copies, strict=True)
+        inner = [type(copy)(index) if isinstance(copy, rng.RepeatedIndex) else index for index, copy in pairs]
+    return KeyedIndices(inner, keys)
 
 
 def handed_out(indices: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -30,6 +30,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.batching.pack import Packed
 from sharded_loader.data.splits import apportioned
 from sharded_loader.engine.messages import PartIndices, Task
+from sharded_loader.randomness.rng import RepeatedIndex
 
 
 @dataclass
@@ -62,10 +63,17 @@ class Split:
 
 def plain_index(item: Any) -> Any:
     """A NumPy or tensor integer as an int; anything else (a key of the user's) as it is."""
+    if isinstance(item, RepeatedIndex):
+        return item
     try:
         return operator.index(item)
     except TypeError:
         return item
+
+
+def are_plain(items: Iterable[Any]) -> bool:
+    """Whether all items are ints of Python's. The index of a copy is one of them."""
+    return all(kind is int or issubclass(kind, RepeatedIndex) for kind in set(map(type, items)))
 
 
 def plain_indices(indices: Any) -> list[Any]:
@@ -76,7 +84,7 @@ def plain_indices(indices: Any) -> list[Any]:
     if hasattr(indices, "tolist"):
         found = indices.tolist()
         return found if isinstance(found, list) else [found]
-    if set(map(type, indices)) == {int}:
+    if are_plain(indices):
         return indices if type(indices) is Packed else list(indices)
     return [plain_index(index) for index in indices]
 

@@ -204,8 +204,8 @@ def check_stream(dataset: Any, **given: Any) -> None:
     if wrong:
         raise ValueError(
             f"the dataset, {an(type(dataset))}, is iterable data, which comes in its own order: leave out "
-            f"{', '.join(wrong)}. To shuffle it, shuffle its files and fill a buffer in its __iter__ (Hugging Face: "
-            f"dataset.shuffle(buffer_size=...)), or give a dataset with __getitem__ and __len__"
+            f"{', '.join(wrong)}. To shuffle it, shuffle its files and give ShuffleBuffer(dataset, size), or give a "
+            f"dataset with __getitem__ and __len__"
         )
 
 

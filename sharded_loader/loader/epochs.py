@@ -187,14 +187,14 @@ class Progress(ShownRun):
 
     # -- state ----------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
-        """The position as a state."""
+    def state(self, back: int = 0) -> dict[str, Any]:
+        """The position as a state; or the one before the last batch, with ``back=1``."""
         run = self.run()
         epoch = self.coming() if run is None else run.epoch
         ahead, is_over = fetched_by_lightning()
         if run is not None and is_over and self._order.stream is not None:
             run, epoch = None, self._order.epoch(epoch.number + 1)
-        position = epoch.position(epoch.first if run is None else max(epoch.first, run.delivered - ahead))
+        position = epoch.position(epoch.first if run is None else max(epoch.first, run.delivered - ahead - back))
         ended = self.shown
         if run is None and ended is not None and ended.ended and ended.epoch.number + 1 == position.epoch:
             position = ended.epoch.after(position)

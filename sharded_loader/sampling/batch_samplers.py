@@ -20,15 +20,24 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.base.checks import check_int
+from sharded_loader.base.described import brief
 from sharded_loader.engine.split import check_shares, is_sharded, split_batch
-from sharded_loader.randomness.shuffle import Indices, shuffled
-from sharded_loader.sampling.base import BalancedSampler, WrapperSampler, check_choice, resolve_seed, underscored
+from sharded_loader.randomness.shuffle import Bijections, Indices, shuffled
+from sharded_loader.sampling.base import (
+    BalancedSampler,
+    Sampler,
+    WrapperSampler,
+    check_choice,
+    resolve_seed,
+    underscored,
+)
 from sharded_loader.sampling.foreign import len_epoch, name_of, table_of
 from sharded_loader.sampling.index_samplers import sort_order, sortable
 from sharded_loader.sampling.tables import BATCHES, Batched, Rolling, Table, in_step, parts
@@ -94,6 +103,117 @@ class BatchSampler(WrapperSampler[list[int]]):
 
     def _rolling(self, epoch: int) -> Rolling:
         return Rolling(len_epoch(self.sampler, epoch), self.batch_size, epoch)
+
+
+class GrowingBatchSampler(WrapperSampler[list[int]]):
+    """Batches whose size changes at given steps, such as small ones at the beginning of a training.
+
+    Steps count from the beginning of epoch 0, over all epochs. Under ``num_replicas`` all ranks change in the same
+    step, and a batch is that of one rank. They count as if there had always been as many ranks as there are now.
+
+    Args:
+        sampler: any sampler of single indices, with a length.
+        schedule: pairs (step, batch size), by ascending steps, the first of them 0.
+        last_batch: what to do with the samples of an epoch that do not fill a step of all ranks. ``"keep"``: a smaller
+            step, in which samples from the beginning of the epoch fill up the ranks; ``"discard"``: left out.
+        seed: starts ``sampler`` if another library made it. None draws one if it is needed.
+
+    Raises:
+        TypeError, ValueError: for a schedule that does not begin with step 0, goes back, or has a size below 1; an
+            unknown ``last_batch``. The loader raises it with ``steps_per_epoch``, which needs batches of one size.
+
+    Example:
+        >>> from sharded_loader import SequentialSampler
+        >>> list(GrowingBatchSampler(SequentialSampler(9), [(0, 1), (2, 3)]))
+        [[0], [1], [2, 3, 4], [5, 6, 7], [8]]
+
+    Source of the idea: "Don't decay the learning rate, increase the batch size" (Smith et al., 2018).
+    """
+
+    decided_by = (("schedule", "_schedule"), ("last_batch", "last_batch"))
+    shown = decided_by
+    ranks = 1
+    for_ranks = BalancedSampler.for_ranks
+    sampler: Iterable[Any]
+
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        schedule: Sequence[tuple[int, int]],
+        last_batch: str = "keep",
+        *,
+        seed: int | None = None,
+    ) -> None:
+        self.last_batch = check_choice("last_batch", last_batch, LAST_BATCH[:2], "GrowingBatchSampler")
+        self._starts, self._sizes = _checked_schedule(schedule)
+        self._schedule = str(list(zip(self._starts.tolist(), self._sizes.tolist(), strict=True)))
+        super().__init__(sampler, seed)
+
+    def _before(self, steps: Any) -> Any:
+        """The number of samples before a step, of all ranks."""
+        piece = np.searchsorted(self._starts, steps, side="right") - 1
+        whole = np.cumsum(np.append(0, np.diff(self._starts) * self._sizes[:-1]))
+        return (whole[piece] + (steps - self._starts[piece]) * self._sizes[piece]) * self.ranks
+
+    def _after(self, step: int, length: int) -> int:
+        """The step in which the next epoch begins, of an epoch that begins in a step and has ``length`` samples."""
+        end, changes = int(self._before(step)) + length, self._before(self._starts)
+        piece = int(np.searchsorted(changes, end, side="right")) - 1
+        size = int(self._sizes[piece]) * self.ranks
+        return int(self._starts[piece]) + parts(end - int(changes[piece]), size, self.last_batch == "discard")
+
+    def _span(self, epoch: int) -> tuple[int, int]:
+        """The first step of an epoch, and that of the next one."""
+        step, length = 0, len_epoch(self.sampler, epoch)
+        for number in range(epoch):
+            following = self._after(step, length)
+            if step >= self._starts[-1]:  # from here on all epochs have as many
+                step += (epoch - number) * (following - step)
+                break
+            step = following
+        return step, self._after(step, length)
+
+    def len_epoch(self, epoch: int) -> int:
+        first, end = self._span(epoch)
+        return (end - first) * self.ranks
+
+    def epoch_table(self, epoch: int) -> Table:
+        items, length, first = (
+            table_of(self.sampler, epoch, self.seed),
+            len_epoch(self.sampler, epoch),
+            self._span(epoch)[0],
+        )
+        begins = partial(lambda begin, step: int(self._before(step)) - begin, int(self._before(first)))
+
+        def batch(position: int) -> Any:
+            step, rank = divmod(position, self.ranks)
+            low, high = begins(first + step), min(begins(first + step + 1), length)
+            size = parts(high - low, self.ranks, cut=False)
+            places = np.arange(low + rank * size, low + (rank + 1) * size) % length
+            found = items.at(np.sort(places))  # in order, also where the last rank goes round
+            return found.tolist() if isinstance(found, np.ndarray) else found
+
+        def at(positions: Indices) -> list[Any]:
+            return list(map(batch, positions.tolist()))
+
+        return Table(self.len_epoch(epoch), at, min(items.block, BATCHES))
+
+
+def _checked_schedule(schedule: Any) -> tuple[Indices, Indices]:
+    """The steps at which the batch size changes, and the sizes."""
+    advice = "give pairs (step, batch size): [(0, 8), (1000, 16)]"
+    try:
+        steps, sizes = zip(*schedule, strict=True)
+    except (TypeError, ValueError):
+        raise TypeError(f"schedule is {schedule!r}: {advice}") from None
+    found = [check_int("a step of the schedule", step, 0, advice) for step in steps]
+    if found[0]:
+        raise ValueError(f"the schedule begins with step {found[0]}: it must begin with 0: {advice}")
+    for before, after in pairwise(found):
+        if after <= before:
+            raise ValueError(f"the schedule goes back, from step {before} to step {after}: give ascending steps")
+    checked = [check_int("a batch size of the schedule", size, 1, advice) for size in sizes]
+    return np.array(found, np.int64), np.array(checked, np.int64)
 
 
 class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
@@ -336,6 +456,132 @@ class BoundedBudgetSampler(BalancedSampler[list[int]]):
 
     def len_epoch(self, epoch: int) -> int:
         return parts(len(self._bounds) - 1, self.ranks, cut=False) * self.ranks
+
+
+class ClassBalancedBatchSampler(Sampler[list[int]]):
+    """Batches of ``classes`` different classes, with ``samples`` samples of each: for metric and contrastive learning.
+
+    The classes take turns in rounds, each in a new random order: in a round no class comes twice. If ``classes`` does
+    not divide the number of classes, other classes sit out in each round. A class gives its samples in passes, each in
+    a new random order: in a pass no sample comes twice. Rounds and passes go on from epoch to epoch. Under
+    ``num_replicas`` each rank has whole batches, and the batches of a step are different ones.
+
+    Args:
+        labels: the class of each sample: integers, texts or other hashable objects; an array, a tensor or a list.
+        classes: the number of classes in a batch.
+        samples: the number of samples of each class in a batch. The samples of a class stand together.
+        batches: the number of batches in an epoch. None: as many as hold about as many samples as there are labels.
+        repeat: let a class with fewer samples give each of them several times in a batch. False: it is an error.
+        seed: decides all random orders. None draws one from torch's default generator.
+
+    Raises:
+        TypeError: ``labels`` are no sequence of hashable objects.
+        ValueError: there are fewer classes than ``classes``, a class has fewer samples than ``samples``, or a number
+            is below 1. The loader raises it if there is not one label per sample of its dataset.
+
+    Example:
+        >>> labels = ["cat", "dog", "cat", "owl", "dog", "owl"]
+        >>> sampler = ClassBalancedBatchSampler(labels, classes=2, samples=2, batches=3, seed=0)
+        >>> for batch in sampler:
+        ...     print([labels[index] for index in batch])
+        ['owl', 'owl', 'dog', 'dog']
+        ['owl', 'owl', 'dog', 'dog']
+        ['cat', 'cat', 'dog', 'dog']
+
+    Source of the idea: ``MPerClassSampler`` of pytorch-metric-learning, which draws the samples of each batch
+    independently, and repeats the samples of small classes. "PK batches" (Hermans et al., "In defense of the triplet
+    loss", 2017).
+    """
+
+    _numbers = (("classes", "classes"), ("samples", "samples"), ("batches", "_batches"), ("repeat", "_repeat"))
+    decided_by = (("labels", "_members"), ("sizes of the classes", "_counts"), *_numbers)
+    shown = (("labels", "dataset_length"), *_numbers)
+
+    def __init__(
+        self,
+        labels: Sequence[Any] | npt.NDArray[Any],
+        classes: int,
+        samples: int,
+        batches: int | None = None,
+        repeat: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        kinds, numbers = kinds_of(labels, "labels")
+        self.classes = check_int("classes", classes, 1, "give the number of classes in a batch")
+        self.samples = check_int("samples", samples, 1, "give the number of samples of each class in a batch")
+        self.dataset_length = len(numbers)
+        if self.classes > len(kinds):
+            raise ValueError(f"classes is {classes}, but the labels have {len(kinds)} classes: give at most that many")
+        self._counts = np.bincount(numbers, minlength=len(kinds))
+        small = np.flatnonzero(self._counts < self.samples)
+        if small.size and not repeat:
+            raise ValueError(
+                f"samples is {samples}, but class {brief(kinds[small[0]])} has {self._counts[small[0]]}, and "
+                f"{small.size} classes have too few: give fewer, leave these classes out of the dataset, or give "
+                "repeat=True, and a batch has some of their samples several times"
+            )
+        if batches is None:
+            batches = max(len(numbers) // (self.classes * self.samples), 1)
+        self._batches = check_int("batches", batches, 0, "give the number of batches in an epoch")
+        self._members = np.argsort(numbers, kind="stable")
+        self._repeat = bool(repeat)
+        self.seed = resolve_seed(seed)
+
+    def epoch_table(self, epoch: int) -> Table:
+        count, classes, samples = len(self._counts), self.classes, self.samples
+        begins = np.cumsum(self._counts) - self._counts
+        in_pass = np.maximum(self._counts // samples, 1)  # the batches that a class has samples for
+        # Small shuffles that are all computed in one step, so that the last rank needs no whole shuffle per batch.
+        of_round, of_pass = Bijections(self.seed, "class round"), Bijections(self.seed, "class samples")
+
+        def at(positions: Indices) -> list[list[int]]:
+            rounds, batch = np.divmod(positions + epoch * self._batches, count // classes)
+            places = (batch[:, None] * classes + np.arange(classes)).ravel()
+            rounds = np.repeat(rounds, classes)
+            chosen = of_round(places, np.full_like(places, count), rounds)
+            passes, turn = np.divmod(rounds, in_pass[chosen])
+            sizes = np.repeat(self._counts[chosen], samples)
+            # A class with fewer samples than a batch needs goes round.
+            inside = (turn[:, None] * samples + np.arange(samples)).ravel() % sizes
+            found = of_pass(inside, sizes, np.repeat(passes * count + chosen, samples))
+            indices = self._members[np.repeat(begins[chosen], samples) + found]
+            return indices.reshape(len(positions), -1).tolist()
+
+        return Table(self._batches, at, BATCHES)
+
+    def len_epoch(self, epoch: int) -> int:
+        return self._batches
+
+
+def kinds_of(labels: Any, name: str) -> tuple[list[Any], Indices]:
+    """The different labels, in order if they have one, and the number of each sample's label among them.
+
+    Raises:
+        TypeError, ValueError: they are no sequence of hashable objects; ``name`` is that of the argument.
+
+    Example:
+        >>> kinds_of(["b", "a", "b"], "by")
+        (['a', 'b'], array([1, 0, 1]))
+    """
+    if hasattr(labels, "__array__"):
+        labels = np.asarray(labels)
+        if labels.ndim != 1:
+            raise ValueError(f"{name} has shape {labels.shape}: give one label per sample, of shape (samples,)")
+        if labels.dtype.kind != "O":
+            found, numbers = np.unique(labels, return_inverse=True)
+            return found.tolist(), numbers.astype(np.int64)
+    seen: dict[Any, int] = {}
+    try:
+        numbers = np.fromiter((seen.setdefault(label, len(seen)) for label in labels), np.int64)
+    except TypeError as error:
+        raise TypeError(f"{name} must be a sequence of hashable labels, one per sample: {error}") from None
+    try:
+        kinds = sorted(seen)
+    except TypeError:  # they have no order
+        return list(seen), numbers
+    ranks = np.empty(len(kinds), np.int64)
+    ranks[[seen[kind] for kind in kinds]] = np.arange(len(kinds))
+    return kinds, ranks[numbers]
 
 
 def length_table(lengths: Any, advice: str) -> Indices:

@@ -1,8 +1,10 @@
-"""Batches of samples whose lengths fall into the same bucket: `FixedBucketSampler`, and how its buckets are made.
+"""Batches of samples of one bucket: of similar length, or of one kind; and how buckets of lengths are made.
 
     scheme(longest, shortest, num_buckets) -> bucket keys, each the greatest length of a bucket
+    FixedBucketSampler(lengths)            a bucket for each key
+    GroupedBatchSampler(by=labels)         a bucket for each label
 
-In: the length of every sample. Out: batches (lists of Python ints), or with ``num_shards`` groups of
+In: the length, or the label, of every sample. Out: batches (lists of Python ints), or with ``num_shards`` groups of
 batches (lists of lists), one batch per shard. Buckets are made once; an epoch shuffles the samples within
 each bucket and the order of the batches, as a pure function of (seed, epoch). A scheme keeps nothing but its arguments,
 and is a pure function of the lengths.
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -24,9 +26,9 @@ import numpy.typing as npt
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import Described
-from sharded_loader.randomness.shuffle import Indices, shuffled
+from sharded_loader.randomness.shuffle import Bijections, Indices, shuffled
 from sharded_loader.sampling.base import BalancedSampler, check_choice, resolve_seed, underscored
-from sharded_loader.sampling.batch_samplers import LAST_BATCH, length_table
+from sharded_loader.sampling.batch_samplers import LAST_BATCH, kinds_of, length_table
 from sharded_loader.sampling.tables import BATCHES, Rolling, Table, parts
 
 
@@ -326,25 +328,38 @@ class FixedBucketSampler(BalancedSampler[Any]):
         if self._shuffle:
             order = shuffled(count // unit, self.seed, "fixed bucket", epoch)
         ends = np.cumsum(units)
-        samples = cache(partial(self._samples, epoch=epoch))
+        read = self._reader(epoch)
 
-        def batch(position: int) -> Any:
-            number, within = divmod(position, unit)
-            place = int(np.searchsorted(ends, order[number], side="right"))
-            bucket, size = int(buckets[place]), self.bucket_batch_sizes[int(buckets[place])]
-            first = int(order[number] - ends[place] + units[place]) * unit
+        def at(positions: Indices) -> list[list[int]]:
+            number, within = np.divmod(positions, unit)
+            place = np.searchsorted(ends, order[number], side="right")
+            first = (order[number] - ends[place] + units[place]) * unit
             # Batches before fill the last step of a bucket.
-            found = (min(first, int(batches[place]) - unit) + within) % int(batches[place])
-            return samples(bucket).slice(found * size, (found + 1) * size).tolist()
+            found = (np.minimum(first, batches[place] - unit) + within) % batches[place]
+            return read(buckets[place], found)
 
         def group(position: int) -> list[Any]:
             begin, end = position * shards, min((position + 1) * shards, count)
             if self._last_group == "overlap":
                 begin = max(min(begin, count - shards), 0)  # the batches before fill the last group
-            return list(map(batch, range(begin, end)))
+            return at(np.arange(begin, end))
 
-        length = _groups(count, shards, self._last_group) if shards else count
-        return Table(length, lambda found: list(map(group if shards else batch, found.tolist())), BATCHES)
+        if not shards:
+            return Table(count, at, BATCHES)
+        length = _groups(count, shards, self._last_group)
+        return Table(length, lambda found: list(map(group, found.tolist())), BATCHES)
+
+    def _reader(self, epoch: int) -> Callable[[Indices, Indices], list[list[int]]]:
+        """What reads batches of an epoch: the bucket of each, and its number in the bucket -> lists of indices."""
+        samples, sizes = cache(partial(self._samples, epoch=epoch)), self.bucket_batch_sizes
+
+        def read(buckets: Indices, numbers: Indices) -> list[list[int]]:
+            pairs = zip(buckets.tolist(), numbers.tolist(), strict=True)
+            return [
+                samples(one).slice(number * sizes[one], (number + 1) * sizes[one]).tolist() for one, number in pairs
+            ]
+
+        return read
 
     @property
     def _unit(self) -> int:
@@ -392,6 +407,92 @@ class FixedBucketSampler(BalancedSampler[Any]):
             f"  cnt={[len(members) for members in self._members]}\n"
             f"  batch_size={self.bucket_batch_sizes}"
         )
+
+
+class GroupedBatchSampler(FixedBucketSampler):
+    """Batches of samples of one kind each: one label, one source, one aspect ratio.
+
+    Under ``num_replicas`` all ranks have batches of one kind in each step, as with `FixedBucketSampler`: the kinds are
+    its buckets.
+
+    Args:
+        by: the kind of each sample: integers, texts or other hashable objects; an array, a tensor or a list.
+        batch_size: samples per batch; or a dict with one number for each kind.
+        shuffle: shuffle samples within kinds, and batches, in each epoch again.
+        last_batch, num_shards, last_group, seed: as in `FixedBucketSampler`.
+
+    Attributes:
+        bucket_keys: the kinds, in order if they have one.
+        bucket_batch_sizes: samples per batch of each kind.
+
+    Raises:
+        TypeError: ``by`` is no sequence of hashable objects.
+        ValueError: ``batch_size`` has no number for a kind, or one below 1. The loader raises it if there is not one
+            kind per sample of its dataset.
+
+    Example:
+        >>> shapes = ["wide", "tall", "wide", "wide", "tall"]
+        >>> list(GroupedBatchSampler(by=shapes, batch_size={"wide": 2, "tall": 3}, seed=0))
+        [[4, 1], [0], [3, 2]]
+
+    Source of the idea: torchvision's ``GroupedBatchSampler``, aspect ratio buckets of NovelAI (2022).
+    """
+
+    shown = (("by", "bucket_keys"), *FixedBucketSampler.shown[2:])
+
+    def __init__(
+        self,
+        by: Sequence[Any] | npt.NDArray[Any],
+        batch_size: int | Mapping[Any, int],
+        shuffle: bool = True,
+        last_batch: str = "keep",
+        num_shards: int = 0,
+        last_group: str = "keep",
+        seed: int | None = None,
+    ) -> None:
+        kinds, numbers = kinds_of(by, "by")
+        sizes: Any = batch_size
+        if isinstance(batch_size, Mapping):
+            missing = [kind for kind in kinds if kind not in batch_size]
+            if missing:
+                raise ValueError(f"batch_size has no number for the kind {missing[0]!r}: give one for each kind in by")
+            sizes = [batch_size[kind] for kind in kinds]
+        super().__init__(
+            numbers + 1,
+            sizes,
+            None,
+            range(1, len(kinds) + 1),
+            shuffle=shuffle,
+            num_shards=num_shards,
+            last_group=last_group,
+            seed=seed,
+            last_batch=last_batch,
+        )
+        self.bucket_keys, self.dataset_length = kinds, len(numbers)
+
+    def _reader(self, epoch: int) -> Callable[[Indices, Indices], list[list[int]]]:
+        if not self._shuffle:
+            return super()._reader(epoch)
+        # There may be many kinds, each of them read for the first time by a rank: no shuffle is made whole.
+        counts, sizes = np.array(list(map(len, self._members)), np.int64), np.array(self.bucket_batch_sizes, np.int64)
+        begins, ends = epoch * counts, (epoch + 1) * counts
+        if self._last_batch == "rollover":
+            steps = zip(counts.tolist(), (sizes * self._unit).tolist(), strict=True)
+            begins = np.array([Rolling(count, step, epoch).begin for count, step in steps], np.int64)
+            ends = begins + counts + sizes * self._unit  # its batches are whole
+        members = np.concatenate([np.zeros(0, np.int64), *self._members])
+        firsts, shuffle = np.cumsum(counts) - counts, Bijections(self.seed, "kinds")
+
+        def read(buckets: Indices, numbers: Indices) -> list[list[int]]:
+            low = begins[buckets] + numbers * sizes[buckets]
+            many = np.minimum(sizes[buckets], ends[buckets] - low)
+            cuts = np.cumsum(many)
+            of = np.repeat(buckets, many)
+            passes, places = np.divmod(np.arange(cuts[-1]) + np.repeat(low - cuts + many, many), counts[of])
+            found = members[firsts[of] + shuffle(places, counts[of], passes * len(counts) + of)]
+            return [batch.tolist() for batch in np.split(found, cuts[:-1])]
+
+        return read
 
 
 def _groups(batches: int, shards: int, last_group: str) -> int:

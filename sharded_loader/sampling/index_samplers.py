@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,14 +24,17 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.base.checks import check_int
+from sharded_loader.base.described import brief
 from sharded_loader.base.limits import check_fits
 from sharded_loader.data.columns import as_dataset
 from sharded_loader.data.interleave import InterleavedDataset, has_shuffled, mixture_of
 from sharded_loader.data.schedule import Plan, whole_numbers
+from sharded_loader.randomness.rng import repeated_index
 from sharded_loader.randomness.shuffle import MAX_LENGTH, IndexView, Indices, Selection, shuffle, taken, uniforms
-from sharded_loader.sampling.base import Sampler, resolve_seed, underscored
+from sharded_loader.sampling.base import Sampler, WrapperSampler, resolve_seed, underscored
+from sharded_loader.sampling.foreign import len_epoch, table_of
 from sharded_loader.sampling.state import WEIGHTS_SET
-from sharded_loader.sampling.tables import BLOCK, Table, checksum_of
+from sharded_loader.sampling.tables import BLOCK, Table, checksum_of, parts
 
 
 def _check_length(length: Any) -> int:
@@ -706,3 +709,93 @@ NO_WEIGHTS = (
     "dataset of a loader without a sampler and without shuffle=True. Make it with interleave(..., shuffle=True), or "
     "with a schedule, weights=[(0, [...])]. Iterable data can only have a schedule that is given from the start"
 )
+
+
+# -- each sample several times -----------------------------------------------------------------------------------------
+
+
+class RepeatedSampler(WrapperSampler[int]):
+    """Each index of another order ``copies`` times, one behind the other, and each copy with its own random numbers.
+
+    This is repeated augmentation: the copies of a sample are augmented differently, because `sample_rng`,
+    `sample_generator` and ``transform(fn, seeded=True)`` know the copy. Under ``num_replicas`` the copies go to
+    different ranks. On one rank they lie in one batch.
+
+    Without ``sampler`` it repeats the loader's own order: ``ShardedDataLoader(dataset, 64, shuffle=True,
+    sampler=RepeatedSampler(3))``. That is the only sampler that may come with ``shuffle``.
+
+    Args:
+        copies: how many times each sample comes in an epoch.
+        sampler: any sampler of single indices. None: the order that the loader would have without a sampler.
+        seed: starts ``sampler`` if another library made it. None draws one if it is needed.
+
+    Raises:
+        TypeError, ValueError: ``copies`` is no integer of at least 1, or ``sampler`` is no sampler.
+
+    Example:
+        >>> from sharded_loader import SequentialSampler, ShardedDataLoader
+        >>> list(RepeatedSampler(2, SequentialSampler(3)))
+        [0, 0, 1, 1, 2, 2]
+        >>> loader = ShardedDataLoader(range(3), 4, sampler=RepeatedSampler(2))
+        >>> [batch.tolist() for batch in loader]
+        [[0, 0, 1, 1], [2, 2]]
+
+    Source of the idea: Hoffer et al., "Augment your batch" (2019), MultiGrain (2019), timm's ``RepeatAugSampler``.
+    """
+
+    decided_by = (("copies", "copies"),)
+    sampler: Any
+
+    def __init__(self, copies: int, sampler: Iterable[Any] | None = None, *, seed: int | None = None) -> None:
+        self.copies = check_int("copies", copies, 1, "give how many times each sample comes in an epoch")
+        if sampler is None:  # until a loader has put its own order inside
+            self.sampler, self._shares_epoch, self.seed = None, False, 0
+        else:
+            super().__init__(sampler, seed)
+
+    def epoch_table(self, epoch: int) -> Table:
+        self._check()
+        return _Copied(table_of(self.sampler, epoch, self.seed), self.copies)
+
+    def len_epoch(self, epoch: int) -> int:
+        self._check()
+        return self.copies * len_epoch(self.sampler, epoch)
+
+    def _check(self) -> None:
+        if self.sampler is None:
+            raise ValueError(
+                f"RepeatedSampler({self.copies}) has no order to repeat: give it to a loader as sampler=, or give it a "
+                f"sampler, RepeatedSampler({self.copies}, sampler)"
+            )
+
+
+class _Copied(Table):
+    """The items of another table, each of them several times. The first copy is a plain int."""
+
+    def __init__(self, table: Table, copies: int) -> None:
+        self._table, self._copies = table, copies
+        self._block = min(table.block, 1024)
+        self._last: tuple[int, Any] = -1, None  # an iterator is not read twice for copies in two batches
+
+    def upto(self, begin: int, end: int) -> int:
+        copies = self._copies
+        return min(end, copies * self._table.upto(begin // copies, parts(end, copies, cut=False)))
+
+    def at(self, positions: Indices) -> list[Any]:
+        places, which = np.unique(positions // self._copies, return_inverse=True)
+        held, item = self._last
+        known = [item] if held == places[0] else []
+        found = self._table.at(places[len(known) :]) if len(places) > len(known) else []
+        items = known + (found.tolist() if isinstance(found, np.ndarray) else found)
+        self._last = int(places[-1]), items[-1]
+        kinds = [int, *map(repeated_index, range(1, self._copies))]
+        try:
+            return [
+                kinds[copy](items[place])
+                for place, copy in zip(which.tolist(), (positions % self._copies).tolist(), strict=True)
+            ]
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"RepeatedSampler repeats single integer indices, and its sampler yields others, such as "
+                f"{brief(items[0])}: put the RepeatedSampler inside the batch sampler"
+            ) from None

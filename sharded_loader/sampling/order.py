@@ -45,11 +45,11 @@ from sharded_loader.sampling.base import (
     nested,
     ranks_of,
 )
-from sharded_loader.sampling.batch_samplers import BatchSampler
+from sharded_loader.sampling.batch_samplers import BatchSampler, GrowingBatchSampler
 from sharded_loader.sampling.costs import CostSampler
 from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
 from sharded_loader.sampling.foreign import known_length, len_epoch, rank_of, table_of, undisturbed
-from sharded_loader.sampling.index_samplers import RandomSampler, SequentialSampler, SplitSampler
+from sharded_loader.sampling.index_samplers import RandomSampler, RepeatedSampler, SequentialSampler, SplitSampler
 from sharded_loader.sampling.state import (
     Signature,
     arguments_of,
@@ -110,6 +110,11 @@ class MapOrder(Order[Signature]):
         self.is_given = self._given_sampler is not None
         if self.is_given:
             check_sampler(self._given_sampler, "batch_sampler" if self.given_batches else "sampler")
+            check_labels(nested(self._given_sampler), length)
+        if isinstance(batch_sampler, GrowingBatchSampler) and steps_per_epoch is not None:
+            raise ValueError(
+                "steps_per_epoch needs epochs of equally many batches: leave it out, a GrowingBatchSampler has others"
+            )
         self.drops_last = last_batch == "discard" or bool(getattr(batch_sampler, "drop_last", False))
         self._read_sampler = self._given_sampler  # or a copy with other seeds
         # Per sampler, outermost first: True if it takes the seed of the loader or of a state.
@@ -148,7 +153,10 @@ class MapOrder(Order[Signature]):
             self.batch_sampler = self._read_sampler
             self._sampler = self._samplers[-1] if len(self._samplers) > 1 else None
         else:
-            self._sampler = indices = self._make_sampler(length) if self._read_sampler is None else self._read_sampler
+            given = self._read_sampler
+            self._sampler = indices = self._make_sampler(length) if takes_order(given) else given
+            if given is not None and indices is not given:
+                self._sampler = indices = given.over(indices)
             if self._costs is not None:
                 self._arguments = arguments_of([self._sampler])
                 # The samples of a batch keep their order where the last ones may be fillers.
@@ -211,7 +219,8 @@ class MapOrder(Order[Signature]):
             own = self.signature(position.epoch, saved.step_ranks or 1)
         finally:
             self._step_ranks = before
-        phrases = differences(saved, own, strict)
+        endless = self.steps is not None and known_length(self._items, position.epoch) is None
+        phrases = differences(saved, own, strict, endless)
         if self._costs is not None and position.done and saved.step != own.step:
             phrases.append(f"a step of all ranks had {saved.step} samples, and has {own.step}: costs= needs it to stay")
         if not phrases and own.sampler_length is None and own.last_batch == "rollover":
@@ -410,8 +419,24 @@ def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: An
         )
     if isinstance(shuffle, str) or callable(shuffle):
         raise TypeError(f"shuffle is {shuffle!r}; it must be True or False. An order of your own is a sampler=")
-    if sampler is not None and shuffle:
+    if shuffle and not takes_order(sampler):
         raise ValueError("shuffle must not be specified if sampler is specified: the sampler decides the order")
+
+
+def check_labels(samplers: Iterable[Any], length: int | None) -> None:
+    """Reject a sampler of ours that has labels for a dataset of another length."""
+    for sampler in samplers:
+        made_for = getattr(sampler, "dataset_length", None) if isinstance(sampler, Sampler) else None
+        if made_for is not None and length is not None and made_for != length:
+            raise ValueError(
+                f"the {type(sampler).__name__} has {made_for} labels, but the dataset has {length} samples: give one "
+                "label per sample, in the order of the dataset"
+            )
+
+
+def takes_order(sampler: Any) -> bool:
+    """Whether the loader makes the order: without a sampler, or with one that repeats the loader's order."""
+    return sampler is None or (isinstance(sampler, RepeatedSampler) and sampler.sampler is None)
 
 
 def _check_costs(costs: Any, sampler: Any, last_batch: Any, batch_sampler: Any) -> None:

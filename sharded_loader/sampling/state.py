@@ -176,12 +176,13 @@ def parse(state: Any) -> tuple[Position, Signature]:
     return Position(epoch, done, mark), signature
 
 
-def differences(saved: Signature, own: Signature, strict: bool = True) -> list[str]:
+def differences(saved: Signature, own: Signature, strict: bool = True, endless: bool = False) -> list[str]:
     """Why a state does not fit a loader, one phrase each; none if it fits. Seeds are the samplers' affair.
 
     Args:
         saved: of the state.
         own: of the loader.
+        endless: the sampler has no end.
         strict: whether another batch size matters. The same number of samples in a step of all ranks never does.
 
     Example:
@@ -196,20 +197,20 @@ def differences(saved: Signature, own: Signature, strict: bool = True) -> list[s
         phrases.pop("sampler_length", None)  # it follows from them
     if saved.unit == own.unit and (not strict or saved.step == own.step):
         phrases.pop("batch_size", None)
-    if own.steps_per_epoch is None or _begins_stay(saved, own):
+    if own.steps_per_epoch is None or _begins_stay(saved, own, endless):
         phrases.pop("num_replicas", None)
     for name in phrases.keys() & {"dataset_length", "sampler_length"}:
         phrases[name] = phrases[name].replace("None", "an unknown number of")
     return list(phrases.values())
 
 
-def _begins_stay(saved: Signature, own: Signature) -> bool:
+def _begins_stay(saved: Signature, own: Signature, endless: bool) -> bool:
     """Whether the epochs of ``steps_per_epoch`` steps begin at the same samples, if only the ranks are others."""
     ranks = [each.num_replicas or 1 for each in (saved, own)]
     length = own.sampler_length
-    if length is None or own.step is None or saved.step != own.step:
+    if own.step is None or saved.step != own.step:
         return False
-    return not any(length % each for each in ranks)
+    return endless or (length is not None and not any(length % each for each in ranks))
 
 
 def out_of_epoch(saved: Signature, length: int | None, epoch: int, done: int) -> str | None:

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.base.described import an
-from sharded_loader.engine.split import plain_index
+from sharded_loader.engine.split import are_plain, plain_index
 from sharded_loader.randomness.shuffle import IN_MEMORY, Indices, is_computed, recipe_of
 
 BLOCK = 2**15
@@ -351,7 +351,7 @@ class Batched(Table):
         return batches
 
     def _batch(self, items: list[Any]) -> Any:
-        if set(map(type, items)) != {int}:
+        if not are_plain(items):
             items = [plain_index(item) for item in items]
         return as_numbers(items) if self._convert else items
 

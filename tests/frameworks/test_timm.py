@@ -10,7 +10,7 @@ import pytest
 import torch
 from indices import BOTH, IN_FRAMEWORKS, Numbered, seen
 
-from sharded_loader import SimpleDataset
+from sharded_loader import RepeatedSampler, ShardedDataLoader, SimpleDataset
 
 pytestmark = IN_FRAMEWORKS
 
@@ -94,3 +94,16 @@ def test_torchvisions_transforms_are_the_same_with_any_number_of_workers(make: A
     found = [augmented.epoch(make(images, batch_size=4, seed=1, num_workers=count)) for count in (0, 1, 3)]
     assert len(set(found[0])) == augmented.LENGTH
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_copies_go_to_the_ranks_that_timm_sends_them_to(replicas: int) -> None:
+    from timm.data.distributed_sampler import RepeatAugSampler
+
+    for rank in range(replicas):
+        theirs = RepeatAugSampler(
+            range(10), replicas, rank, shuffle=False, num_repeats=3, selected_round=0, selected_ratio=replicas / 3
+        )
+        loader = ShardedDataLoader(range(10), 4, sampler=RepeatedSampler(3), num_replicas=replicas, rank=rank)
+        ours = [index for batch in loader for index in batch.tolist()]
+        assert ours[: len(theirs)] == list(theirs) and len(ours) >= len(theirs) >= 10 * 3 // replicas

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from sharded_loader import (
     BatchSampler,
     FixedBucketSampler,
     RandomSampler,
+    RepeatedSampler,
+    Sampler,
     SequentialSampler,
     ShardedDataLoader,
     WeightedRandomSampler,
@@ -200,3 +203,104 @@ def test_prefetched_epochs_go_on_too() -> None:
     for pool in ("thread", "fork"):
         with loader_of("shuffled", 3, pool, prefetch_epochs=True, prefetch=9) as loader:
             assert [[batch.tolist() for batch in loader] for _ in range(5)] == epochs_of(loader_of("shuffled", 3), 5)
+
+
+# -- samplers that have no end -----------------------------------------------------------------------------------------
+
+
+class WithoutEnd:
+    """Shuffled passes, one after the other, as detectron2's samplers for training."""
+
+    def __iter__(self) -> Iterator[int]:
+        rng = np.random.default_rng(7)
+        while True:
+            yield from rng.permutation(LENGTH).tolist()
+
+
+class BatchesWithoutEnd:
+    def __iter__(self) -> Iterator[list[int]]:
+        return ([number % LENGTH, number * 3 % LENGTH] for number in itertools.count())
+
+
+class PureWithoutEnd(Sampler[int]):
+    def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[int]:
+        return ((epoch * 5 + number) * 7 % LENGTH for number in itertools.count(start))
+
+
+class StatefulWithoutEnd:
+    """It goes on where it has stopped, by a state of its own."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.number += 1
+            yield self.number * 4 % LENGTH
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+WITHOUT_END: dict[str, Callable[[], dict[str, Any]]] = {
+    "samples": lambda: {"batch_size": 6, "sampler": WithoutEnd()},
+    "pure": lambda: {"batch_size": 6, "sampler": PureWithoutEnd()},
+    "stateful": lambda: {"batch_size": 6, "sampler": StatefulWithoutEnd()},
+    "copies": lambda: {"batch_size": 6, "sampler": RepeatedSampler(4, WithoutEnd())},
+    "batches": lambda: {"batch_sampler": BatchesWithoutEnd()},
+}
+
+
+def endless_loader(kind: str, replicas: int = 1, rank: int = 0, pool: str = "inline") -> ShardedDataLoader:
+    given = WITHOUT_END[kind]()
+    if "batch_size" in given:  # the global batch stays
+        given["batch_size"] //= replicas
+    ranks = {"num_replicas": replicas, "rank": rank}
+    return ShardedDataLoader(range(LENGTH), seed=6, steps_per_epoch=4, pool=make_pool(pool), **ranks, **given)
+
+
+def in_turns(kind: str, loaders: list[ShardedDataLoader], epochs: int) -> list[Any]:
+    """The steps of all ranks as the batches of one rank."""
+    found = []
+    for _ in range(epochs):
+        for step in zip(*loaders, strict=True):
+            batches = [batch.tolist() for batch in step]
+            found += batches if kind == "batches" else [[index for row in zip(*batches, strict=True) for index in row]]
+    return found
+
+
+@covering(1, pool=POOLS, kind=WITHOUT_END)
+def test_a_sampler_without_end_has_epochs_of_these_steps_in_any_pool(pool: str, kind: str) -> None:
+    expected = epochs_of(endless_loader(kind), 3)
+    assert len(endless_loader(kind)) == 4 and all(len(batches) == 4 for batches in expected)
+    assert epochs_of(endless_loader(kind, pool=pool), 3) == expected
+
+
+@pytest.mark.parametrize("kind", WITHOUT_END)
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_ranks_share_a_sampler_without_end_in_turns(kind: str, replicas: int) -> None:
+    whole = sum(epochs_of(endless_loader(kind), 2 * replicas), [])
+    found = in_turns(kind, [endless_loader(kind, replicas, rank) for rank in range(replicas)], 2)
+    assert found == whole[: len(found)]
+
+
+@pytest.mark.parametrize("kind", WITHOUT_END)
+def test_a_sampler_without_end_resumes_after_any_step_on_other_ranks_too(kind: str) -> None:
+    whole = in_turns(kind, [endless_loader(kind, 2, rank) for rank in range(2)], 4)
+    per_step = 2 if kind == "batches" else 1
+    for done in range(11):
+        ranks = [endless_loader(kind, 2, rank) for rank in range(2)]
+        for loader in ranks:
+            batches = (batch for _ in range(4) for batch in loader)
+            for _ in range(done):
+                next(batches)
+        state = json.loads(json.dumps(ranks[done % 2].state_dict()))
+        for replicas in (2,) if kind == "batches" else (1, 2, 3):
+            resumed = [endless_loader(kind, replicas, rank) for rank in range(replicas)]
+            for loader in resumed:
+                loader.load_state_dict(state)
+            rest = in_turns(kind, resumed, 2)
+            assert rest == whole[done * per_step :][: len(rest)]

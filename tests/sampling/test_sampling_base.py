@@ -17,15 +17,19 @@ from sharded_loader import (
     BatchSampler,
     BoundedBudgetSampler,
     BucketScheme,
+    ClassBalancedBatchSampler,
     ConstWidthBucket,
     EqualShards,
     ExpWidthBucket,
     FilterSampler,
     FixedBucketSampler,
+    GroupedBatchSampler,
+    GrowingBatchSampler,
     IntervalSampler,
     LinearWidthBucket,
     PackSampler,
     RandomSampler,
+    RepeatedSampler,
     Sampler,
     SequentialSampler,
     ShardedBatchSampler,
@@ -95,6 +99,24 @@ EVERY_KIND: list[tuple[Callable[[], Any], str]] = [
         "required_batch_size_multiple=1, shuffle=True, seed=1)",
     ),
     (
+        lambda: GroupedBatchSampler(["b", "a", "b"], {"a": 1, "b": 4}, seed=1),
+        "GroupedBatchSampler(length=2, by=['a', 'b'], bucket_batch_sizes=[1, 4], num_shards=0, last_group='keep', "
+        "shuffle=True, last_batch='keep', seed=1)",
+    ),
+    (
+        lambda: GrowingBatchSampler(SequentialSampler(9), [(0, 1), (2, 3)]),
+        "GrowingBatchSampler(SequentialSampler(length=9, start=0), length=5, schedule='[(0, 1), (2, 3)]', "
+        "last_batch='keep')",
+    ),
+    (
+        lambda: ClassBalancedBatchSampler([0, 1, 1, 0], 1, 2, seed=1),
+        "ClassBalancedBatchSampler(length=2, labels=4, classes=1, samples=2, batches=2, repeat=False, seed=1)",
+    ),
+    (
+        lambda: RepeatedSampler(2, SequentialSampler(3)),
+        "RepeatedSampler(SequentialSampler(length=3, start=0), length=6, copies=2)",
+    ),
+    (
         lambda: ReplicaSampler(RandomSampler(10, seed=1), partial(resolve_replicas, 4, 2)),
         "ReplicaSampler(RandomSampler(length=10, seed=1), length=3, num_replicas=4, rank=2, truncate=False)",
     ),
@@ -138,6 +160,7 @@ SHOWN_AS = {
     ("IntervalSampler", "length"): "total",
     ("ShardShuffleSampler", "lengths"): "shards",
     ("FixedBucketSampler", "lengths"): "length",
+    ("GroupedBatchSampler", "batch_size"): "bucket_batch_sizes",
     ("BoundedBudgetSampler", "lengths"): "length",
     ("PackSampler", "lengths"): "length",
 }
@@ -154,7 +177,9 @@ def test_a_repr_shows_every_argument_of_the_constructor(make: Callable[[], Any],
         for name in arguments
         if SHOWN_AS.get((type(one).__name__, name), SHOWN_AS.get(name, f"{name}=")) not in shown
     ] == []
-    if getattr(one, "seed", None) is not None and not isinstance(one, (BatchSampler, ShardedBatchSampler)):
+    if getattr(one, "seed", None) is not None and not isinstance(
+        one, (BatchSampler, GrowingBatchSampler, RepeatedSampler, ShardedBatchSampler)
+    ):
         assert f"seed={one.seed}" in shown
 
 

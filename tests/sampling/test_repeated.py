@@ -1,0 +1,215 @@
+"""Repeated augmentation: each sample several times in an epoch, each copy with its own random numbers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import POOLS, covering, make_pool
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import Drawing, DrawingInBatches, DrawingInItems
+
+from sharded_loader import (
+    ArrayDataset,
+    BatchSampler,
+    RandomSampler,
+    RepeatedSampler,
+    SequentialSampler,
+    ShardedDataLoader,
+    SimpleDataset,
+    sample_generator,
+    sample_rng,
+    sample_seed,
+)
+from sharded_loader.randomness.rng import repeated_index
+from sharded_loader.sampling.tables import Dealt
+
+LENGTH = 10
+
+
+class InBatches(DrawingInBatches):
+    """As `DrawingInBatches`, with the indices as they come: ``int(index)`` would lose the copy."""
+
+    def get_batch(self, indices: Any) -> Any:
+        return np.stack([self.read(index, sample_rng(index)) for index in indices])
+
+
+def batches_of(loader: ShardedDataLoader[Any], epochs: int = 1) -> list[Any]:
+    with loader:
+        return [batch.tolist() for _ in range(epochs) for batch in loader]
+
+
+@covering(1, pool=POOLS, dataset=[Drawing, DrawingInItems, InBatches])
+def test_each_sample_comes_k_times_and_each_copy_draws_its_own_numbers(
+    pool: str, dataset: Callable[[int], Any]
+) -> None:
+    order: dict[str, Any] = {"shuffle": True, "sampler": RepeatedSampler(3), "seed": 1}
+    rows = [
+        tuple(row)
+        for batch in batches_of(ShardedDataLoader(dataset(LENGTH), 4, pool=make_pool(pool), **order))
+        for row in batch
+    ]
+    assert Counter(index for index, _ in rows) == dict.fromkeys(range(LENGTH), 3)
+    assert len(set(rows)) == 3 * LENGTH
+    # The first copy is what the sample is without copies.
+    alone = batches_of(ShardedDataLoader(dataset(LENGTH), 4, shuffle=True, seed=1))
+    assert rows[::3] == [tuple(row) for batch in alone for row in batch]
+
+
+def test_every_way_to_draw_knows_the_copy() -> None:
+    class Draws:
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> Any:
+            with sample_seed():
+                seeded = random.random()
+            return np.array([seeded, torch.rand((), generator=sample_generator()).item(), sample_rng().random()])
+
+    batch = next(iter(ShardedDataLoader(Draws(), 8, sampler=RepeatedSampler(4))))
+    assert all(len(set(column)) == 8 for column in batch.T.tolist())
+
+
+def test_the_copies_keep_their_numbers_under_wrappers_and_in_shards() -> None:
+    def rows(dataset: Any, **given: Any) -> list[Any]:
+        shards = next(iter(ShardedDataLoader(dataset, 9, sampler=RepeatedSampler(3), seed=2, **given)))
+        return [row for shard in shards for row in shard.tolist()] if given else shards.tolist()  # type: ignore[no-any-return]
+
+    whole = rows(SimpleDataset(Drawing(LENGTH)).take(3))
+    assert len({tuple(row) for row in whole}) == 9
+    assert rows(SimpleDataset(Drawing(LENGTH)).take(3), num_shards=2) == whole
+    for bulk in (SimpleDataset(DrawingInItems(3)), SimpleDataset(DrawingInItems(3)).transform(lambda sample: sample)):
+        assert rows(bulk) == rows(DrawingInItems(3))
+
+
+def test_on_ranks_the_copies_go_where_timm_sends_them() -> None:
+    inner, copies, replicas = RandomSampler(LENGTH, seed=3), 3, 4
+    order = [index for index in inner.iter_epoch(0) for _ in range(copies)]
+    order += order[: -len(order) % replicas]  # as RepeatAugSampler: repeat, pad, then every n-th
+    for rank in range(replicas):
+        ranks = {"num_replicas": replicas, "rank": rank}
+        loader = ShardedDataLoader(range(LENGTH), 2, sampler=RepeatedSampler(copies, inner), **ranks)
+        assert [index for batch in loader for index in batch.tolist()] == order[rank::replicas]
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+@pytest.mark.parametrize("inner", ["own", "torch"])
+def test_resumes_between_two_copies_on_any_number_of_ranks(inner: str, steps: int | None) -> None:
+    def loader(size: int = 4, **given: Any) -> ShardedDataLoader[Any]:
+        sampler: Any = RandomSampler(LENGTH, seed=5)
+        if inner == "torch":
+            sampler = torch.utils.data.RandomSampler(range(LENGTH))
+        return ShardedDataLoader(
+            Drawing(LENGTH), size, sampler=RepeatedSampler(3, sampler), seed=5, steps_per_epoch=steps, **given
+        )
+
+    whole = batches_of(loader(), 3)
+    for done in range(1, 7):
+        first = loader()
+        batches = (batch for _ in range(3) for batch in first)
+        assert [next(batches).tolist() for _ in range(done)] == whole[:done]
+        state = first.state_dict()
+        resumed = loader()
+        resumed.load_state_dict(state)
+        assert (batches_of(resumed, 3))[: len(whole) - done] == whole[done : done + len(whole)]
+        if steps is None:
+            ranks = [loader(2, num_replicas=2, rank=rank) for rank in range(2)]
+            for one in ranks:
+                one.load_state_dict(state)
+            found = [row for pair in zip(*map(batches_of, ranks), strict=True) for batch in pair for row in batch]
+            assert Counter(map(tuple, found)) == Counter(tuple(row) for batch in whole[done:8] for row in batch)
+
+
+def test_without_a_sampler_the_loader_gives_its_own_order() -> None:
+    shuffled = ShardedDataLoader(range(LENGTH), 5, shuffle=True, seed=1)
+    repeated = ShardedDataLoader(range(LENGTH), 5, shuffle=True, sampler=RepeatedSampler(2), seed=1)
+    assert len(repeated) == 4
+    for _ in range(2):
+        order = [index for batch in shuffled for index in batch.tolist()]
+        assert [index for batch in repeated for index in batch.tolist()] == [index for index in order for _ in "ab"]
+    data = [1, 2]
+    grows = ShardedDataLoader(data, 10, sampler=RepeatedSampler(2))
+    data.append(3)
+    grows.refresh()
+    assert [batch.tolist() for batch in grows] == [[1, 1, 2, 2, 3, 3]]
+
+
+def test_a_sampler_of_another_library_is_read_once_though_copies_lie_in_two_batches() -> None:
+    begun = 0
+
+    class Counts:
+        def __iter__(self) -> Any:
+            nonlocal begun
+            begun += 1
+            return iter(range(6))
+
+        def __len__(self) -> int:
+            return 6
+
+    loader = ShardedDataLoader(range(6), 4, sampler=RepeatedSampler(3, Counts()))
+    assert [batch.tolist() for batch in loader] == [[0, 0, 0, 1], [1, 1, 2, 2], [2, 3, 3, 3], [4, 4, 4, 5], [5, 5]]
+    assert begun == 1
+
+
+def test_set_epoch_reaches_the_order_that_the_loader_gave() -> None:
+    sampler = RepeatedSampler(2)
+    loader = ShardedDataLoader(range(LENGTH), 5, shuffle=True, sampler=sampler, seed=1)
+    sampler.set_epoch(4)
+    assert loader.epoch == 4
+
+
+def test_arrays_give_rows_for_copies_too() -> None:
+    for dataset in (ArrayDataset(np.arange(5) * 10), torch.arange(5) * 10):
+        loader = ShardedDataLoader(dataset, 10, sampler=RepeatedSampler(2), num_replicas=1)
+        assert [batch.tolist() for batch in loader] == [[0, 0, 10, 10, 20, 20, 30, 30, 40, 40]]
+    resident = ShardedDataLoader(torch.arange(5), 10, sampler=RepeatedSampler(2), devices=["cpu"], resident=True)
+    assert [batch.tolist() for (batch,) in resident] == [[0, 0, 1, 1, 2, 2, 3, 3, 4, 4]]
+
+
+@given(length=st.integers(0, 20), copies=st.integers(1, 5), start=st.integers(0, 30), replicas=st.integers(1, 4))
+def test_any_position_is_read_by_itself(length: int, copies: int, start: int, replicas: int) -> None:
+    sampler = RepeatedSampler(copies, SequentialSampler(length))
+    order = [index for index in range(length) for _ in range(copies)]
+    assert list(sampler.iter_epoch(0, start)) == order[start:]
+    assert len(sampler) == len(order)
+    for rank in range(replicas):
+        dealt = list(Dealt(sampler.epoch_table(0), replicas, rank, truncate=True).items())
+        assert dealt == order[: len(order) // replicas * replicas][rank::replicas]
+    batches = list(BatchSampler(sampler, 3))
+    assert batches == [order[begin : begin + 3] for begin in range(0, len(order), 3)]
+
+
+def test_the_index_of_a_copy_is_an_int_that_travels() -> None:
+    index = repeated_index(2)(7)
+    assert index == 7 and hash(index) == hash(7) and repr(index) == "7" and [*[10] * 7, 70] == [10] * 7 + [70]
+    for same in (pickle.loads(pickle.dumps(index)), copy.deepcopy(index)):
+        assert same == 7 and type(same) is type(index) and same.copy == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: RepeatedSampler(0), ValueError, "copies must be at least 1"),
+        (lambda: RepeatedSampler(RandomSampler(4)), TypeError, "copies must be an integer"),  # type: ignore[arg-type]
+        (lambda: RepeatedSampler(2, 5), TypeError, "sampler must be a sampler"),  # type: ignore[arg-type]
+        (lambda: len(RepeatedSampler(2)), ValueError, r"give it to a loader as sampler=, or give it a sampler"),
+        (lambda: iter(RepeatedSampler(2)), ValueError, "has no order to repeat"),
+        (lambda: list(RepeatedSampler(2, [[1, 2], [3]])), TypeError, "repeats single integer indices"),
+        (
+            lambda: ShardedDataLoader([1], 1, shuffle=True, sampler=RepeatedSampler(2, SequentialSampler(1))),
+            ValueError,
+            "shuffle must not be specified",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
