@@ -46,6 +46,7 @@ _HOMES = {
     "GroupedBatchSampler LinearWidthBucket",
     "sampling.index_samplers": "FilterSampler IntervalSampler RandomSampler RepeatedSampler SequentialSampler "
     "SortedSampler SplitSampler SubsetRandomSampler WeightedRandomSampler",
+    "sampling.packing": "PackSampler",
     "sampling.shard_shuffle": "EqualShards ShardShuffleSampler",
     "storage.cache": "ShardCache",
     "storage.dataset": "ShardDataset",

@@ -57,6 +57,7 @@ from sharded_loader.sampling.index_samplers import SortedSampler as SortedSample
 from sharded_loader.sampling.index_samplers import SplitSampler as SplitSampler
 from sharded_loader.sampling.index_samplers import SubsetRandomSampler as SubsetRandomSampler
 from sharded_loader.sampling.index_samplers import WeightedRandomSampler as WeightedRandomSampler
+from sharded_loader.sampling.packing import PackSampler as PackSampler
 from sharded_loader.sampling.shard_shuffle import EqualShards as EqualShards
 from sharded_loader.sampling.shard_shuffle import ShardShuffleSampler as ShardShuffleSampler
 from sharded_loader.storage.cache import ShardCache as ShardCache

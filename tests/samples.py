@@ -32,6 +32,19 @@ class Uneven:
         return index
 
 
+class Documents:
+    """Document i has ``lengths[i]`` tokens. Token j of it is ``1000 * i + j``."""
+
+    def __init__(self, lengths: Any) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Any:
+        return 1000 * index + np.arange(self.lengths[index])
+
+
 class Draws:
     """A sample of everything random."""
 

@@ -2,10 +2,16 @@
 
     interleave(datasets by index) -> InterleavedDataset    a `Dataset`: reads any position, also in bulk
     interleave(datasets in order) -> InterleavedIterable   a torch IterableDataset: reads on from a saved state
+    mixture_of(dataset)                                    the `InterleavedDataset` that a loader may plan by itself
     Source(number, dataset, point)                         one of its datasets, read in order from any position
 
 `sharded_loader.data.schedule` says which dataset gives the sample at a position. A mixture owns no thread and no
 process.
+
+*By index.* A mixture that is shuffled, or whose weights change, has another order in each epoch. A loader plans that
+order in the main process (`MixtureSampler`), and sends workers numbers above `CODED`. Such a number says which
+sample it is, whatever the epoch and the weights are. So workers need not be told of either, and the order stays exact
+where a batch belongs to two epochs. Other readers, such as PyTorch's ``DataLoader``, call ``set_epoch``.
 
 *In order.* A dataset with ``state_dict`` and ``load_state_dict`` continues by its own state. So does one whose iterator
 has both. Other iterable datasets are read again up to the point. A source opens its dataset when the first sample is
@@ -25,6 +31,7 @@ Source of the idea: `sharded_loader.data.schedule` names it; the words for ``sto
 from __future__ import annotations
 
 import copy
+import math
 import operator
 import sys
 from collections import Counter
@@ -35,7 +42,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from sharded_loader.base.checks import refuse_arguments, refuse_class
+from sharded_loader.base.checks import check_int, refuse_arguments, refuse_class
 from sharded_loader.base.described import an, brief
 from sharded_loader.base.entries import (
     anything,
@@ -45,24 +52,28 @@ from sharded_loader.base.entries import (
     integer,
     list_of,
     parsed,
-    string,
     written,
 )
 from sharded_loader.base.imports import call_after_import
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
 from sharded_loader.data.columns import check_dataset
-from sharded_loader.data.datasets import ConcatDataset, Dataset, View
+from sharded_loader.data.datasets import ConcatDataset, Dataset, TransformDataset, View
 from sharded_loader.data.inspection import is_indexed, is_stateful, iterable_of, known_parts, takes_two, this_worker
-from sharded_loader.data.schedule import Schedule, whole_numbers
+from sharded_loader.data.schedule import FAR, Plan, Schedule, changes_of
+from sharded_loader.randomness.shuffle import Bijections
 
-FIRST, ALL = "first_exhausted", "all_exhausted"
+FIRST, ALL, EACH = "first_exhausted", "all_exhausted", "each_once"
+
+CODED = FAR
+"""The least of the numbers by which a loader names the samples of a mixture; see `InterleavedDataset.codes`."""
 
 
 def interleave(
     datasets: Iterable[Any],
     weights: Iterable[Any] | None = None,
     seed: int = 0,
-    stop: str = FIRST,
+    stop: str | int = FIRST,
+    shuffle: bool = False,
     **unknown: NoReturn,
 ) -> Any:
     """Several datasets as one: their samples mixed by weight, each dataset in its own order.
@@ -76,13 +87,20 @@ def interleave(
             iterator. A function may take the number of the worker and the number of workers.
         weights: one number of 0 or more per dataset; None: equal ones. Only their ratios count. Ratios of whole numbers
             with a sum of up to 65,536 are kept, others are rounded to 65,536ths. A dataset with the weight 0 is never
-            read.
-        seed: decides where the schedule starts.
+            read. A schedule is a list of pairs (sample, weights): ``[(0, [1, 1]), (80_000, [9, 1])]``. The second
+            weights hold from sample 80,000 of each epoch on, counted over all ranks. With 8 ranks and 10 samples per
+            rank and step, that is step 1,000.
+        seed: decides where the schedule starts, and the order of ``shuffle``.
         stop: ``"first_exhausted"``: the mixture ends when the dataset whose turn it is has no sample left.
             ``"all_exhausted"``: shorter datasets start over until every dataset has been read to its end once.
+            ``"each_once"``: a dataset that has ended drops out, and the others go on in the ratio of their weights.
+            Every sample comes exactly once. An integer: the mixture has this many samples, and datasets start over.
+        shuffle: whether each dataset has a new random order in every pass: each time that it starts over, and in each
+            epoch. All datasets must be read by index.
 
     Returns:
-        By index: a `Dataset`. With ``"all_exhausted"`` it ends with the last sample that had not been read yet.
+        By index: a `Dataset`. With ``"all_exhausted"`` it ends with the last sample that had not been read yet. With
+        ``shuffle`` it has ``set_epoch(epoch)``. A `ShardedDataLoader` needs no call of it.
 
         In order: an iterable, which torch's ``DataLoader`` takes as an ``IterableDataset``. Each iteration starts at
         the beginning. An iterable dataset has been read to its end when it is asked for one more sample. The mixture
@@ -100,14 +118,17 @@ def interleave(
 
     Raises:
         TypeError: an argument is no list of datasets, no numbers, no seed; one dataset can be read only once, as a
-            generator.
-        ValueError: no datasets; weights that do not fit; an unknown ``stop``; a dataset with a weight is empty.
+            generator; ``shuffle`` with an iterable dataset.
+        ValueError: no datasets; weights that do not fit; a schedule that goes back; an unknown ``stop``. A dataset with
+            a weight is empty, or is never read to its end, and ``stop`` waits for that.
 
     Example:
         >>> from sharded_loader import interleave
         >>> mixed = interleave([range(0, 100), range(100, 200)], weights=[3, 1])
         >>> list(mixed.take(8)), len(mixed)
         ([0, 1, 2, 3, 100, 4, 5, 101], 133)
+        >>> list(interleave([[*"abcd"], [*"xy"]], stop="each_once"))
+        ['x', 'a', 'b', 'y', 'c', 'd']
         >>> stream = interleave([lambda: iter("abc"), [1, 2, 3]])
         >>> samples = iter(stream)
         >>> next(samples), next(samples), next(samples)
@@ -120,8 +141,9 @@ def interleave(
     ``interleave_datasets``.
     """
     refuse_arguments("interleave", unknown, interleave)
-    if stop not in (FIRST, ALL):
-        raise ValueError(f'interleave(stop={stop!r}): give "{FIRST}" or "{ALL}"')
+    stop = _checked_stop(stop)
+    if not isinstance(shuffle, (bool, np.bool_)):
+        raise TypeError(f"interleave(shuffle={shuffle!r}): give True or False")
     try:
         seed = operator.index(seed)
     except TypeError:
@@ -134,10 +156,33 @@ def interleave(
     given = [check_source(dataset, f"interleave: datasets[{number}]") for number, dataset in enumerate(datasets)]
     if not given:
         raise ValueError("interleave was given no datasets: give at least one")
-    schedule = Schedule(whole_numbers(weights, len(given)), seed, max(map(_levels, given)))
-    if all(map(is_indexed, given)):
-        return InterleavedDataset(given, schedule, stop)
-    return InterleavedIterable(given, schedule, stop)
+    changes, level, is_by_index = changes_of(weights, len(given)), max(map(_levels, given)), all(map(is_indexed, given))
+    if not is_by_index and (shuffle or (stop == EACH and len(changes) > 1)):
+        number = list(map(is_indexed, given)).index(False)
+        raise TypeError(
+            f"interleave: datasets[{number}], {an(type(given[number]))}, is read in its own order only. shuffle=True, "
+            "and each_once with a schedule, need datasets that are read by index. Shuffle that dataset itself"
+        )
+    schedule: Schedule | Plan
+    if len(changes) == 1 and (stop != EACH or not is_by_index):
+        schedule = Schedule(changes[0].weights, seed, level)
+    else:
+        is_read = [any(one.weights[number] for one in changes) for number in range(len(given))]
+        sizes = [len(one) if read else 0 for one, read in zip(given, is_read, strict=True)] if stop == EACH else None
+        schedule = Plan(changes, seed, level, sizes)
+    if not is_by_index:
+        return InterleavedIterable(given, schedule, stop)
+    return (ShuffledDataset if shuffle else InterleavedDataset)(given, schedule, stop)
+
+
+def _checked_stop(stop: Any) -> Any:
+    if isinstance(stop, (int, np.integer)) and not isinstance(stop, bool) and 0 < stop <= CODED:
+        return int(stop)
+    if stop not in (FIRST, ALL, EACH):
+        raise ValueError(
+            f'interleave(stop={stop!r}): give "{FIRST}", "{ALL}" or "{EACH}", or the number of samples of the mixture'
+        )
+    return stop
 
 
 def _levels(dataset: Any) -> int:
@@ -176,22 +221,72 @@ def check_source(dataset: Any, name: str) -> Any:
 
 
 class InterleavedDataset(View):
-    """Datasets that are read by index, mixed by a schedule; made by `interleave`."""
+    """Datasets that are read by index, mixed by a schedule; made by `interleave`.
 
-    def __init__(self, datasets: Sequence[Any], schedule: Schedule, stop: str) -> None:
+    Attributes:
+        schedule: of the datasets that have a weight.
+        stop: where it ends.
+        shuffles: whether each dataset has a new order in every pass.
+        sizes: the number of samples of each dataset that has a weight.
+        number: how many datasets `interleave` was given.
+        is_planned: whether the order depends on more than the position: a loader plans it; see `codes`.
+    """
+
+    shuffles = False
+    _epoch = 0
+
+    def __init__(self, datasets: Sequence[Any], schedule: Schedule | Plan, stop: str | int) -> None:
         parts = [datasets[number] for number in schedule.sources]
         sizes = list(map(len, parts))
         for number, part, size in zip(schedule.sources, parts, sizes, strict=True):
             if not size:
                 raise _empty(number, part)
         self._dataset = ConcatDataset(parts)
-        self._schedule = schedule
-        self._sizes = np.array(sizes, np.int64)
-        self._begins = np.cumsum(self._sizes) - self._sizes
-        if stop == FIRST:
-            self._length = min(schedule.positions(sizes))
+        self.schedule = self._schedule = schedule
+        self.stop, self.number = stop, len(datasets)
+        self.sizes = np.array(sizes, np.int64)
+        self._begins = np.cumsum(self.sizes) - self.sizes
+        self._total = sum(sizes)
+        self._length = int(_length(schedule, sizes, stop))
+
+    @property
+    def is_planned(self) -> bool:
+        return self.shuffles or isinstance(self._schedule, Plan) or not isinstance(self.stop, str)
+
+    def codes(self, positions: Int64s, epoch: int, plan: Plan | None = None) -> Int64s:
+        """A number from `CODED` on for the sample at each position of an epoch. The mixture takes it as an index.
+
+        The number also says which pass it is. So a sample that comes again draws other random numbers.
+
+        Args:
+            positions: below the length.
+            epoch: which epoch.
+            plan: of the same datasets, with other weights; None: the weights that the mixture was given.
+        """
+        inner, passes = self._placed(positions, epoch, plan)
+        most = CODED // self._total
+        return CODED + inner + self._total * ((epoch * 2_654_435_769 % most + passes) % most)
+
+    def sources_of(self, indices: Any) -> Int64s:
+        """For each dataset that `interleave` was given, how many of these samples are its."""
+        array = np.asarray(indices)
+        if _is_coded(array):
+            found = np.searchsorted(self._begins, (array - CODED) % self._total, side="right") - 1
         else:
-            self._length = max(schedule.positions([size - 1 for size in sizes])) + 1
+            found = self._schedule.owners(checked_indices(array, self._length))
+        return np.bincount(np.array(self._schedule.sources)[found], minlength=self.number)
+
+    def _placed(self, positions: Int64s, epoch: int, plan: Plan | None = None) -> tuple[Int64s, Int64s]:
+        """Where in the joined datasets the samples at these positions are, and in which pass of their dataset."""
+        sources, numbers = (plan or self._schedule).at_many(positions)
+        places = self._within(sources, numbers, epoch) if self.shuffles else numbers % self.sizes[sources]
+        return self._begins[sources] + places, numbers // self.sizes[sources]
+
+    def _within(self, sources: Int64s, numbers: Int64s, epoch: int) -> Int64s:
+        """Which of its samples each dataset gives, if it is shuffled in every pass."""
+        passes, places = np.divmod(numbers, self.sizes[sources])
+        shuffle = Bijections(self._schedule.seed, "interleave shuffle", epoch)
+        return shuffle(places, self.sizes[sources], passes * len(self.sizes) + sources)
 
     def __len__(self) -> int:
         return self._length
@@ -199,15 +294,78 @@ class InterleavedDataset(View):
     def _one(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self._part(index)
-        source, number = self._schedule.at(checked_index(index, self._length))
-        return self._dataset[int(self._begins[source] + number % self._sizes[source])]
+        if type(index) is int and index >= CODED:
+            return self._dataset[(index - CODED) % self._total]
+        index = checked_index(index, self._length)
+        source, number = self._schedule.at(index)
+        where = self._within(np.array([source]), np.array([number]), self._epoch)[0] if self.shuffles else number
+        return self._dataset[int(self._begins[source] + where % self.sizes[source])]
 
     def _inner(self, indices: Indices) -> Int64s:
-        sources, numbers = self._schedule.at_many(checked_indices(indices, self._length))
-        return self._begins[sources] + numbers % self._sizes[sources]
+        array = np.asarray(indices)
+        if _is_coded(array):
+            return (array - CODED) % self._total
+        return self._placed(checked_indices(array, self._length), self._epoch)[0]
 
     def __repr__(self) -> str:
         return f"interleave({self._dataset!r}, weights={brief(self._schedule.weights)}; {self._length} samples)"
+
+
+class ShuffledDataset(InterleavedDataset):
+    """A mixture whose datasets have a new random order in every pass; made by `interleave`."""
+
+    shuffles = True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Read in the order of this epoch, and tell the datasets. A `ShardedDataLoader` counts the epochs itself."""
+        self._epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+
+
+def _is_coded(array: Any) -> bool:
+    return bool(array.size and array.ndim == 1 and array.dtype.kind in "iu" and array[0] >= CODED)
+
+
+def _length(schedule: Schedule | Plan, sizes: list[int], stop: str | int) -> float:
+    """The number of samples of a mixture."""
+    if isinstance(stop, int):
+        return stop
+    if isinstance(schedule, Plan) and schedule.length is not None:
+        return schedule.length
+    if stop == FIRST:
+        return min(schedule.positions(sizes))
+    lasts: list[float] = [*schedule.positions([size - 1 for size in sizes])]
+    if math.inf in lasts:
+        number = schedule.sources[lasts.index(math.inf)]
+        raise ValueError(
+            f'interleave(stop="{ALL}"): datasets[{number}] has the weight 0 at the end of the schedule, '
+            "before its last sample was read: give it a weight there, or another stop"
+        )
+    return max(lasts) + 1
+
+
+def mixture_of(dataset: Any) -> InterleavedDataset | None:
+    """The mixture whose samples a dataset has, at the same indices, perhaps transformed; None if there is none.
+
+    Example:
+        >>> mixture_of(interleave([[1], [2]]).transform(str))
+        interleave([1] + [2], weights=[1, 1]; 2 samples)
+    """
+    while type(dataset) is TransformDataset:
+        dataset = dataset._dataset
+    return dataset if isinstance(dataset, InterleavedDataset) else None
+
+
+def has_shuffled(dataset: Any) -> bool:
+    """Whether a dataset is a shuffled mixture, or has one inside.
+
+    Example:
+        >>> has_shuffled(interleave([[1], [2]], shuffle=True).take(1)), has_shuffled([1])
+        (True, False)
+    """
+    inside = dataset._inside if isinstance(dataset, Dataset) else ()
+    return isinstance(dataset, ShuffledDataset) or any(map(has_shuffled, inside))
 
 
 def _empty(number: int, dataset: Any, passes: int = 0) -> ValueError:
@@ -365,7 +523,7 @@ class _MixPosition:
     schedule: int = entry(integer(), "the datasets took turns by another schedule")
     weights: tuple[int, ...] = entry(list_of(integer(0)), "weights was {was}, and is {now}", write=list)
     seed: int = entry(integer(), "seed was {was}, and is {now}")
-    stop: str = entry(string, "stop was {was!r}, and is {now!r}")
+    stop: Any = entry(anything, "stop was {was!r}, and is {now!r}")  # noqa: RUF009
     epoch: Any = entry(anything)  # noqa: RUF009 - it makes a field
     position: int = entry(integer(0))
     sources: tuple[SourcePoint, ...] = entry(
@@ -397,7 +555,7 @@ class InterleavedIterable(InOrder):
 
     num_shards: int
 
-    def __init__(self, datasets: Sequence[Any], schedule: Schedule, stop: str) -> None:
+    def __init__(self, datasets: Sequence[Any], schedule: Schedule | Plan, stop: str | int) -> None:
         self._datasets = datasets
         self._schedule = schedule
         self._stop = stop
@@ -417,19 +575,26 @@ class InterleavedIterable(InOrder):
         """The samples. The iteration begins when the first one is asked for."""
         state, self._loaded = self._loaded, None
         schedule, datasets = self._schedule, self._datasets
-        reading = _Iteration(self._beginning() if state is None else state, datasets, schedule.sources)
+        counts_all = isinstance(schedule, Plan) or not isinstance(self._stop, str)
+        begin = self._beginning() if state is None else state
+        reading = _Iteration(begin, datasets, schedule.sources, counts_all)
         self._last = reading
-        while True:
-            source = reading.sources[schedule.owner(reading.position)]
-            sample = source.read()
-            if sample is END:
-                if not source.taken:
+        while not isinstance(self._stop, int) or reading.place < self._stop:
+            source = reading.sources[schedule.owner(reading.position, reading.place)]
+            has_dropped_out = self._stop == EACH and source.passes
+            sample = END if has_dropped_out else source.read()
+            if sample is END and not has_dropped_out:
+                if not source.taken and self._stop != EACH:
                     raise _empty(source.number, source.dataset, source.passes)
-                if self._stop == FIRST or all(one.passes or one is source for one in reading.sources):
+                is_last = all(one.passes or one is source for one in reading.sources)
+                if self._stop == FIRST or (is_last and self._stop in (ALL, EACH)):
                     break
                 source.start_over()
-                continue
+                if self._stop != EACH:
+                    continue
             reading.position += 1
+            if sample is END:
+                continue
             self._last = reading
             yield sample
         if self._last is reading:
@@ -479,17 +644,31 @@ class InterleavedIterable(InOrder):
 
 
 class _Iteration:
-    """One iteration: how far it is in the mixture and in each source."""
+    """One iteration: how far it is in the mixture and in each source.
 
-    def __init__(self, begin: _MixPosition, datasets: Sequence[Any], numbers: Sequence[int]) -> None:
+    Args:
+        begin: where it begins.
+        datasets, numbers: of the mixture, and which of them have a weight.
+        counts_all: whether `place` counts the samples of all workers.
+    """
+
+    def __init__(
+        self, begin: _MixPosition, datasets: Sequence[Any], numbers: Sequence[int], counts_all: bool = False
+    ) -> None:
         self._begin, self.position = begin, begin.position
         # Who asks divides the data itself. An iterable dataset asks on its own, or is read by each worker as a whole.
-        worker = this_worker() if any(map(is_divided, datasets)) else None
+        worker = this_worker() if counts_all or any(map(is_divided, datasets)) else None
+        self._part, self._parts = (worker or (0, 1)) if counts_all else (0, 1)
         times = Counter(map(id, datasets))  # two iterators of one object share its state
         self.sources = [
             Source(number, datasets[number], point, worker, times[id(datasets[number])] == 1)
             for number, point in zip(numbers, begin.sources, strict=True)
         ]
+
+    @property
+    def place(self) -> int:
+        """The position among the samples of all workers, if each one has read as many as this one."""
+        return self.position * self._parts + self._part
 
     def state(self) -> _MixPosition:
         return replace(self._begin, position=self.position, sources=tuple(source.state() for source in self.sources))

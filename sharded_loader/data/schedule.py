@@ -1,6 +1,7 @@
 """`Schedule`: which of several sources gives each sample of a mixture, and which of its samples.
 
-    whole_numbers(weights) -> Schedule(weights, seed)
+    whole_numbers(weights) -> Schedule(weights, seed)        the same weights at every position
+    changes_of(weights) -> Plan(changes, seed, sizes)        weights that change, or sources that drop out
     position n <-> (source, number of the sample among those of the source)
 
 Each source has an interval of the numbers from 0 to 2^32, as long as its share. The sample at position n belongs to the
@@ -16,7 +17,11 @@ Measured over 60,000 samples, for weights such as 5, 3, 2: a source is at most 4
 every n-th of them it is at most 8 away for n up to 16, 13 for powers of 2, and 26 for n up to 64. For n up to 1,000 it
 is at most 131 away (n = 239). A random order is 130 away.
 
-What can go wrong: weights that are no finite numbers of 0 or more, or all 0 (ValueError that says what to give).
+A `Plan` is cut into pieces. In each piece one schedule holds, and the numbers of the samples go on from piece to piece.
+A position is looked up in its piece, so a far position costs no more than a near one.
+
+What can go wrong: weights that are no finite numbers of 0 or more, or all 0. Changes that do not ascend, or that leave
+nothing to read. Each is a ValueError that says what to give.
 
 Source of the idea: H. Weyl, "Über die Gleichverteilung von Zahlen mod. Eins", 1916; the sum is ``floor_sum`` of the
 AtCoder Library.
@@ -24,13 +29,15 @@ AtCoder Library.
 
 from __future__ import annotations
 
+import copy
 import math
 from bisect import bisect
 from collections.abc import Iterable
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,6 +47,12 @@ from sharded_loader.randomness.rng import philox
 
 MOST = 65_536
 """The largest sum of the whole numbers. So the shortest interval has 65,536 of the 2^32 numbers."""
+
+MOST_EACH_ONCE = 500
+"""The largest number of sources that can drop out. A plan has a piece for each of them, and takes 20 ms to make it."""
+
+FAR = 1 << 62
+"""Behind all positions."""
 
 CIRCLE = 1 << 32
 """With this size, no product in `_floor_sum` needs more than 63 bits."""
@@ -53,12 +66,13 @@ The fraction of each number has strides after which it comes back to nearly the 
 17, 41, 99, 239, and few numbers of ranks are multiples of the large ones. Of sqrt(3) they are 15, 56, 209."""
 
 
-def whole_numbers(weights: Iterable[Any] | None, count: int) -> list[int]:
+def whole_numbers(weights: Iterable[Any] | None, count: int, name: str = "interleave") -> list[int]:
     """Whole numbers in the ratio of the weights, with a sum of up to `MOST`.
 
     Args:
         weights: numbers of 0 or more; None: equal ones.
         count: the number of weights that are needed.
+        name: which function was given them, for errors.
 
     Returns:
         The smallest ones, where a sum of up to `MOST` keeps the ratio. Otherwise the ratio is rounded to 65,536ths, and
@@ -73,7 +87,7 @@ def whole_numbers(weights: Iterable[Any] | None, count: int) -> list[int]:
     """
     if weights is None:
         weights = [1] * count
-    wrong = ValueError(f"interleave(weights={weights!r}): give a list of finite numbers of 0 or more")
+    wrong = ValueError(f"{name}(weights={weights!r}): give a list of finite numbers of 0 or more")
     try:
         found = [_fraction(weight) for weight in weights]
     except (TypeError, ValueError, OverflowError):
@@ -81,16 +95,53 @@ def whole_numbers(weights: Iterable[Any] | None, count: int) -> list[int]:
     if any(weight < 0 for weight in found):
         raise wrong
     if len(found) != count:
-        raise ValueError(f"interleave: {len(found)} weights for {count} datasets: give one weight per dataset")
+        raise ValueError(f"{name}: {len(found)} weights for {count} datasets: give one weight per dataset")
     positive = sum(map(bool, found))
     if not positive:
-        raise ValueError("interleave: all weights are 0: give at least one dataset a positive weight")
+        raise ValueError(f"{name}: all weights are 0: give at least one dataset a positive weight")
     if positive > MOST:
-        raise ValueError(f"interleave: {positive:,} datasets have a weight: give at most {MOST:,}, or join some first")
+        raise ValueError(f"{name}: {positive:,} datasets have a weight: give at most {MOST:,}, or join some first")
     total = sum(found)
     shares = [weight / total for weight in found]
     period = math.lcm(*(share.denominator for share in shares))
     return [int(share * period) for share in shares] if period <= MOST else _rounded(shares)
+
+
+class Change(NamedTuple):
+    """From which position on which weights hold.
+
+    Attributes:
+        begin: the position.
+        weights: whole numbers, one per source.
+    """
+
+    begin: int
+    weights: list[int]
+
+
+def changes_of(weights: Any, count: int) -> list[Change]:
+    """Weights, or a list of pairs (position, weights), as changes in ascending order. The first one is at position 0.
+
+    Raises:
+        ValueError: the positions are no ascending integers from 0 on; weights that do not fit.
+
+    Example:
+        >>> changes_of([3, 1], 2), changes_of([(0, [1, 1]), (100, [0.9, 0.1])], 2)[1]
+        ([Change(begin=0, weights=[3, 1])], Change(begin=100, weights=[9, 1]))
+    """
+    if not isinstance(weights, (list, tuple)) or not any(isinstance(one, (list, tuple)) for one in weights):
+        return [Change(0, whole_numbers(weights, count))]
+    changes: list[Change] = []
+    for number, one in enumerate(weights):
+        name = f"interleave: weights[{number}]"
+        if not isinstance(one, (list, tuple)) or len(one) != 2 or not isinstance(one[0], (int, np.integer)):
+            raise ValueError(f"{name} is {one!r}: in a schedule, give pairs (sample, weights), such as (1000, [3, 1])")
+        begin, before = int(one[0]), changes[-1].begin if changes else -1
+        if not before < begin < FAR or (begin and not changes):
+            where = f"after {before}" if changes else "and is the first one"
+            raise ValueError(f"{name} begins at sample {begin}, {where}: a schedule begins at 0, and must not go back")
+        changes.append(Change(begin, whole_numbers(one[1], count)))
+    return changes
 
 
 def _fraction(weight: Any) -> Fraction:
@@ -128,7 +179,7 @@ class Schedule:
     """
 
     def __init__(self, weights: list[int], seed: int, level: int = 0) -> None:
-        self.weights, self.seed, self.level = weights, seed, level
+        self.weights, self.seed, self.level, self.changes = weights, seed, level, [Change(0, weights)]
         self.step = STEPS[level % len(STEPS)]
         self.sources = [number for number, weight in enumerate(weights) if weight]
         counts = np.array([weights[number] for number in self.sources], np.int64)
@@ -146,8 +197,8 @@ class Schedule:
         """Weights, seed and first turns: the part of a mixture in a fingerprint (`data.inspection`)."""
         return f"{self.seed}{self.weights[:16]}{list(map(self.owner, range(128)))}"
 
-    def owner(self, position: int) -> int:
-        """The source at a position."""
+    def owner(self, position: int, place: int | None = None) -> int:
+        """The source at a position. ``place`` is for a `Plan`: here the weights are the same everywhere."""
         ends, order, _ = self._lists
         return order[bisect(ends, (self._start + position * self.step) % CIRCLE)]  # type: ignore[no-any-return]
 
@@ -155,23 +206,46 @@ class Schedule:
         """The source at a position, and the number of the sample among those of the source."""
         source, (period, slot) = self.owner(position), divmod(position, CIRCLE)
         begin, end = self._lists[2][source]
+        return source, period * (end - begin) + self._before_one(slot, begin, end)
+
+    def position(self, number: int, source: int) -> int:
+        """Where the sample with this number stands."""
+        begin, end = self._lists[2][source]
+        period, rest = divmod(number, end - begin)
+        before = partial(self._before_one, begin=begin, end=end)
+        return period * CIRCLE + bisect(range(CIRCLE + 1), rest, key=before) - 1
+
+    def _before_one(self, slot: int, begin: int, end: int) -> int:
         shift = self._start + CIRCLE
-        before = _floor_sum(self.step, slot, shift - begin) - _floor_sum(self.step, slot, shift - end)
-        return source, period * (end - begin) + before
+        return int(_floor_sum(self.step, slot, shift - begin) - _floor_sum(self.step, slot, shift - end))
+
+    def owners(self, positions: Int64s) -> Int64s:
+        """The sources at many positions."""
+        slots = (positions % CIRCLE).astype(np.uint64)
+        points = (np.uint64(self._start) + slots * np.uint64(self.step)) % np.uint64(CIRCLE)
+        found: Int64s = self._order[np.searchsorted(self._ends, points.astype(np.int64), side="right")]
+        return found
 
     def at_many(self, positions: Int64s) -> tuple[Int64s, Int64s]:
         """The same of many positions."""
-        slots = positions % CIRCLE
-        points = (np.uint64(self._start) + slots.astype(np.uint64) * np.uint64(self.step)) % np.uint64(CIRCLE)
-        sources = self._order[np.searchsorted(self._ends, points.astype(np.int64), side="right")]
+        slots, sources = positions % CIRCLE, self.owners(positions)
         begins, ends = self._bounds[:, sources]
         return sources, positions // CIRCLE * (ends - begins) + self._before(slots, sources)
 
-    def positions(self, numbers: list[int]) -> list[int]:
-        """For each source, where the sample with this number stands."""
-        lengths = (self._bounds[1] - self._bounds[0]).tolist()
+    def counts(self, position: int) -> Int64s:
+        """For each source, how many of the first positions are its."""
+        period, slot = divmod(position, CIRCLE)
+        sources = np.arange(len(self.sources))
+        counts: Int64s = self._before(np.full(len(sources), slot), sources)
+        counts += period * (self._bounds[1] - self._bounds[0])
+        return counts
+
+    def positions(self, numbers: list[int], sources: Int64s | None = None) -> list[int]:
+        """Where the sample with this number stands, for each source, or for these sources."""
+        sources = np.arange(len(numbers)) if sources is None else sources
+        lengths = (self._bounds[1] - self._bounds[0])[sources].tolist()
         periods, rests = zip(*map(divmod, numbers, lengths), strict=True)
-        sources, wanted = np.arange(len(rests)), np.array(rests, np.int64)
+        wanted = np.array(rests, np.int64)
         low = np.zeros(len(rests), np.int64)  # at most this many positions are in front of the sample
         for bit in reversed(range(32)):
             further = low + (1 << bit)
@@ -184,6 +258,161 @@ class Schedule:
         sums = _floor_sum(self.step, np.stack([slots, slots]).astype(np.uint64), shifts.astype(np.uint64))
         before: Int64s = (sums[0] - sums[1]).astype(np.int64)  # both are exact modulo 2^64
         return before
+
+
+class _Piece(NamedTuple):
+    """Positions in which one schedule holds.
+
+    Attributes:
+        begin: the first of them.
+        schedule: of the sources that give samples here.
+        sources: which sources of the plan these are.
+        before: for each source of the plan, the number of its samples in front of the piece.
+        offset: for each source of the schedule, what to add to a number of the schedule.
+    """
+
+    begin: int
+    schedule: Schedule
+    sources: Int64s
+    before: Int64s
+    offset: Int64s
+
+
+class Plan:
+    """A schedule whose weights change, or whose sources drop out when they have given all their samples.
+
+    It answers as a `Schedule` does. ``sources`` are those that have a weight at some position.
+
+    Args:
+        changes: what `changes_of` returned.
+        seed, level: as of a `Schedule`.
+        sizes: the number of samples of each source, which drops out after them; None: no source drops out.
+
+    Attributes:
+        length: with ``sizes``, the number of positions: one for each sample. Otherwise None.
+
+    Raises:
+        ValueError: with ``sizes``, samples are left, and no source that has any has a weight.
+
+    Example:
+        >>> plan = Plan(changes_of([(0, [1, 1]), (4, [1, 0])], 2), seed=0)
+        >>> [plan.owner(position) for position in range(8)]
+        [1, 0, 0, 1, 0, 0, 0, 0]
+        >>> Plan(changes_of([1, 1], 2), seed=0, sizes=[4, 1]).length
+        5
+    """
+
+    def __init__(self, changes: list[Change], seed: int, level: int = 0, sizes: list[int] | None = None) -> None:
+        self.seed, self.level, self.step = seed, level, STEPS[level % len(STEPS)]
+        self.weights = [number for one in changes for number in (one.begin, *one.weights)]
+        has_weight = np.array([one.weights for one in changes]).any(axis=0)
+        self.sources: list[int] = np.flatnonzero(has_weight | (np.array(sizes or 0) > 0)).tolist()
+        self._limits = np.array([FAR if sizes is None else sizes[number] for number in self.sources])
+        if sizes is not None and len(sizes) > MOST_EACH_ONCE:
+            raise ValueError(
+                f"interleave: {len(sizes)} datasets, of which each drops out at its end: give up to {MOST_EACH_ONCE}, "
+                "or join some first, with ConcatDataset"
+            )
+        self.length = None if sizes is None else int(self._limits.sum())
+        self.changes: list[Change] = []
+        self._pieces: list[_Piece] = []
+        for change, end in zip(changes, [*(one.begin for one in changes[1:]), FAR], strict=True):
+            self._extend(change, end)
+
+    def changed(self, begin: int, weights: list[int]) -> Plan:
+        """A plan that is the same before a position, and has these weights from it on.
+
+        Raises:
+            ValueError: a source that is not in the plan has a weight. Or samples are left, as above.
+        """
+        twin = copy.copy(self)
+        for number in np.flatnonzero(weights).tolist():
+            if number not in self.sources:
+                raise ValueError(
+                    f"datasets[{number}] had the weight 0 when the mixture was made, and is never read: give it a "
+                    f"weight there, if only from a far sample on: weights=[(0, [1, 0]), ({FAR - 1}, [1, 1])]"
+                )
+        twin.changes = [one for one in self.changes if one.begin < begin]
+        twin._pieces = [one for one in self._pieces if one.begin < begin]
+        twin._extend(Change(begin, weights), FAR)
+        return twin
+
+    def _extend(self, change: Change, end: int) -> None:
+        """Add the pieces of one change."""
+        self.changes = [*self.changes, change]
+        begin, row = change.begin, np.array(change.weights)[self.sources]
+        while begin < end and ((counts := self._counts(begin)) < self._limits).any():
+            begin = self._add(np.where(counts < self._limits, row, 0), counts, begin, end)
+        self._begins = [piece.begin for piece in self._pieces]
+
+    def _counts(self, position: int) -> Int64s:
+        """For each source, how many of its samples come before a position in the last piece, or behind that."""
+        if not self._pieces:
+            return np.zeros(len(self.sources), np.int64)
+        _, schedule, sources, before, offset = self._pieces[-1]
+        counts = before.copy()
+        counts[sources] = schedule.counts(position) + offset
+        return counts
+
+    def _add(self, weights: Any, counts: Int64s, begin: int, end: int) -> int:
+        """Add one piece, which ends at ``end``, or where a source has no more samples. Returns where it ends."""
+        if not weights.any():
+            number = self.sources[int(np.argmax(counts < self._limits))]
+            raise ValueError(
+                f"interleave: at sample {begin}, only datasets with the weight 0 have samples left, such as "
+                f"datasets[{number}]: give it a weight there, as each sample is to come once"
+            )
+        schedule = Schedule(weights.tolist(), self.seed, self.level)
+        sources = np.array(schedule.sources)
+        offset = counts[sources] - schedule.counts(begin)
+        self._pieces.append(_Piece(begin, schedule, sources, counts, offset))
+        if self.length is not None:
+            lasts = self._limits[sources] - 1 - offset
+            first = int(np.argmin((lasts + 1) / weights[sources]))  # about
+            end = min(end, 1 + schedule.position(int(lasts[first]), first))
+            for source in np.flatnonzero(schedule.counts(end) > lasts).tolist():
+                end = min(end, 1 + schedule.position(int(lasts[source]), source))
+        return end
+
+    @property
+    def _fingerprint(self) -> str:
+        return f"{self.changes[:16]}{self._pieces[0].schedule._fingerprint}"
+
+    def owner(self, position: int, place: int | None = None) -> int:
+        """The source at a position. ``place`` says which piece holds, if that is the piece of another position."""
+        piece = self._pieces[bisect(self._begins, position if place is None else place) - 1]
+        return int(piece.sources[piece.schedule.owner(position)])
+
+    def at(self, position: int) -> tuple[int, int]:
+        """The source at a position, and the number of the sample among those of the source."""
+        piece = self._pieces[bisect(self._begins, position) - 1]
+        source, number = piece.schedule.at(position)
+        return int(piece.sources[source]), number + int(piece.offset[source])
+
+    def owners(self, positions: Int64s) -> Int64s:
+        """The sources at many positions."""
+        return self.at_many(positions)[0]
+
+    def at_many(self, positions: Int64s) -> tuple[Int64s, Int64s]:
+        """The same of many positions."""
+        where = np.searchsorted(self._begins, positions, side="right") - 1
+        sources, numbers = np.empty_like(positions), np.empty_like(positions)
+        for each in np.unique(where).tolist():
+            piece, here = self._pieces[each], where == each
+            found, own = piece.schedule.at_many(positions[here])
+            sources[here], numbers[here] = piece.sources[found], own + piece.offset[found]
+        return sources, numbers
+
+    def positions(self, numbers: list[int]) -> list[float]:
+        """For each source, where the sample with this number stands; infinity if that sample never comes."""
+        wanted, found = np.array(numbers, np.int64), [math.inf] * len(numbers)
+        ends = [*(piece.before for piece in self._pieces[1:]), np.full(len(numbers), FAR)]
+        for piece, end in zip(self._pieces, ends, strict=True):
+            here = np.flatnonzero(((piece.before <= wanted) & (wanted < end))[piece.sources])
+            own = (wanted[piece.sources[here]] - piece.offset[here]).tolist()
+            for source, position in zip(here.tolist(), piece.schedule.positions(own, here) if own else [], strict=True):
+                found[piece.sources[source]] = position
+        return found
 
 
 def _floor_sum(step: int, count: Any, shift: Any) -> Any:

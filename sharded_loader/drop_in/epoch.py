@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sharded_loader.base.entries import written
+from sharded_loader.batching.pack import Packed
 from sharded_loader.drop_in.sampler import SamplerStart, SamplerState
 from sharded_loader.engine.messages import PartBatch, PartPoint, Result, Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
@@ -91,7 +92,7 @@ class TorchEpoch(Epoch):
         if planned is None:
             return None
         indices = planned.item if self._batched else (planned.item,)
-        if type(indices) is not tuple:  # a sampler may fill its own list again while this one waits
+        if type(indices) not in (tuple, Packed):  # a sampler may fill its own list again while this one waits
             indices = list(indices)
         # In any order a batch goes to the worker that has the least to do.
         lane: int | None = None if self.any_order else seq % self._lanes

@@ -262,6 +262,11 @@ class Pipeline:
             self.pool.start(job)
         self._runs[run.number] = run
 
+    def replace(self, run: Run, by: Run) -> None:
+        """Read another run in the place of one. The batches of the old one that are in flight are dropped."""
+        self.drop(run.number)
+        self._runs[by.number] = by
+
     def drop(self, number: int) -> None:
         """A run's iterator is gone. Called while it is collected, so it must not wait for the lock.
 

@@ -34,6 +34,7 @@ from sharded_loader.base.errors import (
 )
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.batching.pack import Packed
 from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assembler, refuse_async
 from sharded_loader.data.arrays import NOT_IN_BULK, as_bulk, as_items, takes_arrays
 from sharded_loader.data.bulk import listed
@@ -300,26 +301,31 @@ class Reader:
                 refuse_async([batch], "collate_fn")
             return batch
         except BatchifyError:
-            at.misfit = self._misfit(samples)
+            at.misfit = self._misfit(samples, at)
             raise
 
-    def _misfit(self, samples: list[Any]) -> tuple[int, ...]:
+    def _misfit(self, samples: list[Any], at: BatchScope) -> tuple[int, ...]:
         """The first sample that cannot be in a batch, or in none with the first sample; nothing if none is such."""
-        for position, sample in enumerate(samples):
-            if not self._fits([sample]):
+        for position in range(len(samples)):
+            if not self._fits(samples, [position], at):
                 return (position,)
-            if not self._fits([samples[0], sample]):
+            if not self._fits(samples, [0, position], at):
                 return 0, position
         return ()
 
-    def _fits(self, samples: list[Any]) -> bool:
+    def _fits(self, samples: list[Any], positions: list[int], at: BatchScope) -> bool:
+        indices = at.indices
         try:
-            self._assemble(samples, np.empty)
+            if isinstance(indices, Packed):
+                at.indices = indices.taken(positions := sorted({*positions}))
+            self._assemble([samples[position] for position in positions], np.empty)
         except BatchifyError:
             return False
         except Exception as error:  # a function of the user's that wants whole batches
             if is_from_outside(error):
                 raise
+        finally:
+            at.indices = indices
         return True
 
     # -- on_error other than "raise" ------------------------------------------------------------------------
@@ -366,7 +372,8 @@ class Reader:
             return [], lost[1]
         batches = []
         for number, pairs in enumerate(shards):
-            if replaces:
+            given = task.shards[number]
+            if replaces and not isinstance(given, Packed):  # a row has no room for another document
                 for i, (_, sample) in enumerate(pairs):
                     if type(sample) is Bad:
                         rng = philox(job.seed, "replace", task.epoch, task.key, number, i)
@@ -376,6 +383,8 @@ class Reader:
             if kept:
                 at.board[SHARD] = number
                 at.indices = [index for index, _ in kept]
+                if isinstance(given, Packed):
+                    at.indices = given.taken([i for i, (_, sample) in enumerate(pairs) if type(sample) is not Bad])
                 batches.append(self._make_batch([sample for _, sample in kept], at))
             else:
                 at.lost.append(number)

@@ -32,6 +32,7 @@ from sharded_loader.loader.arguments import (
 )
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.stats import LoaderStats, Meter, Metered, quiet_counts
+from sharded_loader.sampling.index_samplers import NO_WEIGHTS, MixtureSampler
 from sharded_loader.streams.order import StreamOrder
 
 Given = ParamSpec("Given")
@@ -294,6 +295,39 @@ class LoaderAttributes(Metered):
         """Batches delivered in `epoch`."""
         return self._progress.at()[1]
 
+    def set_weights(self, weights: Sequence[float] | None) -> None:
+        """Mix the datasets of `interleave` by other weights, from the next batch on.
+
+        Batches that were prefetched by the old weights are dropped. Call it on all ranks, after the same step. A state
+        that is saved later has the weights. ``len(loader)`` stays what it is: a dataset that ends early starts over,
+        or drops out with ``stop="each_once"``. The next epochs begin with these weights.
+
+        Args:
+            weights: one number of 0 or more per dataset, as in `interleave`. None: equal ones.
+
+        Raises:
+            TypeError: The dataset is no mixture that was made with ``shuffle=True``, with a schedule, with
+                ``stop="each_once"`` or with a number of samples. Or a sampler gives the order.
+            ValueError: Weights that do not fit. Nothing has changed then.
+            RuntimeError: You call it inside ``next``.
+
+        Example:
+            >>> from sharded_loader import ShardedDataLoader, interleave
+            >>> mixed = interleave([["a"] * 9, ["b"] * 9], stop=12, shuffle=True)
+            >>> loader = ShardedDataLoader(mixed, batch_size=4)
+            >>> for batch in loader:
+            ...     print(batch)
+            ...     loader.set_weights([0, 1])
+            ['b', 'a', 'a', 'b']
+            ['b', 'b', 'b', 'b']
+            ['b', 'b', 'b', 'b']
+        """
+        self._pipeline.check_open()
+        sampler = self._order.sampler
+        if not isinstance(sampler, MixtureSampler):
+            raise TypeError(NO_WEIGHTS)
+        self._epochs.replan(functools.partial(sampler.set_weights, weights))
+
     # -- position ------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
@@ -380,6 +414,8 @@ class LoaderAttributes(Metered):
             size = None
         parts = ["unknown number of samples" if size is None else f"{size} samples"]
         try:
+            if self._order.steps is None and getattr(self.batch_sampler, "counts_by_pass", False):
+                raise TypeError("it would take a pass over the data")
             parts.append(f"{len(self)} batches" + (f" of {self.batch_size}" if self.batch_size else ""))
         except Exception:
             parts.append("unknown number of batches")

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import Notices
-from sharded_loader.base.private import fetched_by_lightning
+from sharded_loader.base.private import fetched_by_lightning, is_owned
 from sharded_loader.data.arrays import takes_arrays
 from sharded_loader.data.datasets import can_follow, follow
 from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
@@ -52,6 +52,7 @@ from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.pools.task_reader import reader_for
 from sharded_loader.sampling.epoch import MapEpoch
 from sharded_loader.sampling.order import MapOrder
+from sharded_loader.sampling.state import has_weights
 from sharded_loader.streams.order import StreamOrder
 
 Mark = tuple[int, Position | None, Run | None]
@@ -98,6 +99,13 @@ class Progress(ShownRun):
         self.live[run.number] = iterator
         self._pending = run.epoch.carry
         self._order.set_epoch(run.epoch.number + 1)
+
+    def replace(self, run: Run, by: Run, iterator: Any) -> None:
+        """An iterator goes on with another run of the same epoch."""
+        self.live.pop(run.number, None)
+        self.live[by.number] = iterator
+        if self.shown is run:
+            self.shown = by
 
     def was_over(self, run: Run) -> bool:
         """The end of a run was seen. Whether its epoch was over already where the loaded position was.
@@ -194,8 +202,8 @@ class Progress(ShownRun):
         data = self._fingerprint()
         return state if data is None else {**state, "data": data}
 
-    def load(self, state: Any, strict: bool, **doing: str) -> bool:
-        """Continue at the position of a state. ``doing`` is as `Order.load` has it.
+    def load(self, state: Any, strict: bool) -> bool:
+        """Continue at the position of a state.
 
         Returns:
             Whether the loader's seeds have changed with it.
@@ -203,7 +211,7 @@ class Progress(ShownRun):
         Raises:
             TypeError, ValueError: the state does not fit. Nothing has changed then.
         """
-        position, changed = self._order.load(state, strict, **doing)
+        position, changed = self._order.load(state, strict)
         if strict:
             one = state[0] if isinstance(state, list | tuple) else state
             warn_of_other_data(one.get("data"), self._fingerprint())
@@ -320,6 +328,39 @@ class Epochs:
         if before is not None:
             self._drop(before.run)
 
+    def replan(self, change: Callable[[int, int], Any]) -> None:
+        """Change the order of the samples behind those that the user has received.
+
+        Args:
+            change: is told the epoch of the sampler, and how many of its items all ranks have received. If it raises an
+                error, nothing has changed.
+
+        Raises:
+            RuntimeError: this is called inside ``next``.
+        """
+        pipeline, progress = self.pipeline, self.progress
+        if is_owned(pipeline.lock):
+            raise RuntimeError("the order cannot be changed inside next() of the same loader: do it in your loop")
+        with pipeline.lock:
+            shown = progress.run()
+            epoch = progress.coming() if shown is None else shown.epoch
+            assert isinstance(epoch, MapEpoch)  # only its order can be changed
+            change(*epoch.reached(epoch.first if shown is None else shown.delivered))
+            for iterator in list(progress.live.values()):
+                run = iterator.run
+                if run is not None and not run.ended and run.dead is None:
+                    iterator.run = self._go_on(run, iterator)
+
+    def _go_on(self, run: Run, iterator: Any) -> Run:
+        """A run that reads what a run has not delivered yet, by the order as it is now."""
+        position = run.epoch.position(run.delivered)
+        going_on = self._new_run(self.order.epoch(position.epoch, position))
+        going_on.epoch.in_mid_epoch = False  # it ends where the epoch ends
+        self.progress.replace(run, going_on, iterator)
+        self.pipeline.replace(run, going_on)
+        self._tell_order(going_on, iterator)
+        return going_on
+
     def read_ahead(self, run: Run) -> None:
         """All batches of a run are planned: have the pool read the first ones of the next epoch behind them.
 
@@ -371,7 +412,7 @@ class Epochs:
         self._split.costs = self.order.shard_costs
 
     def rescale(self, num_replicas: Any, rank: Any, batch_size: Any) -> None:
-        """There are other ranks from the next batch on. The iterator that is shown goes on with them.
+        """There are other ranks from the next batch on. Iterators that are under way go on with them.
 
         Raises:
             TypeError, ValueError: wrong arguments, or a position that others cannot go on from. Nothing has changed.
@@ -382,18 +423,21 @@ class Epochs:
                 "rescale needs a dataset that is read by index: the parts of iterable data belong to ranks. Save the "
                 "states of all ranks, and load them as a list into loaders of the new ranks"
             )
-        run, state, before = progress.run(), progress.state(), order.settings
-        try:
-            order.rescale(num_replicas, rank, batch_size)
-            progress.load(state, strict=False, doing="rescale: the position belongs to the ranks before")
-        except BaseException:
-            order.settings = before
-            raise
+
+        def change(*_: int) -> None:
+            goes_on = progress.resumes or any(not run.ended for run in progress.live_runs())
+            state, before = progress.state(), order.settings
+            try:
+                order.rescale(num_replicas, rank, batch_size)
+                if goes_on:
+                    order.load(state, False, "rescale: the position belongs to the ranks before")
+            except BaseException:
+                order.settings = before
+                raise
+
+        self.replan(change)
         if not self._job.keep_batch:
             self._job, self.stale = replace(self._job, keep_batch=True), True
-        iterator = None if run is None else progress.live.pop(run.number, None)
-        if run is not None and iterator is not None and order.next_epoch == run.epoch.number:
-            iterator.start_over()
 
     def forget(self) -> None:
         """Let go of what is kept: the loader is closed."""
@@ -402,7 +446,8 @@ class Epochs:
             self.resident.forget()
 
     def _new_run(self, epoch: Epoch) -> Run:
-        if self.order.stream is None and not isinstance(self.dataset, Mapping):
+        is_known = self.order.stream is not None or has_weights(self.order.sampler)
+        if not is_known and not isinstance(self.dataset, Mapping):
             epoch.limit = length(self.dataset)
         return Run(next(self._numbers), epoch)
 

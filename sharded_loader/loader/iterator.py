@@ -104,12 +104,6 @@ class BatchIterator(Iterator[Batch]):
         if self.run is not None and not _is_finalizing():
             self._pipeline.drop(self.run.number)
 
-    def start_over(self) -> None:
-        """Choose a run again at the next batch: it goes on where the loader is then."""
-        if self.run is not None:
-            self._pipeline.drop(self.run.number)
-            self.run = None
-
     def __iter__(self) -> Self:
         return self
 
@@ -205,12 +199,14 @@ class BatchIterator(Iterator[Batch]):
             pipeline.end(inside)
             self._last_ended = time.perf_counter()
             behind, inside_next = clock.behind - behind, self._last_ended - began
-            if self._counted is not run:
+            if self._counted is None or self._counted.epoch.number != run.epoch.number:
                 if self._counted is not None:
                     self._counts = Counts()
                 self._counted = run
                 meter.begin(run.epoch.number, self._totals_at_start, self._counts)
             meter.add(self._counts, inside_next, inside_next + working, placing, behind, result)
+            if meter.mixture is not None and result.error is None and entry.task is not None:
+                meter.count_sources(self._counts, entry.task.shards)
             if result.error is None and meter.looks is None:
                 meter.look(batch)
             try:

@@ -59,6 +59,7 @@ from sharded_loader.loader.stats import Meter
 from sharded_loader.parallel.split import gather
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.pools.resident import LEAST, ResidentPool, check_resident
+from sharded_loader.sampling.index_samplers import sampler_of
 from sharded_loader.sampling.order import MapOrder
 from sharded_loader.streams.order import StreamOrder
 
@@ -236,8 +237,10 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         else:
             refuse_streams(streams, dataset)
             size = length(dataset, needed=sampler is None and batch_sampler is None)
-            common |= {"sampler": sampler, "batch_sampler": batch_sampler, "costs": costs, "evaluate": evaluate}
-            order = MapOrder(size, shuffle=shuffle, **common)
+            is_given = any(one is not None for one in (sampler, batch_sampler, costs)) or bool(shuffle)
+            planned = sampler_of(dataset, is_given, steps_per_epoch is not None or last_batch == "rollover")
+            common |= {"sampler": sampler if planned is None else planned, "batch_sampler": batch_sampler}
+            order = MapOrder(size, shuffle=shuffle, costs=costs, evaluate=evaluate, **common)
         # The default given by name is the default: it reads in bulk too.
         batchify_fn = None if batchify_fn is default_batchify_fn else batchify_fn
         found, sharded = find_devices(device, devices)
@@ -375,6 +378,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             ValueError: Wrong arguments. Or the order does not allow it: with ``costs``, in mid-epoch, all ranks
                 together must read as many samples in a step as before; with ``steps_per_epoch`` too, and the numbers
                 of ranks must divide the dataset's length.
+            RuntimeError: You call it inside ``next``.
             LoaderClosedError: after `close`.
 
         Example:
@@ -389,9 +393,8 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             [tensor([4, 5]), tensor([6, 7])]
         """
         self._pipeline.check_open()
-        with self._pipeline.lock:
-            self._epochs.rescale(num_replicas, rank, batch_size)
-            self._resized(num_replicas, rank, batch_size)
+        self._epochs.rescale(num_replicas, rank, batch_size)
+        self._resized(num_replicas, rank, batch_size)
 
     def close(self) -> None:
         """Stop the workers. The loader cannot be used any more; batches that are held stay. Safe to call twice.

@@ -22,6 +22,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import HAS_ENDED, TooManySkippedError, notes_of, text_of
 from sharded_loader.base.notices import Notices
 from sharded_loader.data.datasets import retries_of
+from sharded_loader.data.interleave import mixture_of
 from sharded_loader.engine.messages import Result
 
 
@@ -45,6 +46,9 @@ class LoaderStats:
         device_waiting_seconds: time in which a device had nothing to do because its batch was not there, summed over
             the devices. The devices measure it themselves; a batch counts when they have reached it. The first batch of
             a loader does not count.
+        sources: of a mixture (`interleave`), how many samples came from each of its datasets to this rank. Samples that
+            ``on_error`` skipped or replaced count for their dataset. Empty if the loader's dataset is no mixture that
+            is read by index, nor a transform of one.
 
     Example:
         >>> stats = LoaderStats(batches=10, samples=640, seconds=2.0, waiting_seconds=0.5)
@@ -66,6 +70,17 @@ class LoaderStats:
     slow_batches: int = 0
     device_seconds: float = 0.0
     device_waiting_seconds: float = 0.0
+    sources: tuple[int, ...] = ()
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of a mixture, the share of each dataset in the samples of this rank; see ``sources``.
+
+        Example:
+            >>> LoaderStats(sources=(30, 10)).shares
+            (0.75, 0.25)
+        """
+        return tuple(count / sum(self.sources) for count in self.sources)
 
     @property
     def samples_per_second(self) -> float:
@@ -85,7 +100,8 @@ class LoaderStats:
             prefix: A text to put before each name.
 
         Returns:
-            A new dict. The names never change: the attributes, then ``samples_per_second`` and ``waiting_share``.
+            A new dict. The names never change: the attributes but ``sources``, then ``samples_per_second`` and
+            ``waiting_share``.
 
         Raises:
             ValueError: There is no number of this name.
@@ -95,7 +111,7 @@ class LoaderStats:
             >>> list(stats.as_dict("batches", "samples", prefix="data/").items())
             [('data/batches', 10.0), ('data/samples', 640.0)]
         """
-        known = (*(field.name for field in dataclasses.fields(self)), "samples_per_second", "waiting_share")
+        known = (*NUMBERS, "samples_per_second", "waiting_share")
         unknown = [name for name in names if name not in known]
         if unknown:
             raise ValueError(f"as_dict: there is no number {unknown[0]!r}: choose from {', '.join(known)}")
@@ -109,6 +125,10 @@ class LoaderStats:
         if self.device_seconds:
             parts.append(f"{self.device_seconds / self.seconds:.0%} of it waiting for the device")
         return ", ".join([*parts, *quiet_counts(self)])
+
+
+NUMBERS = tuple(field.name for field in dataclasses.fields(LoaderStats) if field.name != "sources")
+"""The attributes of `LoaderStats` that are numbers."""
 
 
 def quiet_counts(stats: LoaderStats) -> list[str]:
@@ -157,18 +177,21 @@ class Counts:
         self.replaced_workers = self.skipped_samples = self.slow_batches = 0
         self.seconds = self.waiting_seconds = self.reading_seconds = self.placing_seconds = 0.0
         self.device_seconds = self.device_waiting_seconds = 0.0
+        self.sources: Any = None  # an array, if there are any
 
     def merge(self, other: Counts) -> None:
         """Add what another one has counted."""
-        for field in reversed(dataclasses.fields(LoaderStats)):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        for name in reversed(NUMBERS):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        if other.sources is not None:
+            self.sources = other.sources + (0 if self.sources is None else self.sources)
 
     def report(self, totals: PoolTotals = NO_TOTALS) -> LoaderStats:
         """The counts so far. ``totals`` are as `Meter.totals` returns them."""
-        counts = {field.name: getattr(self, field.name) for field in reversed(dataclasses.fields(LoaderStats))}
+        counts = {name: getattr(self, name) for name in reversed(NUMBERS)}
         for name, before, now in zip(PoolTotals._fields, self.began, self.ended or totals, strict=True):
             counts[name] += now - before
-        return LoaderStats(**counts)
+        return LoaderStats(**counts, sources=() if self.sources is None else tuple(self.sources.tolist()))
 
 
 class Meter:
@@ -186,6 +209,7 @@ class Meter:
         epochs: the counts of the last epochs, by their numbers.
         skipped: ``(index, error)`` of the last samples that ``on_error`` skipped or replaced.
         notices, max_skipped: as above.
+        mixture: the mixture whose samples are read, or None.
         looks: what the first batch looked like; None before it.
     """
 
@@ -193,6 +217,7 @@ class Meter:
 
     def __init__(self, dataset: Any = None, notices: Notices | None = None, max_skipped: int | None = None) -> None:
         self._dataset, self.notices, self.max_skipped = dataset, notices or Notices(), max_skipped
+        self.mixture = mixture_of(dataset)
         self.epochs: dict[int, Counts] = {}
         self._sum = Counts()  # of the iterators before the last ones
         self._last: deque[tuple[int, Counts]] = deque([(-1, Counts())])
@@ -235,6 +260,17 @@ class Meter:
             epoch.placing_seconds += placing - behind
         if epoch.sum is not None:
             self.add(epoch.sum, inside, seconds, placing, behind, result)
+
+    def count_sources(self, epoch: Counts, shards: Sequence[Any]) -> None:
+        """Count which datasets of the mixture the samples of a batch came from: 20 us."""
+        assert self.mixture is not None  # it was asked for
+        came = Counts()
+        for shard in shards:
+            found = self.mixture.sources_of(shard)
+            came.sources = found if came.sources is None else came.sources + found
+        for counts in (epoch, epoch.sum):
+            if counts is not None:
+                counts.merge(came)
 
     def look(self, batch: Any) -> None:
         """Note what the first batch looks like."""

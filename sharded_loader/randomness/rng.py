@@ -22,6 +22,8 @@ random numbers. A test compares this table with the code.
     sorted bucket                  SortedBucketSampler
     fixed bucket                   FixedBucketSampler
     budget                         BoundedBudgetSampler
+    pack                           PackSampler: the documents
+    pack rows                      PackSampler: the rows of a window
     kinds                          GroupedBatchSampler: the samples of a kind
     class round                    ClassBalancedBatchSampler: the classes of a round
     class samples                  ClassBalancedBatchSampler: the samples of a class
@@ -32,6 +34,7 @@ random numbers. A test compares this table with the code.
     stratified classes             and which class gets a part's extra sample first
     shuffle buffer                 ShuffleBuffer: the samples of a block
     interleave                     interleave(): which dataset comes first where several may
+    interleave shuffle             interleave(shuffle=True): the samples of each dataset, in each pass
     sample                         sample_rng() of a sample
     sample of batchify_fn          sample_rng() in batchify_fn
     torch                          sample_generator() of a sample

@@ -39,6 +39,9 @@ Item_co = TypeVar("Item_co", covariant=True)
 
 ONE_SHOT = "an iterator can be read once, and each epoch reads the sampler again: pass a list, or a class with __iter__"
 
+EVERY = -1
+"""The epoch that stands for the endless sequence of all epochs, of samplers with `Sampler.counts_by_pass`."""
+
 MAX_NESTING = 16  # samplers inside samplers; more than a handful is a cycle
 
 
@@ -144,6 +147,8 @@ class Sampler(Described, Generic[Item_co]):
     Attributes:
         epoch: the epoch that the next ``iter()`` of the sampler begins, from 0. Loaders have an ``epoch`` of their own.
         seed: the integer that, with the epoch, decides the order; None where nothing is random.
+        counts_by_pass: `len_epoch` takes a pass over the data, so loaders do without the length. Epochs differ in
+            length. Under ``steps_per_epoch`` loaders read ``epoch_table(EVERY)``, which has no end.
 
     Example:
         >>> class Backwards(Sampler[int]):
@@ -157,6 +162,7 @@ class Sampler(Described, Generic[Item_co]):
 
     # Class attributes, because Gluon's users write subclasses that never call ``super().__init__()``.
     _epoch: int = 0
+    counts_by_pass = False
     epoch_request: EpochRequest | None = None  # the last call of `set_epoch`, for the loaders
     seed: int | None = None
     ranks: int | None = None
@@ -265,6 +271,7 @@ class WrapperSampler(Sampler[Item_co]):
         check_sampler(sampler, self._wraps)
         setattr(self, self._wraps, sampler)
         self._shares_epoch = isinstance(sampler, Sampler) and is_own(sampler)
+        self.counts_by_pass = getattr(sampler, "counts_by_pass", False)
         if seed is None and (is_own(sampler) or isinstance(sampler, Sequence | np.ndarray)):
             seed = 0  # it is not used
         self.seed: int = resolve_seed(seed)

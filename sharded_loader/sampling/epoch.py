@@ -40,7 +40,7 @@ from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.engine.messages import Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
 from sharded_loader.engine.split import is_sharded, plain_indices
-from sharded_loader.sampling.base import find_foreign, nested, noted, put_back
+from sharded_loader.sampling.base import EVERY, find_foreign, nested, noted, put_back
 from sharded_loader.sampling.foreign import Listed, Replay, known_length, len_epoch, name_of, over_replay, table_of
 from sharded_loader.sampling.state import Checkpoint, Signature, dump
 from sharded_loader.sampling.tables import ENDLESS, Batched, Dealt, Filled, Rolling, Table, parts
@@ -105,6 +105,9 @@ class MapEpoch(Epoch):
             self._foreign, self._listed = None, Listed(source.items, self._position.mark)
         self.keeps, self.evaluates = self._foreign is not None, source.evaluates
         self._noted = [sampler for sampler, _ in noted(nested(self._foreign))]
+        self._counting = next((one for one in nested(source.items) if hasattr(one, "landmark")), None)
+        if self._counting is not None and self._position.landmark is not None:
+            self._counting.note_landmark(self._position_in_items(self._position)[0], self._position.landmark)
         self._span: _SeparateSpan | _RollingSpan
         self._span = _RollingSpan(source, epoch, position) if source.rollover else _SeparateSpan(source, self._position)
         self.first, self.in_mid_epoch = self._span.first, self._span.is_begun
@@ -310,6 +313,8 @@ class MapEpoch(Epoch):
         if not self.in_mid_epoch:
             return False
         mark: Checkpoint | None = self._position.mark
+        if self._counting is not None and not self._source.rollover:
+            return self._open(self.first).upto(0, 1) <= 0  # its length would take a pass
         if mark is not None and not (self._source.cuts or self.evaluates):
             return mark.finished  # a sampler of another library may yield more than its length says
         try:
@@ -343,7 +348,15 @@ class MapEpoch(Epoch):
         return min(parts(max(before, 0), self._source.replicas, cut=False), size)
 
     def state(self, position: Position) -> dict[str, Any]:
+        if self._counting is not None:
+            position = replace(position, landmark=self._counting.landmark(*self._position_in_items(position)))
         return dump(position, self._source.signature)
+
+    def _position_in_items(self, position: Position) -> tuple[int, int]:
+        """The epoch of a sampler with ``counts_by_pass``, and the number of an item there."""
+        if not self._source.rollover:
+            return position.epoch, position.done
+        return EVERY, position.epoch * (self._source.steps or 0) * self._source.replicas + position.done
 
     def position(self, delivered: int) -> Position:
         """The position after ``delivered`` batches of the epoch (at least `first`)."""
@@ -351,6 +364,10 @@ class MapEpoch(Epoch):
         if self._listed is not None and mark is None and delivered > self.first:
             mark = self._listed.checkpoint(self.number, done)
         return Position(self.number, done, mark)
+
+    def reached(self, delivered: int) -> tuple[int, int]:
+        """The epoch of the sampler, and the position in it, after ``delivered`` batches of the epoch."""
+        return self._span.reached(delivered - self.first)
 
     def after(self, begin: Position) -> Position:
         """The position that the next epoch begins at, as a sampler of another library gets there after this epoch.
@@ -407,6 +424,10 @@ class _SeparateSpan:
         """How many items come from a position on; less than 0 behind the end."""
         return self._end - position
 
+    def reached(self, batches: int) -> tuple[int, int]:
+        """The epoch of the sampler, and the position in it, after a number of batches."""
+        return self._epoch, self.done(batches)
+
 
 class _RollingSpan(Rolling):
     """The batches of an epoch in the endless sequence of epochs."""
@@ -428,6 +449,8 @@ class _RollingSpan(Rolling):
         """The batches as a table."""
         source = self._source
         open_epoch = partial(table_of, items, seed=source.seed)
+        if getattr(items, "counts_by_pass", False):
+            return self.items(lambda _: table_of(items, EVERY, source.seed), source.rank, name_of(items))
         if source.batch_size is None:
             return self.items(open_epoch, source.rank, name_of(items))
         return self.table(open_epoch, source.rank, name_of(items), arrays=True, convert=source.arrays)
@@ -439,3 +462,7 @@ class _RollingSpan(Rolling):
     def items_from(self, position: int) -> int:
         """Any number: there are no fillers."""
         return ENDLESS
+
+    def reached(self, batches: int) -> tuple[int, int]:
+        """The epoch of the sampler, and the position in it, after a number of batches."""
+        return divmod(self.total(batches), max(self._stretch.length, 1))

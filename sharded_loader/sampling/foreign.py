@@ -107,7 +107,9 @@ def len_epoch(sampler: Any, epoch: int) -> int:
 
 
 def known_length(sampler: Any, epoch: int) -> int | None:
-    """`len_epoch`; None if the sampler has no length."""
+    """`len_epoch`; None if the sampler has no length, or would count it in a pass over the data."""
+    if getattr(sampler, "counts_by_pass", False):
+        return None
     try:
         return len_epoch(sampler, epoch)
     except (TypeError, NotImplementedError):

@@ -54,11 +54,13 @@ from sharded_loader.sampling.state import (
     Signature,
     arguments_of,
     differences,
+    has_weights,
     kind_of,
     other_arguments,
     out_of_epoch,
     parse,
     seed_of,
+    weights_set,
 )
 from sharded_loader.sampling.tables import Dealt, Table, parts
 
@@ -142,6 +144,9 @@ class MapOrder(Order[Signature]):
 
     def resize(self, length: int | None) -> None:
         """Make the loader's samplers again, for a dataset of this length; the epoch that comes next stays."""
+        for sampler in self._samplers:
+            if length is not None and hasattr(sampler, "check_dataset"):
+                sampler.check_dataset(length)
         self._next_epoch = self.next_epoch
         self.dataset_length = length
         if self.given_batches:
@@ -190,7 +195,7 @@ class MapOrder(Order[Signature]):
             sampler_seeds=tuple(map(seed_of, self._samplers)),
             batch_size=None if self.given_batches else self.batch_sampler.batch_size,
             last_batch=None if self.given_batches else self._last_batch,
-            sampler_arguments=self._arguments,
+            sampler_arguments=self._arguments + weights_set(self._samplers),
             steps_per_epoch=self.steps,
             num_replicas=self.replicas()[0] if self.replicated or self.steps is not None else None,
             step_ranks=None if made_for == 1 else made_for,
@@ -211,7 +216,7 @@ class MapOrder(Order[Signature]):
     def _differences(self, saved: Signature, position: Position, strict: bool) -> list[str]:
         before, self._step_ranks = self._step_ranks, None
         try:
-            own = self.signature(position.epoch, (saved.step_ranks or 1) if position.done else None)
+            own = self.signature(position.epoch, saved.step_ranks or 1)
         finally:
             self._step_ranks = before
         endless = self.steps is not None and known_length(self._items, position.epoch) is None
@@ -233,6 +238,8 @@ class MapOrder(Order[Signature]):
 
     def _adopt(self, saved: Signature, position: Position) -> bool:
         self._step_ranks = (position.epoch, saved.step_ranks or 1) if position.done else None
+        for sampler in filter(has_weights, self._samplers):
+            sampler.adopt(dict(saved.sampler_arguments))
         present = [seed_of(sampler) for sampler in self._samplers]
         seeds = [None if seed == before else seed for before, seed in zip(present, saved.sampler_seeds, strict=True)]
         if saved.seed == self.seed and not any(seed is not None for seed in seeds):

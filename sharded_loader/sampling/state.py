@@ -40,6 +40,9 @@ from sharded_loader.engine.order import Position
 from sharded_loader.sampling.base import Sampler, is_own, nested
 from sharded_loader.sampling.tables import checksum_of
 
+WEIGHTS_SET = "set_weights"
+"""What ``sampler_arguments`` calls the weights that were set while training. A loader takes them over from a state."""
+
 SUM = "crc32 "
 """How the checksum of an array among the ``sampler_arguments`` begins."""
 
@@ -128,6 +131,8 @@ def dump(position: Position, signature: Signature) -> dict[str, Any]:
     state = {"version": VERSION, "epoch": position.epoch, signature.unit: position.done, **written(signature)}
     if position.mark is not None:
         state["passed"] = written(position.mark)
+    if position.landmark is not None:
+        state["landmark"] = list(position.landmark)
     return state
 
 
@@ -160,8 +165,11 @@ def parse(state: Any) -> tuple[Position, Signature]:
         )
     if (outside := out_of_epoch(signature, signature.sampler_length, epoch, done)) is not None:
         raise ValueError(f"the state has {outside}: {_ADVICE}")
+    landmark = None if "landmark" not in state else read_entry(state, "landmark", list_of(integer(0)), _ADVICE)
+    if landmark is not None and len(landmark) != 2:
+        raise ValueError(f"the state's 'landmark' must have two numbers, got {brief(landmark)}: {_ADVICE}")
     if state.get("passed") is None:
-        return Position(epoch, done), signature
+        return Position(epoch, done, landmark=landmark), signature
     mark: Checkpoint = read_entry(state, "passed", dict_of(Checkpoint), _ADVICE)
     if mark.epoch > epoch and signature.steps_per_epoch is None:
         raise ValueError(f"the state's 'passed' has epoch {mark.epoch}, but the state has epoch {epoch}: {_ADVICE}")
@@ -238,8 +246,8 @@ def other_arguments(saved: Signature, own: Signature) -> list[str]:
     now = dict(own.sampler_arguments)
     phrases = []
     for name, was in saved.sampler_arguments:
-        if name in now and now[name] != was:
-            sampler, _, argument = name.partition(".")
+        sampler, _, argument = name.partition(".")
+        if name in now and now[name] != was and argument != WEIGHTS_SET:
             if isinstance(was, str) and was.startswith(SUM):
                 phrases.append(f"{argument} of the {sampler} changed after the state was saved")
             else:
@@ -255,6 +263,16 @@ def arguments_of(samplers: Iterable[Any]) -> tuple[tuple[str, Any], ...]:
         if isinstance(sampler, Sampler) and is_own(sampler)
         for name, attribute in sampler.decided_by
     )
+
+
+def weights_set(samplers: Iterable[Any]) -> tuple[tuple[str, str], ...]:
+    """The weights of mixtures that were set while training, in the form of `arguments_of`."""
+    return tuple((f"{type(one).__name__}.{WEIGHTS_SET}", one.weights_set) for one in samplers if has_weights(one))
+
+
+def has_weights(sampler: Any) -> bool:
+    """Whether the weights of a sampler can be set while training."""
+    return hasattr(type(sampler), "weights_set")
 
 
 def _summary(value: Any) -> Any:

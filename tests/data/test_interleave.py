@@ -524,7 +524,7 @@ def test_what_is_no_list_of_datasets_is_rejected(datasets, error, said):
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        ({"stop": "never"}, ValueError, 'stop=\'never\'.: give "first_exhausted" or "all_exhausted"'),
+        ({"stop": "never"}, ValueError, 'stop=\'never\'.: give "first_exhausted", "all_exhausted" or "each_once"'),
         ({"seed": 1.5}, TypeError, r"seed=1.5\): give an int"),
         ({"seed": None}, TypeError, r"seed=None\): give an int"),
         ({"weights": [1]}, ValueError, "1 weights for 2 datasets"),

@@ -27,6 +27,7 @@ from sharded_loader import (
     GrowingBatchSampler,
     IntervalSampler,
     LinearWidthBucket,
+    PackSampler,
     RandomSampler,
     RepeatedSampler,
     Sampler,
@@ -57,6 +58,10 @@ EVERY_KIND: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: ShardShuffleSampler(EqualShards(10**6, 10**4), lanes=2, seed=3),
         "ShardShuffleSampler(length=1000000, shards=100, window=16, lanes=2, seed=3)",
+    ),
+    (
+        lambda: PackSampler([3, 5, 2], tokens=7, seed=3),
+        "PackSampler(length=3, tokens=7, rows=1, window=1024, long='error', shuffle=True, last_batch='keep', seed=3)",
     ),
     (lambda: FilterSampler(lambda sample: sample > 2, [1, 5, 2, 3]), "FilterSampler(length=2, indices=[1, 3])"),
     (lambda: IntervalSampler(7, 3), "IntervalSampler(length=7, total=7, interval=3, rollover=True)"),
@@ -157,6 +162,7 @@ SHOWN_AS = {
     ("FixedBucketSampler", "lengths"): "length",
     ("GroupedBatchSampler", "batch_size"): "bucket_batch_sizes",
     ("BoundedBudgetSampler", "lengths"): "length",
+    ("PackSampler", "lengths"): "length",
 }
 
 

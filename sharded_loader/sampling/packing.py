@@ -1,0 +1,362 @@
+"""`PackSampler`: documents of known lengths, packed into rows of a number of tokens. Batches are rows.
+
+    lengths, seed --shuffle--> windows of documents --best fit decreasing--> rows, shuffled in their window --> batches
+
+In: the length of each document. Out: batches, each a `Packed`: indices of documents, and the place of each in its row.
+A window is packed alone, so any row follows from (seed, epoch, window). `GROUP` documents, several windows, are packed
+in one pass, all windows side by side.
+
+How many rows a window gives depends on its lengths. So a row's window cannot be computed from the row's number. A
+sampler notes *landmarks*: the number of rows before a window, one for each group that was packed. From the nearest
+landmark before a row it packs window after window. A state has the landmark of its position. So nothing before it needs
+to be packed again, on any number of ranks. ``len`` and steps far ahead take one pass over the lengths between.
+
+All epochs are one endless sequence of windows. Under ``steps_per_epoch`` the loader reads that (`EVERY`). Landmarks are
+a cache: they never change a batch. Beside them a sampler owns nothing that changes.
+
+What can go wrong: lengths that are no numbers above 0, a document that is longer than a row. Up to 16 M documents the
+constructor rejects them. Lengths of more documents are checked window by window, when they are packed. So are those
+that change later.
+"""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_right, insort
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, partial
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from sharded_loader.base.checks import check_int
+from sharded_loader.batching.pack import Packed, Places
+from sharded_loader.randomness.shuffle import IN_MEMORY, Bijections, Indices, shuffle
+from sharded_loader.sampling.base import EVERY, Sampler, check_choice, resolve_seed
+from sharded_loader.sampling.state import SUM
+from sharded_loader.sampling.tables import Table, parts
+
+GROUP = 2**17
+"""How many documents are packed at once, if windows are not larger: 20 ms."""
+KEPT = 4
+"""How many packed groups a table keeps, 10 MB each: those that a rank of thousands crosses in a few steps."""
+ROWS = 64
+"""How many rows a window should give, at least. About half a row of a window stays empty."""
+
+Landmark = tuple[int, int]
+"""How many rows come before a window, and the window's number, counted over all epochs."""
+
+Order = Callable[[Indices], Indices]
+"""Positions in an epoch -> documents."""
+
+Layout = tuple[Indices, Places, Indices]
+"""The documents, row after row; their places (see `Packed`); where each row begins among them, and the end."""
+
+Group = tuple[int, Callable[[], Layout]]
+"""Windows that were packed together: how many rows they have, and a function that lays them out: most are only counted.
+"""
+
+
+class PackSampler(Sampler[list[int]]):
+    """Pack documents into rows of at most ``tokens`` tokens; a batch is ``rows`` rows.
+
+    Use it as ``batch_sampler``, together with `batchify.Pack`. Documents are shuffled in each epoch. Each window of
+    the shuffled order is packed by best fit, longest documents first, and its rows are shuffled. Each document comes
+    exactly once in an epoch. Batches depend on the seed and the epoch alone, and any number of ranks can read them.
+
+    Args:
+        lengths: The number of tokens of each document: a 1-D sequence of integers. An array is not copied, so it may be
+            memory-mapped: ``np.load("lengths.npy", mmap_mode="r")``.
+        tokens: The number of tokens in a row.
+        rows: The number of rows in a batch.
+        window: How many documents are packed together. A larger window leaves less of a row empty. Default: as many as
+            fill about 64 rows, at least 1,024 and at most 16,384.
+        long: What to do with documents of more than ``tokens`` tokens. ``"error"``: reject them. ``"cut"``: cut each
+            into pieces of ``tokens`` tokens and a rest, which are packed like documents. ``"drop"``: leave them out.
+        shuffle: Shuffle documents and rows. Otherwise windows follow the order of the dataset.
+        last_batch: What to do if the last batch of an epoch has fewer rows: ``"keep"`` it, or ``"discard"`` it.
+            With ``steps_per_epoch`` of the loader no batch has fewer rows.
+        seed: With the epoch it decides the order. None draws one from torch's default generator.
+
+    Attributes:
+        tokens, rows, window, long, shuffle, last_batch: the arguments.
+        windows: How many windows an epoch has.
+        at_once: How many windows are packed together.
+
+    Raises:
+        TypeError, ValueError: for arguments that are no integers of at least 1, and for unknown words. For lengths
+            that are no integers above 0, or above ``tokens`` with ``long="error"``. In lengths of more than 2**24
+            (16 M) documents these are found when their window is packed.
+
+    Example:
+        >>> from sharded_loader import ShardedDataLoader
+        >>> from sharded_loader.batchify import Pack
+        >>> documents = [[1] * 3, [2] * 5, [3] * 2, [4] * 4]
+        >>> sampler = PackSampler([3, 5, 2, 4], tokens=7, rows=2, seed=0)
+        >>> pack = Pack(tokens=7)
+        >>> loader = ShardedDataLoader(documents, batch_sampler=sampler, batchify_fn=pack)
+        >>> sorted(next(iter(loader))["input_ids"].tolist())
+        [[1, 1, 1, 4, 4, 4, 4], [2, 2, 2, 2, 2, 3, 3]]
+
+    Source of the idea: best-fit packing of documents (Ding et al., "Fewer truncations improve language modeling",
+    ICML 2024), as TRL and Grain have it, in windows of a shuffled order.
+    """
+
+    shown = tuple((name, name) for name in ("tokens", "rows", "window", "long", "shuffle", "last_batch"))
+    decided_by = (("lengths", "_checksum"), *shown)
+    counts_by_pass = True
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | npt.NDArray[Any],
+        tokens: int,
+        rows: int = 1,
+        *,
+        window: int | None = None,
+        long: Literal["error", "cut", "drop"] = "error",
+        shuffle: bool = True,
+        last_batch: str = "keep",
+        seed: int | None = None,
+    ) -> None:
+        self._lengths = np.asarray(lengths)
+        if self._lengths.ndim != 1 or (self._lengths.size and self._lengths.dtype.kind not in "iu"):
+            raise ValueError(
+                f"lengths must be integers of shape (n,), got shape {self._lengths.shape} and dtype "
+                f"{self._lengths.dtype}: give the number of tokens of each document"
+            )
+        self.tokens = check_int("tokens", tokens, 1, "give the number of tokens in a row")
+        if self.tokens >= 2**31:
+            raise ValueError(f"tokens is {tokens}: give a number below 2**31, the number of tokens in a row")
+        self.rows = check_int("rows", rows, 1, "give the number of rows in a batch")
+        self.long: str = check_choice("long", long, ("error", "cut", "drop"), "PackSampler")
+        self.last_batch = check_choice("last_batch", last_batch, ("keep", "discard"), "PackSampler")
+        self.shuffle = bool(shuffle)
+        self._checksum = self._look_through()
+        self.window = self._usual_window() if window is None else check_int("window", window, 1, "count documents")
+        self.windows = parts(len(self._lengths), self.window, cut=False)
+        self.at_once = max(GROUP // self.window, 1)
+        self.seed = resolve_seed(seed) if shuffle or seed is not None else None
+        self._landmarks: dict[Any, list[Landmark]] = {}
+
+    @property
+    def _shown_length(self) -> int:
+        return len(self._lengths)  # of batches: it may take a pass
+
+    def _look_through(self) -> str:
+        """Check the lengths; their checksum. Of more than 16 M only some are looked at: the file may be on a disk."""
+        count, checksum = len(self._lengths), 0
+        step = GROUP if count <= IN_MEMORY else count // 64
+        for begin in range(0, count, step):
+            block = self._lengths[begin : begin + GROUP].astype(np.int64)
+            if count <= IN_MEMORY:
+                self._check(block, np.arange(begin, begin + len(block)))
+            checksum = zlib.crc32(block.astype("<i8", copy=False).tobytes(), checksum)
+        return f"{SUM}{checksum:08x}"
+
+    def _check(self, lengths: Indices, documents: Indices) -> None:
+        if (least := lengths.min(initial=1)) < 1:
+            raise ValueError(
+                f"lengths must be above 0, but lengths[{documents[lengths.argmin()]}] is {least}: leave that document "
+                "out of the dataset"
+            )
+        if self.long == "error" and (most := lengths.max(initial=0)) > self.tokens:
+            raise ValueError(
+                f"document {documents[lengths.argmax()]} has {most} tokens, and a row has {self.tokens}: cut long "
+                f'documents with PackSampler(..., long="cut"), leave them out with long="drop", or give more tokens='
+            )
+
+    def _usual_window(self) -> int:
+        some = self._lengths[:: max(len(self._lengths) // 1024, 1)].astype(np.int64)
+        wanted = ROWS * self.tokens * len(some) // max(int(some.sum()), 1)
+        return 1 << min(max(wanted.bit_length(), 10), 14)
+
+    def check_dataset(self, length: int) -> None:
+        """Reject a dataset that has not as many documents as there are lengths."""
+        if length != len(self._lengths):
+            raise ValueError(
+                f"PackSampler has the lengths of {len(self._lengths)} documents, but the dataset has {length}: give it "
+                "one length for each document, in their order"
+            )
+
+    # -- epochs ---------------------------------------------------------------------------------------------
+
+    def epoch_table(self, epoch: int) -> Table:
+        return _PackTable(self, epoch)
+
+    def len_epoch(self, epoch: int) -> int:
+        """The number of batches in an epoch. The first time it takes a pass over the lengths: 2 M per second."""
+        return _PackTable(self, epoch).upto(0, 1 << 60)
+
+    def known(self, epoch: int) -> list[Landmark]:
+        """The landmarks of an epoch, ascending. Those of the last epochs are kept."""
+        key = self.seed, epoch
+        if key not in self._landmarks:
+            while len(self._landmarks) >= 4:
+                self._landmarks.pop(next(iter(self._landmarks)))
+            self._landmarks[key] = [(0, max(epoch, 0) * self.windows)]
+        return self._landmarks[key]
+
+    def landmark(self, epoch: int, batch: int) -> Landmark:
+        """The nearest one that is known before a batch: what a state keeps."""
+        found = self.known(epoch)
+        return found[bisect_right(found, (batch * self.rows, 1 << 62)) - 1]
+
+    def note_landmark(self, epoch: int, landmark: Landmark) -> None:
+        """Take over a landmark from a state."""
+        if landmark not in (found := self.known(epoch)):
+            insort(found, landmark)
+
+    # -- packing --------------------------------------------------------------------------------------------
+
+    def order(self, epoch: int) -> Order:
+        """The order of the documents in an epoch."""
+        return shuffle(len(self._lengths), self.seed, "pack", epoch) if self.shuffle else lambda positions: positions
+
+    def pack(self, order: Callable[[int], Order], last: int, window: int) -> Group:
+        """A group: windows that are packed together.
+
+        Args:
+            order: as the method, with a memory.
+            last: the window behind the last one, counted over all epochs.
+            window: the first one of the group.
+        """
+        end = min(window + self.at_once, last)
+        documents, windows = self._documents(window, end, order)
+        lengths = self._lengths[documents].astype(np.int64)
+        self._check(lengths, documents)
+        pieces = -(-lengths // self.tokens)
+        if self.long == "drop":
+            pieces = np.where(pieces > 1, 0, 1)
+        begins = self.tokens * (np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces))
+        documents, windows, lengths = (np.repeat(one, pieces) for one in (documents, windows, lengths))
+        ends, windows = np.minimum(begins + self.tokens, lengths), windows - window
+        rows, counts = best_fit((ends - begins).astype(np.int32), windows, end - window, self.tokens)
+
+        def layout() -> Layout:
+            row = rows
+            if self.shuffle and len(rows):
+                row = Bijections(self.seed, "pack rows")(rows, counts[windows], windows + window)
+            row = row + (np.cumsum(counts) - counts)[windows]
+            by_row = np.argsort(row, kind="stable")
+            places = np.stack([row, begins, ends, lengths], axis=1)[by_row]
+            return documents[by_row], places, np.searchsorted(places[:, 0], np.arange(counts.sum() + 1))
+
+        return int(counts.sum()), cache(layout)
+
+    def _documents(self, window: int, end: int, order: Callable[[int], Order]) -> tuple[Indices, Indices]:
+        """The documents of some windows, and the window of each."""
+        documents, windows = [], []
+        for epoch in range(window // self.windows, parts(end, self.windows, cut=False)):
+            first, behind = (min(max(one - epoch * self.windows, 0), self.windows) for one in (window, end))
+            positions = np.arange(first * self.window, min(behind * self.window, len(self._lengths)))
+            documents.append(order(epoch)(positions))
+            windows.append(positions // self.window + epoch * self.windows)
+        return np.concatenate(documents), np.concatenate(windows)
+
+
+def best_fit(sizes: npt.NDArray[np.int32], windows: Indices, count: int, tokens: int) -> tuple[Indices, Indices]:
+    """Best fit decreasing in each of many windows at once: the longest document first, each where it leaves the least.
+
+    Args:
+        sizes: of the documents, 1 to ``tokens``.
+        windows: the window of each, ascending from 0.
+        count: how many windows there are.
+        tokens: the size of a row.
+
+    Returns:
+        The row of each document in its window, and how many rows each window has.
+
+    Example:
+        >>> rows, counts = best_fit(np.array([3, 5, 2, 4, 7], np.int32), np.array([0, 0, 0, 0, 1]), 2, tokens=7)
+        >>> rows.tolist(), counts.tolist()
+        ([1, 0, 0, 1, 0], [2, 1])
+    """
+    per_window = np.bincount(windows, minlength=count)
+    begin = np.cumsum(per_window) - per_window
+    nth = np.arange(len(sizes)) - np.repeat(begin, per_window)
+    keys = np.full(
+        (count, int(per_window.max(initial=0))), tokens << 31, np.int64
+    )  # a size of 0 where a window has no document
+    keys[windows, nth] = (tokens - sizes.astype(np.int64)) << 31 | nth
+    keys.sort(axis=1)
+    table = np.ascontiguousarray((tokens - (keys >> 31)).astype(np.int32).T)  # n-th longest document, window
+    chosen, large = np.empty(table.shape, np.int64), (table > tokens // 2).sum(axis=0)
+    width = int(np.maximum(table.sum(axis=0, dtype=np.int64) // tokens, large).max(initial=0))
+    while True:
+        width += width // 8 + 8
+        spare, first = np.full((count, width), tokens, np.int32), np.arange(count) * width
+        rest = np.empty_like(spare)
+        flat_spare, flat_rest, unsigned = spare.reshape(-1), rest.reshape(-1), rest.view(np.uint32)
+        for n, longest in enumerate(table):
+            # A row without room has a negative rest, which is a large unsigned number. Empty rows come last.
+            np.subtract(spare, longest[:, None], out=rest)
+            place = unsigned.argmin(axis=1, out=chosen[n]) + first
+            flat_spare[place] = flat_rest[place]
+        if spare.min(initial=0) >= 0:  # otherwise the rows did not suffice
+            break
+    rows, real = np.empty(len(sizes), np.int64), table.T > 0
+    rows[(begin[:, None] + (keys & (2**31 - 1)))[real]] = chosen.T[real]
+    return rows, (spare < tokens).sum(axis=1)
+
+
+class _PackTable(Table):
+    """The batches of one epoch, or of all epochs (`EVERY`)."""
+
+    _block = 4
+
+    def __init__(self, sampler: PackSampler, epoch: int) -> None:
+        self._sampler, self._epoch = sampler, epoch
+        self._end = (epoch + 1) * sampler.windows if epoch != EVERY else (1 << 62) * bool(sampler.windows)
+        self._group = lru_cache(KEPT)(partial(sampler.pack, lru_cache(1)(sampler.order), self._end))
+
+    def upto(self, begin: int, end: int) -> int:
+        rows = self._sampler.rows
+        total, window = self._find(max(end * rows - 1, 0))
+        if window < self._end:
+            return end
+        return min(end, parts(total, rows, cut=self._sampler.last_batch == "discard"))
+
+    def at(self, positions: Indices) -> list[Packed]:
+        return list(map(self._batch, positions.tolist()))
+
+    def _batch(self, number: int) -> Packed:
+        wanted, found = self._sampler.rows, 0
+        documents, places = list[int](), []
+        while found < wanted:
+            before, window = self._find(row := number * wanted + found)
+            if window >= self._end:
+                break
+            count, layout = self._group(window)
+            begin, end = row - before, min(row - before + wanted - found, count)
+            if begin >= end:
+                raise ValueError(
+                    f"a loaded state has counted more rows behind window {window} of PackSampler than there are: load "
+                    "it with the lengths that it was saved with, or begin an epoch with set_epoch"
+                )
+            indices, where, bounds = layout()
+            first, last = bounds[[begin, end]].tolist()
+            documents += indices[first:last].tolist()
+            places.append(where[first:last].copy())
+            places[-1][:, 0] -= begin - found
+            found += end - begin
+        return Packed(documents, np.concatenate(places), found)
+
+    def _find(self, row: int) -> Landmark:
+        """The landmark of the group that has a row. Behind the last row: the end, and how many rows there are."""
+        known, step = self._sampler.known(self._epoch), self._sampler.at_once
+        n = bisect_right(known, (row, 1 << 62)) - 1
+        while True:
+            before, window = known[n]
+            if window >= self._end or (n + 1 < len(known) and known[n + 1][1] - window <= step):
+                return before, window
+            following = before + self._group(window)[0], min(window + step, self._end)
+            insort(known, following)
+            if row < following[0]:
+                return before, window
+            if self._epoch == EVERY and not following[0] and following[1] > self._sampler.windows:
+                raise ValueError(
+                    f"PackSampler leaves out all documents: each has more than {self._sampler.tokens} tokens. Give a "
+                    'greater tokens=, or cut documents with long="cut"'
+                )
+            n = bisect_right(known, following) - 1

@@ -1,0 +1,391 @@
+"""Mixtures whose weights change, whose datasets drop out, or are shuffled: what comes, by index and in order."""
+
+import itertools
+import json
+import math
+import pickle
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Subset
+
+from sharded_loader import ArrayDataset, RandomSampler, ShardedDataLoader, interleave
+from sharded_loader.data.schedule import Plan, changes_of
+
+SEEDS = st.integers(-(2**70), 2**70)
+SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=5)
+
+
+@st.composite
+def plans(draw):
+    """Sizes of sources, changes of their weights, a seed."""
+    sizes = draw(SIZES)
+    begins = sorted(draw(st.sets(st.integers(1, 90), max_size=3)))
+    weights = st.lists(st.integers(1, 9), min_size=len(sizes), max_size=len(sizes))
+    return sizes, [(begin, draw(weights)) for begin in (0, *begins)], draw(SEEDS)
+
+
+def column(number, size):
+    return [(number, index) for index in range(size)]
+
+
+class Begins:
+    """Only ``__iter__``."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+@given(plans())
+def test_when_sources_drop_out_every_sample_comes_exactly_once_and_each_source_in_its_order(case):
+    sizes, changes, seed = case
+    plan = Plan(changes_of(changes, len(sizes)), seed, sizes=sizes)
+    assert plan.length == sum(sizes)
+    sources, numbers = plan.at_many(np.arange(plan.length))
+    for source, size in enumerate(sizes):
+        assert numbers[sources == source].tolist() == list(range(size))
+    assert [plan.owner(position) for position in range(plan.length)] == sources.tolist()
+
+
+@given(plans())
+def test_a_change_of_weights_skips_no_sample_and_repeats_none(case):
+    sizes, changes, seed = case
+    plan = Plan(changes_of(changes, len(sizes)), seed)
+    sources, numbers = plan.at_many(np.arange(500))
+    for source in range(len(sizes)):
+        own = numbers[sources == source]
+        assert own.tolist() == list(range(len(own)))
+    for wanted in (0, 7, 30):
+        for source, position in enumerate(plan.positions([wanted] * len(sizes))):
+            if position < 500:
+                assert (sources[position], numbers[position]) == (source, wanted)
+            else:
+                assert (sources == source).sum() <= wanted
+
+
+@given(plans(), st.integers(1, 64), st.integers(0, 10**15))
+def test_each_rank_has_the_shares_of_a_schedule_from_any_position_on(case, ranks, begin):
+    _, changes, seed = case
+    changes = [(place * 10**9, weights) for place, weights in changes]
+    plan = Plan(changes_of(changes, len(changes[0][1])), seed)
+    sources, _ = plan.at_many(begin + ranks * np.arange(1000))
+    weights = np.array([weights for place, weights in changes if place <= begin][-1])
+    is_within = all(not begin < place < begin + 1000 * ranks for place, _ in changes)
+    given = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
+    shares = np.arange(1, 1001)[:, None] * (weights / weights.sum())
+    assert not is_within or np.abs(given - shares).max() < 60
+
+
+def test_the_shares_of_each_piece_are_those_of_its_weights():
+    plan = Plan(changes_of([(0, [1, 0, 3]), (400, [1, 1, 0]), (1000, [0, 1, 9])], 3), 0)
+    sources, _ = plan.at_many(np.arange(2000))
+    counts = [np.bincount(sources[begin:end], minlength=3) for begin, end in ((0, 400), (400, 1000), (1000, 2000))]
+    assert np.abs(np.array(counts) - [[100, 0, 300], [300, 300, 0], [0, 100, 900]]).max() <= 4
+
+
+def test_a_source_that_never_gets_so_far_stands_nowhere():
+    assert Plan(changes_of([(0, [1, 1]), (10, [1, 0])], 2), 0).positions([9, 9])[1] == math.inf
+
+
+def test_hundreds_of_datasets_may_drop_out_and_more_are_rejected():
+    sizes = list(range(1, 101))
+    plan = Plan(changes_of(None, 100), 1, sizes=sizes)
+    assert Counter(plan.at_many(np.arange(plan.length))[0].tolist()) == dict(zip(range(100), sizes, strict=True))
+    with pytest.raises(ValueError, match=r"501 datasets, of which each drops out at its end: give up to 500, or join"):
+        interleave([[1]] * 501, stop="each_once")
+
+
+# -- each_once ---------------------------------------------------------------------------------------------------------
+
+
+@given(plans())
+def test_each_once_gives_every_sample_exactly_once_by_index_and_in_order(case):
+    sizes, changes, seed = case
+    datasets = [column(number, size) for number, size in enumerate(sizes)]
+    everything = sorted(sum(datasets, []))
+    mixed = interleave(datasets, changes, seed, "each_once")
+    assert sorted(mixed) == everything and len(mixed) == len(everything)
+    streams = interleave([Begins(one) for one in datasets], changes[0][1], seed, "each_once")
+    assert sorted(streams) == everything
+
+
+def test_those_that_are_left_go_on_in_the_ratio_of_their_weights():
+    datasets = [column(0, 100), column(1, 3000), column(2, 1000)]
+    for mixed in (interleave(datasets, [2, 3, 1], stop="each_once"),):
+        late = Counter(source for source, _ in mixed[300:2300])
+        assert late[0] <= 4 and abs(late[1] - 1500) <= 4
+
+
+def test_a_mixture_in_order_that_drops_sources_is_resumed_from_every_position():
+    def make():
+        return interleave([Begins("ab"), "cdefghij".__iter__, column(0, 4)], [3, 2, 1], 4, "each_once")
+
+    whole = list(make())
+    assert len(whole) == 14
+    for position in range(15):
+        mixture, other = make(), make()
+        list(itertools.islice(iter(mixture), position))
+        other.load_state_dict(json.loads(json.dumps(mixture.state_dict())))
+        assert list(other) == whole[position:] or position == 14
+
+
+def test_a_part_without_samples_drops_out_at_once():
+    assert list(interleave([Begins([]), Begins("ab"), Begins([])], stop="each_once")) == ["a", "b"]
+
+
+# -- a number of samples -----------------------------------------------------------------------------------------------
+
+
+def test_a_mixture_of_a_given_length_starts_datasets_over():
+    for datasets in ([column(0, 5), column(1, 2)], [Begins(column(0, 5)), Begins(column(1, 2))]):
+        samples = list(interleave(datasets, stop=40))
+        assert len(samples) == 40
+        assert abs(sum(source for source, _ in samples) - 20) <= 3
+        for source, size in ((0, 5), (1, 2)):
+            own = [index for number, index in samples if number == source]
+            assert own == [index % size for index in range(len(own))]
+
+
+# -- shuffled ----------------------------------------------------------------------------------------------------------
+
+
+def arrays(*sizes):
+    """Datasets that are read in bulk: 10,000 in a number say which one it is."""
+    return [ArrayDataset(10_000 * number + np.arange(size)) for number, size in enumerate(sizes)]
+
+
+def passes_of(mixed, source, size):
+    """The whole passes over a dataset."""
+    samples = np.asarray(mixed.get_batch(range(len(mixed))))
+    own = (samples[samples // 10_000 == source] % 10_000).tolist()
+    return [tuple(own[begin : begin + size]) for begin in range(0, len(own) - size + 1, size)]
+
+
+@given(SIZES, SEEDS)
+def test_every_pass_over_a_dataset_has_each_sample_once_in_another_order(sizes, seed):
+    mixed = interleave(arrays(*sizes), seed=seed, stop=600, shuffle=True)
+    seen = Counter()
+    for epoch in range(2):
+        mixed.set_epoch(epoch)
+        for source, size in enumerate(sizes):
+            passes = passes_of(mixed, source, size)
+            assert all(sorted(one) == list(range(size)) for one in passes)
+            if size >= 15:  # two of 15! orders are not equal by chance
+                seen.update((source, one) for one in passes)
+    assert not seen or max(seen.values()) == 1
+
+
+def test_all_orders_of_a_small_dataset_are_equally_likely():
+    mixed = interleave(arrays(3, 4), stop=40_000, shuffle=True)
+    found = Counter(passes_of(mixed, 0, 3))
+    assert len(found) == 6
+    expected = sum(found.values()) / 6
+    assert sum((count - expected) ** 2 / expected for count in found.values()) < 25  # 5 degrees of freedom: p < 0.0002
+
+
+def test_two_datasets_of_one_length_are_shuffled_differently():
+    mixed = interleave(arrays(30, 30), shuffle=True, stop="all_exhausted")
+    assert passes_of(mixed, 0, 30)[0] != passes_of(mixed, 1, 30)[0]
+
+
+def test_a_shuffle_changes_no_turn():
+    datasets = [column(0, 30), column(1, 20)]
+    turns = [source for source, _ in interleave(datasets, [2, 1], 5)]
+    assert [source for source, _ in interleave(datasets, [2, 1], 5, shuffle=True)] == turns
+
+
+def test_the_order_stays_the_same_in_every_release():
+    mixed = interleave([column(0, 5), column(1, 3)], [2, 1], 7, "all_exhausted", True)
+    mixed.set_epoch(1)
+    assert [10 * source + index for source, index in mixed] == ALWAYS
+
+
+ALWAYS = [10, 0, 4, 12, 1, 3, 11, 2]  # runs are resumed
+
+
+@settings(max_examples=20)
+@given(plans(), st.data())
+def test_bulk_reads_give_what_single_ones_give(case, data):
+    sizes, changes, seed = case
+    datasets = [ArrayDataset(100 * number + np.arange(size)) for number, size in enumerate(sizes)]
+    mixed = interleave(datasets, changes, seed, data.draw(st.sampled_from(["each_once", 70])), True)
+    mixed.set_epoch(data.draw(st.integers(0, 10**6)))
+    indices = data.draw(st.lists(st.integers(-len(mixed), len(mixed) - 1), min_size=1, max_size=40))
+    assert mixed.__getitems__(indices) == [mixed[index] for index in indices]
+    assert np.asarray(mixed.get_batch(indices)).tolist() == [mixed[index] for index in indices]
+
+
+def test_ten_to_the_twelve_samples_are_shuffled_at_constant_memory():
+    mixed = interleave([range(10**12), range(10**12)], shuffle=True, stop="all_exhausted")
+    assert len(mixed) >= 2 * 10**12 - 10
+    assert len({mixed[10**12 + n] for n in range(100)}) == 100
+
+
+# -- in other datasets and loaders -------------------------------------------------------------------------------------
+
+
+def mixture(**options):
+    return interleave([column(0, 40), column(1, 10)], [3, 1], 2, 100, **options)
+
+
+def plain(batch):
+    return [tuple(sample) for sample in batch]
+
+
+@pytest.mark.parametrize("wrap", [lambda mixed: mixed.take(60), lambda mixed: Subset(mixed, range(60))])
+def test_a_part_of_a_shuffled_mixture_is_told_the_epoch(wrap):
+    """By a loader of ours, through our wrappers; torch's ``Subset`` tells nothing, and stays in epoch 0."""
+    loader = ShardedDataLoader(wrap(mixture(shuffle=True)), 20, batchify_fn=plain)
+    first, second = list(loader), list(loader)
+    assert sum(first, []) == list(wrap(mixture(shuffle=True)))
+    assert (first != second) is hasattr(wrap(mixture(shuffle=True)), "set_epoch")
+
+
+def test_a_split_of_a_mixture_has_all_samples():
+    train, test = mixture(shuffle=True).split([80, 20], seed=1)
+    assert Counter([*train, *test]) == Counter(mixture(shuffle=True))
+
+
+def test_a_random_sampler_over_a_mixture_gives_its_samples_of_the_epoch():
+    mixed = mixture(shuffle=True)
+    loader = ShardedDataLoader(mixed, 10, sampler=RandomSampler(100, seed=1), batchify_fn=plain)
+    for epoch in range(2):
+        found = sum(loader, [])
+        mixed.set_epoch(epoch)
+        assert Counter(found) == Counter(mixed)
+
+
+def test_a_mixture_of_shuffled_mixtures_gives_each_sample_once():
+    inner = interleave([column(0, 30), column(1, 12)], stop="each_once", shuffle=True)
+    mixed = interleave([inner, column(2, 50)], stop="each_once", shuffle=True)
+    everything = sorted([*column(0, 30), *column(1, 12), *column(2, 50)])
+    loader = ShardedDataLoader(mixed, 10, batchify_fn=plain)
+    first, second = sum(loader, []), sum(loader, [])
+    assert sorted(first) == sorted(second) == everything and first != second
+
+
+def test_torchs_loader_reads_the_epoch_that_it_was_told():
+    mixed = mixture(shuffle=True)
+    found = []
+    for epoch in range(2):
+        mixed.set_epoch(epoch)
+        loader = DataLoader(mixed, batch_size=10, collate_fn=plain, num_workers=2)
+        found.append(sum(loader, []))
+        assert found[-1] == list(mixed)
+    assert found[0] != found[1]
+
+
+def test_a_planned_mixture_goes_through_pickle():
+    for mixed in (mixture(shuffle=True), interleave([column(0, 9), column(1, 3)], stop="each_once")):
+        assert list(pickle.loads(pickle.dumps(mixed))) == list(mixed)
+
+
+def test_parts_of_iterable_data_change_their_weights_at_the_same_sample_of_all():
+    """The unit is a sample of all parts: with two parts, each one changes after half as many."""
+    datasets = [lambda: itertools.repeat(0), lambda: itertools.repeat(1)]
+    for parts in (1, 2, 4):
+        mixed = interleave(datasets, [(0, [1, 0]), (80, [0, 1])], stop=160)
+        loader = ShardedDataLoader(mixed, 4, streams=parts)
+        assert torch.cat(list(loader)).tolist() == [0] * 80 + [1] * 80, parts
+
+
+ITERABLE = {
+    "schedule": {"weights": [(0, [9, 1]), (40, [1, 9])], "stop": 90},
+    "each once": {"weights": [3, 1], "stop": "each_once"},
+    "number": {"stop": 70},
+}
+
+
+@pytest.mark.parametrize("options", ITERABLE.values(), ids=ITERABLE)
+@pytest.mark.parametrize("streams", [1, 2, 3])
+def test_a_loader_of_iterable_data_continues_exactly_from_every_batch(options, streams):
+    def make():
+        mixed = interleave([part_of_numbers, np.arange(1000, 1020)], **options)
+        return ShardedDataLoader(mixed, 4, streams=streams)
+
+    loader = make()
+    whole, states = [], []
+    for batch in loader:
+        whole.append(batch.tolist())
+        states.append(json.dumps(loader.state_dict()))
+    assert len(whole) > 10
+    if options["stop"] == "each_once":
+        assert sorted(sum(whole, [])) == [*range(60), *range(1000, 1020)]
+    for done in range(1, len(whole), 4):
+        other = make()
+        other.load_state_dict(json.loads(states[done - 1]))
+        assert [batch.tolist() for batch in other] == whole[done:]
+
+
+def part_of_numbers(part, parts):
+    return iter(range(part, 60, parts))
+
+
+# -- what is rejected --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"weights": [(5, [1, 1])]}, ValueError, r"weights\[0\] begins at sample 5, and is the first one: a schedule"),
+        (
+            {"weights": [(0, [1, 1]), (9, [1, 0]), (3, [1, 1])]},
+            ValueError,
+            r"\[2\] begins at sample 3, after 9: .*back",
+        ),
+        ({"weights": [(0, [1, 1]), (0, [1, 0])]}, ValueError, r"weights\[1\] begins at sample 0, after 0"),
+        ({"weights": [(0, [1, 1]), (9, [0, 0])]}, ValueError, "all weights are 0"),
+        ({"weights": [(0, [1, 1]), (9, [1])]}, ValueError, "1 weights for 2 datasets"),
+        (
+            {"weights": [(0, [1, 1]), 5]},
+            ValueError,
+            r"weights\[1\] is 5: in a schedule, give pairs \(sample, weights\)",
+        ),
+        ({"weights": [(0, [1, 1]), (1.5, [1, 1])]}, ValueError, r"weights\[1\] is \(1.5, \[1, 1\]\): in a schedule"),
+        ({"weights": [(0, [1, 1]), (2**62, [1, 1])]}, ValueError, r"weights\[1\] begins at sample 4611686018427387904"),
+        ({"stop": 0}, ValueError, r"stop=0\): give .* or the number of samples of the mixture"),
+        ({"stop": True}, ValueError, r"stop=True\): give"),
+        ({"stop": "once"}, ValueError, "first_exhausted.*all_exhausted.*each_once"),
+        ({"shuffle": "yes"}, TypeError, r"shuffle='yes'\): give True or False"),
+        (
+            {"weights": [(0, [1, 1]), (2, [1, 0])], "stop": "all_exhausted"},
+            ValueError,
+            r"datasets\[1\] has the weight 0 at the end of the schedule, before its last sample was read",
+        ),
+        (
+            {"weights": [(0, [1, 0]), (50, [0, 1])], "stop": "each_once"},
+            ValueError,
+            r"at sample 10, only datasets with the weight 0 have samples left, such as datasets\[1\]: give it a weight",
+        ),
+    ],
+)
+def test_bad_input_is_an_error_when_the_mixture_is_made(arguments, error, said):
+    with pytest.raises(error, match=said):
+        interleave([column(0, 10), column(1, 10)], **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"shuffle": True}, {"weights": [(0, [1, 1]), (5, [2, 1])], "stop": "each_once"}], ids=str
+)
+def test_what_needs_data_by_index_is_rejected_for_iterable_data(arguments):
+    with pytest.raises(TypeError, match=r"datasets\[1\], a Begins, is read in its own order only. shuffle=True, and"):
+        interleave([[1], Begins([2])], **arguments)
+
+
+@pytest.mark.parametrize("options", [{"steps_per_epoch": 3}, {"last_batch": "rollover"}], ids=str)
+def test_a_shuffled_mixture_that_cannot_know_its_epoch_is_rejected(options):
+    within = interleave([mixture(shuffle=True), [(2, 0)]], shuffle=True, stop=20)
+    rows = [(mixture(shuffle=True).take(9), {}), (mixture(shuffle=True), {"shuffle": True}), (within, {})]
+    for dataset, more in rows:
+        with pytest.raises(ValueError, match="would begin another order before all of its samples were read"):
+            ShardedDataLoader(dataset, 3, **options, **more)

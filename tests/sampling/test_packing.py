@@ -1,0 +1,483 @@
+"""`PackSampler`: each document once, rows nearly full, any position from a few numbers, lengths read where needed."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import Documents
+
+from sharded_loader import PackSampler, ShardedBatchSampler, ShardedDataLoader
+from sharded_loader.batchify import Pack
+from sharded_loader.batching.pack import Packed
+from sharded_loader.sampling import packing
+from sharded_loader.sampling.packing import best_fit
+from sharded_loader.sampling.tables import Dealt
+from sharded_loader.torch import DataLoader
+
+TOKENS = 32
+
+
+def some_lengths(count: int, seed: int = 0, mean: float = 2.0, most: int = TOKENS) -> npt.NDArray[np.int32]:
+    drawn = np.random.default_rng(seed).lognormal(mean, 0.8, count)
+    return np.clip(drawn, 1, most).astype(np.int32)
+
+
+LENGTHS = some_lengths(500)
+
+
+def sampler(lengths: Any = LENGTHS, **options: Any) -> PackSampler:
+    given: dict[str, Any] = {"tokens": TOKENS, "rows": 3, "window": 40, "seed": 5}
+    return PackSampler(lengths, **(given | options))
+
+
+def loader(lengths: Any = LENGTHS, pool: Any = None, **options: Any) -> ShardedDataLoader[Any]:
+    own = {name: options.pop(name) for name in ("num_replicas", "rank", "steps_per_epoch") if name in options}
+    batches = sampler(lengths, **options)
+    return ShardedDataLoader(Documents(lengths), batch_sampler=batches, batchify_fn=Pack(TOKENS), pool=pool, **own)
+
+
+def tokens_of(batch: Any) -> list[int]:
+    return batch["input_ids"][batch["segment_ids"] > 0].tolist()  # type: ignore[no-any-return]
+
+
+def ranks(count: int, steps: int | None = None, state: Any = None, **options: Any) -> tuple[list[Any], Any]:
+    """The batches of all ranks in the global order, and the state behind them."""
+    found, after = [], None
+    for rank in range(count):
+        with loader(num_replicas=count, rank=rank, **options) as mine:
+            if state is not None:
+                mine.load_state_dict(state)
+            found.append([tokens_of(batch) for batch in islice(mine, steps)])
+            after = mine.state_dict()
+    assert len(set(map(len, found))) == 1
+    return [batch for step in zip(*found, strict=True) for batch in step], json.loads(json.dumps(after))
+
+
+# -- what is in the rows -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("window", [1, 7, 40, 10_000])
+def test_each_document_comes_once_in_each_epoch_and_no_row_is_too_full(window: int, shuffle: bool) -> None:
+    batches = sampler(window=window, shuffle=shuffle)
+    for _ in range(2):
+        epoch = list(batches)
+        assert Counter(index for batch in epoch for index in batch) == Counter(range(len(LENGTHS)))
+        for batch in epoch:
+            assert isinstance(batch, Packed)
+            row, begin, end, length = batch.places.T
+            assert np.array_equal(length, LENGTHS[list(batch)]) and not begin.any() and np.array_equal(end, length)
+            filled = np.bincount(row, weights=end - begin, minlength=batch.rows)
+            assert filled.min() > 0 and filled.max() <= TOKENS and (np.diff(row) >= 0).all()
+        assert [batch.rows for batch in epoch[:-1]] == [3] * (len(epoch) - 1)
+
+
+def simple_best_fit(sizes: list[int], tokens: int) -> list[list[int]]:
+    """The algorithm as it is published: the longest first, each into the row where it leaves the least."""
+    spare: list[tuple[int, int]] = []
+    rows: list[list[int]] = []
+    for document in sorted(range(len(sizes)), key=lambda document: -sizes[document]):
+        place = bisect_left(spare, (sizes[document], -1))
+        left, row = spare.pop(place) if place < len(spare) else (tokens, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(document)
+        insort(spare, (left - sizes[document], row))
+    return rows
+
+
+@given(
+    st.lists(st.lists(st.integers(1, TOKENS), max_size=30), min_size=1, max_size=5),
+)
+def test_windows_side_by_side_are_packed_as_each_is_alone(windows: list[list[int]]) -> None:
+    sizes = np.array([size for window in windows for size in window], np.int32)
+    numbers = np.repeat(np.arange(len(windows)), [len(window) for window in windows])
+    rows, counts = best_fit(sizes, numbers, len(windows), TOKENS)
+    for number, window in enumerate(windows):
+        expected = simple_best_fit(window, TOKENS)
+        assert counts[number] == len(expected)
+        mine = rows[numbers == number].tolist()
+        assert [[document for document, row in enumerate(mine) if row == n] for n in range(len(expected))] == [
+            sorted(row) for row in expected
+        ]
+
+
+@pytest.mark.parametrize("size", [11, 17, 32])
+def test_documents_that_leave_much_of_a_row_empty_get_rows_enough(size: int) -> None:
+    _, counts = best_fit(np.full(600, size, np.int32), np.repeat(np.arange(2), 300), 2, TOKENS)
+    assert counts.tolist() == [300 // (TOKENS // size)] * 2
+
+
+def test_rows_of_8192_tokens_waste_at_most_2_percent() -> None:
+    lengths = np.random.default_rng(0).lognormal(6, 0.9, 20_000).clip(1, 8192).astype(np.int64)
+    rows = sum(batch.rows for batch in PackSampler(lengths, tokens=8192, rows=4, seed=0))  # type: ignore
+    assert 1 - lengths.sum() / (rows * 8192) < 0.02
+
+
+@pytest.mark.parametrize(("mean", "window"), [(8, 1024), (600, 1024), (100, 8192), (20, 16384)])
+def test_the_usual_window_fills_64_rows(mean: int, window: int) -> None:
+    assert PackSampler(np.full(50_000, mean), tokens=8 * mean if mean < 20 else 8192, seed=0).window == window
+
+
+def test_rows_of_a_window_are_shuffled() -> None:
+    """Best fit opens rows for the longest documents first."""
+    longest = [max(LENGTHS[list(batch)]) for batch in sampler(window=500, rows=1)]
+    assert longest != sorted(longest, reverse=True)
+    unshuffled = [max(LENGTHS[list(batch)]) for batch in sampler(window=500, rows=1, shuffle=False)]
+    assert unshuffled == sorted(longest, reverse=True)
+
+
+def test_documents_longer_than_a_row_are_cut_into_rows_and_a_rest() -> None:
+    lengths = np.array([70, 5, 64, 33, 1])
+    found: dict[int, list[tuple[int, int]]] = {}
+    for batch in sampler(lengths, long="cut", window=3):
+        assert isinstance(batch, Packed)
+        assert np.bincount(batch.places[:, 0], weights=batch.places[:, 2] - batch.places[:, 1]).max() <= TOKENS
+        for index, (_, begin, end, length) in zip(batch, batch.places.tolist(), strict=True):
+            assert length == lengths[index]
+            found.setdefault(index, []).append((begin, end))
+    assert {index: sorted(pieces) for index, pieces in found.items()} == {
+        0: [(0, 32), (32, 64), (64, 70)],
+        1: [(0, 5)],
+        2: [(0, 32), (32, 64)],
+        3: [(0, 32), (32, 33)],
+        4: [(0, 1)],
+    }
+
+
+def test_documents_longer_than_a_row_are_left_out_if_that_is_asked_for() -> None:
+    batches = sampler([70, 5, 32, 33, 1], long="drop", rows=1)
+    assert sorted(index for batch in batches for index in batch) == [1, 2, 4]
+
+
+def test_a_last_batch_of_fewer_rows_is_kept_or_discarded() -> None:
+    kept, discarded = list(sampler(rows=7)), list(sampler(rows=7, last_batch="discard"))
+    assert kept[-1].rows < 7 and discarded == kept[:-1]  # type: ignore[attr-defined]
+    assert sampler(rows=7, last_batch="discard").len_epoch(0) == len(discarded)
+
+
+# -- positions, ranks, states ------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_is_a_function_of_seed_and_epoch_whatever_was_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = {epoch: list(sampler().iter_epoch(epoch)) for epoch in (0, 3)}
+    assert expected[0] != expected[3] != list(sampler(seed=6).iter_epoch(3))
+    monkeypatch.setattr(packing, "GROUP", 80)  # two windows at once
+    batches = sampler()
+    assert batches.len_epoch(3) == len(expected[3])
+    for epoch, start in ((3, 20), (0, 5), (3, 0), (0, 31), (3, 44)):
+        assert list(batches.iter_epoch(epoch, start)) == expected[epoch][start:]
+
+
+@pytest.mark.parametrize("group", [40, 120, 2**17])
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (4, 1), (3, 2), (1, 5)])
+def test_a_state_resumes_on_any_number_of_ranks(
+    before: int, after: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "GROUP", group)
+    everything = [tokens_of(batch) for batch in loader()]
+    first, state = ranks(before, steps=7)
+    rest, _ = ranks(after, state=state)
+    assert first == everything[: 7 * before]
+    assert rest[: len(everything) - len(first)] == everything[len(first) :]
+    assert len(rest) - (len(everything) - len(first)) < after  # the last step is filled from the beginning
+    assert rest[len(everything) - len(first) :] == everything[: len(rest) - (len(everything) - len(first))]
+
+
+def test_a_landmark_far_ahead_hides_nothing_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "GROUP", 80)
+    known = sampler()
+    expected = list(known.iter_epoch(0))
+    ahead = sampler()
+    ahead.note_landmark(0, known.known(0)[5])
+    table = ahead.epoch_table(0)
+    for position in (45, 2, 30, 17, 44, 31, 0):
+        assert table.at(np.array([position])) == [expected[position]]
+
+
+def test_a_landmark_of_other_lengths_is_an_error_instead_of_a_hang() -> None:
+    batches = sampler()
+    batches.note_landmark(0, (10**6, 3))
+    with pytest.raises(ValueError, match="has counted more rows behind window 0 of PackSampler than there are"):
+        batches.epoch_table(0).at(np.array([10**5]))
+
+
+def windows_packed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The windows that are packed from now on, in a list that grows."""
+    packed: list[int] = []
+    pack = PackSampler.pack
+
+    def noted(self: PackSampler, order: Any, last: int, window: int) -> Any:
+        packed.extend(range(window, min(window + self.at_once, last)))
+        return pack(self, order, last, window)
+
+    monkeypatch.setattr(PackSampler, "pack", noted)
+    monkeypatch.setattr(packing, "GROUP", 40)  # one window of 40 documents at once
+    return packed
+
+
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_a_state_is_a_few_numbers_and_nothing_before_it_is_packed_again(
+    after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = windows_packed(monkeypatch)
+    first, state = ranks(2, steps=13)
+    assert len(json.dumps(state)) < 700 and len(state["landmark"]) == 2
+    rows_before, window = state["landmark"]
+    assert window > 5 and 0 <= len(first) * 3 - rows_before < 40
+    packed.clear()
+    rest, _ = ranks(after, steps=2, state=state)
+    assert len(rest) == 2 * after and min(packed) == window
+    assert rest == [tokens_of(batch) for batch in loader()][len(first) : len(first) + len(rest)]
+
+
+def test_reading_and_saving_take_no_pass_over_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = windows_packed(monkeypatch)
+    mine = loader()
+    assert "length=500" in repr(mine.batch_sampler) and "unknown number of batches" in repr(mine)
+    next(iter(mine))
+    state = mine.state_dict()
+    mine.load_state_dict(state)
+    next(iter(mine))
+    assert max(packed) < 3
+    assert len(mine) == len(list(sampler().iter_epoch(0))) and max(packed) == 12
+
+
+def test_a_sampler_around_it_takes_no_pass_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = windows_packed(monkeypatch)
+
+    def around(**options: Any) -> ShardedDataLoader[Any]:
+        shards = ShardedBatchSampler(sampler(), 2)
+        return ShardedDataLoader(Documents(LENGTHS), batch_sampler=shards, batchify_fn=Pack(TOKENS), **options)
+
+    first = around()
+    batches = iter(first)
+    for _ in range(29):
+        next(batches)
+    state, expected = first.state_dict(), next(batches)
+    packed.clear()
+    resumed = around()
+    resumed.load_state_dict(state)
+    assert [tokens_of(shard) for shard in next(iter(resumed))] == [tokens_of(shard) for shard in expected]
+    assert 0 < min(packed) <= max(packed) < 12 and "unknown number of batches" in repr(resumed)
+    assert len(list(around(steps_per_epoch=70))) == 70  # of 50 in an epoch
+
+
+def test_steps_per_epoch_need_no_length_and_go_on_from_epoch_to_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = windows_packed(monkeypatch)
+    with loader(steps_per_epoch=20) as mine:
+        assert len(mine) == 20 and not packed
+        epochs = [[tokens_of(batch) for batch in mine] for _ in range(6)]
+        state = json.loads(json.dumps(mine.state_dict()))
+        following = [tokens_of(batch) for batch in mine]
+    found = Counter(token // 1000 for epoch in epochs for batch in epoch for token in set(batch) if token % 1000 == 0)
+    assert set(found.values()) == {2, 3} and len(found) == 500  # 120 batches: almost three passes
+    assert all(len(epoch) == 20 for epoch in epochs)
+    packed.clear()
+    with loader(steps_per_epoch=20) as resumed:
+        resumed.load_state_dict(state)
+        assert [tokens_of(batch) for batch in resumed] == following
+    assert min(packed) == state["landmark"][1] > 13
+    with loader(steps_per_epoch=20) as far:
+        far.set_epoch(6)
+        assert [tokens_of(batch) for batch in far] == following
+
+
+def test_steps_per_epoch_over_ranks_are_the_same_batches() -> None:
+    alone, _ = ranks(1, steps_per_epoch=24)
+    together, state = ranks(4, steps_per_epoch=6)
+    assert together == alone
+    again, _ = ranks(4, steps_per_epoch=6, state=state)
+    assert again == ranks(1, steps_per_epoch=48)[0][24:]
+
+
+def test_a_rank_of_thousands_packs_each_window_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = windows_packed(monkeypatch)
+    lengths = some_lengths(10_000)
+    batches = sampler(lengths, rows=1)
+    table = Dealt(batches.epoch_table(0), 200, 199)
+    found = [table.slice(step, step + 1)[0] for step in range(5)]
+    assert len(packed) == len(set(packed))
+    assert found == [batch for n, batch in enumerate(sampler(lengths, rows=1)) if n % 200 == 199][:5]
+
+
+def test_a_thousand_million_documents_take_constant_memory() -> None:
+    lengths = np.broadcast_to(np.int32(600), 10**9)  # 4 bytes
+    tracemalloc.start()
+    batches = PackSampler(lengths, tokens=8192, rows=4, seed=0)
+    assert batches.epoch_table(0).at(np.array([40_000]))[0].rows == 4
+    assert "length=1000000000" in repr(batches)
+    assert tracemalloc.get_traced_memory()[1] < 60e6
+    tracemalloc.stop()
+
+
+def test_lengths_that_lie_in_a_file_are_not_copied(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", some_lengths(1_000_000))
+    tracemalloc.start()
+    batches = PackSampler(np.load(tmp_path / "lengths.npy", mmap_mode="r"), tokens=TOKENS, seed=0)
+    assert tracemalloc.get_traced_memory()[1] < 3.5e6  # of 4 MB
+    tracemalloc.stop()
+    assert list(islice(batches.iter_epoch(2), 9)) == list(
+        islice(PackSampler(some_lengths(1_000_000).tolist(), tokens=TOKENS, seed=0).iter_epoch(2), 9)
+    )
+
+
+# -- in loaders --------------------------------------------------------------------------------------------------------
+
+
+def test_every_pool_makes_the_same_batches(pool: Any) -> None:
+    lengths = np.where(LENGTHS > 20, 3 * LENGTHS, LENGTHS)
+    with loader(lengths, pool, long="cut") as mine:
+        found = [{name: tensor.tolist() for name, tensor in batch.items()} for batch in mine]
+    expected = [{name: tensor.tolist() for name, tensor in batch.items()} for batch in loader(lengths, long="cut")]
+    assert found == expected
+    tokens = Counter(token for batch in found for row in batch["input_ids"] for token in row if token)
+    assert tokens == Counter(1000 * i + j for i, length in enumerate(lengths) for j in range(length) if i + j)
+
+
+@pytest.mark.parametrize("how", ["num_shards", "sampler"])
+def test_shards_are_whole_rows(how: str) -> None:
+    expected = [batch["input_ids"] for batch in loader(rows=5)]
+    if how == "sampler":
+        batches: Any = ShardedBatchSampler(sampler(rows=5), 2)
+        mine = ShardedDataLoader(Documents(LENGTHS), batch_sampler=batches, batchify_fn=Pack(TOKENS))
+    else:
+        mine = ShardedDataLoader(
+            Documents(LENGTHS), batch_sampler=sampler(rows=5), batchify_fn=Pack(TOKENS), num_shards=2
+        )
+    found = list(mine)
+    assert [len(shard["input_ids"]) for shard in found[0]] == [3, 2]
+    for shards, whole in zip(found, expected, strict=True):
+        assert [row for shard in shards for row in shard["input_ids"].tolist()] == whole.tolist()
+
+
+def test_a_function_of_the_user_may_call_pack() -> None:
+    pack = Pack(TOKENS)
+    mine = ShardedDataLoader(
+        Documents(LENGTHS),
+        batch_sampler=sampler(),
+        batchify_fn=lambda documents: pack(documents) | {"count": len(documents)},
+    )
+    for batch, expected in zip(mine, loader(), strict=True):
+        assert batch["input_ids"].equal(expected["input_ids"]) and batch["count"] == len(expected["cu_seqlens"]) - 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_drop_in_reads_packed_rows_too(num_workers: int) -> None:
+    lengths = np.where(LENGTHS > 20, 3 * LENGTHS, LENGTHS)
+    found = list(
+        DataLoader(
+            Documents(lengths),
+            batch_sampler=sampler(lengths, long="cut"),
+            collate_fn=Pack(TOKENS),
+            num_workers=num_workers,
+        )
+    )
+    assert sorted(token for batch in found for token in tokens_of(batch)) == sorted(
+        token for index in range(500) for token in Documents(lengths)[index].tolist()
+    )
+    assert {len(batch["input_ids"]) for batch in found[:-1]} == {3}
+
+
+class Broken(Documents):
+    def __getitem__(self, index: int) -> Any:
+        if index % 50 == 7:
+            raise ValueError("unreadable")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_a_document_that_cannot_be_read_leaves_its_place_empty(on_error: Any) -> None:
+    mine = ShardedDataLoader(Broken(LENGTHS), batch_sampler=sampler(), batchify_fn=Pack(TOKENS), on_error=on_error)
+    for batch, expected in zip(mine, loader(), strict=True):
+        assert batch["input_ids"].shape == expected["input_ids"].shape
+        assert tokens_of(batch) == [token for token in tokens_of(expected) if token // 1000 % 50 != 7]
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: sampler([3, 0, 2]), r"lengths\[1\] is 0: leave that document out"),
+        (lambda: sampler([3, 4, -2]), r"lengths\[2\] is -2"),
+        (lambda: sampler([3, 33, 2]), r'document 1 has 33 tokens, and a row has 32: cut long .*long="cut".*"drop"'),
+        (lambda: sampler([3.5]), "lengths must be integers of shape"),
+        (lambda: sampler([[3, 4]]), r"got shape \(1, 2\)"),
+        (lambda: sampler(iter([3])), "lengths must be integers"),
+        (lambda: sampler(tokens=0), "tokens must be at least 1"),
+        (lambda: sampler(tokens=2**31), r"below 2\*\*31"),
+        (lambda: sampler(rows=0), "rows must be at least 1"),
+        (lambda: sampler(rows=2.5), "rows must be an integer"),
+        (lambda: sampler(window=0), "window must be at least 1"),
+        (lambda: sampler(long="split"), "long is 'split', which PackSampler does not know: choose 'error', 'cut' or"),
+        (lambda: sampler(last_batch="rollover"), "choose 'keep' or 'discard'"),
+        (
+            lambda: ShardedDataLoader(range(499), batch_sampler=sampler()),
+            "of 500 documents, .* dataset has 499",
+        ),
+    ],
+)
+def test_bad_input_is_an_error_at_construction(make: Callable[[], Any], says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=says):
+        make()
+
+
+def test_more_lengths_than_are_looked_at_are_checked_where_they_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "IN_MEMORY", 100)
+    lengths = LENGTHS.copy()
+    lengths[250] = 0
+    with pytest.raises(ValueError, match=r"lengths\[250\] is 0"):
+        list(sampler(lengths))
+    lengths[250] = 40
+    with pytest.raises(ValueError, match="document 250 has 40 tokens"):
+        list(sampler(lengths))
+    assert list(sampler()) == list(sampler())
+
+
+def test_no_documents_give_no_batches_and_an_endless_order_of_none_is_an_error() -> None:
+    assert list(sampler([])) == [] and len(sampler([])) == 0
+    with pytest.raises(ValueError, match="PackSampler leaves out all documents: each has more than 32 tokens"):
+        list(loader([40, 50], long="drop", steps_per_epoch=3))
+    with pytest.raises(ValueError, match="ended after 0 items"):
+        list(loader([], steps_per_epoch=3))
+    assert list(loader([40, 50], long="drop")) == []
+
+
+def test_a_refresh_with_another_number_of_documents_is_rejected() -> None:
+    documents = [[1, 2], [3]]
+    mine = ShardedDataLoader(documents, batch_sampler=sampler([2, 1]), batchify_fn=Pack(TOKENS))
+    documents.append([4])
+    with pytest.raises(ValueError, match="lengths of 2 documents, but the dataset has 3"):
+        mine.refresh()
+
+
+@pytest.mark.parametrize("changed", [{"tokens": 40}, {"window": 50}, {"rows": 2}, {"lengths": LENGTHS[::-1]}])
+def test_a_state_of_other_rows_is_rejected(changed: dict[str, Any]) -> None:
+    mine = loader()
+    next(iter(mine))
+    name = next(iter(changed))
+    with pytest.raises(ValueError, match=f"{name} of the PackSampler"):
+        loader(**changed).load_state_dict(mine.state_dict())
+
+
+def test_a_landmark_that_is_wrong_is_an_error() -> None:
+    mine = loader()
+    next(iter(mine))
+    state = mine.state_dict()
+    for wrong in ([1], [1, -2], "none"):
+        with pytest.raises(ValueError, match="'landmark'"):
+            loader().load_state_dict(state | {"landmark": wrong})
