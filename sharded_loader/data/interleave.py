@@ -294,7 +294,7 @@ class InterleavedDataset(View):
     def _one(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self._part(index)
-        if type(index) is int and index >= CODED:
+        if isinstance(index, int) and index >= CODED:
             return self._dataset[(index - CODED) % self._total]
         index = checked_index(index, self._length)
         source, number = self._schedule.at(index)

@@ -50,6 +50,7 @@ from sharded_loader.engine.split import is_sharded
 from sharded_loader.loader.arguments import length
 from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.pools.task_reader import reader_for
+from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.epoch import MapEpoch
 from sharded_loader.sampling.order import MapOrder
 from sharded_loader.sampling.state import has_weights
@@ -446,7 +447,7 @@ class Epochs:
             self.resident.forget()
 
     def _new_run(self, epoch: Epoch) -> Run:
-        is_known = self.order.stream is not None or has_weights(self.order.sampler)
+        is_known = self.order.stream is not None or any(map(has_weights, nested(self.order.sampler)))
         if not is_known and not isinstance(self.dataset, Mapping):
             epoch.limit = length(self.dataset)
         return Run(next(self._numbers), epoch)

@@ -59,8 +59,8 @@ from sharded_loader.loader.stats import Meter
 from sharded_loader.parallel.split import gather
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.pools.resident import LEAST, ResidentPool, check_resident
-from sharded_loader.sampling.index_samplers import sampler_of
-from sharded_loader.sampling.order import MapOrder
+from sharded_loader.sampling.index_samplers import RepeatedSampler, sampler_of
+from sharded_loader.sampling.order import MapOrder, takes_order
 from sharded_loader.streams.order import StreamOrder
 
 
@@ -237,9 +237,11 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         else:
             refuse_streams(streams, dataset)
             size = length(dataset, needed=sampler is None and batch_sampler is None)
-            is_given = any(one is not None for one in (sampler, batch_sampler, costs)) or bool(shuffle)
+            is_given = bool(shuffle) or not takes_order(sampler) or batch_sampler is not None or costs is not None
             planned = sampler_of(dataset, is_given, steps_per_epoch is not None or last_batch == "rollover")
-            common |= {"sampler": sampler if planned is None else planned, "batch_sampler": batch_sampler}
+            if planned is not None:
+                sampler = sampler.over(planned) if isinstance(sampler, RepeatedSampler) else planned
+            common |= {"sampler": sampler, "batch_sampler": batch_sampler}
             order = MapOrder(size, shuffle=shuffle, costs=costs, evaluate=evaluate, **common)
         # The default given by name is the default: it reads in bulk too.
         batchify_fn = None if batchify_fn is default_batchify_fn else batchify_fn

@@ -552,6 +552,19 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
     def len_epoch(self, epoch: int) -> int:
         return self._batches
 
+    def check_dataset(self, length: int) -> None:
+        """Reject a dataset of another length."""
+        check_labels(self, length)
+
+
+def check_labels(sampler: Any, length: int) -> None:
+    """Reject a dataset that has not as many samples as a sampler has labels."""
+    if length != sampler.dataset_length:
+        raise ValueError(
+            f"the {type(sampler).__name__} has {sampler.dataset_length} labels, but the dataset has {length} samples: "
+            "give one label per sample, in the order of the dataset"
+        )
+
 
 def kinds_of(labels: Any, name: str) -> tuple[list[Any], Indices]:
     """The different labels, in order if they have one, and the number of each sample's label among them.

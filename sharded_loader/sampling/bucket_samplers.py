@@ -28,7 +28,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import Described
 from sharded_loader.randomness.shuffle import Bijections, Indices, shuffled
 from sharded_loader.sampling.base import BalancedSampler, check_choice, resolve_seed, underscored
-from sharded_loader.sampling.batch_samplers import LAST_BATCH, kinds_of, length_table
+from sharded_loader.sampling.batch_samplers import LAST_BATCH, check_labels, kinds_of, length_table
 from sharded_loader.sampling.tables import BATCHES, Rolling, Table, parts
 
 
@@ -469,6 +469,10 @@ class GroupedBatchSampler(FixedBucketSampler):
             last_batch=last_batch,
         )
         self.bucket_keys, self.dataset_length = kinds, len(numbers)
+
+    def check_dataset(self, length: int) -> None:
+        """Reject a dataset of another length."""
+        check_labels(self, length)
 
     def _reader(self, epoch: int) -> Callable[[Indices, Indices], list[list[int]]]:
         if not self._shuffle:

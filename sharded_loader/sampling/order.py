@@ -110,7 +110,6 @@ class MapOrder(Order[Signature]):
         self.is_given = self._given_sampler is not None
         if self.is_given:
             check_sampler(self._given_sampler, "batch_sampler" if self.given_batches else "sampler")
-            check_labels(nested(self._given_sampler), length)
         if isinstance(batch_sampler, GrowingBatchSampler) and steps_per_epoch is not None:
             raise ValueError(
                 "steps_per_epoch needs epochs of equally many batches: leave it out, a GrowingBatchSampler has others"
@@ -421,17 +420,6 @@ def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: An
         raise TypeError(f"shuffle is {shuffle!r}; it must be True or False. An order of your own is a sampler=")
     if shuffle and not takes_order(sampler):
         raise ValueError("shuffle must not be specified if sampler is specified: the sampler decides the order")
-
-
-def check_labels(samplers: Iterable[Any], length: int | None) -> None:
-    """Reject a sampler of ours that has labels for a dataset of another length."""
-    for sampler in samplers:
-        made_for = getattr(sampler, "dataset_length", None) if isinstance(sampler, Sampler) else None
-        if made_for is not None and length is not None and made_for != length:
-            raise ValueError(
-                f"the {type(sampler).__name__} has {made_for} labels, but the dataset has {length} samples: give one "
-                "label per sample, in the order of the dataset"
-            )
 
 
 def takes_order(sampler: Any) -> bool:

@@ -25,6 +25,7 @@ from sharded_loader import (
     SequentialSampler,
     ShardedDataLoader,
     SimpleDataset,
+    interleave,
     sample_generator,
     sample_rng,
     sample_seed,
@@ -213,3 +214,16 @@ def test_the_index_of_a_copy_is_an_int_that_travels() -> None:
 def test_bad_arguments_are_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"shuffle": True}, {"weights": [(0, [1, 1]), (6, [3, 1])]}, {"stop": "each_once"}, {"stop": 20}]
+)
+def test_the_copies_of_a_mixture_are_those_of_its_own_order(given: dict[str, Any]) -> None:
+    def rows(**order: Any) -> list[Any]:
+        mixture = interleave([Drawing(8), Drawing(6)], seed=1, **given)
+        return [tuple(row) for batch in batches_of(ShardedDataLoader(mixture, 4, seed=1, **order)) for row in batch]
+
+    once, twice = rows(), rows(sampler=RepeatedSampler(2))
+    assert twice[::2] == once
+    assert [index for index, _ in twice[1::2]] == [index for index, _ in once] and len(set(twice)) == len(twice)
