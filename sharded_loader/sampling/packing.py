@@ -96,7 +96,7 @@ class PackSampler(Sampler[list[int]]):
         >>> sampler = PackSampler([3, 5, 2, 4], tokens=7, rows=2, seed=0)
         >>> pack = Pack(tokens=7)
         >>> loader = ShardedDataLoader(documents, batch_sampler=sampler, batchify_fn=pack)
-        >>> sorted(next(iter(loader))["input_ids"].tolist())
+        >>> sorted(map(sorted, next(iter(loader))["input_ids"].tolist()))
         [[1, 1, 1, 4, 4, 4, 4], [2, 2, 2, 2, 2, 3, 3]]
 
     Source of the idea: best-fit packing of documents (Ding et al., "Fewer truncations improve language modeling",
