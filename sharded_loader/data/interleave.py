@@ -298,8 +298,10 @@ class InterleavedDataset(View):
             return self._dataset[(index - CODED) % self._total]
         index = checked_index(index, self._length)
         source, number = self._schedule.at(index)
-        where = self._within(np.array([source]), np.array([number]), self._epoch)[0] if self.shuffles else number
-        return self._dataset[int(self._begins[source] + where % self.sizes[source])]
+        if self.shuffles:
+            one = np.array([[source], [number]], np.int64)
+            number = int(self._within(one[0], one[1], self._epoch)[0])
+        return self._dataset[int(self._begins[source] + number % self.sizes[source])]
 
     def _inner(self, indices: Indices) -> Int64s:
         array = np.asarray(indices)

@@ -307,7 +307,7 @@ class Plan:
         self.weights = [number for one in changes for number in (one.begin, *one.weights)]
         has_weight = np.array([one.weights for one in changes]).any(axis=0)
         self.sources: list[int] = np.flatnonzero(has_weight | (np.array(sizes or 0) > 0)).tolist()
-        self._limits = np.array([FAR if sizes is None else sizes[number] for number in self.sources])
+        self._limits = np.array([FAR if sizes is None else sizes[number] for number in self.sources], np.int64)
         if sizes is not None and len(sizes) > MOST_EACH_ONCE:
             raise ValueError(
                 f"interleave: {len(sizes)} datasets, of which each drops out at its end: give up to {MOST_EACH_ONCE}, "

@@ -347,6 +347,9 @@ class Epochs:
             epoch = progress.coming() if shown is None else shown.epoch
             assert isinstance(epoch, MapEpoch)  # only its order can be changed
             change(*epoch.reached(epoch.first if shown is None else shown.delivered))
+            if self._kept is not None:  # its batches were planned before
+                self._drop(self._kept.run)
+                self._kept = None
             for iterator in list(progress.live.values()):
                 run = iterator.run
                 if run is not None and not run.ended and run.dead is None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.batching.pack import Packed, Places
-from sharded_loader.randomness.shuffle import IN_MEMORY, Bijections, Indices, shuffle
+from sharded_loader.randomness.shuffle import IN_MEMORY, Indices, shuffle, shuffled
 from sharded_loader.sampling.base import EVERY, Sampler, check_choice, resolve_seed
 from sharded_loader.sampling.state import SUM
 from sharded_loader.sampling.tables import Table, parts
@@ -40,7 +40,7 @@ from sharded_loader.sampling.tables import Table, parts
 GROUP = 2**17
 """How many documents are packed at once, if windows are not larger: 20 ms."""
 KEPT = 4
-"""How many packed groups a table keeps, 10 MB each: those that a rank of thousands crosses in a few steps."""
+"""How many packed groups a table keeps, 6 MB each: those that a rank of thousands crosses in a few steps."""
 ROWS = 64
 """How many rows a window should give, at least. About half a row of a window stays empty."""
 
@@ -51,11 +51,11 @@ Order = Callable[[Indices], Indices]
 """Positions in an epoch -> documents."""
 
 Layout = tuple[Indices, Places, Indices]
-"""The documents, row after row; their places (see `Packed`); where each row begins among them, and the end."""
+"""The documents of a window, row after row; their places (see `Packed`); where each row begins, and the end."""
 
-Group = tuple[int, Callable[[], Layout]]
-"""Windows that were packed together: how many rows they have, and a function that lays them out: most are only counted.
-"""
+Group = tuple[Indices, Callable[[int], Layout]]
+"""Windows that were packed together: the rows before each and in all, and a function that lays one out. Most are only
+counted."""
 
 
 class PackSampler(Sampler[list[int]]):
@@ -96,7 +96,7 @@ class PackSampler(Sampler[list[int]]):
         >>> sampler = PackSampler([3, 5, 2, 4], tokens=7, rows=2, seed=0)
         >>> pack = Pack(tokens=7)
         >>> loader = ShardedDataLoader(documents, batch_sampler=sampler, batchify_fn=pack)
-        >>> sorted(next(iter(loader))["input_ids"].tolist())
+        >>> sorted(map(sorted, next(iter(loader))["input_ids"].tolist()))
         [[1, 1, 1, 4, 4, 4, 4], [2, 2, 2, 2, 2, 3, 3]]
 
     Source of the idea: best-fit packing of documents (Ding et al., "Fewer truncations improve language modeling",
@@ -233,16 +233,17 @@ class PackSampler(Sampler[list[int]]):
         ends, windows = np.minimum(begins + self.tokens, lengths), windows - window
         rows, counts = best_fit((ends - begins).astype(np.int32), windows, end - window, self.tokens)
 
-        def layout() -> Layout:
-            row = rows
-            if self.shuffle and len(rows):
-                row = Bijections(self.seed, "pack rows")(rows, counts[windows], windows + window)
-            row = row + (np.cumsum(counts) - counts)[windows]
-            by_row = np.argsort(row, kind="stable")
-            places = np.stack([row, begins, ends, lengths], axis=1)[by_row]
-            return documents[by_row], places, np.searchsorted(places[:, 0], np.arange(counts.sum() + 1))
+        borders = np.searchsorted(windows, np.arange(len(counts) + 1))
 
-        return int(counts.sum()), cache(layout)
+        def layout(n: int) -> Layout:
+            here, row = slice(borders[n], borders[n + 1]), rows[borders[n] : borders[n + 1]]
+            if self.shuffle:
+                row = shuffled(int(counts[n]), self.seed, "pack rows", window + n)[row]
+            by_row = np.argsort(row, kind="stable")
+            places = np.stack([row, begins[here], ends[here], lengths[here]], axis=1)[by_row]
+            return documents[here][by_row], places, np.searchsorted(places[:, 0], np.arange(counts[n] + 1))
+
+        return np.cumsum([0, *counts]), lru_cache(KEPT)(layout)
 
     def _documents(self, window: int, end: int, order: Callable[[int], Order]) -> tuple[Indices, Indices]:
         """The documents of some windows, and the window of each."""
@@ -327,14 +328,16 @@ class _PackTable(Table):
             before, window = self._find(row := number * wanted + found)
             if window >= self._end:
                 break
-            count, layout = self._group(window)
-            begin, end = row - before, min(row - before + wanted - found, count)
-            if begin >= end:
+            totals, layout = self._group(window)
+            n = int(np.searchsorted(totals, row - before, side="right")) - 1
+            if n + 1 == len(totals):
                 raise ValueError(
                     f"a loaded state has counted more rows behind window {window} of PackSampler than there are: load "
                     "it with the lengths that it was saved with, or begin an epoch with set_epoch"
                 )
-            indices, where, bounds = layout()
+            indices, where, bounds = layout(n)
+            begin = row - before - int(totals[n])
+            end = min(begin + wanted - found, len(bounds) - 1)
             first, last = bounds[[begin, end]].tolist()
             documents += indices[first:last].tolist()
             places.append(where[first:last].copy())
@@ -350,7 +353,7 @@ class _PackTable(Table):
             before, window = known[n]
             if window >= self._end or (n + 1 < len(known) and known[n + 1][1] - window <= step):
                 return before, window
-            following = before + self._group(window)[0], min(window + step, self._end)
+            following = before + int(self._group(window)[0][-1]), min(window + step, self._end)
             insort(known, following)
             if row < following[0]:
                 return before, window

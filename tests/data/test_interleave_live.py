@@ -218,6 +218,22 @@ def test_two_iterators_of_one_loader_follow_the_change():
     assert counts(np.concatenate(list(two))).tolist() == [0, 0, 84]
 
 
+def test_an_epoch_whose_first_batch_was_interrupted_begins_with_the_new_weights():
+    strikes = [KeyboardInterrupt()]
+
+    def interrupted(samples):
+        if strikes:
+            raise strikes.pop()
+        return samples
+
+    loader = ShardedDataLoader(mixture(), 12, batchify_fn=interrupted)
+    batches = iter(loader)
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    loader.set_weights([0, 0, 1])
+    assert counts(sum(batches, [])).tolist() == [0, 0, 96]
+
+
 def test_a_change_inside_next_is_an_error():
     def change(samples):
         with pytest.raises(RuntimeError, match=r"cannot be changed inside next\(\) of the same loader"):

@@ -94,7 +94,7 @@ def test_the_index_is_kept_and_takes_four_bytes_for_a_line(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (gzip.compress(b"a\nb\n"), "is gzip, no plain text: decompress it"),
+        (gzip.compress(b"a\nb\n", mtime=0), "is gzip, no plain text: decompress it"),
         (b"\x28\xb5\x2f\xfd" + bytes(50), "is zstd, no plain text"),
         ("a\nb".encode("utf-16"), "is UTF-16, no plain text: decompress it, or write it as UTF-8"),
     ],
