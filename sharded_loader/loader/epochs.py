@@ -434,7 +434,7 @@ class Epochs:
             try:
                 order.rescale(num_replicas, rank, batch_size)
                 if goes_on:
-                    order.load(state, False, "rescale: the position belongs to the ranks before")
+                    order.load(state, False, "rescale: the position belongs to the ranks before: ")
             except BaseException:
                 order.settings = before
                 raise
