@@ -312,9 +312,14 @@ class Order(ABC, Generic[Signature]):
             hint = "; strict=False allows another batch size" if _only_batch_size(found, strict) else ""
             raise ValueError(f"{doing}{', '.join(found)}. Make the loader as it was then{hint}")
         changed = self._adopt(saved, position)
+        position = self.moved(position, saved)
         while (epoch := self.epoch(position.epoch, position)).is_over():  # the next epoch begins instead
             position = epoch.following()
         return position, changed
+
+    def moved(self, position: Position, saved: Signature) -> Position:
+        """A position of an order with another signature, as this one counts it."""
+        return position
 
     @abstractmethod
     def _parsed(self, state: Any) -> tuple[Position, Signature]:
