@@ -434,7 +434,8 @@ class Epochs:
             try:
                 order.rescale(num_replicas, rank, batch_size)
                 if goes_on:
-                    order.load(state, False, "rescale: the position belongs to the ranks before")
+                    advice = "Give batch_size=, so that all ranks together read as many samples in a step as before"
+                    order.load(state, False, "rescale: the position belongs to the ranks before", advice)
             except BaseException:
                 order.settings = before
                 raise
