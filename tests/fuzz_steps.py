@@ -25,6 +25,7 @@ import psutil
 import torch
 
 from sharded_loader import SampleError, ShardedDataLoader
+from sharded_loader.sampling.base import for_ranks, ranks_of
 from tests import conftest, fuzz_cases
 from tests.naive import Failure, NaiveIterator, NaiveLoader
 
@@ -107,6 +108,7 @@ class Case:
         self.held: list[tuple[Any, Any]] = []
         self.known: dict[Any, Any] = {}
         self.samples: dict[Any, Any] = {}
+        self.step_ranks: int | None = None
         self.counts: Counter[str] = Counter()
         self.workers: dict[int, psutil.Process] = {}
         self.last_sign = time.monotonic()
@@ -185,6 +187,10 @@ class Case:
     def draw_ranks(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """A rank among several, as arguments of the loader and of the naive one."""
         replicas = 1 if self.order.distributed else self.rng.choice([1, 1, 1, 2, 3, 5])
+        with torch.random.fork_rng(devices=[]):  # a sampler may draw its seed
+            made = self.order.make() if self.order.batches and self.order.make is not None else None
+        if ranks_of(made) is not None:  # `fuzz_ranks` has cases where the number of ranks changes
+            replicas = self.step_ranks = self.step_ranks or replicas
         rank = self.rng.randrange(replicas)
         replicated = not self.order.distributed and (replicas > 1 or self.rng.random() < 0.1)
         options = {"num_replicas": replicas, "rank": rank} if replicated else {}
@@ -240,7 +246,7 @@ class Case:
     def epoch_order(self, reference: Any, seed: int, epoch: int) -> Any:
         key = "order", id(reference), seed, epoch
         if key not in self.known:
-            self.known[key] = self.order.of(reference, epoch, seed)
+            self.known[key] = self.order.of(for_ranks(reference, self.step_ranks or 1), epoch, seed)
             self.known["kept", id(reference)] = reference
         return copy.deepcopy(self.known[key])
 

@@ -299,7 +299,7 @@ class Order(ABC, Generic[Signature]):
         self,
         state: Any,
         strict: bool,
-        doing: str = "load_state_dict: the state was saved by another loader",
+        doing: str = "load_state_dict: the state was saved by another loader: ",
         advice: str = "Make the loader as it was then",
     ) -> tuple[Position, bool]:
         """Take over the seeds of a state. ``doing`` begins the error where it does not fit, and ``advice`` ends it.
@@ -314,11 +314,16 @@ class Order(ABC, Generic[Signature]):
         found = self._differences(saved, position, strict)
         if found:
             hint = "; strict=False allows another batch size" if _only_batch_size(found, strict) else ""
-            raise ValueError(f"{doing}: {', '.join(found)}. {advice}{hint}")
+            raise ValueError(f"{doing}{', '.join(found)}. {advice}{hint}")
         changed = self._adopt(saved, position)
+        position = self.moved(position, saved)
         while (epoch := self.epoch(position.epoch, position)).is_over():  # the next epoch begins instead
             position = epoch.following()
         return position, changed
+
+    def moved(self, position: Position, saved: Signature) -> Position:
+        """A position of an order with another signature, as this one counts it."""
+        return position
 
     @abstractmethod
     def _parsed(self, state: Any) -> tuple[Position, Signature]:

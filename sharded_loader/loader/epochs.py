@@ -216,12 +216,16 @@ class Progress(ShownRun):
         if strict:
             one = state[0] if isinstance(state, list | tuple) else state
             warn_of_other_data(one.get("data"), self._fingerprint())
-        self._order.set_epoch(position.epoch)
         self.shown = None
+        self.begin_at(position)
+        return changed
+
+    def begin_at(self, position: Position) -> None:
+        """The next epoch begins at this position."""
+        self._order.set_epoch(position.epoch)
         self._restarts = False
         self._pending = position
         self._length = self._order.dataset_length
-        return changed
 
 
 # -- epochs ------------------------------------------------------------------------------------------------------------
@@ -358,6 +362,8 @@ class Epochs:
     def _go_on(self, run: Run, iterator: Any) -> Run:
         """A run that reads what a run has not delivered yet, by the order as it is now."""
         position = run.epoch.position(run.delivered)
+        if isinstance(self.order, MapOrder) and isinstance(run.epoch, MapEpoch):
+            position = self.order.moved(position, run.epoch.signature)
         going_on = self._new_run(self.order.epoch(position.epoch, position))
         going_on.epoch.in_mid_epoch = False  # it ends where the epoch ends
         self.progress.replace(run, going_on, iterator)
@@ -429,15 +435,21 @@ class Epochs:
             )
 
         def change(*_: int) -> None:
-            goes_on = progress.resumes or any(not run.ended for run in progress.live_runs())
-            state, before = progress.state(), order.settings
+            resumes = progress.resumes
+            goes_on = resumes or order.steps is not None or any(not run.ended for run in progress.live_runs())
+            state, settings = progress.state(), order.settings
             try:
                 order.rescale(num_replicas, rank, batch_size)
                 if goes_on:
-                    advice = "Give batch_size=, so that all ranks together read as many samples in a step as before"
-                    order.load(state, False, "rescale: the position belongs to the ranks before", advice)
+                    advice = (
+                        "Give other ranks, or a batch_size= with which all read as many samples in a step as before"
+                    )
+                    doing = "rescale: the position belongs to the ranks before: "
+                    position = order.load(state, False, doing, advice)[0]
+                    if resumes:
+                        progress.begin_at(position)
             except BaseException:
-                order.settings = before
+                order.settings = settings
                 raise
 
         self.replan(change)

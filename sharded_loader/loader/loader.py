@@ -378,8 +378,8 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         Raises:
             TypeError: The dataset is iterable data: its parts belong to ranks.
             ValueError: Wrong arguments. Or the order does not allow it: with ``costs``, in mid-epoch, all ranks
-                together must read as many samples in a step as before; with ``steps_per_epoch`` too, and the numbers
-                of ranks must divide the dataset's length.
+                together must read as many samples in a step as before. With ``steps_per_epoch``, ``num_replicas`` must
+                divide the dataset's length and the samples that are done, unless the sampler has no end.
             RuntimeError: You call it inside ``next``.
             LoaderClosedError: after `close`.
 

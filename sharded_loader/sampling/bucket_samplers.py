@@ -327,7 +327,7 @@ class FixedBucketSampler(BalancedSampler[Any]):
         count = int(units.sum()) * unit
         order = np.arange(count // unit)
         if self._shuffle:
-            order = shuffled(count // unit, self.seed, "fixed bucket", epoch)
+            order = shuffled(count // unit, *self._key(epoch))
         ends = np.cumsum(units)
         read = self._reader(epoch)
 
@@ -362,6 +362,9 @@ class FixedBucketSampler(BalancedSampler[Any]):
 
         return read
 
+    def _key(self, epoch: int) -> tuple[Any, ...]:
+        return (self.seed, "fixed bucket", epoch)
+
     @property
     def _unit(self) -> int:
         """The number of batches of one bucket that come together: those of one step of all ranks."""
@@ -381,7 +384,7 @@ class FixedBucketSampler(BalancedSampler[Any]):
         members = self._members[bucket]
 
         def opened(epoch: int) -> Table:
-            order = shuffled(len(members), self.seed, "fixed bucket", epoch, bucket) if self._shuffle else None
+            order = shuffled(len(members), *self._key(epoch), bucket) if self._shuffle else None
             return Table(len(members), (members if order is None else members[order]).take)
 
         if self._last_batch != "rollover":

@@ -60,7 +60,7 @@ class CostSampler(Sampler[int]):
     Example:
         >>> sampler = CostSampler([1, 9, 8, 1, 2, 9, 2, 8], 2, 8, seed=0).for_ranks(2)
         >>> [sorted(step) for step in np.array(list(sampler)).reshape(2, 4).tolist()]
-        [[0, 2, 3, 7], [1, 4, 5, 6]]
+        [[0, 1, 3, 5], [2, 4, 6, 7]]
     """
 
     decided_by = (("costs", "costs"),)
@@ -86,7 +86,7 @@ class CostSampler(Sampler[int]):
         return twin
 
     def epoch_table(self, epoch: int) -> Table:
-        steps = _Steps(
+        steps = _CostSteps(
             self._sorted, self.costs, self._batch_size * self._ranks, self._ranks, (self.seed, "costs", epoch)
         )
         return Table(self.len_epoch(epoch), steps.at, BLOCK)
@@ -96,7 +96,7 @@ class CostSampler(Sampler[int]):
         return length // step * step if self._whole_steps else length
 
 
-class _Steps:
+class _CostSteps:
     """The steps of one epoch.
 
     Args:

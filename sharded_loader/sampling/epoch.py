@@ -98,7 +98,7 @@ class MapEpoch(Epoch):
 
     def __init__(self, source: SamplerSource, epoch: int, position: Position | None) -> None:
         self.number, self.resumed = epoch, position is not None
-        self._source, self._position = source, position or Position(epoch)
+        self._source, self._position, self.signature = source, position or Position(epoch), source.signature
         self._foreign, self._foreign_seed = find_foreign(source.items, source.seed)
         self._listed: Listed | None = None
         if type(source.items) in (list, tuple, range) and source.batch_size is not None and not source.rollover:
@@ -356,7 +356,8 @@ class MapEpoch(Epoch):
         """The epoch of a sampler with ``counts_by_pass``, and the number of an item there."""
         if not self._source.rollover:
             return position.epoch, position.done
-        return EVERY, position.epoch * (self._source.steps or 0) * self._source.replicas + position.done
+        before = position.epoch * (self._source.steps or 0) * self._source.replicas + self.signature.shift
+        return EVERY, before + position.done
 
     def position(self, delivered: int) -> Position:
         """The position after ``delivered`` batches of the epoch (at least `first`)."""
@@ -437,13 +438,13 @@ class _RollingSpan(Rolling):
         self.is_endless = source.steps is not None and known_length(source.items, 0) is None
         length = ENDLESS if self.is_endless else len_epoch(source.items, 0)
         size, before = source.batch_size or 1, epoch * length
-        self.length_of_epoch = length
+        self.length_of_epoch, shift = length, source.signature.shift
         if source.steps is not None:
-            whole = Rolling(length, size, epoch, source.replicas, None, source.steps)
+            whole = Rolling(length, size, epoch, source.replicas, None, source.steps, shift)
             before, self.length_of_epoch = whole.begin, whole.total(source.steps) - whole.begin
         self._before = before
         total = None if position is None else before + position.done
-        super().__init__(length, size, epoch, source.replicas, total, source.steps)
+        super().__init__(length, size, epoch, source.replicas, total, source.steps, shift)
 
     def open(self, items: Any) -> Table:
         """The batches as a table."""

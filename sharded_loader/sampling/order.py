@@ -26,6 +26,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -60,6 +61,7 @@ from sharded_loader.sampling.state import (
     out_of_epoch,
     parse,
     seed_of,
+    shifted,
     weights_set,
 )
 from sharded_loader.sampling.tables import Dealt, Table, parts
@@ -102,6 +104,7 @@ class MapOrder(Order[Signature]):
         self.rolls_over = last_batch == "rollover" or self.steps is not None
         self._batch_size, self._costs = batch_size, costs
         self._shuffle, self._evaluates = shuffle, bool(evaluate)
+        self._shift = 0  # of the epochs' beginnings
         self._step_ranks: tuple[int, int] | None = (
             None  # the epoch of a state, and the ranks that its order is made for
         )
@@ -127,13 +130,13 @@ class MapOrder(Order[Signature]):
         self.resize(length)
 
     @property
-    def settings(self) -> tuple[Any, Any, bool]:
-        """What `rescale` changes: ``batch_size``, the ranks, and whether there are any."""
-        return self._batch_size, self._replicas, self.replicated
+    def settings(self) -> tuple[Any, ...]:
+        """What `rescale` changes: ``batch_size``, the ranks, and what follows from them."""
+        return self._batch_size, self._replicas, self.replicated, self._shift, self._step_ranks
 
     @settings.setter
-    def settings(self, before: tuple[Any, Any, bool]) -> None:
-        self._batch_size, self._replicas, self.replicated = before
+    def settings(self, before: tuple[Any, ...]) -> None:
+        self._batch_size, self._replicas, self.replicated, self._shift, self._step_ranks = before
         self.resize(self.dataset_length)
 
     @property
@@ -198,6 +201,7 @@ class MapOrder(Order[Signature]):
             steps_per_epoch=self.steps,
             num_replicas=self.replicas()[0] if self.replicated or self.steps is not None else None,
             step_ranks=None if made_for == 1 else made_for,
+            shift=self._shift,
         )
 
     def _items_of(self, epoch: int, step_ranks: int | None = None) -> Any:
@@ -218,8 +222,7 @@ class MapOrder(Order[Signature]):
             own = self.signature(position.epoch, saved.step_ranks or 1)
         finally:
             self._step_ranks = before
-        endless = self.steps is not None and known_length(self._items, position.epoch) is None
-        phrases = differences(saved, own, strict, endless)
+        phrases = differences(saved, own, strict, self._is_endless, position)
         if self._costs is not None and position.done and saved.step != own.step:
             phrases.append(f"a step of all ranks had {saved.step} samples, and has {own.step}: costs= needs it to stay")
         if not phrases and own.sampler_length is None and own.last_batch == "rollover":
@@ -235,7 +238,19 @@ class MapOrder(Order[Signature]):
                     phrases.append(f"the seed of the {type(sampler).__name__} was {seed}, and is {seed_of(sampler)}")
         return phrases
 
+    @property
+    def _is_endless(self) -> bool:
+        return self.steps is not None and known_length(self._items, 0) is None
+
+    def moved(self, position: Position, saved: Signature) -> Position:
+        if self.steps is None:
+            return position
+        own = self.signature(position.epoch)
+        return replace(position, done=position.done // saved.items_in_step * own.items_in_step)
+
     def _adopt(self, saved: Signature, position: Position) -> bool:
+        if self.steps is not None:
+            self._shift = shifted(position, saved, self.signature(position.epoch), self._is_endless) or 0
         self._step_ranks = (position.epoch, saved.step_ranks or 1) if position.done else None
         for sampler in filter(has_weights, self._samplers):
             sampler.adopt(dict(saved.sampler_arguments))

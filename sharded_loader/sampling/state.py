@@ -47,6 +47,7 @@ SUM = "crc32 "
 """How the checksum of an array among the ``sampler_arguments`` begins."""
 
 _ADVICE = "give what state_dict() of a ShardedDataLoader returned"
+_BEGINNING = Position(0)
 
 
 def _arguments(what: str, value: Any, advice: str) -> tuple[tuple[str, Any], ...]:
@@ -94,6 +95,7 @@ class Signature:
         steps_per_epoch: batches in an epoch, if the loader was told.
         num_replicas: the number of ranks; None: one rank that was not told.
         step_ranks: the number of ranks that the order is made for; None: 1, or any number. It stays to the epoch's end.
+        shift: with ``steps_per_epoch``, how many items later epochs begin than if the ranks had never changed.
     """
 
     seed: int = entry(integer())
@@ -107,11 +109,17 @@ class Signature:
     steps_per_epoch: int | None = entry(optional(integer(1)), "an epoch had {was} steps, and has {now}", default=None)
     num_replicas: int | None = entry(optional(integer(1)), "there were {was} ranks, and are {now}", default=None)
     step_ranks: int | None = entry(optional(integer(1)), default=None)
+    shift: int = entry(integer(), default=0)
 
     @property
     def step(self) -> int | None:
         """The samples of one step of all ranks; None with a given batch sampler."""
         return self.batch_size and self.batch_size * (self.num_replicas or 1)
+
+    @property
+    def items_in_step(self) -> int:
+        """The items of the global order that all ranks take in a step."""
+        return (self.batch_size or 1) * (self.num_replicas or 1)
 
     @property
     def unit(self) -> str:
@@ -176,14 +184,17 @@ def parse(state: Any) -> tuple[Position, Signature]:
     return Position(epoch, done, mark), signature
 
 
-def differences(saved: Signature, own: Signature, strict: bool = True, endless: bool = False) -> list[str]:
+def differences(
+    saved: Signature, own: Signature, strict: bool = True, endless: bool = False, position: Position = _BEGINNING
+) -> list[str]:
     """Why a state does not fit a loader, one phrase each; none if it fits. Seeds are the samplers' affair.
 
     Args:
         saved: of the state.
         own: of the loader.
-        endless: the sampler has no end.
         strict: whether another batch size matters. The same number of samples in a step of all ranks never does.
+        endless: the sampler has no end.
+        position: of the state.
 
     Example:
         >>> one = Signature(7, 100, "RandomSampler", 100, (), 8, "keep")
@@ -197,20 +208,36 @@ def differences(saved: Signature, own: Signature, strict: bool = True, endless: 
         phrases.pop("sampler_length", None)  # it follows from them
     if saved.unit == own.unit and (not strict or saved.step == own.step):
         phrases.pop("batch_size", None)
-    if own.steps_per_epoch is None or _begins_stay(saved, own, endless):
+    if own.steps_per_epoch is None or shifted(position, saved, own, endless) is not None:
         phrases.pop("num_replicas", None)
     for name in phrases.keys() & {"dataset_length", "sampler_length"}:
         phrases[name] = phrases[name].replace("None", "an unknown number of")
     return list(phrases.values())
 
 
-def _begins_stay(saved: Signature, own: Signature, endless: bool) -> bool:
-    """Whether the epochs of ``steps_per_epoch`` steps begin at the same samples, if only the ranks are others."""
-    ranks = [each.num_replicas or 1 for each in (saved, own)]
-    length = own.sampler_length
-    if own.step is None or saved.step != own.step:
-        return False
-    return endless or (length is not None and not any(length % each for each in ranks))
+def shifted(position: Position, saved: Signature, own: Signature, endless: bool) -> int | None:
+    """The ``shift`` of a loader that goes on from a position with ``steps_per_epoch``; None: it cannot.
+
+    Epochs of other ranks, or of another batch size, would begin elsewhere. With the shift the next ones begin where the
+    steps of this one end. If the sampler has an end, the ranks must divide its length, and the items that are done.
+
+    Example:
+        After 3 steps of 4 ranks, 2 ranks go on. Epochs begin 6 items later than theirs would.
+
+        >>> four = Signature(7, 100, "RandomSampler", 100, (), 1, "keep", (), 5, 4)
+        >>> two = Signature(7, 100, "RandomSampler", 100, (), 1, "keep", (), 5, 2)
+        >>> shifted(Position(0, 12), four, two, endless=False)
+        6
+    """
+    steps, rest = divmod(position.done, saved.items_in_step)
+    steps += position.epoch * (own.steps_per_epoch or 0)
+    shift = saved.shift + steps * (saved.items_in_step - own.items_in_step)
+    ranks, length = own.num_replicas or 1, own.sampler_length
+    if endless:
+        return None if rest else shift
+    if rest or length is None or length % ranks or length % (saved.num_replicas or 1) or shift % ranks:
+        return None
+    return shift
 
 
 def out_of_epoch(saved: Signature, length: int | None, epoch: int, done: int) -> str | None:

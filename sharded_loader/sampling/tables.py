@@ -393,6 +393,7 @@ class Rolling:
         total: the number of items before the beginning, counted over all epochs from epoch 0. The batches end where
             epoch + 1 begins. None: begin where the epoch begins.
         batches: the number of batches in an epoch, whatever the length; None: those that fit.
+        shift: how many items later all epochs begin. If it is not 0, ``replicas`` divides ``length``.
 
     Attributes:
         first: number of the first batch.
@@ -416,17 +417,19 @@ class Rolling:
         replicas: int = 1,
         total: int | None = None,
         batches: int | None = None,
+        shift: int = 0,
     ) -> None:
         whole = Stretch(length, replicas, 0, 0)
         cuts = [e * whole.steps // size if batches is None else e * batches * bool(length) for e in (epoch, epoch + 1)]
-        begin, end = whole.total(cuts[0] * size), whole.total(cuts[1] * size)
+        begin, end = whole.total(cuts[0] * size) + shift, whole.total(cuts[1] * size) + shift
         self.begin = begin
         total = begin if total is None else total
         self._size, self._end = size, max(end, total)
         self._stretch = Stretch(length, replicas, *divmod(total, max(length, 1)))
         self._count = self._stretch.steps_before(self._end) if total < end else 0
         self.is_begun, self.is_behind = total > begin, total > end
-        self.first = max(0, (whole.steps_before(total, cut=True) - whole.steps_before(begin)) // size)
+        steps = whole.steps_before(total, cut=True) - whole.steps_before(begin)
+        self.first = max(0, ((total - begin) // replicas if shift else steps) // size)
 
     def items(self, open: Callable[[int], Table], rank: int, name: str) -> Table:
         """The items of one rank. Arguments as `Endless` has them."""

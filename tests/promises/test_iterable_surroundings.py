@@ -381,7 +381,7 @@ def test_what_is_no_iterable_data_is_rejected_with_advice() -> None:
 
 def test_arguments_that_iterable_data_cannot_have_are_rejected() -> None:
     for options, text in (
-        ({"shuffle": True}, "leave out shuffle.*dataset.shuffle"),
+        ({"shuffle": True}, "leave out shuffle.*give ShuffleBuffer"),
         ({"sampler": [1]}, "leave out sampler"),
         ({"batch_sampler": [[1]], "batch_size": None}, "leave out batch_sampler"),
         ({"streams": 0}, "streams"),

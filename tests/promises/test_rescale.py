@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -16,7 +17,12 @@ from conftest import POOLS, make_pool
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharded_loader import FixedBucketSampler, LoaderClosedError, ShardedDataLoader
+from sharded_loader import FixedBucketSampler, LoaderClosedError, PackSampler, RandomSampler, ShardedDataLoader
+
+
+def through_json(state: Any) -> Any:
+    return json.loads(json.dumps(state))
+
 
 Rank = tuple[ShardedDataLoader[Any], Iterator[Any]]
 
@@ -141,17 +147,102 @@ def _after(loader: ShardedDataLoader[Any], epochs: int) -> dict[str, Any]:
     return loader.state_dict()
 
 
-def test_with_costs_and_with_steps_per_epoch_the_step_of_all_ranks_stays() -> None:
-    for arguments in ({"costs": range(1, 49), "shuffle": False}, {"steps_per_epoch": 10}):
-        ranks = [joined(4, rank, **arguments) for rank in range(4)]
-        found = [sum(step(ranks), []) for _ in range(3)]
-        before = ranks[0][0].state_dict()
-        with pytest.raises(ValueError, match="rescale: the position belongs to the ranks before: .* Give batch_size="):
-            ranks[0][0].rescale(2, 0)
-        assert ranks[0][0].state_dict() == before
-        ranks = rescaled(ranks, 2, batch_size=4, **arguments)
-        found += [sum(step(ranks), []) for _ in range(3)]
-        assert sorted(sum(found, [])) == list(range(48))
+def test_with_costs_the_step_of_all_ranks_stays() -> None:
+    arguments: dict[str, Any] = {"costs": range(1, 49), "shuffle": False}
+    ranks = [joined(4, rank, **arguments) for rank in range(4)]
+    found = [sum(step(ranks), []) for _ in range(3)]
+    before = ranks[0][0].state_dict()
+    with pytest.raises(ValueError, match="belongs to the ranks before: .* Give other ranks, or a batch_size="):
+        ranks[0][0].rescale(2, 0)
+    assert ranks[0][0].state_dict() == before
+    ranks = rescaled(ranks, 2, batch_size=4, **arguments)
+    found += [sum(step(ranks), []) for _ in range(3)]
+    assert sorted(sum(found, [])) == list(range(48))
+
+
+class Steps:
+    """Ranks with ``steps_per_epoch``, beside the endless order that they share."""
+
+    def __init__(self, order: list[Any], **arguments: Any) -> None:
+        self.order, self.arguments, self.place = order, arguments, 0
+        self.ranks: list[Rank] = []
+
+    def join(self, replicas: int, state: Any = None, **more: Any) -> None:
+        arguments = {**self.arguments, **more}
+        loaders = [ShardedDataLoader(num_replicas=replicas, rank=rank, **arguments) for rank in range(replicas)]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state, strict=False)
+        self.ranks = [(loader, iter(loader)) for loader in loaders]
+
+    def read(self, steps: int) -> None:
+        """So many steps; each rank has exactly its part of the order."""
+        for _ in range(steps):
+            found = [next(iterator) for _, iterator in self.ranks]
+            size = 1 if "batch_sampler" in self.arguments else len(found[0])
+            for rank, batch in enumerate(found):
+                wanted = [self.order[self.place + number * len(self.ranks) + rank] for number in range(size)]
+                assert list(batch if size > 1 or not isinstance(wanted[0], list) else [batch]) == wanted
+            self.place += size * len(self.ranks)
+
+    def end(self) -> None:
+        """The epoch ends here, and the next one begins."""
+        assert [next(iterator, None) for _, iterator in self.ranks] == [None] * len(self.ranks)
+        self.ranks = [(loader, iter(loader)) for loader, _ in self.ranks]
+
+
+def read_by_changing_ranks(steps: Steps, **more: Any) -> None:
+    """Epochs of 5 steps: by 4 ranks, from a state by 2, after `rescale` by 1, from a state by 3."""
+    steps.join(4)
+    steps.read(5)
+    steps.end()
+    steps.read(3)
+    state = through_json(steps.ranks[2][0].state_dict())
+    steps.join(2, state)
+    assert (steps.ranks[0][0].position, len(steps.ranks[0][0])) == (3, 5)
+    steps.read(2)
+    steps.end()
+    steps.read(1)
+    steps.ranks[0][0].rescale(1, 0)
+    steps.ranks = steps.ranks[:1]
+    steps.read(4)
+    steps.end()
+    for _ in range(3):
+        steps.read(5)
+        steps.end()
+    steps.read(5)
+    steps.ranks[0][0].rescale(2, 0)  # between two epochs
+    state = through_json(steps.ranks[0][0].state_dict())
+    steps.join(2, state, **more)
+    for _ in range(3):
+        steps.read(5)
+        steps.end()
+
+
+def test_with_steps_per_epoch_each_epoch_has_its_steps_and_goes_on_where_the_last_one_ended() -> None:
+    sampler = RandomSampler(24, seed=1)
+    order = [index for epoch in range(30) for index in sampler.iter_epoch(epoch)]
+    arguments = {"dataset": range(24), "batch_size": 1, "sampler": sampler, "steps_per_epoch": 5, "collate_fn": list}
+    read_by_changing_ranks(Steps(order, **arguments), batch_size=3)
+
+
+def test_packed_rows_go_on_by_other_ranks_with_steps_per_epoch() -> None:
+    lengths = [1 + index * 7 % 50 for index in range(300)]
+
+    def packed() -> PackSampler:
+        return PackSampler(lengths, tokens=128, rows=2, seed=0)
+
+    order = [list(batch) for epoch in range(4) for batch in packed().iter_epoch(epoch)]
+    arguments = {"dataset": range(300), "batch_sampler": packed(), "steps_per_epoch": 5, "collate_fn": list}
+    read_by_changing_ranks(Steps(order, **arguments))
+
+
+def test_ranks_that_do_not_divide_what_is_done_are_refused_with_steps_per_epoch() -> None:
+    loader, iterator = joined(4, 0, steps_per_epoch=10, batch_size=1)
+    next(iterator)
+    with pytest.raises(ValueError, match="there were 4 ranks, and are 3"):
+        loader.rescale(3, 0)  # 3 divides 48, but not the 4 samples that are done
+    assert next(iterator) is not None
 
 
 def test_buckets_are_made_for_the_new_ranks_from_the_next_epoch_on() -> None:

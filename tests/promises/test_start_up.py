@@ -197,7 +197,7 @@ def test_neither_the_main_process_nor_a_forked_worker_imports_what_it_does_not_n
         "with ShardedDataLoader(Modules(), 1, pool=ProcessPool(1, start_method='fork')) as loader:\n"
         "    (names,) = next(iter(loader))\n"
         "assert 'sharded_loader.streams.worker_info' in names\n"
-        "assert 'sharded_loader.data.interleave' not in names\n"
+        "assert 'sharded_loader.storage.dataset' not in names\n"
         "assert 'torch._dynamo' not in names\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

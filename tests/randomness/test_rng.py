@@ -28,8 +28,9 @@ from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, deriv
 
 MAKERS = ("derive_key", "philox", "key_parts", "shuffle", "shuffled", "shuffled_parts", "Bijections")
 
-# `SplitSampler` says "order" and "extra", and `ShardShuffleSampler` "short", behind the label that all their keys have.
-INNER = {"order": 1, "extra": 1, "short": 1}
+# `SplitSampler` says "order" and "extra", `ShardShuffleSampler` "short", and `CostSampler` "mixed", behind the label
+# that all their keys have.
+INNER = {"order": 1, "extra": 1, "short": 1, "mixed": 1}
 
 
 def labels_in_the_code() -> Iterator[str]:

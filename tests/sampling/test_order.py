@@ -128,7 +128,7 @@ def test_a_state_is_adopted_or_says_what_differs() -> None:
     one, other = order(shuffle=True, seed=5), order(shuffle=True, seed=6)
     saved = one.signature(0)
     assert other._differences(saved, Position(0, 3), strict=True) == []
-    assert other._adopt(saved) and not other._adopt(saved)
+    assert other._adopt(saved, Position(0)) and not other._adopt(saved, Position(0))
     assert batches(other) == batches(one) and other.seed == 5
     given = order(sampler=RandomSampler(10, seed=7))
     said = given._differences(order(sampler=RandomSampler(10, seed=8)).signature(0), Position(0), strict=True)

@@ -91,7 +91,7 @@ EVERY_KIND: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: FixedBucketSampler([1, 8, 2, 7, 9], 2, num_buckets=2),
         "FixedBucketSampler(length=3, batch_size=2, bucket_keys=[5, 9], bucket_batch_sizes=[2, 2], num_shards=0, "
-        "last_group='keep', shuffle=False)",
+        "last_group='keep', shuffle=False, last_batch='keep')",
     ),
     (
         lambda: BoundedBudgetSampler([5, 1, 2, 4, 2], max_num_tokens=6, seed=1),

@@ -193,7 +193,7 @@ def test_seed_and_parts_of_a_state_are_taken_over() -> None:
     order = order_of(num_workers=2)
     for position in (Position(0), Position(0, 2, None, dict.fromkeys(range(6), 1), {})):
         assert order._differences(saved, position, strict=True) == []
-    assert order._adopt(saved) and not order._adopt(saved)
+    assert order._adopt(saved, Position(0)) and not order._adopt(saved, Position(0))
     assert (order.seed, order.parts) == (8, 6)
     assert order_of(streams=2)._differences(saved, Position(0), strict=True)
 
@@ -202,5 +202,5 @@ def test_a_state_after_another_run_forgets_what_that_one_knew() -> None:
     order = order_of(streams=2, steps_per_epoch=4)
     reading = order.epoch(0)
     order.begun(reading)
-    order._adopt(order_of(seed=9, streams=2, steps_per_epoch=4).signature())
+    order._adopt(order_of(seed=9, streams=2, steps_per_epoch=4).signature(), Position(0))
     assert order._beginning(1, range(2)).counts == {0: 2, 1: 2}
