@@ -372,6 +372,9 @@ class SamplerStart:
     def first(self, items: Iterator[Any]) -> Iterator[Any]:
         """The same items. The sampler draws now what it draws for the first one."""
         if not self.resumes and self._keep_epochs:
+            if any(one.epoch != epoch + 1 for one, epoch in self._counted):  # set_epoch has named another one since
+                self._counted = [(one, one.epoch) for one, _ in self._counted]
+                items = iter(self.sampler)
             counted = {id(one): epoch for one, epoch in self._counted}
             self.state.epochs = [counted.get(id(one), one.epoch) for one in self._keep_epochs]
         if not self.resumes and self.state.rng is not None and (now := self._generator_states()) not in self.state.rng:

@@ -612,3 +612,16 @@ def test_samplers_that_count_their_epochs_resume_in_any_epoch_with_any_number_of
 def test_a_sampler_with_the_lengths_of_another_dataset_is_refused_at_once(kind: str) -> None:
     with pytest.raises(ValueError, match="the dataset has 9"):
         DataLoader(range(9), batch_sampler=_COUNTED[kind]())
+
+
+@pytest.mark.parametrize("kind", ["buckets", "batches of torch"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_set_epoch_of_a_sampler_that_counts_decides_until_the_first_batch(kind: str, workers: int) -> None:
+    sampler = _COUNTED[kind]()
+    epochs = [list(map(list, sampler)) for _ in range(4)]
+    loader = DataLoader(range(10), batch_sampler=_COUNTED[kind](), num_workers=workers)
+    batches = iter(loader)
+    named = loader.batch_sampler.sampler if kind == "batches of torch" else loader.batch_sampler
+    named.set_epoch(2)
+    assert plain(batches) == epochs[2]
+    assert plain(loader) == epochs[3]
