@@ -164,6 +164,9 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         )
         self.in_order = in_order
         check_arguments(self)
+        for one in () if isinstance(dataset, IterableDataset) else nested(self._index_sampler):
+            if hasattr(one, "check_dataset") and hasattr(dataset, "__len__"):
+                one.check_dataset(len(dataset))
         made: Any = self.batch_sampler if batch_sampler is None else None
         if isinstance(made, BatchSampler) and hasattr(self.sampler, "set_epoch"):
             # transformers and Accelerate wrap the batch sampler and call it there. It stays of torch's own class,

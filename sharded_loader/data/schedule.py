@@ -66,13 +66,14 @@ The fraction of each number has strides after which it comes back to nearly the 
 17, 41, 99, 239, and few numbers of ranks are multiples of the large ones. Of sqrt(3) they are 15, 56, 209."""
 
 
-def whole_numbers(weights: Iterable[Any] | None, count: int, name: str = "interleave") -> list[int]:
+def whole_numbers(weights: Iterable[Any] | None, count: int, name: str = "interleave", place: str = "") -> list[int]:
     """Whole numbers in the ratio of the weights, with a sum of up to `MOST`.
 
     Args:
         weights: numbers of 0 or more; None: equal ones.
         count: the number of weights that are needed.
         name: which function was given them, for errors.
+        place: where in a schedule they are, for errors.
 
     Returns:
         The smallest ones, where a sum of up to `MOST` keeps the ratio. Otherwise the ratio is rounded to 65,536ths, and
@@ -87,7 +88,7 @@ def whole_numbers(weights: Iterable[Any] | None, count: int, name: str = "interl
     """
     if weights is None:
         weights = [1] * count
-    wrong = ValueError(f"{name}(weights={weights!r}): give a list of finite numbers of 0 or more")
+    wrong = ValueError(f"{name}(weights={weights!r}){place}: give a list of finite numbers of 0 or more")
     try:
         found = [_fraction(weight) for weight in weights]
     except (TypeError, ValueError, OverflowError):
@@ -95,10 +96,10 @@ def whole_numbers(weights: Iterable[Any] | None, count: int, name: str = "interl
     if any(weight < 0 for weight in found):
         raise wrong
     if len(found) != count:
-        raise ValueError(f"{name}: {len(found)} weights for {count} datasets: give one weight per dataset")
+        raise ValueError(f"{name}: {len(found)} weights for {count} datasets{place}: give one weight per dataset")
     positive = sum(map(bool, found))
     if not positive:
-        raise ValueError(f"{name}: all weights are 0: give at least one dataset a positive weight")
+        raise ValueError(f"{name}: all weights are 0{place}: give at least one dataset a positive weight")
     if positive > MOST:
         raise ValueError(f"{name}: {positive:,} datasets have a weight: give at most {MOST:,}, or join some first")
     total = sum(found)
@@ -140,7 +141,7 @@ def changes_of(weights: Any, count: int) -> list[Change]:
         if not before < begin < FAR or (begin and not changes):
             where = f"after {before}" if changes else "and is the first one"
             raise ValueError(f"{name} begins at sample {begin}, {where}: a schedule begins at 0, and must not go back")
-        changes.append(Change(begin, whole_numbers(one[1], count)))
+        changes.append(Change(begin, whole_numbers(one[1], count, place=f" from sample {begin} on")))
     return changes
 
 

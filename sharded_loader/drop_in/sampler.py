@@ -48,7 +48,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.entries import anything, entry, integer
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.randomness.rng import derive_key
-from sharded_loader.sampling.base import nested
+from sharded_loader.sampling.base import Sampler, is_own, nested
 from sharded_loader.sampling.foreign import check_torchs_list, first_of, loaded
 from sharded_loader.sampling.state import Checkpoint
 
@@ -301,6 +301,8 @@ class SamplerStart:
         self.may_draw = not all(type(one) in _DRAW_ONCE for one in nested(sampler))
         self.has_set_epoch = any(hasattr(one, "set_epoch") for one in nested(sampler))
         self._keep_epochs = keep_epochs(sampler)
+        # Samplers of this library count on when they are asked for their items. The epoch that they begin is this one.
+        self._counted = [(one, one.epoch) for one in self._keep_epochs if isinstance(one, Sampler) and is_own(one)]
         # Of each sampler ``generator`` comes first, whatever the order of its attributes: states keep this order.
         others = [one for one in nested(sampler) if one is not self.shuffle]
         attributes = [(getattr(one, "generator", None), *getattr(one, "__dict__", {}).values()) for one in others]
@@ -319,6 +321,13 @@ class SamplerStart:
         if self.stateful is not None and state.own is not None:
             self._load_between(state.own)
         _set_all(self._sources[1:], state.generators)
+        before = dict(zip(map(id, self._keep_epochs), state.epochs or (), strict=False))
+        self._counted = [(one, before.get(id(one), epoch - 1) + 1) for one, epoch in self._counted]
+        self._set_counted()
+
+    def _set_counted(self) -> None:
+        for sampler, epoch in self._counted:
+            sampler.epoch = epoch
 
     def _load_between(self, own: Any) -> None:
         """Load a state from between two epochs. The next iterator of the sampler begins the next epoch.
@@ -345,6 +354,7 @@ class SamplerStart:
         """Ask the sampler for its items, from its beginning. ``items``: torch's iterator has asked already."""
         if items is None:
             self._note()
+            self._set_counted()  # torch has asked for items that are not used
             items = iter(self.sampler)
         self._asked = items
 
@@ -362,7 +372,11 @@ class SamplerStart:
     def first(self, items: Iterator[Any]) -> Iterator[Any]:
         """The same items. The sampler draws now what it draws for the first one."""
         if not self.resumes and self._keep_epochs:
-            self.state.epochs = [sampler.epoch for sampler in self._keep_epochs]
+            if any(one.epoch != epoch + 1 for one, epoch in self._counted):  # set_epoch has named another one since
+                self._counted = [(one, one.epoch) for one, _ in self._counted]
+                items = iter(self.sampler)
+            counted = {id(one): epoch for one, epoch in self._counted}
+            self.state.epochs = [counted.get(id(one), one.epoch) for one in self._keep_epochs]
         if not self.resumes and self.state.rng is not None and (now := self._generator_states()) not in self.state.rng:
             self.state.rng.append(now)
         if is_stateful(items) or not self._draws:

@@ -180,7 +180,8 @@ def at_named_epoch(state: LoaderState, sampler: Any, count: EpochCount) -> Loade
     except (TypeError, NotImplementedError):  # a sampler without a length
         return state
     pairs = [(count.next, count.next if state.epoch is None else state.epoch)]
-    pairs += zip((one.epoch for one in keep_epochs(sampler)), saved.epochs or (), strict=False)
+    kept = zip(keep_epochs(sampler), saved.epochs or (), strict=False)
+    pairs += [(one.epoch, before) for one, before in kept if getattr(one, "epoch_request", before) is not None]
     if saved.shuffle is not None:
         pairs += [one.named_and_saved(saved.shuffle) for one in nested(sampler) if isinstance(one, ShuffleSampler)]
     named = next((now for now, before in pairs if now != before), None)

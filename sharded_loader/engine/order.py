@@ -296,9 +296,13 @@ class Order(ABC, Generic[Signature]):
     # -- states ---------------------------------------------------------------------------------------------
 
     def load(
-        self, state: Any, strict: bool, doing: str = "load_state_dict: the state was saved by another loader: "
+        self,
+        state: Any,
+        strict: bool,
+        doing: str = "load_state_dict: the state was saved by another loader: ",
+        advice: str = "Make the loader as it was then",
     ) -> tuple[Position, bool]:
-        """Take over the seeds of a state. ``doing`` begins the error where it does not fit.
+        """Take over the seeds of a state. ``doing`` begins the error where it does not fit, and ``advice`` ends it.
 
         Returns:
             Where the state goes on, and whether the seeds were others: then the workers have to be told.
@@ -310,7 +314,7 @@ class Order(ABC, Generic[Signature]):
         found = self._differences(saved, position, strict)
         if found:
             hint = "; strict=False allows another batch size" if _only_batch_size(found, strict) else ""
-            raise ValueError(f"{doing}{', '.join(found)}. Make the loader as it was then{hint}")
+            raise ValueError(f"{doing}{', '.join(found)}. {advice}{hint}")
         changed = self._adopt(saved, position)
         position = self.moved(position, saved)
         while (epoch := self.epoch(position.epoch, position)).is_over():  # the next epoch begins instead

@@ -441,7 +441,11 @@ class Epochs:
             try:
                 order.rescale(num_replicas, rank, batch_size)
                 if goes_on:
-                    position = order.load(state, False, "rescale: the position belongs to the ranks before: ")[0]
+                    advice = (
+                        "Give other ranks, or a batch_size= with which all read as many samples in a step as before"
+                    )
+                    doing = "rescale: the position belongs to the ranks before: "
+                    position = order.load(state, False, doing, advice)[0]
                     if resumes:
                         progress.begin_at(position)
             except BaseException:

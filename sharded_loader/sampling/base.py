@@ -228,9 +228,22 @@ class Sampler(Described, Generic[Item_co]):
 
 
 class BalancedSampler(Sampler[Item_co]):
-    """Base class of samplers that give all ranks similar items in each step."""
+    """Base class of samplers that give all ranks similar items in each step.
+
+    Attributes:
+        dataset_length: how many samples the sampler knows a length, key or label of. None: it is not known.
+    """
 
     ranks = 1
+    dataset_length: int | None = None
+
+    def check_dataset(self, length: int) -> None:
+        """Reject a dataset of another length."""
+        if self.dataset_length not in (None, length):
+            raise ValueError(
+                f"the {type(self).__name__} has the lengths of {self.dataset_length} samples, but the dataset has "
+                f"{length}: give one length per sample, in the order of the dataset"
+            )
 
     def for_ranks(self, ranks: int) -> Sampler[Item_co]:
         if ranks == self.ranks:

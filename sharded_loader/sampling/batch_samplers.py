@@ -329,6 +329,7 @@ class SortedBucketSampler(BalancedSampler[list[int]]):
         seed: int | None = None,
     ) -> None:
         self._sort_keys = sortable(sort_keys)
+        self.dataset_length = len(self._sort_keys)
         self.batch_size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
         if not mult >= 1:
             raise ValueError(f"mult must be at least 1, got {mult}: a bucket holds mult * batch_size samples")
@@ -435,6 +436,7 @@ class BoundedBudgetSampler(BalancedSampler[list[int]]):
             )
         self._max_num_tokens, self._max_num_sentences = tokens, sentences
         self._required_batch_size_multiple = multiple
+        self.dataset_length = len(array)
         self._order: Indices = np.argsort(array, kind="stable")
         self._bounds = _bounds(array[self._order].tolist(), tokens, sentences, multiple)
         self._shuffle = bool(shuffle)

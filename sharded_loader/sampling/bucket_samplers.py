@@ -256,6 +256,7 @@ class FixedBucketSampler(BalancedSampler[Any]):
             index = int(np.flatnonzero((table <= 0).any(axis=1))[0])
             length = np.asarray(lengths)[index]
             raise ValueError(f"lengths must be above 0, but lengths[{index}] is {length}: leave that sample out")
+        self.dataset_length = len(table)
         self._batch_size, size, sizes = _batch_sizes(batch_size, bucket_keys, ratio, use_average_length)
         self._num_shards = check_int("num_shards", num_shards, 0, "0 gives plain batches, k groups of k batches")
         if not 0 <= ratio < float("inf"):

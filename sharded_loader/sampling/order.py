@@ -275,6 +275,7 @@ class MapOrder(Order[Signature]):
 
     def rescale(self, num_replicas: Any, rank: Any, batch_size: Any) -> None:
         replicas = resolve_replicas(num_replicas, rank)
+        refuse_distributed_sampler([self._given_sampler])
         if batch_size is not None:
             if self.given_batches:
                 raise ValueError("rescale: the batch_sampler decides the batches: leave out batch_size")

@@ -344,7 +344,7 @@ def part_of_numbers(part, parts):
             r"\[2\] begins at sample 3, after 9: .*back",
         ),
         ({"weights": [(0, [1, 1]), (0, [1, 0])]}, ValueError, r"weights\[1\] begins at sample 0, after 0"),
-        ({"weights": [(0, [1, 1]), (9, [0, 0])]}, ValueError, "all weights are 0"),
+        ({"weights": [(0, [1, 1]), (9, [0, 0])]}, ValueError, "all weights are 0 from sample 9 on: give"),
         ({"weights": [(0, [1, 1]), (9, [1])]}, ValueError, "1 weights for 2 datasets"),
         (
             {"weights": [(0, [1, 1]), 5]},

@@ -13,7 +13,7 @@ from conftest import POOLS, make_pool
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharded_loader import FixedBucketSampler, SequentialSampler, ShardedDataLoader
+from sharded_loader import FixedBucketSampler, PackSampler, SequentialSampler, ShardedDataLoader, batchify
 
 KINDS: dict[str, Any] = {
     "in order": dict,
@@ -184,3 +184,13 @@ def test_an_error_is_raised_in_its_place_and_a_function_may_replace_a_sample() -
     assert next(iterator)[1] == 2
     loader = ShardedDataLoader(Broken(), 4, evaluate=True, on_error=lambda error: -1)
     assert [(batch.tolist(), real) for batch, real in loader] == [([0, 1, 2, -1], 4), ([4, 5, 5, 5], 2)]
+
+
+def test_with_packed_documents_real_counts_documents() -> None:
+    def reals(rank: int) -> list[int]:
+        sampler, pack = PackSampler([3] * 5, tokens=8, rows=2, seed=0), batchify.Pack(tokens=8)
+        ranks = {"num_replicas": 3, "rank": rank, "evaluate": True}
+        loader = ShardedDataLoader([[1] * 3] * 5, batch_sampler=sampler, batchify_fn=pack, **ranks)
+        return [real for _, real in loader]
+
+    assert sorted(map(reals, range(3))) == [[0], [2], [3]]

@@ -152,7 +152,7 @@ def test_with_costs_the_step_of_all_ranks_stays() -> None:
     ranks = [joined(4, rank, **arguments) for rank in range(4)]
     found = [sum(step(ranks), []) for _ in range(3)]
     before = ranks[0][0].state_dict()
-    with pytest.raises(ValueError, match="rescale: the position belongs to the ranks before: "):
+    with pytest.raises(ValueError, match="belongs to the ranks before: .* Give other ranks, or a batch_size="):
         ranks[0][0].rescale(2, 0)
     assert ranks[0][0].state_dict() == before
     ranks = rescaled(ranks, 2, batch_size=4, **arguments)
@@ -278,6 +278,9 @@ def test_wrong_calls_change_nothing() -> None:
     given = ShardedDataLoader(range(4), batch_sampler=[[0], [1]])
     with pytest.raises(ValueError, match="batch_sampler decides"):
         given.rescale(2, 0, batch_size=3)
+    shared = ShardedDataLoader(range(4), 2, sampler=torch_data.DistributedSampler(range(4), 1, 0))
+    with pytest.raises(ValueError, match="would share out the samples twice"):
+        shared.rescale(2, 0)
     loader.close()
     with pytest.raises(LoaderClosedError):
         loader.rescale(1, 0)

@@ -407,7 +407,9 @@ def test_every_sampler_resumes_after_every_batch(kind: str, every: int) -> None:
     """The quick cases take each third state, and those of an epoch's end."""
 
     def make(**other: Any) -> ShardedDataLoader:
-        return ShardedDataLoader(range(40), seed=5, **SAMPLERS[kind](), **other)
+        arguments = SAMPLERS[kind]()
+        length = getattr(arguments.get("batch_sampler"), "dataset_length", None) or 40
+        return ShardedDataLoader(range(length), seed=5, **arguments, **other)
 
     whole = [batch for epoch in stream(make(), 3) for batch in epoch]
     loader = make()

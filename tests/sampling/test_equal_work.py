@@ -328,3 +328,19 @@ def test_bad_costs_are_refused_at_once(given: dict[str, Any], error: type[Except
         ShardedDataLoader(range(4), batch_sampler=[[0]], costs=[1] * 4)
     with pytest.raises(ValueError, match="iterable data, which comes in its own order: leave out costs"):
         ShardedDataLoader(lambda: iter(range(4)), 2, costs=[1] * 4)
+
+
+@pytest.mark.parametrize("samples", [3, 5])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        FixedBucketSampler([3, 5, 4, 6], 2, num_buckets=1),
+        SortedBucketSampler([3, 5, 4, 6], 2),
+        BoundedBudgetSampler([3, 5, 4, 6], 20),
+    ],
+    ids=["fixed", "sorted", "budget"],
+)
+def test_lengths_of_another_dataset_are_refused_at_once(sampler: Any, samples: int) -> None:
+    with pytest.raises(ValueError, match=f"lengths of 4 samples, but the dataset has {samples}: give one length"):
+        ShardedDataLoader(range(samples), batch_sampler=sampler)
+    assert len(ShardedDataLoader(range(4), batch_sampler=sampler)) > 0
