@@ -319,12 +319,14 @@ def packed(drawn: Drawn) -> Job:
     long = rng.choice(["cut", "drop"]) if max(lengths) > tokens else "error"
     documents = [list(range(1000 * n, 1000 * n + count)) for n, count in enumerate(lengths)]
     last = rng.choice(["keep", "keep", "discard"])
-    window, shuffle = rng.choice([None, 4, 16]), rng.random() < 0.8
+    window, at_once, shuffle = rng.choice([None, 4, 16]), rng.choice([1, 3, 20]), rng.random() < 0.8
 
     def make(rows: int, last: str) -> PackSampler:
-        return PackSampler(
+        sampler = PackSampler(
             lengths, tokens, rows, window=window, long=long, shuffle=shuffle, last_batch=last, seed=drawn.seed
         )
+        sampler.at_once = at_once
+        return sampler
 
     def pieces(batch: Any) -> list[Any]:
         rows = batch.places[:, 0].tolist()
@@ -411,8 +413,14 @@ def mixture(drawn: Drawn) -> Job:
         return interleave(sources, weights, seed=drawn.seed, stop=stop, shuffle=shuffle)
 
     def sequence(epoch: int, ranks: int, size: int) -> list[Any]:
+        return of_epoch(epoch, tuple((*when, tuple(weights)) for *when, weights in log or []))
+
+    @cache
+    def of_epoch(epoch: int, log: tuple[Any, ...]) -> list[Any]:
+        """An epoch with weights that were set: its schedule is that of a mixture which is made with them."""
         here, whole = list(changes), make(changes, stop)
-        for number, position, weights in log or []:
+        for number, position, given in log:
+            weights = list(given)
             if number < epoch:
                 here = [(0, weights)]
             elif number == epoch:
@@ -481,7 +489,7 @@ def varied(job: Job, drawn: Drawn) -> Job:
         return job
     if not job.in_batches and chance < 0.15:
         return replace(with_arguments(job, last_batch="discard"), discards=True)
-    length = min(len(job.sequence(0, ranks, 1)) for ranks in range(1, 7))
+    length = min(len(job.sequence(0, ranks, 1)) for ranks in (range(1, 7) if job.in_batches else [1]))
     if chance < 0.15 or job.name == "growing" or not length or (job.name == "packed" and job.endless is None):
         return job
     if job.by_step and job.step_size > length:

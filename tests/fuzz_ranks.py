@@ -346,6 +346,8 @@ def run_cases(seeds: Any) -> tuple[Counter[str], int]:
         try:
             case = Run(seed)
             case.run()
+        except KeyboardInterrupt:  # a time limit: `timeout --signal INT`
+            break
         except Exception:
             wrong += 1
             print(f"--case {seed}: {case and case.name}\n{traceback.format_exc()}", flush=True)
