@@ -3,137 +3,161 @@
     python -m tests.fuzz_ranks --cases 5000 [--seed N]
     python -m tests.fuzz_ranks --case SEED              one case alone, as a difference names it
 
-    seed -> a `Job`: an order, and what its global sequence must be
-         -> events: steps of all ranks; a state that goes through JSON to other ranks; rescale; the next epoch
+    seed -> a `Job` (`tests.fuzz_orders`), or two in a `Lockstep`: an order, and what its global sequence must be
+         -> events: steps of all ranks; a state that goes through JSON to other ranks; rescale; weights that are set;
+            the next epoch
          -> after each step: each rank has exactly what stands at its places of the sequence
+         -> at the end of an epoch: each sample, or each token, was read as often as it must be
 
 The expected sequence of an epoch is a list, made by one sampler without ranks. A place counts items: samples, or
 batches of a batch sampler. With ``evaluate`` only real samples count. With ``costs`` a step has the samples of its
-place, in any order. Prints a line with counts at the end. Exit status 1: there was a difference.
+place, in any order. With ``steps_per_epoch`` all epochs are one endless sequence. Some cases read with threads or
+processes. Prints a line with counts at the end. Exit status 1: there was a difference.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import random
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
-import torch.utils.data as torch_data
-
-from sharded_loader import (
-    BoundedBudgetSampler,
-    FixedBucketSampler,
-    RandomSampler,
-    ShardedDataLoader,
-    SortedBucketSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    interleave,
-)
-from sharded_loader.sampling.costs import CostSampler
-from sharded_loader.sampling.foreign import table_of
+from sharded_loader import Lockstep, ProcessPool, ShardedDataLoader
+from tests.fuzz_orders import SEED, Difference, Job, draw_job
 
 
-class Difference(AssertionError):
-    """A rank has read something else."""
-
-
-@dataclass
-class Job:
-    """An order, and how it is checked.
+class Track:
+    """Where all ranks are in one order, and what they must read there.
 
     Attributes:
-        name: of the order.
-        dataset: makes what is read; a sample is its index, or holds it.
-        arguments: makes the loader's arguments, by the number of ranks and the batch size.
-        sequence: the items of an epoch, by its number, the ranks that it is made for and the batch size.
-        in_batches: the items are batches.
-        by_step: the samples of a step come in any order, and a step must not change its size.
-        evaluate: iteration gives ``(batch, real)``.
+        replicas, size: the ranks, and the batch size, as they are now.
+        epoch, done: how many items of which epoch were read.
+        ended: the epoch has ended once, while another loader of a `Lockstep` goes on.
+        expected: the items of the epoch; under ``steps_per_epoch`` those of all epochs, as far as they were needed.
+        seen: what was read of the epoch.
     """
 
-    name: str
-    dataset: Callable[[], Any]
-    arguments: Callable[[int], dict[str, Any]]
-    sequence: Callable[[int, int, int], list[Any]]
-    in_batches: bool = False
-    by_step: bool = False
-    evaluate: bool = False
+    def __init__(self, job: Job) -> None:
+        self.job, self.epoch, self.done, self.ended = job, 0, 0, False
+        self.replicas = self.size = 0
+        self.expected: list[Any] = []
+        self.seen: Counter[Any] = Counter()
 
+    # -- the order --------------------------------------------------------------------------------------------
 
-def samples_of(batch: Any) -> Any:
-    return batch.tolist() if hasattr(batch, "tolist") else batch
+    def begin(self) -> None:
+        """An epoch begins, or the ranks are others at its beginning, or the weights are."""
+        if self.job.steps is None:
+            self.expected = self.job.sequence(self.epoch, self.replicas, self.size)
+        else:
+            assert self.job.endless is not None
+            self.expected, self._coming = [], self.job.endless(self.replicas, self.size)
 
+    def follow(self, whole: bool) -> None:
+        """The next epoch begins. ``whole``: this one was read to its end."""
+        if whole and self.job.whole is not None:
+            self.check_whole(self.job.whole)
+        self.seen.clear()
+        self.epoch, self.done = self.epoch + 1, 0
+        self.begin()
 
-def draw_job(rng: random.Random) -> Job:
-    """Any order."""
-    length, seed = rng.choice([1, 5, 23, 40, 64, 97]), rng.randrange(1000)
-    lengths = [rng.randint(1, 60) for _ in range(length)]
-    size, keys = rng.randint(1, 4), sorted({min(lengths), max(lengths)})
-    by_sampler: dict[str, Callable[[], Any]] = {
-        "random": lambda: RandomSampler(length, seed=seed),
-        "subset": lambda: SubsetRandomSampler(range(0, length, 2), seed=seed),
-        "weighted": lambda: WeightedRandomSampler(lengths, length, seed=seed),
-        "list": lambda: list(range(length))[::-1],
-        "torch": lambda: torch_data.SequentialSampler(range(length)),
-    }
-    by_batches: dict[str, Callable[[], Any]] = {
-        "fixed buckets": lambda: FixedBucketSampler(lengths, size, bucket_keys=keys, shuffle=True, seed=seed),
-        "sorted buckets": lambda: SortedBucketSampler(lengths, size, mult=3, shuffle=True, seed=seed),
-        "budget": lambda: BoundedBudgetSampler(lengths, max_num_tokens=120, seed=seed),
-    }
-    kind = rng.choice(["sampler", "sampler", "batches", "batches", "costs", "mixture"])
-    evaluate = rng.random() < 0.4
-    if kind == "sampler":
-        name = rng.choice(sorted(by_sampler))
-        make = by_sampler[name]
-        return Job(
-            name,
-            lambda: range(length),
-            lambda size: {"batch_size": size, "sampler": make()},
-            lambda epoch, ranks, size: list(table_of(make(), epoch, 0).items()),
-            evaluate=evaluate,
-        )
-    if kind == "batches":
-        name = rng.choice(sorted(by_batches))
-        make = by_batches[name]
-        return Job(
-            name,
-            lambda: range(length),
-            lambda size: {"batch_sampler": make()},
-            lambda epoch, ranks, size: list(make().for_ranks(1 if evaluate else ranks).iter_epoch(epoch)),
-            in_batches=True,
-            evaluate=evaluate,
-        )
-    if kind == "costs":
-        return Job(
-            "costs",
-            lambda: range(length),
-            lambda size: {"batch_size": size, "costs": lengths},
-            lambda epoch, ranks, size: list(CostSampler(lengths, size * ranks, length, 7).iter_epoch(epoch)),
-            by_step=True,
-            evaluate=evaluate,
-        )
-    weights = [rng.randint(1, 5), rng.randint(1, 5)]
+    def check_whole(self, whole: Counter[Any]) -> None:
+        missing, more = whole - self.seen, self.seen - whole
+        if (missing and not self.job.discards) or (more and (self.job.evaluate or set(more) - set(whole))):
+            raise Difference(f"epoch {self.epoch}: {missing} were not read, and {more} too often")
 
-    def mixture() -> Any:
-        sources = [list(range(0, 2 * length, 2)), list(range(1, length, 2)) or [1]]
-        return interleave(sources, weights, seed=seed)
+    @property
+    def items(self) -> int:
+        """How many items of the sequence a rank takes in a step."""
+        return 1 if self.job.in_batches else self.size
 
-    return Job(
-        "mixture",
-        mixture,
-        lambda size: {"batch_size": size},
-        lambda epoch, ranks, size: list(mixture()),
-        evaluate=evaluate,
-    )
+    @property
+    def end(self) -> int:
+        """How many items an epoch has."""
+        return len(self.expected) if self.job.steps is None else self.job.steps * self.replicas * self.items
+
+    def item(self, place: int) -> Any:
+        """What must be read at a place of the epoch."""
+        if self.job.steps is None:
+            place %= len(self.expected)
+        else:
+            place += self.epoch * self.end
+            while len(self.expected) <= place:
+                self.expected.append(next(self._coming))
+        return self.job.in_epoch(self.expected[place], self.epoch)
+
+    def has_step(self) -> bool:
+        """Whether the epoch has another step for the ranks that there are now."""
+        if self.job.discards and not self.job.in_batches:
+            return (self.end - self.done) // self.replicas >= self.items
+        return self.done < self.end
+
+    def places(self, rank: int) -> list[int]:
+        """The places of a rank in this step. Behind the end the sequence begins again, unless that is for fillers."""
+        places = [self.done + number * self.replicas + rank for number in range(self.items)]
+        if self.job.evaluate:
+            return [place for place in places if place < self.end]
+        return places[: -(-(self.end - self.done) // self.replicas)]
+
+    # -- what was read ----------------------------------------------------------------------------------------
+
+    def read(self, found: list[Any]) -> None:
+        """All ranks have read a step."""
+        real = [one[1] if self.job.evaluate else None for one in found]
+        batches = [self.samples_of(one[0] if self.job.evaluate else one) for one in found]
+        for batch, count in zip(batches, real, strict=True):
+            self.seen.update(unit for sample in batch[:count] for unit in self.job.units(sample))
+        if self.job.by_step:
+            self.check_step([index for batch, count in zip(batches, real, strict=True) for index in batch[:count]])
+        else:
+            for rank, (batch, count) in enumerate(zip(batches, real, strict=True)):
+                self.check_rank(rank, batch, count)
+        self.done = min(self.done + self.replicas * self.items, self.end)
+
+    def samples_of(self, batch: Any) -> list[Any]:
+        job = self.job
+        if job.shards is None:
+            return job.read(batch)
+        shards = list(map(job.read, batch))
+        if len(shards) > job.shards or not all(shards):
+            raise Difference(f"epoch {self.epoch}, {self.done}: {len(shards)} shards, or an empty one: {batch}")
+        return [sample for shard in shards for sample in shard]
+
+    def check_rank(self, rank: int, batch: list[Any], real: int | None) -> None:
+        job, wanted = self.job, [self.item(place) for place in self.places(rank)]
+        if job.in_batches:
+            wanted = wanted[0] if wanted else []
+        if batch[:real] != wanted or (job.evaluate and not job.in_batches and len(batch) != self.size):
+            raise Difference(f"epoch {self.epoch}, {self.done}, rank {rank}: {batch[:real]} of {batch}, not {wanted}")
+
+    def check_step(self, read: list[Any]) -> None:
+        size = self.replicas * self.size
+        wanted = [self.item(self.done + n) for n in range(min(size, self.end - self.done))]
+        if self.job.evaluate or len(wanted) == size:
+            same = sorted(read) == sorted(wanted)
+        else:
+            same = set(read) >= set(wanted) and len(read) - len(wanted) < self.replicas
+        if not same:
+            raise Difference(f"epoch {self.epoch}, {self.done}: {read}, not {wanted}")
+
+    def set_weights(self, rng: random.Random) -> list[int]:
+        """Other weights from here on."""
+        job, weights = self.job, self.job.draw_weights(rng)
+        assert job.log is not None
+        if job.steps is None:
+            epoch, position = self.epoch, self.done
+        else:
+            in_pass = -(-job.length // self.replicas) * self.replicas
+            epoch, position = divmod(self.epoch * self.end + self.done, in_pass)
+        job.log.append((epoch, position, weights))
+        self.begin()
+        return weights
 
 
 class Run:
@@ -141,108 +165,133 @@ class Run:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.job = draw_job(self.rng)
+        self.tracks = [Track(draw_job(self.rng))]
+        self.stop: str | None = None
+        if self.rng.random() < 0.12:
+            self.tracks.append(Track(draw_job(self.rng)))
+            self.stop = self.rng.choice(["shortest", "longest"])
+            if any(track.job.discards for track in self.tracks):  # one may have no batch at all
+                self.stop = "shortest"
         self.counts: Counter[str] = Counter()
-        self.epoch = self.done = 0
-        self.step_size = self.rng.choice([2, 4, 6, 12])  # samples of all ranks, where that must not change
-        self.replicas, self.size = self.draw_ranks()
+        self.replicas, self.pool = 0, self.draw_pool()
+        self.draw_ranks()
         self.ranks = [self.joined(rank, None) for rank in range(self.replicas)]
-        self.begin()
+        for track in self.tracks:
+            track.begin()
 
-    def draw_ranks(self) -> tuple[int, int]:
-        if self.job.by_step:
-            replicas = self.rng.choice([n for n in range(1, self.step_size + 1) if self.step_size % n == 0])
-            return replicas, self.step_size // replicas
-        return self.rng.randint(1, 6), self.rng.randint(1, 4)
+    @property
+    def name(self) -> str:
+        kinds = []
+        for job in (track.job for track in self.tracks):
+            more = {"evaluate": job.evaluate, "steps": job.steps, "discard": job.discards, "shards": job.shards}
+            kinds.append(", ".join([job.name, *(name for name, is_so in more.items() if is_so)]))
+        return " | ".join(kinds) + (f" in lockstep, {self.stop}" if self.stop else "")
 
-    def joined(self, rank: int, state: Any) -> tuple[ShardedDataLoader[Any], Iterator[Any]]:
-        given = {"seed": 7, "evaluate": self.job.evaluate, **self.job.arguments(self.size)}
-        if self.rng.random() < 0.05:
-            given |= {"num_workers": 1, "thread_pool": True}
-        loader = ShardedDataLoader(self.job.dataset(), num_replicas=self.replicas, rank=rank, **given)
+    def draw_pool(self) -> str | None:
+        chance, methods = self.rng.random(), multiprocessing.get_all_start_methods()
+        if chance < 0.08:
+            return "thread"
+        if chance < 0.12 and "fork" in methods:
+            return "fork"
+        return "spawn" if 0.5 < chance < 0.501 else None
+
+    def draw_ranks(self) -> None:
+        """Other ranks, as far as the orders allow it."""
+        jobs = [track.job for track in self.tracks]
+        if not self.replicas or not any(job.fixed for job in jobs):
+            most = 12 if all(job.step_size for job in jobs) else 6
+            allowed = [n for n in range(1, most + 1) if all(job.allows(n) for job in jobs)]
+            self.replicas = self.rng.choice(allowed)
+        for track in self.tracks:
+            track.replicas = self.replicas
+            if track.job.step_size is not None:
+                track.size = track.job.step_size // self.replicas
+            elif not (track.size and track.job.fixed):
+                track.size = self.rng.randint(1, 4)
+
+    def joined(self, rank: int, state: Any) -> tuple[Any, Iterator[Any]]:
+        """A rank that begins, or goes on from a state."""
+        loaders = []
+        for track in self.tracks:
+            given = {"seed": SEED, "evaluate": track.job.evaluate, **track.job.arguments(track.size)}
+            if self.pool is not None and self.rng.random() < 0.6:
+                is_thread = self.pool == "thread"
+                pool = "thread" if is_thread else ProcessPool(1, start_method=self.pool)  # type: ignore[arg-type]
+                given |= {"pool": pool, **({"num_workers": 1} if is_thread else {})}
+            loaders.append(ShardedDataLoader(track.job.dataset(), num_replicas=self.replicas, rank=rank, **given))
+        owner = loaders[0] if self.stop is None else Lockstep(*loaders, stop=self.stop)
         if state is not None:
-            loader.load_state_dict(state, strict=False)
-        return loader, iter(loader)
+            owner.load_state_dict(state, strict=False)
+        return owner, iter(owner)
 
-    def begin(self) -> None:
-        """An epoch begins, or the ranks are others at its beginning."""
-        self.expected = self.job.sequence(self.epoch, self.replicas, self.size)
+    def loaders_of(self, owner: Any) -> list[ShardedDataLoader[Any]]:
+        return [owner] if self.stop is None else list(owner.loaders)
+
+    # -- events -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Some events, then the rest of the epoch."""
         try:
             for _ in range(self.rng.randint(1, 12)):
-                event = self.rng.choice(["step", "step", "step", "resume", "rescale", "rest"])
+                event = self.rng.choice(["step", "step", "step", "resume", "rescale", "rest", "set_weights"])
                 getattr(self, event)()
                 self.counts[event] += 1
             self.rest()
         finally:
-            for loader, _ in self.ranks:
-                loader.close()
+            self.close()
+
+    def close(self) -> None:
+        for owner, _ in self.ranks:
+            owner.close()
 
     def rest(self) -> None:
         """The rest of the epoch."""
-        epoch = self.epoch
-        while self.epoch == epoch:
+        ends = self.counts["epochs"]
+        while self.counts["epochs"] == ends:
             self.step()
+
+    def is_over(self) -> bool:
+        """Whether the epoch of all loaders has ended."""
+        ended = [track.ended or not track.has_step() for track in self.tracks]
+        return all(ended) if self.stop == "longest" else any(ended)
+
+    def is_passed(self) -> bool:
+        """Whether a state of now is that of the next epoch. An epoch without any step is not passed by loading."""
+        return self.is_over() and any(track.done for track in self.tracks)
 
     def step(self) -> None:
         """One step of all ranks; at the end of the epoch its end, and the next one begins."""
-        if self.done >= len(self.expected):
+        if self.is_over():
             for _, iterator in self.ranks:
                 if (more := next(iterator, None)) is not None:
-                    raise Difference(f"epoch {self.epoch} is over, but a rank has {more}")
-            self.follow([iter(loader) for loader, _ in self.ranks])
+                    raise Difference(f"epoch {self.tracks[0].epoch} is over, but a rank has {more}")
+            self.ranks = [(owner, iter(owner)) for owner, _ in self.ranks]
+            self.follow()
             return
+        for track in self.tracks:
+            if not track.has_step():
+                track.follow(True)
+                track.ended = True
         found = [next(iterator, None) for _, iterator in self.ranks]
         if any(one is None for one in found):
-            raise Difference(f"epoch {self.epoch} ended at {self.done} of {len(self.expected)}: {found}")
-        self.check([samples_of(one[0] if self.job.evaluate else one) for one in found], found)
-        self.counts["batches"] += len(found)
-        self.done = min(self.done + self.replicas * self.items, len(self.expected))
+            track = self.tracks[0]
+            raise Difference(f"epoch {track.epoch} ended at {track.done} of {track.end}: {found}")
+        for number, track in enumerate(self.tracks):
+            track.read([one if self.stop is None else one[number] for one in found])
+        self.counts["batches"] += len(found) * len(self.tracks)
 
-    def follow(self, iterators: list[Iterator[Any]]) -> None:
+    def follow(self) -> None:
         """The next epoch begins."""
-        self.ranks = [(loader, iterator) for (loader, _), iterator in zip(self.ranks, iterators, strict=True)]
-        self.epoch, self.done = self.epoch + 1, 0
-        self.begin()
+        for track in self.tracks:
+            track.follow(not track.has_step())
+            track.ended = False
+        self.counts["epochs"] += 1
 
-    @property
-    def items(self) -> int:
-        """How many items of the sequence a rank takes in a step."""
-        return 1 if self.job.in_batches else self.size
-
-    def places(self, rank: int) -> list[int]:
-        """The places of a rank in this step. Behind the end the sequence begins again, unless that is for fillers."""
-        end = len(self.expected)
-        places = [self.done + number * self.replicas + rank for number in range(self.items)]
-        if self.job.evaluate:
-            return [place for place in places if place < end]
-        mine = -(-(end - self.done) // self.replicas)
-        return [place % end if place >= end else place for place in places[:mine]]
-
-    def check(self, batches: list[Any], found: list[Any]) -> None:
-        if self.job.by_step:
-            self.check_step(batches, found)
-            return
-        for rank, (batch, one) in enumerate(zip(batches, found, strict=True)):
-            wanted = [self.expected[place] for place in self.places(rank)]
-            if self.job.in_batches:
-                wanted = wanted[0] if wanted else []
-            real = one[1] if self.job.evaluate else len(batch)
-            if batch[:real] != wanted or (self.job.evaluate and not self.job.in_batches and len(batch) != self.size):
-                raise Difference(f"epoch {self.epoch}, {self.done}, rank {rank}: {one}, not {wanted}")
-
-    def check_step(self, batches: list[Any], found: list[Any]) -> None:
-        wanted = self.expected[self.done : self.done + self.step_size]
-        real = [one[1] for one in found] if self.job.evaluate else [len(batch) for batch in batches]
-        read = [index for batch, count in zip(batches, real, strict=True) for index in batch[:count]]
-        if self.job.evaluate or len(wanted) == self.step_size:
-            same = sorted(read) == sorted(wanted)
-        else:
-            same = set(read) >= set(wanted) and len(read) - len(wanted) < self.replicas
-        if not same:
-            raise Difference(f"epoch {self.epoch}, {self.done}: {found}, not {wanted}")
+    def begin(self) -> None:
+        """Other ranks read: an order that is at its beginning may be another one for them."""
+        for track in self.tracks:
+            if not track.done:
+                track.begin()
 
     def state(self) -> Any:
         """A state of any rank, as it comes back from a file."""
@@ -250,33 +299,42 @@ class Run:
 
     def resume(self) -> None:
         """Other processes go on from a state."""
-        state, over = self.state(), self.done >= len(self.expected)
-        for loader, _ in self.ranks:
-            loader.close()
-        self.replicas, self.size = self.draw_ranks()
+        state = self.state()
+        self.close()
+        self.draw_ranks()
         self.ranks = [self.joined(rank, state) for rank in range(self.replicas)]
-        if over:
-            self.follow([iterator for _, iterator in self.ranks])
-        elif not self.done:
-            self.begin()
+        if self.is_passed():
+            self.follow()
+        self.begin()
 
     def rescale(self) -> None:
         """Ranks leave or join between two steps."""
         state, stayed = self.state(), list(self.ranks)
-        over = self.done >= len(self.expected)
-        self.replicas, self.size = self.draw_ranks()
-        for loader, _ in stayed[self.replicas :]:
-            loader.close()
-        for rank, (loader, iterator) in enumerate(stayed[: self.replicas]):
-            loader.rescale(self.replicas, rank, None if self.job.in_batches else self.size)
+        self.draw_ranks()
+        for owner, _ in stayed[self.replicas :]:
+            owner.close()
+        for rank, (owner, _) in enumerate(stayed[: self.replicas]):
+            for loader, track in zip(self.loaders_of(owner), self.tracks, strict=True):
+                loader.rescale(self.replicas, rank, None if track.job.in_batches else track.size)
+        over = self.is_passed()
+        for _, iterator in stayed[: self.replicas]:
             if over and next(iterator, None) is not None:
-                raise Difference(f"epoch {self.epoch} is over, and goes on after rescale")
+                raise Difference(f"epoch {self.tracks[0].epoch} is over, and goes on after rescale")
         joined = [self.joined(rank, state) for rank in range(len(stayed), self.replicas)]
         self.ranks = stayed[: self.replicas] + joined
         if over:
-            self.follow([iter(loader) for loader, _ in self.ranks])
-        elif not self.done:
-            self.begin()
+            self.ranks = [(owner, iter(owner)) for owner, _ in self.ranks]
+            self.follow()
+        self.begin()
+
+    def set_weights(self) -> None:
+        """The program sets other weights of the mixtures, on all ranks."""
+        for number, track in enumerate(self.tracks):
+            if track.job.log is not None:
+                weights = track.set_weights(self.rng)
+                for owner, _ in self.ranks:
+                    self.loaders_of(owner)[number].set_weights(weights)
+                self.counts["weights set"] += 1
 
 
 def run_cases(seeds: Any) -> tuple[Counter[str], int]:
@@ -288,14 +346,27 @@ def run_cases(seeds: Any) -> tuple[Counter[str], int]:
         try:
             case = Run(seed)
             case.run()
+        except KeyboardInterrupt:  # a time limit: `timeout --signal INT`
+            break
         except Exception:
             wrong += 1
-            print(f"--case {seed}: {case and case.job.name}\n{traceback.format_exc()}", flush=True)
+            print(f"--case {seed}: {case and case.name}\n{traceback.format_exc()}", flush=True)
         counts["cases"] += 1
         if case is not None:
             counts += case.counts
-            counts[case.job.name] += 1
+            counts += kinds_of(case)
     return counts, wrong
+
+
+def kinds_of(case: Run) -> Counter[str]:
+    """What a case was, for the line of counts."""
+    found: Counter[str] = Counter()
+    for job in (track.job for track in case.tracks):
+        more = {"evaluate": job.evaluate, "steps_per_epoch": job.steps, "discard": job.discards, "shards": job.shards}
+        found.update(["order: " + job.name, *(f"with: {name}" for name, is_so in more.items() if is_so)])
+    found.update([f"with: lockstep, {case.stop}"] if case.stop else [])
+    found.update([f"workers: {case.pool}"] if case.pool else [])
+    return found
 
 
 def main() -> int:

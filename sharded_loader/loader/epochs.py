@@ -343,13 +343,14 @@ class Epochs:
         Raises:
             RuntimeError: this is called inside ``next``.
         """
-        pipeline, progress = self.pipeline, self.progress
+        pipeline, progress, order = self.pipeline, self.progress, self.order
         if is_owned(pipeline.lock):
             raise RuntimeError("the order cannot be changed inside next() of the same loader: do it in your loop")
         with pipeline.lock:
             shown = progress.run()
             epoch = progress.coming() if shown is None else shown.epoch
-            assert isinstance(epoch, MapEpoch)  # only its order can be changed
+            assert isinstance(order, MapOrder) and isinstance(epoch, MapEpoch)  # only its order can be changed
+            settings = order.settings
             change(*epoch.reached(epoch.first if shown is None else shown.delivered))
             if self._kept is not None:  # its batches were planned before
                 self._drop(self._kept.run)
@@ -358,14 +359,21 @@ class Epochs:
                 run = iterator.run
                 if run is not None and not run.ended and run.dead is None:
                     iterator.run = self._go_on(run, iterator)
+            if progress.run() is shown is not None and order.settings == settings:
+                progress.shown = self._rest_of(shown)  # its iterator is gone, but a state is taken from it
 
-    def _go_on(self, run: Run, iterator: Any) -> Run:
+    def _rest_of(self, run: Run) -> Run:
         """A run that reads what a run has not delivered yet, by the order as it is now."""
         position = run.epoch.position(run.delivered)
         if isinstance(self.order, MapOrder) and isinstance(run.epoch, MapEpoch):
             position = self.order.moved(position, run.epoch.signature)
-        going_on = self._new_run(self.order.epoch(position.epoch, position))
-        going_on.epoch.in_mid_epoch = False  # it ends where the epoch ends
+        rest = self._new_run(self.order.epoch(position.epoch, position))
+        rest.epoch.in_mid_epoch = False  # it ends where the epoch ends
+        return rest
+
+    def _go_on(self, run: Run, iterator: Any) -> Run:
+        """Let an iterator go on by the order as it is now."""
+        going_on = self._rest_of(run)
         self.progress.replace(run, going_on, iterator)
         self.pipeline.replace(run, going_on)
         self._tell_order(going_on, iterator)

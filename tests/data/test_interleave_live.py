@@ -164,6 +164,18 @@ def test_a_loop_that_is_left_after_a_change_has_ended():
     assert len(list(loader)) == 8 and loader.epoch == 2
 
 
+@pytest.mark.parametrize("steps", [None, 5])
+def test_a_state_has_weights_that_were_set_after_a_loop_was_left(steps):
+    loader, other = (Ranks(mixture(), 1, steps_per_epoch=steps).loaders[0] for _ in range(2))
+    for _ in loader:
+        break
+    loader.set_weights([0, 0, 1])
+    other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert (other.epoch, other.position) == (loader.epoch, loader.position) == (0, 1)
+    assert counts(sum((batch.tolist() for batch in other), [])).tolist() == [0, 0, 84 if steps is None else 48]
+    assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in other]
+
+
 def test_a_change_after_the_last_batch_does_not_prolong_the_loop():
     [loader] = Ranks(mixture(), 1).loaders
     assert len([loader.set_weights([1, 0, 0]) for _ in itertools.islice(loader, 20)]) == 8
