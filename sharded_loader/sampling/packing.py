@@ -135,7 +135,7 @@ class PackSampler(Sampler[list[int]]):
         self._checksum = self._look_through()
         self.window = self._usual_window() if window is None else check_int("window", window, 1, "count documents")
         self.windows = parts(len(self._lengths), self.window, cut=False)
-        self.at_once = max(GROUP // self.window, 1)
+        self.at_once = max(min(GROUP // self.window, self.windows), 1)  # few documents: not thousands of epochs
         self.seed = resolve_seed(seed) if shuffle or seed is not None else None
         self._landmarks: dict[Any, list[Landmark]] = {}
 

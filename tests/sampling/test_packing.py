@@ -481,3 +481,13 @@ def test_a_landmark_that_is_wrong_is_an_error() -> None:
     for wrong in ([1], [1, -2], "none"):
         with pytest.raises(ValueError, match="'landmark'"):
             loader().load_state_dict(state | {"landmark": wrong})
+
+
+def test_few_documents_are_not_packed_for_thousands_of_epochs(monkeypatch):
+    epochs = []
+    order = PackSampler.order
+    monkeypatch.setattr(PackSampler, "order", lambda self, epoch: epochs.append(epoch) or order(self, epoch))
+    sampler = PackSampler([3, 5, 2, 4], tokens=7, window=2, seed=0)
+    with ShardedDataLoader(range(4), batch_sampler=sampler, steps_per_epoch=1, batchify_fn=list) as loader:
+        next(iter(loader))
+    assert len(epochs) < 10
