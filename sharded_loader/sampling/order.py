@@ -243,9 +243,9 @@ class MapOrder(Order[Signature]):
         return self.steps is not None and known_length(self._items, 0) is None
 
     def moved(self, position: Position, saved: Signature) -> Position:
-        if self.steps is None:
-            return position
         own = self.signature(position.epoch)
+        if self.steps is None or saved.items_in_step == own.items_in_step:
+            return position
         return replace(position, done=position.done // saved.items_in_step * own.items_in_step)
 
     def _adopt(self, saved: Signature, position: Position) -> bool:

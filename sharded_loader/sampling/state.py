@@ -229,6 +229,8 @@ def shifted(position: Position, saved: Signature, own: Signature, endless: bool)
         >>> shifted(Position(0, 12), four, two, endless=False)
         6
     """
+    if (saved.num_replicas or 1, saved.batch_size) == (own.num_replicas or 1, own.batch_size):
+        return saved.shift
     steps, rest = divmod(position.done, saved.items_in_step)
     steps += position.epoch * (own.steps_per_epoch or 0)
     shift = saved.shift + steps * (saved.items_in_step - own.items_in_step)
