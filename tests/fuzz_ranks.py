@@ -170,7 +170,8 @@ class Run:
         if self.rng.random() < 0.12:
             self.tracks.append(Track(draw_job(self.rng)))
             self.stop = self.rng.choice(["shortest", "longest"])
-            if any(track.job.discards for track in self.tracks):  # one may have no batch at all
+            # One may have no batch at all.
+            if any(track.job.discards or track.job.name == "packed" for track in self.tracks):
                 self.stop = "shortest"
         self.counts: Counter[str] = Counter()
         self.replicas, self.pool = 0, self.draw_pool()
@@ -330,7 +331,9 @@ class Run:
     def set_weights(self) -> None:
         """The program sets other weights of the mixtures, on all ranks."""
         for number, track in enumerate(self.tracks):
-            if track.job.log is not None:
+            # The weights hold from where the loader is: in a loop that was left before its end, as in a lockstep.
+            was_left = self.stop == "shortest" and track.job.steps is not None and track.epoch and not track.done
+            if track.job.log is not None and not was_left:
                 weights = track.set_weights(self.rng)
                 for owner, _ in self.ranks:
                     self.loaders_of(owner)[number].set_weights(weights)
