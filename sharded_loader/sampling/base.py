@@ -335,7 +335,8 @@ def for_ranks(sampler: Any, ranks: int) -> Any:
 
 def ranks_of(sampler: Any) -> int | None:
     """The number of ranks that the order of any sampler is made for; None: of any number."""
-    return next((found for one in nested(sampler) if isinstance(found := getattr(one, "ranks", None), int)), None)
+    own = (one for one in nested(sampler) if isinstance(one, Sampler))
+    return next((one.ranks for one in own if one.ranks is not None), None)
 
 
 def is_wrapper(sampler: Any) -> bool:

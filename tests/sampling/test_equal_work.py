@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -181,6 +181,21 @@ def test_any_lengths_on_any_number_of_ranks_are_all_read(length: int, replicas: 
     assert len(items) % replicas == 0
     assert {index for batch in items for index in batch} == set(range(length))
     assert items[3:] == list(sampler.iter_epoch(epoch, 3))
+
+
+def test_a_sampler_of_another_library_may_have_ranks_of_its_own() -> None:
+    class Ranked:
+        ranks = 4
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[0, 1], [2, 3]])
+
+        def __len__(self) -> int:
+            return 2
+
+    loader = ShardedDataLoader(range(4), batch_sampler=Ranked(), num_replicas=2, rank=1)
+    assert [batch.tolist() for batch in loader] == [[2, 3]]
+    assert "step_ranks" not in loader.state_dict()
 
 
 # -- costs -------------------------------------------------------------------------------------------------------------
