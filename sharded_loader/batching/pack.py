@@ -8,8 +8,8 @@ the row, the tokens of the document that go there, and how many tokens the docum
 parts of it can be left out. Rows stay whole where it is cut. The arrays of a batch are written once, into memory from
 the caller's allocator.
 
-What can go wrong, each a `BatchifyError`: a document has another length than the sampler was told, is longer than a
-row, is no sequence of integers, or has labels of another length. `Pack` keeps nothing of a batch.
+What can go wrong, each a `BatchifyError`: a document has another length than the sampler has for it, is longer than
+a row, is no sequence of integers, or has labels of another length. `Pack` keeps nothing of a batch.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Pack(Batchify):
 
     Raises:
         TypeError, ValueError: ``tokens`` is no integer of at least 1, or ``pad_id`` is no integer. On a call: a
-            document is empty, too long, no sequence of integers, or has not the length that `PackSampler` was told.
+            document is empty, too long, no sequence of integers, or has another length than `PackSampler` has for it.
 
     Example:
         >>> batch = Pack(tokens=6)([[11, 12, 13], [21, 22], [31, 32, 33, 34]])
@@ -210,7 +210,7 @@ def _check_lengths(tokens: Sequence[Array], planned: Packed) -> None:
     for document, ids, length in zip(planned, tokens, planned.places[:, 3].tolist(), strict=True):
         if len(ids) != length:
             raise BatchifyError(
-                f"document {document} has {len(ids)} tokens, and PackSampler was told {length}",
+                f"document {document} has {len(ids)} tokens, and PackSampler has the length {length} for it",
                 "give PackSampler the lengths of this dataset's documents, in their order",
             )
 

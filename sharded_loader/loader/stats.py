@@ -264,13 +264,10 @@ class Meter:
     def count_sources(self, epoch: Counts, shards: Sequence[Any]) -> None:
         """Count which datasets of the mixture the samples of a batch came from: 20 us."""
         assert self.mixture is not None  # it was asked for
-        came = Counts()
-        for shard in shards:
-            found = self.mixture.sources_of(shard)
-            came.sources = found if came.sources is None else came.sources + found
+        came = sum(map(self.mixture.sources_of, shards))
         for counts in (epoch, epoch.sum):
             if counts is not None:
-                counts.merge(came)
+                counts.sources = came if counts.sources is None else counts.sources + came
 
     def look(self, batch: Any) -> None:
         """Note what the first batch looks like."""

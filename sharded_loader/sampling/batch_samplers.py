@@ -178,11 +178,8 @@ class GrowingBatchSampler(WrapperSampler[list[int]]):
         return (end - first) * self.ranks
 
     def epoch_table(self, epoch: int) -> Table:
-        items, length, first = (
-            table_of(self.sampler, epoch, self.seed),
-            len_epoch(self.sampler, epoch),
-            self._span(epoch)[0],
-        )
+        items, length = table_of(self.sampler, epoch, self.seed), len_epoch(self.sampler, epoch)
+        first, _ = self._span(epoch)
         begins = partial(lambda begin, step: int(self._before(step)) - begin, int(self._before(first)))
 
         def batch(position: int) -> Any:

@@ -17,8 +17,9 @@ one: they are taken out at equal distances of the sorted costs, others in each e
 Owns two numbers per sample: its cost, and its place in the sorted order. What can go wrong: arguments, all rejected in
 the constructor.
 
-Source of the idea: GroupedBalancedSampler of transformers deals out the samples of random steps. There a rank with one
-sample above the mean is the slowest. A step that is made of tuples has no such sample.
+Source of the idea: to deal out the samples of each random step, the longest first, so that ranks have equal work
+(Graham, 1969, as in `engine.split`). There a rank with one sample above the mean is the slowest. A step that is made of
+tuples of neighbours has no such sample.
 """
 
 from __future__ import annotations

@@ -105,9 +105,8 @@ class MapOrder(Order[Signature]):
         self._batch_size, self._costs = batch_size, costs
         self._shuffle, self._evaluates = shuffle, bool(evaluate)
         self._shift = 0  # of the epochs' beginnings
-        self._step_ranks: tuple[int, int] | None = (
-            None  # the epoch of a state, and the ranks that its order is made for
-        )
+        # The epoch of a state, and the ranks that its order is made for.
+        self._step_ranks: tuple[int, int] | None = None
         self.given_batches = batch_sampler is not None
         self._given_sampler = batch_sampler if self.given_batches else sampler
         self.is_given = self._given_sampler is not None
@@ -244,7 +243,8 @@ class MapOrder(Order[Signature]):
 
     def moved(self, position: Position, saved: Signature) -> Position:
         own = self.signature(position.epoch)
-        if self.steps is None or saved.items_in_step == own.items_in_step:
+        same_step = saved.items_in_step == own.items_in_step
+        if self.steps is None or same_step or shifted(position, saved, own, self._is_endless) is None:
             return position
         return replace(position, done=position.done // saved.items_in_step * own.items_in_step)
 

@@ -206,9 +206,11 @@ def differences(
     phrases = differing(saved, own, unit=own.unit)
     if phrases.keys() & {"dataset_length", "sampler"}:
         phrases.pop("sampler_length", None)  # it follows from them
-    if saved.unit == own.unit and (not strict or saved.step == own.step):
+    stays = own.steps_per_epoch is None or shifted(position, saved, own, endless) is not None
+    # In epoch 0 of `steps_per_epoch` all samples since the beginning count, whatever the batch size was.
+    if saved.unit == own.unit and (saved.step == own.step or (not strict and (stays or not position.epoch))):
         phrases.pop("batch_size", None)
-    if own.steps_per_epoch is None or shifted(position, saved, own, endless) is not None:
+    if stays:
         phrases.pop("num_replicas", None)
     for name in phrases.keys() & {"dataset_length", "sampler_length"}:
         phrases[name] = phrases[name].replace("None", "an unknown number of")

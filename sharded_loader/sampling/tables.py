@@ -227,6 +227,11 @@ class Filled(Table):
         if len(within) or self._last is None:
             # A rank that has no item reads the first one: it belongs to rank 0, which has a table of its own.
             items = self._table.at(within if len(within) else positions[:1] * 0 + self._begin)
+            if len(items) < max(len(within), 1):
+                raise ValueError(
+                    f"the sampler yielded fewer items than its length, {self._length}, says: correct its __len__, or "
+                    "do without evaluate=True"
+                )
             self._last = items[-1:]
         fillers = [self._last] * (len(positions) - len(within))
         return joined([items, *fillers] if len(within) else fillers)

@@ -127,7 +127,7 @@ def test_bad_documents_are_errors_that_say_what_to_do(make: Callable[[], Any], s
 def test_lengths_of_other_documents_are_an_error_that_names_the_document() -> None:
     batches = PackSampler([9, 2, 3], tokens=4, long="cut", shuffle=False, rows=9)
     documents = [list(range(9)), [1, 2], [1, 2]]
-    with pytest.raises(ValueError, match="document 2 has 2 tokens, and PackSampler was told 3") as caught:
+    with pytest.raises(ValueError, match="document 2 has 2 tokens, and PackSampler has the length 3 for it") as caught:
         list(ShardedDataLoader(documents, batch_sampler=batches, batchify_fn=Pack(4)))
     assert "sample 2" in "".join(caught.value.__notes__)
 

@@ -167,6 +167,18 @@ def test_what_leaves_samples_out_or_repeats_them_is_refused() -> None:
         ShardedDataLoader(lambda: iter(range(4)), 2, evaluate=True)
 
 
+def test_a_sampler_that_yields_fewer_items_than_its_length_is_an_error() -> None:
+    class Short(torch_data.Sampler[int]):
+        def __iter__(self) -> Any:
+            return iter(range(3))
+
+        def __len__(self) -> int:
+            return 6
+
+    with pytest.raises(ValueError, match="fewer items than its length, 6"):
+        list(ShardedDataLoader(range(6), 4, sampler=Short(), evaluate=True))
+
+
 def test_an_error_is_raised_in_its_place_and_a_function_may_replace_a_sample() -> None:
     class Broken:
         def __len__(self) -> int:

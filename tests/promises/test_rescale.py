@@ -226,6 +226,30 @@ def test_with_steps_per_epoch_each_epoch_has_its_steps_and_goes_on_where_the_las
     read_by_changing_ranks(Steps(order, **arguments), batch_size=3)
 
 
+def test_another_batch_size_reads_no_sample_twice_with_steps_per_epoch_or_is_refused() -> None:
+    def made(size: int) -> list[ShardedDataLoader[Any]]:
+        given = {"shuffle": True, "seed": 1, "steps_per_epoch": 5, "num_replicas": 2}
+        return [ShardedDataLoader(range(11), size, rank=rank, **given) for rank in range(2)]  # 2 does not divide 11
+
+    for epochs in (0, 1):
+        before, after = made(3), made(2)
+        for loader in before:
+            for _ in range(epochs):
+                list(loader)
+        iterators = list(map(iter, before))
+        for _ in range(2):
+            for iterator in iterators:
+                next(iterator)
+        state = before[0].state_dict()
+        if epochs:  # epochs of other batches would begin elsewhere
+            with pytest.raises(ValueError, match="batch_size was 3, and is 2"):
+                after[0].load_state_dict(state, strict=False)
+            continue
+        for loader, iterator in zip(after, iterators, strict=True):
+            loader.load_state_dict(state, strict=False)
+            assert next(iter(loader)).tolist() == next(iterator).tolist()[:2]
+
+
 def test_packed_rows_go_on_by_other_ranks_with_steps_per_epoch() -> None:
     lengths = [1 + index * 7 % 50 for index in range(300)]
 
