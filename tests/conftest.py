@@ -40,7 +40,7 @@ KEPT_OPEN = re.compile(r"^/dev/nvidia|^anon_inode:\[eventfd\]|^/(proc|sys)/.*nvi
 PATIENCE = 60.0
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no reason to fail
-hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=12)
 hypothesis.settings.load_profile("untimed")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for what runs behind it: `make test &`
@@ -71,7 +71,7 @@ _quick = False  # whether only the quick tests run
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The quick tests try a quarter of the examples. Tests may set a number of their own."""
+    """The quick tests try an eighth of the examples. Tests may set a number of their own."""
     global _quick
     _quick = "not slow" in config.option.markexpr
     if _quick:

@@ -43,7 +43,7 @@ def compiled() -> Any:
 
 
 @METHODS
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
 def test_workers_have_no_hook(compiled: Any, kind: Any, method: str) -> None:
     by_method = {"num_workers": 1, "start_method": method}

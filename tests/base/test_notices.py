@@ -136,7 +136,7 @@ def test_max_skipped_is_a_number_and_needs_on_error(made: Any) -> None:
         made(Damaged(), 4, on_error="skip", max_skipped="1%")
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.also_spawned
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_a_killed_worker_is_told_and_counted(method: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -254,7 +254,7 @@ class Plain(torch.utils.data.IterableDataset[int]):
 
 @pytest.mark.parametrize("pool", ["inline", "thread", "process", "torch's"])
 @pytest.mark.parametrize("shuffles", [False, True])
-@pytest.mark.costly(4)
+@pytest.mark.costly
 def test_iterable_data_that_does_not_ask_for_its_part_is_a_warning(pool: Any, shuffles: bool) -> None:
     def make(dataset: Any) -> Any:
         if pool == "torch's":

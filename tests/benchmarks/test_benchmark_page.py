@@ -56,6 +56,7 @@ def test_the_findings_name_who_delivered_other_samples(same: str, in_order: str,
     assert report.findings(records, 2).endswith(says)
 
 
+@pytest.mark.slow
 def test_pictures_fit_on_a_page(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     records = [
@@ -88,6 +89,7 @@ def test_every_loader_has_a_mark_of_its_own() -> None:
 ABOUT = {"date": "d", "command": "c", "cpu": "p", "cores": 2, "system": "s", "versions": {"torch": "2"}}
 
 
+@pytest.mark.slow
 def test_a_page_with_the_marker_lines_is_filled_in(tmp_path: Path) -> None:
     records = records_of("images", ours=[2.0], torch=[1.0])
     about = {**ABOUT, "settings": {"rounds": 1}, "note": ""}

@@ -34,6 +34,7 @@ def test_a_shuffle_buffer_yields_every_sample_once() -> None:
     assert sorted(order.reservoir(20).tolist()) == list(range(256))
 
 
+@pytest.mark.costly(3)
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("kind", order.PLANNED)
 def test_planning_is_timed_on_the_last_of_many_ranks(kind: str) -> None:

@@ -219,6 +219,7 @@ def test_a_feed_is_full_when_its_workers_have_finished_what_they_were_asked_for(
         feed.close()
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("through", [copied, copied_ahead])
 @pytest.mark.parametrize("drop_in", [False, True])
 def test_the_users_copies_are_in_order(through: Any, drop_in: bool) -> None:
@@ -261,6 +262,7 @@ def test_torchs_loader_is_given_the_same_batches() -> None:
             feed.close()
 
 
+@pytest.mark.slow
 def test_the_program_runs_with_the_cpu_for_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "README.md").write_text(f"{gpu_report.BEGIN}\nas it was\n{gpu_report.END}\n")
     arguments = ["--device", "cpu", "--workers", "1", "--out", str(tmp_path)]
@@ -357,6 +359,7 @@ def test_every_part_runs_to_its_end_on_a_gpu_that_is_pretended(tmp_path: Path) -
     assert "pretended" in shown
 
 
+@pytest.mark.slow
 def test_what_only_a_gpu_has_is_measured_on_one_that_is_pretended(tmp_path: Path) -> None:
     _, records = run_pretended(tmp_path, "--only", "pin", "memory", "lock")
     values = {(record["workload"], record["loader"]): record["value"] for record in records}

@@ -246,6 +246,7 @@ def test_only_better_values_are_recorded(targets: Path) -> None:
     assert road.lost({"calls": 41}) == ["calls is 41; the target 40 was reached: 40"]
 
 
+@pytest.mark.slow
 def test_no_target_of_a_road_that_was_reached_is_lost() -> None:
     names = [name for name in road.read_targets() if ", " in name]
     roads = [name for name in road.ROADS if any(f", {name}:" in row for row in names)]

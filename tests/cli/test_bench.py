@@ -55,6 +55,7 @@ def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "benched_data", raising=False)
 
 
+@pytest.mark.slow
 def test_it_prints_a_row_for_each_pool_and_a_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "benched_data:numbers", *QUICK]) == 0
     head, columns, *rows, advice = capsys.readouterr().out.splitlines()
@@ -67,6 +68,7 @@ def test_it_prints_a_row_for_each_pool_and_a_recommendation(capsys: pytest.Captu
     assert advice.startswith(("Use num_workers=2", "Inline is enough", "No clear winner"))
 
 
+@pytest.mark.slow
 def test_samples_of_different_lengths_are_measured_with_the_users_collate_function(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -103,6 +105,7 @@ def test_without_inline_a_sample_that_raises_is_named_too(capsys: pytest.Capture
     assert "ValueError: a broken image (in epoch 0, batch 0, sample 13, thread " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_is_shown_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "benched_data:main_only", "--pools", "inline,process", *QUICK]) == 1
     shown = capsys.readouterr()
@@ -225,7 +228,7 @@ def test_rows_are_measured_in_turn_in_every_round() -> None:
 @pytest.mark.parametrize(
     "dataset", [[1, 2], Counting(), lambda part, parts: range(part, 5, parts)], ids=["short", "iterable", "function"]
 )
-@pytest.mark.costly
+@pytest.mark.slow
 def test_data_of_every_kind_is_measured_in_every_pool(dataset: Any) -> None:
     measured = measure(dataset, [INLINE, THREADS, PROCESSES], shuffle=False, **BRIEFLY)
     assert [one.error for one in measured] == [None, None, None]

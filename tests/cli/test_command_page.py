@@ -53,6 +53,7 @@ def test_every_verb_has_an_example() -> None:
     assert verbs >= {("doctor",), ("bench",), ("demo",), *records}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "promised"),
     [

@@ -18,6 +18,7 @@ from sharded_loader.loader.stats import LoaderStats
 DEMO = [sys.executable, "-m", "sharded_loader", "demo"]
 
 
+@pytest.mark.slow
 def test_the_demo_says_what_it_did_how_fast_and_what_waiting_means(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -46,6 +47,7 @@ def test_the_first_epoch_in_which_workers_start_is_no_waiting_for_data() -> None
     assert Report(1.0, 359, (0.1,), first, first).waiting_share == pytest.approx(0.9)
 
 
+@pytest.mark.slow
 def test_a_quiet_demo_prints_its_three_results(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--epochs", "1", "--pool", "inline", "-q"]) == 0
     said = capsys.readouterr()
@@ -70,6 +72,7 @@ def test_the_demo_recognises_digits() -> None:
     assert found and float(found[1]) > 97
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize(
     ("options", "said"),
     [

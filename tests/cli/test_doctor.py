@@ -79,6 +79,7 @@ def test_json_has_facts_and_findings(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert [finding["is_problem"] for finding in found["findings"]] == [True]
 
 
+@pytest.mark.slow
 def test_it_works_where_torch_cannot_be_imported() -> None:
     program = (
         "import sys; sys.modules['torch'] = None\nfrom sharded_loader.cli.main import main\nsys.exit(main(['doctor']))"

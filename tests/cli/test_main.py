@@ -101,6 +101,7 @@ def test_the_module_is_the_command() -> None:
 TABLE = ["bench", "keyword:kwlist", "--pools", "inline", "--seconds", "0.01", "-q"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "arguments",
     [["--help"], ["records"], ["records", "inspect", "letters.rec"], pytest.param(TABLE, marks=pytest.mark.slow)],

@@ -119,6 +119,7 @@ def patterns(length):
     return st.one_of(st.lists(one, min_size=1, max_size=9), runs, runs.map(lambda run: run[::-1]))
 
 
+@pytest.mark.costly(14)
 @pytest.mark.parametrize("dataset", DATASETS.values(), ids=DATASETS)
 @given(wrapper=st.sampled_from(list(WRAPPERS)), data=st.data())
 @settings(max_examples=settings.default.max_examples * 3 // 10)
@@ -347,6 +348,7 @@ PARTS = {
 }
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("make", PARTS.values(), ids=PARTS)
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
@@ -421,6 +423,7 @@ def hugging_face(monkeypatch):
     return FakeHuggingFace
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("form", [list, as_arrays, as_tensors])
 @given(data=st.data())
 @settings(max_examples=15, deadline=None)

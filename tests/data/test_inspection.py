@@ -355,6 +355,7 @@ def test_after_a_refresh_the_fingerprint_is_that_of_the_changed_data() -> None:
     assert loader.state_dict()["data"] == fingerprint_of(data) != before
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_state_over_a_mixture_knows_weights_seed_and_turns(nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def loader(weights: Any, seed: int = 0) -> ShardedDataLoader:

@@ -106,6 +106,7 @@ class Begins:
 # -- by index -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @STOPS
 @given(MIXTURES, st.integers())
 def test_samples_come_by_the_schedule_each_dataset_in_its_order(stop, pairs, seed):
@@ -117,6 +118,7 @@ def test_samples_come_by_the_schedule_each_dataset_in_its_order(stop, pairs, see
     assert [mixed[-1 - n] for n in range(len(mixed))] == list(mixed)[::-1]
 
 
+@pytest.mark.costly
 @STOPS
 @given(MIXTURES, st.integers(), st.data())
 def test_bulk_reads_give_what_single_ones_give(stop, pairs, seed, data):
@@ -469,6 +471,7 @@ assert isinstance(mixture, IterableDataset) and len(list(DataLoader(mixture, bat
 """
 
 
+@pytest.mark.slow
 def test_torch_is_not_imported_and_knows_mixtures_that_were_made_before_it():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -577,6 +580,7 @@ def test_a_state_that_does_not_fit_is_rejected_and_changes_nothing(change, error
         mixture.load_state_dict({})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tracker")
 @pytest.mark.parametrize("method", ["spawn"] if sys.platform == "win32" else ["spawn", "forkserver", "fork"])
 def test_each_part_reads_its_own_samples_in_every_pool(method):
@@ -591,6 +595,7 @@ def test_each_part_reads_its_own_samples_in_every_pool(method):
     assert found == batches(ThreadPool(2)) and len(read) == len(set(read)) > 4
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("weights", [[1, 1], [1, 1, 1], [5, 3, 2]])
 def test_each_rank_has_the_promised_shares(weights, ranks):
@@ -606,6 +611,7 @@ def test_each_rank_has_the_promised_shares(weights, ranks):
             assert furthest < 9
 
 
+@pytest.mark.costly(3)
 @covering(inner=[[1, 1, 1], [5, 3, 2]], outer=[[1, 1], [3, 1]], ranks=[1, 2, 3, 4, 8, 16])
 def test_each_rank_has_the_shares_of_a_mixture_within_a_mixture(inner, outer, ranks):
     """Also of one within a view. With one schedule for both, a rank is up to 94 of 1,000 samples off."""

@@ -96,6 +96,7 @@ def test_without_a_change_nothing_is_as_after_it():
     assert plain[0][:2] == WHOLE[0][:2] and plain[0][2:] != WHOLE[0][2:]
 
 
+@pytest.mark.costly(2)
 @covering(pool=POOLS, ranks=[1, 2, 3, 4, 12])
 def test_every_pool_and_any_number_of_ranks_read_the_same(pool, ranks):
     if ranks > 3 and pool not in ("inline", "thread"):
@@ -103,6 +104,7 @@ def test_every_pool_and_any_number_of_ranks_read_the_same(pool, ranks):
     assert everything(ranks=ranks, pool=pool)[0] == WHOLE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, 3), (4, 2), (2, 1)])
 def test_a_state_after_a_change_continues_exactly_on_other_ranks(saved_on, loaded_on):
     _, states = everything(ranks=saved_on)
@@ -209,6 +211,7 @@ def test_each_once_stays_exact_whatever_is_set():
         loaders.loaders[0].set_weights([1, 0, 1])  # it would be left out in the next epoch
 
 
+@pytest.mark.slow
 def test_many_changes_leave_nothing_behind_and_each_adds_to_the_plan_that_is_there(monkeypatch):
     """Each takes a run out of the loader's tables, and puts one in."""
     made, add = [], Plan._add
@@ -259,6 +262,7 @@ def test_a_change_inside_next_is_an_error():
 # -- epochs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {1: [1, 9, 1], 3: [1, 1, 5]}], ids=["fixed", "set"])
 @pytest.mark.parametrize("options", [{"steps_per_epoch": 5}, {"last_batch": "rollover", "batch_size": 7}], ids=str)
 def test_passes_stay_whole_where_an_epoch_ends_inside_a_batch(options, changes):
@@ -269,6 +273,7 @@ def test_passes_stay_whole_where_an_epoch_ends_inside_a_batch(options, changes):
     assert len({tuple(found[begin : begin + 76]) for begin in range(0, len(found) - 75, 76)}) == len(found) // 76 > 2
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("ranks", "other"), [(1, 2), (4, 3)])
 def test_weights_that_are_set_hold_where_epochs_have_a_number_of_steps(ranks, other):
     changes = ({1: [0, 1, 1]}, {3: [4, 1, 1]}, {}, {0: [0, 0, 1]})

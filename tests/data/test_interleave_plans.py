@@ -57,6 +57,7 @@ def test_when_sources_drop_out_every_sample_comes_exactly_once_and_each_source_i
     assert [plan.owner(position) for position in range(plan.length)] == sources.tolist()
 
 
+@pytest.mark.slow
 @given(plans())
 def test_a_change_of_weights_skips_no_sample_and_repeats_none(case):
     sizes, changes, seed = case
@@ -97,6 +98,7 @@ def test_a_source_that_never_gets_so_far_stands_nowhere():
     assert Plan(changes_of([(0, [1, 1]), (10, [1, 0])], 2), 0).positions([9, 9])[1] == math.inf
 
 
+@pytest.mark.slow
 def test_hundreds_of_datasets_may_drop_out_and_more_are_rejected():
     sizes = list(range(1, 101))
     plan = Plan(changes_of(None, 100), 1, sizes=sizes)
@@ -306,6 +308,7 @@ ITERABLE = {
 }
 
 
+@pytest.mark.costly(6)
 @pytest.mark.parametrize("options", ITERABLE.values(), ids=ITERABLE)
 @pytest.mark.parametrize("streams", [1, 2, 3])
 def test_a_loader_of_iterable_data_continues_exactly_from_every_batch(options, streams):

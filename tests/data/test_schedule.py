@@ -29,6 +29,7 @@ def furthest(schedule, positions):
     return np.abs(given - shares).max()
 
 
+@pytest.mark.costly(4)
 @pytest.mark.parametrize("weights", [[1, 1], [1, 1, 1], [5, 3, 2], [7, 2, 1], [1000, 1], [13, 8, 5, 3, 2], [1] * 16])
 def test_every_nth_sample_has_the_shares_of_the_whole_for_any_n(weights):
     schedule = Schedule(weights, 0)
@@ -89,6 +90,7 @@ def test_other_weights_are_rounded_to_65536ths_by_largest_remainder():
     assert whole_numbers([math.pi, math.e, 1], 3) == [30_013, 25_969, 9_554]  # 30,013.29, 25,969.18 and 9,553.53
 
 
+@pytest.mark.slow
 @given(WEIGHTS, SEEDS, st.lists(st.integers(0, 2**62), min_size=1, max_size=5))
 def test_a_sample_at_a_far_position_is_found_in_both_directions(weights, seed, positions):
     schedule = Schedule(whole_numbers(weights, len(weights)), seed)
@@ -151,6 +153,7 @@ def test_weights_that_do_not_fit_are_rejected(weights, said):
         whole_numbers(weights, 3)
 
 
+@pytest.mark.slow
 def test_more_sources_than_slots_are_rejected():
     with pytest.raises(ValueError, match="65,537 datasets have a weight: give at most 65,536"):
         whole_numbers(None, MOST + 1)

@@ -74,6 +74,7 @@ def in_documents(documents: list[Ids], length: int, stride: int) -> list[tuple[l
 # -- every window, once -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly(12)
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64", ">u2"])
 @pytest.mark.parametrize(("length", "stride"), [(1, 1), (4, None), (5, 2), (3, 7), (99, None)])
 def test_windows_are_those_of_a_loop(tmp_path: Path, dtype: str, length: int, stride: int | None) -> None:
@@ -137,6 +138,7 @@ def test_documents_of_several_files_are_given_as_a_list() -> None:
     assert listed(dataset) == in_documents([parts[0][:9], parts[0][9:], parts[1]], 4, 4)
 
 
+@pytest.mark.costly
 @pytest.mark.also_spawned
 def test_every_pool_gives_the_same_batches(pool: Pool, tmp_path: Path) -> None:
     parts = [ids(200, seed=1), ids(90, seed=2)]

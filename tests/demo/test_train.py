@@ -42,6 +42,7 @@ def test_the_demo_leaves_torch_as_it_was() -> None:
     assert before == (torch.get_num_threads(), torch.backends.cudnn.deterministic)
 
 
+@pytest.mark.slow
 def test_each_batch_is_shown_once() -> None:
     shown: list[tuple[int, float]] = []
     report = train_and_test(
@@ -51,6 +52,7 @@ def test_each_batch_is_shown_once() -> None:
     assert [epoch for epoch, _ in shown] == sorted(epoch for epoch, _ in shown)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_from_a_checkpoint_ends_as_one_that_was_left_alone(tmp_path: Path) -> None:
     checkpoint = CheckpointFile(tmp_path / "checkpoint.pt", save_at=30)
     whole = train_and_test(Options(CPU_TWICE, pool="inline", workers=0, epochs=2), checkpoint=checkpoint)
@@ -79,6 +81,7 @@ def test_a_run_that_is_killed_and_resumed_ends_as_one_that_was_left_alone(capsys
     assert compared.strip() == "the same accuracy and losses as in the first run"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_that_differs_is_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,6 +117,7 @@ def test_a_run_whose_workers_are_killed_ends_as_one_that_was_left_alone(capsys: 
     assert compared.strip() == "the same accuracy and losses as in the first run"
 
 
+@pytest.mark.slow
 def test_a_run_with_killed_workers_that_differs_is_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,7 @@ def order_of(loader: ShardedDataLoader, epoch: int) -> list[list[int]]:
     return [batch.tolist() for batch in twin]
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_values_are_intact_whatever_the_device_does_when(machine: Machine, pool: Pool, seed: int) -> None:
     rng, consumer, held = random.Random(seed), Consumer(machine), []
@@ -82,6 +83,7 @@ def test_values_are_intact_whatever_the_device_does_when(machine: Machine, pool:
     assert machine.registered == {}
 
 
+@pytest.mark.costly(2)
 def test_the_host_never_waits_for_a_device_that_keeps_step(machine: Machine, pool: Pool) -> None:
     with ShardedDataLoader(dataset(), 8, devices=machine.devices, pool=pool) as loader:
         for _ in loader:
@@ -164,6 +166,7 @@ def test_device_memory_stays_flat_under_a_host_that_runs_ahead(machine: Machine)
     assert machine.faults == []
 
 
+@pytest.mark.slow
 def test_device_memory_stays_flat_with_workers_that_are_ahead_too(machine: Machine, worker_pool: Pool) -> None:
     device = machine.devices[0]
     with ShardedDataLoader(dataset(), 8, device=device, pool=worker_pool) as loader:
@@ -361,7 +364,7 @@ MODULES = ("iterator.py", "pipeline.py", "placement.py", "copies.py")
 
 
 @pytest.mark.parametrize("step", [29, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
-@pytest.mark.costly(2)
+@pytest.mark.costly
 def test_an_interrupt_at_every_line_leaves_values_and_order_intact(
     machine: Machine, new_pool: Callable[..., Pool], step: int
 ) -> None:
@@ -383,6 +386,7 @@ def test_an_interrupt_at_every_line_leaves_values_and_order_intact(
     assert line > 100
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("ahead", [0, 1, 4])
 def test_how_many_are_copied_ahead_may_be_chosen(machine: Machine, new_pool: Callable[..., Pool], ahead: int) -> None:
     with ShardedDataLoader(dataset(64), 8, device=machine.devices[0], pool=new_pool()) as loader:

@@ -156,6 +156,7 @@ def batchify(samples: list[Any]) -> Any:
     return [{"x": torch.from_numpy(np.stack(samples)), "own": made}]
 
 
+@pytest.mark.costly
 def test_they_move_as_they_know_how_from_memory_that_is_no_pinned_slot(
     machine: Machine, device: torch.device, pool: Pool
 ) -> None:
@@ -250,6 +251,7 @@ def test_another_stream_than_at_the_beginning_may_use_them(
     copies.drain()
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "a mapping"])  # that one changes itself
 def test_what_they_move_from_is_held_until_it_was_read(
     machine: Machine, device: torch.device, kind: str, monkeypatch: pytest.MonkeyPatch

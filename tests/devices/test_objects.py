@@ -198,6 +198,7 @@ class Copier:
         self.machine.kernel(self.device, moved, lambda values: self.found.append(values[:, 0].tolist()))
 
 
+@pytest.mark.costly
 def test_the_users_own_copies_from_objects_are_intact(machine: Machine, pool: Pool) -> None:
     copy_from_objects(machine, pool, beside)
 

@@ -109,6 +109,7 @@ def test_without_workers_the_main_thread_pins_as_in_torch(pins: Pins) -> None:
     assert {one.thread for one in pins} == {"MainThread"}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("in_order", [True, False])
 def test_the_drop_in_pins_in_a_thread(pins: Pins, in_order: bool) -> None:
     loader = DataLoader(rows(), 4, pin_memory=True, num_workers=2, start_method="fork", in_order=in_order)
@@ -256,6 +257,7 @@ def test_ctrl_c_while_a_batch_is_pinned_loses_nothing(
     assert (got, signals) == (IN_ORDER, [])
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("end", ["close", "forget", "break"])
 def test_the_thread_ends_with_its_loader(pins: Pins, worker_pool: Pool, end: str) -> None:
     loader = made("ours", worker_pool)

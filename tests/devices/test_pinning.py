@@ -85,6 +85,7 @@ def test_a_refusal_is_one_warning_and_batches_go_through_pinned_memory(machine: 
     assert machine.faults == []
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("code", [700, 710, 719])
 def test_after_a_failed_kernel_no_limit_is_blamed(machine: Machine, code: int) -> None:
     """The copy of the batch says what has happened. Warnings are errors here."""

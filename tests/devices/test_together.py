@@ -45,6 +45,7 @@ def copies_of(machine: Machine) -> int:
     return sum(what == "copy" for what, *_ in machine.log)
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("make", [Columns, Nested])
 def test_many_columns_cost_one_copy(machine: Machine, pool: Pool, make: Any) -> None:
     device, wrong = machine.devices[0], []

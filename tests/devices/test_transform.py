@@ -80,6 +80,7 @@ def drawn(loader: ShardedDataLoader[Any], epochs: int = 1) -> list[Any]:
 # -- on a device -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly(4)
 @pytest.mark.parametrize("seed", range(2))
 def test_it_runs_behind_the_copy_and_before_the_program(machine: Machine, pool: Pool, seed: int) -> None:
     """Batches are dropped as soon as their work is given to the stream. Memory that is used too early is seen."""
@@ -462,6 +463,7 @@ def fields(samples: list[Any]) -> tuple[Any, Any]:
     )
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize(
     ("batchify", "field"),
     [

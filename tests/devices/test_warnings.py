@@ -35,6 +35,7 @@ if hasattr(torch, "AcceleratorError"):
     LATE.append(torch.AcceleratorError("an illegal memory access was encountered"))
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("error", LATE, ids=repr)
 @pytest.mark.parametrize("where", ["copy", "wait"])
 def test_an_error_of_an_earlier_kernel_is_not_blamed_on_the_batch(

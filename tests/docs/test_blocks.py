@@ -42,6 +42,7 @@ def test_the_readme_has_scripts_and_loops() -> None:
     assert SKETCHES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_of_the_readme_run_as_they_stand(script: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(script, encoding="utf-8")

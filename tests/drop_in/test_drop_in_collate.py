@@ -357,6 +357,7 @@ def test_rows_of_tensors_are_collated_by_a_changed_table_of_torchs(monkeypatch: 
     assert list(DataLoader(torch.arange(10), 4)) == [4, 4, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_index_that_is_no_row_is_named(num_workers: int) -> None:
     loader = DataLoader(TensorDataset(torch.arange(10)), sampler=[1, 2, 10], batch_size=3, num_workers=num_workers)

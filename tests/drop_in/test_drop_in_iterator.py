@@ -52,7 +52,7 @@ def until_nothing_remains(before: Any) -> None:
 
 @METHODS
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.costly
+@pytest.mark.slow
 def test_nothing_is_left_of_an_iterator_that_is_dropped(method: str, persistent: bool) -> None:
     before = here()
     loader = DataLoader(range(40), 2, num_workers=2, persistent_workers=persistent, start_method=method)
@@ -66,6 +66,7 @@ def test_nothing_is_left_of_an_iterator_that_is_dropped(method: str, persistent:
     until_nothing_remains(before)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_a_break_though_the_loader_lives() -> None:
     before = here()
     loader = DataLoader(range(40), 2, num_workers=2)
@@ -77,7 +78,7 @@ def test_nothing_is_left_after_a_break_though_the_loader_lives() -> None:
 
 
 @pytest.mark.parametrize("dataset", [Bad(boom), Shared()], ids=["dataset", "loop"])
-@pytest.mark.costly
+@pytest.mark.slow
 def test_nothing_is_left_after_an_error(dataset: Any) -> None:
     before = here()
 
@@ -92,6 +93,7 @@ def test_nothing_is_left_after_an_error(dataset: Any) -> None:
     until_nothing_remains(before)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_if_no_worker_can_start() -> None:
     before = here()
     loader = DataLoader(range(4), num_workers=2, worker_init_fn=lambda number: boom())
@@ -248,6 +250,7 @@ def numbers_of(**given: Any) -> Any:
     return [[[part.tolist() for part in batch] for batch in loader] for _ in range(2)]
 
 
+@pytest.mark.slow
 @METHODS
 def test_with_a_seed_nothing_depends_on_the_workers(method: str) -> None:
     torch.manual_seed(1)
@@ -259,6 +262,7 @@ def test_with_a_seed_nothing_depends_on_the_workers(method: str) -> None:
     assert numbers_of(seed=12) != expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_with_a_seed_an_epoch_is_the_one_that_is_set(workers: int) -> None:
     loader = DataLoader(range(30), 4, shuffle=True, seed=3, num_workers=workers)
@@ -267,6 +271,7 @@ def test_with_a_seed_an_epoch_is_the_one_that_is_set(workers: int) -> None:
     assert [plain(loader) for _ in range(2)] == epochs[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_on_error_leaves_samples_out_or_replaces_them(workers: int) -> None:
     def read(on_error: Any) -> list[int]:
@@ -285,6 +290,7 @@ def test_batches_come_in_shards(workers: int) -> None:
     assert [[shard.tolist() for shard in shards] for shards in loader] == [[[0, 1], [2, 3]]]
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("given", [{"device": "cpu"}, {"device": torch.device("cpu")}, {"max_bytes": 1 << 20}], ids=str)
 def test_batches_on_the_host_are_the_same(workers: int, given: dict[str, Any]) -> None:
@@ -309,6 +315,7 @@ def test_threads_read_one_dataset_object() -> None:
     assert dataset.threads and threading.current_thread().name not in dataset.threads
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])
 def test_with_streams_the_order_does_not_depend_on_the_workers(workers: int) -> None:
     expected = [[0, 3], [1, 4], [2, 5], [6, 9], [7, 10], [8]]

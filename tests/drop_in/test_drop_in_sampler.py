@@ -323,7 +323,7 @@ def test_every_epoch_and_the_default_generator_are_torchs(kind: str, reseeds: bo
     reseeds=[False, True],
     persistent=[False, True],
 )
-@pytest.mark.costly
+@pytest.mark.slow
 def test_every_epoch_and_the_default_generator_are_torchs_with_workers(
     kind: str, reseeds: bool, persistent: bool
 ) -> None:
@@ -352,7 +352,7 @@ TOLD: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.costly)])
+@pytest.mark.costly(7)
 @pytest.mark.parametrize("epoch", [0, 3])
 @pytest.mark.parametrize("kind", TOLD)
 @pytest.mark.parametrize("given", [{"batch_size": 2}, {"batch_size": None}], ids=["batches", "samples"])
@@ -411,7 +411,7 @@ class RandomSamples(Drawn):
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("order", ["shuffled", "in order", "distributed"])
-@pytest.mark.costly(2)
+@pytest.mark.slow
 def test_with_a_seed_the_random_numbers_of_samples_are_those_of_the_epoch_that_set_epoch_names(
     order: str, workers: int
 ) -> None:
@@ -557,6 +557,7 @@ class DrawsEachBatch(Sampler[list[int]]):
             yield list(range(begin, begin + 1 + int(torch.randint(3, ()))))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("given", [{}, {"prefetch_factor": 3, "persistent_workers": True}], ids=["default", "given"])
 def test_a_sampler_that_draws_for_each_batch_is_asked_when_torch_asks_it(given: dict[str, Any]) -> None:
     def run(kind: type) -> list[list[int]]:
@@ -580,6 +581,7 @@ _COUNTED: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", _COUNTED)
 def test_samplers_that_count_their_epochs_resume_in_any_epoch_with_any_number_of_workers(

@@ -64,6 +64,7 @@ def test_a_state_goes_on_without_workers(kind: str, count: int | None, before: i
     assert_resumes(make, saved=0, loaded=0, before=before, count=count)
 
 
+@pytest.mark.slow
 @covering(0, kind=MADE, count=[0, 1, 3, None], persistent=[False, True])
 def test_a_state_goes_on_with_workers(kind: str, count: int | None, persistent: bool) -> None:
     def make(workers: int) -> Any:
@@ -83,6 +84,7 @@ def test_a_state_goes_on_with_workers_that_had_an_epoch_before(kind: str, count:
     assert_resumes(make, saved=2, loaded=2, before=1, count=count)
 
 
+@pytest.mark.slow
 def test_parts_that_have_given_nothing_yet_go_on_where_the_epoch_before_has_left_them() -> None:
     def make(workers: int) -> Any:
         return DataLoader(StatefulStream(), batch_size=3, num_workers=workers, persistent_workers=True)
@@ -90,6 +92,7 @@ def test_parts_that_have_given_nothing_yet_go_on_where_the_epoch_before_has_left
     assert_resumes(make, saved=2, loaded=2, before=1, count=1)
 
 
+@pytest.mark.slow
 def test_the_seeds_of_later_epochs_come_from_the_generator_of_the_state() -> None:
     class Drawn(Dataset[float]):
         def __len__(self) -> int:
@@ -105,7 +108,7 @@ def test_the_seeds_of_later_epochs_come_from_the_generator_of_the_state() -> Non
 
 
 @covering(kind=["shuffle", "random", "uneven stream", "stateful stream"], saved=range(5), loaded=range(5))
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_state_goes_on_with_any_number_of_workers(kind: str, saved: int, loaded: int) -> None:
     def make(workers: int) -> Any:
         return DataLoader(batch_size=3, num_workers=workers, **MADE[kind]())
@@ -119,7 +122,7 @@ def test_a_state_goes_on_with_any_number_of_workers(kind: str, saved: int, loade
 
 @METHODS
 @pytest.mark.parametrize("kind", ["random", "stateful dataset", "stateful stream"])
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_state_goes_on_under_every_start_method(kind: str, method: str) -> None:
     def make(workers: int) -> Any:
         return DataLoader(batch_size=3, num_workers=workers, start_method=method, **MADE[kind]())
@@ -127,6 +130,7 @@ def test_a_state_goes_on_under_every_start_method(kind: str, method: str) -> Non
     assert_resumes(make, saved=2, loaded=2, before=1, count=2, epochs=1)
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", MADE)
 def test_a_job_that_is_stopped_after_every_batch_reads_the_same_epochs(kind: str, workers: int) -> None:
@@ -170,7 +174,7 @@ def test_with_the_generator_put_back_before_a_state_of_the_end_is_loaded_all_epo
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_place_outlives_its_iterator(workers: int, persistent: bool) -> None:
     if persistent and not workers:
         return
@@ -216,6 +220,7 @@ def test_workers_go_on_with_the_seeds_that_they_had(workers: int) -> None:
     assert repr([batch[told] for batch in other]) == repr([batch[told] for batch in batches])
 
 
+@pytest.mark.slow
 @covering(
     said=["seed", "generator", "nothing"],
     options=[{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}],
@@ -450,7 +455,7 @@ TOLD: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.costly)])
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TOLD)
 def test_behind_the_last_batch_of_an_epoch_set_epoch_begins_another_one(kind: str, workers: int) -> None:
     """As in a loop that begins with epoch ``step // len(loader)``. The same epoch has no batch left."""

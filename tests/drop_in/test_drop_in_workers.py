@@ -40,7 +40,7 @@ class SeedsOfParts(IterableDataset[Any]):
 
 @METHODS
 @pytest.mark.parametrize("dataset", [Seeds(), SeedsOfParts()], ids=["map-style", "iterable"])
-@pytest.mark.costly
+@pytest.mark.slow
 def test_ids_seeds_and_random_numbers_are_those_of_torchs_workers(method: str, dataset: Any) -> None:
     def epochs(kind: Any, **given: Any) -> list[Any]:
         loader = kind(dataset, 2, num_workers=2, generator=seeded(), **given)

@@ -48,6 +48,7 @@ def is_in_order(loader: Any, count: int) -> bool:
     return all(batch[0, 0] == loader.batch_size * n for n, batch in zip(range(count), loader, strict=False))
 
 
+@pytest.mark.slow
 def test_cheap_batches_travel_several_to_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ProcessPool(2, start_method="fork")
     with ShardedDataLoader(Rows(), 4, prefetch_epochs=False, pool=pool) as loader:
@@ -70,6 +71,7 @@ def test_batches_that_take_a_millisecond_travel_one_by_one(monkeypatch: pytest.M
     assert sum(sizes) / len(sizes) < 1.2
 
 
+@pytest.mark.slow
 def test_a_prefetch_that_the_user_gives_is_kept_to() -> None:
     pool = ProcessPool(2, start_method="fork")
     with ShardedDataLoader(Rows(), 4, prefetch_epochs=False, pool=pool, prefetch=3) as loader:

@@ -77,7 +77,7 @@ def fit(model: Any, loader: Any, root: Path, *, validation: Any = None, resume: 
 
 
 @covering(1, pool=["inline", "thread", *PROCESS_POOLS[:1]], sampler=["shuffle", "given"])
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_model_sees_the_epochs_of_a_plain_loop(recorder: Any, pool: str, sampler: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {}
     if sampler == "given":

@@ -50,7 +50,7 @@ def drawn(_: int) -> float:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.costly(2)
+@pytest.mark.slow
 def test_with_a_seed_every_epoch_draws_its_own_numbers(shuffle: bool, num_workers: int) -> None:
     """As MONAI's and albumentations' users expect it."""
 

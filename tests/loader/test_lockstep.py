@@ -68,6 +68,7 @@ def test_the_epoch_ends_with_the_longest_loader_and_shorter_ones_start_over(size
             one.set_epoch(loader.epoch + (loader.position > 0))
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("stop", STOPS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_state_after_any_step_goes_on_with_the_same_steps(sizes: tuple[int, ...], stop: str) -> None:

@@ -234,6 +234,7 @@ def test_iterable_data_has_numbers_of_each_epoch_too(pool: Pool) -> None:
         assert [counts(loader, epoch)[1] for epoch in range(2)] == sizes
 
 
+@pytest.mark.slow
 def test_another_thread_can_ask_at_any_time() -> None:
     with ShardedDataLoader(range(2000), 2, pool=ThreadPool(2)) as loader:
         seen: list[int] = []
@@ -305,6 +306,7 @@ class Slow:
         return index
 
 
+@pytest.mark.slow
 def test_a_thread_that_stands_still_and_is_replaced_is_counted() -> None:
     dataset = Slow()
     with ShardedDataLoader(dataset, 2, pool=ThreadPool(2, timeout=1.0)) as loader:

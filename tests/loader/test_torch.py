@@ -111,6 +111,7 @@ def test_its_attributes_and_its_length_are_torchs(name: str) -> None:
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name == "many workers" else name for name in MADE]
 
 
+@pytest.mark.costly(7)
 @pytest.mark.parametrize("name", NAMES)
 def test_its_first_epoch_is_torchs(name: str) -> None:
     assert epochs(DataLoader, Rows(), **MADE[name]()) == epochs(TORCHS, Rows(), **MADE[name]())
@@ -119,7 +120,7 @@ def test_its_first_epoch_is_torchs(name: str) -> None:
 @METHODS
 @pytest.mark.timeout(300)  # 18 workers import torch, one after the other
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.costly
+@pytest.mark.slow
 def test_epochs_are_torchs_with_workers_of_every_kind(method: str, persistent: bool) -> None:
     given = {"batch_size": 3, "num_workers": 2, "persistent_workers": persistent}
 
@@ -138,7 +139,7 @@ def test_epochs_are_torchs_with_workers_of_every_kind(method: str, persistent: b
 @pytest.mark.parametrize(
     "given", [{}, {"drop_last": True}, {"batch_size": None}, {"collate_fn": first_of}], ids=" ".join
 )
-@pytest.mark.costly(3)
+@pytest.mark.costly
 def test_epochs_of_iterable_data_are_torchs(workers: int, given: dict[str, Any]) -> None:
     arguments = {"batch_size": 2, "num_workers": workers, **given}
     assert epochs(DataLoader, Parts(), 2, **arguments) == epochs(TORCHS, Parts(), 2, **arguments)
@@ -290,6 +291,7 @@ class Told(Rows):
         return self.epoch
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("given", [{}, {"num_workers": 1}, {"num_workers": 1, "seed": 1}], ids=str)
 def test_workers_read_the_dataset_in_the_epoch_that_its_owner_has_set(given: dict[str, Any]) -> None:
     dataset = Told()
@@ -313,6 +315,7 @@ def test_workers_that_live_on_are_told_what_the_loader_is_told(method: str) -> N
 # -- what it has done ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("given", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
 def test_stats_count_every_epoch(given: dict[str, Any]) -> None:
     loader = DataLoader(Rows(), batch_size=4, shuffle=True, **given)
@@ -432,6 +435,7 @@ def rebuilt(loader: Any) -> Any:
     return DataLoader(**found)
 
 
+@pytest.mark.costly(9)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loader_that_is_made_from_the_attributes_gives_the_same_batches(name: str) -> None:
     torch.manual_seed(2)
@@ -441,7 +445,7 @@ def test_a_loader_that_is_made_from_the_attributes_gives_the_same_batches(name: 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("again", [copy.deepcopy, copy.copy, lambda loader: pickle.loads(pickle.dumps(loader))])
-@pytest.mark.costly(12)
+@pytest.mark.costly(2)
 def test_a_copy_gives_the_same_batches(name: str, again: Callable[[Any], Any]) -> None:
     if again is copy.copy and name in ("shuffle", "generator"):
         return  # it shares the sampler, whose next epoch comes
@@ -505,6 +509,7 @@ class Drawn:
         return float(sample_rng().random())
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_what_an_error_says_to_type_reads_the_sample_again(num_workers: int) -> None:
     loader = DataLoader(Drawn(), 3, num_workers=num_workers, seed=5)

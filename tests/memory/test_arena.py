@@ -271,6 +271,7 @@ def test_a_small_mount_is_used_up_with_few_descriptors(small_mount: list[int]) -
 # -- leases ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_slot_comes_back_when_the_last_array_over_it_dies(arena: Arena) -> None:
     slot = take(arena, 100_000)
     whole = lend(arena, slot)
@@ -304,6 +305,7 @@ def test_leases_end_in_any_thread_and_inside_the_collector(arena: Arena) -> None
     assert arena.nbytes == FIRST_SEGMENT
 
 
+@pytest.mark.slow
 def test_what_is_lent_outlives_the_arena() -> None:
     arena = Arena()
     whole = lend(arena, take(arena, 100_000))

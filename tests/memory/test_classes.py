@@ -84,6 +84,7 @@ def test_the_only_class_of_its_name_is_found_whatever_its_address() -> None:
     assert resolve_class(cls.__module__, cls.__qualname__, None, 1) is cls
 
 
+@pytest.mark.slow
 def test_a_class_that_was_looked_for_is_remembered_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     cls = make_class()
     assert resolved(cls) is cls

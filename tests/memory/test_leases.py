@@ -162,6 +162,7 @@ HOLDS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], list[float
 }
 
 
+@pytest.mark.slow
 def test_however_it_is_held() -> None:
     """One batch is held in each way. Each goes back when what holds it is gone, and no earlier."""
     kept: dict[str, Any] = {}
@@ -230,6 +231,7 @@ def test_values_are_right_at_any_bound(method: str, max_bytes: int | None) -> No
         assert max_bytes is None or arena_of(loader).nbytes <= max_bytes
 
 
+@pytest.mark.costly(2)
 @METHODS
 @pytest.mark.parametrize("fit", [1, 4, 20])
 def test_a_leak_ends_in_a_warning_and_never_in_a_stall(method: str, fit: int) -> None:
@@ -268,6 +270,7 @@ def test_the_arena_grows_after_the_workers_have_started(method: str, backend: No
     assert all(is_batch(batch, starts[number], sizes[number]) for number, batch in enumerate(held))
 
 
+@pytest.mark.slow
 def test_batches_of_any_size_in_any_order() -> None:
     rng = random.Random(1)
     sizes = [rng.choice([0, 1, 1, 2, 3, 7, 50]) or 1 for _ in range(150)]

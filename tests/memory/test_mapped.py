@@ -150,6 +150,7 @@ def test_a_file_without_a_name_goes_by_value(tmp_path: Path) -> None:
         assert (reopened(whole) == whole).all()
 
 
+@pytest.mark.slow
 @linux
 @SPAWNED
 @pytest.mark.parametrize(

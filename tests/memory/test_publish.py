@@ -142,6 +142,7 @@ def test_the_segment_is_aligned_and_small_jobs_need_none() -> None:
     assert small.segment is None and len(small.buffers) == 1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("why", ["no room", "refused"])
 def test_without_room_the_dataset_goes_through_the_pipe(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     def refuse(number: int, nbytes: int) -> Any:
@@ -158,6 +159,7 @@ def test_without_room_the_dataset_goes_through_the_pipe(monkeypatch: pytest.Monk
 # -- in the workers -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @linux
 @SPAWNED
 def test_all_workers_share_one_copy(method: str) -> None:
@@ -252,6 +254,7 @@ def test_refreshing_twice_while_workers_are_busy(method: str) -> None:
         assert len(between) == 8 and set(between) <= {1, 2}
 
 
+@pytest.mark.slow
 @SPAWNED
 def test_a_worker_that_takes_another_s_place_gets_the_dataset_too(method: str) -> None:
     data = ArrayDataset(np.arange(100_000))

@@ -148,6 +148,7 @@ class Large:
 SOURCES = {"samples": lambda: Large(), "columns": lambda: ArrayDataset(np.stack([Large()[i] for i in range(40)]))}
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("pool", ["inline", "thread"])
 def test_a_loader_uses_memory_again_and_what_the_user_holds_stays(pool: str, source: str) -> None:

@@ -173,6 +173,7 @@ def test_an_unknown_back_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         create(0, 4096)
 
 
+@pytest.mark.costly(2)
 def test_no_name_is_left_when_the_trainer_is_killed(backend: str, tmp_path: Path) -> None:
     before = shared_memory_names()
     script = tmp_path / "script.py"

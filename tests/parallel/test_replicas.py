@@ -32,7 +32,7 @@ def lanes(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_uneven_shards_train_as_the_whole_batch(lanes):
     single = conv_net()
     model = copy.deepcopy(single)
@@ -174,6 +174,7 @@ def test_an_exception_comes_through_and_leaves_no_thread(lanes):
     assert threading.active_count() == before
 
 
+@pytest.mark.slow
 def test_replicas_may_lie_on_devices_of_several_kinds():
     replicas = Replicas(torch.nn.Linear(1, 2), ["cpu", torch.device("meta")])
     outputs = replicas.run(lambda m, x: m(x), [torch.ones(3, 1), torch.ones(2, 1, device="meta")])

@@ -124,6 +124,7 @@ def both(machine: Machine, dataset: Any, resident: Any, **options: Any) -> tuple
 # -- what is kept ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
 def test_batches_are_those_that_are_sent_to_the_last_bit(
@@ -157,6 +158,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("share", [True, 0.5, 0.02])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_order_and_shards_do_not_depend_on_what_is_kept(machine: Machine, options: dict[str, Any], share: Any) -> None:
@@ -330,6 +332,7 @@ def test_close_gives_the_memory_back(machine: Machine) -> None:
     assert machine.allocated <= 1  # the batch, until the collector comes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_interrupt_at_every_line_loses_no_batch(machine: Machine, step: int) -> None:
     modules = ("iterator.py", "pipeline.py", "placement.py", "copies.py", "inline.py", "resident.py")
@@ -616,6 +619,7 @@ def no_memory_in(monkeypatch: pytest.MonkeyPatch, name: str, device: torch.devic
         yield
 
 
+@pytest.mark.costly(9)
 @pytest.mark.parametrize("share", [True, 0.5, "auto"])
 @pytest.mark.parametrize("name", ["take", "put", "empty_like", "load"])
 def test_a_device_without_memory_is_sent_batches_from_then_on(

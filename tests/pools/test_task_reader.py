@@ -102,6 +102,7 @@ def test_a_job_gets_the_reader_that_it_needs(given: dict[str, Any], kind: type) 
     assert type(reader_for(Job([1, 2, 3], None, 0, **given))) is kind
 
 
+@pytest.mark.slow
 def test_the_readers_of_iterable_data_are_imported_only_where_there_is_such_data() -> None:
     script = (
         "import sys; from sharded_loader.engine.messages import Job; "

@@ -189,6 +189,7 @@ class Stuck:
         return np.array([index])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_thread_that_hangs_is_an_error_and_another_has_its_place(num_workers: int) -> None:
     data = Stuck()
@@ -318,6 +319,7 @@ class StuckInItsSeed(Stuck):
             return value
 
 
+@pytest.mark.slow
 def test_a_thread_that_hangs_in_sample_seed_delays_the_others_and_is_an_error() -> None:
     data, before = StuckInItsSeed(), set(threading.enumerate())
     random.seed(5)

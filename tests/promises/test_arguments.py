@@ -200,6 +200,7 @@ def nothing(number: int) -> None:
     """A worker_init_fn."""
 
 
+@pytest.mark.slow
 def test_a_hang_ends_after_the_timeout_that_the_loader_was_given() -> None:
     class Hangs:
         def __len__(self) -> int:
@@ -526,6 +527,7 @@ def test_pin_memory_without_an_accelerator_warns_once_and_has_no_effect(monkeypa
 # -- batches that are wrong: an error at their place, the others come -----------------------------------------
 
 
+@pytest.mark.costly(4)
 @pytest.mark.parametrize(
     ("bad", "error", "message"),
     [

@@ -241,6 +241,7 @@ def test_a_state_from_the_end_of_an_epoch_begins_the_next_one(pool: str, kind: s
         assert stream(loader, 2) == (expected[1:3] if told == "same" else expected[2:])
 
 
+@pytest.mark.costly(15)
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_a_look_at_a_state_from_an_epochs_end_changes_nothing(kind: str) -> None:
     def build() -> ShardedDataLoader:
@@ -261,6 +262,7 @@ def test_a_look_at_a_state_from_an_epochs_end_changes_nothing(kind: str) -> None
 # -- threads ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("kind", ["inline", "thread", "fork" if sys.platform != "win32" else "spawn"])
 def test_a_thread_may_look_at_a_loader_while_others_begin_epochs(kind: str) -> None:
     """Every epoch is begun by one thread, and is whole."""

@@ -27,7 +27,7 @@ def signal_name(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("step", [23, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
-@pytest.mark.costly(3)
+@pytest.mark.costly
 def test_what_a_signal_raises_at_any_line_of_next_passes_and_no_batch_is_lost(
     new_pool: Callable[..., Pool], signal_name: str, step: int
 ) -> None:

@@ -147,6 +147,7 @@ def test_bad_samples_are_dealt_with_alike_one_by_one_and_in_bulk(
             assert seen == (["bad 6", "bad 10"] if "num_replicas" in options else []) and bool(warned) != bool(seen)
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("on_error", ["skip", "replace", negative])
 def test_what_was_skipped_does_not_disturb_resume(pool: Pool, on_error: Any) -> None:
     def make(pool: Any = None) -> ShardedDataLoader:

@@ -37,7 +37,7 @@ def test_two_thousand_random_loaders_do_what_a_naive_one_does(part: int) -> None
 
 @pytest.mark.costly
 def test_random_loaders_that_are_disturbed_do_what_a_naive_one_does() -> None:
-    for case in range(20):
+    for case in range(8):
         fuzz.run_case(case, faults=True, processes=False)
 
 
@@ -49,6 +49,7 @@ def test_a_hundred_random_loaders_of_all_pools_that_are_disturbed_do_what_a_naiv
         fuzz.run_case(1_000_000 + 20 * part + case, faults=True)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("faults", [False, True])
 @pytest.mark.parametrize(
     ("name", "wrong"),

@@ -67,6 +67,7 @@ def places(kind: str) -> list[Any]:
     return [batches(loader) for _ in range(3)]
 
 
+@pytest.mark.costly
 @covering(1, pool=["inline", "thread"], kind=KINDS, iterator=["the same", "another"])
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 61])
 def test_interrupted_anywhere_in_the_first_next_no_epoch_has_begun(

@@ -72,6 +72,7 @@ def until_the_end(iterator: Iterator[Any]) -> tuple[list[Any], list[Exception], 
 # -- parts in turn, every sample once -----------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @covering(1, spawned=True, pool=POOLS, kind=TORCH_FREE, workers=[1, 2, 3, 4])
 def test_batches_come_from_the_part_that_has_given_the_fewest_whoever_reads(
     pool: str, kind: Callable[..., Any], workers: int
@@ -79,6 +80,7 @@ def test_batches_come_from_the_part_that_has_given_the_fewest_whoever_reads(
     assert epochs_of(loader_of(kind(), pool, workers), 2) == [batches_of(LENGTHS, SIZE)] * 2
 
 
+@pytest.mark.costly(3)
 @covering(2, pool=POOLS[:3], kind=ASKING, workers=[1, 2, 3, 4])
 def test_a_dataset_that_asks_torch_for_its_part_is_told_whoever_reads(
     pool: str, kind: Callable[..., Any], workers: int
@@ -86,6 +88,7 @@ def test_a_dataset_that_asks_torch_for_its_part_is_told_whoever_reads(
     _as_promised(pool, kind, workers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Own, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ASKING[1:])])
 @pytest.mark.parametrize("pool", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_a_dataset_that_imports_torch_only_when_it_asks_is_told(pool: str, kind: Callable[..., Any]) -> None:
@@ -207,7 +210,7 @@ def test_parts_have_seeds_of_their_own_that_follow_from_the_loader_s() -> None:
 
 
 @pytest.mark.parametrize("kind", [Parts, GoOn, WithStatefulRows, *ASKING])
-@pytest.mark.costly(2)
+@pytest.mark.costly
 def test_whoever_is_killed_under_fork_the_batches_are_the_same(kind: Callable[..., Any]) -> None:
     _survives_kills("fork", kind)
 
@@ -272,7 +275,7 @@ def test_workers_that_are_killed_at_any_moment_change_nothing(
 
 @SPAWN_FIRST
 @pytest.mark.parametrize(("part", "place"), [(0, 0), (3, 6), (3, 11)])
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_sample_that_kills_once_is_not_seen(method: str, part: int, place: int, tmp_path: Path) -> None:
     dataset = Parts(before=At(Fails(kill, tmp_path / "once", times=1), part, place))
     assert epochs_of(loader_of(dataset, method), 2) == [batches_of(LENGTHS, SIZE)] * 2
@@ -310,7 +313,7 @@ def test_a_sample_that_kills_every_worker_is_one_error_and_its_part_ends(
 
 
 @covering(1, spawned=True, pool=POOLS[1:], at=[(0, 0), (0, 5), (3, 11)], prefetch=[1, 9])
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_sample_that_hangs_is_one_error_and_its_part_ends(pool: str, at: tuple[int, int], prefetch: int) -> None:
     dataset = Parts(before=At(hang_for_a_while if pool == "thread" else hang, *at))
     options: dict[str, Any] = {} if pool == "thread" else {"restarts": 1}
@@ -322,6 +325,7 @@ def test_a_sample_that_hangs_is_one_error_and_its_part_ends(pool: str, at: tuple
     assert (error.epoch, error.index) == (0, at)
 
 
+@pytest.mark.slow
 def test_parts_that_are_slow_to_get_back_to_are_not_taken_for_hung(tmp_path: Path) -> None:
     """A worker that takes over reads all of the part again, which takes longer than one sample may."""
     dataset = Parts((40,), seconds=(0.03,), before=At(Fails(kill, tmp_path / "once", times=1), 0, 38))
@@ -444,6 +448,7 @@ ODD = {
 }
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("dataset", ODD, ids=["stops", "exits", "no iterator", "no state"])
 def test_odd_datasets_give_the_same_errors_everywhere(pool: str, dataset: Any) -> None:
@@ -497,7 +502,7 @@ def test_a_batch_that_cannot_leave_its_worker_costs_that_batch_only(method: str)
 
 
 @pytest.mark.parametrize("pool", POOLS[1:])
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_part_that_hangs_when_it_is_opened_is_one_error(pool: str) -> None:
     options: dict[str, Any] = {} if pool == "thread" else {"restarts": 1}
     with loader_of(HangsToBegin((9, 9, 9, 9)), make_pool(pool, timeout=1.0, **options), prefetch=9) as loader:

@@ -65,6 +65,7 @@ def go_on(dataset: Any, state: Any, pool: Any = "inline", **options: Any) -> Ite
 # -- after any batch ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("last_batch", ["keep", "discard"])
 def test_a_state_after_any_batch_of_any_epoch_is_gone_on_from(kind: Callable[..., Any], last_batch: str) -> None:
@@ -79,6 +80,7 @@ def test_a_state_after_any_batch_of_any_epoch_is_gone_on_from(kind: Callable[...
             assert next(rest) == one, (epoch, count)
 
 
+@pytest.mark.costly
 @covering(
     1, spawned=True, saves=POOLS, loads=POOLS, kind=[Parts, GoOn, WithStatefulRows], workers=[1, 3], prefetch=[1, 9]
 )
@@ -93,6 +95,7 @@ def test_any_pool_goes_on_from_the_state_of_any_other(
         rest.close()
 
 
+@pytest.mark.costly
 @covering(1, pool=POOLS[:3], kind=ASK_TORCH, workers=[1, 2, 4])
 def test_so_does_a_dataset_that_asks_torch_for_its_part(pool: str, kind: Callable[..., Any], workers: int) -> None:
     whole = epochs_of(kind(), 3)
@@ -180,6 +183,7 @@ def test_the_states_in_a_state_are_copies() -> None:
         assert values(next(iter(loader))) == batches_of(LENGTHS, SIZE)[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pool", "kind"), [*((pool, DrawsOwn) for pool in POOLS), *((pool, Draws) for pool in PROCESS_POOLS)]
 )
@@ -523,6 +527,7 @@ def test_steps_of_ranks_are_equally_many_and_disjoint() -> None:
         assert sum(found[rank], []) == endless_of(lengths, SIZE, 6, parts=range(rank, 4, 2))
 
 
+@pytest.mark.slow
 def test_a_buffer_may_be_part_of_the_state() -> None:
     """A shuffle buffer, as users write it: with a state of its own nothing is read twice."""
 

@@ -63,6 +63,7 @@ class InterruptInParts(InterruptAt):
 # -- Ctrl-C -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("step", [97, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
 @pytest.mark.parametrize("kind", [Parts, Stateful, WithStatefulRows])
 @pytest.mark.parametrize("pool", [*POOLS[:3], *(pytest.param(pool, marks=pytest.mark.slow) for pool in POOLS[3:])])
@@ -93,6 +94,7 @@ def worker_info() -> Any:
     return get_worker_info()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("step", [29, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pool", ["inline", "thread"])
 @pytest.mark.parametrize("steps", [None, 3])
@@ -316,6 +318,7 @@ def test_sample_rng_depends_on_the_seed_the_epoch_and_the_sample(pool: str, work
     assert len(set(numbers)) == len(numbers)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
 def test_what_a_dataset_draws_when_it_is_begun_is_the_same_everywhere(pool: str) -> None:
     class Shuffled(Parts):
@@ -341,6 +344,7 @@ def test_what_a_dataset_draws_when_it_is_begun_is_the_same_everywhere(pool: str)
             assert loader.read((3, 7), epoch=0) in whole[0][-2]
 
 
+@pytest.mark.slow
 @pytest.mark.also_spawned
 @covering(1, spawned=True, method=PROCESS_POOLS, workers=[1, 3])
 def test_global_generators_are_the_same_after_a_kill(method: str, workers: int, tmp_path: Path) -> None:
@@ -447,6 +451,7 @@ def test_loops_in_several_threads_share_a_loader() -> None:
         assert sorted(found) == whole
 
 
+@pytest.mark.slow
 def test_a_state_may_be_taken_in_another_thread() -> None:
     lengths, states, over = (1200, 900, 300), list[Any](), threading.Event()
     whole = batches_of(lengths, SIZE)

@@ -153,6 +153,7 @@ def test_iterators_in_several_threads(pool: Pool) -> None:
         assert found == [list(range(200))] * 4
 
 
+@pytest.mark.slow
 def test_no_wake_up_is_lost_between_threads() -> None:
     for _ in range(30):
         with ShardedDataLoader(range(200), 4, pool=ThreadPool(2)) as loader:

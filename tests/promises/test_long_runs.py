@@ -78,6 +78,7 @@ def test_a_reply_may_hold_more_than_four_gigabytes() -> None:
     assert _REPLY.unpack_from(reply)[-1] == 5 << 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["inline", "thread", pytest.param("fork", marks=pytest.mark.slow)])
 def test_a_signal_handler_may_ask_how_far_it_is_at_any_line(name: str) -> None:
     """As one for SIGUSR1 does, which prints the counts, or for SIGTERM, which saves the state."""

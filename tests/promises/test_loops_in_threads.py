@@ -64,6 +64,7 @@ def test_threads_with_loops_of_their_own_have_whole_epochs(pool: Pool) -> None:
         assert in_threads(work) == [count] * THREADS
 
 
+@pytest.mark.costly
 def test_each_loop_of_each_thread_is_an_epoch_of_its_own(pool: Pool) -> None:
     count = loops_of(pool) // 4
     data = ArrayDataset(np.arange(12))
@@ -75,6 +76,7 @@ def test_each_loop_of_each_thread_is_an_epoch_of_its_own(pool: Pool) -> None:
     assert sorted(epoch for loops in found for epoch in loops) == sorted(epochs)
 
 
+@pytest.mark.costly
 def test_threads_that_break_off_and_threads_that_go_on_do_not_disturb_each_other(pool: Pool) -> None:
     count = loops_of(pool)
     with ShardedDataLoader(range(12), 2, pool=pool, prefetch=3) as loader:

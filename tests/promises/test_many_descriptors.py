@@ -36,6 +36,7 @@ def with_many_files_open(work: Callable[[], object], count: int = 1500) -> str:
     return in_child(opened)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "name", [name if name != "forkserver" else pytest.param(name, marks=pytest.mark.slow) for name in POOLS]
 )
@@ -135,6 +136,7 @@ def test_a_worker_that_cannot_start_once_is_replaced(tmp_path: Path) -> None:
     assert in_child(work) == str(list(range(64)))
 
 
+@pytest.mark.slow
 def test_of_many_spawned_workers_that_lack_a_library_one_is_heard(tmp_path: Path) -> None:
     (tmp_path / "broken" / "numpy").mkdir(parents=True)
     (tmp_path / "broken" / "numpy" / "__init__.py").write_text("raise ImportError('no such symbol')\n")

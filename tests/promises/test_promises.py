@@ -45,6 +45,7 @@ def flat(batches: Any) -> list[Any]:
 # -- P1, P2 -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.also_spawned
 @pytest.mark.parametrize("prefetch", [0, *[pytest.param(n, marks=pytest.mark.slow) for n in (1, 50)], 3])
 def test_batches_come_in_the_samplers_order_whatever_finishes_first(pool: Pool, prefetch: int) -> None:
@@ -79,6 +80,7 @@ def stream(pool: Pool, **options: Any) -> list[Any]:
         return [[[part.tolist() for part in batch] for batch in loader] for _ in range(2)]
 
 
+@pytest.mark.costly(2)
 def test_order_and_random_numbers_depend_on_neither_pool_nor_workers(new_pool: Callable[..., Pool]) -> None:
     from conftest import make_pool
 
@@ -151,7 +153,7 @@ def test_the_default_device_of_torch_changes_no_seed(pool: Pool) -> None:
 
 @pytest.mark.also_spawned
 @pytest.mark.parametrize(("fail", "how"), [(kill, "SIGKILL"), (leave, "exit code 3")])
-@pytest.mark.costly(2)
+@pytest.mark.costly
 def test_a_sample_that_kills_its_workers_is_an_error_and_the_others_go_on(
     process_pool: ProcessPool, fail: Callable[[], Any], how: str
 ) -> None:
@@ -256,7 +258,7 @@ def test_an_error_is_the_original_and_names_its_place_and_iteration_goes_on(pool
         (raise_unicode, UnicodeDecodeError, {"encoding": "utf-8", "start": 0}),
     ],
 )
-@pytest.mark.costly(4)
+@pytest.mark.costly
 def test_exceptions_keep_class_and_attributes(
     pool: Pool, fail: Callable[[], Any], kind: type[Exception], attributes: dict[str, Any]
 ) -> None:

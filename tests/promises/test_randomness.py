@@ -118,6 +118,7 @@ def drawing_too(samples: list[Any]) -> Any:
     return np.stack([np.append(sample, number) for sample in samples])
 
 
+@pytest.mark.costly(2)
 def test_objects_with_generators_give_the_same_in_every_pool_if_seeded(new_pool: Callable[..., Pool]) -> None:
     dataset = SimpleDataset(Numbers()).transform(all_kinds(), seeded=True).transform(augment, seeded=True)
     expected = epochs(dataset, InlinePool())

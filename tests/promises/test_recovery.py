@@ -52,7 +52,7 @@ def expected(where: str, **options: Any) -> list[Any]:
 
 
 @covering(1, spawned=True, method=PROCESS_POOLS, how=HOWS, where=PHASES)
-@pytest.mark.costly(3)
+@pytest.mark.costly
 def test_a_batch_that_always_fails_is_one_error_in_its_place(
     method: str, where: str, how: Callable[[], Any], tmp_path: Path
 ) -> None:
@@ -105,6 +105,7 @@ def test_a_worker_that_cannot_start_is_one_error(method: str, how: Callable[[], 
         assert not pool.started
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_a_dataset_that_kills_who_unpickles_it_is_one_error(method: str, tmp_path: Path) -> None:
     fail = Fails(kill, tmp_path / "count")
@@ -115,6 +116,7 @@ def test_a_dataset_that_kills_who_unpickles_it_is_one_error(method: str, tmp_pat
         assert 3 <= fail.count <= 6
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize(("restarts", "deaths"), [(0, 1), (1, 1), (2, 2), (3, 3)])
 def test_restarts_is_how_many_workers_a_batch_may_kill(restarts: int, deaths: int, tmp_path: Path) -> None:
     fail = Fails(kill, tmp_path / "count")
@@ -238,6 +240,7 @@ def test_all_workers_at_once(method: str) -> None:
     assert found == list(random_stream(make_pool("fork"), None, 0))
 
 
+@pytest.mark.slow
 def test_the_template_and_a_worker() -> None:
     pool = make_pool("fork")
     assert isinstance(pool, ProcessPool)

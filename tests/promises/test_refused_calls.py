@@ -51,7 +51,7 @@ def read_and_lose_a_worker(method: str, length: int = 160) -> list[int]:
 @seccomp
 @covering(1, method=PROCESS_POOLS, call=REFUSED, error=ERRORS)
 @pytest.mark.filterwarnings("ignore:this system does not pass descriptors:RuntimeWarning")
-@pytest.mark.costly(3)
+@pytest.mark.costly(2)
 def test_a_refused_call_changes_no_batch_and_no_worker_is_lost(method: str, call: str, error: str) -> None:
     def work() -> object:
         refuse(REFUSED[call], error)
@@ -121,6 +121,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         os.kill(int((tmp_path / "started").read_text()), signal.SIGKILL)
 
 
+@pytest.mark.costly
 @covering(1, spawned=True, method=PROCESS_POOLS, how=["fork", "program"], known=["by pidfd", "by pipe"])
 def test_a_dead_worker_is_noticed_while_a_process_that_it_started_lives(
     method: str, how: str, known: str, folder: Path

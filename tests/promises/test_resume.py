@@ -401,6 +401,7 @@ def test_a_state_resumes_exactly_under_every_start_method(kind: str, saved_in: s
     check_resume(CONFIGURATIONS[kind], make_pool(saved_in, 2), make_pool(loaded_in, 3), place)
 
 
+@pytest.mark.costly(5)
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_every_sampler_resumes_after_every_batch(kind: str, every: int) -> None:
@@ -582,6 +583,7 @@ def roll(make: Callable[[int, int], ShardedDataLoader], ranks: tuple[int, ...]) 
     return seen, state
 
 
+@pytest.mark.costly(3)
 @covering(1, ranks=[(1, 2, 3, 1), (3, 1), (2, 4, 2), (4, 3, 2, 1), (2, 2), (1, 4)], order=ORDERS)
 def test_with_rollover_other_numbers_of_ranks_see_the_endless_stream_once(ranks: tuple[int, ...], order: str) -> None:
     # 132 samples in twelves: no number of ranks up to 4 needs padding, and few of them fill an epoch with batches.
@@ -619,6 +621,7 @@ def test_other_numbers_of_ranks_see_the_batches_not_yet_seen_once_each(ranks: tu
     assert 0 <= len(seen) - len(whole) < ranks[-1], "more than padding"
 
 
+@pytest.mark.costly(5)
 @pytest.mark.parametrize("last_batch", ["keep", "discard", "rollover"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_with_another_batch_size_the_samples_not_yet_seen_come_once_each(order: str, last_batch: str) -> None:

@@ -185,6 +185,7 @@ def test_all_spawned_workers_start_at_once(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_neither_the_main_process_nor_a_forked_worker_imports_what_it_does_not_need() -> None:
     """Beside torch a worker imports a module to answer for it. With mixtures that took 7 ms of each recovery, not 2."""
     program = (

@@ -139,6 +139,7 @@ def test_a_state_goes_on_in_any_epoch_after_any_step(kind: str, pool: str, count
         assert [[batch.tolist() for batch in loader] for _ in expected[:2]] == expected[:2]
 
 
+@pytest.mark.costly(7)
 @pytest.mark.parametrize("kind", ["in order", "shuffled", "random", "list", "foreign", "by epoch"])
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_every_rank_has_the_steps_and_all_of_them_the_samples_in_turns(kind: str, replicas: int) -> None:
@@ -287,6 +288,7 @@ def test_ranks_share_a_sampler_without_end_in_turns(kind: str, replicas: int) ->
     assert found == whole[: len(found)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", WITHOUT_END)
 def test_a_sampler_without_end_resumes_after_any_step_on_other_ranks_too(kind: str) -> None:
     whole = in_turns(kind, [endless_loader(kind, 2, rank) for rank in range(2)], 4)

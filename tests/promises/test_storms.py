@@ -94,6 +94,7 @@ def test_a_replacement_that_ends_by_itself_is_given_up_soon(how: Any, tmp_path: 
         assert not pool.started
 
 
+@pytest.mark.slow
 @METHODS
 def test_workers_that_die_between_batches_again_and_again_are_one_error(method: str, tmp_path: Path) -> None:
     fail = Fails(leave, tmp_path / "count")

@@ -156,6 +156,7 @@ def test_a_forked_child_may_have_a_loader_of_its_own(method: str) -> None:
     assert in_child(read) == str(read())
 
 
+@pytest.mark.costly
 @unix
 @METHODS
 @pytest.mark.parametrize("reaper", ["ignore", "handler", pytest.param("thread", marks=pytest.mark.slow)])

@@ -55,7 +55,7 @@ def expected(where: str) -> list[Any]:
         pytest.param("encoding", hang, 1, "sending the batch", None, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.costly(2)
+@pytest.mark.costly
 def test_a_batch_that_always_hangs_is_one_error_in_its_place(
     method: str,
     where: str,
@@ -87,6 +87,7 @@ def test_a_batch_that_always_hangs_is_one_error_in_its_place(
         assert re.search(r"sharded_loader: worker [01] \(pid \d+\) made no progress for .* s\. Its stacks:\n", stacks)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("full", [False, True])
 def test_a_worker_that_hangs_shows_the_frames_of_the_user(
     full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -102,6 +103,7 @@ def test_a_worker_that_hangs_shows_the_frames_of_the_user(
     assert full or stacks.startswith("The thread that reads (most recent call last):\n  File ")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at signals that are under way")
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_the_stacks_of_a_hang_are_written_however_late_the_worker_gets_to_it(
@@ -152,7 +154,7 @@ def is_pending(pid: int, number: int) -> bool:
         pytest.param("batchify_fn", hangs_with_the_gil, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_hang_that_does_not_come_again_is_not_seen(
     method: str, where: str, how: Callable[[], Any], tmp_path: Path
 ) -> None:
@@ -197,7 +199,7 @@ def test_a_worker_that_was_stopped_between_batches_is_replaced_too(method: str) 
 
 
 @pytest.mark.parametrize("name", ["thread", *PROCESS_POOLS])
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_slow_batch_of_quick_samples_is_no_error(name: str) -> None:
     class Slow:
         def __len__(self) -> int:
@@ -291,6 +293,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @METHODS
 def test_workers_that_hang_while_they_start_are_one_error(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -304,6 +307,7 @@ def test_workers_that_hang_while_they_start_are_one_error(
         assert not pool.started
 
 
+@pytest.mark.slow
 def test_without_a_timeout_nobody_is_late() -> None:
     class Slow:
         def __len__(self) -> int:

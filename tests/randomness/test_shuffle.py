@@ -75,6 +75,7 @@ def test_bijection_shows_no_structure_between_neighbours(length: int) -> None:
         assert abs(np.corrcoef(place[distance:], place[:-distance])[0, 1]) < 0.02
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("make", ["bijection", "shuffled"])
 def test_over_many_keys_every_index_comes_everywhere_equally_often(make: str) -> None:
     length, keys = 21, 1500

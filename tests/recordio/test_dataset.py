@@ -75,6 +75,7 @@ def read_by(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the same records --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly(2)
 @covering(2, kind=KINDS, index=[True, False], way=WAYS)
 def test_a_batch_is_what_one_by_one_gives(
     tmp_path: Path, kind: str, index: bool, way: str, monkeypatch: pytest.MonkeyPatch
@@ -254,6 +255,7 @@ def test_a_loader_gives_lists_of_records_from_every_pool(tmp_path: Path, pool: P
         assert all(type(batch) is list and type(batch[0]) is bytes for batch in batches)
 
 
+@pytest.mark.slow
 def test_a_worker_reads_batches_of_a_large_index(tmp_path: Path, process_pool: Pool) -> None:
     records = [b"%d" % number for number in range(20_000)]  # offsets and sizes lie in shared memory
     offsets = write(tmp_path / "a.rec", records)
@@ -280,6 +282,7 @@ def test_parts_and_transforms_of_the_dataset_read_the_same(tmp_path: Path) -> No
             assert list(loader) == [records[:16], records[16:] + records[:2]]
 
 
+@pytest.mark.costly(2)
 def test_a_damaged_record_is_named_by_a_loader_or_left_out(tmp_path: Path, new_pool: Callable[..., Pool]) -> None:
     records = [b"%d" % number * 20 for number in range(20)]
     offsets = write(tmp_path / "a.rec", records)
@@ -303,6 +306,7 @@ def test_a_damaged_record_is_named_by_a_loader_or_left_out(tmp_path: Path, new_p
 # -- threads and processes ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_threads_read_batches_through_one_open_file(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read_by(way, monkeypatch)

@@ -380,6 +380,7 @@ def test_missing_empty_and_foreign_files(tmp_path: Path) -> None:
         MXRecordIO(tmp_path / "empty.rec", "a")
 
 
+@pytest.mark.slow
 def test_truncated_anywhere_names_the_offset_and_keeps_what_came_before(tmp_path: Path) -> None:
     records = [b"first", b"", b"abcd" + MAGIC * 2 + b"e", b"last"]
     rec = tmp_path / "a.rec"
@@ -455,6 +456,7 @@ def test_each_kind_of_damage_is_told(tmp_path: Path, words: list[int], problem: 
             reader.read()
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=2 * settings.default.max_examples)
 def test_mutated_file_gives_its_records_or_names_the_damage(folder: Path, data: st.DataObject) -> None:
@@ -549,6 +551,7 @@ def test_no_memory_is_taken_for_a_length_beyond_the_file(tmp_path: Path) -> None
             tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_many_tiny_parts_take_no_more_memory_than_the_file(tmp_path: Path) -> None:
     write(tmp_path / "a.rec", [MAGIC * 50_000])
     with MXRecordIO(tmp_path / "a.rec", "r") as file:

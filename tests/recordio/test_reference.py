@@ -67,6 +67,7 @@ def test_a_damaged_file_is_read_up_to_the_damage_which_is_named(folder: Path, rn
     damaged_records.check_file(folder, rng)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.slow)])
 def test_many_damaged_files_are_read_as_the_reference_reads_them(
     capsys: pytest.CaptureFixture[str], count: int
@@ -77,6 +78,7 @@ def test_many_damaged_files_are_read_as_the_reference_reads_them(
     assert ["read", "wrongly", "0"] in lines
 
 
+@pytest.mark.slow
 def test_the_comparison_notices_what_is_read_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordFileDataset, "__getitems__", lambda self, indices: [b""] * len(indices))
     assert damaged_records.run(20, seed=1) == 1

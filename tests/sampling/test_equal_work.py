@@ -83,6 +83,7 @@ def test_one_rank_has_the_order_that_it_always_had(kind: str) -> None:
     )
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("kind", BUCKETS)
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_state_of_four_ranks_goes_on_with_others_and_loses_no_sample(kind: str, replicas: int) -> None:
@@ -108,6 +109,7 @@ def test_a_state_of_four_ranks_goes_on_with_others_and_loses_no_sample(kind: str
     assert epoch_of(after) == epoch_of(again)  # the next epoch is made for the ranks that there are
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("last_batch", ["discard", "rollover"])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_the_last_samples_of_each_bucket_are_left_out_or_come_first_in_its_next_epoch(
@@ -231,6 +233,7 @@ def test_with_costs_each_sample_comes_once(length: int, size: int, replicas: int
     assert list(whole.iter_epoch(epoch)) == order[:steps]
 
 
+@pytest.mark.slow
 def test_the_samples_of_a_step_are_the_same_for_any_number_of_ranks() -> None:
     orders = {
         replicas: [
@@ -262,6 +265,7 @@ def _pairs(indices: list[int]) -> list[tuple[int, int]]:
     return [(one, other) for place, one in enumerate(indices) for other in indices[place + 1 :]]
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize(("replicas", "size"), [(2, 16), (8, 4), (1, 32)])
 def test_a_state_goes_on_with_other_ranks_that_read_as_much(replicas: int, size: int) -> None:
     before = ranks_of(4, batch_size=8, costs=LENGTHS, seed=3)

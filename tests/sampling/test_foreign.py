@@ -262,6 +262,7 @@ class UnsureOfOurs(Unsure, Sampler[Any]):
 ERRORS = [ValueError("steps are ambiguous"), RuntimeError("x"), AttributeError("y"), StopIteration(), KeyError("z")]
 
 
+@pytest.mark.costly(15)
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("kind", [Unsure, UnsureOfOurs])
 @pytest.mark.parametrize("of_batches", [True, False])
@@ -392,6 +393,7 @@ OWN_STATES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.costly(11)
 @pytest.mark.parametrize("of_batches", [False, True])
 @pytest.mark.parametrize("kind", OWN_STATES)
 def test_peek_changes_nothing_in_a_sampler_that_owns_its_generator(kind: str, of_batches: bool) -> None:

@@ -63,6 +63,7 @@ def epochs_of(loader: ShardedDataLoader[Any], count: int) -> Any:
     return (batch.tolist() for _ in range(count) for batch in loader)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{}, {"last_batch": "discard"}])
 @pytest.mark.parametrize("inner", ["own", "torch"])
 def test_a_state_after_any_batch_goes_on_with_the_same_batches(inner: str, given: dict[str, Any]) -> None:

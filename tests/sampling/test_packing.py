@@ -68,6 +68,7 @@ def ranks(count: int, steps: int | None = None, state: Any = None, **options: An
 # -- what is in the rows -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly(5)
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("window", [1, 7, 40, 10_000])
 def test_each_document_comes_once_in_each_epoch_and_no_row_is_too_full(window: int, shuffle: bool) -> None:
@@ -181,6 +182,7 @@ def test_an_epoch_is_a_function_of_seed_and_epoch_whatever_was_read_before(monke
         assert list(batches.iter_epoch(epoch, start)) == expected[epoch][start:]
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("group", [40, 120, 2**17])
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (4, 1), (3, 2), (1, 5)])
 def test_a_state_resumes_on_any_number_of_ranks(
@@ -313,6 +315,7 @@ def test_a_rank_of_thousands_packs_each_window_once(monkeypatch: pytest.MonkeyPa
     assert found == [batch for n, batch in enumerate(sampler(lengths, rows=1)) if n % 200 == 199][:5]
 
 
+@pytest.mark.slow
 def test_a_thousand_million_documents_take_constant_memory() -> None:
     lengths = np.broadcast_to(np.int32(600), 10**9)  # 4 bytes
     tracemalloc.start()

@@ -101,6 +101,7 @@ def test_on_ranks_the_copies_go_where_timm_sends_them() -> None:
         assert [index for batch in loader for index in batch.tolist()] == order[rank::replicas]
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("steps", [None, 3])
 @pytest.mark.parametrize("inner", ["own", "torch"])
 def test_resumes_between_two_copies_on_any_number_of_ranks(inner: str, steps: int | None) -> None:

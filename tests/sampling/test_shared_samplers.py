@@ -127,7 +127,7 @@ APART = {("counts itself", "iterates"), ("ranks", "pickles")}
 
 
 @pytest.mark.parametrize(("kind", "look"), [(k, look) for k in SAMPLERS for look in LOOKS if (k, look) not in APART])
-@pytest.mark.costly(26)
+@pytest.mark.costly(11)
 def test_looking_at_a_sampler_changes_nothing_in_its_loader(kind: str, look: str) -> None:
     expected = epochs(make(kind), 4)
     loader = make(kind)
@@ -154,6 +154,7 @@ def test_looking_at_a_sampler_changes_nothing_in_its_loader(kind: str, look: str
     assert epochs(loader, 1) == [expected[1][1:]]
 
 
+@pytest.mark.costly(11)
 @pytest.mark.parametrize("kind", [kind for kind in SAMPLERS if kind not in ("none", "shuffle", "rollover", "ranks")])
 def test_two_loaders_share_a_sampler_as_if_each_had_its_own(kind: str) -> None:
     expected = epochs(make(kind), 5)

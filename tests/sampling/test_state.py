@@ -334,6 +334,7 @@ def states_of(kind: str) -> list[dict[str, Any]]:
     return [json.loads(json.dumps(state)) for state in states]
 
 
+@pytest.mark.costly(8)
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_every_state_of_every_loader_is_taken(kind: str) -> None:
     states = states_of(kind)
@@ -347,6 +348,7 @@ def test_every_state_of_every_loader_is_taken(kind: str) -> None:
         assert told == (states[number + 1] if before == epoch != after and after is not None else state)
 
 
+@pytest.mark.costly(4)
 @pytest.mark.parametrize("kind", ALL_KINDS)
 @given(data=st.data())
 def test_a_spoilt_state_is_refused_by_name_or_read_but_never_half_taken(kind: str, data: st.DataObject) -> None:

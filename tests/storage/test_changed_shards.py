@@ -63,6 +63,7 @@ def cut(path: Path, values: list[bytes]) -> None:
 CHANGES = {"in place": in_place, "in place with its old time": write, "replaced": replaced, "deleted": deleted_first}
 
 
+@pytest.mark.costly(7)
 @pytest.mark.parametrize("later", [OTHER, ALIKE], ids=["other places", "same places"])
 @pytest.mark.parametrize("is_open", [True, False], ids=["open", "closed"])
 @pytest.mark.parametrize("change", [*CHANGES.values(), grown, cut], ids=[*CHANGES, "grown", "cut"])

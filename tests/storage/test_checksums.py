@@ -154,6 +154,7 @@ def assert_healed(folder: Path, seeds: Iterable[int]) -> None:
         assert source.fetches - fetches == (mutant != CONTENT), (seed, told)
 
 
+@pytest.mark.slow
 def test_mutants_of_a_shard_are_never_read(tmp_path: Path) -> None:
     assert_healed(tmp_path, range(100))
 

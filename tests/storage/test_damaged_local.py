@@ -70,7 +70,7 @@ def tar_subject(dialect: str) -> Subject:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.costly
+@pytest.mark.slow
 def test_damaged_tar_shards_are_noticed(dialect: str, tmp_path: Path) -> None:
     assert read_shards(str(write(tmp_path / "a.tar", tar_of(dialect)))) == samples_of_tar(tar_of(dialect))
     assert_noticed(tar_subject(dialect), range(120), tmp_path)
@@ -169,6 +169,7 @@ SUBJECTS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", SUBJECTS)
 def test_damaged_record_files_are_noticed(kind: str, tmp_path: Path) -> None:
     assert_noticed(SUBJECTS[kind], range(100), tmp_path)
@@ -210,6 +211,7 @@ def assert_all_right(subject: Subject, seeds: range, folder: Path) -> None:
     assert counts == {"right": len(seeds)}, defects[:20]
 
 
+@pytest.mark.slow
 def test_damaged_indexes_are_made_again(tmp_path: Path) -> None:
     assert_all_right(index_subject(tmp_path), range(60), tmp_path)
 

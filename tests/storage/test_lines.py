@@ -22,6 +22,7 @@ def made(path: Path, content: bytes, **more: Any) -> ShardDataset:
     return ShardDataset(path, index_folder=path.parent / "indexes", **more)
 
 
+@pytest.mark.costly(16)
 @pytest.mark.parametrize(
     ("content", "lines"),
     [
@@ -71,6 +72,7 @@ def test_the_format_is_that_of_the_name_or_given(tmp_path: Path) -> None:
         made(tmp_path / "names", b"", format="line")
 
 
+@pytest.mark.slow
 def test_json_lines_are_decoded_by_a_transform_in_every_pool(tmp_path: Path) -> None:
     rows = [{"n": number, "text": "ä" * number} for number in range(40)]
     text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
@@ -124,6 +126,7 @@ def test_a_file_that_was_changed_is_an_error(tmp_path: Path, change: str) -> Non
         dataset[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_lines_in_a_store_are_read_in_parts_or_fetched_ahead(tmp_path: Path, is_cached: bool) -> None:
     texts = [[f"{shard}-{row}" for row in range(30)] for shard in range(6)]

@@ -73,6 +73,7 @@ def test_no_part_of_another_version_is_read(served: Served, tag: str | None, mod
     assert store.ranges(url, [10], [20]) == [NEW[10:20]]  # of any version
 
 
+@pytest.mark.costly(6)
 @pytest.mark.parametrize(("tag", "modified"), TAGS, ids=["ETag", "Last-Modified", "both"])
 @pytest.mark.parametrize("number", [1, 4, 8])
 def test_a_file_that_is_replaced_while_it_is_fetched(
@@ -298,6 +299,7 @@ def test_redirects_are_followed(served: Served) -> None:
         store.ranges(f"{served.url}/moved.bin", [100], [110], stat)
 
 
+@pytest.mark.slow
 def test_a_server_that_trickles_is_given_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "STALL", 0.2)
     monkeypatch.setattr(stores, "TRIES", 2)

@@ -176,7 +176,7 @@ def optimum(batches: list[list[int]], room: int) -> int:
 
 
 @pytest.mark.parametrize("room", [12, 24, 36])
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_cache_fetches_about_as_little_as_the_best_rule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
@@ -260,6 +260,7 @@ def downloads(served: Served) -> int:
     return len([path for path, wanted in served.asked if wanted])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("method", ["inline", "fork", "spawn"])
 def test_each_shard_is_fetched_once_in_an_epoch(tmp_path: Path, served: Served, method: str) -> None:
     dataset = make(served, tmp_path, shards=6)
@@ -315,6 +316,7 @@ def test_a_run_that_goes_on_in_mid_epoch_fetches_what_is_left(tmp_path: Path, se
     dataset.close()
 
 
+@pytest.mark.slow
 def test_a_full_shuffle_over_a_small_cache_reads_samples_and_says_so_once(tmp_path: Path, served: Served) -> None:
     dataset = make(served, tmp_path, shards=2)
     order = RandomSampler(SHARDS * LENGTH, seed=1)

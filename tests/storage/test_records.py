@@ -186,6 +186,7 @@ def mds_subject(folder: Path) -> Subject:
     return Subject("a.mds", content, [(names, names + 20), (begin, len(content))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(150), pytest.param(range(1000, 4000), marks=pytest.mark.slow)])
 def test_damage_is_noticed(tmp_path: Path, seeds: range) -> None:
     """Names of columns and bytes inside samples have no checksum."""

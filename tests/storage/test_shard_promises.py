@@ -75,7 +75,7 @@ def expected(files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> lis
 
 
 @pytest.mark.parametrize("name", POOLS)
-@pytest.mark.costly(3)
+@pytest.mark.costly
 def test_every_pool_reads_the_same(shards: ShardDataset, expected: list[Any], name: str) -> None:
     with loader_of(shards, pool=make_pool(name)) as loader:
         assert [listed(loader) for _ in range(2)] == expected
@@ -86,7 +86,7 @@ def test_every_pool_reads_the_same(shards: ShardDataset, expected: list[Any], na
 @pytest.mark.parametrize(
     "delivered", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 13, TOTAL // BATCH]
 )
-@pytest.mark.costly(5)
+@pytest.mark.costly
 def test_a_state_continues_exactly(shards: ShardDataset, expected: list[Any], name: str, delivered: int) -> None:
     with loader_of(shards, pool=make_pool(name)) as loader:
         batches = iter(loader)
@@ -99,6 +99,7 @@ def test_a_state_continues_exactly(shards: ShardDataset, expected: list[Any], na
         assert listed(loader) == (expected[1] if whole else expected[0][delivered:])
 
 
+@pytest.mark.costly
 @METHODS
 def test_kills_change_nothing(shards: ShardDataset, expected: list[Any], method: str) -> None:
     dice, pool = random.Random(1), ProcessPool(2, start_method=method, restarts=100)
@@ -111,6 +112,7 @@ def test_kills_change_nothing(shards: ShardDataset, expected: list[Any], method:
     assert found == expected[0]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_read_one_order(shards: ShardDataset, expected: list[Any], ranks: int) -> None:
     parts = []
@@ -122,7 +124,7 @@ def test_ranks_read_one_order(shards: ShardDataset, expected: list[Any], ranks: 
 
 
 @pytest.mark.parametrize("name", ["inline", "thread", *PROCESS_POOLS[:1]])
-@pytest.mark.costly(3)
+@pytest.mark.slow
 def test_a_shard_that_is_gone_costs_its_own_samples(shards: ShardDataset, served: Served, name: str) -> None:
     lost = set(range(5 * LENGTH, 6 * LENGTH))
     del served.files["/5.tar"]

@@ -241,6 +241,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         ShardCache(tmp_path, "1 GB").open("s3://b/1.tar", Stat(SIZE, "tag"), fetch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["inline", "spawn", *(["fork"] if hasattr(os, "fork") else [])])
 def test_a_dataset_fetches_each_shard_once_for_all_workers(tmp_path: Path, method: str) -> None:
     with serving() as served:

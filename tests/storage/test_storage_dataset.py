@@ -141,6 +141,7 @@ def urls(served: Served) -> list[str]:
     return [f"{served.url}{name}" for name in sorted(served.files)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("method", ["inline", *PROCESSES])
 def test_remote_shards_are_read_in_parts(folder: Path, served: Served, method: str) -> None:
     remote = make(folder, urls=urls(served))
@@ -175,6 +176,7 @@ LISTS = {
 }
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("kind", LISTS)
 def test_a_file_that_lists_shards_stands_for_them(folder: Path, served: Served, kind: str) -> None:
     names = sorted(path.name for path in folder.glob("*.tar"))
@@ -201,6 +203,7 @@ def test_a_shard_that_is_missing_is_named(folder: Path, served: Served) -> None:
         make(folder, urls=[])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_shard_that_is_deleted_while_it_is_read_is_named(folder: Path, served: Served, workers: int) -> None:
     for here in (False, True):

@@ -79,17 +79,20 @@ def test_parts_come_in_the_order_in_which_they_are_asked_for(served: Served) -> 
     assert store.ranges(url, [5], [5]) == [b""] and len(served.asked) == 4  # an empty sample costs no request
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_know_parts_is_read_all_the_same(served: Served) -> None:
     served.knows_parts = False
     store, url = ObjectStore(), f"{served.url}/a.bin"
     assert store.ranges(url, [400_000, 10], [400_010, 20]) == [CONTENT[400_000:400_010], CONTENT[10:20]]
 
 
+@pytest.mark.slow
 def test_a_url_with_a_query_is_no_pattern(served: Served) -> None:
     url = f"{served.url}/a.bin?X-Amz-Signature=abc"
     assert ObjectStore().find(url) == {url: Stat(len(CONTENT), "first")}
 
 
+@pytest.mark.slow
 def test_a_whole_file_is_fetched_in_pieces(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "PIECE", 100_000)
     store, file = ObjectStore(), io.BytesIO()
@@ -98,6 +101,7 @@ def test_a_whole_file_is_fetched_in_pieces(served: Served, monkeypatch: pytest.M
     assert len(served.asked) == 6
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("trouble", ["fail", "truncate"])
 def test_a_request_that_fails_is_tried_again(served: Served, trouble: str) -> None:
     setattr(served, trouble, 2)
@@ -106,6 +110,7 @@ def test_a_request_that_fails_is_tried_again(served: Served, trouble: str) -> No
     assert store.retries == 2
 
 
+@pytest.mark.slow
 def test_a_server_that_stalls_is_asked_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "STALL", 0.3)
     served.stalls, served.stall = 1, 2.0
@@ -114,6 +119,7 @@ def test_a_server_that_stalls_is_asked_again(served: Served, monkeypatch: pytest
     assert store.retries == 1
 
 
+@pytest.mark.slow
 def test_trouble_without_end_is_an_error_that_names_the_file(served: Served) -> None:
     served.fail = 1000
     with pytest.raises(ShardError, match=r"a\.bin: .*503.*tried 6 times\)\. Check the server"):
@@ -127,7 +133,7 @@ def test_trouble_without_end_is_an_error_that_names_the_file(served: Served) -> 
 @pytest.mark.parametrize(
     ("status", "error"), [(403, PermissionError), (401, PermissionError), (404, FileNotFoundError)]
 )
-@pytest.mark.costly
+@pytest.mark.slow
 def test_what_cannot_be_helped_is_not_tried_again(served: Served, status: int, error: type[OSError]) -> None:
     served.fail, served.status = 1000, status
     store = ObjectStore()
@@ -136,6 +142,7 @@ def test_what_cannot_be_helped_is_not_tried_again(served: Served, status: int, e
     assert store.retries == 0 and len(served.asked) == 1
 
 
+@pytest.mark.slow
 def test_no_message_tells_a_secret(served: Served) -> None:
     served.fail = 1000
     url = served.url.replace("://", "://me:hunter22@") + "/a.bin?X-Amz-Signature=abcdef"
@@ -157,6 +164,7 @@ def _read(store: ObjectStore, url: str, queue: Any) -> None:
     queue.put(found)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_store_works_in_a_forked_child(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "STALL", 2.0)

@@ -89,6 +89,7 @@ def test_the_buffer_holds_no_more_samples_than_its_size() -> None:
         assert read - given_before <= 9  # those that wait, and the one that is given
 
 
+@pytest.mark.costly(4)
 @covering(1, pool=POOLS, kind=KINDS)
 def test_no_pool_and_no_number_of_workers_changes_what_comes(pool: str, kind: Callable[..., Any]) -> None:
     expected = batches_of(loader_of(kind()), 2)
@@ -121,6 +122,7 @@ def test_torchs_loader_takes_it_as_iterable_data() -> None:
 # -- resume ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @covering(1, kind=KINDS, size=[3, 50, 1])
 def test_a_state_after_any_batch_goes_on_with_the_same_samples(kind: Callable[..., Any], size: int) -> None:
     whole = batches_of(loader_of(kind(), size=size), 2)

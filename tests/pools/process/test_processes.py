@@ -161,6 +161,7 @@ def test_a_script_from_standard_input_works_too() -> None:
     assert (done.stdout, done.stderr) == ("[[0, 1]]\n", "")
 
 
+@pytest.mark.slow
 def test_the_start_method_that_the_user_set_is_the_default(tmp_path: Path) -> None:
     done = run_script(
         tmp_path / "script.py",

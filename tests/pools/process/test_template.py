@@ -109,6 +109,7 @@ def test_a_ctrl_c_ends_the_wait_for_a_slow_template(monkeypatch: pytest.MonkeyPa
             list(loader)
 
 
+@pytest.mark.slow
 def test_if_every_template_dies_workers_are_forked_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     fork = template.Template.fork
     killing = False
@@ -133,6 +134,7 @@ def test_if_every_template_dies_workers_are_forked_another_way(monkeypatch: pyte
             assert [value for batch in loader for value in batch.tolist()] == list(range(40))
 
 
+@pytest.mark.slow
 def test_where_warnings_are_errors_no_batch_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
     pool = ProcessPool(2, start_method="fork")
     with ShardedDataLoader(range(400), 4, pool=pool) as loader, warnings.catch_warnings():
