@@ -25,7 +25,7 @@ from typing import Any
 
 from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, leave_frames
 from sharded_loader.base.interrupts import note_handlers
-from sharded_loader.engine.messages import NOTHING, Job, Result, Task
+from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
 from sharded_loader.engine.order import Epoch
 from sharded_loader.engine.pool import Pool, PoolBroken
 from sharded_loader.engine.split import Split
@@ -343,7 +343,7 @@ class Pipeline:
         window, group = run.window, self.pool.group
         scale = group * (SLACK if group > 1 else 1) if self.scale_by_group and not self.one_by_one else 1
         unit, share = (group * self.pool.num_workers, 2) if run.epoch.takes_turns and group > 1 else (group, 4)
-        planned: Task | Exception | None = None
+        planned: Task | Exception | Nothing | None = None
         entry: Entry | None = None
         depth = max(least, self.prefetch * scale) if self.pool.num_workers else least
         missing = depth - before - len(window)
@@ -356,6 +356,8 @@ class Pipeline:
                 if isinstance(planned, Task):
                     entry = Entry(seq, planned)
                     run.waiting.append(entry)
+                elif isinstance(planned, Nothing):
+                    entry = Entry(seq, None, Result(run.number, seq, planned))
                 else:
                     # Its frames lead to the iterator whose step this is, which could not go before this window does.
                     if window or run.is_ahead:

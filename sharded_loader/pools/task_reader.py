@@ -58,6 +58,11 @@ def reader_for(
     return StreamReader(job, notes_samples=notes_samples, several=several, alone=alone, seed=seed)
 
 
+def globals_key(seed: int, epoch: int, position: int) -> int:
+    """What the global generators are seeded by for one batch, without ``whole``; see `seed_globals`."""
+    return derive_key(seed, "batch globals", epoch, position)
+
+
 class TaskReader:
     """Reads the tasks of one worker.
 
@@ -176,7 +181,7 @@ class TaskReader:
         """A batch that is built again, by whichever worker, gets the same seeds."""
         assert self.job is not None  # a batch is read
         if self.job.base_seed is None:
-            seed_globals(derive_key(self.job.seed, "batch globals", epoch, position), whole=False)
+            seed_globals(globals_key(self.job.seed, epoch, position), whole=False)
 
     def pack(self, result: Result, slot: SlotWriter, task: Task | None = None) -> Encoded:
         """What of a result leaves the worker; of one that cannot be pickled, an error that says so."""
