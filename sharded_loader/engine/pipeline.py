@@ -25,6 +25,7 @@ from typing import Any
 
 from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, leave_frames
 from sharded_loader.base.interrupts import note_handlers
+from sharded_loader.base.private import is_owned
 from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
 from sharded_loader.engine.order import Epoch
 from sharded_loader.engine.pool import Pool, PoolBroken
@@ -394,6 +395,34 @@ class Pipeline:
                 entry.result = Result(run.number, entry.seq, error=error)
         if tasks:
             self.pool.submit(tasks)
+
+    def poll(self, run: Run, job: Job, *, renew: bool = False, block: bool = False) -> bool:
+        """A step for a run that nobody waits for: it is put in flight, and what has come from the pool is filed.
+
+        Args:
+            run, job, renew: as of `open`, if the run is new.
+            block: wait for a step of another thread. False: leave it to that step.
+
+        Returns:
+            Whether `head` has something to say without a wait. A pool without workers reads only there.
+        """
+        is_nested = is_owned(self.lock)
+        if self.closed or not self.lock.acquire(blocking=block):
+            return self.closed or run.is_finished()
+        try:
+            inside = self.begin(is_nested)
+            if run.dead is None and run.number not in self._runs:
+                self.open(run, job, renew=renew)
+            if self.pool.num_workers and run.dead is None:
+                self._fill(run, 1)
+                self._wait(run, block=False)
+            self.end(inside)
+        except BaseException:
+            self.fail()
+            raise
+        finally:
+            self.lock.release()
+        return run.is_finished() or run.dead is not None
 
     def _wait(self, current: Run, *, block: bool) -> None:
         """File what comes from the pool, and dispatch again."""

@@ -31,13 +31,14 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from sharded_loader.base.described import brief
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import fetched_by_lightning, is_owned
@@ -47,10 +48,10 @@ from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.data.interleave import mixture_of
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import NOTHING, Job, Task
-from sharded_loader.engine.order import Epoch, Position
+from sharded_loader.engine.order import Epoch, FetchEpoch, Position
 from sharded_loader.engine.pipeline import Pipeline, Run, ShownRun
 from sharded_loader.engine.reader import Reader
-from sharded_loader.engine.split import is_sharded
+from sharded_loader.engine.split import is_sharded, plain_indices
 from sharded_loader.loader.arguments import length
 from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.pools.task_reader import globals_key, reader_for
@@ -564,6 +565,41 @@ class Epochs:
         if batch is NOTHING:
             raise ValueError(f"epoch {epoch}, batch {step} was left out: on_error has skipped all of its samples")
         return batch
+
+    def aside(self, indices: Iterable[Any], epoch: int) -> tuple[Run, Job, bool]:
+        """A run of one batch that belongs to no epoch: the run, what its workers read, and whether that is new to them.
+
+        Args:
+            indices: of its samples; of a mixture as `indices` names them, or as the mixture takes them.
+            epoch: the epoch whose random numbers it draws.
+        """
+        if isinstance(self.order, StreamOrder):
+            raise TypeError("fetch needs a dataset that is read by index: iterable data has its own order")
+        if isinstance(indices, str | bytes) or not isinstance(indices, Iterable):
+            raise TypeError(f"fetch was given {brief(indices)}; it must be a list of indices")
+        mixture, found = mixture_of(self.dataset), plain_indices(list(indices))
+        planned: list[Any] | Exception = found or ValueError("fetch was given no indices: give at least one")
+        if mixture is not None:
+            try:
+                planned = [mixture.code(*one) if isinstance(one, tuple) else one for one in found]
+            except (IndexError, TypeError) as error:
+                planned = error
+        run = Run(next(self._numbers), FetchEpoch(epoch, planned))
+        run.epoch.limit = None if mixture is not None or isinstance(self.dataset, Mapping) else length(self.dataset)
+        live = [one for one in self.progress.live_runs() if not one.ended and one.dead is None]
+        if self._workers.shares_dataset and (set_epoch := self._set_epoch()) is not None:
+            if any(one.epoch.number != epoch for one in live):
+                raise ValueError(
+                    f"cannot fetch a batch of epoch {epoch} while another epoch is read: the dataset has set_epoch, "
+                    f"and one object of it is read by all. Finish that epoch first, or use worker processes"
+                )
+            if not live:
+                set_epoch(epoch)
+        renew, self.stale = self.stale and not live, self.stale and bool(live)
+        if renew and self._kept is not None:  # it was read before the change
+            self._drop(self._kept.run)
+            self._kept = None
+        return run, self._job_now(), renew
 
     def sample(self, index: Hashable, epoch: int) -> Any:
         """One sample, read here and now, as in ``epoch``."""
