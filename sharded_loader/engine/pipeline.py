@@ -397,7 +397,7 @@ class Pipeline:
             self.pool.submit(tasks)
 
     def poll(self, run: Run, job: Job, *, renew: bool = False, block: bool = False) -> bool:
-        """A step for a run that nobody waits for: it is put in flight, and what has come from the pool is filed.
+        """A step for a run without a wait: it is put in flight, and what has come from the pool is filed.
 
         Args:
             run, job, renew: as of `open`, if the run is new.
@@ -407,8 +407,10 @@ class Pipeline:
             Whether `head` has something to say without a wait. A pool without workers reads only there.
         """
         is_nested = is_owned(self.lock)
-        if self.closed or not self.lock.acquire(blocking=block):
-            return self.closed or run.is_finished()
+        if self.closed or os.getpid() != self.pid:
+            return True  # an error
+        if not self.lock.acquire(blocking=block):
+            return run.is_finished()
         try:
             inside = self.begin(is_nested)
             if run.dead is None and run.number not in self._runs:

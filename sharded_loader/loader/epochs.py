@@ -54,8 +54,7 @@ from sharded_loader.engine.reader import Reader
 from sharded_loader.engine.split import is_sharded, plain_indices
 from sharded_loader.loader.arguments import length
 from sharded_loader.pools.resident import ResidentPool
-from sharded_loader.pools.task_reader import globals_key, reader_for
-from sharded_loader.randomness.global_generators import seeded_globals
+from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.epoch import MapEpoch
 from sharded_loader.sampling.order import MapOrder
@@ -540,12 +539,17 @@ class Epochs:
         with order.undisturbed(but=self.dataset):
             return order.look_up(epoch, step, rank)
 
+    def _task_of(self, found: MapEpoch, step: int) -> Task:
+        task = found.task(step)
+        if isinstance(task, Exception):
+            raise task
+        assert isinstance(task, Task)  # of what is looked up no step is left out
+        return task
+
     def indices(self, epoch: Any, step: Any, rank: Any) -> Any:
         """The indices of a step; with ``evaluate`` also how many are no fillers."""
         found = self._looked_up(epoch, step, rank)
-        task = found.task(step)
-        if not isinstance(task, Task):
-            raise task if isinstance(task, Exception) else AssertionError("no step is left out of what is looked up")
+        task = self._task_of(found, step)
         mixture = mixture_of(self.dataset)
         shards = [shard.tolist() if isinstance(shard, np.ndarray) else list(shard) for shard in task.shards]
         if mixture is not None:
@@ -558,10 +562,9 @@ class Epochs:
         self.placement.check_not_capturing()
         found = self._looked_up(epoch, step)
         self._new_run(found)
-        planned, job = found.task(step), self._job_now()
-        key = globals_key(job.seed, found.number, planned.position if isinstance(planned, Task) else 0)
-        with self._in_epoch(found.number), seeded_globals(key, whole=False):
-            batch = self._read_here(reader_for(job, readers=0), found, planned)
+        task, job = self._task_of(found, step), self._job_now()
+        with self._in_epoch(found.number), seeded_as_worker(job.seed, task):
+            batch = self._read_here(reader_for(job, readers=0), found, task)
         if batch is NOTHING:
             raise ValueError(f"epoch {epoch}, batch {step} was left out: on_error has skipped all of its samples")
         return batch

@@ -23,7 +23,7 @@ says how many batches that is. Where it begins follows from the lengths alone, s
 before it.
 
 What can go wrong: an iterator of another library raises an error, or yields more or fewer items than its length says
-(ValueError); ranges of steps that are no ranges, overlap, or reach beyond the end of an epoch.
+(ValueError). Ranges of steps are reversed, overlap, or reach beyond the end of an epoch.
 """
 
 from __future__ import annotations
@@ -582,7 +582,7 @@ Length = Callable[[int], int]
 
 _ADVICE = "give pairs of steps (first, last), counted from 0 since the first epoch: skip=[(41700, 41720)]"
 _EMPTY = 1000
-"""So many epochs without a step, and there will be none."""
+"""Epochs without a step, after which none is looked for."""
 
 
 def check_skip(skip: Any) -> Ranges:
