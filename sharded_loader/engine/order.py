@@ -9,6 +9,7 @@
     Epoch.came(seq, result)       -> Result      a batch is finished: what its reader has found out is noted
     Epoch.forget(delivered)                      batches before the last delivered one are not asked for again
     Epoch.position(delivered)     -> Position    where an epoch goes on; Epoch.state(position) writes it
+    FetchEpoch(epoch, indices)                   one batch that belongs to no order
 
     sampling.order, sampling.epoch    datasets with an index: batches of a sampler, functions of (seed, epoch)
     streams.order, streams.epoch      iterable data: batches of its parts

@@ -1,6 +1,7 @@
 """One way through one epoch of a loader.
 
     pipeline.head -> entry -> placement.place_next -> pipeline.take -> the user
+    loader.fetch -> BatchFuture -> a run of one batch, which `RunIterator` receives in the same way
 
 An iterator owns the count of the batches that it has delivered, nothing else. It keeps its loader open by holding it.
 The epoch begins when the first batch is handed out: until then an iterator that is dropped has changed nothing.
