@@ -6,7 +6,7 @@
     seed -> a `Job` (`tests.fuzz_orders`), or two in a `Lockstep`: an order, and what its global sequence must be
          -> events: steps of all ranks; a state that goes through JSON to other ranks; rescale; weights that are set;
             the next epoch
-         -> after each step: each rank has exactly what stands at its places of the sequence
+         -> after each step: each rank has exactly what stands at its places of the sequence; some steps are looked up
          -> at the end of an epoch: each sample, or each token, was read as often as it must be
 
 The expected sequence of an epoch is a list, made by one sampler without ranks. A place counts items: samples, or
@@ -164,7 +164,7 @@ class Run:
     """One case: the ranks that there are, and where they must be."""
 
     def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
+        self.rng, self.look_rng = random.Random(seed), random.Random(seed)  # looking up changes no case
         self.tracks = [Track(draw_job(self.rng))]
         self.stop: str | None = None
         if self.rng.random() < 0.12:
@@ -279,7 +279,28 @@ class Run:
             raise Difference(f"epoch {track.epoch} ended at {track.done} of {track.end}: {found}")
         for number, track in enumerate(self.tracks):
             track.read([one if self.stop is None else one[number] for one in found])
+        if self.look_rng.random() < 0.3:
+            self.look_up(found)
         self.counts["batches"] += len(found) * len(self.tracks)
+
+    def look_up(self, found: list[Any]) -> None:
+        """The step that was read, once more: each rank's batch, and its indices as another rank knows them."""
+        rank, number = self.look_rng.randrange(len(self.ranks)), self.look_rng.randrange(len(self.tracks))
+        mine, other = (
+            self.loaders_of(owner)[number] for owner, _ in (self.ranks[rank], self.look_rng.choice(self.ranks))
+        )
+        epoch, step, job = mine.epoch, mine.position - 1, self.tracks[number].job
+        read = found[rank] if self.stop is None else found[rank][number]
+        again, indices = mine.batch(epoch, step), mine.indices(epoch, step)
+        if repr(again) != repr(read):
+            raise Difference(f"epoch {epoch}, batch {step}, rank {rank}: {read}, and looked up {again}")
+        if other.indices(epoch, step, rank) != indices:
+            raise Difference(f"epoch {epoch}, batch {step}: rank {rank} has {indices}, another one knows other ones")
+        if job.name != "packed" and job.shards is None:
+            count = len(job.read(read[0] if job.evaluate else read))
+            if len(indices[0] if job.evaluate else indices) != count:
+                raise Difference(f"epoch {epoch}, batch {step}, rank {rank}: {indices} are not {count} samples")
+        self.counts["looked up"] += 1
 
     def follow(self) -> None:
         """The next epoch begins."""

@@ -276,6 +276,29 @@ class InterleavedDataset(View):
             found = self._schedule.owners(checked_indices(array, self._length))
         return np.bincount(np.array(self._schedule.sources)[found], minlength=self.number)
 
+    def pairs(self, indices: Any, epoch: int) -> list[tuple[int, int]]:
+        """Which dataset that `interleave` was given each sample comes from, and the index of the sample in it.
+
+        Args:
+            indices: positions, or what `codes` has returned.
+            epoch: which epoch.
+        """
+        inner = self._in_joined(indices, epoch)
+        places = np.searchsorted(self._begins, inner, side="right") - 1
+        sources = np.array(self.schedule.sources)[places]
+        return [*zip(sources.tolist(), (inner - self._begins[places]).tolist(), strict=True)]
+
+    def code(self, source: int, index: int) -> int:
+        """The number from `CODED` on for a sample of one of the datasets that `interleave` was given.
+
+        Raises:
+            IndexError: there is no such sample, or the dataset is never read.
+        """
+        if source not in self.schedule.sources:
+            raise IndexError(f"the mixture reads no datasets[{source}]: give (source, index) as loader.indices() does")
+        place = self.schedule.sources.index(source)
+        return CODED + int(self._begins[place]) + checked_index(index, int(self.sizes[place]))
+
     def _placed(self, positions: Int64s, epoch: int, plan: Plan | None = None) -> tuple[Int64s, Int64s]:
         """Where in the joined datasets the samples at these positions are, and in which pass of their dataset."""
         sources, numbers = (plan or self._schedule).at_many(positions)
@@ -304,10 +327,14 @@ class InterleavedDataset(View):
         return self._dataset[int(self._begins[source] + number % self.sizes[source])]
 
     def _inner(self, indices: Indices) -> Int64s:
+        return self._in_joined(indices, self._epoch)
+
+    def _in_joined(self, indices: Any, epoch: int) -> Int64s:
+        """Where in the joined datasets samples are, by positions in an epoch or by what `codes` has returned."""
         array = np.asarray(indices)
         if _is_coded(array):
             return (array - CODED) % self._total
-        return self._placed(checked_indices(array, self._length), self._epoch)[0]
+        return self._placed(checked_indices(array, self._length), epoch)[0]
 
     def __repr__(self) -> str:
         return f"interleave({self._dataset!r}, weights={brief(self._schedule.weights)}; {self._length} samples)"

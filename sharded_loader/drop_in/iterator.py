@@ -42,8 +42,7 @@ from sharded_loader.engine.pipeline import Pipeline, Run
 from sharded_loader.engine.pool import Pool
 from sharded_loader.loader.arguments import length, make_split
 from sharded_loader.loader.epochs import warn_of_length
-from sharded_loader.loader.iterator import BatchIterator, profiler_enabled
-from sharded_loader.loader.stats import Meter
+from sharded_loader.loader.iterator import RunIterator, profiler_enabled
 from sharded_loader.pools.process.pool import ArenaInUse, ProcessPool
 from sharded_loader.streams.epoch import StreamEpoch
 from sharded_loader.streams.reader import StreamReader
@@ -128,26 +127,6 @@ class DeviceMemory:
 def _close_arenas(left: list[ArenaInUse]) -> None:
     while left:
         left.pop().arena.close()
-
-
-class RunIterator(BatchIterator[Any]):
-    """The batches of one run, for a `LoaderIterator`.
-
-    Args:
-        pipeline, placement, meter: of the `LoaderIterator`.
-        run: the run.
-        job: what the workers of the run read.
-    """
-
-    def __init__(self, pipeline: Pipeline, placement: Placement, meter: Meter, run: Run, job: Job) -> None:
-        super().__init__(pipeline, placement, meter)
-        self._only, self._job = run, job
-
-    def _choose(self) -> Run:
-        return self._only
-
-    def _open(self, run: Run) -> None:
-        self._pipeline.open(run, self._job)
 
 
 class LoaderIterator(_BaseDataLoaderIter):

@@ -224,7 +224,7 @@ class Result(NamedTuple):
 
 
 class Nothing:
-    """The batch that is left when every sample of it was skipped."""
+    """The batch that is left when every sample of it was skipped, or when the order leaves the batch out."""
 
     def __reduce__(self) -> str:
         return "NOTHING"

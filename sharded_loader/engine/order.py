@@ -5,10 +5,11 @@
     resolve_replicas(num_replicas, rank)         ints, "auto" or None -> (num_replicas, rank)
     ranks_of_mesh(mesh)                          a DeviceMesh -> (num_replicas, rank)
 
-    Epoch.task(seq)               -> Task | the error for that place | None behind the last batch
+    Epoch.task(seq)               -> Task | the error for that place | NOTHING: left out | None behind the last batch
     Epoch.came(seq, result)       -> Result      a batch is finished: what its reader has found out is noted
     Epoch.forget(delivered)                      batches before the last delivered one are not asked for again
     Epoch.position(delivered)     -> Position    where an epoch goes on; Epoch.state(position) writes it
+    FetchEpoch(epoch, indices)                   one batch that belongs to no order
 
     sampling.order, sampling.epoch    datasets with an index: batches of a sampler, functions of (seed, epoch)
     streams.order, streams.epoch      iterable data: batches of its parts
@@ -36,8 +37,9 @@ from typing import Any, Generic, TypeVar
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import add_note, as_batch_error
+from sharded_loader.base.private import blake2b
 from sharded_loader.base.system import integer
-from sharded_loader.engine.messages import PartPoint, Result, Stream, Task
+from sharded_loader.engine.messages import Nothing, PartPoint, Result, Stream, Task
 from sharded_loader.randomness.rng import draw_seed
 
 
@@ -93,8 +95,8 @@ class Epoch(ABC):
     given_up: Mapping[int, int] = MappingProxyType({})
 
     @abstractmethod
-    def task(self, seq: int) -> Task | Exception | None:
-        """Batch ``seq`` as a task; the error to raise in its place; None after the last one."""
+    def task(self, seq: int) -> Task | Exception | Nothing | None:
+        """Batch ``seq`` as a task; the error to raise in its place; `NOTHING`: left out; None after the last one."""
 
     def came(self, seq: int, result: Result) -> Result:
         """A batch of a part has come back.
@@ -164,6 +166,50 @@ class Epoch(ABC):
         """Go on where the epoch before has left a sampler of another library, if this one begins in its middle."""
 
 
+class FetchEpoch(Epoch):
+    """One batch of indices that belong to no order. Its number is -1.
+
+    Args:
+        epoch: the epoch whose random numbers the samples draw.
+        indices: of the samples; or the error that they are.
+    """
+
+    first, keeps = -1, False
+    resumed = True  # no epoch that has no batches
+
+    def __init__(self, epoch: int, indices: list[Any] | Exception) -> None:
+        self.number, self._indices = epoch, indices
+
+    def task(self, seq: int) -> Task | Exception | None:
+        indices, length = self._indices, self.limit
+        if seq > self.first:
+            return None
+        if isinstance(indices, Exception):
+            return indices
+        bad = [one for one in indices if length is not None and isinstance(one, int) and not -length <= one < length]
+        if bad:
+            return IndexError(f"fetch was given the index {bad[0]}, but the dataset has {length} samples")
+        # Global generators depend on the indices, and on no batch of the epoch: those have positions from 0 on.
+        position = -1 - int.from_bytes(blake2b(repr(indices).encode(), digest_size=7).digest(), "little")
+        return Task(self.run, seq, self.number, position, (indices,), False)
+
+    @property
+    def tables(self) -> tuple[dict[int, Any], ...]:
+        return ()
+
+    def forget(self, delivered: int) -> None:
+        """There is one batch."""
+
+    def length(self) -> int:
+        return 1
+
+    def position(self, delivered: int) -> Position:
+        return Position(self.number)
+
+    def state(self, position: Position) -> dict[str, Any]:
+        raise NotImplementedError("a batch that is fetched belongs to no epoch")
+
+
 def sampler_error(raised: Exception, where: str) -> Exception:
     """The error that stands in a batch's place, because the sampler has raised it. ``where`` says of which batch."""
     error = as_batch_error(raised, "by the sampler")
@@ -214,6 +260,8 @@ class Order(ABC, Generic[Signature]):
         rolls_over: samples of an incomplete last batch begin the next epoch.
         drops_last: an incomplete last batch is left out.
         dataset_length: samples in the dataset, as far as the order knows.
+        skip: the steps that are left out, as ranges.
+        given_skip: those of them that the user has given; a state may have others.
     """
 
     _sampler: Any = None
@@ -222,6 +270,8 @@ class Order(ABC, Generic[Signature]):
     arrays = given_batches = is_given = rolls_over = drops_last = False
     max_shards: int | None = None
     dataset_length: int | None = None
+    skip: tuple[tuple[int, int], ...] = ()
+    given_skip: tuple[tuple[int, int], ...] = ()
 
     def __init__(self, last_batch: Any, num_replicas: Any, rank: Any, seed: Any, steps_per_epoch: Any) -> None:
         self.steps = _check_steps(steps_per_epoch, last_batch)
@@ -290,6 +340,10 @@ class Order(ABC, Generic[Signature]):
         """Inside, epochs may be read. Samplers of other libraries are put back. ``but``, the dataset, stays."""
         return nullcontext()
 
+    @abstractmethod
+    def add_skip(self, skip: Any) -> None:
+        """Leave these steps out, too, when a state is loaded; None: no others."""
+
     def begun(self, epoch: Epoch) -> None:
         """An epoch has begun."""
 
@@ -319,11 +373,15 @@ class Order(ABC, Generic[Signature]):
         position = self.moved(position, saved)
         while (epoch := self.epoch(position.epoch, position)).is_over():  # the next epoch begins instead
             position = epoch.following()
+        self.goes_on(position, saved)
         return position, changed
 
     def moved(self, position: Position, saved: Signature) -> Position:
         """A position of an order with another signature, as this one counts it."""
         return position
+
+    def goes_on(self, position: Position, saved: Signature) -> None:
+        """The order goes on at a position that was saved with this signature."""
 
     @abstractmethod
     def _parsed(self, state: Any) -> tuple[Position, Signature]:

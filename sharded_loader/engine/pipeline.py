@@ -25,7 +25,8 @@ from typing import Any
 
 from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, leave_frames
 from sharded_loader.base.interrupts import note_handlers
-from sharded_loader.engine.messages import NOTHING, Job, Result, Task
+from sharded_loader.base.private import is_owned
+from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
 from sharded_loader.engine.order import Epoch
 from sharded_loader.engine.pool import Pool, PoolBroken
 from sharded_loader.engine.split import Split
@@ -343,7 +344,7 @@ class Pipeline:
         window, group = run.window, self.pool.group
         scale = group * (SLACK if group > 1 else 1) if self.scale_by_group and not self.one_by_one else 1
         unit, share = (group * self.pool.num_workers, 2) if run.epoch.takes_turns and group > 1 else (group, 4)
-        planned: Task | Exception | None = None
+        planned: Task | Exception | Nothing | None = None
         entry: Entry | None = None
         depth = max(least, self.prefetch * scale) if self.pool.num_workers else least
         missing = depth - before - len(window)
@@ -356,6 +357,8 @@ class Pipeline:
                 if isinstance(planned, Task):
                     entry = Entry(seq, planned)
                     run.waiting.append(entry)
+                elif isinstance(planned, Nothing):
+                    entry = Entry(seq, None, Result(run.number, seq, planned))
                 else:
                     # Its frames lead to the iterator whose step this is, which could not go before this window does.
                     if window or run.is_ahead:
@@ -392,6 +395,36 @@ class Pipeline:
                 entry.result = Result(run.number, entry.seq, error=error)
         if tasks:
             self.pool.submit(tasks)
+
+    def poll(self, run: Run, job: Job, *, renew: bool = False, block: bool = False) -> bool:
+        """A step for a run without a wait: it is put in flight, and what has come from the pool is filed.
+
+        Args:
+            run, job, renew: as of `open`, if the run is new.
+            block: wait for a step of another thread. False: leave it to that step.
+
+        Returns:
+            Whether `head` has something to say without a wait. A pool without workers reads only there.
+        """
+        is_nested = is_owned(self.lock)
+        if self.closed or os.getpid() != self.pid:
+            return True  # an error
+        if not self.lock.acquire(blocking=block):
+            return run.is_finished()
+        try:
+            inside = self.begin(is_nested)
+            if run.dead is None and run.number not in self._runs:
+                self.open(run, job, renew=renew)
+            if self.pool.num_workers and run.dead is None:
+                self._fill(run, 1)
+                self._wait(run, block=False)
+            self.end(inside)
+        except BaseException:
+            self.fail()
+            raise
+        finally:
+            self.lock.release()
+        return run.is_finished() or run.dead is not None
 
     def _wait(self, current: Run, *, block: bool) -> None:
         """File what comes from the pool, and dispatch again."""

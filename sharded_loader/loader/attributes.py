@@ -292,8 +292,13 @@ class LoaderAttributes(Metered):
 
     @property
     def position(self) -> int:
-        """Batches delivered in `epoch`."""
+        """Batches delivered in `epoch`. Steps that were left out by ``skip`` count."""
         return self._progress.at()[1]
+
+    @property
+    def skip(self) -> list[tuple[int, int]]:
+        """The steps that are left out, as pairs (first, last): those that were given, and those of a loaded state."""
+        return list(self._order.skip)
 
     def set_weights(self, weights: Sequence[float] | None) -> None:
         """Mix the datasets of `interleave` by other weights, from the next batch on.
@@ -352,7 +357,10 @@ class LoaderAttributes(Metered):
         self._progress.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Batches in `epoch` (with ``last_batch="rollover"`` not every epoch has the same number)."""
+        """Batches in `epoch`, without those that ``skip`` leaves out.
+
+        With ``last_batch="rollover"`` not every epoch has the same number.
+        """
         return self._progress.length()
 
     def state_dict(self) -> dict[str, Any]:
@@ -374,7 +382,7 @@ class LoaderAttributes(Metered):
         """
         return self._progress.state()
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, skip: Any = None) -> None:
         """Let the next epoch continue where `state_dict` was taken, in any pool, on any number of ranks.
 
         An iterator that has begun an epoch goes on as it was. ``set_epoch`` with the state's epoch keeps the position,
@@ -386,6 +394,8 @@ class LoaderAttributes(Metered):
             strict: False allows another ``batch_size`` for the samples that are left, and samplers of ours with other
                 arguments (weights, budgets), which are otherwise rejected in mid-epoch. It also says that other data of
                 the same length are meant, of which you are warned otherwise.
+            skip: steps to leave out, as the argument ``skip`` of the loader, in addition to those of the loader and of
+                the state.
 
         Raises:
             ValueError, TypeError: no state, or of another dataset length, sampler, batch size or version; says what
@@ -401,7 +411,7 @@ class LoaderAttributes(Metered):
         """
         self._pipeline.check_open()
         # Workers are sent a seed that has changed.
-        self._epochs.stale |= self._progress.load(state, strict)
+        self._epochs.stale |= self._progress.load(state, strict, skip)
 
     # -- what it has done ----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@
     interrupted before a batch came:  keep               the epoch has not begun; the same run is chosen again
     all of an epoch is planned:       read_ahead         the run of the next epoch, if nothing changes before that
     load_state_dict:                  Progress.load      the position is pending until an epoch begins
-    peek, read                        one batch or one sample, read here and now
+    peek, batch, read                 one batch or one sample, read here and now
 
 `Progress` tells the position: `epoch`, `position`, `state_dict` and ``repr``. It is the first of these that exists:
 
@@ -31,25 +31,30 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from sharded_loader.base.described import brief
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import fetched_by_lightning, is_owned
 from sharded_loader.data.arrays import takes_arrays
 from sharded_loader.data.datasets import can_follow, follow
 from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
+from sharded_loader.data.interleave import mixture_of
 from sharded_loader.devices.placement import Placement
-from sharded_loader.engine.messages import NOTHING, Job
-from sharded_loader.engine.order import Epoch, Position
+from sharded_loader.engine.messages import NOTHING, Job, Task
+from sharded_loader.engine.order import Epoch, FetchEpoch, Position
 from sharded_loader.engine.pipeline import Pipeline, Run, ShownRun
-from sharded_loader.engine.split import is_sharded
+from sharded_loader.engine.reader import Reader
+from sharded_loader.engine.split import is_sharded, plain_indices
 from sharded_loader.loader.arguments import length
 from sharded_loader.pools.resident import ResidentPool
-from sharded_loader.pools.task_reader import reader_for
+from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.epoch import MapEpoch
 from sharded_loader.sampling.order import MapOrder
@@ -203,7 +208,7 @@ class Progress(ShownRun):
         data = self._fingerprint()
         return state if data is None else {**state, "data": data}
 
-    def load(self, state: Any, strict: bool) -> bool:
+    def load(self, state: Any, strict: bool, skip: Any = None) -> bool:
         """Continue at the position of a state.
 
         Returns:
@@ -212,7 +217,13 @@ class Progress(ShownRun):
         Raises:
             TypeError, ValueError: the state does not fit. Nothing has changed then.
         """
-        position, changed = self._order.load(state, strict)
+        before = self._order.given_skip
+        try:
+            self._order.add_skip(skip)
+            position, changed = self._order.load(state, strict)
+        except BaseException:
+            self._order.given_skip = before
+            raise
         if strict:
             one = state[0] if isinstance(state, list | tuple) else state
             warn_of_other_data(one.get("data"), self._fingerprint())
@@ -496,22 +507,102 @@ class Epochs:
         with self._in_epoch(epoch.number):
             reader, seq = reader_for(self._job_now(), readers=0), epoch.first
             while (planned := epoch.task(seq)) is not None:
-                if isinstance(planned, BaseException):
-                    raise planned
-                task = self._split.sharded(planned)
-                result = reader.read(task)
-                if result.error is not None:
-                    raise result.error
-                if task.part is not None:
-                    result = epoch.came(seq, result)
-                if result.batch is not NOTHING:
-                    batch = self.placement.place(result.batch, task)
-                    return (batch, epoch.real(task)) if epoch.evaluates else batch
+                batch = NOTHING if planned is NOTHING else self._read_here(reader, epoch, planned)
+                if batch is not NOTHING:
+                    return batch
                 seq += 1
         if epoch.in_mid_epoch and epoch.batches(seq) == epoch.first:  # the position lies at the end: noticed here
             position = epoch.following()
             return self.first_batch(self.order.epoch(position.epoch, position))
         raise IndexError(f"epoch {epoch.number} has no batches to peek at")
+
+    def _read_here(self, reader: Reader, epoch: Epoch, planned: Any) -> Any:
+        """What iteration gives in the place of a task; `NOTHING`, if ``on_error`` has left no sample of it."""
+        if isinstance(planned, BaseException):
+            raise planned
+        task = self._split.sharded(planned)
+        result = reader.read(task)
+        if result.error is not None:
+            raise result.error
+        if task.part is not None:
+            result = epoch.came(task.seq, result)
+        if result.batch is NOTHING:
+            return NOTHING
+        batch = self.placement.place(result.batch, task)
+        return (batch, epoch.real(task)) if epoch.evaluates else batch
+
+    def _looked_up(self, epoch: Any, step: Any, rank: Any = None) -> MapEpoch:
+        """An epoch that has a batch `ready`. The samplers are what they were."""
+        order = self.order
+        if isinstance(order, StreamOrder):
+            raise TypeError(order.text_of_step(epoch, step))
+        with order.undisturbed(but=self.dataset):
+            return order.look_up(epoch, step, rank)
+
+    def _task_of(self, found: MapEpoch, step: int) -> Task:
+        task = found.task(step)
+        if isinstance(task, Exception):
+            raise task
+        assert isinstance(task, Task)  # of what is looked up no step is left out
+        return task
+
+    def indices(self, epoch: Any, step: Any, rank: Any) -> Any:
+        """The indices of a step; with ``evaluate`` also how many are no fillers."""
+        found = self._looked_up(epoch, step, rank)
+        task = self._task_of(found, step)
+        mixture = mixture_of(self.dataset)
+        shards = [shard.tolist() if isinstance(shard, np.ndarray) else list(shard) for shard in task.shards]
+        if mixture is not None:
+            shards = [mixture.pairs(shard, found.number) for shard in shards]
+        indices = shards if task.sharded else shards[0]
+        return (indices, found.real(task)) if found.evaluates else indices
+
+    def batch(self, epoch: Any, step: Any) -> Any:
+        """The batch of a step, read here and now, with its random numbers."""
+        self.placement.check_not_capturing()
+        found = self._looked_up(epoch, step)
+        self._new_run(found)
+        task, job = self._task_of(found, step), self._job_now()
+        with self._in_epoch(found.number), seeded_as_worker(job.seed, task):
+            batch = self._read_here(reader_for(job, readers=0), found, task)
+        if batch is NOTHING:
+            raise ValueError(f"epoch {epoch}, batch {step} was left out: on_error has skipped all of its samples")
+        return batch
+
+    def aside(self, indices: Iterable[Any], epoch: int) -> tuple[Run, Job, bool]:
+        """A run of one batch that belongs to no epoch: the run, what its workers read, and whether that is new to them.
+
+        Args:
+            indices: of its samples; of a mixture as `indices` names them, or as the mixture takes them.
+            epoch: the epoch whose random numbers it draws.
+        """
+        if isinstance(self.order, StreamOrder):
+            raise TypeError("fetch needs a dataset that is read by index: iterable data has its own order")
+        if isinstance(indices, str | bytes) or not isinstance(indices, Iterable):
+            raise TypeError(f"fetch was given {brief(indices)}; it must be a list of indices")
+        mixture, found = mixture_of(self.dataset), plain_indices(list(indices))
+        planned: list[Any] | Exception = found or ValueError("fetch was given no indices: give at least one")
+        if mixture is not None:
+            try:
+                planned = [mixture.code(*one) if isinstance(one, tuple) else one for one in found]
+            except (IndexError, TypeError) as error:
+                planned = error
+        run = Run(next(self._numbers), FetchEpoch(epoch, planned))
+        run.epoch.limit = None if mixture is not None or isinstance(self.dataset, Mapping) else length(self.dataset)
+        live = [one for one in self.progress.live_runs() if not one.ended and one.dead is None]
+        if self._workers.shares_dataset and (set_epoch := self._set_epoch()) is not None:
+            if any(one.epoch.number != epoch for one in live):
+                raise ValueError(
+                    f"cannot fetch a batch of epoch {epoch} while another epoch is read: the dataset has set_epoch, "
+                    f"and one object of it is read by all. Finish that epoch first, or use worker processes"
+                )
+            if not live:
+                set_epoch(epoch)
+        renew, self.stale = self.stale and not live, self.stale and bool(live)
+        if renew and self._kept is not None:  # it was read before the change
+            self._drop(self._kept.run)
+            self._kept = None
+        return run, self._job_now(), renew
 
     def sample(self, index: Hashable, epoch: int) -> Any:
         """One sample, read here and now, as in ``epoch``."""

@@ -22,6 +22,7 @@ from typing import Any, Generic, Literal, NoReturn
 import numpy.typing as npt
 import torch
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.base.limits import warn_of_workers
 from sharded_loader.base.notices import Notices
 from sharded_loader.batching.default import default_batchify_fn
@@ -54,14 +55,14 @@ from sharded_loader.loader.arguments import (
 )
 from sharded_loader.loader.attributes import LoaderAttributes, keeps_arguments
 from sharded_loader.loader.epochs import Epochs
-from sharded_loader.loader.iterator import Batch, EpochIterator
+from sharded_loader.loader.iterator import Batch, BatchFuture, EpochIterator, RunIterator
 from sharded_loader.loader.stats import Meter
 from sharded_loader.parallel.split import gather
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.pools.resident import LEAST, ResidentPool, check_resident
 from sharded_loader.sampling.index_samplers import RepeatedSampler, sampler_of
 from sharded_loader.sampling.order import MapOrder, takes_order
-from sharded_loader.streams.order import StreamOrder
+from sharded_loader.streams.order import NO_SKIP, StreamOrder
 
 
 class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
@@ -116,6 +117,10 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         evaluate: Whether iteration gives ``(batch, real)``, for an evaluation that counts each sample once. All ranks
             take equally many steps, and all batches have ``batch_size`` samples. The first ``real`` samples of a batch
             count; the others, at the end of the epoch, are fillers. ``real`` may be 0.
+        skip: Steps to leave out, for instance after the loss has jumped: a list of pairs (first, last). The last one is
+            left out too. Steps count from 0 since the beginning of epoch 0, with the ranks and the batch size of this
+            loader. All other batches stay what they are, and ``len(loader)`` gets smaller. A state has them too, and
+            `load_state_dict` takes others. Not for iterable data.
         max_skipped: The number of samples that ``on_error`` may skip or replace in each epoch of this process. One more
             raises `TooManySkippedError`. Default: any number.
 
@@ -196,6 +201,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         mesh: Any = None,
         costs: Sequence[float] | npt.NDArray[Any] | Callable[[int], float] | None = None,
         evaluate: bool = False,
+        skip: Sequence[tuple[int, int]] | None = None,
         seed: int | None = None,
         on_error: OnError = "raise",
         max_skipped: int | None = None,
@@ -233,6 +239,8 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         if is_stream(dataset):
             given = {"shuffle": shuffle, "sampler": sampler, "batch_sampler": batch_sampler, "costs": costs}
             check_stream(dataset, **given, evaluate=evaluate)
+            if skip is not None:
+                raise TypeError(NO_SKIP)
             order = StreamOrder(dataset, streams=streams, num_workers=workers.num_workers, **common)
         else:
             refuse_streams(streams, dataset)
@@ -241,7 +249,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             planned = sampler_of(dataset, is_given, steps_per_epoch is not None or last_batch == "rollover")
             if planned is not None:
                 sampler = sampler.over(planned) if isinstance(sampler, RepeatedSampler) else planned
-            common |= {"sampler": sampler, "batch_sampler": batch_sampler}
+            common |= {"sampler": sampler, "batch_sampler": batch_sampler, "skip": skip}
             order = MapOrder(size, shuffle=shuffle, costs=costs, evaluate=evaluate, **common)
         # The default given by name is the default: it reads in bulk too.
         batchify_fn = None if batchify_fn is default_batchify_fn else batchify_fn
@@ -321,6 +329,97 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         """
         self._pipeline.check_open()
         return self._epochs.sample(index, self.epoch if epoch is None else epoch)
+
+    def indices(self, epoch: int, step: int, rank: int | None = None) -> Any:
+        """The indices of the samples of a step, past or to come, from the order alone: no sample is read.
+
+        It takes the same time for any step if the samplers are this library's. A sampler of another library is started
+        twice and read up to the step, and put back as by `peek`. ``shard_weights`` do not count.
+
+        Args:
+            epoch: From 0.
+            step: The number of the batch in its epoch, from 0, as errors name it. With ``skip``, the steps that are
+                left out have numbers too.
+            rank: Which rank's batch. Default: this one's.
+
+        Returns:
+            A list of indices, as the dataset is asked for them. A list of such lists, if ``batch_sampler`` yields
+            shards. Of a mixture (`interleave`), pairs (number of the dataset, index in it). With ``evaluate``, a pair:
+            the indices, and how many of them are no fillers.
+
+        Raises:
+            IndexError: The epoch has no such step.
+            TypeError: The dataset is iterable data. The error tells which part of the data the step is from.
+            ValueError: The step is not known: a sampler of another library yields other indices when it is read again;
+                or the step was read by other ranks, before `rescale` or before the loaded state was saved.
+
+        Example:
+            >>> loader = ShardedDataLoader(range(10), 4, shuffle=True, seed=1)
+            >>> batches = [batch.tolist() for batch in loader]
+            >>> batches[1] == loader.indices(epoch=0, step=1)
+            True
+        """
+        self._pipeline.check_open()
+        return self._epochs.indices(epoch, step, rank)
+
+    def batch(self, epoch: int, step: int) -> Batch:
+        """The batch of a step, past or to come, read here and now: starts no worker, changes no epoch.
+
+        It has the values that iteration gives, to the last bit, if the dataset still has the same samples. That
+        includes `sample_rng`, ``transform(fn, seeded=True)`` and ``device_transform``. The global generators are seeded
+        as a worker process seeds them, and put back. Threads, and a loader without workers, leave them to your program.
+
+        Args:
+            epoch, step: As in `indices`.
+
+        Returns:
+            The batch, on the devices of the loader. With ``evaluate``, a pair, as iteration gives it. Shards are split
+            by the ``shard_weights`` of now.
+
+        Raises:
+            Exception: As `indices`, and what the samples raise. ``on_error`` counts.
+            ValueError: ``on_error`` has left out all samples.
+
+        Example:
+            >>> ShardedDataLoader(range(10), 4).batch(epoch=2, step=1)
+            tensor([4, 5, 6, 7])
+        """
+        self._pipeline.check_open()
+        return self._epochs.batch(epoch, step)  # type: ignore[no-any-return]
+
+    def fetch(self, indices: Iterable[Any], epoch: int | None = None) -> BatchFuture[Batch]:
+        """A batch of these samples, read by the workers beside the epoch: hard examples, say, or active learning.
+
+        The epoch, its batches and the state stay what they are. Workers read it before what they have not begun. You
+        receive it by ``result()``, which blocks as ``next`` does. No thread waits for it: it comes while you iterate,
+        or when you call ``result()`` or ``done()``. So call these, not ``concurrent.futures.wait``. Without workers,
+        ``result()`` reads it.
+
+        Args:
+            indices: As the dataset takes them; of a mixture also pairs, as `indices` gives them.
+            epoch: The epoch whose random numbers the samples draw, as in `read`. Default: `epoch`. The numbers of
+                ``collate_fn``, and of the global generators in a worker process, depend on (seed, epoch, indices).
+
+        Returns:
+            A `concurrent.futures.Future`. Its result is a batch as iteration gives it, on the devices of the loader.
+            An index that does not exist is an IndexError of ``result()``, as is any error of a sample.
+
+        Raises:
+            TypeError: The dataset is iterable data, or ``indices`` is no list of indices.
+            LoaderClosedError: after `close`.
+
+        Example:
+            >>> loader = ShardedDataLoader(range(10), 4)
+            >>> batches = iter(loader)
+            >>> first, hard = next(batches), loader.fetch([7, 3])
+            >>> next(batches), hard.result()
+            (tensor([4, 5, 6, 7]), tensor([7, 3]))
+        """
+        self._pipeline.check_open()
+        number = self.epoch if epoch is None else check_int("epoch", epoch, 0, "epochs count from 0")
+        run, job, renew = self._epochs.aside(indices, number)
+        meter = Meter(None, self._meter.notices)  # it belongs to no epoch that is counted
+        return BatchFuture(self, RunIterator(self._pipeline, self._placement, meter, run, job), renew)
 
     def gather(self, shards: Sequence[Any], device: DeviceLike | None = None) -> Any:
         """Join the results of your program, one per shard, on one device.

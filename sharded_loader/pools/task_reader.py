@@ -13,6 +13,7 @@ Nothing here imports torch. If the user's dataset does, torch is told that it is
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pac
 from sharded_loader.engine.reader import Reader
 from sharded_loader.memory.codec import Encoded, End, Moving, SetApart, SlotWriter, encode, set_apart
 from sharded_loader.memory.exceptions import encode_error
-from sharded_loader.randomness.global_generators import seed_as_torch, seed_globals
+from sharded_loader.randomness.global_generators import seed_as_torch, seed_globals, seeded_globals
 from sharded_loader.randomness.rng import derive_key
 
 
@@ -56,6 +57,16 @@ def reader_for(
     # The drop-in (which tells no epoch) has one iterator at a time, and reads the user's own object, as torch does.
     several = job.stream.parts > readers or (job.stream.tells_epoch and keeps_place(job.dataset))
     return StreamReader(job, notes_samples=notes_samples, several=several, alone=alone, seed=seed)
+
+
+def _globals_key(seed: int, epoch: int, position: int) -> int:
+    """What the global generators are seeded by for one batch, without ``whole``; see `seed_globals`."""
+    return derive_key(seed, "batch globals", epoch, position)
+
+
+def seeded_as_worker(seed: int, task: Task) -> AbstractContextManager[None]:
+    """Inside, the global generators are seeded for a batch as a process worker seeds them; see `seeded_globals`."""
+    return seeded_globals(_globals_key(seed, task.epoch, task.position), whole=False)
 
 
 class TaskReader:
@@ -176,7 +187,7 @@ class TaskReader:
         """A batch that is built again, by whichever worker, gets the same seeds."""
         assert self.job is not None  # a batch is read
         if self.job.base_seed is None:
-            seed_globals(derive_key(self.job.seed, "batch globals", epoch, position), whole=False)
+            seed_globals(_globals_key(self.job.seed, epoch, position), whole=False)
 
     def pack(self, result: Result, slot: SlotWriter, task: Task | None = None) -> Encoded:
         """What of a result leaves the worker; of one that cannot be pickled, an error that says so."""

@@ -138,11 +138,12 @@ def _torch_state() -> npt.NDArray[Any] | None:
 
 
 @contextmanager
-def seeded_globals(key: int) -> Iterator[None]:
+def seeded_globals(key: int, *, whole: bool = True) -> Iterator[None]:
     """Seed the global generators inside the block and restore their states after it, one thread at a time.
 
     Args:
         key: any integer; see `sharded_loader.randomness.rng.derive_key`.
+        whole: as of `seed_globals`.
     """
     with _lock:
         python_state, numpy_state = random.getstate(), np.random.get_state()
@@ -156,7 +157,7 @@ def seeded_globals(key: int) -> Iterator[None]:
                 generator.set_state(torch_state)
 
         try:
-            seed_globals(key)
+            seed_globals(key, whole=whole)
             yield
             put_back()
         except BaseException:  # also a Ctrl-C that comes while they are restored

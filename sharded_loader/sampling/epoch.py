@@ -37,7 +37,7 @@ import numpy as np
 
 from sharded_loader.base.errors import as_batch_error
 from sharded_loader.base.interrupts import is_from_outside
-from sharded_loader.engine.messages import Task
+from sharded_loader.engine.messages import NOTHING, Nothing, Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
 from sharded_loader.engine.split import is_sharded, plain_indices
 from sharded_loader.sampling.base import EVERY, find_foreign, nested, noted, put_back
@@ -58,6 +58,7 @@ class SamplerSource:
         arrays: batches may be int64 arrays instead of lists (only with ``batch_size``).
         max_shards: how many shards a batch may have; None: any number.
         evaluates: all batches are whole: fillers follow the items, and `MapEpoch.real` tells them apart.
+        skips: the numbers of the batches that are left out; they may reach beyond the epoch.
         given_batches: the items are batches, which may be lists of shards. Indices may be tuples, and are no shards.
     """
 
@@ -69,6 +70,7 @@ class SamplerSource:
     arrays: bool = False
     max_shards: int | None = None
     evaluates: bool = False
+    skips: tuple[range, ...] = ()
 
     def __post_init__(self) -> None:
         self.seed, self.batch_size = self.signature.seed, self.signature.batch_size
@@ -103,7 +105,7 @@ class MapEpoch(Epoch):
         self._listed: Listed | None = None
         if type(source.items) in (list, tuple, range) and source.batch_size is not None and not source.rollover:
             self._foreign, self._listed = None, Listed(source.items, self._position.mark)
-        self.keeps, self.evaluates = self._foreign is not None, source.evaluates
+        self.keeps, self.evaluates, self._skips = self._foreign is not None, source.evaluates, source.skips
         self._noted = [sampler for sampler, _ in noted(nested(self._foreign))]
         self._counting = next((one for one in nested(source.items) if hasattr(one, "landmark")), None)
         if self._counting is not None and self._position.landmark is not None:
@@ -145,8 +147,8 @@ class MapEpoch(Epoch):
 
     # -- tasks ----------------------------------------------------------------------------------------------
 
-    def task(self, seq: int) -> Task | Exception | None:
-        """Batch ``seq`` as a task; the error to raise in its place; None after the last one."""
+    def task(self, seq: int) -> Task | Exception | Nothing | None:
+        """Batch ``seq`` as a task; the error to raise in its place; `NOTHING`: left out; None after the last one."""
         found = self.ready.get(seq)
         if found is None:
             try:
@@ -155,6 +157,8 @@ class MapEpoch(Epoch):
                 return sampler_error(raised, f", in epoch {self.number} at batch {seq}")
             if found is None:
                 return None
+        if self._skips and any(seq in one for one in self._skips):
+            return NOTHING
         try:
             return self._make_task(seq, *found)
         except Exception as raised:
@@ -297,6 +301,23 @@ class MapEpoch(Epoch):
             self._coming += 1
 
     @property
+    def foreign(self) -> Any:
+        """The sampler of another library that is read; None: there is none."""
+        return self._foreign
+
+    def read_to(self, number: int) -> tuple[Any, int] | None:
+        """A batch, as `batch` has it, in an epoch that is read for it alone. Those that it depends on are read before.
+
+        A batch depends on those before it if a sampler of another library gives them, or if it has fillers alone.
+        """
+        begin = self.first if self.keeps else number - self.evaluates
+        for seq in range(max(begin, self.first), number):
+            if self.batch(seq) is None:
+                return None
+            self.forget(seq)
+        return self.batch(number)
+
+    @property
     def tables(self) -> tuple[dict[int, Any], ...]:
         return self.ready, self._marks
 
@@ -312,6 +333,8 @@ class MapEpoch(Epoch):
         """Whether it began in mid-epoch and no batch was left there, as far as that can be known now."""
         if not self.in_mid_epoch:
             return False
+        if self._skips and self._left_out(self.first) == self._span.length():
+            return True
         mark: Checkpoint | None = self._position.mark
         if self._counting is not None and not self._source.rollover:
             return self._open(self.first).upto(0, 1) <= 0  # its length would take a pass
@@ -325,6 +348,8 @@ class MapEpoch(Epoch):
     def following(self) -> Position:
         """Where the next epoch begins, if this one `is_over`."""
         done, mark = self._position.done, self._position.mark
+        if self._skips:  # all that is left of the epoch is left out
+            done = self._span.done(self._left_out(self.first))
         if self._source.rollover:
             return Position(self.number + 1, done - self._span.length_of_epoch, mark)
         if mark is None or mark.state is None:
@@ -338,7 +363,12 @@ class MapEpoch(Epoch):
         Raises:
             TypeError: a sampler of another library has no ``__len__``.
         """
-        return self.first + self._span.length()
+        return self.first + self._span.length() - (self._left_out(0) if self._skips else 0)
+
+    def _left_out(self, begin: int) -> int:
+        """How many batches from number ``begin`` on are left out."""
+        end = self.first + self._span.length()
+        return sum(max(0, min(one.stop, end) - max(one.start, begin)) for one in self._skips)
 
     def real(self, task: Task) -> int:
         """How many samples of a batch are no fillers, if the epoch ``evaluates``: the first ones."""

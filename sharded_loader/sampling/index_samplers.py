@@ -603,6 +603,9 @@ class MixtureSampler(IndexSampler):
     The sampler owns the weights that were set while training, each with the epoch and the position from which it holds.
     A state of the loader has them as ``set_weights``. The mixture itself is not changed: several loaders may read it.
 
+    Attributes:
+        forgotten: the last epoch whose weights are not known, because a state does not tell them; -1: there is none.
+
     Args:
         mixture: what `interleave` returned for datasets that are read by index.
 
@@ -629,6 +632,7 @@ class MixtureSampler(IndexSampler):
         plan = mixture.schedule
         self._base = plan if isinstance(plan, Plan) else Plan(plan.changes, plan.seed, plan.level)
         self._set: tuple[Moment, ...] = ()
+        self.forgotten = -1
         self._known: tuple[list[Any], Plan] = [], self._base
 
     def epoch_table(self, epoch: int) -> Table:
@@ -656,16 +660,17 @@ class MixtureSampler(IndexSampler):
             ValueError: weights that do not fit. Nothing has changed then.
         """
         found = whole_numbers(weights, self._mixture.number, "set_weights")
-        before = [one for one in self._set if one[0] < epoch][-1:]  # what decides this epoch and those after it
-        before += [one for one in self._set if one[0] == epoch and one[1] < position]
+        before = [one for one in self._set if one[:2] < (epoch, position)]
         self._base.changed(0, found)  # the next epoch
         self._plan(epoch, [*before, (epoch, position, found)])
         self._set = (*before, (epoch, position, found))
 
     @property
     def weights_set(self) -> str:
-        """The weights that were set, for a state."""
-        return json.dumps(self._set)
+        """The weights that were set, for a state: what decides the last epoch with weights, and those after it."""
+        last = self._set[-1][0] if self._set else 0
+        before = [one for one in self._set if one[0] < last][-1:]
+        return json.dumps([*before, *(one for one in self._set if one[0] == last)])
 
     def adopt(self, arguments: dict[str, Any]) -> None:
         """Take over the weights that were set, from a state.
@@ -677,6 +682,9 @@ class MixtureSampler(IndexSampler):
         try:
             for epoch, position, weights in json.loads(arguments.get(f"{type(self).__name__}.{WEIGHTS_SET}", "[]")):
                 self.set_weights(weights, int(epoch), int(position))
+            # A state of one epoch has all that were set before; of the epochs before the last one, it has the last.
+            first, last = (self._set[0][0], self._set[-1][0]) if self._set else (0, 0)
+            self.forgotten = first if first < last else -1
         except (TypeError, ValueError) as error:
             self._set = before
             raise ValueError(f"load_state_dict: the weights of the state do not fit the mixture: {error}") from error

@@ -28,11 +28,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from sharded_loader.base.checks import check_int
+from sharded_loader.base.described import an
 from sharded_loader.base.notices import warn
 from sharded_loader.engine.order import Order, Position, process_group, resolve_replicas
+from sharded_loader.randomness.global_generators import seeded_globals
 from sharded_loader.sampling.base import (
     DrawnSeed,
     EpochRequests,
@@ -64,7 +66,22 @@ from sharded_loader.sampling.state import (
     shifted,
     weights_set,
 )
-from sharded_loader.sampling.tables import Dealt, Table, parts
+from sharded_loader.sampling.tables import Dealt, StepCount, Table, bytes_of, check_skip, merged, parts
+
+
+class _Since(NamedTuple):
+    """Where an order goes on since a state was loaded, or since the ranks have changed.
+
+    Attributes:
+        epoch, first: the epoch, and the number of its first batch there.
+        position: the same as a position; None: the beginning of the epoch.
+        is_known: whether the batches before that were those of this order, as far as anybody knows.
+    """
+
+    epoch: int
+    first: int
+    position: Position | None
+    is_known: bool
 
 
 class MapOrder(Order[Signature]):
@@ -91,6 +108,7 @@ class MapOrder(Order[Signature]):
         steps_per_epoch: int | None = None,
         costs: Any = None,
         evaluate: bool = False,
+        skip: Any = None,
     ) -> None:
         _check_arguments(batch_size, shuffle, sampler, last_batch, batch_sampler)
         _check_costs(costs, sampler, last_batch, batch_sampler)
@@ -105,6 +123,9 @@ class MapOrder(Order[Signature]):
         self._batch_size, self._costs = batch_size, costs
         self._shuffle, self._evaluates = shuffle, bool(evaluate)
         self._shift = 0  # of the epochs' beginnings
+        self._since = _Since(0, 0, None, True)
+        self.given_skip, self._count = check_skip(skip), StepCount(self.steps)
+        self.skip = self.given_skip
         # The epoch of a state, and the ranks that its order is made for.
         self._step_ranks: tuple[int, int] | None = None
         self.given_batches = batch_sampler is not None
@@ -127,15 +148,16 @@ class MapOrder(Order[Signature]):
         self._settled = False
         self._requests = EpochRequests()
         self.resize(length)
+        self._check_skip()
 
     @property
     def settings(self) -> tuple[Any, ...]:
         """What `rescale` changes: ``batch_size``, the ranks, and what follows from them."""
-        return self._batch_size, self._replicas, self.replicated, self._shift, self._step_ranks
+        return self._batch_size, self._replicas, self.replicated, self._shift, self._step_ranks, self._since
 
     @settings.setter
     def settings(self, before: tuple[Any, ...]) -> None:
-        self._batch_size, self._replicas, self.replicated, self._shift, self._step_ranks = before
+        self._batch_size, self._replicas, self.replicated, self._shift, self._step_ranks, self._since = before
         self.resize(self.dataset_length)
 
     @property
@@ -149,6 +171,7 @@ class MapOrder(Order[Signature]):
             if length is not None and hasattr(sampler, "check_dataset"):
                 sampler.check_dataset(length)
         self._next_epoch = self.next_epoch
+        self._count.forget(self._next_epoch)
         self.dataset_length = length
         if self.given_batches:
             self.batch_sampler = self._read_sampler
@@ -201,6 +224,7 @@ class MapOrder(Order[Signature]):
             num_replicas=self.replicas()[0] if self.replicated or self.steps is not None else None,
             step_ranks=None if made_for == 1 else made_for,
             shift=self._shift,
+            skip=self.skip,
         )
 
     def _items_of(self, epoch: int, step_ranks: int | None = None) -> Any:
@@ -224,6 +248,8 @@ class MapOrder(Order[Signature]):
         phrases = differences(saved, own, strict, self._is_endless, position)
         if self._costs is not None and position.done and saved.step != own.step:
             phrases.append(f"a step of all ranks had {saved.step} samples, and has {own.step}: costs= needs it to stay")
+        if saved.skip and self.steps is None and _counts_others(saved, own):
+            phrases.append("skip= counts steps, and the ranks or the batch size were others then")
         if not phrases and own.sampler_length is None and own.last_batch == "rollover":
             outside = out_of_epoch(saved, len_epoch(self.sampler, position.epoch), position.epoch, position.done)
             phrases += [] if outside is None else [f"the state has {outside}"]
@@ -254,11 +280,13 @@ class MapOrder(Order[Signature]):
         self._step_ranks = (position.epoch, saved.step_ranks or 1) if position.done else None
         for sampler in filter(has_weights, self._samplers):
             sampler.adopt(dict(saved.sampler_arguments))
+        self.skip = merged(self.given_skip, saved.skip)
         present = [seed_of(sampler) for sampler in self._samplers]
         seeds = [None if seed == before else seed for before, seed in zip(present, saved.sampler_seeds, strict=True)]
         if saved.seed == self.seed and not any(seed is not None for seed in seeds):
             return False
         self.seed = saved.seed
+        self._count.forget()
         self._read_sampler = with_seeds(self._read_sampler, seeds)
         self.resize(self.dataset_length)
         return True
@@ -281,6 +309,7 @@ class MapOrder(Order[Signature]):
                 raise ValueError("rescale: the batch_sampler decides the batches: leave out batch_size")
             self._batch_size = check_int("batch_size", batch_size, 1, "give the number of samples per rank and step")
         self._replicas, self.replicated = replicas, True
+        self._since = _Since(self.next_epoch, 0, None, False)  # unless a state is loaded: then that is where
         self.resize(self.dataset_length)
 
     # -- epochs ---------------------------------------------------------------------------------------------
@@ -302,15 +331,22 @@ class MapOrder(Order[Signature]):
 
     def epoch(self, number: int, position: Position | None = None) -> MapEpoch:
         """An epoch's batches for this rank, from a position on. What it reads is settled now: `resize` may come."""
-        replicas = self.replicas()
+        return self._epoch(number, position, self._count.within(self.skip, number, self._whole_length))
+
+    def _epoch(
+        self, number: int, position: Position | None, skips: tuple[range, ...] = (), rank: int | None = None
+    ) -> MapEpoch:
+        replicas, own_rank = self.replicas()
         settled = SamplerSource(
             self._items_of(number),
             self.signature(number),
-            *replicas,
+            replicas,
+            own_rank if rank is None else rank,
             self.replicated,
             self.arrays,
             self.max_shards,
             self._evaluates,
+            skips,
         )
         return MapEpoch(settled, number, position)
 
@@ -322,6 +358,119 @@ class MapOrder(Order[Signature]):
     def length(self, number: int) -> int:
         """The number of batches in the epoch for this rank."""
         return self.epoch(number).length()
+
+    # -- steps ----------------------------------------------------------------------------------------------
+
+    def _whole_length(self, number: int) -> int:
+        """The number of steps in an epoch, also those that are left out."""
+        return self._epoch(number, None).length()
+
+    def add_skip(self, skip: Any) -> None:
+        self.given_skip = merged(self.given_skip, check_skip(skip))
+        self._check_skip()
+
+    def _check_skip(self) -> None:
+        """Refuse steps to leave out that do not fit the epochs, as far as the lengths of these are known now."""
+        if self.given_skip and self.steps is None and known_length(self._items, 0) is None:
+            raise ValueError(
+                "skip counts the steps of all epochs, and the sampler has no length that is known without a pass over "
+                "it: give steps_per_epoch="
+            )
+        # The seed of a state may give other lengths, and "auto" other ranks.
+        if self.steps is not None or not (any(self._takes_seed) or "auto" in self._replicas):
+            self._count.check(self.given_skip, self._whole_length)
+
+    def goes_on(self, position: Position, saved: Signature) -> None:
+        own, before = self.signature(position.epoch), self._since
+        first = self._epoch(position.epoch, position).first
+        is_known = not (saved.shift or _counts_others(saved, own) or other_arguments(saved, own))
+        if before[:2] < (position.epoch, first):
+            is_known = is_known and before.is_known
+        self._since = _Since(position.epoch, first, position, is_known)
+        late = [one for one in self.given_skip if merged(saved.skip, [one]) != saved.skip]
+        if late and late[0][0] < self._count.before(position.epoch, self._whole_length) + first:
+            warn(
+                f"skip has the steps {late[0]}, and some of them were done before the state was saved: load a state "
+                f"that was saved before step {late[0][0]}"
+            )
+
+    def look_up(self, number: Any, step: Any, rank: Any = None) -> MapEpoch:
+        """An epoch whose batch ``step`` is looked up. It is `MapEpoch.ready`; nothing in the order changes.
+
+        Args:
+            number, step: which batch. Steps that are left out are looked up too.
+            rank: as this rank reads it; None: as this one.
+
+        Raises:
+            TypeError, ValueError: they are no such numbers, or the order of that step is not known.
+            IndexError: the epoch has no such step.
+        """
+        number = check_int("epoch", number, 0, "epochs count from 0")
+        step = check_int("step", step, 0, "steps count from 0 in each epoch")
+        epoch = self._epoch_at(number, step, self._checked_rank(rank))
+        foreign = epoch.foreign
+        if foreign is None:
+            found = epoch.read_to(step)
+        else:
+            # Not only the start depends on global generators that are seeded for it: what comes later may do, too.
+            with seeded_globals(1):
+                found = epoch.read_to(step)
+            with seeded_globals(2):
+                again = epoch.again().read_to(step)
+            if bytes_of([found]) != bytes_of([again]):
+                raise ValueError(
+                    f"epoch {number} cannot be looked up: the sampler, {an(type(foreign))}, yields other indices when "
+                    f"it is read again. It draws from a global generator, or goes on from the epoch before: make its "
+                    f"order depend on set_epoch(epoch) alone, or write down the indices while you train"
+                )
+        if found is None:
+            raise IndexError(f"epoch {number} has no step {step}: it has {_steps_of(epoch)}, which count from 0")
+        self._check_weights(epoch, step)
+        return epoch
+
+    def _epoch_at(self, number: int, step: int, rank: int | None) -> MapEpoch:
+        """The epoch as it is read, or was read, at a step."""
+        since = self._since
+        is_before = (number, step) < since[:2]
+        if is_before and not since.is_known:
+            raise ValueError(
+                f"step {step} of epoch {number} was read by other ranks, or in other batches: this loader goes on from "
+                f"step {since.first} of epoch {since.epoch}. Ask a loader that is made as it was then"
+            )
+        return self._epoch(number, None if is_before or number != since.epoch else since.position, (), rank)
+
+    def _checked_rank(self, rank: Any) -> int | None:
+        shared, replicas = rank_of(self._items), self.replicas()[0]
+        if rank is None or rank == shared:
+            return None
+        number = check_int("rank", rank, 0, "ranks count from 0")
+        if shared is not None:
+            raise ValueError(f"the sampler has the samples of rank {shared} only: ask the loader of rank {number}")
+        if number >= replicas:
+            raise ValueError(f"rank is {number}, and this loader knows {replicas} ranks: give num_replicas and rank")
+        return number
+
+    def _check_weights(self, epoch: MapEpoch, step: int) -> None:
+        """Refuse an epoch of a mixture whose weights are not known any more."""
+        for sampler in filter(has_weights, self._samplers):
+            if epoch.reached(step)[0] <= sampler.forgotten:
+                raise ValueError(
+                    f"the weights of the mixture in epoch {epoch.number} are not known: the loaded state has those "
+                    f"that were set later. Ask a loader with the state of that epoch"
+                )
+
+
+def _counts_others(saved: Signature, own: Signature) -> bool:
+    """Whether steps, or their batches, were others than they are now."""
+    rolls_over = own.last_batch == "rollover" and (saved.num_replicas or 1) != (own.num_replicas or 1)
+    return rolls_over or saved.items_in_step != own.items_in_step
+
+
+def _steps_of(epoch: MapEpoch) -> str:
+    try:
+        return f"{epoch.length()} steps"
+    except Exception:  # the sampler has no length
+        return "fewer steps"
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from sharded_loader.base.entries import (
 )
 from sharded_loader.engine.order import Position
 from sharded_loader.sampling.base import Sampler, is_own, nested
-from sharded_loader.sampling.tables import checksum_of
+from sharded_loader.sampling.tables import Ranges, check_skip, checksum_of
 
 WEIGHTS_SET = "set_weights"
 """What ``sampler_arguments`` calls the weights that were set while training. A loader takes them over from a state."""
@@ -57,6 +57,13 @@ def _arguments(what: str, value: Any, advice: str) -> tuple[tuple[str, Any], ...
                 f"{what} has {brief(name)}: {brief(argument)}; it must have names, and numbers or strings: {advice}"
             )
     return tuple(value.items())
+
+
+def _skips(what: str, value: Any, advice: str) -> Ranges:
+    try:
+        return check_skip(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what} is wrong ({error}): {advice}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,7 @@ class Signature:
         num_replicas: the number of ranks; None: one rank that was not told.
         step_ranks: the number of ranks that the order is made for; None: 1, or any number. It stays to the epoch's end.
         shift: with ``steps_per_epoch``, how many items later epochs begin than if the ranks had never changed.
+        skip: the steps that are left out.
     """
 
     seed: int = entry(integer())
@@ -110,6 +118,7 @@ class Signature:
     num_replicas: int | None = entry(optional(integer(1)), "there were {was} ranks, and are {now}", default=None)
     step_ranks: int | None = entry(optional(integer(1)), default=None)
     shift: int = entry(integer(), default=0)
+    skip: Ranges = entry(_skips, write=lambda skip: list(map(list, skip)), default=())  # noqa: RUF009 - it makes a field
 
     @property
     def step(self) -> int | None:

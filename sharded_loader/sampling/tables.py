@@ -8,6 +8,7 @@
     Rolling(length, size, epoch)        one epoch with rollover: its batches, and where they lie among all epochs
     Stretch(length, replicas, ...)      the arithmetic: steps of all ranks, in an endless sequence of epochs
     Endless(open, stretch, rank)        the items of such a stretch as a table, for one rank
+    StepCount(steps)                    steps of all epochs, and those that an epoch leaves out (``skip=``)
 
 Every table answers two questions, and both in one:
     table.upto(begin, end)   where the items from ``begin`` on end: at ``end``, or before it if the epoch ends
@@ -22,20 +23,21 @@ says how many batches that is. Where it begins follows from the lengths alone, s
 before it.
 
 What can go wrong: an iterator of another library raises an error, or yields more or fewer items than its length says
-(ValueError).
+(ValueError). Ranges of steps are reversed, overlap, or reach beyond the end of an epoch.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import an
 from sharded_loader.engine.split import are_plain, plain_index
 from sharded_loader.randomness.shuffle import IN_MEMORY, Indices, is_computed, recipe_of
@@ -568,3 +570,113 @@ class Endless(Table):
             f"the sampler, {an(self._name)}, yielded {found} items in epoch {self._epoch}, but its length is "
             f"{self._stretch.length}: correct its __len__, or do without last_batch='rollover' and steps_per_epoch="
         )
+
+
+# -- steps that are left out -------------------------------------------------------------------------------------------
+
+
+Ranges = tuple[tuple[int, int], ...]
+"""Pairs (first, last) of steps, ascending. The last one is left out too."""
+
+Length = Callable[[int], int]
+
+_ADVICE = "give pairs of steps (first, last), counted from 0 since the first epoch: skip=[(41700, 41720)]"
+_EMPTY = 1000
+"""Epochs without a step, after which none is looked for."""
+
+
+def check_skip(skip: Any) -> Ranges:
+    """``skip`` as ascending ranges.
+
+    Raises:
+        TypeError: It is no list of pairs of integers.
+        ValueError: A range is reversed or negative, or two overlap.
+
+    Example:
+        >>> check_skip([(7, 9), [2, 2]])
+        ((2, 2), (7, 9))
+    """
+    if skip is None:
+        return ()
+    ranges = []
+    try:
+        pairs = [(one, *one) for one in skip if len(one) == 2 and not isinstance(one, str)]
+        if len(pairs) != len(skip):
+            raise TypeError
+    except TypeError:
+        raise TypeError(f"skip is {skip!r}: {_ADVICE}") from None
+    for one, first, last in pairs:
+        begin, end = (check_int(f"a step of skip, in {one!r},", step, 0, _ADVICE) for step in (first, last))
+        if end < begin:
+            raise ValueError(f"skip has {one!r}, whose last step comes before its first: {_ADVICE}")
+        ranges.append((begin, end))
+    ranges.sort()
+    for before, after in pairwise(ranges):
+        if after[0] <= before[1]:
+            raise ValueError(f"skip has {before} and {after}, which overlap: join them, or correct one of them")
+    return tuple(ranges)
+
+
+def merged(ranges: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> Ranges:
+    """Two lists of ranges as one.
+
+    Example:
+        >>> merged([(2, 5)], [(4, 6), (9, 9)])
+        ((2, 6), (9, 9))
+    """
+    found: list[tuple[int, int]] = []
+    for first, last in sorted([*ranges, *others]):
+        if found and first <= found[-1][1]:
+            first, last = found[-1][0], max(last, found.pop()[1])
+        found.append((first, last))
+    return tuple(found)
+
+
+class StepCount:
+    """How many steps come before each epoch. Steps that are left out count.
+
+    Args:
+        steps: ``steps_per_epoch``. Without it, ``length(epoch)`` tells how many steps an epoch has on each rank.
+
+    Example:
+        >>> count = StepCount(None)
+        >>> count.before(2, lambda epoch: 3 + epoch), count.within(((6, 8), (20, 20)), 1, lambda epoch: 5)
+        (7, (range(3, 6), range(17, 18)))
+    """
+
+    def __init__(self, steps: int | None) -> None:
+        self._steps = steps
+        self._starts = [0]
+
+    def forget(self, epoch: int = 0) -> None:
+        """Epochs from this one on have other lengths than before."""
+        del self._starts[epoch + 1 :]
+
+    def before(self, epoch: int, length: Length) -> int:
+        """The number of steps before an epoch."""
+        if self._steps is not None:
+            return epoch * self._steps
+        while len(self._starts) <= epoch:
+            self._starts.append(self._starts[-1] + length(len(self._starts) - 1))
+        return self._starts[epoch]
+
+    def within(self, ranges: Ranges, epoch: int, length: Length) -> tuple[range, ...]:
+        """The batches that an epoch leaves out, by their numbers in it. They may reach beyond its end."""
+        begin = self.before(epoch, length) if ranges else 0
+        return tuple(range(max(0, first - begin), last + 1 - begin) for first, last in ranges if last >= begin)
+
+    def check(self, ranges: Ranges, length: Length) -> None:
+        """Refuse a range that reaches beyond the end of the epoch that it begins in."""
+        epoch = 0
+        for first, last in ranges:
+            if self._steps is not None:
+                epoch = first // self._steps
+            while (end := self.before(epoch + 1, length)) <= first:
+                epoch += 1
+                if not end and epoch > _EMPTY:
+                    raise ValueError(f"skip has {first, last}, but the first {_EMPTY} epochs have no batch")
+            if last >= end:
+                raise ValueError(
+                    f"skip has {first, last}, which reaches beyond epoch {epoch}: its last step is {end - 1}. Leave "
+                    f"out a part of each epoch: skip=[({first}, {end - 1}), ({end}, {last})]"
+                )

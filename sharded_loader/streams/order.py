@@ -28,6 +28,12 @@ MOST_PARTS = 32
 """Parts of a dataset that has more shards, if ``streams`` is not given. All parts are open at the same time."""
 
 
+NO_SKIP = (
+    "skip leaves out steps of a dataset that is read by index. Iterable data must be read up to a step anyway: do "
+    "without skip, and go on to the next batch in your loop"
+)
+
+
 class StreamOrder(Order[StreamSignature]):
     """The order of a loader over iterable data.
 
@@ -142,6 +148,24 @@ class StreamOrder(Order[StreamSignature]):
             counts = last.counts_behind()
         points = {part: point for part, point in self._shared.reached.items() if point.batches <= counts.get(part, 0)}
         return Position(epoch, 0, None, counts, points)
+
+    def text_of_step(self, epoch: Any, step: Any) -> str:
+        """Why a step of iterable data cannot be looked up, and what can be told of it."""
+        epoch, step = (
+            check_int("epoch", epoch, 0, "epochs count from 0"),
+            check_int("step", step, 0, "steps count from 0"),
+        )
+        parts = self.signature().parts_of_rank()
+        turn, place = divmod(step + epoch * (self.steps or 0), len(parts))
+        return (
+            f"the dataset, {an(self._kind)}, is iterable data: which samples a step has is known when it is read. "
+            f"Unless a part has ended before, step {step} of epoch {epoch} is batch {turn} of part {parts[place]} of "
+            f"{self.parts}: to read it again, load a state that was saved before it"
+        )
+
+    def add_skip(self, skip: Any) -> None:
+        if skip is not None:
+            raise TypeError(NO_SKIP)
 
     def facts(self, number: int) -> None:
         """Nothing: whether two epochs have the same batches is not known."""
