@@ -1,7 +1,8 @@
-"""Cases that are disturbed: killed workers, signals, a dataset that changes, a loader that another thread closes.
+"""Cases that are disturbed: killed workers, another number of workers, signals, a changed dataset, `close` in a thread.
 
-    before a step    a timer, which kills a worker or sends a signal while the loop waits in ``next``, with luck
-    steps            those of `Case`, and kill, kill_template, refresh with a changed dataset, close_beside
+    before a step    a timer, which kills a worker, changes their number or sends a signal while the loop waits in
+                     ``next``, with luck
+    steps            those of `Case`, and kill, kill_template, resize, refresh with a changed dataset, close_beside
 
 None of it changes what must come. The seed gives the case and its faults again, not their timing.
 """
@@ -29,6 +30,10 @@ from tests.injection import HANDLERS, TimeIsUp
 
 METHODS = [name for name in conftest.POOLS for _ in range({"fork": 4, "inline": 1, "spawn": 1}.get(name, 2))]
 """Spawned workers start slowly: a tenth of the loaders is enough."""
+
+
+COUNTS = [1, 2, 2, 3, 5]
+"""Of workers."""
 
 
 class Disturbed(Case):
@@ -61,7 +66,7 @@ class Disturbed(Case):
         return dataset
 
     def draw_pool(self) -> tuple[str, int]:
-        return self.rng.choice(METHODS), self.rng.choice([1, 2, 2, 3, 5])
+        return self.rng.choice(METHODS), self.rng.choice(COUNTS)
 
     def draw_prefetch(self) -> dict[str, Any]:
         return super().draw_prefetch() | {"prefetch": self.rng.choice([None, None, 0, 1, 2, 7, 30])}
@@ -69,7 +74,8 @@ class Disturbed(Case):
     # -- steps ----------------------------------------------------------------------------------------------
 
     def choices(self) -> list[tuple[int, Callable[[Pair], None]]]:
-        return [*super().choices(), (2, self.kill), (2, self.kill_template), (1, self.refresh), (2, self.close_beside)]
+        faults = [(2, self.kill), (2, self.kill_template), (2, self.resize), (1, self.refresh), (2, self.close_beside)]
+        return [*super().choices(), *faults]
 
     def run(self) -> int:
         with self.signals_that_raise():
@@ -135,7 +141,12 @@ class Disturbed(Case):
     def later(self) -> None:
         """While the loop waits in ``next``, with luck."""
         number = getattr(signal, self.rng.choice(list(HANDLERS)))
-        faults: list[Callable[[], None]] = [lambda: self.kill(self.pair), lambda: self.send(number)]
+        count = self.rng.choice(COUNTS)
+        faults: list[Callable[[], None]] = [
+            lambda: self.kill(self.pair),
+            lambda: self.send(number),
+            lambda: self.have(self.pair, count),
+        ]
         self.timers = [timer for timer in self.timers if timer.is_alive()]
         self.timers.append(threading.Timer(self.rng.choice([0.0, 0.001, 0.005, 0.03]), self.rng.choice(faults)))
         self.timers[-1].start()
@@ -183,6 +194,16 @@ class Disturbed(Case):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.victims.choice(pids), signal.SIGKILL)
                 self.counts["fault: worker killed"] += 1
+
+    def resize(self, pair: Pair) -> None:
+        self.have(pair, self.rng.choice(COUNTS))
+
+    def have(self, pair: Pair, count: int) -> None:
+        """The number of workers changes. Another thread may close the loader meanwhile."""
+        if pair.loader.num_workers:
+            with contextlib.suppress(LoaderClosedError):
+                pair.loader.pool.resize(count)
+                self.counts["fault: another number of workers"] += 1
 
     def kill_template(self, pair: Pair) -> None:
         crew = getattr(pair.loader.pool, "_transport", None)

@@ -38,13 +38,16 @@ def check_int(name: str, value: Any, least: float, advice: str, wrong_type: type
     return number
 
 
-def bytes_of_text(text: Any, least: int = 1, allowed: str = "a number of bytes above 0") -> int:
+def bytes_of_text(
+    text: Any, least: int = 1, allowed: str = "a number of bytes above 0", name: str = "max_bytes"
+) -> int:
     """A number of bytes, from a number or a text.
 
     Args:
         text: as the user gave it.
         least: the smallest number that is allowed.
         allowed: what the user may give, for the message.
+        name: of the argument, for the message.
 
     Example:
         >>> bytes_of_text("1.5 GB"), bytes_of_text("2KiB"), bytes_of_text(7)
@@ -53,7 +56,7 @@ def bytes_of_text(text: Any, least: int = 1, allowed: str = "a number of bytes a
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or isinstance(text, bool) or float(match[1]) * unit < least:
-        raise ValueError(f"max_bytes is {text!r}: give {allowed}, or a text such as '100 GB' or '20 GiB'")
+        raise ValueError(f"{name} is {text!r}: give {allowed}, or a text such as '100 GB' or '20 GiB'")
     return int(float(match[1]) * unit)
 
 

@@ -271,11 +271,13 @@ class NewJob:
         job: what all workers are told.
         worker_init_fn: the user's.
         notes_samples: see `Reader`.
+        max_memory: bytes of its own that a worker may have; None: any number.
     """
 
     job: Job
     worker_init_fn: Callable[[int], Any] | None
     notes_samples: bool = False
+    max_memory: int | None = None
 
     @property
     def parts(self) -> dict[str, Any]:

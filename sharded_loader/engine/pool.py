@@ -10,10 +10,13 @@
 A task names its run (which iterator it belongs to) and its seq (which batch of the epoch it is). A result names the
 same. A task may be done twice: the pipeline ignores the second result.
 
-One thread at a time calls a pool, under the pipeline's lock; only `wake` may come from another thread. A pool need not
-survive an exception that strikes inside a verb, such as a Ctrl-C: the pipeline then calls `close` and `start`, and
-submits again what was in flight. So `close` must work in every state. The exception is the moment in `wait` when the
-pool only waits: `waiting` is True then, and an exception changes nothing.
+A pool whose number of workers can change has `resize`, for users: it notes the number, and the pipeline calls `adopt`
+between two verbs.
+
+One thread at a time calls a pool, under the pipeline's lock; only `wake` and `resize` may come from another thread. A
+pool need not survive an exception that strikes inside a verb, such as a Ctrl-C: the pipeline then calls `close` and
+`start`, and submits again what was in flight. So `close` must work in every state. The exception is the moment in
+`wait` when the pool only waits: `waiting` is True then, and an exception changes nothing.
 
 What can go wrong: the workers cannot work at all (`PoolBroken`). What goes wrong with one task is its result.
 """
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,6 +55,7 @@ class Pool(ABC):
 
     Attributes:
         num_workers: the number of workers that read at the same time; 0 if the caller does.
+        wanted: the number that `resize` has asked for last; None: it was not called.
         group: the number of tasks that are best submitted together, more than one while batches are cheap.
         room: the number of tasks that `submit` takes now.
         notices: counts the workers that are replaced, and the batches that take a slow way. The loader sets it.
@@ -63,6 +68,7 @@ class Pool(ABC):
     """
 
     num_workers: int = 0
+    wanted: int | None = None
     group: int = 1
     room: int = 0
     notices: Notices = Notices()
@@ -116,6 +122,20 @@ class Pool(ABC):
     def cancel(self, run: int) -> None:  # noqa: B027
         """Drop the tasks of this run that have not begun."""
 
+    def resize(self, num_workers: int) -> None:
+        """Have another number of workers from now on.
+
+        Raises:
+            TypeError: this pool cannot.
+        """
+        raise TypeError(
+            f"{type(self).__name__} cannot change its number of workers: give the loader a ThreadPool, a ProcessPool "
+            f"or a RayPool (num_workers= makes one)"
+        )
+
+    def adopt(self) -> None:  # noqa: B027
+        """Have the number of workers that is `wanted`. The pipeline calls this in a step, between two other verbs."""
+
     @abstractmethod
     def close(self) -> None:
         """Stop the workers and give everything back. The pool may be started again."""
@@ -131,6 +151,10 @@ class Pool(ABC):
 
 def _nothing() -> None:
     """There is nothing to close."""
+
+
+owners: weakref.WeakKeyDictionary[Pool, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""The pipeline of the loader that has each pool."""
 
 
 class WorkerPool(Pool):
@@ -149,6 +173,61 @@ class WorkerPool(Pool):
         check_init_fn(worker_init_fn)
         self.worker_init_fn = worker_init_fn
         self.timeout = check_timeout(timeout)
+
+    def resize(self, num_workers: int) -> None:
+        """Have another number of workers from now on. The batches, their order, states and errors stay what they are.
+
+        You may call it at any time and from any thread. Inside an epoch, workers that are too many finish the batches
+        that they have, and end. If a thread is in ``next``, that thread makes the change, at once; `num_workers` of the
+        loader tells when it is done. ``loader.prefetch`` follows, unless you have set it. Iterable data keeps its
+        number of parts.
+
+        Args:
+            num_workers: The number of workers, at least 1.
+
+        Raises:
+            ValueError: ``num_workers`` is below 1.
+            TypeError: ``num_workers`` is no integer.
+            LoaderClosedError: The loader of the pool is closed.
+            RuntimeError: This process is a forked child of the one that made the loader.
+            OSError: The system cannot start another worker. The pool keeps those that could be started.
+
+        Example:
+            >>> from sharded_loader import ShardedDataLoader
+            >>> with ShardedDataLoader(range(8), 2, num_workers=1, thread_pool=True) as loader:
+            ...     batches = iter(loader)
+            ...     print(next(batches), loader.num_workers, loader.prefetch)
+            ...     loader.pool.resize(3)
+            ...     print(next(batches), loader.num_workers, loader.prefetch)
+            tensor([0, 1]) 1 2
+            tensor([2, 3]) 3 6
+
+        Source of the idea: ``AUTOTUNE`` of tf.data, which changes its parallelism while a program trains.
+        """
+        wanted = check_num_workers(num_workers)
+        pipeline = owner() if (owner := owners.get(self)) is not None else None
+        if pipeline is not None:
+            pipeline.check_open()
+        self.wanted = wanted
+        if pipeline is None:
+            self.adopt()
+        else:
+            pipeline.resize(self)
+
+    def adopt(self) -> None:
+        if self.wanted is not None:
+            try:
+                self._have(self.wanted)
+            except (OSError, MemoryError, RuntimeError) as error:
+                self.wanted = self.num_workers
+                raise OSError(
+                    f"{self!r} cannot have more workers: the system cannot start another one ({error}). It goes on "
+                    f"with those that it has"
+                ) from error
+
+    @abstractmethod
+    def _have(self, num_workers: int) -> None:
+        """Have this number of workers. `num_workers` is always the number of those that there are."""
 
     def _options(self) -> tuple[type[WorkerPool], dict[str, tuple[Any, Any]]]:
         """The class of this library, and of each argument but the first its value and its usual value."""

@@ -283,7 +283,8 @@ def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, on_device: boo
         if replicas > 1:
             given.update(num_replicas=replicas, rank=rank)
     elif replicas > 1:
-        order = ShardedDataLoader(**{**given, "pool": None, "num_workers": 0, "device": None, "timeout": None})
+        none = dict.fromkeys(("pool", "device", "timeout", "max_worker_memory"))
+        order = ShardedDataLoader(**{**given, **none, "num_workers": 0})
         for name in ("batch_size", "shuffle", "sampler", "last_batch", "drop_last"):
             given.pop(name, None)
         given["batch_sampler"] = _shard(order.batch_sampler, accelerator, loader.drop_last)

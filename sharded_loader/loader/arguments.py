@@ -29,8 +29,8 @@ from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.inspection import has_own, is_stream, takes_named, takes_two
 from sharded_loader.devices.transform import BatchTransform
 from sharded_loader.engine.order import ranks_of_mesh
-from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.pool import Pool, check_init_fn
+from sharded_loader.engine.pipeline import PER_WORKER, Pipeline
+from sharded_loader.engine.pool import Pool, check_init_fn, owners
 from sharded_loader.engine.split import Split, check_shares
 from sharded_loader.pools.inline import InlinePool
 from sharded_loader.pools.process.pool import ProcessPool
@@ -318,9 +318,14 @@ def _unweighted(devices: list[Any] | None, sharded: bool, num_shards: Any) -> Sp
 
 
 def make_pool(
-    pool: Any, num_workers: Any, thread_pool: bool, worker_init_fn: Any = None, timeout: float | None = None
+    pool: Any,
+    num_workers: Any,
+    thread_pool: bool,
+    worker_init_fn: Any = None,
+    timeout: float | None = None,
+    max_worker_memory: Any = None,
 ) -> Pool:
-    """The pool that the arguments ask for. ``worker_init_fn`` and ``timeout`` are as the pools have them."""
+    """The pool that the arguments ask for. The last three are as the pools have them."""
     if isinstance(num_workers, bool) or not hasattr(num_workers, "__index__"):
         raise TypeError(f"num_workers is {num_workers!r}; it must be an int, the number of workers")
     count = max(0, int(num_workers))
@@ -331,13 +336,37 @@ def make_pool(
             num_workers,
         )
     timeout = timeout or None  # 0 is torch's default, and means never
+    given = {"worker_init_fn": worker_init_fn, "timeout": timeout, "max_worker_memory": max_worker_memory}
+    options = {name: value for name, value in given.items() if value is not None}
     if isinstance(pool, Pool):
-        if count or thread_pool or worker_init_fn is not None or timeout is not None:
+        if count or thread_pool or options:
             raise ValueError(
-                f"pool={pool!r} has its own workers: leave out num_workers and thread_pool, and give worker_init_fn "
-                f"and timeout to the pool"
+                f"pool={pool!r} has its own workers: leave out num_workers and thread_pool, and give "
+                f"{', '.join(given)} to the pool"
             )
         return pool
+    kind = _kind_of_pool(pool, count, thread_pool)
+    if max_worker_memory is not None and kind != "process":
+        raise ValueError(
+            f"max_worker_memory={max_worker_memory!r} needs worker processes on this machine: give num_workers= "
+            f"without thread_pool and pool, or leave max_worker_memory out"
+        )
+    if kind == "inline":
+        check_init_fn(worker_init_fn)  # it is not called, as in torch
+        if timeout is not None:
+            raise ValueError(f"timeout={timeout!r} needs workers: give num_workers=, or leave timeout out")
+        return InlinePool()
+    if kind == "thread":
+        return ThreadPool(count, **options)
+    if kind == "ray":
+        from sharded_loader.pools.ray.pool import RayPool
+
+        return RayPool(count, **options)
+    return ProcessPool(count, **options)
+
+
+def _kind_of_pool(pool: Any, count: int, thread_pool: bool) -> Any:
+    """The name of the pool that the arguments ask for."""
     if pool is None:
         pool = "inline" if count == 0 else "thread" if thread_pool else "process"
     elif thread_pool and pool != "thread":
@@ -354,21 +383,7 @@ def make_pool(
         raise ValueError(
             f"{asked} needs workers: give num_workers=, at least 1, or leave {asked} out to read without workers"
         )
-    if pool == "inline":
-        check_init_fn(worker_init_fn)  # it is not called, as in torch
-        if timeout is not None:
-            raise ValueError(f"timeout={timeout!r} needs workers: give num_workers=, or leave timeout out")
-        return InlinePool()
-    if pool == "thread":
-        return ThreadPool(count, worker_init_fn=worker_init_fn, timeout=timeout)
-    if pool == "ray":
-        from sharded_loader.pools.ray.pool import RayPool
-
-        return RayPool(count, worker_init_fn=worker_init_fn, timeout=timeout)
-    return ProcessPool(count, worker_init_fn=worker_init_fn, timeout=timeout)
-
-
-_owners: weakref.WeakKeyDictionary[Pool, weakref.ref[Pipeline]] = weakref.WeakKeyDictionary()
+    return pool
 
 
 def claim(pool: Pool, pipeline: Pipeline) -> None:
@@ -381,7 +396,7 @@ def claim(pool: Pool, pipeline: Pipeline) -> None:
     Raises:
         ValueError: a loader that is not closed has it.
     """
-    owner = _owners.get(pool)
+    owner = owners.get(pool)
     other = None if owner is None else owner()
     if other is not None and not other.is_shut:
         raise ValueError(
@@ -390,12 +405,12 @@ def claim(pool: Pool, pipeline: Pipeline) -> None:
         )
     if owner is not None:
         pool.close()  # a loader that was collected has ended the workers, and left the rest
-    _owners[pool] = weakref.ref(pipeline)
+    owners[pool] = weakref.ref(pipeline)
 
 
 def check_prefetch(prefetch: Any, num_workers: int) -> int:
     """Batches in flight; None is twice the workers."""
-    return check_count("prefetch", 2 * num_workers if prefetch is None else prefetch)
+    return check_count("prefetch", PER_WORKER * num_workers if prefetch is None else prefetch)
 
 
 def check_prefetch_epochs(wanted: Any, pool: Pool) -> bool:

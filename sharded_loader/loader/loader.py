@@ -135,6 +135,8 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             Default: True with processes. Threads share the dataset and the global random generators with you.
         worker_init_fn: What each worker calls when it starts, with its number. An argument of the pool.
         timeout: The number of seconds that a worker may stand still. An argument of the pool.
+        max_worker_memory: The memory that a worker process may take, in bytes, or a text such as ``"2 GB"``. One that
+            takes more is replaced between two batches. An argument of the pool.
         persistent_workers: torch's argument. It changes nothing: workers live as long as the loader.
 
     Args: Devices
@@ -217,13 +219,14 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         persistent_workers: bool | None = None,
         worker_init_fn: Callable[[int], Any] | None = None,
         timeout: float | None = None,
+        max_worker_memory: int | str | None = None,
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown(unknown, type(self).__init__)
         dataset = check_dataset(dataset, sampler is not None or batch_sampler is not None)
         check_on_error(on_error)
         check_batchify_fn(batchify_fn := one_of("batchify_fn", batchify_fn, "collate_fn", collate_fn))
-        workers = make_pool(pool, num_workers, thread_pool, worker_init_fn, timeout)
+        workers = make_pool(pool, num_workers, thread_pool, worker_init_fn, timeout, max_worker_memory)
         prefetch = prefetch_of(prefetch, prefetch_factor, workers.num_workers)
         num_replicas, rank = ranks_given(num_replicas, rank, mesh)
         check_evaluate(evaluate, on_error)

@@ -46,6 +46,7 @@ class LoaderStats:
         device_waiting_seconds: time in which a device had nothing to do because its batch was not there, summed over
             the devices. The devices measure it themselves; a batch counts when they have reached it. The first batch of
             a loader does not count.
+        recycled_workers: workers that took more memory than ``max_worker_memory``, and were replaced.
         sources: of a mixture (`interleave`), how many samples came from each of its datasets to this rank. Samples that
             ``on_error`` skipped or replaced count for their dataset. Empty if the loader's dataset is no mixture that
             is read by index, nor a transform of one.
@@ -70,6 +71,7 @@ class LoaderStats:
     slow_batches: int = 0
     device_seconds: float = 0.0
     device_waiting_seconds: float = 0.0
+    recycled_workers: int = 0
     sources: tuple[int, ...] = ()
 
     @property
@@ -154,6 +156,7 @@ class PoolTotals(NamedTuple):
     replaced_workers: int = 0
     skipped_samples: int = 0
     slow_batches: int = 0
+    recycled_workers: int = 0
 
 
 NO_TOTALS = PoolTotals()
@@ -174,7 +177,7 @@ class Counts:
 
     def __init__(self) -> None:
         self.batches = self.samples = self.retries = 0
-        self.replaced_workers = self.skipped_samples = self.slow_batches = 0
+        self.replaced_workers = self.skipped_samples = self.slow_batches = self.recycled_workers = 0
         self.seconds = self.waiting_seconds = self.reading_seconds = self.placing_seconds = 0.0
         self.device_seconds = self.device_waiting_seconds = 0.0
         self.sources: Any = None  # an array, if there are any

@@ -3,6 +3,7 @@
     Deaths.record_batch_death(task)   -> whether this batch has killed too many workers
     Deaths.record_start_death(worker) -> whether workers cannot start
     Deaths.record_idle_death(worker)  -> whether workers die between batches again and again
+    Deaths.record_growth(worker, ...) -> whether a worker needs more memory than it may take
     Watch.late(workers)               -> those that have stood still for too long
     unreachable_after(task, ...)      -> the waiting tasks that end with a batch that is given up
     died, timed_out, ...              -> the errors, with batch, sample, worker, and how to see it again
@@ -30,6 +31,9 @@ E = TypeVar("E", bound=BaseException)
 
 IDLE_DEATHS = 10
 """Deaths of workers of one number, between batches, that are too many if no batch has come from any worker since."""
+
+GROWN = 3
+"""Workers of one number that take too much memory with their first batch: then it is no leak."""
 
 PROVEN = 10
 """How many times more often a worker may be killed in its start, if another one has been seen to start."""
@@ -65,6 +69,7 @@ class Deaths:
         self._by_batch: Counter[tuple[int, int]] = Counter()
         self._idle_by_worker: Counter[int] = Counter()
         self._start_by_worker: Counter[int] = Counter()
+        self._grown_by_worker: Counter[int] = Counter()
         self._proven = False
         self.suspects: set[tuple[int, int]] = set()
         self._printed: set[str] = set()
@@ -95,6 +100,11 @@ class Deaths:
         self._idle_by_worker[worker] += 1
         self.unsettled = True
         return self._idle_by_worker[worker] >= IDLE_DEATHS
+
+    def record_growth(self, worker: int, batches: int) -> bool:
+        """A worker takes too much memory. True if those of this number do so with their first batch, or before it."""
+        self._grown_by_worker[worker] = 0 if batches > 1 else self._grown_by_worker[worker] + 1
+        return self._grown_by_worker[worker] >= GROWN
 
     def record_start_death(self, death: Death) -> bool:
         """A worker died before it could read. True if no other one is tried; otherwise what it said is printed once."""
@@ -255,6 +265,14 @@ def died_idle(death: Death) -> WorkerDiedError:
         worker=death.worker,
         exitcode=death.exitcode,
         pid=death.pid,
+    )
+
+
+def too_large(worker: int, nbytes: int, limit: int) -> MemoryError:
+    """The error for workers that cannot do with the memory that they may take."""
+    return MemoryError(
+        f"worker {worker} takes {nbytes:,} bytes with its first batch, and max_worker_memory allows {limit:,}. So did "
+        f"the {GROWN - 1} workers before it, and another one would not help: give a larger max_worker_memory"
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 import types
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic
 
@@ -65,6 +66,18 @@ class SupervisedPool(WorkerPool, Generic[W]):
         """Start the workers. Those that run already get the new job before any later task."""
         self._supervisor.notices = self.notices
         self._supervisor.start(new)
+        self._count_room()
+
+    def _have(self, num_workers: int) -> None:
+        try:
+            self._supervisor.resize(num_workers)
+        finally:
+            self.num_workers = self._supervisor.num_workers
+            self._count_room()
+
+    @abstractmethod
+    def _count_room(self) -> None:
+        """Set `room`, and what else follows from the tasks that the workers have."""
 
     def cancel(self, run: int) -> None:
         self._supervisor.cancel(run)

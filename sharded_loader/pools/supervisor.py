@@ -3,6 +3,8 @@
     start(new_job)            every worker has the job, or is sent it; those that are lacking are launched
     settle(worker, run, seq)  a task is done
     replace(worker)           a worker has ended: it is buried, blamed or not, and another gets its number and its tasks
+    renew(worker)             a worker lives, but another gets its number; that one answers what it has, and ends
+    resize(num_workers)       more are launched; those that are too many answer what they have, and end
     stop_late()               workers that stand still are killed; `replace` follows
     close()                   no worker runs
 
@@ -17,7 +19,8 @@ means is decided here, by the counts of `pools.deaths`:
 
 Words of all pools: a *worker* reads. To *launch* one is to start it. It is *ready* when it has the job. One that makes
 no progress for ``timeout`` seconds is *late*; it is *hung* when it was killed for that. A dead worker is *replaced*. A
-batch that has killed too many workers is *given up*. Tasks that wait for a worker are *requeued*.
+batch that has killed too many workers is *given up*. Tasks that wait for a worker are *requeued*. A worker that has no
+number any more and answers what it was sent is *leaving*.
 
 Owns no bytes and no threads: workers belong to the transport, which a finalizer may close without this object.
 """
@@ -32,7 +35,7 @@ from typing import Generic, TypeVar
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.notices import Notices
 from sharded_loader.engine.board import IN_BULK, ONE_BY_ONE, SAMPLE, is_at
-from sharded_loader.engine.messages import NOTHING, NewJob, Result, Task
+from sharded_loader.engine.messages import NOTHING, Job, NewJob, Result, Task
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.memory.codec import classes_of_main
 from sharded_loader.pools.deaths import (
@@ -73,10 +76,12 @@ class Transport(ABC, Generic[W]):
     Attributes:
         num_workers: how many there are to be.
         workers: the workers, by number; empty before `start` and after `close`, which makes a new list.
+        leaving: those that end when they have answered what they were sent. They get no other task.
     """
 
     num_workers: int
     workers: list[W]
+    leaving: list[W]
 
     @abstractmethod
     def start(self, new: NewJob) -> list[Task]:
@@ -95,6 +100,10 @@ class Transport(ABC, Generic[W]):
     @abstractmethod
     def launch(self, number: int, new: NewJob) -> W:
         """Start one worker, which has the job, or is sent it."""
+
+    @abstractmethod
+    def retire(self, worker: W) -> None:
+        """Another worker has the number of this one. It is `leaving`; where workers cannot, it is stopped at once."""
 
     @abstractmethod
     def send_cancel(self, worker: W, run: int) -> None:
@@ -164,6 +173,16 @@ class Supervisor(Generic[W]):
             self.close()
             raise
 
+    @property
+    def job(self) -> Job | None:
+        """What the workers read; None: none run."""
+        return None if self._new is None else self._new.job
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are, or are to be when they start."""
+        return self._transport.num_workers
+
     def close(self) -> None:
         """Stop the workers, and forget what they had to do."""
         self._transport.close()
@@ -177,11 +196,47 @@ class Supervisor(Generic[W]):
         worker.ready = True
         self.deaths.record_start()
 
+    def resize(self, num_workers: int) -> None:
+        """Have another number of workers.
+
+        Raises:
+            Exception: another one cannot be started. There are as many as the transport says.
+        """
+        transport, new, before = self._transport, self._new, self._transport.num_workers
+        transport.num_workers = num_workers
+        if new is None or not transport.workers:
+            return
+        while len(transport.workers) > num_workers:
+            with uninterrupted():
+                self._retire(transport.workers.pop())
+        try:
+            if new.job.stream is not None and num_workers < new.job.stream.parts <= before:
+                # Each of them reads one part, of the dataset itself. To read several it needs copies of a new one.
+                for worker in list(transport.workers):
+                    self.renew(worker)
+            transport.launch_all(new)
+        except Exception:
+            transport.num_workers = len(transport.workers)
+            raise
+
+    def renew(self, worker: W) -> None:
+        """Another worker takes the number of one that lives."""
+        assert self._new is not None  # its workers run
+        with uninterrupted():
+            self._transport.workers[worker.number] = self._transport.launch(worker.number, self._new)
+            self._retire(worker)
+
+    def _retire(self, worker: W) -> None:
+        self._transport.retire(worker)
+        if worker not in self._transport.leaving:
+            self.take_back(worker.tasks.values())
+            worker.tasks.clear()
+
     def cancel(self, run: int) -> None:
         """Drop the tasks of a run that have not begun."""
         self._cancelled.add(run)
         self.requeued = deque(task for task in self.requeued if task.run != run)
-        for worker in self._transport.workers:
+        for worker in (*self._transport.workers, *self._transport.leaving):
             if any(task.run == run for task in worker.tasks.values()):
                 self._transport.send_cancel(worker, run)
 
@@ -195,7 +250,7 @@ class Supervisor(Generic[W]):
         """A worker has ended: another gets its number, and its tasks wait.
 
         Args:
-            worker: the one. If it was replaced before, nothing happens.
+            worker: the one. If it was replaced before, nothing happens. If it was leaving, no other one is launched.
             error: what told of its end.
 
         Returns:
@@ -205,13 +260,14 @@ class Supervisor(Generic[W]):
             PoolBroken: workers die without having done anything; they are closed.
         """
         transport = self._transport
-        if worker not in transport.workers:
+        is_leaving = worker in transport.leaving
+        if not is_leaving and worker not in transport.workers:
             return []
         assert self._new is not None  # its workers run
         with uninterrupted():
             death = transport.last_words(worker, error)
         results: list[Result] = []
-        if death.is_of_machine:
+        if death.is_of_machine or (is_leaving and not worker.tasks):
             pass
         elif not worker.ready:
             if self.deaths.record_start_death(death):
@@ -224,9 +280,13 @@ class Supervisor(Generic[W]):
             return self.give_up_worker(worker, died_idle(death))
         with uninterrupted():
             transport.release(worker)
-            transport.workers[worker.number] = transport.launch(worker.number, self._new)
+            if is_leaving:
+                transport.leaving.remove(worker)
+            else:
+                transport.workers[worker.number] = transport.launch(worker.number, self._new)
             self.take_back(worker.tasks.values())
-        self.notices.happened("replaced_workers", f"{death.fate}. Another worker has its place")
+        if not is_leaving:
+            self.notices.happened("replaced_workers", f"{death.fate}. Another worker has its place")
         return results
 
     def give_up_worker(self, worker: W, error: Exception) -> list[Result]:
@@ -268,7 +328,7 @@ class Supervisor(Generic[W]):
         if (timeout := self.watch.timeout) is None:
             return
         watched: list[tuple[W, Sequence[int]]] = []
-        for worker in self._transport.workers:
+        for worker in (*self._transport.workers, *self._transport.leaving):
             board = None if worker.hung else self._transport.where(worker)
             if board is not None:
                 watched.append((worker, board))

@@ -12,6 +12,9 @@ roots of the garbage collector, and a reader leads to the user's dataset, often 
 A thread that is in the user's code when the pool is closed cannot be stopped. It ends after its sample, its result is
 dropped, and as a daemon it does not keep the program alive.
 
+If the number of threads changes, all of them go over to new queues, with the tasks that wait. A thread that is too many
+ends when its sample is read.
+
 A thread that stands still for ``timeout`` seconds is written off: its batch gets an error, and another thread takes its
 number. If the sample comes late after all, the batch has two results, and the pipeline takes the first. Either way the
 thread gives up the global generators, if it hangs where it has seeded them for itself: others wait for those.
@@ -50,6 +53,7 @@ class _Shared:
     def __init__(self, empty: Empty, queues: int) -> None:
         self.empty = empty
         # One for all threads; if tasks have lanes, one for each thread.
+        # None: look for your queue again. It stays in its queue, for the next thread.
         self.queues: list[queue.SimpleQueue[tuple[Any, Task] | None]] = [queue.SimpleQueue() for _ in range(queues)]
         self.live: set[int] = set()  # runs whose tasks are wanted
         self.given_up: set[tuple[int, int]] = set()  # runs and parts that a thread hangs in: they end there
@@ -57,6 +61,15 @@ class _Shared:
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.closing = False
         self.threads: list[_Thread] = []
+
+    def move(self, queues: int) -> None:
+        """Have new queues. What waits in the old ones goes over, and so does each thread."""
+        before, self.queues = self.queues, [queue.SimpleQueue() for _ in range(queues)]
+        for tasks in before:
+            with contextlib.suppress(queue.Empty):
+                while (taken := tasks.get_nowait()) is not None:
+                    self.queues[(taken[1].lane or 0) % queues].put(taken)
+            tasks.put(None)
 
     def ring(self) -> None:
         """Wake the thread that waits, or the next one that will.
@@ -95,7 +108,6 @@ class _Thread(threading.Thread):
     def run(self) -> None:
         """The thread, from its first line to its last. While it waits for a task it holds nothing of the user's."""
         shared, board, who = self.shared, self.board, f"thread {self.number}"
-        tasks = shared.queues[self.number % len(shared.queues)]
         init, self.init = self.init, None
         if init is not None:
             try:
@@ -107,7 +119,12 @@ class _Thread(threading.Thread):
                 shared.ring()
                 return
         del init
-        while not self.written_off and (taken := tasks.get()) is not None and not shared.closing:
+        while not self.written_off and not shared.closing:
+            queues = shared.queues
+            tasks = queues[self.number % len(queues)]
+            if (taken := tasks.get()) is None or shared.closing:
+                tasks.put(None)  # for the next thread
+                continue
             reader, task = taken
             if task.run in shared.live:
                 board[RUN], board[SEQ], board[SAMPLE] = task.run, task.seq, BEGINNING
@@ -121,8 +138,6 @@ class _Thread(threading.Thread):
                     shared.ring()
                 del result
             del taken, reader, task
-        if shared.closing:
-            tasks.put(None)  # for the next thread
 
 
 class ThreadPool(WorkerPool):
@@ -153,6 +168,7 @@ class ThreadPool(WorkerPool):
         super().__init__(num_workers, worker_init_fn, timeout)
         self._watch = Watch(self.timeout)
         self._reader: Any = None  # a `Reader` while the pool runs
+        self._job: Job | None = None  # likewise
         self._running: list[_Shared] = []  # one, or none
 
     @property
@@ -160,7 +176,7 @@ class ThreadPool(WorkerPool):
         return bool(self._running)
 
     def start(self, job: Job) -> None:
-        self._reader = reader_for(job, notes_samples=self._watch.timeout is not None)
+        self._job, self._reader = job, reader_for(job, notes_samples=self._watch.timeout is not None)
         if self.started:
             return
         if self.num_workers > 1:
@@ -173,6 +189,25 @@ class ThreadPool(WorkerPool):
         for number in range(self.num_workers):
             shared.threads.append(_Thread(shared, self._name, number, self.worker_init_fn))
             shared.threads[number].start()
+
+    def _have(self, num_workers: int) -> None:
+        for shared in self._running:
+            assert self._job is not None  # its threads run
+            if self.num_workers == 1 < num_workers:
+                warn_of_open_file(self._job.dataset, "threads")
+            by_lane = self._job.stream is not None
+            shared.threads = [thread for thread in shared.threads if thread.is_alive()]
+            lasting = [thread for thread in shared.threads if not thread.written_off]
+            for thread in lasting[num_workers:]:
+                thread.written_off = True
+            if by_lane or len(lasting) > num_workers:
+                shared.move(num_workers if by_lane else 1)
+            for number in range(len(lasting), num_workers):
+                another = _Thread(shared, self._name, number, self.worker_init_fn)
+                another.start()
+                shared.threads.append(another)
+                self.num_workers = number + 1
+        self.num_workers = num_workers
 
     def submit(self, tasks: Sequence[Task]) -> None:
         for shared in self._running:
@@ -209,11 +244,14 @@ class ThreadPool(WorkerPool):
                 continue
             error = timed_out(f"thread {thread.number}", timeout, task, words, 1, killed=False)
             # Before the look at its task: a thread that has just finished ends after its next batch, without an error.
-            thread.written_off = True
+            was_leaving, thread.written_off = thread.written_off, True
             if thread.task is task:
                 if task.part is not None:
                     shared.given_up.add((task.run, task.part.number))
                 shared.results.append(Result(task.run, task.seq, error=error))
+            if was_leaving:
+                shared.threads.remove(thread)
+                continue
             another = _Thread(shared, self._name, thread.number, self.worker_init_fn)
             shared.threads = [another if one is thread else one for one in shared.threads]
             another.start()
@@ -230,7 +268,7 @@ class ThreadPool(WorkerPool):
             shared.live.discard(run)
 
     def close(self) -> None:
-        self._reader = None
+        self._job = self._reader = None
         _end_all(self._running)
 
     def closer(self) -> Callable[[], None]:

@@ -100,6 +100,7 @@ NAMES = [
     "slow_batches",
     "device_seconds",
     "device_waiting_seconds",
+    "recycled_workers",
     "samples_per_second",
     "waiting_share",
 ]

@@ -34,6 +34,8 @@ class PretendedTransport(Transport[Pretended]):
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
         self.workers: list[Pretended] = []
+        self.leaving: list[Pretended] = []
+        self.drains = True  # one that is retired answers what it has
         self.said: list[tuple[Any, ...]] = []
         self.needs_all = True
         self.launched = 0
@@ -45,6 +47,11 @@ class PretendedTransport(Transport[Pretended]):
     def launch(self, number: int, new: NewJob) -> Pretended:
         self.launched += 1
         return Pretended(number, 100 + self.launched)
+
+    def retire(self, worker: Pretended) -> None:
+        self.said.append(("retired", worker.pid))
+        if self.drains:
+            self.leaving.append(worker)
 
     def send_cancel(self, worker: Pretended, run: int) -> None:
         self.said.append(("cancel", worker.number, run))
@@ -233,3 +240,93 @@ def test_closed_it_has_neither_workers_nor_tasks_and_may_be_started_again() -> N
     assert (pool.transport.workers, pool.requeued, pool.supervisor.deaths.suspects) == ([], [], set())
     pool.supervisor.start(NEW_JOB)
     assert len(pool.transport.workers) == 2
+
+
+# -- another number of workers -------------------------------------------------------------------------------------
+
+
+def numbers_and_pids(workers: Sequence[Pretended]) -> list[tuple[int, int]]:
+    return [(worker.number, worker.pid) for worker in workers]
+
+
+def test_more_workers_are_launched_and_those_that_are_too_many_leave_with_their_tasks() -> None:
+    pool = Pool()
+    pool.supervisor.resize(4)
+    assert numbers_and_pids(pool.transport.workers) == [(0, 101), (1, 102), (2, 103), (3, 104)]
+    pool.give(3, task(7))
+    pool.supervisor.resize(1)
+    assert numbers_and_pids(pool.transport.workers) == [(0, 101)] and pool.requeued == []
+    assert pool.transport.said == [("retired", 104), ("retired", 103), ("retired", 102)]
+    (leaving, *_) = pool.transport.leaving
+    assert list(leaving.tasks) == [(0, 7)]
+
+
+def test_a_worker_that_has_left_is_no_death_and_one_that_dies_over_a_batch_is_to_blame() -> None:
+    pool = Pool(restarts=1)
+    pool.give(1, task(7), task(8), board=reading(7))
+    pool.supervisor.resize(1)
+    pool.supervisor.resize(2)
+    (leaving,) = pool.transport.leaving
+    (result,) = pool.supervisor.replace(leaving)
+    assert isinstance(result.error, WorkerDiedError) and result.seq == 7 and pool.requeued == [8]
+    assert numbers_and_pids(pool.transport.workers) == [(0, 101), (1, 103)] and pool.transport.leaving == []
+    pool.supervisor.resize(1)
+    (leaving,) = pool.transport.leaving
+    for _ in range(2):  # told twice
+        assert pool.supervisor.replace(leaving) == []
+    assert pool.transport.leaving == [] and not pool.supervisor.notices.counts
+
+
+def test_where_workers_cannot_end_by_themselves_others_get_their_tasks_at_once() -> None:
+    pool = Pool()
+    pool.transport.drains = False
+    pool.give(1, task(7), task(8))
+    pool.supervisor.resize(1)
+    assert pool.requeued == [7, 8] and pool.transport.leaving == []
+
+
+def test_another_worker_gets_the_number_of_one_that_lives() -> None:
+    pool = Pool()
+    pool.give(0, task(7))
+    pool.supervisor.renew(pool.transport.workers[0])
+    assert numbers_and_pids(pool.transport.workers) == [(0, 103), (1, 102)]
+    assert numbers_and_pids(pool.transport.leaving) == [(0, 101)] and pool.requeued == []
+
+
+@pytest.mark.parametrize(("parts", "renewed"), [(2, True), (1, False), (3, False)])
+def test_workers_that_read_one_part_each_are_replaced_before_they_read_several(parts: int, renewed: bool) -> None:
+    pool = Pool(new=NewJob(Job([1], None, 0, stream=Stream(parts, 1)), None))
+    pool.supervisor.resize(1)
+    assert (pool.transport.workers[0].pid != 101) == renewed
+
+
+def test_a_worker_that_leaves_is_watched_and_told_what_is_cancelled() -> None:
+    pool = Pool(timeout=0.001)
+    pool.give(1, task(7), board=reading(7))
+    pool.supervisor.resize(1)
+    pool.supervisor.cancel(0)
+    while not any(said[0] == "late" for said in pool.transport.said):
+        pool.supervisor.stop_late()
+    assert [said[:2] for said in pool.transport.said] == [("retired", 102), ("cancel", 1), ("late", 1)]
+
+
+def test_if_another_one_cannot_be_launched_there_are_those_that_could_be() -> None:
+    pool = Pool()
+    launch = pool.transport.launch
+
+    def one_more(number: int, new: NewJob) -> Pretended:
+        if number == 3:
+            raise OSError("no processes")
+        return launch(number, new)
+
+    pool.transport.launch = one_more  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="no processes"):
+        pool.supervisor.resize(9)
+    assert pool.supervisor.num_workers == len(pool.transport.workers) == 3
+
+
+def test_before_it_is_started_and_after_close_only_the_number_changes() -> None:
+    pool = Pool()
+    pool.supervisor.close()
+    pool.supervisor.resize(5)
+    assert (pool.supervisor.num_workers, pool.transport.workers) == (5, [])

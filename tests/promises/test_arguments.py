@@ -239,8 +239,16 @@ def test_a_hang_ends_after_the_timeout_that_the_loader_was_given() -> None:
         ({"worker_init_fn": 3}, TypeError, "worker_init_fn"),
         ({"worker_init_fn": 3, "num_workers": 1}, TypeError, "worker_init_fn"),
         ({"collate_fn": 3}, TypeError, "collate function is 3"),
-        ({"pool": InlinePool(), "timeout": 3}, ValueError, "give worker_init_fn and timeout to the pool"),
-        ({"pool": InlinePool(), "worker_init_fn": nothing}, ValueError, "give worker_init_fn and timeout to the pool"),
+        (
+            {"pool": InlinePool(), "timeout": 3},
+            ValueError,
+            "give worker_init_fn, timeout, max_worker_memory to the pool",
+        ),
+        (
+            {"pool": InlinePool(), "worker_init_fn": nothing},
+            ValueError,
+            "give worker_init_fn, timeout, max_worker_memory to the pool",
+        ),
         ({"steps_per_epoch": 0}, ValueError, "steps_per_epoch"),
         ({"steps_per_epoch": 2.5}, (TypeError, ValueError), "steps_per_epoch"),
         ({"steps_per_epoch": 2, "last_batch": "rollover"}, ValueError, "contradict each other"),

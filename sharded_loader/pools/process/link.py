@@ -10,12 +10,14 @@
                      descriptor follows
     DEATH            name: the worker dies when the other end of that pipe is closed; likewise
     STACKS           write the user's stacks to stderr, and end
+    LEAVE            end when the tasks that came before are done
     SEGMENT          number, size, name     shared memory; likewise
     JOB              pickled NewJob; its buffers lie in the segment that came before, or follow. To a forked worker,
                      which has it: begin
     READY                                                         worker -> main process: it has its dataset
     FAILED           pickled EncodedError   it could not take the job
     CRASHED          text: a traceback      it ends, before it could take the job
+    GROWN   bytes, batches                  it takes more memory than it may, after this number of batches
     RESULTS          of each: run, seq, pickled reply; its buffers lie in the task's slot, or follow
 
 A message carries several tasks or results where batches are cheap: a system call, and the waking of the other
@@ -68,7 +70,7 @@ CHUNK = 65536
 """Bytes that a link reads at once: two batches that go through the pipe, or hundreds of small ones."""
 
 TASKS, CANCEL, SEGMENT, JOB, READY, FAILED, RESULTS = b"T", b"C", b"S", b"J", b"Y", b"F", b"R"
-BOARD, DEATH, STACKS, CRASHED = b"B", b"D", b"P", b"X"
+BOARD, DEATH, STACKS, CRASHED, LEAVE, GROWN = b"B", b"D", b"P", b"X", b"L", b"G"
 
 _HEAD = struct.Struct("!cqq")
 TASKS_HEAD = _HEAD.pack(TASKS, 0, 0)

@@ -20,6 +20,8 @@ What can go wrong, and what then:
   * a worker dies: another takes its place and builds its batches again (`pools.supervisor`). A batch that has killed
     ``restarts`` workers is a `WorkerDiedError` in its place. `wait` returns 3 ms (spawn) or 9 ms (fork) after the kill;
     the kernel needs most of that time for the process that ends;
+  * a worker takes more memory than ``max_worker_memory``: another gets its number, and it ends when it has answered
+    what it has. If workers do so with their first batch, that is an error, and the pool is closed;
   * a worker stands still for ``timeout`` seconds: it is killed, and then as above, even if that does not end it;
   * a worker cannot start (unpicklable dataset, ``worker_init_fn`` raises): that error, and the pool is closed;
   * an exception strikes inside a verb (a Ctrl-C): the pipeline closes the pool and starts it again;
@@ -34,18 +36,21 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from sharded_loader.base.checks import check_int
+from sharded_loader.base.checks import bytes_of_text, check_int
 from sharded_loader.base.errors import as_exception
-from sharded_loader.base.limits import Near, processes_here
+from sharded_loader.base.limits import Near, own_bytes, processes_here, warn_of_workers
+from sharded_loader.base.notices import logger
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.inspection import warn_of_open_file
 from sharded_loader.engine.grouping import HELD, Grouping
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
+from sharded_loader.engine.pool import check_num_workers
 from sharded_loader.memory.arena import Arena, FindNear, RecentSizes, Register
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.segments import chosen_backend
-from sharded_loader.pools.process.link import CRASHED, FAILED, READY, RESULTS, TASKS_HEAD, Poller, pack_tasks
+from sharded_loader.pools.deaths import too_large
+from sharded_loader.pools.process.link import CRASHED, FAILED, GROWN, READY, RESULTS, TASKS_HEAD, Poller, pack_tasks
 from sharded_loader.pools.process.start import choose_start_method
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
 from sharded_loader.pools.supervised import SupervisedPool, own_pickle
@@ -53,6 +58,18 @@ from sharded_loader.pools.supervisor import Supervisor
 
 SLOT_BYTES = 32768
 """Batches below this go through the pipe: a slot saves them one copy, which costs less than its bookkeeping."""
+
+
+def check_worker_memory(limit: Any) -> int | None:
+    """``max_worker_memory`` in bytes, or an error that says what is wrong."""
+    if limit is None:
+        return None
+    nbytes = bytes_of_text(limit, name="max_worker_memory")
+    try:
+        own_bytes()
+    except ImportError as error:
+        raise ImportError("max_worker_memory needs psutil on this system: pip install psutil") from error
+    return nbytes
 
 
 class ArenaInUse(NamedTuple):
@@ -78,6 +95,9 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         max_bytes: the limit of the shared memory for batches, in bytes. None: a quarter of what is free at the first
             epoch, divided by LOCAL_WORLD_SIZE. Above the limit, the loader copies batches out of shared memory.
         numa: Whether shared memory and workers are placed near the GPU, on a Linux machine with several NUMA nodes.
+        max_worker_memory: the memory that a worker may take, in bytes, or a text such as ``"2 GB"``. Shared memory does
+            not count. Another worker replaces one that takes more, between two batches, so a leak cannot fill the
+            machine. ``stats().recycled_workers`` counts. None: no limit.
 
     Raises:
         ValueError: A number is out of its range, or this system does not have the start method.
@@ -104,6 +124,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         restarts: int = 3,
         max_bytes: int | None = None,
         numa: bool = True,
+        max_worker_memory: int | str | None = None,
     ) -> None:
         super().__init__(num_workers, worker_init_fn, timeout, restarts, Grouping())
         chosen_backend()  # both ask the environment: what is wrong there is said now, not in mid-epoch
@@ -114,6 +135,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         if not isinstance(numa, bool):
             raise TypeError(f"numa is {numa!r}; it must be True, to place batches and workers near the GPU, or False")
         self.max_bytes, self.numa = max_bytes, numa
+        self.max_worker_memory = check_worker_memory(max_worker_memory)
         self.start_method: Any = choose_start_method(start_method)
         self._transport = ProcessTransport(self.num_workers, self.start_method, max_bytes)
         self._supervisor = Supervisor(self._transport, self.restarts, self.timeout)
@@ -153,17 +175,27 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         if self.start_method == "fork" and self.num_workers > 1:
             warn_of_open_file(job.dataset, "forked processes")
         notes_samples = self.timeout is not None or self.restarts <= 1  # otherwise a task is read a second time
-        self._start(NewJob(job, self.worker_init_fn, notes_samples))
-        self._count_room()
+        self._start(NewJob(job, self.worker_init_fn, notes_samples, self.max_worker_memory))
+
+    def resize(self, num_workers: int) -> None:
+        if check_num_workers(num_workers) > self.num_workers:
+            warn_of_workers(num_workers)
+        super().resize(num_workers)
+
+    def _have(self, num_workers: int) -> None:
+        if self.start_method == "fork" and self.num_workers == 1 < num_workers and (job := self._supervisor.job):
+            warn_of_open_file(job.dataset, "forked processes")
+        super()._have(num_workers)
 
     def submit(self, tasks: Sequence[Task]) -> None:
         workers, arena, group, wanted = self._transport.workers, self._transport.arena, self.group, self._sizes.wanted
+        usable = self._transport.usable
         for task in tasks:
             if task.lane is not None:
                 chosen = workers[task.lane % len(workers)]
             else:
-                chosen, least = workers[0], len(workers[0].tasks) // group
-                for worker in workers:
+                chosen, least = usable[0], len(usable[0].tasks) // group
+                for worker in usable:
                     if len(worker.tasks) // group < least:
                         chosen, least = worker, len(worker.tasks) // group
             own, slot = None, None
@@ -199,10 +231,11 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         workers, poller = transport.workers, transport.poller
         if not workers:
             return ()
+        watched = [*workers, *transport.leaving]
         # Taken away while it is used: a signal handler may call `next`, and a poller cannot be used twice at a time.
         transport.poller = None
-        if poller is None or poller.workers != workers:
-            poller = Poller(workers, transport.wake_reader)
+        if poller is None or poller.workers != watched:
+            poller = Poller(watched, transport.wake_reader)
         self.waiting = True
         try:
             ready, ended = poller.wait(supervisor.watch.step if block and not self._rejected else 0.0)
@@ -212,15 +245,15 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         self.waiting = False
         if workers is not transport.workers:
             return ()  # a signal handler has closed the pool
-        noted = transport.ended
-        if poller.workers == workers:
+        noted, watched = transport.ended, [*workers, *transport.leaving]
+        if poller.workers == watched:
             transport.poller = poller
         else:  # a step inside this one has replaced a worker
-            ready = [worker for worker in ready if worker in workers]
+            ready = [worker for worker in ready if worker in watched]
         if ended:
-            noted |= ended.intersection(worker.sentinel for worker in workers)
+            noted |= ended.intersection(worker.sentinel for worker in watched)
         results, self._rejected = self._rejected, []
-        for worker in list(workers) if noted else ready:
+        for worker in watched if noted else ready:
             link = worker.link
             if link.outbox:
                 link.flush()
@@ -240,10 +273,26 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         return results
 
     def _count_room(self) -> None:
-        """What has come back goes out again first."""
-        self.room = HELD * self.group * len(self._transport.workers) - len(self._supervisor.requeued)
-        for worker in self._transport.workers:
+        """What has come back goes out again first. A worker that starts gets no task while others can read."""
+        workers = self._transport.workers
+        self._transport.usable = usable = [worker for worker in workers if worker.ready] or workers
+        self.room = HELD * self.group * len(usable) - len(self._supervisor.requeued)
+        for worker in usable:
             self.room -= len(worker.tasks)
+
+    def _recycle(self, worker: ProcessWorker, nbytes: int, batches: int) -> None:
+        """A worker takes more memory than it may. One at a time is replaced: two workers need the memory of two."""
+        transport, supervisor, limit = self._transport, self._supervisor, self.max_worker_memory
+        if limit is None or worker not in transport.workers:
+            return
+        if not worker.has_grown and supervisor.deaths.record_growth(worker.number, batches):
+            supervisor.give_up_worker(worker, too_large(worker.number, nbytes, limit))
+        worker.has_grown = True
+        if transport.leaving:
+            return  # it says so again
+        supervisor.renew(worker)
+        self.notices.counts["recycled_workers"] += 1
+        logger.info("worker %d (pid %d) took %d bytes, and was replaced", worker.number, worker.pid, nbytes)
 
     def wake(self) -> None:
         self._transport.wake()
@@ -261,6 +310,8 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 self._supervisor.give_up_worker(worker, error)
             elif kind == READY:
                 self._supervisor.record_start(worker)
+            elif kind == GROWN:
+                self._recycle(worker, message.run, message.seq)
             elif kind == CRASHED:
                 worker.traceback = bytes(content).decode(errors="replace")
             while kind == RESULTS and len(content):

@@ -57,7 +57,7 @@ STEP = 1.0
 ENDING = 0.1
 """Seconds in which the template ends when it is told to. It takes 5 ms, half of them to tear down its memory."""
 
-_REQUEST = struct.Struct("!cq")
+_REQUEST = struct.Struct("!cqq")
 _ANSWER = struct.Struct("!q")
 _FORK, _REAP = b"F", b"R"
 _UNKNOWN = 1 << 32
@@ -141,7 +141,6 @@ class Template:
 
     Args:
         new_job: what the workers are to read.
-        num_workers: how many the pool has.
 
     Attributes:
         finished: whether it has been told to end: it reaps its workers when it likes.
@@ -150,10 +149,10 @@ class Template:
         OSError: the process cannot be forked.
     """
 
-    def __init__(self, new_job: NewJob, num_workers: int) -> None:
+    def __init__(self, new_job: NewJob) -> None:
         self._control, theirs = socket.socketpair()
         self._control.settimeout(STEP)
-        serving = _Serving(theirs, new_job, num_workers)
+        serving = _Serving(theirs, new_job)
         try:
             self._process = start_forked("sharded_loader-template", serving.run, self._control, daemon=False)
         except BaseException:
@@ -164,11 +163,12 @@ class Template:
         self._lost = ""  # why it can be asked no more
         self.finished = False
 
-    def fork(self, number: int, conn: Any) -> ForkedWorker:
+    def fork(self, number: int, num_workers: int, conn: Any) -> ForkedWorker:
         """A new worker.
 
         Args:
             number: its number.
+            num_workers: how many the pool has.
             conn: its end of the pipe; the caller closes its own copy.
 
         Raises:
@@ -178,7 +178,7 @@ class Template:
         # The worker holds the other end: where there is no pidfd, that is how its death is noticed.
         sentinel, held = os.pipe()
         try:
-            pid = self._ask(_FORK, number, conn.fileno(), held)
+            pid = self._ask(_FORK, number, num_workers, conn.fileno(), held)
             if pid < 0:
                 reason = f"the process that workers are forked from cannot fork another one: {os.strerror(-pid)}"
                 raise OSError(-pid, reason)
@@ -197,16 +197,16 @@ class Template:
             return None
         return None if code == _UNKNOWN else code
 
-    def _ask(self, kind: bytes, number: int, *descriptors: int) -> int:
+    def _ask(self, kind: bytes, number: int, num_workers: int = 0, *descriptors: int) -> int:
         if self._lost:
             raise TemplateGone(self._lost)
         # Until it has answered: if this one is interrupted, its next answer is to this question.
         self._lost = "the wait for the process that workers are forked from was interrupted"
         try:
             if descriptors:
-                send_descriptors(self._control, _REQUEST.pack(kind, number), descriptors)
+                send_descriptors(self._control, _REQUEST.pack(kind, number, num_workers), descriptors)
             else:
-                self._control.sendall(_REQUEST.pack(kind, number), NO_SIGNAL)
+                self._control.sendall(_REQUEST.pack(kind, number, num_workers), NO_SIGNAL)
             answer = self._receive()
         except OSError:
             answer = b""
@@ -298,14 +298,13 @@ class _Serving:
 
     Attributes:
         control: the pipe to the main process.
-        new_job, num_workers: for the workers.
+        new_job: for the workers.
         children: the workers that have not been reaped, by pid.
         handlers: what workers do about the signals that the template ignores.
     """
 
     control: socket.socket
     new_job: NewJob
-    num_workers: int
     children: dict[int, Any] = field(default_factory=dict)
     handlers: dict[int, Any] = field(default_factory=dict)
 
@@ -319,8 +318,8 @@ class _Serving:
                 data, descriptors, _, _ = socket.recv_fds(self.control, _REQUEST.size, 2)
                 if not data:
                     break
-                kind, number = _REQUEST.unpack(data)
-                answer = self._fork(number, descriptors) if kind == _FORK else self._reap(number)
+                kind, number, num_workers = _REQUEST.unpack(data)
+                answer = self._fork(number, num_workers, descriptors) if kind == _FORK else self._reap(number)
                 self.control.sendall(_ANSWER.pack(answer))
         except OSError:
             pass  # the main process is gone
@@ -344,12 +343,12 @@ class _Serving:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def _fork(self, number: int, descriptors: list[int]) -> int:
+    def _fork(self, number: int, num_workers: int, descriptors: list[int]) -> int:
         """The pid of a new worker, or an error number below 0."""
         try:
             if len(descriptors) < 2:
                 return -errno.EMFILE  # there was no room for them
-            child = start_forked(f"{NAME}-{number}", self._work, number, *descriptors)
+            child = start_forked(f"{NAME}-{number}", self._work, number, num_workers, *descriptors)
         except OSError as error:
             return -(error.errno or 1)
         finally:
@@ -365,13 +364,13 @@ class _Serving:
         child.close()
         return _UNKNOWN if code is None else int(code)
 
-    def _work(self, number: int, fd: int, held: int) -> None:
+    def _work(self, number: int, num_workers: int, fd: int, held: int) -> None:
         """A worker."""
         self.control.close()
         for signal_number, handler in self.handlers.items():
             signal.signal(signal_number, handler)
         try:
-            worker.main(Connection(fd), number, self.num_workers, self.new_job, limited=True, held=held)
+            worker.main(Connection(fd), number, num_workers, self.new_job, limited=True, held=held)
         except BaseException:
             traceback.print_exc()
             os._exit(1)

@@ -1,11 +1,12 @@
 """Worker processes, as `pools.supervisor` reaches them, and all that a process pool owns in the system.
 
     start(new_job)     fork: workers are launched with the job. spawn, forkserver: it is published once, and sent
+    retire(worker)     it is told to end when it has answered
     kill_late(workers) they write their stacks to stderr, and are killed
     last_words(worker) reaped: its exit code, its board, the traceback that it has sent
     close()            workers end (end-of-file, then SIGKILL), and their links, slots and memory are given back
 
-A `ProcessTransport` owns the workers, and what they start with: the board (`engine.board`), the lifeline, the template
+A `ProcessTransport` owns the workers, and what they start with: the boards (`engine.board`), the lifeline, the template
 that forked workers come from, the memory of the published job. It also owns the arena, and the pipe that wakes the
 thread that waits for the workers. It keeps no job, so that a finalizer may hold it: a job leads to the user's dataset,
 and that often to the loader.
@@ -46,7 +47,7 @@ from sharded_loader.memory.segments import Segment, Slot, create
 from sharded_loader.pools.deaths import Death
 from sharded_loader.pools.process import template
 from sharded_loader.pools.process.lifeline import Lifeline
-from sharded_loader.pools.process.link import BOARD, CANCEL, JOB, STACKS, Link, Poller, make_link, pack_head
+from sharded_loader.pools.process.link import BOARD, CANCEL, JOB, LEAVE, STACKS, Link, Poller, make_link, pack_head
 from sharded_loader.pools.process.start import spawn_worker, start_forkserver
 from sharded_loader.pools.process.worker import STACKS_SIGNAL, main
 from sharded_loader.pools.supervisor import Transport, Worker
@@ -71,6 +72,9 @@ SHORT_GRACE = 0.5
 STACKS_GRACE = 1.0
 """Seconds in which a worker that hangs writes its stacks and ends: 1 to 20 ms, and more on a busy machine."""
 
+ROWS = 64
+"""Workers on one board: a page of memory. More workers have another board."""
+
 KILLED_GRACE = 3.0
 """Seconds in which a killed process ends. One that does not is inside the kernel, with a disk or a network file system
 that does not answer: nothing ends it before that does, so it is left behind."""
@@ -91,7 +95,9 @@ class ProcessWorker(Worker):
         self.slots: dict[tuple[int, int], Slot | None] = {}
         self.unsent: list[tuple[Slot | None, Task, bytes | None]] = []
         self.segments = 0
+        self.row = -1  # on the boards
         self.board: Any = new_board()
+        self.has_grown = False  # it takes more memory than it may
         self.left_behind = False
         self.ended_by_close = False  # it was told to end, and killed because that took long
         self._released = False
@@ -185,10 +191,11 @@ class ProcessTransport(Transport[ProcessWorker]):
         num_workers, start_method, max_bytes: of the `ProcessPool`.
 
     Attributes:
+        usable: the workers that tasks without a lane are given to.
         ended: sentinels of workers that have ended, and were not replaced yet.
         wake_reader: the pipe that `wake` writes to.
         arena: the slots that batches lie in.
-        template, published, inherited, board, lifeline: what workers start with; None if there is none.
+        template, published, inherited, boards, lifeline: what workers start with; None if there is none.
     """
 
     def __init__(self, num_workers: int, start_method: str, max_bytes: int | None) -> None:
@@ -196,6 +203,8 @@ class ProcessTransport(Transport[ProcessWorker]):
         self.start_method = start_method
         self.max_bytes = max_bytes
         self.workers: list[ProcessWorker] = []
+        self.leaving: list[ProcessWorker] = []
+        self.usable: list[ProcessWorker] = []
         self.poller: Poller | None = None  # of these workers: it keeps them, and goes with them
         self.ended: set[int] = set()
         self.register: Register | None = None
@@ -204,7 +213,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         self.arena = Arena(max_bytes)
         self.wake_reader: Any = None
         self._wake_writer: Any = None
-        self.board: Segment | None = None
+        self.boards: list[Segment] = []
         self.lifeline: Lifeline | None = None
         self.template: template.Template | None = None
         self.published: publish.Published | None = None
@@ -212,6 +221,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         # Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a row.
         self._publications = itertools.count(-1, -1)
         self._oom_kills: int | None = None
+        self._is_up = False  # the workers have been started: one that is launched now joins them
         self._pid = os.getpid()
         _in_use[id(self)] = self
 
@@ -225,7 +235,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         if self.start_method == "forkserver":
             start_forkserver(self._publish(new))
         # Forked workers hold the dataset as it was: new ones are born with the new one, and do what was begun.
-        begun = [task for worker in self.workers for task in worker.tasks.values()]
+        begun = [task for worker in (*self.leaving, *self.workers) for task in worker.tasks.values()]
         with uninterrupted():
             self.stop_workers()
             self.open()
@@ -245,6 +255,7 @@ class ProcessTransport(Transport[ProcessWorker]):
                         self._publish(new, self.inherited)
                         self.launch_all(new)
             self._send_jobs()
+        self._is_up = True
         return begun
 
     def open(self) -> None:
@@ -253,12 +264,23 @@ class ProcessTransport(Transport[ProcessWorker]):
             return
         self._pid = os.getpid()
         self.wake_reader, self._wake_writer = multiprocess.Pipe(duplex=False)
-        try:
-            self.board = create(0, self.num_workers * WORDS * 8)
-        except OSError as error:
-            raise MemoryError(f"no shared memory to start workers with ({error}): free some, or files") from error
+        self._add_board()
         self.lifeline = Lifeline()
         self._oom_kills = oom_kills()
+
+    def _add_board(self) -> None:
+        try:
+            self.boards.append(create(0, ROWS * WORDS * 8))
+        except OSError as error:
+            raise MemoryError(f"no shared memory to start workers with ({error}): free some, or files") from error
+
+    def _free_row(self) -> int:
+        """A row of the boards that no worker has. Its number will not do: one that is leaving may have it too."""
+        used = {worker.row for worker in (*self.workers, *self.leaving)}
+        row = next(row for row in itertools.count() if row not in used)
+        if row == ROWS * len(self.boards):
+            self._add_board()
+        return row
 
     def launch(self, number: int, new: NewJob) -> ProcessWorker:
         if multiprocess.current_process().daemon:
@@ -266,8 +288,8 @@ class ProcessTransport(Transport[ProcessWorker]):
                 "this is a worker process, which may have none of its own: give the loader that the dataset makes "
                 "num_workers=0, or threads (thread_pool=True)"
             )
-        replaces = len(self.workers) == self.num_workers
-        if self.start_method == "fork" and not can_pass_descriptors() and replaces:
+        row = self._free_row() if self.boards else -1
+        if self.start_method == "fork" and not can_pass_descriptors() and self._is_up:
             # The template could not be given the worker's end of the pipe, so there is none.
             template.warn(f"this system does not pass descriptors between processes; {_AS_IT_IS_NOW}")
         for _ in range(TEMPLATES):
@@ -282,17 +304,18 @@ class ProcessTransport(Transport[ProcessWorker]):
         else:
             process, link = self._start_process(number, new, directly=True)
         worker = ProcessWorker(number, process, link)
-        if self.board is not None:
-            worker.board = board_in(self.board.mapping, number)
+        if row >= 0:
+            board, worker.row = self.boards[row // ROWS], row
+            worker.board = board_in(board.mapping, row % ROWS)
             worker.board[SAMPLE] = IDLE
-            link.send_segment(self.board, BOARD, number)
+            link.send_segment(board, BOARD, row % ROWS)
         if self.lifeline is not None:
             self.lifeline.tie(process, link)
         # A forked worker has its job, but begins when a message tells it to. It has then taken the lifeline, which
         # comes before, and ends with the main process even if the user's code holds the GIL from its first line on.
         if self.start_method == "fork":
             link.send(pack_head(JOB))
-        elif replaces:
+        elif self._is_up:
             self._send_job(link)
         return worker
 
@@ -301,13 +324,13 @@ class ProcessTransport(Transport[ProcessWorker]):
         forks = self.start_method == "fork"
         if forks and self.template is None and can_pass_descriptors() and not directly:
             # Before the pipe is made: it would keep the worker's end, and hide that the worker has died.
-            self.template = template.Template(new, self.num_workers)
+            self.template = template.Template(new)
         # A pipe for every try: a template that is killed may have forked a worker before, which holds its end.
         ours, theirs = multiprocess.Pipe(duplex=True)
         link = make_link(ours)
         try:
             if self.template is not None:
-                return self.template.fork(number, theirs), link
+                return self.template.fork(number, self.num_workers, theirs), link
             if forks:
                 name = f"{template.NAME}-{number}"
                 return template.start_forked(name, main, theirs, number, self.num_workers, new), link
@@ -351,6 +374,10 @@ class ProcessTransport(Transport[ProcessWorker]):
         for segment in self.arena.segments[worker.segments : count]:
             worker.link.send_segment(segment)
         worker.segments = count
+
+    def retire(self, worker: ProcessWorker) -> None:
+        self.leaving.append(worker)
+        worker.link.send(pack_head(LEAVE))  # behind its tasks
 
     def send_cancel(self, worker: ProcessWorker, run: int) -> None:
         worker.link.send(pack_head(CANCEL, run))  # its last task may not have begun; it answers for each that it drops
@@ -403,6 +430,7 @@ class ProcessTransport(Transport[ProcessWorker]):
 
     def release(self, worker: ProcessWorker) -> None:
         self.ended.discard(worker.sentinel)
+        worker.row = -1
         worker.link.close()
         self.free_slots(worker)
 
@@ -418,14 +446,16 @@ class ProcessTransport(Transport[ProcessWorker]):
     def close(self) -> None:
         if os.getpid() != self._pid:
             return  # a forked child has the object, but not the workers
-        steps: list[Any] = [worker.link.close for worker in self.workers]  # the workers end
-        steps += [worker.slots.clear for worker in self.workers]
+        workers = [*self.workers, *self.leaving]
+        steps: list[Any] = [worker.link.close for worker in workers]  # the workers end
+        steps += [worker.slots.clear for worker in workers]
         # Meanwhile: to give 150 MB back takes as long as a process takes to end. Workers have mappings of their own.
         first = self.published, self.arena
-        last = self.wake_reader, self._wake_writer, self.lifeline, self.board, self.inherited
+        last = self.wake_reader, self._wake_writer, self.lifeline, *self.boards, self.inherited
         steps += [*_closers(first), self.stop_workers, *_closers(last)]
         with uninterrupted(), contextlib.ExitStack() as stack:  # each step is done, whatever another one raises
-            self.wake_reader = self._wake_writer = self.lifeline = self.board = self.published = self.inherited = None
+            self.wake_reader = self._wake_writer = self.lifeline = self.published = self.inherited = None
+            self.boards = []
             self.arena = Arena(self.max_bytes, self.register, self.near, self.pinned)
             for step in reversed(steps):
                 stack.callback(step)
@@ -440,7 +470,9 @@ class ProcessTransport(Transport[ProcessWorker]):
 
     def stop_workers(self) -> None:
         """End the workers, after `BUSY_GRACE` or `CLOSING_GRACE` by SIGKILL."""
-        workers, self.workers, self.poller = self.workers, [], None
+        workers, self.workers, self.leaving = [*self.workers, *self.leaving], [], []
+        self.usable, self.poller = self.workers, None
+        self._is_up = False
         ended, self.template = self.template, None
         self.ended.clear()
         for worker in workers:
@@ -499,8 +531,8 @@ def _after_fork_in_child() -> None:
     for transport in _live():
         if transport.lifeline is not None:
             transport.lifeline.close()
-        if transport.board is not None:
-            transport.board.close_descriptor()
+        for board in transport.boards:
+            board.close_descriptor()
         if transport.template is not None:
             transport.template.close_descriptors()
 

@@ -186,7 +186,6 @@ class RayPool(SupervisedPool[ActorWorker]):
         self._lent.notices = self.notices
         self._lent.max_bytes = store_bytes() // STORE_SHARE if self.max_bytes is None else self.max_bytes
         self._start(NewJob(job, self.worker_init_fn, self.timeout is not None))
-        self._count_room()
 
     def submit(self, tasks: Sequence[Task]) -> None:
         transport, requeued, suspects = self._transport, self._supervisor.requeued, self._supervisor.deaths.suspects

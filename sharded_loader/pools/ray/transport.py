@@ -134,6 +134,7 @@ class RayTransport(Transport[ActorWorker]):
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.actors: list[Any] = []
         self.workers: list[ActorWorker] = []
+        self.leaving: list[ActorWorker] = []  # none: an actor is stopped at once
         self._wanted = wanted
         self._holders: dict[int, ActorWorker] = {}  # by lane, the actor that reads its tasks
         self._numbers = itertools.count()
@@ -235,6 +236,10 @@ class RayTransport(Transport[ActorWorker]):
         worker.calls[number] = Call([task for task, _ in tasks], alone)
         worker.tasks.update({(task.run, task.seq): task for task, _ in tasks})
         self._listen(worker.actor.read.remote(content), worker, number)
+
+    def retire(self, worker: ActorWorker) -> None:
+        stop(self.actors, worker.actor)
+        self.bell.put(None)  # its tasks wait for another one
 
     def send_cancel(self, worker: ActorWorker, run: int) -> None:
         # Ray's own ``cancel`` can hold up an actor for half a minute.

@@ -60,7 +60,7 @@ def test_if_templates_are_gone_a_few_times_the_worker_is_forked_directly(monkeyp
             made.append(self)
             self.closed = False
 
-        def fork(self, number: int, conn: Any) -> Any:
+        def fork(self, number: int, num_workers: int, conn: Any) -> Any:
             raise TemplateGone("the template process is gone: as a test")
 
         def close(self) -> None:

@@ -45,12 +45,12 @@ def test_a_template_that_is_killed_with_a_worker_changes_nothing() -> None:
 def test_templates_that_are_killed_one_after_the_other_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     fork, left = template.Template.fork, [0]
 
-    def after_a_kill(self: template.Template, number: int, conn: Any) -> Any:
+    def after_a_kill(self: template.Template, number: int, num_workers: int, conn: Any) -> Any:
         if left[0]:
             left[0] -= 1
             self._process.kill()
             self._process.join()
-        return fork(self, number, conn)
+        return fork(self, number, num_workers, conn)
 
     monkeypatch.setattr(template.Template, "fork", after_a_kill)
     pool = ProcessPool(2, start_method="fork")

@@ -104,14 +104,14 @@ def test_what_is_opened_is_opened_once_and_closed_once() -> None:
     owner = ProcessTransport(1, "fork", None)
     owner.wake()  # nobody waits yet
     owner.open()
-    opened = owner.wake_reader, owner.board, owner.lifeline
+    opened = owner.wake_reader, list(owner.boards), owner.lifeline
     owner.open()
-    assert (owner.wake_reader, owner.board, owner.lifeline) == opened and None not in opened
+    assert (owner.wake_reader, owner.boards, owner.lifeline) == opened and opened[1]
     owner.wake()
     assert owner.wake_reader.poll()
     for _ in range(2):
         owner.close()
-        assert (owner.wake_reader, owner.board, owner.lifeline) == (None, None, None)
+        assert (owner.wake_reader, owner.boards, owner.lifeline) == (None, [], None)
     assert open_descriptors() == before
     owner.open()
     owner.close()

@@ -1,0 +1,339 @@
+"""The number of workers changes while a loader runs. Batches, order, states, errors and random numbers do not."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from sharded_loader import InlinePool, LoaderClosedError, ProcessPool, ShardedDataLoader, ThreadPool, sample_rng
+from sharded_loader.base.notices import LoaderWarning
+from sharded_loader.engine.pool import Pool
+from tests.conftest import POOLS, PROCESS_POOLS, covering, make_pool, until
+
+SAMPLES = 120
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*worker processes:sharded_loader.LoaderWarning")
+
+
+class Noisy:
+    """Some samples raise an error. Each has random numbers; those of the global generators only in worker processes."""
+
+    def __init__(self, bad: tuple[int, ...] = (), in_processes: bool = False) -> None:
+        self.bad, self.in_processes = bad, in_processes
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.bad:
+            raise ValueError(f"bad {index}")
+        return np.array([index, sample_rng().random(), np.random.random() if self.in_processes else 0])
+
+
+class Lines(torch.utils.data.IterableDataset[Any]):
+    """Iterable data in parts, which keeps its place in itself: two parts of one object would mix."""
+
+    def __init__(self, stateful: bool = False) -> None:
+        self.at, self.last = 0, 0
+        if stateful:
+            self.state_dict = lambda: {"at": self.at}
+            self.load_state_dict = lambda state: setattr(self, "at", state["at"])
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        part, parts = info.id, info.num_workers
+        self.at = 0
+        while self.at < 10 * (part + 2):
+            self.at += 1
+            yield np.array([part, parts, self.at, sample_rng().random()])
+
+
+def loader_over(dataset: Any, pool: Pool, **options: Any) -> ShardedDataLoader[Any]:
+    order = {} if isinstance(dataset, Lines) else {"shuffle": True}
+    return ShardedDataLoader(dataset, 4, seed=3, pool=pool, **order, **options)
+
+
+def outcomes(loader: ShardedDataLoader[Any], change: Callable[[int], Any] = lambda step: None) -> list[Any]:
+    """The batches, errors and states of an epoch. Before each `next`, ``change`` is told its number."""
+    found, batches, done = [], iter(loader), False
+    for step in range(1000):
+        change(step)
+        try:
+            found.append(next(batches).tolist())
+        except StopIteration:
+            done = True
+        except ValueError as error:
+            found.append(str(error))
+        if done:
+            break
+        found.append(loader.state_dict())
+    return found
+
+
+@covering(method=POOLS[1:], dataset=["map", "bad", "parts", "few parts"])
+def test_another_number_of_workers_changes_nothing_else(method: str, dataset: str) -> None:
+    bad = (3, 50, 51) if dataset == "bad" else ()
+    made = Lines if "parts" in dataset else functools.partial(Noisy, bad, method in PROCESS_POOLS)
+    options: Any = {"parts": {"streams": 5}, "few parts": {"streams": 2}}.get(dataset, {})
+    with loader_over(made(), make_pool(method, 2), **options) as loader:
+        expected = [outcomes(loader) for _ in range(2)]
+    rng = random.Random(f"{method} {dataset}")
+    with loader_over(made(), make_pool(method, 2), **options) as loader:
+
+        def change(step: int) -> None:
+            if step % (3 if method in ("thread", "fork") else 30) == 1:  # others start slowly
+                count = rng.choice([1, 2, 3, 4])
+                loader.pool.resize(count)
+                assert loader.num_workers == count
+
+        assert [outcomes(loader, change) for _ in range(2)] == expected
+        assert loader.stats().replaced_workers == 0
+
+
+@pytest.mark.parametrize("method", POOLS[1:])
+def test_the_number_of_parts_stays_what_it_was(method: str) -> None:
+    with loader_over(Lines(), make_pool(method, 3)) as loader:
+        first = outcomes(loader)
+        loader.pool.resize(1)
+        assert outcomes(loader)[0][0][:2] == first[0][0][:2] == [0, 3]
+
+
+def alive(pids: list[int]) -> set[int]:
+    return {pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE}
+
+
+@pytest.mark.parametrize("method", PROCESS_POOLS)
+def test_workers_start_and_end_at_once_between_two_batches(method: str) -> None:
+    pool = make_pool(method, 1)
+    assert isinstance(pool, ProcessPool)
+    with loader_over(Noisy(), pool) as loader:
+        pool.resize(2)
+        assert pool.pids == [] and repr(pool) == repr(make_pool(method, 2))
+        batches = iter(loader)
+        next(batches)
+        first = pool.pids
+        pool.resize(4)
+        assert pool.pids[:2] == first and len(alive(pool.pids)) == 4
+        next(batches)
+        before = pool.pids
+        pool.resize(1)
+        assert pool.pids == first[:1]
+        next(batches)
+        assert until(lambda: alive(before) == {first[0]})
+        assert loader.stats().replaced_workers == 0
+
+
+def test_threads_start_and_end_at_once_between_two_batches() -> None:
+    pool, before = ThreadPool(1), threading.active_count()
+    with loader_over(Noisy(), pool) as loader:
+        batches = iter(loader)
+        next(batches)
+        pool.resize(5)
+        assert threading.active_count() == before + 5
+        pool.resize(2)
+        assert until(lambda: threading.active_count() == before + 2)
+        assert len(list(batches)) == SAMPLES // 4 - 1
+
+
+def test_worker_init_fn_is_called_with_the_number_of_each_worker_that_starts() -> None:
+    numbers: list[int] = []
+    with loader_over(Noisy(), ThreadPool(2, worker_init_fn=numbers.append)) as loader:
+        for count in (2, 4, 1, 2):
+            loader.pool.resize(count)
+            list(loader)
+    assert sorted(numbers) == [0, 1, 1, 2, 3]
+
+
+def test_prefetch_follows_unless_you_have_set_it() -> None:
+    for prefetch, expected in ((None, [4, 10, 2]), (7, [7, 7, 7])):
+        with loader_over(Noisy(), ThreadPool(2), prefetch=prefetch) as loader:
+            found = [loader.prefetch]
+            for count in (5, 1):
+                loader.pool.resize(count)
+                found.append(loader.prefetch)
+            assert found == expected
+
+
+class Waits:
+    """The first sample waits until the number of workers is another one: then a second thread reads the next one."""
+
+    def __init__(self) -> None:
+        self.second = threading.Event()
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index:
+            self.second.set()
+        else:
+            assert self.second.wait(60)
+        return index
+
+
+def test_while_next_waits_another_thread_may_change_the_number() -> None:
+    data = Waits()
+    with ShardedDataLoader(data, 1, pool=ThreadPool(1)) as loader:
+        batches = iter(loader)
+        found: list[Any] = []
+        asks = threading.Thread(target=lambda: found.extend(batches))
+        asks.start()
+        assert until(lambda: loader.pool.started)
+        loader.pool.resize(2)
+        asks.join(60)
+        assert [int(batch) for batch in found] == [0, 1, 2, 3] and loader.num_workers == 2
+
+
+@pytest.mark.parametrize("method", ["thread", *PROCESS_POOLS[:1]])
+def test_a_signal_handler_may_change_the_number_while_next_waits(method: str) -> None:
+    with loader_over(Noisy(), make_pool(method, 1)) as loader:
+        expected = outcomes(loader)
+        before = signal.signal(signal.SIGINT, lambda *_: loader.pool.resize(random.choice([1, 2, 3])))
+        try:
+            loader.set_epoch(0)
+            over = threading.Event()
+
+            def strike() -> None:
+                while not over.wait(0.002):
+                    os.kill(os.getpid(), signal.SIGINT)
+
+            strikes = threading.Thread(target=strike)
+            strikes.start()
+            try:
+                assert outcomes(loader) == expected
+            finally:
+                over.set()
+                strikes.join()
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(
+    ("count", "error", "text"),
+    [
+        (0, ValueError, "num_workers is 0; a pool needs at least 1"),
+        (-1, ValueError, "num_workers is -1"),
+        (True, TypeError, "num_workers is True; it must be an int"),
+        (2.0, TypeError, "num_workers is 2.0; it must be an int"),
+        ("2", TypeError, "num_workers is '2'; it must be an int"),
+        (None, TypeError, "num_workers is None; it must be an int"),
+    ],
+)
+def test_wrong_numbers_change_nothing(count: Any, error: Any, text: str) -> None:
+    with loader_over(Noisy(), ThreadPool(2)) as loader:
+        with pytest.raises(error, match=text):
+            loader.pool.resize(count)
+        assert loader.num_workers == 2
+
+
+def test_a_pool_without_workers_says_so() -> None:
+    with pytest.raises(TypeError, match="InlinePool cannot change its number of workers: give the loader a ThreadPool"):
+        InlinePool().resize(2)
+
+
+def test_after_close_it_is_an_error_until_another_loader_has_the_pool() -> None:
+    pool = ThreadPool(2)
+    with loader_over(Noisy(), pool) as loader:
+        next(iter(loader))
+    with pytest.raises(LoaderClosedError):
+        pool.resize(3)
+    with loader_over(Noisy(), pool) as loader:
+        pool.resize(3)
+        assert loader.num_workers == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_has_no_workers_to_change() -> None:
+    with loader_over(Noisy(), ThreadPool(2)) as loader:
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if not pid:
+            try:
+                loader.pool.resize(3)
+            except BaseException as error:
+                os.write(theirs, f"{type(error).__name__}: {error}".encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        said = os.read(ours, 1000).decode()
+        os.close(ours)
+        os.close(theirs)
+    assert said.startswith("RuntimeError: this loader was made in process")
+
+
+def test_if_the_system_cannot_start_another_one_the_pool_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for method in ("thread", PROCESS_POOLS[0]):
+        pool: Any = make_pool(method, 2)
+        with loader_over(Noisy(), pool) as loader:
+            expected = outcomes(loader)
+            loader.set_epoch(0)
+            batches, found = iter(loader), []
+            found.append(next(batches).tolist())
+            with monkeypatch.context() as patch:
+                if method == "thread":
+                    patch.setattr("sharded_loader.pools.threads._Thread.start", refuse)
+                else:
+                    patch.setattr(pool._transport, "launch", refuse)
+                with pytest.raises(OSError, match=r"cannot have more workers: .*no room.* It goes on with those"):
+                    pool.resize(4)
+            assert loader.num_workers == 2
+            found += [batch.tolist() for batch in batches]
+            assert found == [one for one in expected if isinstance(one, list)]
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise RuntimeError("there is no room")
+
+
+def test_far_too_many_processes_are_a_warning() -> None:
+    with loader_over(Noisy(), ProcessPool(1)) as loader, warnings.catch_warnings():
+        warnings.simplefilter("error", LoaderWarning)
+        with pytest.raises(LoaderWarning, match="1000 worker processes"):
+            loader.pool.resize(1000)
+        assert loader.num_workers == 1
+
+
+@pytest.mark.skipif("fork" not in PROCESS_POOLS, reason="spawned workers start slowly")
+@pytest.mark.slow
+def test_more_workers_than_one_board_has_rows() -> None:
+    pool = ProcessPool(60, start_method="fork")
+    with loader_over(Noisy(), pool) as loader:
+        expected = outcomes(loader)
+        loader.set_epoch(0)
+        changes = {3: 70, 10: 2, 15: 130}
+        assert outcomes(loader, lambda step: pool.resize(changes[step]) if step in changes else None) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", PROCESS_POOLS)
+@pytest.mark.parametrize("kind", ["map", "parts"])
+def test_workers_are_killed_while_their_number_changes(method: str, kind: str) -> None:
+    dataset: Any = Noisy() if kind == "map" else Lines()
+    options: Any = {} if kind == "map" else {"streams": 4}
+    with loader_over(dataset, make_pool("thread", 2), **options) as loader:
+        expected = [outcomes(loader) for _ in range(4)]
+    pool = make_pool(method, 2, restarts=1000)
+    assert isinstance(pool, ProcessPool)
+    rng = random.Random(method)
+    with loader_over(dataset, pool, **options) as loader:
+
+        def change(step: int) -> None:
+            often = 1.0 if method == "fork" else 0.1  # others start slowly
+            if rng.random() < 0.5 * often:
+                pool.resize(rng.choice([1, 2, 3, 5]))
+            workers = [*pool.workers, *pool._transport.leaving]
+            if workers and rng.random() < 0.3 * often:
+                rng.choice(workers).kill()
+
+        assert [outcomes(loader, change) for _ in range(4)] == expected
