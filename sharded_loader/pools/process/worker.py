@@ -52,7 +52,7 @@ from sharded_loader.pools.process.lifeline import die_with, keep_from_children
 from sharded_loader.pools.task_reader import TaskReader
 
 LOOK_SECONDS = 0.1
-"""Seconds between two looks at `own_bytes`: 20 us."""
+"""Seconds between two looks at `own_bytes`: about 40 us."""
 
 LOOK_SHARE = 50
 """A look at `private_bytes` takes 17 ms in a process of 740 MB. The next one comes after this many times as long, which
