@@ -189,13 +189,12 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
 
     def submit(self, tasks: Sequence[Task]) -> None:
         workers, arena, group, wanted = self._transport.workers, self._transport.arena, self.group, self._sizes.wanted
-        usable = self._transport.usable
         for task in tasks:
             if task.lane is not None:
                 chosen = workers[task.lane % len(workers)]
             else:
-                chosen, least = usable[0], len(usable[0].tasks) // group
-                for worker in usable:
+                chosen, least = workers[0], len(workers[0].tasks) // group
+                for worker in workers:
                     if len(worker.tasks) // group < least:
                         chosen, least = worker, len(worker.tasks) // group
             own, slot = None, None
@@ -273,11 +272,9 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         return results
 
     def _count_room(self) -> None:
-        """What has come back goes out again first. A worker that starts gets no task while others can read."""
-        workers = self._transport.workers
-        self._transport.usable = usable = [worker for worker in workers if worker.ready] or workers
-        self.room = HELD * self.group * len(usable) - len(self._supervisor.requeued)
-        for worker in usable:
+        """What has come back goes out again first."""
+        self.room = HELD * self.group * len(self._transport.workers) - len(self._supervisor.requeued)
+        for worker in self._transport.workers:
             self.room -= len(worker.tasks)
 
     def _recycle(self, worker: ProcessWorker, nbytes: int, batches: int) -> None:

@@ -191,7 +191,6 @@ class ProcessTransport(Transport[ProcessWorker]):
         num_workers, start_method, max_bytes: of the `ProcessPool`.
 
     Attributes:
-        usable: the workers that tasks without a lane are given to.
         ended: sentinels of workers that have ended, and were not replaced yet.
         wake_reader: the pipe that `wake` writes to.
         arena: the slots that batches lie in.
@@ -204,7 +203,6 @@ class ProcessTransport(Transport[ProcessWorker]):
         self.max_bytes = max_bytes
         self.workers: list[ProcessWorker] = []
         self.leaving: list[ProcessWorker] = []
-        self.usable: list[ProcessWorker] = []
         self.poller: Poller | None = None  # of these workers: it keeps them, and goes with them
         self.ended: set[int] = set()
         self.register: Register | None = None
@@ -471,7 +469,7 @@ class ProcessTransport(Transport[ProcessWorker]):
     def stop_workers(self) -> None:
         """End the workers, after `BUSY_GRACE` or `CLOSING_GRACE` by SIGKILL."""
         workers, self.workers, self.leaving = [*self.workers, *self.leaving], [], []
-        self.usable, self.poller = self.workers, None
+        self.poller = None
         self._is_up = False
         ended, self.template = self.template, None
         self.ended.clear()
