@@ -63,7 +63,7 @@ def free_bytes(root: Path = Path("/")) -> Limit:
 
 
 def own_bytes(root: Path = Path("/")) -> int:
-    """The memory of this process, without shared memory; with what a fork has left to it and to its parent: about 40 us.
+    """The memory of this process, without shared memory, with what a fork has left to it and to its parent: 40 us.
 
     Args:
         root: where /proc is; another folder in tests.
