@@ -87,7 +87,7 @@ def interleave(
             iterator. A function may take the number of the worker and the number of workers.
         weights: one number of 0 or more per dataset; None: equal ones. Only their ratios count. Ratios of whole numbers
             with a sum of up to 65,536 are kept, others are rounded to 65,536ths. A dataset with the weight 0 is never
-            read. A schedule is a list of pairs (sample, weights): ``[(0, [1, 1]), (80_000, [9, 1])]``. The second
+            read. A schedule is pairs (sample, weights), or a dict: ``[(0, [1, 1]), (80_000, [9, 1])]``. The second
             weights hold from sample 80,000 of each epoch on, counted over all ranks. With 8 ranks and 10 samples per
             rank and step, that is step 1,000.
         seed: decides where the schedule starts, and the order of ``shuffle``.

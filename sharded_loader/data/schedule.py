@@ -32,7 +32,7 @@ from __future__ import annotations
 import copy
 import math
 from bisect import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -121,7 +121,7 @@ class Change(NamedTuple):
 
 
 def changes_of(weights: Any, count: int) -> list[Change]:
-    """Weights, or a list of pairs (position, weights), as changes in ascending order. The first one is at position 0.
+    """Weights, or pairs (position, weights) in a list or dict, as changes in ascending order, the first at position 0.
 
     Raises:
         ValueError: the positions are no ascending integers from 0 on; weights that do not fit.
@@ -130,6 +130,7 @@ def changes_of(weights: Any, count: int) -> list[Change]:
         >>> changes_of([3, 1], 2), changes_of([(0, [1, 1]), (100, [0.9, 0.1])], 2)[1]
         ([Change(begin=0, weights=[3, 1])], Change(begin=100, weights=[9, 1]))
     """
+    weights = list(weights.items()) if isinstance(weights, Mapping) else weights
     if not isinstance(weights, (list, tuple)) or not any(isinstance(one, (list, tuple)) for one in weights):
         return [Change(0, whole_numbers(weights, count))]
     changes: list[Change] = []

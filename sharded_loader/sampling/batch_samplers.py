@@ -18,7 +18,7 @@ Weights or costs do not fit the shards, or a batch is empty or sharded already.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
@@ -113,7 +113,7 @@ class GrowingBatchSampler(WrapperSampler[list[int]]):
 
     Args:
         sampler: any sampler of single indices, with a length.
-        schedule: pairs (step, batch size), by ascending steps, the first of them 0.
+        schedule: pairs (step, batch size), or a dict of them, by ascending steps, the first of them 0.
         last_batch: what to do with the samples of an epoch that do not fill a step of all ranks. ``"keep"``: a smaller
             step, in which samples from the beginning of the epoch fill up the ranks; ``"discard"``: left out.
         seed: starts ``sampler`` if another library made it. None draws one if it is needed.
@@ -139,7 +139,7 @@ class GrowingBatchSampler(WrapperSampler[list[int]]):
     def __init__(
         self,
         sampler: Iterable[Any],
-        schedule: Sequence[tuple[int, int]],
+        schedule: Sequence[tuple[int, int]] | Mapping[int, int],
         last_batch: str = "keep",
         *,
         seed: int | None = None,
@@ -200,7 +200,7 @@ def _checked_schedule(schedule: Any) -> tuple[Indices, Indices]:
     """The steps at which the batch size changes, and the sizes."""
     advice = "give pairs (step, batch size): [(0, 8), (1000, 16)]"
     try:
-        steps, sizes = zip(*schedule, strict=True)
+        steps, sizes = zip(*(schedule.items() if isinstance(schedule, Mapping) else schedule), strict=True)
     except (TypeError, ValueError):
         raise TypeError(f"schedule is {schedule!r}: {advice}") from None
     found = [check_int("a step of the schedule", step, 0, advice) for step in steps]

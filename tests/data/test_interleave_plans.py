@@ -392,3 +392,11 @@ def test_a_shuffled_mixture_that_cannot_know_its_epoch_is_rejected(options):
     for dataset, more in rows:
         with pytest.raises(ValueError, match="would begin another order before all of its samples were read"):
             ShardedDataLoader(dataset, 3, **options, **more)
+
+
+def test_a_schedule_may_be_a_dict():
+    datasets = [range(100), range(100, 200)]
+    pairs = interleave(datasets, weights=[(0, [1, 1]), (20, [9, 1])], seed=3)
+    assert list(interleave(datasets, weights={0: [1, 1], 20: [9, 1]}, seed=3)) == list(pairs)
+    with pytest.raises(ValueError, match="must not go back"):
+        interleave(datasets, weights={0: [1, 1], 20: [9, 1], 5: [1, 1]})

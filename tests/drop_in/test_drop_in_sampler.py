@@ -352,7 +352,7 @@ TOLD: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.costly(7)
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.costly)])
 @pytest.mark.parametrize("epoch", [0, 3])
 @pytest.mark.parametrize("kind", TOLD)
 @pytest.mark.parametrize("given", [{"batch_size": 2}, {"batch_size": None}], ids=["batches", "samples"])

@@ -455,7 +455,7 @@ TOLD: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=[pytest.mark.costly, pytest.mark.slow])])
 @pytest.mark.parametrize("kind", TOLD)
 def test_behind_the_last_batch_of_an_epoch_set_epoch_begins_another_one(kind: str, workers: int) -> None:
     """As in a loop that begins with epoch ``step // len(loader)``. The same epoch has no batch left."""

@@ -118,6 +118,7 @@ def test_one_size_is_an_order_of_equal_batches_and_a_far_epoch_takes_no_time() -
         ([(0, 0)], ValueError, "a batch size of the schedule must be at least 1"),
         ([(0, 2.5)], TypeError, "a batch size of the schedule must be an integer"),
         ([0, 8], TypeError, "give pairs"),
+        ({0: 8, 10: 16, 5: 32}, ValueError, "goes back, from step 10 to step 5"),
         (8, TypeError, "give pairs"),
     ],
 )
@@ -141,3 +142,8 @@ def test_a_schedule_that_is_none_is_refused(schedule: Any, error: type[Exception
 def test_bad_arguments_are_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_schedule_may_be_a_dict() -> None:
+    pairs = GrowingBatchSampler(SequentialSampler(9), [(0, 1), (2, 3)])
+    assert list(GrowingBatchSampler(SequentialSampler(9), {0: 1, 2: 3})) == list(pairs)
