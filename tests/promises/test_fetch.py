@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import PATIENCE, POOLS, PROCESS_POOLS, covering, make_pool
+from conftest import PATIENCE, POOLS, PROCESS_POOLS, covering, make_pool, until
 
 from sharded_loader import LoaderClosedError, LoaderWarning, ProcessPool, ShardedDataLoader, interleave, sample_rng
 
@@ -128,8 +128,7 @@ def test_after_close_it_is_an_error_and_what_was_not_received_is_too(pool: str) 
 def test_done_and_a_time_limit_look_after_the_workers(pool: str) -> None:
     with loader_of(pool) as loader:
         one = loader.fetch([4, 5])
-        while not one.done():
-            pass
+        assert until(one.done)
         assert one.result(timeout=0).shape == (2, 2)
         assert loader.fetch([6]).result(timeout=PATIENCE).shape == (1, 2)
 
