@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,42 @@ class Draws:
         with sample_seed():
             shared = np.array([random.random(), np.random.random(), torch.rand(()).item()])
         return own, tensor, shared
+
+
+class Augmented:
+    """Samples that are their index and a random number."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return np.array([index, sample_rng().random()])
+
+
+def summed(samples: list[Any]) -> Any:
+    """Samples of `Augmented` as a batch, which has a random number of its own."""
+    return np.stack(samples) + sample_rng().random()
+
+
+class ByEpoch:
+    """A sampler of another library whose order depends on set_epoch alone."""
+
+    epoch = 0
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.default_rng(self.epoch).permutation(self.length).tolist())
+
+    def __len__(self) -> int:
+        return self.length
 
 
 class Drawing:

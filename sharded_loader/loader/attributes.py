@@ -382,7 +382,9 @@ class LoaderAttributes(Metered):
         """
         return self._progress.state()
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, skip: Any = None) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], strict: bool = True, skip: Sequence[tuple[int, int]] | None = None
+    ) -> None:
         """Let the next epoch continue where `state_dict` was taken, in any pool, on any number of ranks.
 
         An iterator that has begun an epoch goes on as it was. ``set_epoch`` with the state's epoch keeps the position,

@@ -402,7 +402,7 @@ class MapOrder(Order[Signature]):
             rank: as this rank reads it; None: as this one.
 
         Raises:
-            TypeError, ValueError: they are no such numbers, or the order of that step is not known.
+            TypeError, ValueError: a number is no integer or is negative, or the order of that step is unknown.
             IndexError: the epoch has no such step.
         """
         number = check_int("epoch", number, 0, "epochs count from 0")

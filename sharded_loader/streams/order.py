@@ -150,7 +150,7 @@ class StreamOrder(Order[StreamSignature]):
         return Position(epoch, 0, None, counts, points)
 
     def text_of_step(self, epoch: Any, step: Any) -> str:
-        """Why a step of iterable data cannot be looked up, and what can be told of it."""
+        """The message for a step of iterable data: it cannot be looked up, but its part is known."""
         epoch, step = (
             check_int("epoch", epoch, 0, "epochs count from 0"),
             check_int("step", step, 0, "steps count from 0"),

@@ -60,7 +60,6 @@ def test_an_interruption_after_the_registration_leaves_nothing_registered(machin
     assert (machine.registered, machine.faults) == ({}, [])
 
 
-@pytest.mark.slow
 def test_an_interruption_at_every_line_of_a_registration_leaves_nothing_registered(machine: Machine) -> None:
     line, fired, before = 0, True, sys.gettrace()
     while fired:
@@ -223,7 +222,6 @@ def test_memory_that_was_left_alone_is_given_back_when_the_device_goes_on(
     del held, batches
 
 
-@pytest.mark.slow
 def test_a_device_that_pauses_in_a_recovery_costs_no_later_segment(
     machine: Machine, process_pool: ProcessPool, hang: Callable[[], None]
 ) -> None:

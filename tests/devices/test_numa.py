@@ -90,7 +90,6 @@ def test_slots_and_workers_are_at_the_node_of_the_gpu(
     assert os.sched_getaffinity(0) == own
 
 
-@pytest.mark.slow
 @METHODS
 @pytest.mark.also_spawned
 def test_a_worker_that_replaces_another_is_bound_too(machine: Machine, cpus: list[int], method: str) -> None:

@@ -89,7 +89,6 @@ def test_batches_are_intact_however_they_are_used(machine: Machine, pool: Pool) 
     assert (differing, machine.faults) == (0, [])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("share", [True, 0.5, 0.1, "auto"])
 def test_resident_batches_are_intact_however_they_are_used(machine: Machine, share: Any) -> None:
     machine.memory_bytes = 6 * COUNT * WIDTH, 16 * COUNT * WIDTH  # room for half, and at the second look for all
@@ -100,7 +99,6 @@ def test_resident_batches_are_intact_however_they_are_used(machine: Machine, sha
     assert (differing, machine.faults) == (0, [])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("broken", ["targets of copies are not waited for", "slots are given back at once"])
 def test_a_library_that_is_careless_is_found_out(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, broken: str

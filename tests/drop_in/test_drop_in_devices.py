@@ -122,7 +122,6 @@ def test_two_batches_are_copied_ahead(machine: Machine, kind: str) -> None:
     assert max(ahead) == AHEAD
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ends", ["the end", "a break", "no batch"])
 def test_pinned_memory_lives_from_epoch_to_epoch(machine: Machine, method: str, ends: str) -> None:
@@ -145,7 +144,6 @@ def test_pinned_memory_lives_from_epoch_to_epoch(machine: Machine, method: str, 
     assert machine.registered == {}
 
 
-@pytest.mark.slow
 def test_later_epochs_know_how_large_a_batch_is(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """So their first batches lie in pinned slots, too, and the host does not copy them once more."""
     pin, pinned = SimulatedStreams.pin, []
@@ -176,7 +174,6 @@ def test_ready_event_is_that_of_the_last_batch(machine: Machine) -> None:
     assert DataLoader(Rows(), batch_size=4).ready_event is None
 
 
-@pytest.mark.slow
 def test_an_epoch_inside_another_has_memory_of_its_own(machine: Machine) -> None:
     loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork"))
     watched, outer = Watched(machine), []
@@ -205,7 +202,6 @@ def test_memory_goes_back_when_the_devices_are_others(machine: Machine) -> None:
     assert machine.faults == []
 
 
-@pytest.mark.slow
 def test_an_iterator_of_other_devices_leaves_its_memory_to_nobody(machine: Machine) -> None:
     """What unregisters it waits for the copies to those devices only."""
     loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork"))
@@ -229,7 +225,6 @@ def test_batches_in_host_memory_do_not_lie_in_what_a_device_has_left(machine: Ma
         assert not machine.holds(rows.data_ptr(), 1)
 
 
-@pytest.mark.slow
 def test_slots_of_batches_that_were_under_way_at_a_break_are_used_again(machine: Machine) -> None:
     loader, watched = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork")), Watched(machine)
     nbytes = []
@@ -240,7 +235,6 @@ def test_slots_of_batches_that_were_under_way_at_a_break_are_used_again(machine:
     assert (watched.wrong, machine.faults) == ([], [])
 
 
-@pytest.mark.slow
 def test_a_held_batch_stays_as_it_is_in_later_epochs(machine: Machine) -> None:
     """On the host, beside a device: the memory is the same, and is used again only when nobody holds it."""
     loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork"))
@@ -262,7 +256,6 @@ def things(samples: list[Any]) -> Any:
     return Thing(np.stack([rows for rows, _ in samples])), torch.tensor([label for _, label in samples])
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_what_a_process_that_is_forked_between_two_epochs_holds_stays_as_it_is(machine: Machine) -> None:
     machine.refuse = 2  # so objects stay in the slots
@@ -291,7 +284,6 @@ def test_what_a_process_that_is_forked_between_two_epochs_holds_stays_as_it_is(m
         os.close(descriptor)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_process_that_is_forked_between_two_epochs_closes_the_descriptors_of_the_memory(machine: Machine) -> None:
     loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork"))
@@ -306,7 +298,6 @@ def test_a_process_that_is_forked_between_two_epochs_closes_the_descriptors_of_t
     machine.finish()
 
 
-@pytest.mark.slow
 def test_an_interruption_gives_the_memory_up(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows what an exception in the middle of a step has left in it."""
     from sharded_loader.devices.copies import CopyStream
@@ -328,7 +319,6 @@ def test_an_interruption_gives_the_memory_up(machine: Machine, monkeypatch: pyte
     assert len(watched.seen) == 12 and (watched.wrong, machine.faults) == ([], [])
 
 
-@pytest.mark.slow
 def test_a_copy_of_a_loader_has_memory_of_its_own(machine: Machine) -> None:
     loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork"))
     labels(loader)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.utils.data as torch_data
 from conftest import POOLS, covering, make_pool
+from samples import ByEpoch, summed
 
 from sharded_loader import (
     BatchSampler,
@@ -29,21 +30,6 @@ from sharded_loader import (
 )
 
 LENGTH = 23
-
-
-class ByEpoch:
-    """A sampler of another library whose order depends on set_epoch alone."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(np.random.default_rng(self.epoch).permutation(LENGTH).tolist())
-
-    def __len__(self) -> int:
-        return LENGTH
 
 
 class Counting(ByEpoch):
@@ -89,7 +75,7 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
         "batch_sampler": ShardedBatchSampler(BatchSampler(RandomSampler(LENGTH, seed=4), 4), num_shards=2)
     },
     "packed": lambda: {"batch_sampler": PackSampler(list(range(1, LENGTH + 1)), LENGTH, 2, seed=4)},
-    "by epoch": lambda: {"batch_size": 3, "sampler": ByEpoch()},
+    "by epoch": lambda: {"batch_size": 3, "sampler": ByEpoch(LENGTH)},
     "own": lambda: {"batch_size": 3, "sampler": Own()},
     "torch": lambda: {"batch_size": 3, "sampler": torch_data.RandomSampler(range(LENGTH))},  # type: ignore[arg-type]
     "torch, steps": lambda: {
@@ -173,7 +159,7 @@ def test_a_distributed_sampler_knows_its_own_rank_only() -> None:
 
 @pytest.mark.parametrize("sampler", [Counting, FromGlobals])
 def test_a_sampler_that_cannot_be_read_again_is_named(sampler: type[Any]) -> None:
-    loader, twin = (ShardedDataLoader(range(LENGTH), 3, sampler=sampler(), seed=1) for _ in range(2))
+    loader, twin = (ShardedDataLoader(range(LENGTH), 3, sampler=sampler(LENGTH), seed=1) for _ in range(2))
     random.seed(3)
     before = random.getstate()
     with pytest.raises(ValueError, match=f"epoch 4 cannot be looked up: the sampler, an? {sampler.__name__}"):
@@ -285,10 +271,6 @@ class Drawn(Dataset):
     def __getitem__(self, index: int) -> Any:
         drawn = [random.random(), np.random.rand(), torch.rand(()).item()] if self.globals_too else []
         return np.array([index, self.epoch, sample_rng().random(), *drawn])
-
-
-def summed(samples: list[Any]) -> Any:
-    return np.stack(samples) + sample_rng().random()
 
 
 @covering(pool=POOLS)

@@ -10,35 +10,28 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from conftest import PATIENCE, POOLS, PROCESS_POOLS, covering, make_pool
+from conftest import PATIENCE, POOLS, PROCESS_POOLS, covering, make_pool, until
+from samples import Augmented, summed
 
-from sharded_loader import LoaderClosedError, LoaderWarning, ProcessPool, ShardedDataLoader, interleave, sample_rng
+from sharded_loader import LoaderClosedError, LoaderWarning, ProcessPool, ShardedDataLoader, interleave
 
 LENGTH = 40
 
 
-class Augmented:
-    """Samples with random numbers, and one that cannot be read."""
-
-    def __len__(self) -> int:
-        return LENGTH
+class OneBad(Augmented):
+    """One sample cannot be read."""
 
     def __getitem__(self, index: int) -> Any:
         if index == 39:
             raise KeyError("bad")
-        return np.array([index, sample_rng().random()])
-
-
-def summed(samples: list[Any]) -> Any:
-    return np.stack(samples) + sample_rng().random()
+        return super().__getitem__(index)
 
 
 def loader_of(pool: str = "inline", **given: Any) -> ShardedDataLoader[Any]:
     return ShardedDataLoader(
-        Augmented(), 4, shuffle=True, seed=3, collate_fn=summed, pool=make_pool(pool, 2), sampler=None, **given
+        OneBad(LENGTH), 4, shuffle=True, seed=3, collate_fn=summed, pool=make_pool(pool, 2), sampler=None, **given
     )
 
 
@@ -128,8 +121,7 @@ def test_after_close_it_is_an_error_and_what_was_not_received_is_too(pool: str) 
 def test_done_and_a_time_limit_look_after_the_workers(pool: str) -> None:
     with loader_of(pool) as loader:
         one = loader.fetch([4, 5])
-        while not one.done():
-            pass
+        assert until(one.done)
         assert one.result(timeout=0).shape == (2, 2)
         assert loader.fetch([6]).result(timeout=PATIENCE).shape == (1, 2)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.utils.data as torch_data
 from conftest import POOLS, covering, make_pool
+from samples import Augmented, ByEpoch, summed
 
 from sharded_loader import (
     FixedBucketSampler,
@@ -20,40 +21,10 @@ from sharded_loader import (
     RandomSampler,
     ShardedDataLoader,
     interleave,
-    sample_rng,
 )
 
 LENGTH, SIZE = 22, 3  # 8 steps
 SKIP = [(1, 2), (7, 7), (8, 8), (13, 15)]
-
-
-class Augmented:
-    """Samples with random numbers."""
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> Any:
-        return np.array([index, sample_rng().random()])
-
-
-def summed(samples: list[Any]) -> Any:
-    return np.stack(samples) + sample_rng().random()
-
-
-class ByEpoch:
-    """A sampler of another library."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(np.random.default_rng(self.epoch).permutation(LENGTH).tolist())
-
-    def __len__(self) -> int:
-        return LENGTH
 
 
 ORDERS: dict[str, Any] = {
@@ -64,7 +35,7 @@ ORDERS: dict[str, Any] = {
     "buckets": lambda: {
         "batch_sampler": FixedBucketSampler(list(range(1, LENGTH + 1)), SIZE, num_buckets=2, seed=4, shuffle=True)
     },
-    "foreign": lambda: {"batch_size": SIZE, "sampler": ByEpoch()},
+    "foreign": lambda: {"batch_size": SIZE, "sampler": ByEpoch(LENGTH)},
     "torch": lambda: {"batch_size": SIZE, "sampler": torch_data.RandomSampler(range(LENGTH))},  # type: ignore[arg-type]
     "torch, rollover": lambda: {
         "batch_size": SIZE,
@@ -76,7 +47,7 @@ ORDERS: dict[str, Any] = {
 
 
 def loader_of(order: str = "shuffled", **given: Any) -> ShardedDataLoader[Any]:
-    return ShardedDataLoader(Augmented(), collate_fn=summed, seed=5, **ORDERS[order](), **given)
+    return ShardedDataLoader(Augmented(LENGTH), collate_fn=summed, seed=5, **ORDERS[order](), **given)
 
 
 def plain(batch: Any) -> Any:
@@ -203,7 +174,7 @@ def test_it_goes_with_weights_that_are_set_and_with_lockstep() -> None:
 def test_it_holds_on_other_ranks_with_the_same_steps() -> None:
     saved = loader_of(skip=[(5, 6)], num_replicas=2, rank=0)
     sizes = {"batch_size": 2 * SIZE, "shuffle": True}
-    one = ShardedDataLoader(Augmented(), collate_fn=summed, seed=5, **sizes)
+    one = ShardedDataLoader(Augmented(LENGTH), collate_fn=summed, seed=5, **sizes)
     with pytest.raises(ValueError, match="skip has .5, 8., which reaches beyond epoch 1"):
         loader_of(skip=[(5, 8)], num_replicas=2, rank=0)
     one.load_state_dict(saved.state_dict())
