@@ -16,6 +16,7 @@ What can go wrong: the pool breaks; then every run ends with the pool's error, a
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
@@ -47,7 +48,7 @@ class Wait(NamedTuple):
 
     Attributes:
         began, ended: stamps of `time.perf_counter`.
-        finished: how many batches behind it were finished when it came.
+        overtaken: a batch behind it was finished when it came.
         lacks_tasks: a worker had no task, as no more batches may be in flight (``prefetch``).
         is_held: a worker had no task, as the pool took no more: the user holds too many batches.
         threads: how many workers are threads of this process; 1 if none is.
@@ -55,7 +56,7 @@ class Wait(NamedTuple):
 
     began: float
     ended: float
-    finished: int = 0
+    overtaken: bool = False
     lacks_tasks: bool = False
     is_held: bool = False
     threads: int = 1
@@ -324,7 +325,7 @@ class Pipeline:
 
         Returns an error instead where no batch is to blame: the loader was closed meanwhile, or the pool is broken."""
         window, least = run.window, self.min_ready
-        wait: Wait | None = None
+        began = 0.0
         while True:
             if self.closed:
                 return LoaderClosedError()
@@ -341,28 +342,30 @@ class Pipeline:
                     self._recover()  # the pool itself was closed
                     continue
                 blocks = not run.is_finished() if run.any_order else window[0].result is None
-                if blocks and wait is None and self.pool.num_workers:
-                    wait = self._begin_wait(run)
+                if blocks and not began and self.pool.num_workers:
+                    began = time.perf_counter()
                 self._wait(run, block=blocks)
             if run.any_order and window:
                 run.advance()
             if window and window[0].result is not None:
-                if wait is not None:
-                    finished = sum(entry.result is not None for entry in window) - 1
-                    window[0].wait = wait._replace(ended=time.perf_counter(), finished=finished)
+                if began:
+                    window[0].wait = self._waited(run, began)
                 if run.epoch.given_up and window[0].result.error is not None:  # it came before the error of its part
                     run.leave_out(window[0])
                 return window[0]
 
-    def _begin_wait(self, run: Run) -> Wait:
-        """The consumer has to wait for a run's batch from now on. Which tasks do the workers have?"""
-        pool, runs = self.pool, self._runs.values()
-        waiting = sum(len(one.waiting) for one in runs)
-        in_flight = sum(len(one.window) for one in runs)
+    def _waited(self, run: Run, began: float) -> Wait:
+        """The consumer has waited for the first batch of a run. Which tasks had the workers?"""
+        pool, in_flight, waiting = self.pool, len(run.window), len(run.waiting)
+        if len(self._runs) > 1:
+            in_flight = sum([len(one.window) for one in self._runs.values()])
+            waiting = sum([len(one.waiting) for one in self._runs.values()])
+        behind = itertools.islice(run.window, 1, 2 * pool.num_workers)  # not all of hundreds
+        overtaken = any(entry.result is not None for entry in behind)
         lacks = in_flight < pool.num_workers and not (run.exhausted or run.epoch.takes_turns)
         is_held = waiting > 0 and in_flight - waiting < pool.num_workers
-        now = time.perf_counter()
-        return Wait(now, now, 0, lacks, is_held, pool.num_workers if pool.shares_dataset else 1)
+        threads = pool.num_workers if pool.shares_dataset else 1
+        return tuple.__new__(Wait, (began, time.perf_counter(), overtaken, lacks, is_held, threads))
 
     def take(self, run: Run) -> None:
         """The head of the window is going to be handed out: put another batch in flight."""
@@ -415,7 +418,6 @@ class Pipeline:
     def _dispatch(self, run: Run) -> None:
         """Give waiting tasks to the pool. Of several runs, those tasks that are needed soonest go first."""
         tasks: list[Task] = []
-        sent: list[Entry] = []
         room, splits, now = self.pool.room, self.split.num_shards is not None, time.perf_counter()
         while len(tasks) < room:
             if len(self._runs) > 1:
@@ -431,7 +433,6 @@ class Pipeline:
                 if splits:
                     entry.task = task = self.split.sharded(task)
                 tasks.append(task)
-                sent.append(entry)
                 entry.sent = now
             except Exception as raised:
                 error = as_batch_error(raised, "while the batch was split into shards")
@@ -443,8 +444,8 @@ class Pipeline:
             before = counts.get("slow_batches", 0)
             self.pool.submit(tasks)
             if counts.get("slow_batches", 0) > before:
-                for entry in sent:
-                    entry.is_slow = True
+                for entry in itertools.chain.from_iterable(one.window for one in self._runs.values()):
+                    entry.is_slow |= entry.sent == now
 
     def _wait(self, current: Run, *, block: bool) -> None:
         """File what comes from the pool, and dispatch again."""

@@ -14,9 +14,9 @@ which do nothing for a sample but read it. What fails, fails in the user's code,
 
 A reader keeps nothing of a batch, so several threads may use one. Nothing here imports torch.
 
-It measures what it does (`messages.Times`), and from the batches so far it knows what is worth it. Of batches below
-`CHEAP_SECONDS` it measures one in `EVERY`. It times samples where one takes `SAMPLE_SECONDS` on average. What it knows
-of that may be one batch old, or be lost where two threads write it at a time: it decides on no batch.
+It measures what it does (`messages.Times`), and from the batches so far it knows what is worth it: cheap batches are
+measured once in `MEASURED_SECONDS`, and samples are timed where one takes `SAMPLE_SECONDS` on average. What it knows
+may be one batch old, or be lost where two threads write it at a time: it decides on no batch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from __future__ import annotations
 import heapq
 import operator
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -50,11 +51,9 @@ from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE
 from sharded_loader.engine.messages import NOTHING, Job, PartPoint, Result, Task, Times
 from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, philox, reading
 
-CHEAP_SECONDS = 2e-4
-"""To measure a batch takes 3 us in a worker and 2 us in the main process: of a batch of 40 us (`tiny`), 6 percent."""
-
-EVERY = 16
-"""Of cheap batches one in so many is measured."""
+MEASURED_SECONDS = 1e-3
+"""Of work that is measured once. To measure a batch takes 5 us in a worker and 5 us in the main process: of batches
+that take 40 us (`tiny`) it is one in 26, of 400 us (`images`) one in 3. One that takes 1 ms is always measured."""
 
 SAMPLE_SECONDS = 2e-5
 """To time a sample takes 0.1 us."""
@@ -80,8 +79,8 @@ class BatchScope(SampleScope):
         dropped: how many samples were left out and not replaced.
         lost: the shards that have no sample left.
         point: see `Result`.
-        is_timed: the batch is measured.
-        is_alone: its samples are read one by one.
+        measure: what measures the batch: a clock, its time at the beginning, and the retries until then. None: nothing.
+        is_alone: its samples are read one by one. Known of batches that are measured, as the next ones.
         collating: seconds in ``batchify_fn``.
         durations: seconds of each sample, if samples are timed.
     """
@@ -95,7 +94,8 @@ class BatchScope(SampleScope):
     dropped = 0
     lost: list[int]
     point: PartPoint | None = None
-    is_timed = is_alone = False
+    measure: tuple[Callable[[], float], float, int] | None = None
+    is_alone = False
     collating = 0.0
     durations: list[float]
 
@@ -168,7 +168,7 @@ class Reader:
         self._epoch: int | None = None
         self._notes_samples = notes_samples
         self.free: dict[int, float] = {}
-        self._batches = 0
+        self._batches = self._next = 0  # how many were read, and which of them is measured next
         self._usual = self._usual_sample = 0.0  # seconds of a batch, and of a sample that is read alone
         self._clock, self._times_samples = ready_seconds, True
         self._slow: tuple[int, list[float]] = -1, []  # an epoch, and the seconds of its slowest samples
@@ -196,12 +196,13 @@ class Reader:
         began = time.perf_counter()
         at = BatchScope(self._job.seed, task.epoch)
         at.task, at.worker, at.empty, at.board = task, worker, empty, list(UNUSED) if board is None else board
-        at.skipped, at.lost, at.durations = [], [], []
+        at.skipped, at.lost = [], []
+        self._batches += 1
+        if self._batches >= self._next:
+            at.durations, at.measure = [], (self._clock, self._clock(), len(RETRIES))
         batches: list[Any] = []
         error: BaseException | None = None
-        before, self._batches, clock = reading.scope, self._batches + 1, self._clock
-        at.is_timed = self._usual >= CHEAP_SECONDS or self._batches % EVERY == 1
-        ran, retries = clock() if at.is_timed else 0.0, len(RETRIES)
+        before = reading.scope
         try:
             reading.scope = at
             at.indices = task.shards[0]
@@ -218,9 +219,8 @@ class Reader:
         count = sum(map(len, task.shards)) - at.dropped if batches else 0
         ended = time.perf_counter()
         seconds, times = ended - began, None
-        if at.is_timed or seconds > CHEAP_SECONDS:
-            ran = clock() - ran if at.is_timed else seconds
-            times = self._times(at, Times(number, began, ended, 0.0, ran, retries=len(RETRIES) - retries), count)
+        if at.measure is not None or seconds > MEASURED_SECONDS:
+            times = self._times(at, count, began, ended, number)
         self.free[number] = ended
         try:
             skipped, lost = tuple(at.skipped), tuple(at.lost)
@@ -228,28 +228,48 @@ class Reader:
         finally:
             del error  # otherwise error -> traceback -> this frame -> error, and each frame waits for the collector
 
-    def _times(self, at: BatchScope, measured: Times, samples: int) -> Times:
-        """What was measured of a batch, completed; learn from it what to measure.
+    def _times(self, at: BatchScope, samples: int, began: float, ended: float, worker: int) -> Times:
+        """What was measured of a batch; learn from it what to measure.
 
         Args:
             at: the batch.
-            measured: its worker, its stamps, the seconds that it ran, and its retries.
             samples: how many are in it.
+            began, ended, worker: see `Times`.
         """
-        worker, began, ended, _, ran, *_ = measured
-        seconds, usual, longest = ended - began, self._usual, max(at.durations, default=0.0)
-        weight = EVERY if at.is_timed and 0 < usual < CHEAP_SECONDS else 1
+        seconds, usual = ended - began, self._usual
+        ran, retries, longest, weight = seconds, 0, 0.0, 1
+        slow: tuple[tuple[int, float], ...] = ()
+        if at.measure is not None:
+            clock, before, tried = at.measure
+            ran, retries, longest = min(ran, clock() - before), len(RETRIES) - tried, max(at.durations, default=0.0)
+            weight = 1 + int(MEASURED_SECONDS / usual) if usual else 1
+            if longest >= SAMPLE_SECONDS and longest > self._least(at.task.epoch):
+                slow = self._note_slow(at)
         part = MEMORY if usual else 1.0
-        self._usual += part * (seconds - usual)
+        self._usual += part * (min(seconds, 8 * usual or seconds) - usual)  # it may have waited for a core once
+        self._next = self._batches + 1 + int(MEASURED_SECONDS / self._usual)
         self._clock = time.thread_time if self._usual < WAITS_SECONDS else ready_seconds
         if at.is_alone and samples:
             self._usual_sample += part * ((seconds - at.collating) / samples - self._usual_sample)
             self._times_samples = self._usual_sample >= SAMPLE_SECONDS
-        slow = self._note_slow(at) if longest >= SAMPLE_SECONDS and longest > self._least(at.task.epoch) else ()
         free = began if worker < 0 else self.free.get(worker)  # between two batches, the main process does not idle
         idle = 0.0 if free is None else max(0.0, began - free)
-        ran, collate, retries = min(ran, seconds), at.collating, measured.retries
-        return Times(worker, began, ended, idle, ran, collate, 0.0, longest, retries, weight, free is None, slow)
+        measured = (
+            worker,
+            began,
+            ended,
+            idle,
+            ran,
+            at.collating,
+            0.0,
+            longest,
+            retries,
+            weight,
+            free is None,
+            slow,
+            False,
+        )
+        return tuple.__new__(Times, measured)
 
     def _least(self, epoch: int) -> float:
         """A sample that takes longer is one of the slowest of its epoch."""
@@ -363,10 +383,9 @@ class Reader:
         dataset, board = self._dataset, at.board
         at.indices = indices = plain_indices(at.task.shards[number])
         at.items = items = iter(indices)
-        at.drawn, at.is_alone = None, True
+        at.drawn = None
         board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
-        notes = self._notes_samples or at.task.careful
-        stamps = [time.perf_counter()] if self._times_samples and at.is_timed else []
+        notes, stamps = self._notes_samples or at.task.careful, [] if at.measure is None else self._stamps(at)
         if not (notes or self._tolerant or stamps):
             return [dataset[index] for index in items]
         samples: list[Any] = []
@@ -378,7 +397,8 @@ class Reader:
                     samples.append(dataset[index])
                     if stamps:
                         stamps.append(time.perf_counter())
-                at.durations += map(operator.sub, stamps[1:], stamps)
+                if stamps:
+                    at.durations += map(operator.sub, stamps[1:], stamps)
                 return samples
             except Exception as error:
                 if not self._tolerant or at.passes(error):
@@ -386,19 +406,25 @@ class Reader:
                 samples.append(self._in_place_of(index, error, at))
                 stamps += stamps[-1:]  # it is over, but has not been read
 
+    def _stamps(self, at: BatchScope) -> list[float]:
+        """Where samples are timed, a list that begins with now, for the end of each. Otherwise an empty one."""
+        at.is_alone = True
+        return [time.perf_counter()] if self._times_samples else []
+
     def _make_batch(self, samples: list[Any], at: BatchScope) -> Any:
         at.board[SAMPLE] = IN_BATCHIFY
         task = at.task
         at.set_index(OfBatch(task.seq if task.part is None else task.key, at.board[SHARD]))
         at.misfit = ()
-        began = time.perf_counter()
+        began = 0.0 if at.measure is None else time.perf_counter()
         try:
             if samples and type(samples[0]) in ASYNC:
                 refuse_async(samples, "dataset[index]")
             batch = self._assemble(list(samples), at.empty)  # a list that it may change
             if type(batch) in ASYNC:
                 refuse_async([batch], "collate_fn")
-            at.collating += time.perf_counter() - began
+            if began:
+                at.collating += time.perf_counter() - began
             return batch
         except BatchifyError:
             at.misfit = self._misfit(samples, at)

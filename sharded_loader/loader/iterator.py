@@ -173,9 +173,10 @@ class BatchIterator(Iterator[Batch]):
         pipeline, run = self._pipeline, self.run
         assert run is not None  # it was chosen
         inside = pipeline.begin(is_nested)
+        waits: list[Entry] = []
         if is_first:
             self._open(run)
-        starts, waits = is_first and not run.window, list[Entry]()
+        starts = is_first and not run.window
         while True:
             entry = pipeline.head(run)
             if isinstance(entry, Exception):
@@ -203,8 +204,8 @@ class BatchIterator(Iterator[Batch]):
             if self._counted is None or self._counted.epoch.number != run.epoch.number:
                 self._begin_counts(run)
             behind, reads = clock.behind - behind, pipeline.pool.num_workers == 0
-            step = Step(began, self._last_ended, turn, placing, behind, starts and not reads, reads, waits)
-            meter.add(self._counts, step, entry, result)
+            step = began, self._last_ended, turn, placing, behind, starts and not reads, reads, waits
+            meter.add(self._counts, tuple.__new__(Step, step), entry, result)
             if meter.mixture is not None and result.error is None and entry.task is not None:
                 meter.count_sources(self._counts, entry.task.shards)
             if result.error is None and meter.looks is None:

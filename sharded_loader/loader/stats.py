@@ -14,6 +14,7 @@ What can go wrong: numbers read in the middle of a ``next`` of another thread ma
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -94,7 +95,9 @@ class LoaderStats:
     sources: tuple[int, ...] = ()
     causes: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0), hash=False)
     slowest: tuple[SlowSample, ...] = ()
-    _timed: tuple[Histograms, Sequence[BatchTimes]] = field(default=(Histograms(), ()), repr=False, compare=False)
+    _timed: tuple[Histograms, array[float]] = field(
+        default_factory=lambda: (Histograms(), array("d")), repr=False, compare=False
+    )
 
     @cached_property
     def _histograms(self) -> Histograms:
@@ -236,8 +239,8 @@ class PoolTotals(NamedTuple):
 
 NO_TOTALS = PoolTotals()
 
-AT_ONCE = 256
-"""Measured batches that are put into histograms at once."""
+AT_ONCE = 256 * len(BatchTimes._fields)
+"""Numbers of measured batches that are put into histograms at once."""
 
 KEPT_BATCHES = 1000
 """The last batches whose times are kept."""
@@ -266,20 +269,21 @@ class Step(NamedTuple):
     waits: Sequence[Entry] = ()
 
     def causes(self, entry: Entry, usual: float) -> list[tuple[str, float]]:
-        """Why ``next`` took its time, without ``behind``. The seconds add up to it.
+        """Why ``next`` took its time, as far as it was neither ``placing`` nor the main process's own work.
 
         Args:
             entry: the batch.
             usual: seconds of one sample.
         """
-        placing = self.placing - self.behind
-        found, rest = [("placing", placing)], self.ended - self.began - self.placing
-        for one in self.waits if not self.starts else ():
-            if one.wait is not None and one.result is not None:
-                wait = one.wait._replace(began=max(one.wait.began, self.began))  # a ``next`` before was interrupted
-                found += causes_of(wait, one.result, usual, is_slow=one.is_slow)
-        rest -= sum(seconds for _, seconds in found[1:])
-        return [*found, ("start" if self.starts else "held_batches" if entry.is_slow else "main_process", rest)]
+        if self.starts:
+            return [("start", self.ended - self.began - self.placing)]
+        found: list[tuple[str, float]] = []
+        rest = self.ended - self.began - self.placing
+        for one in self.waits:
+            if one.wait is not None and one.result is not None and one.wait.began >= self.began:
+                found += causes_of(one.wait, one.result, usual, is_slow=one.is_slow)
+                rest -= one.wait.ended - one.wait.began
+        return [*found, ("held_batches", rest)] if entry.is_slow else found
 
 
 class Counts:
@@ -287,7 +291,7 @@ class Counts:
 
     Attributes:
         batches, samples, seconds, waiting_seconds, and the others: as in `LoaderStats`.
-        timed: the measured batches: as histograms, and those that are not in them yet.
+        timed: the measured batches: as histograms, and the numbers of those that are not in them yet.
         began, ended: the totals when the epoch began, and when the next one began.
         sum: of an old epoch, the counts that take what its iterator still adds; otherwise None.
     """
@@ -304,7 +308,7 @@ class Counts:
         self.sources: Any = None  # an array, if there are any
         self.causes = dict.fromkeys(CAUSES, 0.0)
         self.slowest: list[SlowSample] = []
-        self.timed: tuple[Histograms, list[BatchTimes]] = Histograms(), []
+        self.timed: tuple[Histograms, array[float]] = Histograms(), array("d")
 
     def note_slow(self, samples: Iterable[SlowSample]) -> None:
         """Samples took long: the slowest are kept."""
@@ -324,19 +328,22 @@ class Counts:
         """Add what another one has measured."""
         (times, rest), (others, its_rest) = self.timed, other.timed
         if others.num_workers or its_rest:
-            self.timed = times + others, [*rest, *its_rest]
+            self.timed = times + others, rest + its_rest
             self.note_slow(other.slowest)
 
     def report(self, totals: PoolTotals = NO_TOTALS) -> LoaderStats:
         """The counts so far. ``totals`` are as `Meter.totals` returns them."""
         causes = dict(self.causes)
         counts = {name: getattr(self, name) for name in reversed(NUMBERS)}
+        causes["placing"] = counts["placing_seconds"]
+        # What is left is its own work. It is no cause that was measured: nothing has to be added up for each batch.
+        causes["main_process"] += max(0.0, counts["waiting_seconds"] - sum(causes.values()))
         for name, before, now in zip(PoolTotals._fields, self.began, self.ended or totals, strict=True):
             counts[name] += now - before
         sources = () if self.sources is None else tuple(self.sources.tolist())
         times, rest = self.timed
         return LoaderStats(
-            **counts, sources=sources, causes=causes, slowest=tuple(self.slowest), _timed=(times, tuple(rest))
+            **counts, sources=sources, causes=causes, slowest=tuple(self.slowest), _timed=(times, rest[:])
         )
 
 
@@ -383,7 +390,7 @@ class Meter:
         if len(self._last) > self.KEPT_TIMES:
             old = self._last[-self.KEPT_TIMES - 1][1]
             self._sum.merge_times(old)
-            old.timed, old.slowest = (Histograms(), []), []
+            old.timed, old.slowest = (Histograms(), array("d")), []
         if len(self._last) > self.KEPT_EPOCHS:
             number, old = self._last.popleft()
             self._sum.merge(old)
@@ -403,15 +410,14 @@ class Meter:
         began, ended, turn, placing, behind, starts, reads, waits = step
         read, task = entry.result, entry.task
         times = None if read is None else read.times
-        waiting, placed, cause = ended - began - behind, placing - behind, "main_process"
-        causes: Sequence[tuple[str, float]]
+        waiting, placed = ended - began - behind, placing - behind
+        causes: Sequence[tuple[str, float]] = ()
         if starts or waits or entry.is_slow:
             causes = step.causes(entry, epoch.reading_seconds / max(1, epoch.samples))
-        else:
-            if reads:
-                is_input = times is not None and times.ran < COMPUTING * (times.ended - times.began)
-                cause = "retries" if times is not None and times.retries else "input" if is_input else "compute"
-            causes = ("placing", placed), (cause, waiting - placed)
+        elif reads:
+            is_input = times is not None and times.ran < COMPUTING * (times.ended - times.began)
+            cause = "retries" if times is not None and times.retries else "input" if is_input else "compute"
+            causes = ((cause, waiting - placed),)
         counts: Counts | None = epoch
         while counts is not None:
             # Another thread may read them meanwhile, from the last field to the first: a part never exceeds its whole.
@@ -423,7 +429,7 @@ class Meter:
                 counts.samples += result.samples
                 counts.reading_seconds += result.seconds
                 counts.retries += result.retries
-                counts.placing_seconds += placed
+            counts.placing_seconds += placed
             for cause, seconds in causes:
                 counts.causes[cause] += seconds
             counts = counts.sum
@@ -432,12 +438,12 @@ class Meter:
         worker, start, end, idle, ran, collate, write, longest, _, weight, _, slow, _ = times
         seconds, samples = read.seconds, read.samples
         first = task.epoch, entry.seq, worker, weight, samples, entry.sent, start, end, turn, began, ended
-        batch = BatchTimes(*first, idle, seconds, ran, collate, write, placed, longest)
+        batch = tuple.__new__(BatchTimes, (*first, idle, seconds, ran, collate, write, placed, longest))
         self.last.append(batch)
         histograms, rest = epoch.timed
-        rest.append(batch)
+        rest.extend(batch)
         if len(rest) >= AT_ONCE:
-            epoch.timed = histograms.adding(rest), []  # in one step: another thread may look
+            epoch.timed = histograms.adding(rest), array("d")  # in one step: another thread may look
         if slow:
             indices = list(chain.from_iterable(map(plain_indices, task.shards)))
             epoch.note_slow([SlowSample(indices[place], took, task.epoch, worker) for place, took in slow])

@@ -5,17 +5,19 @@
     Histograms.stages(), .workers() -> `StageTimes`, `WorkerTimes`: sums and quantiles
 
 A histogram has `PER_POWER` buckets for each power of two. So a quantile is at most 5 percent from the true one. The
-largest value is exact. The values of many batches are put into buckets at once: 1 us for each batch.
+largest value is exact. The values of many batches are put into buckets at once.
 
 Nothing here changes: a reader in another thread has what was counted when it asked. Nothing can go wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
 from typing import Any, NamedTuple
 
 import numpy as np
+
+Table = np.ndarray[Any, Any]
 
 STAGES = ("queued", "read", "collate", "write", "behind", "ready", "placing")
 """The way of a batch: it waits for a worker, is read, goes through the collate function, is written into its slot. It
@@ -123,7 +125,7 @@ class Histograms:
 
     Example:
         >>> batch = BatchTimes(0, 0, 1, 1, 8, 0.0, 0.5, 2.5, 0.0, 3.0, 3.0, 0.1, 2.0, 1.5, 0.5, 0.0, 0.0, 0.0)
-        >>> times = Histograms().adding([batch] * 10)
+        >>> times = Histograms().adding(array("d", batch * 10))
         >>> times.stages()["read"].seconds, times.workers()[1].batches
         (15.0, 10)
     """
@@ -143,13 +145,14 @@ class Histograms:
             np.maximum(made._longest[:size], one._longest, out=made._longest[:size])
         return made
 
-    def adding(self, batches: Sequence[BatchTimes]) -> Histograms:
-        """These, and those of some more batches."""
+    def adding(self, batches: array[float]) -> Histograms:
+        """These, and those of some more batches: the fields of one `BatchTimes` after the other."""
         if not batches:
             return self
-        columns = dict(zip(BatchTimes._fields, np.array(batches).T, strict=True))
+        table = np.frombuffer(batches).reshape(-1, len(BatchTimes._fields))
+        columns = dict(zip(BatchTimes._fields, table.T, strict=True))
         turn, ended, asked = columns["turn"], columns["ended"], columns["asked"]
-        workers, weights = columns["worker"].astype(int) + 1, columns["weight"].astype(int)
+        workers, weights = columns["worker"].astype(int) + 1, columns["weight"]
         found = {
             "queued": columns["began"] - columns["sent"],
             "read": columns["seconds"] - columns["collate"],
@@ -160,11 +163,13 @@ class Histograms:
         rows += [columns["seconds"] + columns["write"], columns["idle"], columns["ran"]]
         values = np.stack(rows, 1).clip(0.0)
         buckets = 1 + PER_POWER * np.log2(np.maximum(values, SHORTEST / 2) / SHORTEST)
+        places = workers[:, None] * _ROWS + np.arange(_ROWS)
         made = Histograms(int(workers.max()) + 1)
-        places = workers[:, None], np.arange(_ROWS), buckets.clip(0, BUCKETS - 1).astype(int)
-        np.add.at(made._counts, places, weights[:, None])
-        np.add.at(made._sums, workers, values * weights[:, None])
-        np.maximum.at(made._longest, workers, values)
+        made._sums += _added(places, values * weights[:, None], made._sums)
+        places = places * BUCKETS + buckets.clip(0, BUCKETS - 1).astype(int)
+        made._counts += _added(places, np.broadcast_to(weights[:, None], places.shape), made._counts).astype(int)
+        for worker in set(workers.tolist()):
+            made._longest[worker] = values[workers == worker].max(0)
         return self + made
 
     def stages(self) -> dict[str, StageTimes]:
@@ -188,7 +193,12 @@ class Histograms:
         return found
 
 
-def _quantiles(counts: np.ndarray[Any, Any], longest: float) -> tuple[float, float, float]:
+def _added(places: Table, values: Table, like: Table) -> Table:
+    """The sum of the values of each place, in the shape of an array. `numpy.add.at` takes ten times as long."""
+    return np.bincount(places.ravel(), values.ravel(), like.size).reshape(like.shape)
+
+
+def _quantiles(counts: Table, longest: float) -> tuple[float, float, float]:
     """The middles of the buckets in which 50, 90 and 99 percent of the values are reached."""
     reached = counts.cumsum()
     places = np.searchsorted(reached, np.array([0.5, 0.9, 0.99]) * reached[-1])

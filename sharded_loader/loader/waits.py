@@ -65,9 +65,9 @@ def reading_cause(wait: Wait, result: Result, usual: float) -> str:
     if times is None:
         failed = isinstance(result.error, (WorkerDiedError, WorkerTimeoutError))
         return "replaced" if failed else "main_process" if wait.lacks_tasks else "compute"
-    if times.retries:
-        return "retries"
-    if wait.finished and times.longest > max(LATE * usual, result.seconds / 2):
+    if times.rebuilt or times.retries:
+        return "replaced" if times.rebuilt else "retries"
+    if wait.overtaken and times.longest > max(LATE * usual, result.seconds / 2):
         return "late_sample"
     if wait.is_held or wait.lacks_tasks:
         return "held_batches" if wait.is_held else "main_process"
@@ -90,8 +90,8 @@ def causes_of(wait: Wait, result: Result, usual: float, *, is_slow: bool = False
     """
     began, ended = wait.began, wait.ended
     times, cause = result.times, reading_cause(wait, result, usual)
-    if times is None or times.rebuilt:
-        return [("replaced" if times is not None else cause, ended - began)]
+    if times is None or times.rebuilt or (times.began <= began and not is_slow):
+        return [(cause, ended - began)]
     first = min(max(times.began, began), ended)
     last = min(max(times.ended, first), ended)
     free = min(max(times.began - times.idle, began), first)  # since then the worker had no task

@@ -139,10 +139,10 @@ class TaskReader:
             if result.error is not None:
                 self.explain(result.error, in_start=False)
         encoded = self.pack(result, slot, task)
-        if (times := result.times) is not None and self._reader is not None:
-            self._reader.free[self._number] = now = time.perf_counter()
-            times = times._replace(ended=now, write=now - times.ended)
-        return pack_reply(run, seq, slot.wanted, encoded, times), encoded, slot
+        written = 0.0
+        if result.times is not None and self._reader is not None:
+            self._reader.free[self._number] = written = time.perf_counter()
+        return pack_reply(run, seq, slot.wanted, encoded, result.times, written), encoded, slot
 
     def read(
         self, run: int, seq: int, fields: Any, memory: np.ndarray[Any, Any] | None

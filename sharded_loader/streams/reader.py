@@ -98,7 +98,7 @@ class StreamReader(Reader):
         """Open the part of a task, and say where it is: before the first batch, as torch does in the main process."""
         at = BatchScope(self._job.seed, task.epoch)
         at.task, at.worker, at.empty, at.board = task, None, np.empty, list(UNUSED)
-        at.skipped, at.lost, at.durations = [], [], []
+        at.skipped, at.lost = [], []
         assert task.part is not None  # a task of iterable data has one
         opened = self._open_at(task.part, at)
         opened.busy = False
@@ -148,7 +148,7 @@ class StreamReader(Reader):
     def _read_batch(self, opened: OpenPart, shards: Sequence[Any], at: BatchScope, tolerant: bool) -> list[Any]:
         """The samples that come next, at most as many as ``shards`` have indices; `Bad` where one failed."""
         board, notes, stream = at.board, self._notes_samples or at.task.careful, self._stream
-        point, samples, stamps, failed = opened.point, list[Any](), self._stamps(at), False
+        point, samples, stamps, failed = opened.point, list[Any](), self._stamps(at) if at.measure else [], False
         passes, ended, base = point.passes, False, point.samples  # len(samples) + base: read in this pass
         advance, told = opened.advance, opened.tell()
         try:
@@ -191,16 +191,12 @@ class StreamReader(Reader):
             checked = point.checksum
             if samples and not opened.is_stateful:
                 checked = checksum(None if type(samples[0]) is Bad else samples[0], checked)
-            at.durations += map(operator.sub, stamps[1:], stamps)
+            if stamps:
+                at.durations += map(operator.sub, stamps[1:], stamps)
             opened.point = PartPoint(count, passes, total, checked, ended, asked=opened.asked)
             if ended:
                 opened.end()
         return samples
-
-    def _stamps(self, at: BatchScope) -> list[float]:
-        """Where samples are timed, a list that begins with now. The ends of the samples follow."""
-        at.is_alone = True
-        return [time.perf_counter()] if self._times_samples and at.is_timed else []
 
     def _is_empty(self, at: BatchScope) -> ValueError:
         part = at.task.part
@@ -257,7 +253,8 @@ class StreamReader(Reader):
                 if at.passes(error):
                     raise
             at.skipped.clear()
-            at.durations.clear()
+            if at.measure:
+                at.durations.clear()
             at.board[SHARD], at.board[SAMPLE] = count & 1023, BEGINNING  # a sign of life
 
     def _differs(self, part: PartBatch, found: PartPoint) -> ValueError:
