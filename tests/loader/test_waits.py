@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import make_pool
-from simulated import Machine
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.engine.messages import Result, Times
@@ -34,7 +32,6 @@ class Job:
         seconds: of a sample.
         late: of every 100th sample.
         computes: it computes, and does not sleep.
-        worker_zero: of a sample, in worker 0.
     """
 
     def __init__(self, length: int, seconds: float, late: float = 0.0, computes: bool = False) -> None:
@@ -199,7 +196,7 @@ def test_the_drop_in_tells_it_too() -> None:
     assert limit_of(stats) == "input" and set(stats.workers) == {0, 1}
 
 
-def test_a_device_that_is_behind(machine: Machine) -> None:
+def test_a_device_that_is_behind() -> None:
     stats = LoaderStats(batches=9, seconds=2.0, waiting_seconds=0.01, device_seconds=1.0)
     assert limit_of(stats) == "device" and "waits for it for 50% of the time" in stats.verdict
 
@@ -272,8 +269,3 @@ def test_of_cheap_batches_few_are_measured_and_stand_for_all() -> None:
         stats, measured = loader.stats(), len(loader._meter.last)
     assert measured < 1000 or stats.stages["read"].p50 > 1e-3  # if this machine is busy
     assert stats.slowest == () or stats.slowest[0].seconds >= 2e-5
-
-
-def test_a_function_of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Callable[[], None]] = []
-    assert LoaderStats().verdict == LoaderStats().advice == "" and not asked
