@@ -6,6 +6,7 @@
     can_pass_descriptors()      False: the other process opens them by name, under /proc
 
     is_readable(fd)             whether a read would return at once
+    ready_seconds()             how long this thread has run, or has waited for a core
     why_refused(error)          an OSError of these calls in words
 
     integer("RANK", 0, least=0, advice="")   the number that an environment variable holds; an error names the variable
@@ -26,6 +27,7 @@ import select
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -190,6 +192,33 @@ def why_refused(error: OSError) -> str:
             f"smaller batches"
         )
     return f"the system call failed ({error})"
+
+
+# -- time -----------------------------------------------------------------------------------------------------
+
+
+def ready_seconds() -> float:
+    """Seconds in which this thread has run, or has waited for a core. In the others it waited for something else.
+
+    Where the system does not tell of waits for a core, as only Linux does, these are not in it.
+
+    Example:
+        >>> began = ready_seconds()
+        >>> _ = sum(range(100_000))
+        >>> ready_seconds() > began
+        True
+    """
+    try:
+        fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+    except OSError:
+        return time.thread_time()
+    try:
+        _, waited, *_ = os.read(fd, 100).split()
+        return time.thread_time() + int(waited) / 1e9
+    except (OSError, ValueError):  # the kernel does not count
+        return time.thread_time()
+    finally:
+        os.close(fd)
 
 
 # -- environment variables --------------------------------------------------------------------------------------------

@@ -732,7 +732,8 @@ def _each(batches: Batches, translate: Callable[[Any], Any]) -> Batches:
     return translated_batch
 
 
-_retries: list[None] = []
+RETRIES: list[None] = []
+"""One entry for each retry of `retries_here`. A reader takes its length for each batch, which calls no function."""
 
 
 def note_retry() -> None:
@@ -744,12 +745,12 @@ def note_retry() -> None:
         >>> retries_here() - before
         1
     """
-    _retries.append(None)  # no lock is needed, and none can be held by another thread when the process is forked
+    RETRIES.append(None)  # no lock is needed, and none can be held by another thread when the process is forked
 
 
 def retries_here() -> int:
     """The number of requests tried again since the process began, and before that in the one it was forked from."""
-    return len(_retries)
+    return len(RETRIES)
 
 
 def retries_of(dataset: Any) -> int:

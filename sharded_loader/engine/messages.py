@@ -2,6 +2,7 @@
 
     Task(run, seq, ...)    pipeline -> pool -> worker
     Result(run, seq, ...)  worker -> pool -> pipeline
+    Times                  in a `Result`: when the worker was at the batch
     Job                    loader -> pool -> worker, once
 
 Iterable data is cut into parts, and each part is read in its own order. This is what the messages say of it:
@@ -126,7 +127,47 @@ class PartIndices(Sequence[Any]):
         return PartIndices, (self.part, self.places)
 
 
-_REPLY = struct.Struct("!qqqIQ")  # a pickle may be larger than 4 GiB: strings and bytes lie in it
+class Times(NamedTuple):
+    """When a worker was at a batch, and with what. Few of the cheapest batches have it; see `Reader`.
+
+    Stamps are of `time.perf_counter`, which all processes of a machine share. Those of another machine are moved by
+    the pool that receives them.
+
+    Attributes:
+        worker: its number; -1: the main process.
+        began, ended: stamps.
+        idle: seconds before, since the end of the batch before.
+        ran: seconds in which the worker ran, or waited for a core. In the others it waited for something else.
+        collate: seconds in ``batchify_fn``.
+        write: seconds until the batch lay in its slot.
+        longest: seconds of the sample that took longest; 0: samples were not timed.
+        retries: requests of the dataset that had to be tried again.
+        weight: how many batches this one stands for.
+        is_first: it is the worker's first batch.
+        slow: place among the task's indices, and seconds, of samples that took long.
+        rebuilt: a worker that has ended had the batch before.
+    """
+
+    worker: int
+    began: float
+    ended: float
+    idle: float = 0.0
+    ran: float = 0.0
+    collate: float = 0.0
+    write: float = 0.0
+    longest: float = 0.0
+    retries: int = 0
+    weight: int = 1
+    is_first: bool = False
+    slow: tuple[tuple[int, float], ...] = ()
+    rebuilt: bool = False
+
+
+# Run, seq, wanted, buffers, slow samples; the size of the pickle last: with strings in it, it may exceed 4 GiB.
+_REPLY = struct.Struct("!qqqIhQ")
+_TIMES = struct.Struct("!i7dII?")  # a `Times` up to its slow samples
+_SLOW = struct.Struct("!Id")
+_NO_TIMES = -1  # in the place of the number of slow samples
 
 
 def task_of(fields: Any) -> Task:
@@ -141,22 +182,39 @@ def task_of(fields: Any) -> Task:
     return Task(run, seq, epoch, position, shards, *rest)
 
 
-def pack_reply(run: int, seq: int, wanted: int, encoded: Encoded) -> bytes:
+def pack_reply(
+    run: int, seq: int, wanted: int, encoded: Encoded, times: Times | None = None, written: float = 0.0
+) -> bytes:
     """One result in the content of a RESULTS message.
 
     Args:
         run, seq: of the task.
         wanted: how many bytes of a slot its batch needed.
         encoded: the reply; its buffers and places are part of the message's.
+        times: of the batch. They are beside the pickle: only when it is made it is known how long that took.
+        written: the stamp of that moment.
     """
-    return _REPLY.pack(run, seq, wanted, len(encoded.places), len(encoded.head)) + encoded.head
+    buffers, size = len(encoded.places), len(encoded.head)
+    if times is None:
+        return _REPLY.pack(run, seq, wanted, buffers, _NO_TIMES, size) + encoded.head
+    worker, began, ended, idle, ran, collate, _, longest, retries, weight, first, slow, _ = times
+    head = _REPLY.pack(run, seq, wanted, buffers, len(slow), size) + _TIMES.pack(
+        worker, began, written, idle, ran, collate, written - ended, longest, retries, weight, first
+    )
+    return b"".join([head, *[_SLOW.pack(*one) for one in slow], encoded.head])
 
 
-def unpack_reply(content: memoryview) -> tuple[int, int, int, int, memoryview, memoryview]:
-    """The first result in the content: run, seq, wanted, how many buffers, the pickle; and the rest of the content."""
-    run, seq, wanted, buffers, size = _REPLY.unpack_from(content)
-    end = _REPLY.size + size
-    return run, seq, wanted, buffers, content[_REPLY.size : end], content[end:]
+def unpack_reply(content: memoryview) -> tuple[int, int, int, int, memoryview, memoryview, Times | None]:
+    """The first result in the content: run, seq, wanted, how many buffers, pickle; the rest of it; the times."""
+    run, seq, wanted, buffers, count, size = _REPLY.unpack_from(content)
+    begin, times = _REPLY.size, None
+    if count != _NO_TIMES:
+        measured = _TIMES.unpack_from(content, begin)
+        begin += _TIMES.size + count * _SLOW.size
+        slow = tuple(_SLOW.iter_unpack(content[begin - count * _SLOW.size : begin])) if count else ()
+        times = tuple.__new__(Times, (*measured, slow, False))  # half of the time of a call
+    end = begin + size
+    return run, seq, wanted, buffers, content[begin:end], content[end:], times
 
 
 OnError = Literal["raise", "skip", "replace"] | Callable[[Any], Any]
@@ -209,6 +267,7 @@ class Result(NamedTuple):
         seconds: how long the worker took.
         point: of iterable data: where its part is after this batch. None where that is unknown: the part ends there.
         retries: how many requests of the worker's dataset had to be tried again.
+        times: when the worker was at it; None: that was not measured.
     """
 
     run: int
@@ -221,6 +280,7 @@ class Result(NamedTuple):
     seconds: float = 0.0
     point: PartPoint | None = None
     retries: int = 0
+    times: Times | None = None
 
 
 class Nothing:
@@ -334,11 +394,12 @@ def pack_result(result: Result, slot: SlotWriter) -> Encoded | None:
     return Encoded(head, tuple(places), tuple(buffers))
 
 
-def unpack_result(run: int, seq: int, packed: Any, buffers: Sequence[Any]) -> Result:
+def unpack_result(run: int, seq: int, packed: Any, buffers: Sequence[Any], times: Times | None = None) -> Result:
     """The result that `pack_result` has packed, its arrays over the memory in ``buffers``."""
     is_list, is_tensors, fields, samples, seconds, told = packed
     following = iter(buffers)
     arrays = [np.ndarray(shape, dtype, next(following) if data is None else data) for shape, dtype, data in fields]
     point = None if told is None else PartPoint(*told)
     batch = arrays if is_list else arrays[0]
-    return Result(run, seq, TensorBatch(batch) if is_tensors else batch, samples, None, (), (), seconds, point)
+    made = TensorBatch(batch) if is_tensors else batch
+    return Result(run, seq, made, samples, None, (), (), seconds, point, 0, times)

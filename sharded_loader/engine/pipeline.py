@@ -16,12 +16,14 @@ What can go wrong: the pool breaks; then every run ends with the pool's error, a
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, leave_frames
 from sharded_loader.base.interrupts import note_handlers
@@ -45,17 +47,44 @@ PER_WORKER = 2
 _FAR = 1 << 40  # farther than any batch of a run whose epoch has begun
 
 
+class Wait(NamedTuple):
+    """A stretch of time in which `Pipeline.head` waited for a batch, and what was known then.
+
+    Attributes:
+        began, ended: stamps of `time.perf_counter`.
+        overtaken: a batch behind it was finished when it came.
+        lacks_tasks: a worker had no task, as no more batches may be in flight (``prefetch``).
+        is_held: a worker had no task, as the pool took no more: the user holds too many batches.
+        threads: how many workers are threads of this process; 1 if none is.
+    """
+
+    began: float
+    ended: float
+    overtaken: bool = False
+    lacks_tasks: bool = False
+    is_held: bool = False
+    threads: int = 1
+
+
 @dataclass(slots=True)
 class Entry:
     """A batch in flight: planned, perhaps finished, perhaps on its way to the devices (`begun`).
 
     An entry owns its batch until the batch is handed out.
+
+    Attributes:
+        sent: when the task was given to the pool.
+        is_slow: it found no room in shared memory, and takes the slow way.
+        wait: how the consumer has waited for it; None: it was there.
     """
 
     seq: int
     task: Task | None
     result: Result | None = None
     begun: Any = None
+    sent: float = 0.0
+    is_slow: bool = False
+    wait: Wait | None = None
 
 
 class ShownRun:
@@ -120,10 +149,10 @@ class Run:
             self.epoch.move(entry.seq, window[0].seq)
             origins = {place: number for number, place in self.moved.items()}
             between = [one for one in window if one.seq <= entry.seq]
-            contents = [(origins.get(one.seq, one.seq), one.task, one.result) for one in between]
+            contents = [(origins.get(one.seq, one.seq), one.task, one.result, one.sent) for one in between]
             # Those it overtakes keep their order: batches of one part must.
-            for one, (origin, task, result) in zip(between, [contents[-1], *contents[:-1]], strict=True):
-                one.task, one.result = task, result
+            for one, (origin, task, result, sent) in zip(between, [contents[-1], *contents[:-1]], strict=True):
+                one.task, one.result, one.sent = task, result, sent
                 if result is None:
                     self.moved[origin] = one.seq
 
@@ -322,6 +351,7 @@ class Pipeline:
 
         Returns an error instead where no batch is to blame: the loader was closed meanwhile, or the pool is broken."""
         window, least = run.window, self.min_ready
+        began = 0.0
         while True:
             if self.closed:
                 return LoaderClosedError()
@@ -340,13 +370,31 @@ class Pipeline:
                 if not pool.started:
                     self._recover()  # the pool itself was closed
                     continue
-                self._wait(run, block=not run.is_finished() if run.any_order else window[0].result is None)
+                blocks = not run.is_finished() if run.any_order else window[0].result is None
+                if blocks and not began and self.pool.num_workers:
+                    began = time.perf_counter()
+                self._wait(run, block=blocks)
             if run.any_order and window:
                 run.advance()
             if window and window[0].result is not None:
+                if began:
+                    window[0].wait = self._waited(run, began)
                 if run.epoch.given_up and window[0].result.error is not None:  # it came before the error of its part
                     run.leave_out(window[0])
                 return window[0]
+
+    def _waited(self, run: Run, began: float) -> Wait:
+        """The consumer has waited for the first batch of a run. Which tasks had the workers?"""
+        pool, in_flight, waiting = self.pool, len(run.window), len(run.waiting)
+        if len(self._runs) > 1:
+            in_flight = sum([len(one.window) for one in self._runs.values()])
+            waiting = sum([len(one.waiting) for one in self._runs.values()])
+        behind = itertools.islice(run.window, 1, 2 * pool.num_workers)  # not all of hundreds
+        overtaken = any(entry.result is not None for entry in behind)
+        lacks = in_flight < pool.num_workers and not (run.exhausted or run.epoch.takes_turns)
+        is_held = waiting > 0 and in_flight - waiting < pool.num_workers
+        threads = pool.num_workers if pool.shares_dataset else 1
+        return tuple.__new__(Wait, (began, time.perf_counter(), overtaken, lacks, is_held, threads))
 
     def take(self, run: Run) -> None:
         """The head of the window is going to be handed out: put another batch in flight."""
@@ -401,7 +449,7 @@ class Pipeline:
     def _dispatch(self, run: Run) -> None:
         """Give waiting tasks to the pool. Of several runs, those tasks that are needed soonest go first."""
         tasks: list[Task] = []
-        room, splits = self.pool.room, self.split.num_shards is not None
+        room, splits, now = self.pool.room, self.split.num_shards is not None, time.perf_counter()
         while len(tasks) < room:
             if len(self._runs) > 1:
                 run = min(self._runs.values(), key=_distance)
@@ -416,13 +464,19 @@ class Pipeline:
                 if splits:
                     entry.task = task = self.split.sharded(task)
                 tasks.append(task)
+                entry.sent = now
             except Exception as raised:
                 error = as_batch_error(raised, "while the batch was split into shards")
                 Location(run.epoch.number, entry.seq).note(error, samples=task.shards[0])
                 leave_frames(error)  # as in `_fill`
                 entry.result = Result(run.number, entry.seq, error=error)
         if tasks:
+            counts = self.pool.notices.counts
+            before = counts.get("slow_batches", 0)
             self.pool.submit(tasks)
+            if counts.get("slow_batches", 0) > before:
+                for entry in itertools.chain.from_iterable(one.window for one in self._runs.values()):
+                    entry.is_slow |= entry.sent == now
 
     def poll(self, run: Run, job: Job, *, renew: bool = False, block: bool = False) -> bool:
         """A step for a run without a wait: it is put in flight, and what has come from the pool is filed.

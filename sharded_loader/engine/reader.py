@@ -13,11 +13,18 @@ process looks at the board, over a dead worker. All samples that are read alone 
 which do nothing for a sample but read it. What fails, fails in the user's code, and is caught in `Reader.read`.
 
 A reader keeps nothing of a batch, so several threads may use one. Nothing here imports torch.
+
+It measures what it does (`messages.Times`), and from the batches so far it knows what is worth it: cheap batches are
+measured once in `MEASURED_SECONDS`, and samples are timed where one takes `SAMPLE_SECONDS` on average. What it knows
+may be one batch old, or be lost where two threads write it at a time: it decides on no batch.
 """
 
 from __future__ import annotations
 
+import heapq
+import operator
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,14 +40,33 @@ from sharded_loader.base.errors import (
     without_frames,
 )
 from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.base.system import ready_seconds
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.pack import Packed
 from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assembler, refuse_async
 from sharded_loader.data.arrays import NOT_IN_BULK, as_bulk, as_items, takes_arrays
 from sharded_loader.data.bulk import listed
+from sharded_loader.data.datasets import RETRIES
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board
-from sharded_loader.engine.messages import NOTHING, Job, PartPoint, Result, Task
+from sharded_loader.engine.messages import NOTHING, Job, PartPoint, Result, Task, Times
 from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, philox, reading
+
+MEASURED_SECONDS = 1e-3
+"""Of work that is measured once. To measure a batch takes 5 us in a worker and 5 us in the main process: of batches
+that take 40 us (`tiny`) it is one in 26, of 400 us (`images`) one in 3. One that takes 1 ms is always measured."""
+
+SAMPLE_SECONDS = 2e-5
+"""To time a sample takes 0.1 us."""
+
+WAITS_SECONDS = 1e-2
+"""Batches of this length are measured by `ready_seconds`, which takes 20 us; shorter ones by `time.thread_time`, 1 us:
+where processes wait for a core, that does not tell them from those that wait for a disk."""
+
+KEPT_SAMPLES = 20
+"""The slowest samples of an epoch that a reader, and the loader, keep."""
+
+MEMORY = 0.1
+"""Weight of the newest batch in the means."""
 
 
 class BatchScope(SampleScope):
@@ -53,6 +79,10 @@ class BatchScope(SampleScope):
         dropped: how many samples were left out and not replaced.
         lost: the shards that have no sample left.
         point: see `Result`.
+        measure: what measures the batch: a clock, its time at the beginning, and the retries until then. None: nothing.
+        is_alone: its samples are read one by one. Known of batches that are measured, as the next ones.
+        collating: seconds in ``batchify_fn``.
+        durations: seconds of each sample, if samples are timed.
     """
 
     task: Task
@@ -64,6 +94,10 @@ class BatchScope(SampleScope):
     dropped = 0
     lost: list[int]
     point: PartPoint | None = None
+    measure: tuple[Callable[[], float], float, int] | None = None
+    is_alone = False
+    collating = 0.0
+    durations: list[float]
 
     def set_index(self, index: Any) -> None:
         """The samples are not read one by one from here on: `sample_rng()` goes by ``index``."""
@@ -109,6 +143,9 @@ class Reader:
             the dataset is this reader's own).
         notes_samples: note each sample on the board before it is read, not only those of careful tasks.
         in_bulk: read several samples at once where the dataset and the job can.
+
+    Attributes:
+        free: of each worker that uses this reader, when it was done with its last batch.
     """
 
     def __init__(
@@ -130,9 +167,19 @@ class Reader:
         self._set_epoch = getattr(job.dataset, "set_epoch", None) if tells_epoch else None
         self._epoch: int | None = None
         self._notes_samples = notes_samples
+        self.free: dict[int, float] = {}
+        self._batches = self._next = 0  # how many were read, and which of them is measured next
+        self._usual = self._usual_sample = 0.0  # seconds of a batch, and of a sample that is read alone
+        self._clock, self._times_samples = ready_seconds, True
+        self._slow: tuple[int, list[float]] = -1, []  # an epoch, and the seconds of its slowest samples
 
     def read(
-        self, task: Task, worker: str | None = None, empty: Empty = np.empty, board: Board | None = None
+        self,
+        task: Task,
+        worker: str | None = None,
+        empty: Empty = np.empty,
+        board: Board | None = None,
+        number: int = -1,
     ) -> Result:
         """The batch that ``task`` asks for.
 
@@ -141,6 +188,7 @@ class Reader:
             worker: how errors name who reads (``worker 2 (pid 4711)``); None in the caller's own thread.
             empty: gives the memory that the batch is put together in.
             board: where to note what is being read.
+            number: of the worker; -1: the main process.
 
         Exceptions become part of the result. Only in the caller's own thread a KeyboardInterrupt passes, and what a
         signal handler raises (`sharded_loader.base.interrupts.is_from_outside`).
@@ -149,6 +197,9 @@ class Reader:
         at = BatchScope(self._job.seed, task.epoch)
         at.task, at.worker, at.empty, at.board = task, worker, empty, list(UNUSED) if board is None else board
         at.skipped, at.lost = [], []
+        self._batches += 1
+        if self._batches >= self._next:
+            at.durations, at.measure = [], (self._clock, self._clock(), len(RETRIES))
         batches: list[Any] = []
         error: BaseException | None = None
         before = reading.scope
@@ -166,12 +217,74 @@ class Reader:
             reading.scope = before
         batch = NOTHING if not batches else batches if task.sharded else batches[0]
         count = sum(map(len, task.shards)) - at.dropped if batches else 0
-        seconds = time.perf_counter() - began
+        ended = time.perf_counter()
+        seconds, times = ended - began, None
+        if at.measure is not None or seconds > MEASURED_SECONDS:
+            times = self._times(at, count, began, ended, number)
+        self.free[number] = ended
         try:
             skipped, lost = tuple(at.skipped), tuple(at.lost)
-            return Result(task.run, task.seq, batch, count, error, skipped, lost, seconds, at.point)
+            return Result(task.run, task.seq, batch, count, error, skipped, lost, seconds, at.point, 0, times)
         finally:
             del error  # otherwise error -> traceback -> this frame -> error, and each frame waits for the collector
+
+    def _times(self, at: BatchScope, samples: int, began: float, ended: float, worker: int) -> Times:
+        """What was measured of a batch; learn from it what to measure.
+
+        Args:
+            at: the batch.
+            samples: how many are in it.
+            began, ended, worker: see `Times`.
+        """
+        seconds, usual = ended - began, self._usual
+        ran, retries, longest, weight = seconds, 0, 0.0, 1
+        slow: tuple[tuple[int, float], ...] = ()
+        if at.measure is not None:
+            clock, before, tried = at.measure
+            ran, retries, longest = min(ran, clock() - before), len(RETRIES) - tried, max(at.durations, default=0.0)
+            weight = 1 + int(MEASURED_SECONDS / usual) if usual else 1
+            if longest >= SAMPLE_SECONDS and longest > self._least(at.task.epoch):
+                slow = self._note_slow(at)
+        part = MEMORY if usual else 1.0
+        self._usual += part * (min(seconds, 8 * usual or seconds) - usual)  # it may have waited for a core once
+        self._next = self._batches + 1 + int(MEASURED_SECONDS / self._usual)
+        self._clock = time.thread_time if self._usual < WAITS_SECONDS else ready_seconds
+        if at.is_alone and samples:
+            self._usual_sample += part * ((seconds - at.collating) / samples - self._usual_sample)
+            self._times_samples = self._usual_sample >= SAMPLE_SECONDS
+        free = began if worker < 0 else self.free.get(worker)  # between two batches, the main process does not idle
+        idle = 0.0 if free is None else max(0.0, began - free)
+        measured = (
+            worker,
+            began,
+            ended,
+            idle,
+            ran,
+            at.collating,
+            0.0,
+            longest,
+            retries,
+            weight,
+            free is None,
+            slow,
+            False,
+        )
+        return tuple.__new__(Times, measured)
+
+    def _least(self, epoch: int) -> float:
+        """A sample that takes longer is one of the slowest of its epoch."""
+        known, slow = self._slow
+        return slow[0] if known == epoch and len(slow) == KEPT_SAMPLES else 0.0
+
+    def _note_slow(self, at: BatchScope) -> tuple[tuple[int, float], ...]:
+        """The place and the seconds of those samples of a batch that are among the slowest of the epoch."""
+        epoch, (known, slow) = at.task.epoch, self._slow
+        least = max(SAMPLE_SECONDS, self._least(epoch))
+        found = [(place, seconds) for place, seconds in enumerate(at.durations) if seconds > least]
+        found = heapq.nlargest(KEPT_SAMPLES, found, key=operator.itemgetter(1))
+        kept = sorted([*(slow if known == epoch else ()), *[seconds for _, seconds in found]])
+        self._slow = epoch, kept[-KEPT_SAMPLES:]
+        return tuple(found)
 
     def read_sample(self, index: Any, epoch: int) -> Any:
         """One sample, with its generator; exceptions pass as they are."""
@@ -196,7 +309,7 @@ class Reader:
         """
         if self._in_bulk:
             for number, indices in enumerate(task.shards):
-                for ordinal, index in enumerate(_as_list(indices)):
+                for ordinal, index in enumerate(plain_indices(indices)):
                     board[SHARD], board[SAMPLE] = number, ordinal
                     self.read(task._replace(shards=([index],), sharded=False), "a worker")  # errors come again later
 
@@ -225,7 +338,7 @@ class Reader:
     def _read_in_bulk(self, number: int, at: BatchScope) -> Any:
         """The batch of a shard whose samples are read at once; `NOT_IN_BULK` if they have to be read one by one."""
         given = at.task.shards[number]
-        at.indices = indices = given if self._takes_arrays else _as_list(given)
+        at.indices = indices = given if self._takes_arrays else plain_indices(given)
         at.board[SHARD], at.board[SAMPLE] = number, IN_BULK
         at.set_index(NO_SAMPLE)
         try:
@@ -237,7 +350,7 @@ class Reader:
                     return batch
             if self._get_items is None:
                 return NOT_IN_BULK
-            at.indices = indices = _as_list(indices)
+            at.indices = indices = plain_indices(indices)
             found = self._get_items(indices)
             refuse_async([found], "dataset.__getitems__")
             samples = listed(found)
@@ -268,12 +381,12 @@ class Reader:
         Measured (256 images of 3 KB, warm): 36 us; 85 with an index, a place and a generator noted for each sample.
         """
         dataset, board = self._dataset, at.board
-        at.indices = indices = _as_list(at.task.shards[number])
+        at.indices = indices = plain_indices(at.task.shards[number])
         at.items = items = iter(indices)
         at.drawn = None
         board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
-        notes = self._notes_samples or at.task.careful
-        if not (notes or self._tolerant):
+        notes, stamps = self._notes_samples or at.task.careful, [] if at.measure is None else self._stamps(at)
+        if not (notes or self._tolerant or stamps):
             return [dataset[index] for index in items]
         samples: list[Any] = []
         while True:
@@ -282,23 +395,36 @@ class Reader:
                     if notes:
                         board[SAMPLE] = len(samples)
                     samples.append(dataset[index])
+                    if stamps:
+                        stamps.append(time.perf_counter())
+                if stamps:
+                    at.durations += map(operator.sub, stamps[1:], stamps)
                 return samples
             except Exception as error:
                 if not self._tolerant or at.passes(error):
                     raise
                 samples.append(self._in_place_of(index, error, at))
+                stamps += stamps[-1:]  # it is over, but has not been read
+
+    def _stamps(self, at: BatchScope) -> list[float]:
+        """Where samples are timed, a list that begins with now, for the end of each. Otherwise an empty one."""
+        at.is_alone = True
+        return [time.perf_counter()] if self._times_samples else []
 
     def _make_batch(self, samples: list[Any], at: BatchScope) -> Any:
         at.board[SAMPLE] = IN_BATCHIFY
         task = at.task
         at.set_index(OfBatch(task.seq if task.part is None else task.key, at.board[SHARD]))
         at.misfit = ()
+        began = 0.0 if at.measure is None else time.perf_counter()
         try:
             if samples and type(samples[0]) in ASYNC:
                 refuse_async(samples, "dataset[index]")
             batch = self._assemble(list(samples), at.empty)  # a list that it may change
             if type(batch) in ASYNC:
                 refuse_async([batch], "collate_fn")
+            if began:
+                at.collating += time.perf_counter() - began
             return batch
         except BatchifyError:
             at.misfit = self._misfit(samples, at)
@@ -402,6 +528,6 @@ class Reader:
         return sample if callable(on_error) else Bad(at.skipped[-1])
 
 
-def _as_list(indices: Any) -> Any:
-    """Python ints of an array of indices: what datasets and users see."""
+def plain_indices(indices: Any) -> Any:
+    """Indices as datasets and users see them: of an array, Python ints."""
     return indices.tolist() if isinstance(indices, np.ndarray) else indices

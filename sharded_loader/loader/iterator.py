@@ -35,7 +35,7 @@ from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.engine.messages import NOTHING, Job, Result
 from sharded_loader.engine.pipeline import Entry, Pipeline, Run, ShownRun
 from sharded_loader.loader.epochs import Epochs, Mark
-from sharded_loader.loader.stats import NO_TOTALS, Counts, Meter
+from sharded_loader.loader.stats import NO_TOTALS, Counts, Meter, Step
 from sharded_loader.streams.epoch import StreamEpoch
 
 if TYPE_CHECKING:
@@ -171,17 +171,18 @@ class BatchIterator(Iterator[Batch]):
             is_nested: this thread is in a step already: a signal handler, or a dataset, has called ``next``.
         """
         is_first, meter, clock = begins, self._meter, self._placement.clock
-        behind = clock.behind
-        began = time.perf_counter()
-        working = 0.0 if self._last_ended is None else began - self._last_ended
+        behind, began = clock.behind, time.perf_counter()
+        turn = began if self._last_ended is None else self._last_ended
         if is_first:
             self._totals_at_start = meter.totals()
             self.run = self._choose()
         pipeline, run = self._pipeline, self.run
         assert run is not None  # it was chosen
         inside = pipeline.begin(is_nested)
+        waits: list[Entry] = []
         if is_first:
             self._open(run)
+        starts = is_first and not run.window
         while True:
             entry = pipeline.head(run)
             if isinstance(entry, Exception):
@@ -198,19 +199,19 @@ class BatchIterator(Iterator[Batch]):
                 run, is_first = self.run, True  # also if the run before has given empty batches
                 assert run is not None
                 continue
+            if entry.wait is not None:
+                waits.append(entry)
             result, batch, placing = self._deliver(run, entry, is_first)
             is_first = False
             if result.batch is NOTHING and result.error is None:
                 continue
             pipeline.end(inside)
             self._last_ended = time.perf_counter()
-            behind, inside_next = clock.behind - behind, self._last_ended - began
             if self._counted is None or self._counted.epoch.number != run.epoch.number:
-                if self._counted is not None:
-                    self._counts = Counts()
-                self._counted = run
-                meter.begin(run.epoch.number, self._totals_at_start, self._counts)
-            meter.add(self._counts, inside_next, inside_next + working, placing, behind, result)
+                self._begin_counts(run)
+            behind, reads = clock.behind - behind, pipeline.pool.num_workers == 0
+            step = began, self._last_ended, turn, placing, behind, starts and not reads, reads, waits
+            meter.add(self._counts, tuple.__new__(Step, step), entry, result)
             if meter.mixture is not None and result.error is None and entry.task is not None:
                 meter.count_sources(self._counts, entry.task.shards)
             if result.error is None and meter.looks is None:
@@ -219,6 +220,13 @@ class BatchIterator(Iterator[Batch]):
                 return batch, result.error
             finally:
                 del result, entry  # as in `__next__`: the error of a batch that was not placed leads to this frame
+
+    def _begin_counts(self, run: Run) -> None:
+        """The first batch of an epoch is handed out: it has counts of its own."""
+        if self._counted is not None:
+            self._counts = Counts()
+        self._counted = run
+        self._meter.begin(run.epoch.number, self._totals_at_start, self._counts)
 
     def _end(self, run: Run, is_first: bool) -> bool:
         """The run has no more batches: the epoch ends.

@@ -2,6 +2,7 @@
 
     the iterator adds to a Meter for each batch -> Counts, of each epoch; the sum of all is made when it is asked for
     Counts.report() -> LoaderStats, what the user sees -> as_dict() -> TensorBoard, W&B, tqdm
+    `waits` says why ``next`` waited, `times` how long each stage of a batch took
 
 Only the time inside epochs counts, from the first ``next`` to the last batch; not what happens between epochs. The
 times of several iterators add up in the sum. In the counts of one epoch only the newest iterator of this epoch counts.
@@ -13,17 +14,27 @@ What can go wrong: numbers read in the middle of a ``next`` of another thread ma
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import nlargest
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import HAS_ENDED, TooManySkippedError, notes_of, text_of
+from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.base.notices import Notices
 from sharded_loader.data.datasets import retries_of
 from sharded_loader.data.interleave import mixture_of
 from sharded_loader.engine.messages import Result
+from sharded_loader.engine.pipeline import Entry
+from sharded_loader.engine.reader import KEPT_SAMPLES, plain_indices
+from sharded_loader.loader.times import STAGES, BatchTimes, Histograms, SlowSample, StageTimes, WorkerTimes
+from sharded_loader.loader.waits import CAUSES, COMPUTING, advice, causes_of, verdict
 
 
 @dataclass(frozen=True)
@@ -50,11 +61,22 @@ class LoaderStats:
         sources: of a mixture (`interleave`), how many samples came from each of its datasets to this rank. Samples that
             ``on_error`` skipped or replaced count for their dataset. Empty if the loader's dataset is no mixture that
             is read by index, nor a transform of one.
+        causes: why your program waited: the seconds of each cause. They add up to ``waiting_seconds``.
+        slowest: the 20 samples that took longest to read, the slowest first: index, seconds, epoch and worker. Samples
+            are timed where one takes 20 us or more on average, and the dataset reads them one by one.
+
+    The causes are: ``"compute"`` (workers compute), ``"input"`` (they wait for a disk or a network), ``"late_sample"``
+    (one sample, while other batches are finished), ``"main_process"`` (workers have no task, or the main process
+    works), ``"held_batches"`` (the batches that you hold leave no room in shared memory), ``"placing"`` (conversion and
+    copies), ``"start"`` (workers start, or an epoch begins), ``"replaced"`` (a worker ended), and ``"retries"``.
 
     Example:
-        >>> stats = LoaderStats(batches=10, samples=640, seconds=2.0, waiting_seconds=0.5)
+        >>> causes = {"compute": 0.4, "placing": 0.1}
+        >>> stats = LoaderStats(batches=10, samples=640, seconds=2.0, waiting_seconds=0.5, causes=causes)
         >>> print(stats)
         640 samples in 10 batches, 320 samples/s, 25% of the time waiting for data
+        Training waits for the workers, which compute.
+        Do less for each sample, or read with more workers.
         >>> stats.as_dict("samples_per_second", "waiting_share")
         {'samples_per_second': 320.0, 'waiting_share': 0.25}
     """
@@ -73,6 +95,46 @@ class LoaderStats:
     device_waiting_seconds: float = 0.0
     recycled_workers: int = 0
     sources: tuple[int, ...] = ()
+    causes: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0), hash=False)
+    slowest: tuple[SlowSample, ...] = ()
+    _timed: tuple[Histograms, array[float]] = field(
+        default_factory=lambda: (Histograms(), array("d")), repr=False, compare=False
+    )
+
+    @cached_property
+    def _histograms(self) -> Histograms:
+        times, rest = self._timed
+        return times.adding(rest)
+
+    @cached_property
+    def stages(self) -> Mapping[str, StageTimes]:
+        """How long batches took on their way: of each stage the sum of seconds, quantiles and the longest.
+
+        The stages are: ``"queued"`` (waits for a worker), ``"read"``, ``"collate"``, ``"write"`` (into shared memory),
+        ``"behind"`` (finished, while batches before it are not handed out), ``"ready"`` (waits for your program), and
+        ``"placing"``. Empty before the first batch, and of all but the last 10 epochs.
+        """
+        return self._histograms.stages()
+
+    @cached_property
+    def workers(self) -> Mapping[int, WorkerTimes]:
+        """What each worker has done, by its number. The number -1 is the main process. Kept as long as `stages`."""
+        return self._histograms.workers()
+
+    @property
+    def verdict(self) -> str:
+        """What limits the rate, in one sentence. Empty if that is not known.
+
+        Example:
+            >>> LoaderStats(batches=10, seconds=2.0, waiting_seconds=0.01).verdict
+            'The training loop is the limit: it waits for data for 0% of the time.'
+        """
+        return verdict(self)
+
+    @property
+    def advice(self) -> str:
+        """What to do about the `verdict`, in one sentence. Empty if that is not known."""
+        return advice(self, cores_for_workers())
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -102,8 +164,10 @@ class LoaderStats:
             prefix: A text to put before each name.
 
         Returns:
-            A new dict. The names never change: the attributes but ``sources``, then ``samples_per_second`` and
-            ``waiting_share``.
+            A new dict. The names never change: the attributes that are numbers, then ``samples_per_second`` and
+            ``waiting_share``. After these the causes (``cause_compute``), what is known of the stages
+            (``stage_read_seconds``, ``stage_read_p99``) and of the workers (``worker_0_idle_seconds``), and
+            ``slowest_seconds``: of the slowest sample.
 
         Raises:
             ValueError: There is no number of this name.
@@ -113,11 +177,25 @@ class LoaderStats:
             >>> list(stats.as_dict("batches", "samples", prefix="data/").items())
             [('data/batches', 10.0), ('data/samples', 640.0)]
         """
-        known = (*NUMBERS, "samples_per_second", "waiting_share")
+        known: dict[str, float] = {name: getattr(self, name) for name in _SCALARS}
+        if not names or not set(names).issubset(known):
+            known |= self._measured()
         unknown = [name for name in names if name not in known]
         if unknown:
             raise ValueError(f"as_dict: there is no number {unknown[0]!r}: choose from {', '.join(known)}")
-        return {f"{prefix}{name}": float(getattr(self, name)) for name in names or known}
+        return {f"{prefix}{name}": float(known[name]) for name in names or known}
+
+    def _measured(self) -> dict[str, float]:
+        """What is known of causes, stages, samples and workers, by the names of `as_dict`."""
+        found = {f"cause_{name}": seconds for name, seconds in self.causes.items()}
+        nothing = StageTimes(0.0, 0.0, 0.0, 0.0, 0.0)
+        for stage in STAGES:
+            times = self.stages.get(stage, nothing)._asdict()
+            found |= {f"stage_{stage}_{name}": seconds for name, seconds in times.items()}
+        found["slowest_seconds"] = self.slowest[0].seconds if self.slowest else 0.0
+        for number, worker in self.workers.items():
+            found |= {f"worker_{number}_{name}": value for name, value in worker._asdict().items()}
+        return found
 
     def __str__(self) -> str:
         parts = [
@@ -126,11 +204,14 @@ class LoaderStats:
         ]
         if self.device_seconds:
             parts.append(f"{self.device_seconds / self.seconds:.0%} of it waiting for the device")
-        return ", ".join([*parts, *quiet_counts(self)])
+        numbers = ", ".join([*parts, *quiet_counts(self)])
+        return "\n".join(filter(None, [numbers, self.verdict, self.advice]))
 
 
-NUMBERS = tuple(field.name for field in dataclasses.fields(LoaderStats) if field.name != "sources")
+NUMBERS = tuple(one.name for one in dataclasses.fields(LoaderStats) if one.type in ("int", "float"))
 """The attributes of `LoaderStats` that are numbers."""
+
+_SCALARS = *NUMBERS, "samples_per_second", "waiting_share"
 
 
 def quiet_counts(stats: LoaderStats) -> list[str]:
@@ -161,12 +242,59 @@ class PoolTotals(NamedTuple):
 
 NO_TOTALS = PoolTotals()
 
+AT_ONCE = 256 * len(BatchTimes._fields)
+"""Numbers of measured batches that are put into histograms at once."""
+
+KEPT_BATCHES = 1000
+"""The last batches whose times are kept."""
+
+
+class Step(NamedTuple):
+    """One ``next`` that has handed out a batch. Stamps are of `time.perf_counter`.
+
+    Attributes:
+        began, ended: stamps.
+        turn: when the one before had ended.
+        placing: seconds of conversion and of copies.
+        behind: of these, in which the host waited for a device.
+        starts: it is the iterator's first one, and nothing was read before it.
+        reads: the main process reads, and not workers.
+        waits: the batches that it has waited for: the one that it handed out, and empty ones before it.
+    """
+
+    began: float
+    ended: float
+    turn: float
+    placing: float
+    behind: float
+    starts: bool = False
+    reads: bool = False
+    waits: Sequence[Entry] = ()
+
+    def causes(self, entry: Entry, usual: float) -> list[tuple[str, float]]:
+        """Why ``next`` took its time, as far as it was neither ``placing`` nor the main process's own work.
+
+        Args:
+            entry: the batch.
+            usual: seconds of one sample.
+        """
+        if self.starts:
+            return [("start", self.ended - self.began - self.placing)]
+        found: list[tuple[str, float]] = []
+        rest = self.ended - self.began - self.placing
+        for one in self.waits:
+            if one.wait is not None and one.result is not None and one.wait.began >= self.began:
+                found += causes_of(one.wait, one.result, usual, is_slow=one.is_slow)
+                rest -= one.wait.ended - one.wait.began
+        return [*found, ("held_batches", rest)] if entry.is_slow else found
+
 
 class Counts:
     """What one iterator has delivered in its epoch.
 
     Attributes:
         batches, samples, seconds, waiting_seconds, and the others: as in `LoaderStats`.
+        timed: the measured batches: as histograms, and the numbers of those that are not in them yet.
         began, ended: the totals when the epoch began, and when the next one began.
         sum: of an old epoch, the counts that take what its iterator still adds; otherwise None.
     """
@@ -181,20 +309,45 @@ class Counts:
         self.seconds = self.waiting_seconds = self.reading_seconds = self.placing_seconds = 0.0
         self.device_seconds = self.device_waiting_seconds = 0.0
         self.sources: Any = None  # an array, if there are any
+        self.causes = dict.fromkeys(CAUSES, 0.0)
+        self.slowest: list[SlowSample] = []
+        self.timed: tuple[Histograms, array[float]] = Histograms(), array("d")
+
+    def note_slow(self, samples: Iterable[SlowSample]) -> None:
+        """Samples took long: the slowest are kept."""
+        self.slowest = nlargest(KEPT_SAMPLES, [*self.slowest, *samples], key=attrgetter("seconds"))
 
     def merge(self, other: Counts) -> None:
         """Add what another one has counted."""
+        self.merge_times(other)
+        for cause, seconds in other.causes.items():
+            self.causes[cause] += seconds
         for name in reversed(NUMBERS):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         if other.sources is not None:
             self.sources = other.sources + (0 if self.sources is None else self.sources)
 
+    def merge_times(self, other: Counts) -> None:
+        """Add what another one has measured."""
+        (times, rest), (others, its_rest) = self.timed, other.timed
+        if others.num_workers or its_rest:
+            self.timed = times + others, rest + its_rest
+            self.note_slow(other.slowest)
+
     def report(self, totals: PoolTotals = NO_TOTALS) -> LoaderStats:
         """The counts so far. ``totals`` are as `Meter.totals` returns them."""
+        causes = dict(self.causes)
         counts = {name: getattr(self, name) for name in reversed(NUMBERS)}
+        causes["placing"] = counts["placing_seconds"]
+        # What is left is its own work. It is no cause that was measured: nothing has to be added up for each batch.
+        causes["main_process"] += max(0.0, counts["waiting_seconds"] - sum(causes.values()))
         for name, before, now in zip(PoolTotals._fields, self.began, self.ended or totals, strict=True):
             counts[name] += now - before
-        return LoaderStats(**counts, sources=() if self.sources is None else tuple(self.sources.tolist()))
+        sources = () if self.sources is None else tuple(self.sources.tolist())
+        times, rest = self.timed
+        return LoaderStats(
+            **counts, sources=sources, causes=causes, slowest=tuple(self.slowest), _timed=(times, rest[:])
+        )
 
 
 class Meter:
@@ -214,9 +367,12 @@ class Meter:
         notices, max_skipped: as above.
         mixture: the mixture whose samples are read, or None.
         looks: what the first batch looked like; None before it.
+        last: the last batches that were measured, of all epochs.
     """
 
     KEPT = KEPT_EPOCHS = 1000
+    KEPT_TIMES = 10
+    """Epochs whose histograms are kept: they take 20 KB for each worker."""
 
     def __init__(self, dataset: Any = None, notices: Notices | None = None, max_skipped: int | None = None) -> None:
         self._dataset, self.notices, self.max_skipped = dataset, notices or Notices(), max_skipped
@@ -226,6 +382,7 @@ class Meter:
         self._last: deque[tuple[int, Counts]] = deque([(-1, Counts())])
         self.skipped: list[tuple[Any, BaseException]] = []
         self.looks: str | None = None
+        self.last: deque[BatchTimes] = deque(maxlen=KEPT_BATCHES)
 
     def begin(self, epoch: int, totals: PoolTotals, counts: Counts) -> None:
         """An iterator delivers its first batch of an epoch, and will `add` to these counts."""
@@ -233,6 +390,10 @@ class Meter:
         counts.began = totals
         self.epochs[epoch] = counts
         self._last.append((epoch, counts))
+        if len(self._last) > self.KEPT_TIMES:
+            old = self._last[-self.KEPT_TIMES - 1][1]
+            self._sum.merge_times(old)
+            old.timed, old.slowest = (Histograms(), array("d")), []
         if len(self._last) > self.KEPT_EPOCHS:
             number, old = self._last.popleft()
             self._sum.merge(old)
@@ -240,29 +401,55 @@ class Meter:
             if self.epochs.get(number) is old:
                 del self.epochs[number]
 
-    def add(self, epoch: Counts, inside: float, seconds: float, placing: float, behind: float, result: Result) -> None:
+    def add(self, epoch: Counts, step: Step, entry: Entry, result: Result) -> None:
         """An iterator has come to a batch, or to an error in its place.
 
         Args:
             epoch: what `begin` was given.
-            inside: seconds in ``next``.
-            seconds: of these and of the loop since the batch before.
-            placing: those in ``next`` of conversion and of copies.
-            behind: of these, in which the host waited for a device.
-            result: of the batch.
+            step: the ``next``.
+            entry: the batch.
+            result: of the batch; an error, if the batch could not be handed out.
         """
-        # Another thread may read them meanwhile, from the last field to the first: a part never exceeds its whole.
-        epoch.seconds += seconds
-        epoch.waiting_seconds += inside - behind
-        epoch.device_seconds += behind
-        if result.error is None:
-            epoch.batches += 1
-            epoch.samples += result.samples
-            epoch.reading_seconds += result.seconds
-            epoch.retries += result.retries
-            epoch.placing_seconds += placing - behind
-        if epoch.sum is not None:
-            self.add(epoch.sum, inside, seconds, placing, behind, result)
+        began, ended, turn, placing, behind, starts, reads, waits = step
+        read, task = entry.result, entry.task
+        times = None if read is None else read.times
+        waiting, placed = ended - began - behind, placing - behind
+        causes: Sequence[tuple[str, float]] = ()
+        if starts or waits or entry.is_slow:
+            causes = step.causes(entry, epoch.reading_seconds / max(1, epoch.samples))
+        elif reads:
+            is_input = times is not None and times.ran < COMPUTING * (times.ended - times.began)
+            cause = "retries" if times is not None and times.retries else "input" if is_input else "compute"
+            causes = ((cause, waiting - placed),)
+        counts: Counts | None = epoch
+        while counts is not None:
+            # Another thread may read them meanwhile, from the last field to the first: a part never exceeds its whole.
+            counts.seconds += ended - turn
+            counts.waiting_seconds += waiting
+            counts.device_seconds += behind
+            if result.error is None:
+                counts.batches += 1
+                counts.samples += result.samples
+                counts.reading_seconds += result.seconds
+                counts.retries += result.retries
+            counts.placing_seconds += placed
+            for cause, seconds in causes:
+                counts.causes[cause] += seconds
+            counts = counts.sum
+        if times is None or read is None or task is None:
+            return
+        worker, start, end, idle, ran, collate, write, longest, _, weight, _, slow, _ = times
+        seconds, samples = read.seconds, read.samples
+        first = task.epoch, entry.seq, worker, weight, samples, entry.sent, start, end, turn, began, ended
+        batch = tuple.__new__(BatchTimes, (*first, idle, seconds, ran, collate, write, placed, longest))
+        self.last.append(batch)
+        histograms, rest = epoch.timed
+        rest.extend(batch)
+        if len(rest) >= AT_ONCE:
+            epoch.timed = histograms.adding(rest), array("d")  # in one step: another thread may look
+        if slow:
+            indices = list(chain.from_iterable(map(plain_indices, task.shards)))
+            epoch.note_slow([SlowSample(indices[place], took, task.epoch, worker) for place, took in slow])
 
     def count_sources(self, epoch: Counts, shards: Sequence[Any]) -> None:
         """Count which datasets of the mixture the samples of a batch came from: 20 us."""

@@ -22,7 +22,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import Location, as_batch_error, leave_frames
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.engine.grouping import Grouping
-from sharded_loader.engine.messages import NewJob, Result, Task, unpack_result
+from sharded_loader.engine.messages import NewJob, Result, Task, Times, unpack_result
 from sharded_loader.engine.pool import WorkerPool
 from sharded_loader.memory.arena import RecentSizes
 from sharded_loader.memory.codec import SetApart, is_findable
@@ -95,10 +95,21 @@ class SupervisedPool(WorkerPool, Generic[W]):
         self._rejected.append(Result(task.run, task.seq, error=error))
 
     def _result(
-        self, run: int, seq: int, wanted: int, pickled: memoryview, buffers: list[Any], task: Task | None
+        self,
+        run: int,
+        seq: int,
+        wanted: int,
+        pickled: memoryview,
+        buffers: list[Any],
+        task: Task | None,
+        times: Times | None,
     ) -> Result:
         """The result in a reply (`messages.unpack_reply`), whose buffers are here."""
-        result = decode_result(run, seq, pickled, buffers, task)
+        rebuilt = self._supervisor.rebuilt
+        if rebuilt and (run, seq) in rebuilt:
+            rebuilt.discard((run, seq))
+            times = times and times._replace(rebuilt=True)
+        result = decode_result(run, seq, pickled, buffers, task, times)
         if result.seconds:  # it was not dropped
             self._sizes.note(wanted)
             self.group = self._grouping.note(result.seconds)
@@ -146,12 +157,14 @@ def own_pickle(task: Task, *, forked: bool) -> bytes | None:
         ) from error
 
 
-def decode_result(run: int, seq: int, pickled: memoryview, buffers: list[Any], task: Task | None) -> Result:
+def decode_result(
+    run: int, seq: int, pickled: memoryview, buffers: list[Any], task: Task | None, times: Times | None = None
+) -> Result:
     """The result in a reply; if it cannot be unpickled here, that is its batch's error."""
     try:
         reply = pickle.loads(pickled, buffers=buffers)  # what `codec.encode` has made
         if type(reply) is tuple:
-            return unpack_result(run, seq, reply, buffers)
+            return unpack_result(run, seq, reply, buffers, times)
     except Exception as error:
         if is_from_outside(error):
             raise
@@ -166,8 +179,9 @@ def decode_result(run: int, seq: int, pickled: memoryview, buffers: list[Any], t
     if type(reply) is SetApart:
         reply = reply.reply
     if reply.error is None and not reply.skipped:
-        return reply.result  # type: ignore[no-any-return]
+        return reply.result if times is None else reply.result._replace(times=times)  # type: ignore[no-any-return]
     return reply.result._replace(  # type: ignore[no-any-return]
         error=None if reply.error is None else decode_error(reply.error),
         skipped=tuple((index, decode_error(error)) for index, error in reply.skipped),
+        times=times,
     )

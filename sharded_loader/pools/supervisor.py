@@ -150,6 +150,7 @@ class Supervisor(Generic[W]):
         requeued: tasks that wait for a worker, the oldest first.
         deaths: what workers have died of.
         notices: is told of each worker that is replaced.
+        rebuilt: run and seq of the tasks that a worker had when it ended, until they are done.
     """
 
     def __init__(self, transport: Transport[W], restarts: int, timeout: float | None) -> None:
@@ -157,6 +158,7 @@ class Supervisor(Generic[W]):
         self.deaths = Deaths(restarts)
         self.watch = Watch(timeout)
         self.notices = Notices()
+        self.rebuilt: set[tuple[int, int]] = set()
         self._transport = transport
         self._restarts = restarts
         self._new: NewJob | None = None
@@ -187,6 +189,7 @@ class Supervisor(Generic[W]):
         """Stop the workers, and forget what they had to do."""
         self._transport.close()
         self.requeued.clear()
+        self.rebuilt.clear()
         self.deaths = Deaths(self._restarts)
         self._new, self._classes = None, []
         self._cancelled.clear()
@@ -280,6 +283,7 @@ class Supervisor(Generic[W]):
             return self.give_up_worker(worker, died_idle(death))
         with uninterrupted():
             transport.release(worker)
+            self.rebuilt.update(worker.tasks)
             if is_leaving:
                 transport.leaving.remove(worker)
             else:

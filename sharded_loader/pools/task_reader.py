@@ -12,6 +12,7 @@ Nothing here imports torch. If the user's dataset does, torch is told that it is
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,7 +21,6 @@ import numpy as np
 
 from sharded_loader.base.errors import Location, add_note, as_exception
 from sharded_loader.base.imports import call_after_import
-from sharded_loader.data.datasets import retries_here
 from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board
 from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pack_reply, pack_result, task_of
 from sharded_loader.engine.reader import Reader
@@ -150,7 +150,10 @@ class TaskReader:
             if result.error is not None:
                 self.explain(result.error, in_start=False)
         encoded = self.pack(result, slot, task)
-        return pack_reply(run, seq, slot.wanted, encoded), encoded, slot
+        written = 0.0
+        if result.times is not None and self._reader is not None:
+            self._reader.free[self._number] = written = time.perf_counter()
+        return pack_reply(run, seq, slot.wanted, encoded, result.times, written), encoded, slot
 
     def read(
         self, run: int, seq: int, fields: Any, memory: np.ndarray[Any, Any] | None
@@ -176,10 +179,10 @@ class TaskReader:
         if task.careful:
             self._reader.probe(task, board)
         self._seed_globals(task.epoch, task.position)
-        before = retries_here()
-        result = self._reader.read(task, self._name, np.empty if memory is None else slot.empty, board)
-        if (after := retries_here()) > before:
-            result = result._replace(retries=after - before)
+        empty = np.empty if memory is None else slot.empty
+        result = self._reader.read(task, self._name, empty, board, self._number)
+        if result.times is not None and result.times.retries:
+            result = result._replace(retries=result.times.retries)
         board[SAMPLE] = SENDING
         return result, slot, task
 
@@ -209,7 +212,7 @@ def _encode(result: Result, slot: SlotWriter) -> Encoded:
     """A result that `pack_result` does not take."""
     skipped = tuple((index, encode_error(error)) for index, error in result.skipped)
     error = None if result.error is None else encode_error(result.error)
-    reply = Reply(result._replace(error=None, skipped=()), error, skipped)
+    reply = Reply(result._replace(error=None, skipped=(), times=None), error, skipped)  # they lie beside it
     objects, movers = set_apart(result.batch)
     if objects or movers or skipped:
         return encode(SetApart([*objects, skipped], Moving, movers, End, reply), slot)

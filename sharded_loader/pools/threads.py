@@ -131,7 +131,7 @@ class _Thread(threading.Thread):
                 self.task = task
                 result = Result(task.run, task.seq, NOTHING)
                 if task.part is None or (task.run, task.part.number) not in shared.given_up:
-                    result = reader.read(task, who, shared.empty, board)
+                    result = reader.read(task, who, shared.empty, board, self.number)
                 board[SAMPLE], self.task = IDLE, None
                 if not shared.closing:
                     shared.results.append(result)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -147,7 +148,7 @@ class StreamReader(Reader):
     def _read_batch(self, opened: OpenPart, shards: Sequence[Any], at: BatchScope, tolerant: bool) -> list[Any]:
         """The samples that come next, at most as many as ``shards`` have indices; `Bad` where one failed."""
         board, notes, stream = at.board, self._notes_samples or at.task.careful, self._stream
-        point, samples, failed = opened.point, list[Any](), False
+        point, samples, stamps, failed = opened.point, list[Any](), self._stamps(at) if at.measure else [], False
         passes, ended, base = point.passes, False, point.samples  # len(samples) + base: read in this pass
         advance, told = opened.advance, opened.tell()
         try:
@@ -161,6 +162,8 @@ class StreamReader(Reader):
                             if notes:
                                 board[SAMPLE] = place
                             samples.append(advance())
+                            if stamps:
+                                stamps.append(time.perf_counter())
                         break
                     except StopIteration:
                         ended = not stream.endless
@@ -175,6 +178,7 @@ class StreamReader(Reader):
                         if not tolerant or at.passes(error):
                             raise
                         samples.append(self._in_place_of(indices[place], error, at))
+                        stamps += stamps[-1:]
                         if opened.is_over:
                             add_note(at.skipped[-1][1], f"part {opened.number} of {stream.parts} {HAS_ENDED}")
         except BaseException as error:
@@ -187,6 +191,8 @@ class StreamReader(Reader):
             checked = point.checksum
             if samples and not opened.is_stateful:
                 checked = checksum(None if type(samples[0]) is Bad else samples[0], checked)
+            if stamps:
+                at.durations += map(operator.sub, stamps[1:], stamps)
             opened.point = PartPoint(count, passes, total, checked, ended, asked=opened.asked)
             if ended:
                 opened.end()
@@ -247,6 +253,8 @@ class StreamReader(Reader):
                 if at.passes(error):
                     raise
             at.skipped.clear()
+            if at.measure:
+                at.durations.clear()
             at.board[SHARD], at.board[SAMPLE] = count & 1023, BEGINNING  # a sign of life
 
     def _differs(self, part: PartBatch, found: PartPoint) -> ValueError:

@@ -47,7 +47,7 @@ def test_several_replies_lie_one_behind_the_other() -> None:
     rest = memoryview(pack_reply(1, 2, 30, encode("a")) + pack_reply(4, 5, 60, encode("b")))
     found = []
     while len(rest):
-        run, seq, wanted, buffers, pickled, rest = unpack_reply(rest)
+        run, seq, wanted, buffers, pickled, rest, _ = unpack_reply(rest)
         found.append((run, seq, wanted, buffers, decode(pickled, [])))
     assert found == [(1, 2, 30, 0, "a"), (4, 5, 60, 0, "b")]
 

@@ -158,10 +158,11 @@ def test_one_sample_has_the_numbers_that_it_has_in_a_batch() -> None:
 
 def test_the_road_of_a_batch_is_short() -> None:
     reader, task = Reader(Job(Squares(), None, 0)), task_of([3, 1, 2])
-    reader.read(task)
-    assert len(calls_of(lambda: reader.read(task))) <= 12  # and two that give the memory
+    for _ in range(100):  # it learns that the samples are cheap
+        reader.read(task)
+    assert len(calls_of(lambda: reader.read(task))) <= 13  # two give the memory, one measures
     many = task_of(list(range(100)))
-    assert len(calls_of(lambda: reader.read(many))) <= 12
+    assert len(calls_of(lambda: reader.read(many))) <= 13
 
 
 def test_a_gathered_batch_is_not_put_together_from_samples() -> None:
@@ -343,7 +344,10 @@ def test_which_sample_is_read_is_known_at_every_moment(on_error: str, notes: boo
 def test_nothing_is_done_for_a_sample_but_to_read_it() -> None:
     def calls(count: int) -> list[str]:
         reader, task = Reader(Job(Squares(), len, 7)), task_of(list(range(count)))
-        return calls_of(lambda: reader.read(task, WORKER))
+        for _ in range(100):  # it learns that the samples are cheap
+            reader.read(task, WORKER)
+        found = calls_of(lambda: reader.read(task, WORKER))
+        return [name for name in found if name not in ("_times", "_least", "_note_slow")]  # if this machine is busy
 
     assert calls(200) == calls(100)
 

@@ -14,8 +14,11 @@ import torch
 
 from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, WorkerTimeoutError
 from sharded_loader.engine.messages import Result
+from sharded_loader.engine.pipeline import Entry
 from sharded_loader.engine.pool import Pool
-from sharded_loader.loader.stats import NO_TOTALS, NUMBERS, Counts, LoaderStats, Meter, describe
+from sharded_loader.loader.stats import NO_TOTALS, NUMBERS, Counts, LoaderStats, Meter, Step, describe
+from sharded_loader.loader.times import STAGES, StageTimes, WorkerTimes
+from sharded_loader.loader.waits import CAUSES
 from tests.failures import Fails, kill
 from tests.samples import Drawing
 
@@ -34,7 +37,9 @@ def test_counts_report_what_was_added_to_them() -> None:
     counts = Counts()
     for number, name in enumerate(NUMBERS):
         setattr(counts, name, getattr(counts, name) + number)
-    assert counts.report() == LoaderStats(*range(len(NUMBERS)))
+    found = counts.report()
+    assert [getattr(found, name) for name in NUMBERS] == list(range(len(NUMBERS)))
+    assert sum(found.causes.values()) == max(found.waiting_seconds, found.placing_seconds)
 
 
 def test_rates_and_shares_are_of_the_time_in_epochs() -> None:
@@ -103,6 +108,9 @@ NAMES = [
     "recycled_workers",
     "samples_per_second",
     "waiting_share",
+    *[f"cause_{name}" for name in CAUSES],
+    *[f"stage_{stage}_{name}" for stage in STAGES for name in StageTimes._fields],
+    "slowest_seconds",
 ]
 
 
@@ -113,12 +121,16 @@ def test_the_numbers_have_names_that_stay_and_are_floats() -> None:
     assert {type(value) for value in found.values()} == {float}
     assert found["samples"] == 640 and found["samples_per_second"] == 320 and found["waiting_share"] == 0.25
     json.dumps(found)
+    loader = ShardedDataLoader(range(4), 2)
+    list(loader)
+    assert list(loader.stats().as_dict())[len(NAMES) :] == [f"worker_-1_{name}" for name in WorkerTimes._fields]
 
 
 def test_some_numbers_can_be_chosen_and_named_otherwise() -> None:
     stats = LoaderStats(batches=2, samples=8)
     assert stats.as_dict("samples", "batches") == {"samples": 8.0, "batches": 2.0}
     assert stats.as_dict("samples", prefix="train/") == {"train/samples": 8.0}
+    assert stats.as_dict("cause_start", "stage_read_p99") == {"cause_start": 0.0, "stage_read_p99": 0.0}
     with pytest.raises(ValueError, match=r"no number 'speed': choose from batches, samples, .* waiting_share"):
         stats.as_dict("samples", "speed")
 
@@ -340,7 +352,7 @@ def test_the_sum_has_what_iterators_of_old_and_of_repeated_epochs_add() -> None:
         iterators.append(Counts())
         meter.begin(epoch, NO_TOTALS, iterators[-1])
     for counts in iterators:
-        meter.add(counts, 1.0, 2.0, 0.5, 0.25, result)
+        meter.add(counts, Step(2.0, 3.0, 1.0, 0.5, 0.25), Entry(0, None, result), result)
     stats = meter.stats()
     assert (stats.batches, stats.samples) == (len(iterators), 3 * len(iterators))
     assert (stats.waiting_seconds, stats.seconds) == (0.75 * len(iterators), 2 * len(iterators))

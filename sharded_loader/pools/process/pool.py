@@ -312,10 +312,10 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             elif kind == CRASHED:
                 worker.traceback = bytes(content).decode(errors="replace")
             while kind == RESULTS and len(content):
-                run, seq, wanted, count, pickled, content = unpack_reply(content)
+                run, seq, wanted, count, pickled, content, times = unpack_reply(content)
                 buffers = list(itertools.islice(following, count))
                 task, slot = worker.tasks.pop((run, seq), None), worker.slots.pop((run, seq), None)
                 if slot is not None:
                     # Also if nothing lies in it: then it comes back at once.
                     buffers = self._transport.arena.lend(slot, buffers)
-                results.append(self._result(run, seq, wanted, pickled, buffers, task))
+                results.append(self._result(run, seq, wanted, pickled, buffers, task, times))

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -278,11 +279,16 @@ class RayPool(SupervisedPool[ActorWorker]):
         mapped = self._lent.take(memory) if memory.nbytes else memory
         others = (self._lent.take(buffer) for buffer in rest)
         buffers = (next(others) if at < 0 else mapped[at : at + nbytes] for at, nbytes in places)
-        content = memoryview(replies)
+        content, now, found = memoryview(replies), time.perf_counter(), []
         while len(content):
-            run, seq, wanted, count, pickled, content = unpack_reply(content)
-            mine = [next(buffers) for _ in range(count)]
-            results.append(self._result(run, seq, wanted, pickled, mine, tasks.get((run, seq))))
+            run, seq, wanted, count, pickled, content, times = unpack_reply(content)
+            found.append((run, seq, wanted, pickled, [next(buffers) for _ in range(count)], times))
+        # By another machine's clock. The last batch of the group has ended about now.
+        late = now - max((times.ended for *_, times in found if times is not None), default=now)
+        for run, seq, wanted, pickled, mine, times in found:
+            if times is not None:
+                times = times._replace(began=times.began + late, ended=times.ended + late)
+            results.append(self._result(run, seq, wanted, pickled, mine, tasks.get((run, seq)), times))
 
     def _failed(self, task: Task, error: BaseException) -> Result:
         """The error of a batch that Ray could not bring."""

@@ -69,7 +69,7 @@ class Trainer:
             kind, content, buffers = self.answer()
             assert kind == link.RESULTS
             while len(content):
-                run, seq, _, places, pickled, content = unpack_reply(content)
+                run, seq, _, places, pickled, content, _ = unpack_reply(content)
                 found.append(decode_result(run, seq, pickled, [buffers.popleft() for _ in range(places)], None))
         return found
 

@@ -59,7 +59,7 @@ def read(made: LoaderActor, *tasks: tuple[None, Task, None]) -> tuple[list[Resul
     buffers = (next(others) if at < 0 else memory[at : at + nbytes].copy() for at, nbytes in places)
     results, content = [], memoryview(replies)
     while len(content):
-        run, seq, _, count, pickled, content = unpack_reply(content)
+        run, seq, _, count, pickled, content, _ = unpack_reply(content)
         results.append(decode_result(run, seq, pickled, [next(buffers) for _ in range(count)], None))
     return results, memory
 

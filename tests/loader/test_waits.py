@@ -1,0 +1,271 @@
+"""Why `next` waits: small jobs with one known bottleneck each, and the verdict over it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import make_pool
+
+from sharded_loader import ShardedDataLoader
+from sharded_loader.engine.messages import Result, Times
+from sharded_loader.engine.pipeline import Wait
+from sharded_loader.loader.stats import LoaderStats
+from sharded_loader.loader.times import BatchTimes, WorkerTimes
+from sharded_loader.loader.waits import CAUSES, causes_of, limit_of, slow_worker
+from sharded_loader.torch import DataLoader
+from tests.failures import Fails, kill
+from tests.samples import Drawing
+
+METHODS = ["fork", pytest.param("spawn", marks=pytest.mark.slow), "thread"]
+
+
+class Job:
+    """A dataset whose samples take a time that is known.
+
+    Args:
+        length: how many samples there are.
+        seconds: of a sample.
+        late: of every 100th sample.
+        computes: it computes, and does not sleep.
+    """
+
+    def __init__(self, length: int, seconds: float, late: float = 0.0, computes: bool = False) -> None:
+        self.length, self.seconds, self.late, self.computes = length, seconds, late, computes
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        seconds = self.late if self.late and index % 100 == 37 else self.seconds
+        if self.computes:
+            until = time.thread_time() + seconds
+            while time.thread_time() < until:
+                pass
+        elif seconds:
+            time.sleep(seconds)
+        return index
+
+
+def slow_collate(samples: list[int]) -> Any:
+    time.sleep(0.064)
+    return np.array(samples)
+
+
+def read(dataset: Any, method: str, step: float = 0.0, workers: int = 2, **options: Any) -> LoaderStats:
+    with ShardedDataLoader(dataset, pool=make_pool(method, workers), **options) as loader:
+        for _ in loader:
+            time.sleep(step)
+        return loader.stats()
+
+
+def check_sum(stats: LoaderStats) -> None:
+    assert set(stats.causes) == set(CAUSES)
+    assert sum(stats.causes.values()) == pytest.approx(stats.waiting_seconds, rel=0.01)
+
+
+# -- one bottleneck each -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.costly(2)
+@pytest.mark.parametrize("method", METHODS)
+def test_too_few_workers(method: str) -> None:
+    stats = read(Job(600, 0.002, computes=True), method, batch_size=10)
+    check_sum(stats)
+    assert limit_of(stats) == "compute" and "compute" in stats.verdict
+
+
+@pytest.mark.costly(2)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_slow_disk(method: str) -> None:
+    stats = read(Job(600, 0.004), method, batch_size=10)
+    check_sum(stats)
+    assert limit_of(stats) == "input" and "wait for a disk or a network" in stats.verdict
+
+
+@pytest.mark.costly(2)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_slow_collate_function(method: str) -> None:
+    stats = read(Job(300, 0.0), method, batch_size=10, collate_fn=slow_collate)
+    check_sum(stats)
+    assert limit_of(stats) == "collate" and "collate function" in stats.advice
+
+
+@pytest.mark.costly(2)
+@pytest.mark.parametrize("method", METHODS)
+def test_late_samples(method: str) -> None:
+    stats = read(Job(600, 0.0005, late=0.4), method, batch_size=10)
+    check_sum(stats)
+    assert limit_of(stats) == "late_sample" and "index" in stats.verdict
+    slow = stats.slowest[:6]
+    assert {one.index for one in slow} == {37, 137, 237, 337, 437, 537}
+    assert all(one.seconds >= 0.4 and one.epoch == 0 and one.worker in (0, 1) for one in slow)
+    assert [one.seconds for one in stats.slowest] == sorted((one.seconds for one in stats.slowest), reverse=True)
+
+
+@pytest.mark.parametrize("method", ["fork", "thread"])
+def test_a_slow_consumer_waits_for_nothing(method: str) -> None:
+    with ShardedDataLoader(Job(200, 0.0), 10, pool=make_pool(method)) as loader:
+        for _ in range(2):
+            for _ in loader:
+                time.sleep(0.03)
+        stats = loader.stats(1)
+    check_sum(stats)
+    assert limit_of(stats) == "loop" and "training loop is the limit" in stats.verdict
+
+
+def test_too_few_batches_in_flight() -> None:
+    stats = read(Job(300, 0.002), "thread", workers=3, prefetch=1, batch_size=10)
+    check_sum(stats)
+    assert limit_of(stats) == "main_process" and "prefetch=" in stats.advice
+
+
+def test_placing() -> None:
+    def slow(batch: Any) -> Any:
+        time.sleep(0.02)
+        return batch
+
+    stats = read(Job(200, 0.0), "fork", batch_size=10, device_transform=slow)
+    check_sum(stats)
+    assert limit_of(stats) == "placing" and stats.causes["placing"] == pytest.approx(stats.placing_seconds)
+
+
+def test_the_start_of_an_epoch() -> None:
+    stats = read(Job(10, 0.02), "fork", batch_size=10)
+    check_sum(stats)
+    assert limit_of(stats) == "start"
+
+
+def test_workers_that_end(tmp_path: Path) -> None:
+    dataset = Drawing(40, [17], Fails(kill, tmp_path / "count", times=1))
+    stats = read(dataset, "fork", batch_size=5)
+    check_sum(stats)
+    assert stats.causes["replaced"] > 0
+
+
+@pytest.mark.costly(1)
+def test_one_slow_worker() -> None:
+    slow = threading.local()
+
+    def init(number: int) -> None:
+        slow.seconds = 0.05 if number == 0 else 0.005
+
+    class Uneven(Job):
+        def __getitem__(self, index: int) -> int:
+            time.sleep(slow.seconds)
+            return index
+
+    with ShardedDataLoader(Uneven(60, 0.0), 1, pool=make_pool("thread", 2, worker_init_fn=init)) as loader:
+        list(loader)
+        stats = loader.stats()
+    check_sum(stats)
+    assert limit_of(stats) == "worker" and "Worker 0 is slow" in stats.verdict
+
+
+def test_without_workers_the_main_process_computes_or_waits() -> None:
+    for computes, cause in ((True, "compute"), (False, "input")):
+        stats = read(Job(40, 0.005, computes=computes), "inline", batch_size=10)
+        check_sum(stats)
+        assert limit_of(stats) == cause and "main process" in stats.verdict
+        assert set(stats.workers) == {-1}
+
+
+def test_iterable_data(worker_pool: Any) -> None:
+    def part(number: int, parts: int) -> Any:
+        for index in range(number, 200, parts):
+            time.sleep(0.002)
+            yield index
+
+    with ShardedDataLoader(part, 10, streams=2, pool=worker_pool) as loader:
+        list(loader)
+        stats = loader.stats()
+    check_sum(stats)
+    assert stats.causes["input"] > 0 and stats.slowest[0].index[0] in (0, 1)
+
+
+@pytest.mark.costly(1)
+def test_the_drop_in_tells_it_too() -> None:
+    loader = DataLoader(Job(200, 0.004), batch_size=10, num_workers=2)
+    list(loader)
+    stats = loader.stats()
+    check_sum(stats)
+    assert limit_of(stats) == "input" and set(stats.workers) == {0, 1}
+
+
+def test_a_device_that_is_behind() -> None:
+    stats = LoaderStats(batches=9, seconds=2.0, waiting_seconds=0.01, device_seconds=1.0)
+    assert limit_of(stats) == "device" and "waits for it for 50% of the time" in stats.verdict
+
+
+# -- the rules ---------------------------------------------------------------------------------------------------------
+
+TIMES = Times(0, 11.0, 13.0, idle=0.5, ran=2.0)
+RESULT = Result(0, 7, samples=8, seconds=2.0, times=TIMES)
+
+
+@pytest.mark.parametrize(
+    ("wait", "times", "causes"),
+    [
+        (Wait(11.5, 13.5), TIMES, {"compute": 2.0}),
+        (Wait(11.5, 13.5), TIMES._replace(ran=0.1), {"input": 2.0}),
+        (Wait(11.5, 13.5, threads=30), TIMES._replace(ran=0.1), {"compute": 2.0}),
+        (Wait(10.0, 13.5), TIMES, {"compute": 3.0, "main_process": 0.5}),
+        (Wait(10.0, 13.5, is_held=True), TIMES, {"held_batches": 3.5}),
+        (Wait(10.0, 13.0), TIMES._replace(is_first=True), {"start": 1.0, "compute": 2.0}),
+        (Wait(10.0, 13.0, True), TIMES._replace(longest=1.5), {"late_sample": 2.5, "main_process": 0.5}),
+        (Wait(10.0, 13.0, False), TIMES._replace(longest=1.5), {"compute": 2.5, "main_process": 0.5}),
+        (Wait(11.5, 13.5, False, True), TIMES, {"main_process": 2.0}),
+        (Wait(11.5, 13.5), TIMES._replace(retries=1), {"retries": 2.0}),
+        (Wait(10.0, 13.5), TIMES._replace(rebuilt=True), {"replaced": 3.5}),
+        (Wait(10.0, 13.5), None, {"compute": 3.5}),
+    ],
+)
+def test_each_second_of_a_wait_has_one_cause(wait: Wait, times: Times | None, causes: dict[str, float]) -> None:
+    found: dict[str, float] = {}
+    for cause, seconds in causes_of(wait, RESULT._replace(times=times), 0.1):
+        found[cause] = found.get(cause, 0.0) + seconds
+    assert {cause: seconds for cause, seconds in found.items() if seconds} == pytest.approx(causes)
+
+
+def test_a_batch_that_found_no_room_waits_for_the_batches_that_are_held() -> None:
+    found = causes_of(Wait(11.5, 14.0), RESULT, 0.1, is_slow=True)
+    assert found == [("compute", 1.5), ("held_batches", 1.0)]
+
+
+def test_a_worker_is_slow_beside_the_others() -> None:
+    def worker(p50: float, batches: int = 9) -> WorkerTimes:
+        return WorkerTimes(batches, 1.0, 1.0, 0.0, p50, p50, p50, p50)
+
+    assert slow_worker({0: worker(1.0), 1: worker(4.0), 2: worker(1.2)}) == (1, pytest.approx(1.1))
+    assert slow_worker({0: worker(1.0), 1: worker(1.9)}) is None
+    assert slow_worker({0: worker(1.0), 1: worker(9.0, batches=2)}) is None
+    assert slow_worker({}) is None
+
+
+def test_stages_and_workers_are_told_with_quantiles() -> None:
+    stats = read(Job(40, 0.005), "fork", batch_size=10)
+    read_, batches = stats.stages["read"], sum(worker.batches for worker in stats.workers.values())
+    assert batches == stats.batches == 4
+    assert 0.04 < read_.p50 <= read_.p90 <= read_.p99 <= read_.longest
+    assert read_.seconds == pytest.approx(stats.reading_seconds - stats.stages["collate"].seconds, rel=0.01)
+
+
+def test_the_last_batches_are_kept_as_they_were() -> None:
+    with ShardedDataLoader(Job(40, 0.002), 10, pool=make_pool("fork")) as loader:
+        list(loader)
+        last: list[BatchTimes] = list(loader._meter.last)
+    assert [(one.epoch, one.seq, one.samples) for one in last] == [(0, number, 10) for number in range(4)]
+    for one in last:
+        assert one.sent <= one.began <= one.ended <= one.taken and one.asked <= one.taken
+
+
+def test_of_cheap_batches_few_are_measured_and_stand_for_all() -> None:
+    with ShardedDataLoader(range(20_000), 4) as loader:
+        list(loader)
+        stats, measured = loader.stats(), len(loader._meter.last)
+    assert measured < 1000 or stats.stages["read"].p50 > 1e-3  # if this machine is busy
+    assert stats.slowest == () or stats.slowest[0].seconds >= 2e-5
