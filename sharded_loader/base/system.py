@@ -4,6 +4,7 @@
     open_memory(label, kind)    memfd_create, else shm_open, else a file without a name
     allocate(fd, nbytes)        posix_fallocate, else zeros are written
     can_pass_descriptors()      False: the other process opens them by name, under /proc
+    with locked(fd):            lockf, else msvcrt: one process and one thread at a time; who dies loses the lock
 
     is_readable(fd)             whether a read would return at once
     ready_seconds()             how long this thread has run, or has waited for a core
@@ -27,8 +28,9 @@ import select
 import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sharded_loader.base.private import posix_shared_memory
@@ -142,6 +144,107 @@ def _write_zeros(fd: int, offset: int, size: int) -> None:
     end = offset + size
     while offset < end:
         offset += os.pwrite(fd, zeros[: end - offset], offset)
+
+
+# -- files that processes share -------------------------------------------------------------------------------
+
+_file_lock = threading.RLock()
+"""Held around each `locked`, and while a descriptor of such a file is closed, which would drop this process's locks."""
+
+_has_lock = False
+
+
+def _begin_afresh() -> None:
+    """In a forked child: another thread, which is gone there, may have held the lock."""
+    global _file_lock, _has_lock
+    _file_lock, _has_lock = threading.RLock(), False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_afresh)
+
+LOCKED_BYTE = 1 << 60
+"""The byte that is locked, behind all data: Windows lets no other process read a locked one."""
+
+
+@contextlib.contextmanager
+def locked(fd: int) -> Iterator[bool]:
+    """Hold the lock of a file inside the block: one process, and one of its threads, at a time.
+
+    It gives False in a signal handler, or a finalizer, that runs in the middle of such a block: change nothing then.
+
+    Raises:
+        OSError: the file system has no locks.
+
+    Example:
+        >>> with tempfile.TemporaryFile() as file, locked(file.fileno()) as alone, locked(file.fileno()) as nested:
+        ...     alone, nested
+        (True, False)
+    """
+    global _has_lock
+    with _file_lock:
+        if _has_lock:
+            yield False
+            return
+        _has_lock = True
+        try:
+            _set_lock(fd, True)
+            try:
+                yield True
+            finally:
+                _set_lock(fd, False)
+        finally:
+            _has_lock = False
+
+
+def _set_lock(fd: int, is_taken: bool) -> None:
+    if sys.platform == "win32":
+        import msvcrt
+
+        os.lseek(fd, LOCKED_BYTE, os.SEEK_SET)
+        msvcrt.locking(fd, msvcrt.LK_LOCK if is_taken else msvcrt.LK_UNLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.lockf(fd, fcntl.LOCK_EX if is_taken else fcntl.LOCK_UN, 1, LOCKED_BYTE)
+
+
+def close_locked(fd: int) -> None:
+    """Close a descriptor of a file that `locked` is used for."""
+    with _file_lock:
+        os.close(fd)
+
+
+def write_at(fd: int, data: Any, offset: int) -> None:
+    """Write bytes to a place in a file. Unlike a write to a mapping, it tells by an error that there is no room.
+
+    Args:
+        fd: of the file.
+        data: bytes, or a flat view of bytes.
+        offset: the place.
+
+    Raises:
+        OSError: a full disk, a limit of the file's size.
+    """
+    data = memoryview(data)
+    if not hasattr(os, "pwrite"):  # Windows
+        with _file_lock:
+            os.lseek(fd, offset, os.SEEK_SET)
+            while data:
+                data = data[os.write(fd, data) :]
+        return
+    while data:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def read_at(fd: int, nbytes: int, offset: int) -> bytes:
+    """Read bytes from a place in a file; less at its end."""
+    if hasattr(os, "pread"):
+        return os.pread(fd, nbytes, offset)
+    with _file_lock:
+        os.lseek(fd, offset, os.SEEK_SET)
+        return os.read(fd, nbytes)
 
 
 # -- descriptors ----------------------------------------------------------------------------------------------

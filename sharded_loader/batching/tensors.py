@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 dtype_of = attrgetter("dtype")
 
-_NUMPY_NAMES = {"bool", "float16", "float32", "float64", "complex64", "complex128"} | {
+NUMPY_NAMES = {"bool", "float16", "float32", "float64", "complex64", "complex128"} | {
     f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
 
@@ -107,7 +107,7 @@ def is_column(tensor: Any) -> bool:
 
 def numpy_can(tensors: Sequence[Any]) -> bool:
     """Whether these tensors can be read as NumPy arrays without a copy."""
-    return all(dtype_name(tensor.dtype) in _NUMPY_NAMES and is_plain([tensor]) for tensor in tensors)
+    return all(dtype_name(tensor.dtype) in NUMPY_NAMES and is_plain([tensor]) for tensor in tensors)
 
 
 def dtype_name(dtype: Any) -> str:
@@ -129,7 +129,7 @@ def as_numpy(tensor: torch.Tensor) -> Array:
         >>> as_numpy(torch.ones(2, dtype=torch.bfloat16))
         array([16256, 16256], dtype=int16)
     """
-    if dtype_name(tensor.dtype) in _NUMPY_NAMES:
+    if dtype_name(tensor.dtype) in NUMPY_NAMES:
         return tensor.numpy()
     torch: Any = sys.modules["torch"]
     array: Array = tensor.view(getattr(torch, f"int{8 * tensor.dtype.itemsize}")).numpy()
@@ -140,7 +140,7 @@ def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, empty: Empty) -> tu
     """A host tensor over memory from ``empty``, and the array that is the same memory where NumPy has the dtype."""
     torch: Any = sys.modules["torch"]
     name = dtype_name(dtype)
-    if name in _NUMPY_NAMES:
+    if name in NUMPY_NAMES:
         array = empty(shape, np.dtype(name))
         return array, torch.from_numpy(array)
     # bfloat16, float8, complex32: integers of the same size lend their memory.

@@ -4,5 +4,6 @@ main --> demo       trains a small network (the run itself is in ``sharded_loade
      --> doctor
      --> bench      target --> measure
      --> records    record_files
+     --> cache
 All of them print through output.
 """

@@ -55,16 +55,17 @@ def make_command() -> click.Group:
 
     from sharded_loader import __version__
     from sharded_loader.cli.bench import bench
+    from sharded_loader.cli.cache import cache
     from sharded_loader.cli.demo import demo
     from sharded_loader.cli.doctor import doctor
     from sharded_loader.cli.output import print_help
     from sharded_loader.cli.records import records
 
     command = click.Group(
-        commands=[demo, doctor, bench, records],
+        commands=[demo, doctor, bench, records, cache],
         callback=print_help,
         invoke_without_command=True,
-        help="A data loader for PyTorch: try it, check this machine, measure your dataset, pack record files.",
+        help="A data loader for PyTorch: try it, check this machine, measure your dataset, look into its files.",
         context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
     )
     return click.version_option(__version__, message="%(prog)s %(version)s")(command)

@@ -10,6 +10,7 @@
 | NumPy array, torch tensor | one gather |
 | torch ``TensorDataset`` | one gather per tensor |
 | Hugging Face ``datasets.Dataset`` | ``dataset[indices]``, then each column by the default rules |
+| our `StoredDataset` | one gather per column, if all samples of the batch are stored |
 | torch ``Subset``, our `SimpleDataset` and `SubsetDataset` over any of these | the same |
 
 The batch is what the default batchify makes of the samples, value by value: same structure, dtypes, shapes. Where that
@@ -39,6 +40,7 @@ from sharded_loader.batching.protocol import Empty, in_fields, new_array
 from sharded_loader.batching.tensors import is_column
 from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.bulk import (
+    NOT_IN_BULK,
     Gather,
     Indices,
     Int64s,
@@ -52,11 +54,8 @@ from sharded_loader.data.bulk import (
     read_many,
 )
 from sharded_loader.data.columns import as_column, is_dataset, named_columns
-from sharded_loader.data.datasets import Dataset, SimpleDataset, SubsetDataset
+from sharded_loader.data.datasets import Dataset, SimpleDataset, StoredDataset, SubsetDataset
 from sharded_loader.data.seeding import handed_out, translated
-
-NOT_IN_BULK: Any = object()
-"""What a gather function returns when this batch has to be read sample by sample."""
 
 
 class ArrayDataset(Dataset):
@@ -210,7 +209,7 @@ def as_bulk(dataset: Any) -> Gather | None:
         return _translated(as_bulk(inside[0]), inside[1])
     read = batch_reader(dataset)
     if read is not None:
-        return read
+        return dataset.gather if type(dataset) is StoredDataset else read
     if (found := _arrays_of(dataset)) is not None:
         return _of_columns(*found)
     if _reads_like(dataset, "datasets.arrow_dataset", "Dataset"):

@@ -53,6 +53,9 @@ class Indexed(Protocol):
 Gather = Callable[[Any, Empty], Any]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
+NOT_IN_BULK: Any = object()
+"""What a gather function returns when this batch has to be read sample by sample."""
+
 READS = ("__getitem__", "__getitems__", "get_batch")
 """The methods that read samples. Each one does the work of those before it, faster."""
 
@@ -129,7 +132,8 @@ class _Offered:
         if name not in READS:  # set_epoch: one inside may be enough
             is_offered = any(hasattr(one, name) for one in instance._inside)
         else:
-            is_offered = all(bulk_method(one, name) is not None for one in instance._inside)
+            is_offered = name in getattr(instance, "_reads", ())  # whatever is inside
+            is_offered = is_offered or all(bulk_method(one, name) is not None for one in instance._inside)
         if not is_offered:
             raise AttributeError(f"{owner.__name__!r} object has no attribute {name!r} here")
         if name not in READS or known_to(owner, name, READS[: READS.index(name)]) is not None:

@@ -3,7 +3,7 @@
     SimpleDataset(anything)        ArrayDataset(columns): see arrays        ConcatDataset(datasets)
           .filter .shard .take .sample .split      -> SubsetDataset: fewer samples, by indices
           .transform .transform_first              -> TransformDataset: other samples
-          .cache                                   -> CachedDataset: the same samples, remembered
+          .cache                                   -> StoredDataset, CachedDataset: the same samples, kept
           a + b                                    -> ConcatDataset: one after the other
 
     Wrapper          around other datasets: TransformDataset, CachedDataset, ConcatDataset
@@ -16,14 +16,15 @@ and ``__getitems__`` exactly where what it wraps has them.
 A part of a part is made a part of the dataset at once, so reading a sample takes one look-up, however often a dataset
 was cut. A part owns its array of indices, which cannot be changed.
 
-A cache keeps every sample until ``max_bytes`` are full, and none is evicted: when each epoch visits all samples in a
-fresh random order, every policy hits equally often. Each process has its own entries, so ``n`` worker processes hold up
-to ``n * max_bytes``. Threads share one cache.
+`StoredDataset` keeps samples in memory that all processes share, or in a file: `sharded_loader.memory.store` owns the
+bytes. It is made before workers start, so each of them inherits it, or opens it when it unpickles the dataset. A worker
+that cannot open it, as one on another machine, reads uncached. `CachedDataset` keeps the objects, in each process.
 
 What can go wrong: an index out of range (IndexError with the length), samples whose structure differs in one batch
-(ValueError that names the field). Indices that do not fit a dataset are rejected when the subset is made. The object
-that a cache returns is the one that it keeps: if you change it in place, you change it for the next epoch too. What is
-random or depends on ``set_epoch`` below the cache stays as it was when the sample was read.
+(ValueError that names the field). Indices that do not fit a dataset are rejected when the subset is made. A sample
+that draws random numbers, or depends on ``set_epoch``, below ``cache(max_bytes)`` is an error. ``cache()`` keeps it as
+it was when it was read. The object that ``cache()`` returns is the one that it keeps: if you change it in place, you
+change it for the next epoch too.
 
 Source of the idea: ``mxnet.gluon.data.dataset``.
 """
@@ -33,10 +34,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
-import pickle
 import sys
-import threading
-import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -45,13 +43,13 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.base.checks import bytes_of_text
-from sharded_loader.base.described import an, brief, briefs
+from sharded_loader.base.described import brief, briefs
 from sharded_loader.base.limits import check_fits
 from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.batching.flat import batched
 from sharded_loader.batching.protocol import Empty, known_to, new_array
-from sharded_loader.batching.tree import is_tensor, map_leaves
 from sharded_loader.data.bulk import (
+    NOT_IN_BULK,
     Indices,
     Int64s,
     bulk,
@@ -59,13 +57,23 @@ from sharded_loader.data.bulk import (
     checked_index,
     checked_indices,
     gather,
+    gather_rows,
     listed,
     read_many,
 )
 from sharded_loader.data.columns import check_dataset, is_dataset
-from sharded_loader.data.seeding import each_by_its_key, handed_out, next_level, transform_seed, translated
+from sharded_loader.data.seeding import (
+    each_by_its_key,
+    handed_out,
+    held_generators,
+    next_level,
+    transform_seed,
+    translated,
+)
 from sharded_loader.data.splits import split_sizes, stratified_parts
+from sharded_loader.memory.store import MISSING, Store, digest_of, open_store
 from sharded_loader.randomness import rng
+from sharded_loader.randomness.global_generators import global_states
 from sharded_loader.randomness.shuffle import IndexView, Selection, bound_of, composed, shuffled_parts, taken
 
 Batches = Callable[[int], Any]
@@ -217,9 +225,43 @@ class Dataset:
             return [SubsetDataset(self, part) for part in stratified_parts(self, stratify, sizes, key)]
         return [SubsetDataset(self, part) for part in shuffled_parts(len(self), sizes, key, "split")]
 
-    def cache(self, max_bytes: int | str | None = None) -> CachedDataset:
-        """Remember samples once read, until ``max_bytes`` are full; see `CachedDataset`."""
-        return CachedDataset(self, max_bytes)
+    def cache(
+        self, max_bytes: int | str | None = None, path: str | os.PathLike[str] | None = None, key: str | None = None
+    ) -> CachedDataset | StoredDataset:
+        """Read each sample once, and keep it. Put what is random behind the cache: ``.cache(...).transform(augment)``.
+
+        With an argument, all workers of all loaders share one copy, and, with ``path``, all ranks of the machine and
+        later runs too. Without arguments each process keeps the objects themselves, as many as there are.
+
+        Args:
+            max_bytes: What the samples may take: a number of bytes, a text such as "8 GB", or a share of what is free,
+                such as "50%". No sample is ever evicted. The samples that do not fit are read in each epoch.
+            path: A file for the samples. Without it they are in memory.
+            key: A text for what the loader cannot see, such as the version of your decoder. A file with another key,
+                another number of samples or another first sample is rejected with an error.
+
+        Returns:
+            A dataset of the same samples. `loader.stats() <LoaderStats>` counts hits and misses.
+
+        Raises:
+            CacheMismatchError: The file belongs to another dataset.
+            ValueError: A sample draws random numbers, or depends on the epoch. Or there is not as much memory.
+            TypeError: A sample holds something other than arrays, tensors, numbers, strings, bytes, None, and dicts,
+                lists and tuples of these.
+            OSError: The file cannot be made, or belongs to another user.
+
+        Example:
+            >>> decoded = SimpleDataset(range(3)).transform(lambda i: np.full(4, i))
+            >>> cached = decoded.cache("1 MB")
+            >>> [sample.sum().item() for _ in range(2) for sample in cached], cached.cached
+            ([0, 4, 8, 0, 4, 8], 3)
+
+        Source of the idea: CoorDL (VLDB 2021). If each epoch is in a new random order, the share of the samples that
+        fits is the share of hits, and to evict gains nothing.
+        """
+        if max_bytes is None and path is None and key is None:
+            return CachedDataset(self)
+        return StoredDataset(self, max_bytes, path, key)
 
     def transform(self, fn: Callable[..., Any], lazy: bool = True, seeded: bool = False) -> Dataset:
         """Pass every sample through ``fn``; a tuple sample is unpacked: ``fn(*sample)``.
@@ -499,29 +541,19 @@ class _OfFirst:
 # -- kept in memory ----------------------------------------------------------------------------------------------------
 
 
-class _Store:
-    """The entries of one process. Pickled, it is an empty one."""
+class _Entries:
+    """The objects of one process. Pickled, it is an empty one."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.lock = threading.RLock()  # a signal handler, or a finalizer, may read a sample in between
         self.entries: dict[int, Any] = {}
-        self.used = 0.0
 
     def __reduce__(self) -> Any:
-        return _Store, ()
-
-
-_MISS = object()
+        return _Entries, ()
 
 
 class CachedDataset(Wrapper):
-    """The samples of a dataset, remembered; made by `Dataset.cache`.
-
-    Args:
-        dataset: anything with ``__getitem__`` and ``__len__``.
-        max_bytes: keep samples until these bytes are full, such as 10**9 or "1 GB"; None: all. Per process. With
-            a bound, a copy that pickle makes is kept, because a view of a larger array would keep the whole array.
+    """The samples of a dataset, as objects of each process; made by `Dataset.cache` without arguments.
 
     Example:
         >>> dataset = CachedDataset(["a", "b"])
@@ -529,15 +561,14 @@ class CachedDataset(Wrapper):
         ('b', 1)
     """
 
-    def __init__(self, dataset: Any, max_bytes: int | str | None = None) -> None:
+    def __init__(self, dataset: Any) -> None:
         self._dataset = check_dataset(dataset, "CachedDataset")
-        self._max_bytes = None if max_bytes is None else bytes_of_text(max_bytes, 0, "0 or more, or None for no bound")
-        self._own_store = _Store()
+        self._own_store = _Entries()
 
     @property
-    def _store(self) -> _Store:
+    def _store(self) -> _Entries:
         if self._own_store.pid != os.getpid():
-            self._own_store = _Store()
+            self._own_store = _Entries()
         return self._own_store
 
     @property
@@ -549,22 +580,9 @@ class CachedDataset(Wrapper):
         if isinstance(index, slice):
             return self._part(index)
         index = checked_index(index, len(self._dataset))
-        sample = self._store.entries.get(index, _MISS)
-        return self._keep(index, self._dataset[index]) if sample is _MISS else sample
-
-    def _keep(self, index: int, sample: Any) -> Any:
-        """Keep a sample if there is room; returns the one that is kept, if another thread was faster."""
-        size = 0.0
-        if self._max_bytes is not None:
-            sample, size = own_copy(sample)
-        store = self._store
-        with store.lock:
-            if index in store.entries:
-                return store.entries[index]
-            if self._max_bytes is None or store.used + size <= self._max_bytes:
-                store.entries[index] = sample
-                store.used += size
-        return sample
+        sample = self._store.entries.get(index, MISSING)
+        # Returns the one that is kept, if another thread was faster.
+        return self._store.entries.setdefault(index, self._dataset[index]) if sample is MISSING else sample
 
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
@@ -576,31 +594,160 @@ class CachedDataset(Wrapper):
             if index not in entries:
                 first.setdefault(index, position)
         fresh = self._dataset.__getitems__(translated(first, indices, list(first.values()))) if first else []
-        read = {index: self._keep(index, sample) for index, sample in zip(first, fresh, strict=True)}
-        return [read[index] if index in read else entries[index] for index in where]
+        for index, sample in zip(first, fresh, strict=True):
+            entries.setdefault(index, sample)
+        return [entries[index] for index in where]
 
     def __repr__(self) -> str:
-        return f"{brief(self._dataset)}.cache({'' if self._max_bytes is None else self._max_bytes})"
+        return f"{brief(self._dataset)}.cache()"
 
 
-def own_copy(sample: Any) -> tuple[Any, float]:
-    """A sample in memory of its own, also where it was a view of a larger array; and about how many bytes it takes.
+class StoredDataset(Wrapper):
+    """The samples of a dataset, in one memory or file for all workers; made by `Dataset.cache` with arguments.
+
+    Sample 0 is read twice when the dataset is made: it tells the structure of the samples, and whether they are random.
+
+    Args:
+        dataset: anything with ``__getitem__`` and ``__len__``.
+        max_bytes, path, key: see `Dataset.cache`.
+    """
+
+    _reads = ("get_batch",)
+
+    def __init__(self, dataset: Any, max_bytes: int | str | None, path: Any = None, key: str | None = None) -> None:
+        self._dataset = check_dataset(dataset, "StoredDataset")
+        if not isinstance(key, (str, type(None))):
+            raise TypeError(f"cache(key={key!r}): give a text, such as the version of your decoder")
+        if hasattr(dataset, "set_epoch"):
+            raise ValueError(
+                f"cache(...) keeps samples for all epochs, and {brief(dataset)} has set_epoch, so they depend on the "
+                "epoch: cache the datasets inside it"
+            )
+        self._length = len(dataset)
+        first = self._first_sample() if self._length else None
+        self._store: Store | None = open_store(path, max_bytes, self._length, key, first)
+        self._bound = self._store.max_bytes
+
+    def _first_sample(self) -> Any:
+        """Sample 0. It is read twice, because a sample that is random is an error."""
+        moved, samples = [], []
+        for _ in range(2):
+            before = global_states()
+            samples.append(self._read([0])[0])
+            moved.append([name for name, state in global_states().items() if state != before.get(name, state)])
+        drawn = ", ".join(name for name in moved[0] if name in moved[1])
+        if not drawn and digest_of(samples[0]) != digest_of(samples[1]):
+            held = ", ".join(held_generators(self._dataset)[:3])
+            drawn = f"the generator of {held}" if held else "something of its own: two reads give two samples"
+        if drawn:
+            raise ValueError(
+                f"cache(...) keeps samples for all epochs, and sample 0 draws from {drawn}: move the transform that "
+                "draws behind the cache, dataset.cache(...).transform(fn)"
+            )
+        return samples[0]
+
+    def _read(self, indices: list[int]) -> list[Any]:
+        """Samples that are not stored. To draw random numbers is an error meanwhile."""
+        before = rng.reading.scope
+        try:
+            rng.reading.scope = _KEPT
+            return read_many(self._dataset, indices) if len(indices) > 1 else [self._dataset[indices[0]]]
+        finally:
+            rng.reading.scope = before
+
+    def _checked(self) -> int:
+        length = len(self._dataset)
+        if length != self._length:
+            raise ValueError(
+                f"{brief(self._dataset)} has {length} samples, and had {self._length} when it was cached: call "
+                "cache(...) again after a change"
+            )
+        return length
+
+    @property
+    def cached(self) -> int:
+        """The number of samples that are stored."""
+        return 0 if self._store is None else int(np.count_nonzero(self._store.places))
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """How many samples were found, and not found, by all processes that share this object; the bytes stored."""
+        if self._store is None:
+            return 0, 0, 0
+        hits, misses = self._store.session.counts.sum(0).tolist()
+        return hits, misses, self._store.used_bytes
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._part(index)
+        return self._samples([checked_index(index, self._checked())])[0]
+
+    def _samples(self, where: list[int]) -> list[Any]:
+        store = self._store
+        if store is None:  # it is in memory that this process cannot reach
+            return self._read(where)
+        found = {index: store.read(index) for index in where}
+        missing = [index for index, sample in found.items() if sample is MISSING]
+        store.session.count(len(where) - len(missing), len(missing))
+        if missing:
+            for index, sample in zip(missing, self._read(missing), strict=True):
+                found[index] = sample
+                try:
+                    store.write(index, sample)
+                except TypeError as error:
+                    raise TypeError(f"sample {index} cannot be cached: {error}") from None
+        return [found[index] for index in where]
+
+    @bulk
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Many samples: those not yet stored are read at once."""
+        return self._samples(checked_indices(indices, self._checked()).tolist())
+
+    def gather(self, indices: Indices, empty: Empty) -> Any:
+        """A finished batch, or `NOT_IN_BULK` if not all samples are rows of the store."""
+        where, store = checked_indices(indices, self._checked()), self._store
+        rows = None if store is None else store.rows(where)
+        if store is None or rows is None:
+            return NOT_IN_BULK
+        store.session.count(len(where), 0)
+        return batched(store.node, iter(gather_rows(store.columns, rows, empty)), len(where))
+
+    @bulk
+    def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
+        """A finished batch, in memory from ``empty``."""
+        batch = self.gather(indices, empty)
+        if batch is NOT_IN_BULK:
+            where = checked_indices(indices, self._checked()).tolist()
+            batch = default_batchify_fn.assemble(self._samples(where), empty)
+        return batch
+
+    def _follow(self, batches: Batches, position: NextBatch, later: Batches) -> None:
+        follow(self._dataset, _each(batches, self._missing), position, _each(later, self._missing))
+
+    def _missing(self, indices: Indices) -> Int64s:
+        where = checked_indices(indices, self._length)
+        return where if self._store is None else where[self._store.places[where] == 0]
+
+    def __repr__(self) -> str:
+        path = None if self._store is None else self._store.path
+        return f"{brief(self._dataset)}.cache({self._bound}{'' if path is None else f', path={path!r}'})"
+
+
+_KEPT = rng.SampleScope(0, 0, is_cached=True)
+
+
+def counts_of(dataset: Any) -> tuple[int, int, int]:
+    """The hits and misses of the caches of a dataset, and of those inside it, and the bytes that they hold.
 
     Example:
-        >>> copy, size = own_copy((np.zeros(10_000)[:1000], "label"))
-        >>> copy[0].shape, copy[1], 8000 <= size < 8500
-        ((1000,), 'label', True)
+        >>> cached = SimpleDataset([1, 2]).cache("1 MB")
+        >>> list(cached), counts_of(cached.take(1) + [3])
+        ([1, 2], (0, 2, 16))
     """
-    try:  # pickle would write the whole memory that a tensor is a view of
-        pickled = pickle.dumps(map_leaves(lambda leaf: leaf.clone() if is_tensor(leaf) else leaf, sample), 5)
-        return pickle.loads(pickled), len(pickled)
-    except Exception as error:
-        warnings.warn(
-            f"cache(max_bytes=...) keeps copies that pickle makes, and it cannot copy {an(type(sample))} "
-            f"({error}): this sample is read again each time. cache() without max_bytes keeps the samples themselves",
-            stacklevel=2,
-        )
-        return sample, float("inf")
+    inside = dataset._inside if isinstance(dataset, Wrapper) else ()
+    own = [dataset.counts] if isinstance(dataset, StoredDataset) else []
+    hits, misses, nbytes = zip((0, 0, 0), *own, *map(counts_of, inside), strict=True)
+    return sum(hits), sum(misses), sum(nbytes)
 
 
 # -- one after the other -----------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def keys_of(indices: Sequence[Any]) -> Sequence[rng.SampleScope] | None:
     if isinstance(indices, KeyedIndices) and tuple(indices) == indices.made:  # it was not sorted or cut
         return indices.keys
     scope = rng.reading.scope
-    if scope is None:
+    if scope is None or scope.is_cached:
         return None
     return [rng.SampleScope(scope.seed, scope.epoch, index, owners=scope.owners) for index in indices]
 
@@ -208,6 +208,18 @@ def owners(fn: Any) -> list[Seedable]:
     """
     found = ((path, _seeder(obj)) for path, obj in reachable(fn, _children, "fn"))
     return [Seedable(path, seed) for path, seed in found if seed is not None]
+
+
+def held_generators(dataset: Any) -> list[str]:
+    """How a dataset refers to the objects inside it that own a generator.
+
+    Example:
+        >>> held_generators([1, np.random.default_rng(0)])
+        ['dataset[1]']
+    """
+    kinds: Any = (np.random.Generator, np.random.RandomState)
+    found = reachable(dataset, _children, "dataset")
+    return [path for path, obj in found if isinstance(obj, kinds) or _seeder(obj) is not None]
 
 
 def next_level(dataset: Any, kind: Any) -> int:

@@ -21,8 +21,8 @@ from sharded_loader.batching.default import JOINABLE, Batchify, stack_arrays
 from sharded_loader.batching.protocol import BatchifyError, Empty, assembler
 from sharded_loader.batching.tensors import dtype_of, is_plain, stack_tensors
 from sharded_loader.batching.tree import TensorBatch, to_torch
-from sharded_loader.data.arrays import NOT_IN_BULK, as_bulk
-from sharded_loader.data.bulk import Gather
+from sharded_loader.data.arrays import as_bulk
+from sharded_loader.data.bulk import NOT_IN_BULK, Gather
 
 _NUMBERS = {int: np.dtype(np.int64), float: np.dtype(np.float64), bool: np.dtype(bool)}
 

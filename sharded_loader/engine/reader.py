@@ -44,8 +44,8 @@ from sharded_loader.base.system import ready_seconds
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.pack import Packed
 from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assembler, refuse_async
-from sharded_loader.data.arrays import NOT_IN_BULK, as_bulk, as_items, takes_arrays
-from sharded_loader.data.bulk import listed
+from sharded_loader.data.arrays import as_bulk, as_items, takes_arrays
+from sharded_loader.data.bulk import NOT_IN_BULK, listed
 from sharded_loader.data.datasets import RETRIES
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board
 from sharded_loader.engine.messages import NOTHING, Job, PartPoint, Result, Task, Times

@@ -28,7 +28,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import HAS_ENDED, TooManySkippedError, notes_of, text_of
 from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.base.notices import Notices
-from sharded_loader.data.datasets import retries_of
+from sharded_loader.data.datasets import counts_of, retries_of
 from sharded_loader.data.interleave import mixture_of
 from sharded_loader.engine.messages import Result
 from sharded_loader.engine.pipeline import Entry
@@ -58,6 +58,10 @@ class LoaderStats:
             the devices. The devices measure it themselves; a batch counts when they have reached it. The first batch of
             a loader does not count.
         recycled_workers: workers that took more memory than ``max_worker_memory``, and were replaced.
+        cache_hits, cache_misses: samples that workers found in the caches of the dataset, and those that they read
+            instead (``dataset.cache(max_bytes)``). They count when a worker reads, also what is prefetched. All loaders
+            over one cached dataset count together.
+        cache_bytes: what the caches hold; of one epoch, what they took in.
         sources: of a mixture (`interleave`), how many samples came from each of its datasets to this rank. Samples that
             ``on_error`` skipped or replaced count for their dataset. Empty if the loader's dataset is no mixture that
             is read by index, nor a transform of one.
@@ -94,6 +98,9 @@ class LoaderStats:
     device_seconds: float = 0.0
     device_waiting_seconds: float = 0.0
     recycled_workers: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    cache_bytes: int = 0
     sources: tuple[int, ...] = ()
     causes: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0), hash=False)
     slowest: tuple[SlowSample, ...] = ()
@@ -238,6 +245,9 @@ class PoolTotals(NamedTuple):
     skipped_samples: int = 0
     slow_batches: int = 0
     recycled_workers: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    cache_bytes: int = 0
 
 
 NO_TOTALS = PoolTotals()
@@ -306,6 +316,7 @@ class Counts:
     def __init__(self) -> None:
         self.batches = self.samples = self.retries = 0
         self.replaced_workers = self.skipped_samples = self.slow_batches = self.recycled_workers = 0
+        self.cache_hits = self.cache_misses = self.cache_bytes = 0
         self.seconds = self.waiting_seconds = self.reading_seconds = self.placing_seconds = 0.0
         self.device_seconds = self.device_waiting_seconds = 0.0
         self.sources: Any = None  # an array, if there are any
@@ -493,8 +504,9 @@ class Meter:
         return None if limit is None or count <= limit else TooManySkippedError(count, limit, where, *skipped[-1])
 
     def totals(self) -> PoolTotals:
-        """What has been counted so far: requests that this process has tried again for the dataset, and the notices."""
-        return PoolTotals(retries_of(self._dataset), *(self.notices.counts[name] for name in PoolTotals._fields[1:]))
+        """What has been counted so far: retried requests of this process for the dataset, the notices, the caches."""
+        noted = (self.notices.counts[name] for name in PoolTotals._fields[1:-3])
+        return PoolTotals._make((retries_of(self._dataset), *noted, *counts_of(self._dataset)))
 
     def stats(self, epoch: int | None = None) -> LoaderStats:
         """The counts of all epochs, or of one; all zeros if it has delivered no batch yet."""

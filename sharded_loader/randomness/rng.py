@@ -226,6 +226,7 @@ class SampleScope:
         items: the iterator over ``indices`` that the reader goes by; None if the samples are not read one by one.
         drawn: what `sample_rng` has returned for this sample, and the sample's `place`.
         owners: what ``transform(seeded=True)`` has found: see `data.seeding`.
+        is_cached: a cache keeps the sample for all epochs: to draw is an error.
     """
 
     seed: int
@@ -235,6 +236,7 @@ class SampleScope:
     items: Iterator[Any] | None = None
     drawn: tuple[int, np.random.Generator] | None = None
     owners: dict[int, Any] = field(default_factory=dict)
+    is_cached: bool = False
 
     @property
     def place(self) -> int:
@@ -242,12 +244,26 @@ class SampleScope:
         return -1 if self.items is None else len(self.indices) - operator.length_hint(self.items) - 1
 
 
+_DRAWS = {
+    "sample": "sample_rng()",
+    "torch": "sample_generator()",
+    "sample globals": "sample_seed()",
+    "transform globals": "transform(fn, seeded=True)",
+}
+"""What draws with a label of a sample, as the user calls it."""
+
+
 def key_parts(scope: SampleScope, label: str, index: Any = None) -> tuple[Any, ...]:
     """The parts of a sample's key: of the sample that is being read, or of ``index``.
 
     Raises:
-        ValueError: several samples are read at once, and ``index`` is None.
+        ValueError: several samples are read at once, and ``index`` is None. Or a cache keeps the sample.
     """
+    if scope.is_cached:
+        raise ValueError(
+            f"{_DRAWS[label]} is called below cache(...), which keeps the sample for all epochs: move the transform "
+            "that draws behind the cache, dataset.cache(...).transform(fn)"
+        )
     if index is None:
         index = scope.index if scope.items is None else scope.indices[scope.place]
         if index is NO_SAMPLE:

@@ -18,7 +18,7 @@ def test_sizes_are_numbers_or_texts() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", ["50%", "", "GB", "5 apples", "1e9", "-1 GB", -1, True, [1], float("inf"), float("nan")]
+    "bad", ["50 %", "", "GB", "5 apples", "1e9", "-1 GB", -1, True, [1], float("inf"), float("nan")]
 )
 def test_another_size_gets_advice(tmp_path: Path, bad: Any) -> None:
     for make in (lambda: ShardCache(tmp_path, bad), lambda: SimpleDataset([1]).cache(bad)):

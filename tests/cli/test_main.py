@@ -51,7 +51,7 @@ def test_every_verb_has_help_and_can_be_quiet(verb: list[str], capsys: pytest.Ca
 
 
 def test_the_verbs_are_listed_with_a_sentence() -> None:
-    assert sorted(make_command().commands) == ["bench", "demo", "doctor", "records"]
+    assert sorted(make_command().commands) == ["bench", "cache", "demo", "doctor", "records"]
     assert [name for name, verb in make_command().commands.items() if not (verb.short_help or "").endswith(".")] == []
 
 

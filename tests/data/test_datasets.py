@@ -90,7 +90,7 @@ def test_bad_arguments_are_refused():
         ConcatDataset([])
     with pytest.raises(TypeError, match="unsupported operand"):
         ten() + 3
-    with pytest.raises(ValueError, match="give 0 or more, or None for no bound"):
+    with pytest.raises(ValueError, match="give 0 or more, a share of what is free"):
         ten().cache(-1)
     with pytest.raises(TypeError, match="not callable"):
         ten().transform(3)

@@ -1,0 +1,179 @@
+"""A sample as a short text and flat arrays, and back. Nothing that is read here can run code, as a pickle can.
+
+    flatten(sample) -> (structure, leaves)        structure: JSON; leaves: C-contiguous arrays, in its order
+    unflatten(node, take) -> sample               node: the parsed JSON; ``take(dtype, shape)`` gives the leaves
+    fits_columns(node), batched(node, columns)    the batch of samples of one structure, by the default rules
+
+A node of the structure is a text or None that stands for itself, or a list that begins with its kind:
+
+    ["dict", keys, nodes]   ["list", nodes]   ["tuple", nodes]   ["big", digits]
+    [kind, dtype, shape]    an array, a tensor (with its dtype as torch calls it), bytes, a number, or a list of numbers
+
+Samples of one structure have leaves of the same dtypes and shapes, so their leaves can be kept as columns. A sample
+comes back with the same types and values. Arrays come back C-contiguous, and own their memory.
+
+What can go wrong: a value of any other kind, subclasses included. That is a TypeError that names the field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from sharded_loader.base.described import an
+from sharded_loader.batching.protocol import Array
+from sharded_loader.batching.tensors import NUMPY_NAMES, as_numpy, check_no_grad, dtype_name, is_plain
+from sharded_loader.batching.tree import is_tensor
+
+MANY = 8
+"""Numbers of one type from which on a list of them is one leaf."""
+
+_NUMBERS: dict[type, Any] = {int: np.int64, float: np.float64, bool: np.bool_, complex: np.complex128}
+_KEYS = {str, int, bool, type(None)}
+_KEPT = "biufcSUmM"
+_STACKED = "biufc"
+
+
+def flatten(sample: Any) -> tuple[str, list[Array]]:
+    """The structure of a sample, and its leaves.
+
+    Raises:
+        TypeError: a field is of another kind; names the field.
+
+    Example:
+        >>> flatten({"x": np.zeros(2, np.float32), "name": "a", "label": 3})
+        ('["dict",["x","name","label"],[["array","<f4",[2]],"a",["int","<i8",[]]]]', [array([0., 0.], ...), array(3)])
+    """
+    leaves: list[Array] = []
+    return json.dumps(_flat(sample, "", leaves), separators=(",", ":")), leaves
+
+
+def _flat(value: Any, path: str, leaves: list[Array]) -> Any:
+    kind: Any = type(value)
+    if value is None or kind is str:
+        return value
+    if kind is dict and _KEYS.issuperset(map(type, value)):
+        return ["dict", list(value), [_flat(part, f"{path}[{key!r}]", leaves) for key, part in value.items()]]
+    try:
+        name, array, *rest = _leaf(value, kind)
+    except OverflowError:  # no int64
+        if kind is int:
+            return ["big", str(value)]
+        name = None
+    if name is None and kind in (list, tuple):
+        return [kind.__name__, [_flat(part, f"{path}[{number}]", leaves) for number, part in enumerate(value)]]
+    if name is None:
+        raise TypeError(
+            f"{f'field {path} of the sample' if path else 'the sample'} is {an(kind)}, which a cache cannot store: "
+            "make it an array, a tensor, a number, a string, bytes, or a dict, list or tuple of these, before "
+            "cache(...). cache() without arguments keeps any object, in each process"
+        )
+    leaves.append(np.asarray(array, order="C"))
+    return [name, array.dtype.str, list(array.shape), *rest]
+
+
+def _leaf(value: Any, kind: Any) -> tuple[Any, ...]:
+    """The name of a kind, the array, and what else is needed to build the value again; (None, None) if it is no leaf.
+
+    Raises:
+        OverflowError: an int beyond 64 bits.
+    """
+    if kind in _NUMBERS:
+        return kind.__name__, np.array(value, _NUMBERS[kind])
+    if kind in (list, tuple) and len(value) >= MANY and len(kinds := set(map(type, value))) == 1:
+        return (
+            (f"{kind.__name__} of numbers", np.array(value, _NUMBERS[one]))
+            if (one := kinds.pop()) in _NUMBERS
+            else (None, None)
+        )
+    if kind is bytes:
+        return "bytes", np.frombuffer(value, np.uint8)
+    if kind in (np.ndarray, np.memmap) and value.dtype.kind in _KEPT:
+        return "array", value
+    if isinstance(value, np.generic) and value.dtype.kind in _KEPT:
+        return "scalar", np.asarray(value)
+    if is_tensor(value) and is_plain([value]):
+        check_no_grad([value])
+        return "tensor", as_numpy(value.resolve_conj().resolve_neg().contiguous()), dtype_name(value.dtype)
+    return None, None
+
+
+def _tensor(array: Array, name: str) -> Any:
+    import torch
+
+    tensor = torch.from_numpy(array)
+    return tensor if name in NUMPY_NAMES else tensor.view(getattr(torch, name))
+
+
+_BUILD: dict[str, Callable[..., Any]] = {
+    **{kind.__name__: np.ndarray.item for kind in _NUMBERS},
+    "list of numbers": np.ndarray.tolist,
+    "tuple of numbers": lambda array: tuple(array.tolist()),
+    "bytes": np.ndarray.tobytes,
+    "array": lambda array: array,
+    "scalar": lambda array: array[()],
+    "tensor": _tensor,
+}
+
+
+def unflatten(node: Any, take: Callable[[str, list[int]], Array]) -> Any:
+    """The sample of a structure.
+
+    Args:
+        node: the structure, parsed.
+        take: gives the next leaf, of this dtype and shape. An array of the sample is this very array.
+
+    Example:
+        >>> structure, leaves = flatten((np.arange(3), "a", [0.5] * 9))
+        >>> rest = iter(leaves)
+        >>> unflatten(json.loads(structure), lambda dtype, shape: next(rest))
+        (array([0, 1, 2]), 'a', [0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5])
+    """
+    if type(node) is not list:
+        return node
+    kind, first, *rest = node
+    if kind == "dict":
+        return dict(zip(first, [unflatten(part, take) for part in rest[0]], strict=True))
+    if kind in ("list", "tuple"):
+        parts = [unflatten(part, take) for part in first]
+        return parts if kind == "list" else tuple(parts)
+    if kind == "big":
+        return int(first)
+    shape, *extra = rest
+    return _BUILD[kind](take(first, shape), *extra)
+
+
+def fits_columns(node: Any) -> bool:
+    """Whether `batched` makes of columns what the default batchify makes of the samples.
+
+    Example:
+        >>> fits_columns(json.loads(flatten((1, "a"))[0])), fits_columns(json.loads(flatten([1, 2])[0]))
+        (True, False)
+    """
+    if type(node) is not list:
+        return type(node) is str
+    kind, first, *rest = node
+    if kind in ("dict", "tuple"):
+        parts = rest[0] if kind == "dict" else first
+        return bool(parts) and all(map(fits_columns, parts))
+    if kind == "tensor":
+        return rest[1] in NUMPY_NAMES
+    return kind in ("array", "scalar", *(one.__name__ for one in _NUMBERS)) and np.dtype(first).kind in _STACKED
+
+
+def batched(node: Any, columns: Iterator[Any], count: int) -> Any:
+    """The batch of ``count`` samples of one structure, whose leaves are these columns.
+
+    Example:
+        >>> batched(json.loads(flatten((1, "a"))[0]), iter([np.array([1, 2])]), 2)
+        [array([1, 2]), ['a', 'a']]
+    """
+    if type(node) is not list:
+        return [node] * count
+    kind, first, *rest = node
+    if kind == "dict":
+        return {key: batched(part, columns, count) for key, part in zip(first, rest[0], strict=True)}
+    return [batched(part, columns, count) for part in first] if kind == "tuple" else next(columns)

@@ -1,0 +1,675 @@
+"""Samples in one memory or file that all processes map: what ``dataset.cache(max_bytes)`` writes and reads.
+
+    open_store(path, max_bytes, length, key, first) -> Store     in the process that makes the cache
+    Store.read(index) -> sample | MISSING                        in any process that inherits it, or unpickles it
+    Store.write(index, sample)                                   keeps a sample if there is room
+    Store.rows(where) -> rows of ``Store.columns`` | None        many samples at once, if all are there
+    examine(path) -> Contents                                    what is in a file
+
+One layout, in memory without a name (`system.open_memory`) or in a file:
+
+    64 bytes   MAGIC, size and checksum of the text, and two counters: rows taken, bytes of the log taken
+    text       JSON: version, length, key, digest of the first sample, its structure, number of rows
+    entries    for each sample its place, its length in the log, its checksum
+    columns    one for each leaf of the first sample: samples of the same structure are rows
+    log        all other samples, one after the other: structure and leaves (`batching.flat`). No pickle.
+
+The place is 0: the sample is missing. r + 1: row r. -1 - o: byte o of the log. What was never written is a hole, which
+takes no room. Nothing is ever moved or evicted.
+
+*Writers.* A writer takes a row, or a piece of the log, under the lock of the file, which ends with its process. It
+writes the sample, then its checksum, then its place, in one store of 8 bytes. A writer that dies loses a row at most.
+Samples are written by `system.write_at`: a full disk is an error there, and a SIGBUS in a mapping.
+
+*Readers.* The processes that inherit a store share a `Session`: a byte for each sample whose checksum is known to be
+right. A writer sets it, so only samples of other programs are compared, once. On processors that may show two stores
+in another order than they were made, the first reader compares too. A wrong sample counts as missing.
+
+*Files.* A file gets its MAGIC last, under its lock. If the process that makes it dies, the next one makes it. A file
+that is no cache, that belongs to another user, or that other users may write to, is rejected with an error.
+
+What can go wrong: another dataset with the same path (`CacheMismatchError`), a path that cannot be written to
+(OSError), more bytes than the machine has (ValueError). A full disk, or full memory, later on: the store takes no more
+samples, and logs that once. If a program shortens the file, its readers get a SIGBUS. A process of another machine, or
+one that outlives the memory, unpickles None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import platform
+import re
+import shutil
+import stat as modes
+import struct
+import sys
+import tempfile
+import threading
+import weakref
+import zlib
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sharded_loader.base.checks import bytes_of_text
+from sharded_loader.base.limits import SMALL, free_bytes
+from sharded_loader.base.notices import logger
+from sharded_loader.base.private import blake2b
+from sharded_loader.base.system import (
+    MAP_OPTIONS,
+    PREFIX,
+    close_locked,
+    locked,
+    open_memory,
+    read_at,
+    write_at,
+)
+from sharded_loader.batching.flat import fits_columns, flatten, unflatten
+from sharded_loader.batching.protocol import Array
+from sharded_loader.memory.codec import aligned
+
+VERSION = 1
+"""Of the layout. A file of another version is rejected."""
+
+MAGIC, UNFINISHED = b"SLsample", b"SLnosmpl"
+_HEAD = struct.Struct("<8sII")
+_COUNTERS, _TEXT = 16, 64
+_ENTRY = np.dtype([("place", np.int64), ("length", np.uint32), ("checksum", np.uint32)])
+_SIZE = struct.Struct("<I")
+
+MISSING: Any = object()
+"""What `Store.read` returns for a sample that is not there."""
+
+KEEPS_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+"""Whether all processors see stores in the order in which they were made."""
+
+LOOK = 32 << 20
+"""Bytes of memory that are written before it is asked again how much is free: 0.1 ms."""
+
+WORD_ROWS = 64
+"""The checksum of a large leaf is that of the sums of every 64th word: 150 KB take 12 us, and 50 by crc32 alone."""
+
+
+class CacheMismatchError(ValueError):
+    """The file of a cache belongs to another dataset, or is no cache.
+
+    Example:
+        >>> issubclass(CacheMismatchError, ValueError)
+        True
+    """
+
+
+class Contents(NamedTuple):
+    """What is in the file of a cache.
+
+    Attributes:
+        version, length, key: of the layout, and as of the dataset.
+        stored: how many samples are there.
+        nbytes: what they take.
+    """
+
+    version: int
+    length: int
+    key: str | None
+    stored: int
+    nbytes: int
+
+
+def bytes_of(array: Array) -> memoryview:
+    """The memory of a C-contiguous array.
+
+    Example:
+        >>> bytes(bytes_of(np.zeros((1, 2), np.int8)))
+        b'\\x00\\x00'
+    """
+    return array.reshape(-1).view(np.uint8).data
+
+
+def checksum(leaves: Iterable[Array]) -> int:
+    """A number of 32 bits for these bytes.
+
+    Example:
+        >>> checksum([np.arange(3)]) == checksum([np.arange(3)]) != checksum([np.arange(4)])
+        True
+    """
+    found = 0
+    for leaf in leaves:
+        raw = np.frombuffer(bytes_of(leaf), np.uint8)
+        words = raw.size - raw.size % (8 * WORD_ROWS)
+        if words >= 8192:
+            found = zlib.crc32(raw[:words].view(np.uint64).reshape(-1, WORD_ROWS).sum(0).data, found)
+            raw = raw[words:]
+        found = zlib.crc32(raw.data, found)
+    return found
+
+
+# -- memory that processes find by name --------------------------------------------------------------------------------
+
+
+def open_named(name: str) -> int:
+    """A descriptor of a file, or of another process's memory.
+
+    Raises:
+        OSError: there is none of this name.
+    """
+    return os.open(name, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+
+
+def open_nameless(label: str) -> tuple[int, str]:
+    """New memory, and the name by which other processes open it while this process has it open.
+
+    Where the system has no such names, the memory is a temporary file (see `Opened`).
+    """
+    if os.path.isdir("/proc/self/fd"):
+        fd, _ = open_memory(f"{PREFIX}-{label}")
+        return fd, f"/proc/{os.getpid()}/fd/{fd}"
+    return tempfile.mkstemp(prefix=f"{PREFIX}-{label}-")
+
+
+class Opened:
+    """A descriptor that is closed with this object, and its mapping. A temporary file is deleted with it.
+
+    Args:
+        fd: taken over.
+        name: see `open_nameless`.
+        is_temporary: the name is that of a temporary file of this process.
+    """
+
+    def __init__(self, fd: int, name: str, is_temporary: bool) -> None:
+        self.fd, self.name = fd, name
+        if is_temporary and not name.startswith("/proc/"):
+            weakref.finalize(self, _remove, name, os.getpid())
+
+    def map(self, nbytes: int) -> Array:
+        """The first bytes, over the shared memory."""
+        return np.frombuffer(mmap.mmap(self.fd, nbytes, **MAP_OPTIONS), np.uint8)
+
+    def __del__(self) -> None:
+        close_locked(self.fd)
+
+
+def _remove(name: str, pid: int) -> None:
+    if pid == os.getpid():  # not in a forked child
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+
+
+class Session(Opened):
+    """What the processes share that have inherited or unpickled one store.
+
+    Args:
+        length: the number of samples.
+        name: of another process's session; None: a new one.
+
+    Attributes:
+        counts: of each process, the samples that it found in the store, and those that it did not.
+        sound: of each sample, whether its checksum is known to be right.
+    """
+
+    PROCESSES = 512
+    """Each counts in a row of its own. If there are more, the last row is shared, and counts may be lost."""
+
+    def __init__(self, length: int, name: str | None = None) -> None:
+        opened = open_nameless("cache-session") if name is None else (open_named(name), name)
+        super().__init__(*opened, is_temporary=name is None)
+        begin = 16 * (self.PROCESSES + 1)
+        if name is None:
+            os.ftruncate(self.fd, begin + length)
+        memory = self.map(begin + length)
+        numbers = memory[:begin].view(np.int64).reshape(-1, 2)
+        self._state, self.counts, self.sound = numbers[0], numbers[1:], memory[begin:]
+        self._mine: tuple[int, Array, Any] = 0, self._state, None
+
+    def count(self, found: int, missed: int) -> None:
+        """Samples were found, or not."""
+        pid, row, lock = self._mine
+        if pid != os.getpid():
+            with locked(self.fd):
+                row = self.counts[min(int(self._state[0]), self.PROCESSES - 1)]
+                self._state[0] += 1
+            lock = threading.RLock()
+            self._mine = os.getpid(), row, lock
+        with lock:
+            row += (found, missed)
+
+    def is_first(self) -> bool:
+        """Whether no process has called this before: the store takes no more samples."""
+        with locked(self.fd):
+            before, self._state[1] = int(self._state[1]), 1
+        return not before
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `is_first` was called."""
+        return bool(self._state[1])
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+
+
+class Store(Opened):
+    """Samples, by index.
+
+    Args:
+        fd: of the memory or the file, taken over. Its header is written.
+        name: by which other processes open it.
+        max_bytes: what samples may take.
+        path: of the file; None: it is memory.
+        session: the name of another process's; None: a new one.
+
+    Attributes:
+        length: the number of samples, stored or not.
+        node: the structure of the samples that are rows.
+        columns: their leaves, over the shared memory.
+        session: see `Session`.
+    """
+
+    def __init__(self, fd: int, name: str, max_bytes: int, path: str | None, session: str | None = None) -> None:
+        super().__init__(fd, name, is_temporary=path is None and session is None)
+        self.max_bytes, self.path = max_bytes, path
+        about = read_about(fd)
+        assert about is not None  # it was made, or looked at
+        self._about, self.length, self._structure = about, about["length"], about["structure"]
+        self.node = json.loads(self._structure)
+        self._in_bulk = fits_columns(self.node)
+        (entries, *self._begins), self._log = layout_of(about)
+        memory = self.map(self._log)
+        self._counters = memory[_COUNTERS : _COUNTERS + 16].view(np.int64)
+        self._entries = np.ndarray(self.length, _ENTRY, memory, entries)
+        self.places = self._entries["place"]
+        self._row_bytes = sum(_nbytes(*leaf) for leaf in about["leaves"])
+        self.columns = [
+            np.ndarray((about["rows"], *shape), dtype, memory, begin)
+            for (dtype, shape), begin in zip(about["leaves"], self._begins, strict=True)
+        ]
+        try:
+            self.session = Session(self.length, session)
+        except OSError:  # its process has ended
+            self.session = Session(self.length)
+
+    def __reduce__(self) -> Any:
+        return attach, (self.name, self.max_bytes, self.path, self._about, self.session.name)
+
+    @property
+    def used_bytes(self) -> int:
+        """What the stored samples take."""
+        return used(self._counters, self._row_bytes)
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def read(self, index: int) -> Any:
+        """The sample; `MISSING` if it is not there."""
+        place = int(self.places[index])
+        if place == 0:
+            return MISSING
+        found = self._row(index, place - 1) if place > 0 else self._record(index, -1 - place)
+        if found is MISSING:
+            self._damaged(index)
+        return found
+
+    def rows(self, where: Array) -> Array | None:
+        """The rows of the samples at these indices; None unless all are rows."""
+        places = self.places[where]
+        if not self._in_bulk or not where.size or int(places.min()) <= 0:
+            return None
+        if not self.session.sound[where].all():
+            for index in where[self.session.sound[where] == 0].tolist():
+                if self.read(index) is MISSING:
+                    return None
+        places -= 1
+        return places
+
+    def _row(self, index: int, row: int) -> Any:
+        if row >= self._about["rows"]:
+            return MISSING
+        leaves = [np.array(column[row]) for column in self.columns]
+        if not self._is_sound(index, leaves):
+            return MISSING
+        rest = iter(leaves)
+        return unflatten(self.node, lambda dtype, shape: next(rest))
+
+    def _record(self, index: int, offset: int) -> Any:
+        raw = np.frombuffer(read_at(self.fd, int(self._entries["length"][index]), self._log + offset), np.uint8)
+        if raw.size < _SIZE.size or not self._is_sound(index, [raw]):
+            return MISSING
+        at = _SIZE.size + _SIZE.unpack_from(raw.data)[0]
+
+        def take(dtype: str, shape: list[int]) -> Array:
+            nonlocal at
+            begin, at = at, at + _nbytes(dtype, shape)
+            return np.ndarray(shape, dtype, raw[begin:at].copy())
+
+        return unflatten(json.loads(raw[_SIZE.size : at].tobytes()), take)
+
+    def _is_sound(self, index: int, leaves: list[Array]) -> bool:
+        if not self.session.sound[index]:
+            if checksum(leaves) != int(self._entries["checksum"][index]):
+                return False
+            self.session.sound[index] = 1
+        return True
+
+    def _damaged(self, index: int) -> None:
+        """Forget a sample whose checksum is wrong: it is read, and stored, again."""
+        self.places[index] = 0
+        logger.warning("sample %d of %s is damaged in the cache: it is read again", index, self.path or "memory")
+
+    # -- writing ---------------------------------------------------------------------------------------------
+
+    def write(self, index: int, sample: Any) -> None:
+        """Store a sample, if there is room and it is not there.
+
+        Raises:
+            TypeError: it cannot be stored; names the field.
+        """
+        structure, leaves = flatten(sample)
+        if self.session.is_full:
+            return
+        is_row = structure == self._structure and int(self._counters[0]) < self._about["rows"]
+        if not is_row:
+            text = structure.encode()
+            parts: list[Any] = [_SIZE.pack(len(text)), text, *map(bytes_of, leaves)]
+            leaves = [np.frombuffer(b"".join(parts), np.uint8)]
+        nbytes = sum(leaf.nbytes for leaf in leaves)
+        if self.used_bytes + nbytes > self.max_bytes:
+            return
+        found = checksum(leaves)
+        try:
+            place = self._take(index, nbytes, is_row)
+            if place is None:
+                return
+            begins = [self._log - 1 - place]
+            if is_row:
+                sizes = [leaf.nbytes for leaf in leaves]
+                begins = [begin + (place - 1) * size for begin, size in zip(self._begins, sizes, strict=True)]
+            for begin, leaf in zip(begins, leaves, strict=True):
+                write_at(self.fd, bytes_of(leaf), begin)
+        except OSError as error:
+            if self.session.is_first():
+                what = "memory" if self.path is None else self.path
+                logger.warning("the cache in %s is full (%s): it takes no more samples", what, error.strerror or error)
+            return
+        entry = self._entries
+        entry["length"][index], entry["checksum"][index] = nbytes, found
+        self.session.sound[index] = KEEPS_ORDER
+        self.places[index] = place
+
+    def _take(self, index: int, nbytes: int, is_row: bool) -> int | None:
+        """A place for a sample; None if there is none, or the sample is there."""
+        with locked(self.fd) as alone:
+            rows, end = self._counters.tolist()
+            before = self.used_bytes
+            if (
+                not alone
+                or self.places[index]
+                or before + nbytes > self.max_bytes
+                or (is_row and rows >= self._about["rows"])
+            ):
+                return None
+            if self.path is None and (before + nbytes) // LOOK > before // LOOK:
+                limit = free_bytes()
+                if limit.nbytes < SMALL:
+                    raise MemoryShortError(f"{limit.what} leaves {limit.nbytes:,} bytes")
+            if is_row:
+                self._counters[0] = rows + 1
+                return int(rows + 1)
+            self._counters[1] = end + nbytes
+            return int(-1 - end)
+
+
+class MemoryShortError(OSError):
+    """There is too little memory to go on storing samples."""
+
+
+def used(counters: Any, row_bytes: int) -> int:
+    """What rows and log take."""
+    rows, end = counters.tolist()
+    return int(rows * row_bytes + end)
+
+
+def _nbytes(dtype: str, shape: Iterable[int]) -> int:
+    count = np.dtype(dtype).itemsize
+    for size in shape:
+        count *= size
+    return count
+
+
+def layout_of(about: dict[str, Any]) -> tuple[list[int], int]:
+    """Where the entries and the columns begin, and where the log begins."""
+    sizes = [about["length"] * _ENTRY.itemsize, *(about["rows"] * _nbytes(*leaf) for leaf in about["leaves"])]
+    *begins, end = accumulate(map(aligned, sizes), initial=aligned(_TEXT + about["text"]))
+    return begins, end
+
+
+# -- making and opening ------------------------------------------------------------------------------------------------
+
+
+def open_store(path: Any, max_bytes: Any, length: int, key: str | None, first: Any) -> Store:
+    """The store of a dataset: new, or that of the file.
+
+    Args:
+        path: of a file, which is made if it does not exist; None: in memory.
+        max_bytes: what samples may take: bytes, a text such as "8 GB", or "50%" of what is free; None: any number.
+        length: of the dataset.
+        key: the user's name for what the loader cannot see.
+        first: sample 0 of the dataset.
+
+    Raises:
+        CacheMismatchError: the file belongs to another dataset, or is no cache.
+        TypeError: the sample cannot be stored.
+        ValueError: ``max_bytes`` means no number of bytes, or more than the machine has.
+        OSError: the file cannot be made.
+    """
+    structure, leaves = flatten(first)
+    specs = [(leaf.dtype.str, list(leaf.shape)) for leaf in leaves]
+    place = None if path is None else os.path.abspath(os.fspath(path))
+    if place is not None and not os.path.isdir(folder := os.path.dirname(place)):
+        raise FileNotFoundError(f"path={path!r} of the cache: there is no folder {folder}: create it first")
+    bound = bound_of(max_bytes, place)
+    rows = min(length, bound // max(1, sum(leaf.nbytes for leaf in leaves)))
+    about = {
+        "version": VERSION,
+        "length": length,
+        "key": key,
+        "first": digest_of(first),
+        "structure": structure,
+        "leaves": specs,
+        "rows": rows,
+    }
+    if place is not None:
+        return Store(open_file(place, about), place, bound, place)
+    fd, name = open_nameless("cache")
+    make_header(fd, about)
+    return Store(fd, name, bound, None)
+
+
+def digest_of(sample: Any) -> str:
+    """A text that tells a sample from others.
+
+    Example:
+        >>> digest_of([1, "a"]) == digest_of([1, "a"]) != digest_of([1, "b"])
+        True
+    """
+    structure, leaves = flatten(sample)
+    digest = blake2b(structure.encode(), digest_size=16)
+    for leaf in leaves:
+        digest.update(bytes_of(leaf))
+    return digest.hexdigest()
+
+
+def bound_of(max_bytes: Any, path: str | None) -> int:
+    """A number of bytes, of what the memory or the disk has.
+
+    Raises:
+        ValueError: it is none, or there is not as much.
+        OSError: there is no such folder.
+    """
+    if path is None:
+        limit = free_bytes()
+        free, what = limit.nbytes, limit.what
+    else:
+        free, what = shutil.disk_usage(os.path.dirname(path)).free, f"the disk of {path}"
+        with contextlib.suppress(OSError):
+            free += os.stat(path).st_blocks * 512 if hasattr(os.stat_result, "st_blocks") else os.stat(path).st_size
+    if max_bytes is None:
+        return free
+    allowed = "0 or more, a share of what is free, such as '50%'"
+    if isinstance(max_bytes, str) and (share := re.fullmatch(r"(\d+(?:\.\d+)?)%", max_bytes)) is not None:
+        if not 0 < float(share[1]) <= 100:
+            raise ValueError(f"max_bytes is {max_bytes!r}: give more than 0% and at most 100%")
+        return int(free * float(share[1]) / 100)
+    bound = bytes_of_text(max_bytes, 0, allowed)
+    if bound > free:
+        raise ValueError(
+            f"max_bytes is {max_bytes!r}, and {what} leaves {free:,} bytes: give less, or a share, such as '50%'"
+        )
+    return bound
+
+
+def make_header(fd: int, about: dict[str, Any]) -> None:
+    """Write the header of an empty store, its MAGIC last."""
+    text = json.dumps(about).encode()
+    os.ftruncate(fd, 0)
+    write_at(fd, UNFINISHED, 0)
+    os.ftruncate(fd, layout_of(about | {"text": len(text)})[1])
+    write_at(fd, _HEAD.pack(UNFINISHED, len(text), zlib.crc32(text)), 0)
+    write_at(fd, text, _TEXT)
+    write_at(fd, MAGIC, 0)
+
+
+def read_about(fd: int) -> dict[str, Any] | None:
+    """What the header says; None if it is not that of a whole store."""
+    head = read_at(fd, _HEAD.size, 0)
+    if len(head) < _HEAD.size:
+        return None
+    magic, size, found = _HEAD.unpack(head)
+    text = read_at(fd, size, _TEXT) if magic == MAGIC and size < 1 << 30 else b""
+    if not text or zlib.crc32(text) != found:
+        return None
+    about: dict[str, Any] = json.loads(text)
+    about["text"] = size
+    return about
+
+
+def open_file(path: str, about: dict[str, Any]) -> int:
+    """A descriptor of the file of a cache, which is made if it is not there."""
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        fd = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    except OSError as error:
+        raise type(error)(
+            error.errno, f"the cache file cannot be opened ({error.strerror}): give a path that you can write to", path
+        ) from None
+    try:
+        check_private(fd, path)
+        with locked(fd):
+            head = read_at(fd, len(MAGIC), 0)
+            if head in (b"", UNFINISHED):
+                _make_file(fd, path, about)
+            else:
+                check_same(path, head, read_about(fd), about, os.fstat(fd).st_size)
+    except BaseException:
+        close_locked(fd)
+        raise
+    return fd
+
+
+def _make_file(fd: int, path: str, about: dict[str, Any]) -> None:
+    try:
+        make_header(fd, about)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, 0)
+            os.unlink(path)
+        raise OSError(
+            error.errno, f"the cache has no room ({error.strerror}): free some, or give another path", path
+        ) from None
+
+
+def check_private(fd: int, path: str) -> None:
+    """Reject a file that is not this user's own.
+
+    Raises:
+        PermissionError: it belongs to another user, or others may write to it.
+        CacheMismatchError: it is no file.
+    """
+    found = os.fstat(fd)
+    if not modes.S_ISREG(found.st_mode):
+        raise CacheMismatchError(f"{path} is no file: give another path for the cache")
+    if sys.platform != "win32" and (found.st_uid != os.getuid() or found.st_mode & 0o022):
+        raise PermissionError(
+            f"the cache file {path} belongs to another user, or other users may write to it: give a path in a folder "
+            "of your own"
+        )
+
+
+def check_same(path: str, head: bytes, found: dict[str, Any] | None, about: dict[str, Any], size: int) -> None:
+    """Reject a file that is not the cache of this dataset.
+
+    Raises:
+        CacheMismatchError: says what differs.
+    """
+    if head != MAGIC:
+        raise CacheMismatchError(f"{path} is there, and is no cache of samples: give another path")
+    clear = f"delete it (sharded-loader cache clear {path}), or give another path"
+    if found is None:
+        raise CacheMismatchError(f"the cache file {path} is damaged: {clear}")
+    names = {
+        "version": "in version {} of the layout, and this library writes version {}",
+        "length": "for a dataset of {} samples, and this one has {}",
+        "key": "with key={!r}, and now key={!r} is given",
+        "first": "for another dataset: the digest of its first sample is {}, and now it is {}",
+    }
+    for name, text in names.items():
+        if found.get(name) != about[name]:
+            raise CacheMismatchError(
+                f"the cache file {path} was made {text.format(found.get(name), about[name])}: {clear}"
+            )
+    if size < layout_of(found)[1]:
+        raise CacheMismatchError(f"the cache file {path} was cut off: {clear}")
+
+
+def attach(name: str, max_bytes: int, path: str | None, about: dict[str, Any], session: str) -> Store | None:
+    """The store of another process; None where this one cannot reach it, and reads uncached."""
+    try:
+        fd = open_named(name)
+    except OSError:
+        return None
+    if read_about(fd) == about:
+        return Store(fd, name, max_bytes, path, session)
+    close_locked(fd)
+    return None
+
+
+def is_cache(path: str) -> bool:
+    """Whether a file is that of a cache, whole or damaged.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        return file.read(len(MAGIC)) in (MAGIC, UNFINISHED)
+
+
+def examine(path: str) -> Contents:
+    """What is in the file of a cache.
+
+    Raises:
+        CacheMismatchError: it is no cache.
+        OSError: it cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    try:
+        about = read_about(fd)
+        if about is None or about["version"] != VERSION:
+            raise CacheMismatchError(f"{path} is no cache of samples that this version of the library can read")
+        places = np.frombuffer(read_at(fd, about["length"] * _ENTRY.itemsize, layout_of(about)[0][0]), _ENTRY)["place"]
+        counters = np.frombuffer(read_at(fd, 16, _COUNTERS), np.int64)
+        nbytes = used(counters, sum(_nbytes(*leaf) for leaf in about["leaves"]))
+        return Contents(VERSION, about["length"], about["key"], int(np.count_nonzero(places)), nbytes)
+    finally:
+        close_locked(fd)
