@@ -17,9 +17,9 @@ One layout, in memory without a name (`system.open_memory`) or in a file:
 The place is 0: the sample is missing. r + 1: row r. -1 - o: byte o of the log. What was never written is a hole, which
 takes no room. Nothing is ever moved or evicted.
 
-*Writers.* A writer takes a row, or a piece of the log, under the lock of the file, which ends with its process. It
-writes the sample, then its checksum, then its place, in one store of 8 bytes. A writer that dies loses a row at most.
-Samples are written by `system.write_at`: a full disk is an error there, and a SIGBUS in a mapping.
+*Writers.* A writer has the lock of the file, which ends with its process. It writes the sample, then its checksum,
+takes the row or the piece of the log, and then writes the place, in one store of 8 bytes. A writer that dies loses one
+row at most. Samples are written by `system.write_at`: a full disk is an error there, and a SIGBUS in a mapping.
 
 *Readers.* The processes that inherit a store share a `Session`: a byte for each sample whose checksum is known to be
 right. A writer sets it, so only samples of other programs are compared, once. On processors that may show two stores
@@ -367,58 +367,47 @@ class Store(Opened):
             TypeError: it cannot be stored; names the field.
         """
         structure, leaves = flatten(sample)
-        if self.session.is_full:
-            return
         is_row = structure == self._structure and int(self._counters[0]) < self._about["rows"]
         if not is_row:
             text = structure.encode()
             parts: list[Any] = [_SIZE.pack(len(text)), text, *map(bytes_of, leaves)]
             leaves = [np.frombuffer(b"".join(parts), np.uint8)]
         nbytes = sum(leaf.nbytes for leaf in leaves)
-        if self.used_bytes + nbytes > self.max_bytes:
+        if self.session.is_full or self.used_bytes + nbytes > self.max_bytes:
             return
         found = checksum(leaves)
         try:
-            place = self._take(index, nbytes, is_row)
-            if place is None:
-                return
-            begins = [self._log - 1 - place]
-            if is_row:
-                sizes = [leaf.nbytes for leaf in leaves]
-                begins = [begin + (place - 1) * size for begin, size in zip(self._begins, sizes, strict=True)]
-            for begin, leaf in zip(begins, leaves, strict=True):
-                write_at(self.fd, bytes_of(leaf), begin)
+            with locked(self.fd) as alone:  # the system writes for one process at a time, in any case
+                if alone and not self.places[index] and self._has_room(nbytes, is_row):
+                    self._write(index, leaves, nbytes, found, is_row)
         except OSError as error:
             if self.session.is_first():
-                what = "memory" if self.path is None else self.path
-                logger.warning("the cache in %s is full (%s): it takes no more samples", what, error.strerror or error)
-            return
-        entry = self._entries
-        entry["length"][index], entry["checksum"][index] = nbytes, found
-        self.session.sound[index] = KEEPS_ORDER
-        self.places[index] = place
+                what, why = self.path or "memory", error.strerror or str(error)
+                logger.warning("the cache in %s is full (%s): it takes no more samples", what, why)
 
-    def _take(self, index: int, nbytes: int, is_row: bool) -> int | None:
-        """A place for a sample; None if there is none, or the sample is there."""
-        with locked(self.fd) as alone:
-            rows, end = self._counters.tolist()
-            before = self.used_bytes
-            if (
-                not alone
-                or self.places[index]
-                or before + nbytes > self.max_bytes
-                or (is_row and rows >= self._about["rows"])
-            ):
-                return None
-            if self.path is None and (before + nbytes) // LOOK > before // LOOK:
-                limit = free_bytes()
-                if limit.nbytes < SMALL:
-                    raise MemoryShortError(f"{limit.what} leaves {limit.nbytes:,} bytes")
-            if is_row:
-                self._counters[0] = rows + 1
-                return int(rows + 1)
+    def _write(self, index: int, leaves: list[Array], nbytes: int, found: int, is_row: bool) -> None:
+        row, end = self._counters.tolist()
+        begins = [self._log + end]
+        if is_row:
+            begins = [begin + row * leaf.nbytes for begin, leaf in zip(self._begins, leaves, strict=True)]
+        for begin, leaf in zip(begins, leaves, strict=True):
+            write_at(self.fd, bytes_of(leaf), begin)
+        self._entries["length"][index], self._entries["checksum"][index] = nbytes, found
+        self.session.sound[index] = KEEPS_ORDER
+        if is_row:
+            self._counters[0] = row + 1
+        else:
             self._counters[1] = end + nbytes
-            return int(-1 - end)
+        self.places[index] = row + 1 if is_row else -1 - end
+
+    def _has_room(self, nbytes: int, is_row: bool) -> bool:
+        before = self.used_bytes
+        if self.path is None and (before + nbytes) // LOOK > before // LOOK:
+            limit = free_bytes()
+            if limit.nbytes < SMALL:
+                raise MemoryShortError(f"{limit.what} leaves {limit.nbytes:,} bytes")
+        is_free = not is_row or int(self._counters[0]) < self._about["rows"]
+        return is_free and before + nbytes <= self.max_bytes
 
 
 class MemoryShortError(OSError):

@@ -1,0 +1,411 @@
+"""``cache(max_bytes)``: the samples are those without a cache, in every pool, and each is read once."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import PROCESS_POOLS, covering, make_pool
+from torch.utils.data import Subset
+
+from sharded_loader import (
+    ArrayDataset,
+    CacheMismatchError,
+    ProcessPool,
+    ShardedDataLoader,
+    SimpleDataset,
+    interleave,
+    sample_generator,
+    sample_rng,
+    sample_seed,
+)
+from sharded_loader.data.arrays import as_bulk
+from sharded_loader.data.bulk import NOT_IN_BULK
+from sharded_loader.data.datasets import StoredDataset, counts_of
+from sharded_loader.memory import store as stores
+
+COUNT = 24
+
+
+class Files:
+    """Samples that are read one by one; the file notes each read."""
+
+    def __init__(self, kind: str, notes: Path | None = None) -> None:
+        self.kind, self.notes = kind, notes
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> Any:
+        if self.notes is not None:
+            with open(self.notes, "a") as file:
+                file.write(f"{index}\n")
+        return KINDS[self.kind](index)
+
+    def reads(self) -> list[int]:
+        assert self.notes is not None
+        return [int(line) for line in self.notes.read_text().split()]
+
+
+class InBulk(Files):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+KINDS: dict[str, Callable[[int], Any]] = {
+    "image": lambda i: np.full((8, 8, 3), i, np.uint8),
+    "tuple": lambda i: (np.full(4, i, np.float32), i, i / 7, np.float32(i)),
+    "dict": lambda i: {"x": torch.full((3,), i), "y": {"z": np.int16(i), "flag": i % 2 == 0}},
+    "constant text": lambda i: (np.full(4, i), "train"),
+    "texts": lambda i: {"x": np.full(2, i), "name": f"é{i}" * i, "raw": bytes([i] * i)},
+    "ragged": lambda i: ([i] * 9, [float(i)], (i, [i])),
+    "lengths": lambda i: np.arange(i % 7, dtype=np.float32),
+    "bfloat16": lambda i: torch.full((2,), i, dtype=torch.bfloat16),
+}
+
+
+def batches_of(dataset: Any, pool: Any, epochs: int = 2, **options: Any) -> list[str]:
+    with ShardedDataLoader(dataset, 5, shuffle=True, seed=3, pool=pool, **options) as loader:
+        return [repr(batch) for _ in range(epochs) for batch in loader]
+
+
+@covering(pool=("inline", "thread", *PROCESS_POOLS), kind=KINDS, where=("memory", "file", "small"))
+def test_batches_are_those_without_a_cache(pool: str, kind: str, where: str, tmp_path: Path) -> None:
+    source = Files(kind)
+    bounds = {"memory": {"max_bytes": "1 MB"}, "file": {"path": tmp_path / "it.cache"}, "small": {"max_bytes": 400}}
+    cached = SimpleDataset(source).cache(**bounds[where])  # type: ignore[arg-type]
+    options = {"batchify_fn": list} if kind == "lengths" else {}
+    expected = batches_of(source, make_pool("inline"), epochs=3, **options)
+    assert batches_of(cached, make_pool(pool), epochs=3, **options) == expected
+    assert isinstance(cached, StoredDataset) and (cached.cached == COUNT or where == "small")
+    assert where != "small" or 0 < cached.counts[2] <= 400
+    assert os.listdir(tmp_path) == (["it.cache"] if where == "file" else [])
+
+
+@pytest.mark.parametrize("source", [Files, InBulk])
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_each_sample_is_read_once(pool: Any, where: str, source: Any, tmp_path: Path) -> None:
+    files = source("tuple", tmp_path / "notes")
+    cached = SimpleDataset(files).cache("1 MB", tmp_path / "it.cache" if where == "file" else None)
+    with ShardedDataLoader(cached, 5, shuffle=True, seed=1, pool=pool, prefetch=1) as loader:
+        for _ in loader:
+            pass
+        before = len(files.reads())
+        assert sorted(set(files.reads())) == list(range(COUNT))
+        for _ in range(2):
+            for _ in loader:
+                pass
+        stats = loader.stats()
+    assert len(files.reads()) <= before + 2 * 5  # of the next epoch, what was prefetched before a sample was stored
+    assert stats.cache_misses >= COUNT and stats.cache_hits >= 2 * COUNT - 10 and stats.cache_bytes > COUNT * 16
+    assert stats.cache_hits + stats.cache_misses >= 3 * COUNT
+
+
+def test_the_statistics_of_epochs_add_up() -> None:
+    cached = SimpleDataset(Files("image")).cache("1 MB")
+    with ShardedDataLoader(cached, 6) as loader:
+        for _ in range(3):
+            list(loader)
+        first, second, third = (loader.stats(epoch) for epoch in range(3))
+        assert (first.cache_hits, first.cache_misses, first.cache_bytes) == (0, COUNT, COUNT * 192)
+        assert (second.cache_hits, second.cache_misses, second.cache_bytes) == (COUNT, 0, 0)
+        assert third.cache_hits == COUNT and loader.stats().cache_hits == 2 * COUNT
+        assert loader.stats().cache_bytes == COUNT * 192
+
+
+def test_columns_are_gathered_once_all_are_stored() -> None:
+    dataset = SimpleDataset(Files("dict")).cache("1 MB")
+    gather = as_bulk(dataset)
+    assert gather is not None and gather([1, 2], np.empty) is NOT_IN_BULK
+    first = dataset.get_batch([1, 2])
+    second = gather([2, -1, 1][::2], np.empty)
+    assert sorted(first) == sorted(second) == ["x", "y"]
+    assert second["x"].tolist() == [[2] * 3, [1] * 3] and second["y"]["flag"].tolist() == [True, False]
+    part = dataset.take(4)[1:]
+    found = as_bulk(part)
+    assert found is not None and found([0, 1], np.empty)["x"].tolist() == [[1] * 3, [2] * 3]
+    assert as_bulk(dataset.transform(lambda x: x)) is None
+
+
+def augment(*fields: Any) -> Any:
+    return fields, random.random(), sample_rng().random(), torch.rand(1).item()
+
+
+@covering(pool=("inline", "thread", *PROCESS_POOLS), kind=("tuple", "ragged"))
+def test_what_comes_behind_stays_random_and_the_same(pool: str, kind: str) -> None:
+    plain = SimpleDataset(Files(kind))
+    cut: list[Callable[[Any], Any]] = [
+        lambda one: one,
+        lambda one: one.shard(2, 1),
+        lambda one: SimpleDataset(Subset(one, [3, 1, 7, 2])),
+        lambda one: one + one.take(3),
+    ]
+    found = [part(plain.cache("1 MB")).transform(augment, seeded=True) for part in cut]
+    wanted = [part(plain).transform(augment, seeded=True) for part in cut]
+    for one, other in zip(found, wanted, strict=True):
+        batches = batches_of(one, make_pool(pool))
+        assert batches == batches_of(other, make_pool("inline"))
+        assert batches[: len(batches) // 2] != batches[len(batches) // 2 :]
+
+
+# -- what may not be cached --------------------------------------------------------------------------------------------
+
+
+class Own:
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __call__(self, x: Any) -> Any:
+        return self.rng.random()
+
+
+class WithEpoch(Files):
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+def seeded(x: Any) -> Any:
+    with sample_seed():
+        return random.random()
+
+
+DRAWS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "sample_rng": (lambda d: d.transform(lambda x: sample_rng().random()), r"sample_rng\(\) is called below cache"),
+    "sample_rng of an index": (lambda d: d.transform(lambda x: sample_rng(1).random()), r"sample_rng\(\)"),
+    "sample_generator": (
+        lambda d: d.transform(lambda x: torch.rand(1, generator=sample_generator())),
+        "sample_generator",
+    ),
+    "sample_seed": (lambda d: d.transform(seeded), r"sample_seed\(\) is called below"),
+    "seeded transform": (
+        lambda d: d.transform(lambda x: x, seeded=True),
+        r"transform\(fn, seeded=True\) is called below",
+    ),
+    "random": (lambda d: d.transform(lambda x: (x, random.random() > 2)), "sample 0 draws from random: move"),
+    "NumPy": (lambda d: d.transform(lambda x: np.random.rand()), "sample 0 draws from numpy.random: move"),
+    "torch": (lambda d: d.transform(lambda x: torch.rand(1)), "sample 0 draws from torch: move"),
+    "both": (lambda d: d.transform(lambda x: (random.random(), torch.rand(1))), "draws from random, torch: move"),
+    "its own generator": (lambda d: d.transform(Own()), r"draws from the generator of dataset\._fn\.rng"),
+    "nothing known": (lambda d: d.transform(lambda x: os.urandom(8)), "two reads give two samples"),
+    "inside others": (lambda d: d.transform(lambda x: sample_rng().random()).take(3) + [1.0], r"sample_rng\(\)"),
+    "epoch": (lambda d: SimpleDataset(WithEpoch("image")), "has set_epoch, so they depend on the epoch: cache the"),
+    "mixture": (lambda d: SimpleDataset(interleave([[1, 2], [3]], [1, 1], shuffle=True)), "has set_epoch"),
+}
+
+
+@pytest.mark.parametrize(("wrap", "text"), DRAWS.values(), ids=DRAWS)
+def test_what_is_random_below_the_cache_is_named(wrap: Callable[[Any], Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        wrap(SimpleDataset(Files("image"))).cache("1 MB")
+
+
+class LateDraw(Files):
+    def __getitem__(self, index: int) -> Any:
+        return sample_rng().random() if index == 7 else float(index)
+
+
+def test_a_later_sample_that_draws_is_named(pool: Any) -> None:
+    cached = SimpleDataset(LateDraw("image")).cache("1 MB")
+    with ShardedDataLoader(cached, 4, pool=pool) as loader:
+        with pytest.raises(ValueError, match=r"sample_rng\(\) is called below cache") as error:
+            list(loader)
+        assert any("sample 7" in note for note in error.value.__notes__)  # type: ignore[attr-defined]
+
+
+class Late(Files):
+    def __getitem__(self, index: int) -> Any:
+        return {"when": np.array([None])} if index == 7 else {"when": index}
+
+
+def test_a_sample_that_cannot_be_stored_names_its_field(pool: Any) -> None:
+    cached = SimpleDataset(Late("image")).cache("1 MB")
+    with ShardedDataLoader(cached, 4, pool=pool) as loader:
+        with pytest.raises(
+            TypeError, match=r"sample 7 cannot be cached: field \['when'\] of the sample is an? ndarray"
+        ):
+            list(loader)
+
+
+def test_a_dataset_that_changes_is_an_error() -> None:
+    data = [1, 2, 3]
+    cached = SimpleDataset(data).cache("1 MB")
+    assert cached[2] == 3
+    data.append(4)
+    for read in (lambda: cached[0], lambda: cached.get_batch([0]), lambda: list(cached)):  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match="has 4 samples, and had 3 when it was cached: call cache"):
+            read()
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "share with a space": ({"max_bytes": "50 %"}, ValueError, "such as '50%'"),
+    "too much": ({"max_bytes": "900000 TB"}, ValueError, "leaves .* bytes"),
+    "key": ({"max_bytes": 9, "key": 3}, TypeError, r"cache\(key=3\): give a text"),
+    "no folder": ({"path": "/nowhere/at/all/it"}, OSError, "there is no folder /nowhere/at/all: create it first"),
+    "a folder": ({"path": "/"}, OSError, "cannot be opened|is no file"),
+    "path": ({"path": 3.5}, TypeError, "PathLike"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "kind", "text"), BAD.values(), ids=BAD)
+def test_bad_arguments_get_advice(arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        SimpleDataset([1, 2]).cache(**arguments)
+
+
+def test_small_datasets_and_bounds_work(tmp_path: Path) -> None:
+    assert list(SimpleDataset([]).cache("1 MB")) == [] and list(SimpleDataset([]).cache(path=tmp_path / "it")) == []
+    one = SimpleDataset([5]).cache(0)
+    assert [one[0], one[-1]] == [5, 5] and one.cached == 0
+    assert list(SimpleDataset([{}, {"a": 1}, ()]).cache("1 MB")) == [{}, {"a": 1}, ()]
+
+
+# -- who shares it -----------------------------------------------------------------------------------------------------
+
+RANK = """
+import sys
+sys.path[:0] = sys.argv[2:4]
+from test_stored import *
+def main():
+    files = Files("texts", Path(sys.argv[1] + ".notes"))
+    cached = SimpleDataset(files).cache("1 MB", sys.argv[1], key="v1")
+    which = {"num_replicas": 2, "rank": int(sys.argv[4])}
+    with ShardedDataLoader(cached, 4, shuffle=True, seed=1, pool=ProcessPool(2), **which) as loader:
+        for epoch in range(2):
+            for batch in loader:
+                assert all(name == f"é{i}" * i for i, name in zip(batch["x"][:, 0].tolist(), batch["name"])), batch
+if __name__ == "__main__":
+    main()
+"""
+
+
+def run_rank(path: Path, rank: int) -> subprocess.Popen[str]:
+    script = path.with_suffix(".py")
+    script.write_text(RANK)
+    here = Path(__file__).parent
+    arguments = [sys.executable, str(script), str(path), str(here), str(here.parent), str(rank)]
+    return subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_ranks_and_later_runs_share_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "it.cache"
+    ranks = [run_rank(path, rank) for rank in range(2)]
+    assert [(rank.communicate()[1], rank.returncode) for rank in ranks] == [("", 0)] * 2
+    notes = Files("", Path(f"{path}.notes"))
+    first = notes.reads()
+    assert set(first) == set(range(COUNT))
+    assert len(first) <= 4 + 2 * COUNT  # sample 0 twice by each; none later than in the epochs that were prefetched
+    ranks = [run_rank(path, rank) for rank in range(2)]
+    assert [(rank.communicate()[1], rank.returncode) for rank in ranks] == [("", 0)] * 2
+    assert notes.reads()[len(first) :] == [0] * 4
+    assert sorted(os.listdir(tmp_path)) == ["it.cache", "it.cache.notes", "it.py"]
+
+
+@pytest.mark.parametrize("method", PROCESS_POOLS)
+def test_a_worker_that_is_killed_changes_nothing(method: str) -> None:
+    expected = batches_of(Files("texts"), make_pool("inline"), epochs=3)
+    cached = SimpleDataset(Files("texts")).cache("1 MB")
+    found = []
+    with ShardedDataLoader(cached, 5, shuffle=True, seed=3, pool=ProcessPool(2, start_method=method)) as loader:
+        for epoch in range(3):
+            for number, batch in enumerate(loader):
+                found.append(repr(batch))
+                if epoch < 2 and number == 2:
+                    os.kill(loader.pool.pids[0], signal.SIGKILL)  # type: ignore[attr-defined]
+    assert found == expected and cached.cached == COUNT
+
+
+def test_two_loaders_share_the_samples_of_one_dataset() -> None:
+    cached = SimpleDataset(Files("image")).cache("1 MB")
+    batches_of(cached, make_pool("thread"), epochs=1)
+    before = cached.counts
+    batches_of(cached.take(10), make_pool("inline"), epochs=1)
+    assert counts_of(cached) == (before[0] + 10, *before[1:])
+
+
+def test_a_copy_of_the_dataset_shares_the_samples(tmp_path: Path) -> None:
+    for path in (None, tmp_path / "it"):
+        cached = SimpleDataset(Files("ragged")).cache("1 MB", path)
+        again = pickle.loads(pickle.dumps(cached))
+        assert again[3] == cached[3] and again.counts == (1, 1, cached.counts[2])
+        assert again.cached == 1
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the memory of a process has a name")
+def test_a_copy_that_outlives_the_memory_reads_uncached(tmp_path: Path) -> None:
+    cached = SimpleDataset(Files("ragged")).cache("1 MB")
+    pickled = pickle.dumps(cached)
+    del cached
+    again = pickle.loads(pickled)
+    assert again[3] == KINDS["ragged"](3) and again.cached == 0 and again.counts == (0, 0, 0)
+    assert "StoredDataset" not in repr(again)
+
+
+def test_without_proc_the_memory_is_a_file_that_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(stores.os.path, "isdir", lambda path: False)
+    monkeypatch.setattr(stores.tempfile, "tempdir", str(tmp_path))
+    cached = SimpleDataset(Files("tuple")).cache("1 MB")
+    assert len(os.listdir(tmp_path)) == 2
+    again = pickle.loads(pickle.dumps(cached))
+    assert repr(again[3]) == repr(cached[3]) and again.cached == 1
+    del again
+    assert len(os.listdir(tmp_path)) == 2
+    del cached
+    assert os.listdir(tmp_path) == []
+
+
+def test_another_key_is_another_cache(tmp_path: Path) -> None:
+    SimpleDataset([1, 2]).cache(path=tmp_path / "it", key="a")
+    with pytest.raises(CacheMismatchError, match="was made with key='a', and now key='b' is given: delete it"):
+        SimpleDataset([1, 2]).cache(path=tmp_path / "it", key="b")
+
+
+def test_threads_count_every_sample() -> None:
+    cached = SimpleDataset(range(100)).cache("1 MB")
+    start = threading.Barrier(8)
+
+    def work() -> None:
+        start.wait()
+        for _ in range(20):
+            assert [cached[i] for i in range(100)] == list(range(100))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    hits, misses, nbytes = counts_of(cached)
+    assert hits + misses == 8 * 20 * 100 and nbytes == 800
+
+
+def test_shards_are_not_fetched_for_samples_that_are_there() -> None:
+    told = []
+
+    class Shards(SimpleDataset):
+        def follow(self, batches: Any, position: Any, later: Any) -> None:
+            told.append(batches(0).tolist())
+
+    from sharded_loader.data.datasets import follow
+
+    cached = Shards(range(9)).cache("1 MB")
+    cached[2], cached[3]
+    follow(cached, lambda number: np.array([1, 2, 3, 4]), lambda: 0, lambda number: None)
+    assert told == [[1, 4]]
+
+
+def test_it_is_shown_as_it_was_made(tmp_path: Path) -> None:
+    base = SimpleDataset([1, 2])
+    assert repr(base.cache("2 KiB")) == "SimpleDataset(2 samples of list).cache(2048)"
+    assert repr(base.cache(99, tmp_path / "it")).endswith(f".cache(99, path={str(tmp_path / 'it')!r})")
+    assert len(base.cache(9)) == 2 and base.cache(9)[1:][0] == 2
+    assert ArrayDataset([1, 2]).cache(9).get_batch([1]).tolist() == [2]  # type: ignore[union-attr]

@@ -1,0 +1,470 @@
+"""A store of samples: no torn or foreign sample is ever read, whoever dies, and a full disk is no error."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sharded_loader import CacheMismatchError
+from sharded_loader.base.limits import Limit
+from sharded_loader.base.system import locked, write_at
+from sharded_loader.memory import store as stores
+from sharded_loader.memory.store import MISSING, UNFINISHED, Contents, Store, examine, is_cache, open_store
+
+POSIX = pytest.mark.skipif(sys.platform == "win32", reason="forks")
+COUNT = 20
+
+
+def sample(index: int) -> Any:
+    """Even ones are rows, odd ones are records of other lengths."""
+    size = 2000 if index % 2 == 0 else 1000 + 10 * index
+    return {"x": np.full(size, index, np.int64), "name": "even" if index % 2 == 0 else f"odd {index}", "label": index}
+
+
+def make(path: Any = None, max_bytes: Any = "20 MB", **other: Any) -> Store:
+    return open_store(path, max_bytes, **({"length": COUNT, "key": None, "first": sample(0)} | other))
+
+
+def is_right(found: Any, index: int) -> bool:
+    wanted = sample(index)
+    return bool((found["x"] == wanted["x"]).all()) and found["name"] == wanted["name"] and found["label"] == index
+
+
+@pytest.fixture(params=["memory", "file"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    return None if request.param == "memory" else tmp_path / "samples.cache"
+
+
+def test_what_was_written_is_read(path: Path | None) -> None:
+    store = make(path)
+    assert [store.read(index) for index in range(COUNT)] == [MISSING] * COUNT
+    for index in range(COUNT):
+        store.write(index, sample(index))
+    assert all(is_right(store.read(index), index) for index in range(COUNT))
+    assert store.rows(np.array([0, 1])) is None  # 1 is no row
+    rows = store.rows(np.array([4, 2]))
+    assert rows is not None and [int(store.columns[0][row][0]) for row in rows] == [4, 2]
+
+
+def test_a_sample_that_was_read_is_ones_own() -> None:
+    store = make()
+    for index in (0, 1):
+        store.write(index, sample(index))
+        store.read(index)["x"][:] = -1
+        assert is_right(store.read(index), index)
+
+
+def test_a_sample_is_written_once() -> None:
+    store = make()
+    for _ in range(3):
+        store.write(3, sample(3))
+        store.write(4, sample(4))
+    assert store.used_bytes == make_used(3) + make_used(4)
+
+
+def make_used(index: int) -> int:
+    store = make()
+    store.write(index, sample(index))
+    return store.used_bytes
+
+
+def test_nothing_is_evicted_at_the_bound(path: Path | None) -> None:
+    store = make(path, max_bytes=5 * 16008)
+    for _ in range(2):
+        for index in range(COUNT):
+            store.write(index, sample(index))
+    kept = [index for index in range(COUNT) if store.read(index) is not MISSING]
+    assert kept[:4] == [0, 1, 2, 3] and all(is_right(store.read(index), index) for index in kept)
+    assert 4 * 16008 < store.used_bytes <= 5 * 16008
+
+
+# -- who dies ----------------------------------------------------------------------------------------------------------
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Deadly:
+    """An array whose writer dies instead of writing."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.array[index]
+
+    def tolist(self) -> Any:
+        return self.array.tolist()
+
+    __setitem__ = die
+
+
+def before_the_bytes(store: Store) -> None:
+    stores.write_at = die
+
+
+def in_the_middle(store: Store) -> None:
+    def half(fd: int, data: Any, offset: int) -> None:
+        write_at(fd, memoryview(data)[: len(data) // 2], offset)
+        die()
+
+    stores.write_at = half
+
+
+def before_the_checksum(store: Store) -> None:
+    store._entries = {"length": Deadly(None)}  # type: ignore[assignment]
+
+
+def before_it_is_counted(store: Store) -> None:
+    store._counters = Deadly(store._counters)  # type: ignore[assignment]
+
+
+def before_the_place(store: Store) -> None:
+    store.places = Deadly(store.places)  # type: ignore[assignment]
+
+
+MOMENTS = (before_the_bytes, in_the_middle, before_the_checksum, before_it_is_counted, before_the_place)
+
+
+def in_child(work: Callable[[], Any]) -> int:
+    """The status of a forked child that does this."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(3)
+    return os.waitpid(pid, 0)[1]
+
+
+@POSIX
+@pytest.mark.parametrize("index", [4, 5], ids=["row", "record"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_writer_killed_at_any_moment_leaves_no_torn_sample(path: Path | None, moment: Any, index: int) -> None:
+    store = make(path)
+    store.write(2, sample(2))
+
+    def work() -> None:
+        moment(store)
+        store.write(index, sample(index))
+
+    assert in_child(work) == signal.SIGKILL
+    assert store.read(index) is MISSING
+    for one in range(COUNT):  # the lock is free, and nobody writes over anything
+        store.write(one, sample(one))
+    assert all(is_right(store.read(one), one) for one in range(COUNT))
+
+
+@POSIX
+@pytest.mark.costly(2)
+@pytest.mark.parametrize("seed", range(6))
+def test_processes_killed_at_random_leave_only_whole_samples(path: Path | None, seed: int) -> None:
+    store, rng = make(path, length=3000, max_bytes="60 MB"), random.Random(seed)
+
+    def work() -> None:
+        own = np.random.default_rng(os.getpid())
+        for index in own.permutation(3000).tolist():
+            found = store.read(index)
+            if found is MISSING:
+                store.write(index, sample(index))
+            elif not is_right(found, index):
+                os._exit(7)
+        os._exit(0)
+
+    running: list[int] = []
+    for _ in range(12):
+        while len(running) < 3:
+            pid = os.fork()
+            if pid == 0:
+                work()
+            running.append(pid)
+        time.sleep(rng.random() / 100)  # anywhere in the work
+        victim = running.pop(rng.randrange(3))
+        os.kill(victim, signal.SIGKILL)
+        assert os.waitpid(victim, 0)[1] in (signal.SIGKILL, 0)
+    assert [os.waitpid(pid, 0)[1] for pid in running] == [0] * len(running)
+    found = [store.read(index) for index in range(3000)]
+    assert all(one is MISSING or is_right(one, index) for index, one in enumerate(found))
+    assert sum(one is MISSING for one in found) == 0 or store.used_bytes > 59e6
+
+
+@POSIX
+@pytest.mark.parametrize("done", range(5))
+def test_the_next_one_makes_the_file_of_a_process_that_died_making_it(tmp_path: Path, done: int) -> None:
+    path, calls = tmp_path / "samples.cache", []
+
+    def work() -> None:
+        def write(fd: int, data: Any, offset: int) -> None:
+            if len(calls) == done:
+                die()
+            calls.append(offset)
+            write_at(fd, data, offset)
+
+        stores.write_at = write
+        make(path)
+
+    status = in_child(work)
+    assert status == (signal.SIGKILL if done < 4 else 3 << 8)
+    store = make(path)
+    store.write(1, sample(1))
+    assert is_right(make(path).read(1), 1)
+    assert os.listdir(tmp_path) == ["samples.cache"]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def filled(path: Path) -> int:
+    """A file with all samples; how many bytes it has."""
+    store = make(path)
+    for index in range(COUNT):
+        store.write(index, sample(index))
+    return path.stat().st_size
+
+
+def test_a_later_run_finds_the_samples(tmp_path: Path) -> None:
+    path = tmp_path / "samples.cache"
+    filled(path)
+    store = make(path)
+    assert all(is_right(store.read(index), index) for index in range(COUNT))
+    assert examine(str(path)) == Contents(1, COUNT, None, COUNT, store.used_bytes)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_damaged_bytes_are_never_samples(tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    path, rng = tmp_path / "samples.cache", random.Random(seed)
+    size = filled(path)
+    whole = path.read_bytes()
+    for _ in range(60):
+        damaged = bytearray(whole)
+        for _ in range(rng.choice([1, 1, 50])):
+            damaged[rng.randrange(32, size)] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            store = make(path)
+        except CacheMismatchError:
+            continue
+        found = [store.read(index) for index in range(COUNT)]
+        assert all(one is MISSING or is_right(one, index) for index, one in enumerate(found))
+        for index in range(COUNT):
+            store.write(index, sample(index))
+        assert all(is_right(store.read(index), index) for index in range(COUNT))
+
+
+def test_a_damaged_sample_is_said_and_stored_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "samples.cache"
+    filled(path)
+    store = make(path)
+    store.columns[0][2] += 1
+    assert store.rows(np.array([0, 4])) is None and store.read(4) is MISSING
+    assert [record.getMessage() for record in caplog.records] == [
+        f"sample 4 of {path} is damaged in the cache: it is read again"
+    ]
+    store.write(4, sample(4))
+    assert is_right(make(path).read(4), 4)
+
+
+def with_header(path: Path, **changed: Any) -> None:
+    """Write a file whose header says something else."""
+    make(path)
+    fd = os.open(path, os.O_RDWR)
+    about = stores.read_about(fd)
+    assert about is not None
+    about.pop("text")
+    stores.make_header(fd, about | changed)
+    os.close(fd)
+
+
+FOREIGN: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+    "text": (lambda path: path.write_text("precious"), CacheMismatchError, "is no cache of samples: give another"),
+    "zeros": (lambda path: path.write_bytes(bytes(100)), CacheMismatchError, "is no cache of samples"),
+    "folder": (lambda path: path.mkdir(), OSError, "cannot be opened.*give a path that you can write to"),
+    "link": (lambda path: path.symlink_to("other"), OSError, "cannot be opened"),
+    "header cut off": (
+        lambda path: (filled(path), os.truncate(path, 100)),
+        CacheMismatchError,
+        "is damaged: delete it .sharded-loader cache clear",
+    ),
+    "cut off": (lambda path: (filled(path), os.truncate(path, 2000)), CacheMismatchError, "was cut off: delete it"),
+    "version": (
+        lambda path: with_header(path, version=2),
+        CacheMismatchError,
+        "in version 2 of the layout, and this library writes version 1: delete it",
+    ),
+    "length": (
+        lambda path: make(path, length=7),
+        CacheMismatchError,
+        "for a dataset of 7 samples, and this one has 20",
+    ),
+    "key": (lambda path: make(path, key="a"), CacheMismatchError, "with key='a', and now key=None is given"),
+    "first sample": (
+        lambda path: make(path, first=sample(1)),
+        CacheMismatchError,
+        "for another dataset: the digest of its first sample",
+    ),
+    "writable by others": (
+        lambda path: (make(path), path.chmod(0o666)),
+        PermissionError,
+        "other users may write to it: give a path in a folder of your own",
+    ),
+}
+
+
+@POSIX
+@pytest.mark.parametrize(("damage", "kind", "text"), FOREIGN.values(), ids=FOREIGN)
+def test_another_file_is_rejected_and_stays(
+    tmp_path: Path, damage: Callable[[Path], Any], kind: type[Exception], text: str
+) -> None:
+    path = tmp_path / "samples.cache"
+    damage(path)
+    before = path.read_bytes() if path.is_file() else None
+    with pytest.raises(kind, match=text):
+        make(path)
+    assert before is None or path.read_bytes() == before
+
+
+@pytest.mark.skipif(sys.platform == "win32" or os.getuid() != 0, reason="only root gives files away")
+def test_a_file_of_another_user_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "samples.cache"
+    filled(path)
+    os.chown(path, 12345, -1)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        make(path)
+
+
+def test_an_empty_file_becomes_the_cache(tmp_path: Path) -> None:
+    path = tmp_path / "samples.cache"
+    path.touch(0o600)
+    make(path).write(1, sample(1))
+    assert is_cache(str(path)) and is_right(make(path).read(1), 1)
+    path.write_bytes(UNFINISHED)
+    assert is_cache(str(path)) and make(path).read(1) is MISSING
+
+
+def test_no_file_holds_a_pickle(tmp_path: Path) -> None:
+    path = tmp_path / "samples.cache"
+    filled(path)
+    text = path.read_bytes()
+    assert json.loads(text[64 : text.index(b"\0", 64)])["length"] == COUNT
+    assert b"numpy" not in text and b"torch" not in text
+
+
+# -- no room -----------------------------------------------------------------------------------------------------------
+
+
+def no_room(fd: int, data: Any, offset: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_said_once_and_what_is_there_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = make(tmp_path / "samples.cache")
+    store.write(1, sample(1))
+    monkeypatch.setattr(stores, "write_at", no_room)
+    for index in range(2, COUNT):
+        store.write(index, sample(index))
+    assert is_right(store.read(1), 1) and store.read(2) is MISSING
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING and "No space left" in record.getMessage()
+    assert "it takes no more samples" in record.getMessage()
+
+
+def test_a_path_on_a_full_disk_is_an_error_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "write_at", no_room)
+    with pytest.raises(OSError, match="the cache has no room.*No space left"):
+        make(tmp_path / "samples.cache")
+    assert os.listdir(tmp_path) == []
+
+
+@POSIX
+def test_a_limit_of_the_file_size_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "samples.cache"
+    program = (
+        "import resource, sys; sys.path[:0] = sys.argv[2:]\n"
+        "import test_store as t\n"
+        "store = t.make(sys.argv[1], first=t.sample(1))\n"  # so that even ones are records, at the end of the file
+        "size = store._log + 50_000\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))\n"
+        "for index in range(20): store.write(index, t.sample(index))\n"
+        "print([index for index in range(20) if store.read(index) is not t.MISSING])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path), str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "[0, 1, 2, 3]\n"
+    assert done.stderr.count("it takes no more samples") == 1
+
+
+def test_full_memory_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    store = make()
+    monkeypatch.setattr(stores, "LOOK", 1 << 16)
+    monkeypatch.setattr(stores, "free_bytes", lambda: Limit(1000, "the cgroup"))
+    for index in range(COUNT):
+        store.write(index, sample(index))
+    assert 0 < np.count_nonzero(store.places) < COUNT
+    [record] = caplog.records
+    assert "the cache in memory is full (the cgroup leaves 1,000 bytes)" in record.getMessage()
+
+
+BOUNDS: dict[str, tuple[Any, str]] = {
+    "a space": ("50 %", "give 0 or more, a share of what is free, such as '50%', or a text"),
+    "more than all": ("101%", "more than 0% and at most 100%"),
+    "nothing": ("0%", "more than 0% and at most 100%"),
+    "negative": (-1, "max_bytes is -1: give 0 or more"),
+    "word": ("half", "max_bytes is 'half'"),
+    "beyond the machine": ("100000 TB", "leaves .* bytes: give less, or a share, such as '50%'"),
+}
+
+
+@pytest.mark.parametrize(("bound", "text"), BOUNDS.values(), ids=BOUNDS)
+def test_a_bound_that_means_nothing_gets_advice(path: Path | None, bound: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make(path, max_bytes=bound)
+
+
+def test_a_share_is_that_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "free_bytes", lambda: Limit(4_000_000, "the machine"))
+    assert make(max_bytes="50%").max_bytes == 2_000_000
+    assert make(max_bytes="0.5%").max_bytes == 20_000
+
+
+# -- locks -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_runs_in_the_middle_of_a_write_stores_nothing() -> None:
+    """A signal handler, or a finalizer, reads a sample while its thread has the lock."""
+    store = make()
+    with locked(store.fd) as alone:
+        assert alone
+        store.write(1, sample(1))
+    assert store.read(1) is MISSING and store.used_bytes == 0
+    store.write(1, sample(1))
+    assert is_right(store.read(1), 1)
+
+
+@pytest.fixture(autouse=True)
+def _own_log() -> Iterator[None]:
+    logger = logging.getLogger("sharded_loader")
+    before = logger.propagate
+    logger.propagate = True
+    yield
+    logger.propagate = before
