@@ -37,6 +37,7 @@ one that outlives the memory, unpickles None.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import mmap
 import os
@@ -47,7 +48,6 @@ import stat as modes
 import struct
 import sys
 import tempfile
-import threading
 import weakref
 import zlib
 from collections.abc import Iterable
@@ -207,12 +207,13 @@ class Session(Opened):
         name: of another process's session; None: a new one.
 
     Attributes:
+        full: an array of one number: 1 if the store takes no more samples.
         counts: of each process, the samples that it found in the store, and those that it did not.
         sound: of each sample, whether its checksum is known to be right.
     """
 
-    PROCESSES = 512
-    """Each counts in a row of its own. If there are more, the last row is shared, and counts may be lost."""
+    PROCESSES = 1024
+    """Each process counts in the row of its number, so two of them may lose a count if that is the same row."""
 
     def __init__(self, length: int, name: str | None = None) -> None:
         opened = open_nameless("cache-session") if name is None else (open_named(name), name)
@@ -222,31 +223,12 @@ class Session(Opened):
             os.ftruncate(self.fd, begin + length)
         memory = self.map(begin + length)
         numbers = memory[:begin].view(np.int64).reshape(-1, 2)
-        self._state, self.counts, self.sound = numbers[0], numbers[1:], memory[begin:]
-        self._mine: tuple[int, Array, Any] = 0, self._state, None
+        self.full, self.counts, self.sound = numbers[0, :1], numbers[1:], memory[begin:]
 
     def count(self, found: int, missed: int) -> None:
-        """Samples were found, or not."""
-        pid, row, lock = self._mine
-        if pid != os.getpid():
-            with locked(self.fd):
-                row = self.counts[min(int(self._state[0]), self.PROCESSES - 1)]
-                self._state[0] += 1
-            lock = threading.RLock()
-            self._mine = os.getpid(), row, lock
-        with lock:
-            row += (found, missed)
-
-    def is_first(self) -> bool:
-        """Whether no process has called this before: the store takes no more samples."""
-        with locked(self.fd):
-            before, self._state[1] = int(self._state[1]), 1
-        return not before
-
-    @property
-    def is_full(self) -> bool:
-        """Whether `is_first` was called."""
-        return bool(self._state[1])
+        """Samples were found, or not. NumPy adds them at once: threads need no lock."""
+        mine = self.counts[os.getpid() % self.PROCESSES]
+        mine += (found, missed)
 
 
 # -- the store ---------------------------------------------------------------------------------------------------------
@@ -373,17 +355,17 @@ class Store(Opened):
             parts: list[Any] = [_SIZE.pack(len(text)), text, *map(bytes_of, leaves)]
             leaves = [np.frombuffer(b"".join(parts), np.uint8)]
         nbytes = sum(leaf.nbytes for leaf in leaves)
-        if self.session.is_full or self.used_bytes + nbytes > self.max_bytes:
+        if self.session.full[0] or self.used_bytes + nbytes > self.max_bytes:
             return
         found = checksum(leaves)
-        try:
-            with locked(self.fd) as alone:  # the system writes for one process at a time, in any case
-                if alone and not self.places[index] and self._has_room(nbytes, is_row):
+        with locked(self.fd) as alone:  # the system writes for one process at a time, in any case
+            try:
+                if alone and not self.places[index] and not self.session.full[0] and self._has_room(nbytes, is_row):
                     self._write(index, leaves, nbytes, found, is_row)
-        except OSError as error:
-            if self.session.is_first():
-                what, why = self.path or "memory", error.strerror or str(error)
-                logger.warning("the cache in %s is full (%s): it takes no more samples", what, why)
+            except OSError as error:
+                self.session.full[0] = 1
+                what = self.path or "memory"
+                logger.warning("the cache in %s is full (%s): it takes no more samples", what, error.strerror)
 
     def _write(self, index: int, leaves: list[Array], nbytes: int, found: int, is_row: bool) -> None:
         row, end = self._counters.tolist()
@@ -405,13 +387,9 @@ class Store(Opened):
         if self.path is None and (before + nbytes) // LOOK > before // LOOK:
             limit = free_bytes()
             if limit.nbytes < SMALL:
-                raise MemoryShortError(f"{limit.what} leaves {limit.nbytes:,} bytes")
+                raise OSError(errno.ENOMEM, f"{limit.what} leaves {limit.nbytes:,} bytes")
         is_free = not is_row or int(self._counters[0]) < self._about["rows"]
         return is_free and before + nbytes <= self.max_bytes
-
-
-class MemoryShortError(OSError):
-    """There is too little memory to go on storing samples."""
 
 
 def used(counters: Any, row_bytes: int) -> int:
@@ -460,15 +438,8 @@ def open_store(path: Any, max_bytes: Any, length: int, key: str | None, first: A
         raise FileNotFoundError(f"path={path!r} of the cache: there is no folder {folder}: create it first")
     bound = bound_of(max_bytes, place)
     rows = min(length, bound // max(1, sum(leaf.nbytes for leaf in leaves)))
-    about = {
-        "version": VERSION,
-        "length": length,
-        "key": key,
-        "first": digest_of(first),
-        "structure": structure,
-        "leaves": specs,
-        "rows": rows,
-    }
+    about: dict[str, Any] = {"version": VERSION, "length": length, "key": key, "first": digest_of(first)}
+    about |= {"structure": structure, "leaves": specs, "rows": rows}
     if place is not None:
         return Store(open_file(place, about), place, bound, place)
     fd, name = open_nameless("cache")
