@@ -271,7 +271,7 @@ class Store(Opened):
         ]
         try:
             self.session = Session(self.length, session)
-        except OSError:  # its process has ended
+        except (OSError, ValueError):  # its process has ended
             self.session = Session(self.length)
 
     def __reduce__(self) -> Any:
@@ -599,7 +599,7 @@ def attach(name: str, max_bytes: int, path: str | None, about: dict[str, Any], s
         fd = open_named(name)
     except OSError:
         return None
-    if read_about(fd) == about:
+    if read_about(fd) == about and os.fstat(fd).st_size >= layout_of(about)[1]:
         return Store(fd, name, max_bytes, path, session)
     close_locked(fd)
     return None
