@@ -6,6 +6,7 @@
     rows_of(pools, workers) -> Rows
     measure(dataset, rows, ...) -> a Measurement for each row: the medians of several rounds, and their spread
     recommend(measurements, cores) -> one sentence, a pure function
+    gain_of_cache(dataset, fastest row, ...) -> one sentence: what `Dataset.cache` would gain
 
 Rounds are interleaved: every row is measured once, then every row again. So a disturbance of the machine hits all rows
 alike. Each turn has a new loader. Its first batches are not counted: workers start, and fill what is prefetched. A turn
@@ -117,13 +118,18 @@ def bench(
     except DatasetFailed as error:
         raise CannotRun(f"reading {dataset} failed: {error}") from None
     recommendation, cores_used = recommend(measured, cores_for_workers()), statistics.median(others)
+    fastest = max(measured, key=lambda row: row.samples_per_second)
+    cached = "" if is_stream(data) else gain_of_cache(data, fastest, seconds / ROUNDS, batch_size, batchify_fn)
     if as_json:
         cells = [dataclasses.asdict(row) | {"times_inline": times_inline(row, measured)} for row in measured]
         result = {"rounds": ROUNDS, "cores_of_others": cores_used, "rows": cells, "recommendation": recommendation}
+        result["cache"] = cached
         output.show_json(asked | result)
     else:
         _show(measured, cores_used)
         click.echo(recommendation)
+        if cached:
+            click.echo(cached)
     failed = [row for row in measured if row.error is not None]
     for row in failed:
         complain(f"{row.pool} with {row.workers} workers failed: {row.error}")
@@ -302,6 +308,46 @@ def _without_end(loader: Any) -> Iterator[Any]:
         if batch is None:
             raise DatasetFailed(why)
         why = "it gives its samples only once: return a new iterator from __iter__"
+
+
+def gain_of_cache(
+    dataset: Any,
+    fastest: Measurement,
+    seconds: float,
+    batch_size: int,
+    batchify_fn: Callable[[list[Any]], Any] | None = None,
+) -> str:
+    """What a cache of the samples would gain, in one sentence. It is tried with as many samples as are read in time.
+
+    Args:
+        dataset: what is read, by index.
+        fastest: the row whose pool reads.
+        seconds: how long samples are read that are not cached, and then samples that are.
+        batch_size, batchify_fn: as for `measure`.
+    """
+    from sharded_loader import ShardedDataLoader, SimpleDataset
+    from sharded_loader.data.datasets import StoredDataset
+
+    count = min(len(dataset), max(batch_size, int(seconds * fastest.samples_per_second)))
+    try:
+        part = SimpleDataset(dataset).take(count).cache("50%")
+    except (ValueError, TypeError, OSError) as error:
+        return f"A cache cannot keep the samples: {say_error(error)}"
+    assert isinstance(part, StoredDataset)
+    arguments: dict[str, Any] = {"dataset": part, "batch_size": batch_size, "shuffle": True}
+    arguments["batchify_fn"] = batchify_fn
+    pool: Any = fastest.pool
+    with ShardedDataLoader(num_workers=fastest.workers, pool=pool, **arguments) as loader:
+        for _ in loader:
+            pass
+    times = _turn(fastest, seconds, arguments)[0] / fastest.samples_per_second
+    if times < WORTH:
+        return f"A cache of the samples gains nothing: later epochs are {times:.2f} times as fast."
+    nbytes = part.counts[2] / max(1, part.cached) * len(dataset)
+    return (
+        f"With dataset.cache(...), epochs after the first are {times:.1f} times as fast; all samples take "
+        f"{output.size_text(nbytes)}."
+    )
 
 
 def recommend(measurements: Sequence[Measurement], cores: int) -> str:

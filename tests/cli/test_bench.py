@@ -58,7 +58,7 @@ def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_it_prints_a_row_for_each_pool_and_a_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "benched_data:numbers", *QUICK]) == 0
-    head, columns, *rows, advice = capsys.readouterr().out.splitlines()
+    head, columns, *rows, advice, cached = capsys.readouterr().out.splitlines()
     assert head == "benched_data:numbers: list, 100 samples, in random order; batches of 64."
     assert columns.split("  ")[0] == "pool" and columns.endswith("x inline")
     rows = [row for row in rows if not row.startswith("Other programs use")]
@@ -66,6 +66,7 @@ def test_it_prints_a_row_for_each_pool_and_a_recommendation(capsys: pytest.Captu
     assert rows[0].endswith("1.00")
     assert all(re.search(r" ±\d+% ", row) for row in rows)
     assert advice.startswith(("Use num_workers=2", "Inline is enough", "No clear winner"))
+    assert cached.startswith(("With dataset.cache(...), epochs after", "A cache of the samples gains nothing"))
 
 
 @pytest.mark.slow
@@ -347,3 +348,28 @@ def test_rows_that_are_alike_need_no_winner() -> None:
     assert recommend([INLINE_ROW, two, four], 8).startswith("Use num_workers=2: ")
     slower = spread("thread", 2, 990, 1010, 1200)
     assert recommend([INLINE_ROW, slower], 2).startswith("Inline is enough")
+
+
+# -- what a cache gains ------------------------------------------------------------------------------------------------
+
+
+class Slow:
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.002)
+        return index
+
+
+def test_it_says_what_a_cache_gains() -> None:
+    text = bench.gain_of_cache(Slow(), Measurement("inline", 0, 400.0, 1.0), 0.05, 16)
+    found = re.fullmatch(
+        r"With dataset.cache.*, epochs after the first are (\d+\.\d) times as fast; .* 512 bytes.", text
+    )
+    assert found is not None and float(found[1]) > 3
+
+
+def test_it_says_why_a_cache_cannot_keep_the_samples() -> None:
+    text = bench.gain_of_cache(SimpleDataset([object()]), Measurement("inline", 0, 400.0, 1.0), 0.05, 16)
+    assert text.startswith("A cache cannot keep the samples: TypeError: the sample is an object")
