@@ -241,7 +241,7 @@ class Dataset:
                 another number of samples or another first sample is rejected with an error.
 
         Returns:
-            A dataset of the same samples. `loader.stats() <LoaderStats>` counts hits and misses.
+            A dataset of the same samples. ``loader.stats()`` counts hits and misses.
 
         Raises:
             CacheMismatchError: The file belongs to another dataset.

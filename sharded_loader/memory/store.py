@@ -531,7 +531,9 @@ def open_file(path: str, about: dict[str, Any]) -> int:
             if head in (b"", UNFINISHED):
                 _make_file(fd, path, about)
             else:
-                check_same(path, head, read_about(fd), about, os.fstat(fd).st_size)
+                found = read_about(fd)
+                check_same(path, head, found, about, os.fstat(fd).st_size)
+                _count_again(fd, found)
     except BaseException:
         close_locked(fd)
         raise
@@ -548,6 +550,21 @@ def _make_file(fd: int, path: str, about: dict[str, Any]) -> None:
         raise OSError(
             error.errno, f"the cache has no room ({error.strerror}): free some, or give another path", path
         ) from None
+
+
+def _count_again(fd: int, about: Any) -> None:
+    """Take what is stored. A machine that loses power may have written the places of samples, and not the counters."""
+    entries, size = entries_of(fd, about), os.fstat(fd).st_size - layout_of(about)[1]
+    places, ends = entries["place"], entries["length"] - entries["place"] - 1
+    rows = places[(places > 0) & (places <= about["rows"])].max(initial=0)
+    end = ends[(places < 0) & (ends >= 0) & (ends <= size)].max(initial=0)
+    counted = np.frombuffer(read_at(fd, 16, _COUNTERS), np.int64)
+    write_at(fd, bytes_of(np.maximum(counted, np.array([rows, end], np.int64))), _COUNTERS)
+
+
+def entries_of(fd: int, about: dict[str, Any]) -> Array:
+    """The entries of the samples, as they are now."""
+    return np.frombuffer(read_at(fd, about["length"] * _ENTRY.itemsize, layout_of(about)[0][0]), _ENTRY)
 
 
 def check_private(fd: int, path: str) -> None:
@@ -599,7 +616,10 @@ def attach(name: str, max_bytes: int, path: str | None, about: dict[str, Any], s
         fd = open_named(name)
     except OSError:
         return None
-    if read_about(fd) == about and os.fstat(fd).st_size >= layout_of(about)[1]:
+    is_same = False
+    with contextlib.suppress(OSError):  # something else, on another machine
+        is_same = read_about(fd) == about and os.fstat(fd).st_size >= layout_of(about)[1]
+    if is_same:
         return Store(fd, name, max_bytes, path, session)
     close_locked(fd)
     return None
@@ -627,7 +647,7 @@ def examine(path: str) -> Contents:
         about = read_about(fd)
         if about is None or about["version"] != VERSION:
             raise CacheMismatchError(f"{path} is no cache of samples that this version of the library can read")
-        places = np.frombuffer(read_at(fd, about["length"] * _ENTRY.itemsize, layout_of(about)[0][0]), _ENTRY)["place"]
+        places = entries_of(fd, about)["place"]
         counters = np.frombuffer(read_at(fd, 16, _COUNTERS), np.int64)
         nbytes = used(counters, sum(_nbytes(*leaf) for leaf in about["leaves"]))
         return Contents(VERSION, about["length"], about["key"], int(np.count_nonzero(places)), nbytes)

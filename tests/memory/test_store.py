@@ -279,6 +279,19 @@ def test_a_damaged_sample_is_said_and_stored_again(tmp_path: Path, caplog: pytes
     assert is_right(make(path).read(4), 4)
 
 
+def test_counters_that_were_lost_with_the_power_overwrite_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "samples.cache"
+    store = make(path)
+    for index in range(COUNT // 2):
+        store.write(index, sample(index))
+    store._counters[:] = 0
+    store = make(path)
+    assert all(is_right(store.read(index), index) for index in range(COUNT // 2))
+    for index in range(COUNT):
+        store.write(index, sample(index))
+    assert all(is_right(store.read(index), index) for index in range(COUNT))
+
+
 def with_header(path: Path, **changed: Any) -> None:
     """Write a file whose header says something else."""
     make(path)
