@@ -443,7 +443,11 @@ def open_store(path: Any, max_bytes: Any, length: int, key: str | None, first: A
     if place is not None:
         return Store(open_file(place, about), place, bound, place)
     fd, name = open_nameless("cache")
-    make_header(fd, about)
+    try:
+        make_header(fd, about)
+    except BaseException:
+        close_locked(fd)
+        raise
     return Store(fd, name, bound, None)
 
 

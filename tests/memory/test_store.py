@@ -405,6 +405,21 @@ def test_a_path_on_a_full_disk_is_an_error_and_leaves_no_file(tmp_path: Path, mo
     assert os.listdir(tmp_path) == []
 
 
+def test_a_path_on_a_read_only_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(stores.os, "open", refuse)
+    with pytest.raises(OSError, match=r"cannot be opened \(Read-only file system\): give a path that you can write to"):
+        make(tmp_path / "samples.cache")
+
+
+def test_memory_that_the_system_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "write_at", no_room)
+    with pytest.raises(OSError, match="No space left"):
+        make()
+
+
 @POSIX
 def test_a_limit_of_the_file_size_is_no_error(tmp_path: Path) -> None:
     path = tmp_path / "samples.cache"
