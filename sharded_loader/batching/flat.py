@@ -31,6 +31,8 @@ from sharded_loader.batching.tree import is_tensor
 MANY = 8
 """Numbers of one type from which on a list of them is one leaf."""
 
+_as_json = json.JSONEncoder(separators=(",", ":")).encode  # `json.dumps` would make one for each sample
+
 _NUMBERS: dict[type, Any] = {int: np.int64, float: np.float64, bool: np.bool_, complex: np.complex128}
 _KEYS = {str, int, bool, type(None)}
 _KEPT = "biufcSUmM"
@@ -48,7 +50,7 @@ def flatten(sample: Any) -> tuple[str, list[Array]]:
         ('["dict",["x","name","label"],[["array","<f4",[2]],"a",["int","<i8",[]]]]', [array([0., 0.], ...), array(3)])
     """
     leaves: list[Array] = []
-    return json.dumps(_flat(sample, "", leaves), separators=(",", ":")), leaves
+    return _as_json(_flat(sample, "", leaves)), leaves
 
 
 def _flat(value: Any, path: str, leaves: list[Array]) -> Any:

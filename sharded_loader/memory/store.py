@@ -23,7 +23,8 @@ row at most. Samples are written by `system.write_at`: a full disk is an error t
 
 *Readers.* The processes that inherit a store share a `Session`: a byte for each sample whose checksum is known to be
 right. A writer sets it, so only samples of other programs are compared, once. On processors that may show two stores
-in another order than they were made, the first reader compares too. A wrong sample counts as missing.
+in another order than they were made, the first reader compares too. On others, memory needs no checksums. A wrong
+sample counts as missing.
 
 *Files.* A file gets its MAGIC last, under its lock. If the process that makes it dies, the next one makes it. A file
 that is no cache, that belongs to another user, or that other users may write to, is rejected with an error.
@@ -262,8 +263,8 @@ class Store(Opened):
         (entries, *self._begins), self._log = layout_of(about)
         memory = self.map(self._log)
         self._counters = memory[_COUNTERS : _COUNTERS + 16].view(np.int64)
-        self._entries = np.ndarray(self.length, _ENTRY, memory, entries)
-        self.places = self._entries["place"]
+        fields = np.ndarray(self.length, _ENTRY, memory, entries)
+        self.places, self._lengths, self._checksums = fields["place"], fields["length"], fields["checksum"]
         self._row_bytes = sum(_nbytes(*leaf) for leaf in about["leaves"])
         self.columns = [
             np.ndarray((about["rows"], *shape), dtype, memory, begin)
@@ -273,6 +274,9 @@ class Store(Opened):
             self.session = Session(self.length, session)
         except (OSError, ValueError):  # its process has ended
             self.session = Session(self.length)
+        self._compares = path is not None or not KEEPS_ORDER
+        if not self._compares:
+            self.session.sound[:] = 1
 
     def __reduce__(self) -> Any:
         return attach, (self.name, self.max_bytes, self.path, self._about, self.session.name)
@@ -316,7 +320,7 @@ class Store(Opened):
         return unflatten(self.node, lambda dtype, shape: next(rest))
 
     def _record(self, index: int, offset: int) -> Any:
-        raw = np.frombuffer(read_at(self.fd, int(self._entries["length"][index]), self._log + offset), np.uint8)
+        raw = np.frombuffer(read_at(self.fd, int(self._lengths[index]), self._log + offset), np.uint8)
         if raw.size < _SIZE.size or not self._is_sound(index, [raw]):
             return MISSING
         at = _SIZE.size + _SIZE.unpack_from(raw.data)[0]
@@ -330,7 +334,7 @@ class Store(Opened):
 
     def _is_sound(self, index: int, leaves: list[Array]) -> bool:
         if not self.session.sound[index]:
-            if checksum(leaves) != int(self._entries["checksum"][index]):
+            if checksum(leaves) != int(self._checksums[index]):
                 return False
             self.session.sound[index] = 1
         return True
@@ -357,7 +361,7 @@ class Store(Opened):
         nbytes = sum(leaf.nbytes for leaf in leaves)
         if self.session.full[0] or self.used_bytes + nbytes > self.max_bytes:
             return
-        found = checksum(leaves)
+        found = checksum(leaves) if self._compares else 0
         with locked(self.fd) as alone:  # the system writes for one process at a time, in any case
             try:
                 if alone and not self.places[index] and not self.session.full[0] and self._has_room(nbytes, is_row):
@@ -374,7 +378,7 @@ class Store(Opened):
             begins = [begin + row * leaf.nbytes for begin, leaf in zip(self._begins, leaves, strict=True)]
         for begin, leaf in zip(begins, leaves, strict=True):
             write_at(self.fd, bytes_of(leaf), begin)
-        self._entries["length"][index], self._entries["checksum"][index] = nbytes, found
+        self._lengths[index], self._checksums[index] = nbytes, found
         self.session.sound[index] = KEEPS_ORDER
         if is_row:
             self._counters[0] = row + 1
