@@ -42,7 +42,6 @@ import errno
 import json
 import mmap
 import os
-import platform
 import re
 import shutil
 import stat as modes
@@ -86,7 +85,8 @@ _SIZE = struct.Struct("<I")
 MISSING: Any = object()
 """What `Store.read` returns for a sample that is not there."""
 
-KEEPS_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+_MACHINE = os.uname().machine if hasattr(os, "uname") else os.environ.get("PROCESSOR_ARCHITECTURE", "")
+KEEPS_ORDER = _MACHINE.lower() in ("x86_64", "amd64", "i386", "i686", "x86")
 """Whether all processors see stores in the order in which they were made."""
 
 LOOK = 32 << 20
