@@ -28,6 +28,9 @@ Pinned memory is torch's: a block that is dropped is used again at once, unless 
 Torch knows of a copy if its source has the storage that torch has pinned, or begins where the block begins. (Torch
 then waits for all that the stream of the copy had to do when the block was dropped; here, for the copy alone.)
 
+After a kernel has failed (`Machine.has_failed`), calls about events raise. Torch makes such a call when it frees memory that
+a second stream has used, in a destructor, and so the process ends. That is a fault too.
+
 Sources: c10/cuda/CUDAEvent.h, c10/cuda/impl/CUDAGuardImpl.h and ATen/core/CachingHostAllocator.h of torch 2.13, torch's
 torch/cuda/streams.py and torch/cuda/__init__.py, and for what these call (``setCurrentStream``, ``isPinnedPtr``,
 ``emptyCache``) PyTorch's repository.
@@ -82,6 +85,7 @@ class Event:
     def query(self) -> bool:
         if self.device is not None:
             self.machine.asks(self.device)
+            self.machine.check()
         return self.passed
 
     def record(self, stream: Stream) -> None:
@@ -128,6 +132,7 @@ class Stream:
         self.queue.append((work, ready, reads))
 
     def record_event(self) -> Event:
+        self.machine.check()
         self.machine.log.append(("record", self.name))
         return self.machine.record(self)
 
@@ -173,7 +178,7 @@ class Machine:
         self.log: list[tuple[Any, ...]] = []
         self.allocated = self.peak = self.blocked = self.cleared = self.caches_emptied = 0
         self.refuse: int = 0
-        self.hangs = False
+        self.hangs = self.has_failed = False
         self.addresses: dict[torch.device, str] = {}
         self.clock: Callable[[], float] = time.perf_counter
         self.memory_bytes: tuple[int, int] | None = (1 << 30, 1 << 30)
@@ -240,6 +245,15 @@ class Machine:
         stuck = [s.name for streams in self.streams.values() for s in streams if s.queue]
         assert not stuck, f"streams that wait for ever: {stuck}"
 
+    def check(self) -> None:
+        """After a kernel has failed, each call about an event raises."""
+        if self.has_failed:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def _frees(self, used: bool) -> None:
+        if used and self.has_failed:
+            self.faults.append("memory that a second stream has used was freed after a kernel had failed: torch aborts")
+
     def record(self, stream: Stream) -> Event:
         event = Event(self)
         event.record(stream)
@@ -280,6 +294,7 @@ class Machine:
             return raw.view(host.dtype).as_strided(host.shape, layout.stride())
 
     def _freed(self, stream: Stream, block: np.ndarray, recorded: list[Stream]) -> None:
+        self._frees(bool(recorded))
         if recorded:
             self._pending.append(([self.record(one) for one in recorded], stream, block))
         else:
@@ -338,7 +353,9 @@ class Machine:
 
     def _unpin(self, address: int) -> None:
         del self.pinned[address]
-        self._unpinned.append(self.pinned_blocks.pop(address))
+        block = self.pinned_blocks.pop(address)
+        self._frees(bool(block.guards))
+        self._unpinned.append(block)
 
     def guards(self, source: torch.Tensor) -> list[Record]:
         """The guards of the block that a copy reads, if torch finds it."""

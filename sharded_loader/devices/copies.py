@@ -95,6 +95,10 @@ A collective that hangs is given up by its own library after minutes only."""
 LEFT_ALONE: set[CopyStream] = set()
 """Those with copies under way when their loader was closed. They are held, with what the copies read and write."""
 
+LOST: list[Any] = []
+"""What copies had read and written when a kernel failed. It is held to the end: torch records an event when it frees
+memory that a second stream has used. After such a failure it cannot, and then it ends the process (seen on an H200)."""
+
 
 class Kept(NamedTuple):
     """What is needed until an event has passed.
@@ -202,7 +206,7 @@ class PendingCopy:
     def drop(self) -> None:
         """No program takes the batch."""
         if self.event is not None:
-            self.copies.drop(self.targets)
+            self.copies.drop(self.targets, self.event)
 
 
 class Placed:
@@ -496,15 +500,23 @@ class CopyStream:
     def _keep_given(self) -> None:
         """Keep the sources and targets of an interrupted `begin` until its copies are done."""
         if self._given is not None:
-            with contextlib.suppress(RuntimeError):  # the context is broken: nothing is copied any more
+            try:
                 _keep(self.kept, self._stream.record_event(), *self._given)
+            except RuntimeError:  # a kernel has failed: nothing is copied any more
+                LOST.append(self._given)
             self._given = None
 
-    def drop(self, targets: list[torch.Tensor]) -> None:
-        """No program takes this batch: its memory on the device is free when its copy is done."""
+    def drop(self, targets: list[torch.Tensor], event: Any) -> None:
+        """No program takes this batch: its memory on the device is free when its copy is done.
+
+        Args:
+            targets: the memory.
+            event: of the copy. It raises where a kernel has failed: then nothing is copied any more; see `LOST`.
+        """
         if os.getpid() == self._pid and not program_ends():
-            with contextlib.suppress(RuntimeError):
-                self.streams.used_on(targets, self._stream)
+            with contextlib.suppress(RuntimeError), self.streams.current():
+                if not event.query():
+                    self.streams.used_on(targets, self._stream)
             targets.clear()
 
     def drain(self, seconds: float = CLOSING_SECONDS) -> bool:
@@ -523,9 +535,11 @@ class CopyStream:
             for kept in (self.kept, self._moved):
                 while kept:
                     first = kept[0]
-                    with contextlib.suppress(RuntimeError):  # an error of an earlier kernel; the user's program sees it
+                    try:
                         if not self._wait(first.event, until):
                             return False
+                    except RuntimeError:  # an earlier kernel has failed; the user's program sees it
+                        LOST.append(first)
                     if kept and kept[0] is first:  # a signal handler may have closed the stream meanwhile
                         kept.popleft()
             return True
