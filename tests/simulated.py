@@ -17,7 +17,7 @@ that is current in the thread, in a new thread the first one. What torch 2.13 ma
 | `Event.record`, `Stream.record_event` | yes, that of the stream. An event stays with the device of its first stream |
 | `Stream.wait_event` | yes. It waits for what was recorded by then |
 | `Stream(device)`, `empty_like`, `copy_`, `index_select`, `mem_get_info` | yes |
-| `torch.cuda.stream(stream)` | yes, inside. At its end it sets the one before, which has a context then (CUDA 12) |
+| `torch.cuda.set_stream(stream)` | yes |
 | `current_stream`, `record_stream` | they ask no device. A stream whose memory it is anyway is not recorded |
 | `is_pinned` | one that has a context; if none has, no |
 | pinned memory of torch's | no: it queries events of blocks that were dropped |
@@ -28,8 +28,8 @@ Pinned memory is torch's: a block that is dropped is used again at once, unless 
 Torch knows of a copy if its source has the storage that torch has pinned, or begins where the block begins. (Torch
 then waits for all that the stream of the copy had to do when the block was dropped; here, for the copy alone.)
 
-After a kernel has failed (`Machine.has_failed`), calls about events raise. Torch makes such a call when it frees memory that
-a second stream has used, in a destructor, and so the process ends. That is a fault too.
+After a kernel has failed (`Machine.has_failed`), calls about events raise. Torch makes such a call when it frees memory
+that a second stream has used, in a destructor, and so the process ends. That is a fault too.
 
 Sources: c10/cuda/CUDAEvent.h, c10/cuda/impl/CUDAGuardImpl.h and ATen/core/CachingHostAllocator.h of torch 2.13, torch's
 torch/cuda/streams.py and torch/cuda/__init__.py, and for what these call (``setCurrentStream``, ``isPinnedPtr``,
@@ -206,12 +206,15 @@ class Machine:
     @contextmanager
     def on(self, device: torch.device, stream: Stream) -> Iterator[None]:
         before = self.stream(device)
-        setattr(self._current, str(device), stream)
+        self.set_stream(device, stream)
         try:
             with self.current(device):
                 yield
         finally:
-            setattr(self._current, str(device), before)
+            self.set_stream(device, before)
+
+    def set_stream(self, device: torch.device, stream: Stream) -> None:
+        setattr(self._current, str(device), stream)
 
     @contextmanager
     def current(self, device: torch.device) -> Iterator[None]:
@@ -404,9 +407,9 @@ class SimulatedStreams(Streams):
     def caller_stream(self) -> Stream:
         return self.machine.stream(self.device)
 
-    def on(self, stream: Stream) -> Any:
+    def set_stream(self, stream: Stream) -> None:
         self.machine.asks(stream.device)
-        return self.machine.on(self.device, stream)
+        self.machine.set_stream(self.device, stream)
 
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         return self.machine.allocate(self.device, host)

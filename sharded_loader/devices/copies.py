@@ -72,7 +72,7 @@ from sharded_loader.base.interrupts import program_ends, should_stop
 from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.batching.tree import ATOMS, children, has_method, map_leaves, to_torch
 from sharded_loader.devices.pinning import arrays_in, pinned_copy, pinned_empty
-from sharded_loader.devices.streams import Streams, note_late
+from sharded_loader.devices.streams import Streams, note_late, outside_inference_mode
 from sharded_loader.devices.transform import RAISED, OnHost, shown
 from sharded_loader.memory.codec import aligned
 
@@ -346,7 +346,7 @@ class CopyStream:
         """
         streams = self.streams
         # Not in the caller's inference mode: what is begun in it may be handed out after it.
-        with self._lock, torch.inference_mode(False), streams.current():
+        with self._lock, outside_inference_mode(), streams.current():
             self._let_go(number)
             pending = PendingCopy(self, streams.caller_stream(), number)
             pending.batch = to_torch(batch, functools.partial(self._place, pending))
@@ -361,7 +361,8 @@ class CopyStream:
             # After the targets were allocated: their memory may be that of a batch which was dropped a moment ago.
             self._stream.wait_event(pending.home.record_event())
             self._given = given = [pending.sources, pending.targets], number
-            with streams.on(self._stream):
+            try:
+                streams.set_stream(self._stream)
                 for target, source in zip(pending.targets, pending.sources, strict=True):
                     streams.copy(target, source)
                 for staged in ahead:
@@ -369,6 +370,8 @@ class CopyStream:
                     pending.made.append(staged.move(streams))
                 if transform is not None:
                     self._transform(pending, transform)
+            finally:
+                streams.set_stream(pending.home)
             pending.event = self._stream.record_event()
             _keep(self.kept, pending.event, *given)
             self._given = None
@@ -442,7 +445,7 @@ class CopyStream:
         streams = self.streams
         late = [one for one in pending.staged if not one.has_moved]
         sources = [one.what for one in late]
-        with torch.inference_mode(False), streams.current():
+        with outside_inference_mode(), streams.current():
             try:
                 pending.batch = self._with_moved(pending)
             finally:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from injection import InterruptAt
-from simulated import Event, Machine, SimulatedStreams
+from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.devices import copies, placement
