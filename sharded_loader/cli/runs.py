@@ -61,10 +61,13 @@ def replay(loader: str, state: Path | None, step: int, epoch: int | None, **opti
         raise CannotRun("--grid needs Pillow: pip install pillow")
     saved = None if state is None else read_state(state)
     made = find_loader(loader)
+    order: Any = getattr(getattr(made, "_epochs", None), "order", None)
+    if epoch is None and order is None:
+        raise CannotRun("the steps of PyTorch's loader are counted in each epoch: give --epoch")
     try:
         if state is not None:
             made.load_state_dict(saved)
-        number, place = made._epochs.order.place_of(step) if epoch is None else (epoch, step)
+        number, place = order.place_of(step) if epoch is None else (epoch, step)
         indices, batch = made.indices(number, place), made.batch(number, place)
     except Exception as error:
         raise CannotRun(f"step {step} of {loader} cannot be read: {say_error(error)}") from None

@@ -173,7 +173,7 @@ class Known:
         for one in digests if isinstance(digests, list | tuple) else [digests]:
             if type(one) not in (list, tuple) or [type(part) for part in one] not in ([int, int, str], [int, str, str]):
                 raise ValueError(f"the state's 'digests' has {brief(one)}: give what state_dict() returned")
-            (epoch, index, digest), seed = one, state.get("seed")
+            (epoch, index, digest), seed = one, state.get("seed") if type(state.get("seed")) is int else None
             own = read(index, epoch, seed)
             if own != digest and read(index, epoch, seed) == own:  # not another one each time
                 how = f"the digest of sample {index} was {digest}, and is {own}"

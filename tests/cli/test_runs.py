@@ -37,6 +37,10 @@ def other(): return make(batch_size=5)
 def numbers(): return ShardedDataLoader(range(20), 4)
 def changed(): return ShardedDataLoader(range(1, 21), 4)
 def stream(): return ShardedDataLoader(lambda: iter(range(9)), 2, streams=3)
+def rounds(): return ShardedDataLoader(lambda: iter(range(9)), 2, streams=3, steps_per_epoch=4)
+class Torch:
+    indices = batch = lambda self, epoch, step: [epoch, step]
+def torch(): return Torch()
 def nothing(): return None
 def needs(root): return make()
 def fails(): raise OSError("no such disk")
@@ -115,6 +119,8 @@ ROWS: dict[str, tuple[list[Any], str]] = {
     "negative": (["users_run:make", "--step", -1], "-1 is not in the range"),
     "no step": (["users_run:make"], "Missing option '--step'"),
     "iterable": (["users_run:stream", "--epoch", 0, "--step", 4], "step 4 of epoch 0 is batch 1 of part 1 of 3"),
+    "iterable, step of all": (["users_run:rounds", "--step", 6], "step 2 of epoch 1 is batch 2 of part 0 of 3"),
+    "no step of all": (["users_run:torch", "--step", 6], "counted in each epoch: give --epoch"),
     "sample": (["users_run:numbers", "--step", 0, "--grid", "x.png"], "nothing in the batch looks like pictures"),
     "other loader": (["users_run:make", "--state", "other.json", "--step", 0], "batch_size was 5, and is 4"),
     "other data": (["users_run:changed", "--state", "print_of_other.json", "--step", 0], "saved with other data"),

@@ -110,6 +110,19 @@ def test_what_cannot_be_pickled_and_what_cannot_be_read_is_told() -> None:
     assert "The worker could not read: KeyError" in str(found)
 
 
+class Deadly(Dataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        os._exit(3)
+
+
+def test_a_sample_that_kills_its_worker_is_not_read_here() -> None:
+    found = ShardedDataLoader(Deadly(), 2, pool=make_pool("fork" if "fork" in POOLS else "spawn", 1)).check()
+    assert str(found.failed).startswith("WorkerDiedError: ") and found.differing == ()
+
+
 class Opens(Dataset):
     """It notes in which process it was read first, as one that opens a file then."""
 
