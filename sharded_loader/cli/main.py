@@ -59,12 +59,13 @@ def make_command() -> click.Group:
     from sharded_loader.cli.doctor import doctor
     from sharded_loader.cli.output import print_help
     from sharded_loader.cli.records import records
+    from sharded_loader.cli.runs import diff, replay
 
     command = click.Group(
-        commands=[demo, doctor, bench, records],
+        commands=[demo, doctor, bench, records, replay, diff],
         callback=print_help,
         invoke_without_command=True,
-        help="A data loader for PyTorch: try it, check this machine, measure your dataset, pack record files.",
+        help="A data loader for PyTorch: try it, check this machine, measure a dataset, pack files, compare runs.",
         context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
     )
     return click.version_option(__version__, message="%(prog)s %(version)s")(command)

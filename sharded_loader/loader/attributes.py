@@ -394,14 +394,14 @@ class LoaderAttributes(Metered):
         Args:
             state: what `state_dict` returned.
             strict: False allows another ``batch_size`` for the samples that are left, and samplers of ours with other
-                arguments (weights, budgets), which are otherwise rejected in mid-epoch. It also says that other data of
-                the same length are meant, of which you are warned otherwise.
+                arguments (weights, budgets), which are otherwise rejected in mid-epoch. It also allows other data of
+                the same length.
             skip: steps to leave out, as the argument ``skip`` of the loader, in addition to those of the loader and of
                 the state.
 
         Raises:
-            ValueError, TypeError: no state, or of another dataset length, sampler, batch size or version; says what
-                differs. Nothing has changed then.
+            ValueError, TypeError: no state, or of other data, or of another dataset length, sampler, batch size or
+                version; says what differs. Nothing has changed then.
 
         Example:
             >>> from sharded_loader import ShardedDataLoader
@@ -412,8 +412,7 @@ class LoaderAttributes(Metered):
             [[4, 5, 6, 7], [8, 9]]
         """
         self._pipeline.check_open()
-        # Workers are sent a seed that has changed.
-        self._epochs.stale |= self._progress.load(state, strict, skip)
+        self._epochs.load(state, strict, skip)
 
     # -- what it has done ----------------------------------------------------------------------------------
 

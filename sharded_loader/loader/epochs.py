@@ -28,7 +28,6 @@ another epoch end with an error. In a process worker the dataset is the worker's
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -44,8 +43,8 @@ from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import fetched_by_lightning, is_owned
 from sharded_loader.data.arrays import takes_arrays
 from sharded_loader.data.datasets import can_follow, follow
-from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.data.interleave import mixture_of
+from sharded_loader.data.known import Known, digest_of_read
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import NOTHING, Job, Task
 from sharded_loader.engine.order import Epoch, FetchEpoch, Position
@@ -55,6 +54,7 @@ from sharded_loader.engine.split import is_sharded, plain_indices
 from sharded_loader.loader.arguments import length
 from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
+from sharded_loader.randomness.global_generators import seeded_globals
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.epoch import MapEpoch
 from sharded_loader.sampling.order import MapOrder
@@ -70,15 +70,14 @@ class Progress(ShownRun):
 
     Args:
         order: the loader's.
-        fingerprint: what tells other data; see `data.inspection`. It is asked for with the first state.
+        entries: a function that returns what a state has of the data.
 
     Attributes:
         live: the iterators that have begun an epoch and are alive, by the numbers of their runs.
     """
 
-    def __init__(self, order: MapOrder | StreamOrder, fingerprint: Callable[[], str | None] = lambda: None) -> None:
-        self._fingerprint = fingerprint
-        self._order = order
+    def __init__(self, order: MapOrder | StreamOrder, entries: Callable[[], dict[str, Any]] = dict) -> None:
+        self._order, self._entries = order, entries
         self.live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._pending: Position | None = None
         self._length: int | None = None
@@ -204,9 +203,7 @@ class Progress(ShownRun):
         ended = self.shown
         if run is None and ended is not None and ended.ended and ended.epoch.number + 1 == position.epoch:
             position = ended.epoch.after(position)
-        state = epoch.state(position)
-        data = self._fingerprint()
-        return state if data is None else {**state, "data": data}
+        return {**epoch.state(position), **self._entries()}
 
     def load(self, state: Any, strict: bool, skip: Any = None) -> bool:
         """Continue at the position of a state.
@@ -224,9 +221,6 @@ class Progress(ShownRun):
         except BaseException:
             self._order.given_skip = before
             raise
-        if strict:
-            one = state[0] if isinstance(state, list | tuple) else state
-            warn_of_other_data(one.get("data"), self._fingerprint())
         self.shown = None
         self.begin_at(position)
         return changed
@@ -282,6 +276,7 @@ class Epochs:
     Attributes:
         dataset, batchify_fn: of the job.
         order, pipeline, placement, resident: as above.
+        known: what states have of the data.
         progress: the loader's position.
         stale: the dataset or the seed has changed since the workers were told.
         prefetch_epochs: as above. May be set at any time.
@@ -299,8 +294,8 @@ class Epochs:
     ) -> None:
         self._job, self.dataset, self.batchify_fn = job, job.dataset, job.batchify_fn
         self.order, self.pipeline, self.placement, self.resident = order, pipeline, placement, resident
-        self._fingerprint = functools.cache(functools.partial(fingerprint_of, job.dataset))
-        self.progress = Progress(order, self._fingerprint)
+        self.known = Known(job.dataset)
+        self.progress = Progress(order, self.known.entries)
         self._workers, self._split = pipeline.pool, pipeline.split
         self.prefetch_epochs = prefetch_epochs
         self._numbers = itertools.count()
@@ -333,7 +328,7 @@ class Epochs:
             self.placement.settle()
             self._tell_epoch(run)
         self.order.begun(run.epoch)
-        self.pipeline.open(run, self._job_now(), renew=self.stale)
+        self.pipeline.open(run, self.job_now(), renew=self.stale)
         self.stale = False
         self._tell_order(run, iterator)
 
@@ -412,7 +407,7 @@ class Epochs:
             return  # what cannot be asked now is an error when the epoch begins, if it is one then
         ahead.is_ahead = True
         self._kept = _KeptRun(ahead, mark, (facts, self._split.weights))
-        self.pipeline.open(ahead, self._job_now())
+        self.pipeline.open(ahead, self.job_now())
         run.next = ahead
         self.pipeline.fill_next(run)
 
@@ -436,7 +431,7 @@ class Epochs:
     def refresh(self) -> None:
         """The dataset has changed: the workers get it before the next epoch."""
         self.stale = True
-        self._fingerprint.cache_clear()
+        self.known.forget()
         self.order.resize(length(self.dataset))
         self._split.costs = self.order.shard_costs
 
@@ -475,6 +470,13 @@ class Epochs:
         if not self._job.keep_batch:
             self._job, self.stale = replace(self._job, keep_batch=True), True
 
+    def load(self, state: Any, strict: bool, skip: Any) -> None:
+        """Continue at the position of a state; see `Progress.load`. It is of these data, unless ``strict`` is False."""
+        if strict:
+            one = state[0] if isinstance(state, list | tuple) and state else state
+            self.known.check(one, self.order.dataset_length, self.digest)
+        self.stale |= self.progress.load(state, strict, skip)  # workers are sent a seed that has changed
+
     def forget(self) -> None:
         """Let go of what is kept: the loader is closed."""
         self._kept = None
@@ -487,7 +489,7 @@ class Epochs:
             epoch.limit = length(self.dataset)
         return Run(next(self._numbers), epoch)
 
-    def _job_now(self) -> Job:
+    def job_now(self) -> Job:
         return replace(self._job, seed=self.order.seed, stream=self.order.stream)
 
     # -- single batches and samples -------------------------------------------------------------------------
@@ -504,8 +506,8 @@ class Epochs:
         self.placement.check_not_capturing()
         run = self._new_run(self.progress.begin() if epoch is None else epoch)
         epoch = run.epoch
-        with self._in_epoch(epoch.number):
-            reader, seq = reader_for(self._job_now(), readers=0), epoch.first
+        with self.in_epoch(epoch.number):
+            reader, seq = reader_for(self.job_now(), readers=0), epoch.first
             while (planned := epoch.task(seq)) is not None:
                 batch = NOTHING if planned is NOTHING else self._read_here(reader, epoch, planned)
                 if batch is not NOTHING:
@@ -546,6 +548,14 @@ class Epochs:
         assert isinstance(task, Task)  # of what is looked up no step is left out
         return task
 
+    def some_indices(self, epoch: int, steps: Iterable[int], each: int) -> list[Any]:
+        """The indices of the first samples of some steps, as the first rank reads them: the same on every rank."""
+        found: dict[Any, None] = {}
+        for step in steps:
+            looked_up = self._looked_up(epoch, step, None if self.order.replicas()[0] == 1 else 0)
+            found |= dict.fromkeys(plain_indices(self._task_of(looked_up, step).shards[0])[:each])
+        return list(found)
+
     def indices(self, epoch: Any, step: Any, rank: Any) -> Any:
         """The indices of a step; with ``evaluate`` also how many are no fillers."""
         found = self._looked_up(epoch, step, rank)
@@ -562,8 +572,8 @@ class Epochs:
         self.placement.check_not_capturing()
         found = self._looked_up(epoch, step)
         self._new_run(found)
-        task, job = self._task_of(found, step), self._job_now()
-        with self._in_epoch(found.number), seeded_as_worker(job.seed, task):
+        task, job = self._task_of(found, step), self.job_now()
+        with self.in_epoch(found.number), seeded_as_worker(job.seed, task):
             batch = self._read_here(reader_for(job, readers=0), found, task)
         if batch is NOTHING:
             raise ValueError(f"epoch {epoch}, batch {step} was left out: on_error has skipped all of its samples")
@@ -602,12 +612,24 @@ class Epochs:
         if renew and self._kept is not None:  # it was read before the change
             self._drop(self._kept.run)
             self._kept = None
-        return run, self._job_now(), renew
+        return run, self.job_now(), renew
 
     def sample(self, index: Hashable, epoch: int) -> Any:
         """One sample, read here and now, as in ``epoch``."""
-        with self._in_epoch(epoch):
-            return reader_for(self._job_now(), readers=0).read_sample(index, epoch)
+        with self.in_epoch(epoch):
+            return reader_for(self.job_now(), readers=0).read_sample(index, epoch)
+
+    def digest(self, index: Any, epoch: int, seed: int | None = None, key: int = 1) -> str:
+        """The digest of one sample, read here; or its error as a text.
+
+        Args:
+            index, epoch: of the sample.
+            seed: of its random numbers; None: the loader's.
+            key: what the global generators are seeded with.
+        """
+        job = self.job_now() if seed is None else replace(self.job_now(), seed=seed)
+        with self.in_epoch(epoch), seeded_globals(key):
+            return digest_of_read(lambda: reader_for(job, readers=0).read_sample(index, epoch))
 
     # -- datasets that look ahead ---------------------------------------------------------------------------
 
@@ -658,7 +680,7 @@ class Epochs:
         return None if self.order.stream is not None else getattr(self.dataset, "set_epoch", None)
 
     @contextmanager
-    def _in_epoch(self, epoch: int) -> Iterator[None]:
+    def in_epoch(self, epoch: int) -> Iterator[None]:
         """Inside, the dataset is in ``epoch``; afterwards in the loader's.
 
         Raises:

@@ -54,7 +54,9 @@ from sharded_loader.loader.arguments import (
     transform_of,
 )
 from sharded_loader.loader.attributes import LoaderAttributes, keeps_arguments
+from sharded_loader.loader.check import LoaderCheck, check_loader
 from sharded_loader.loader.epochs import Epochs
+from sharded_loader.loader.fingerprint import Fingerprint, fingerprint_of_epoch
 from sharded_loader.loader.iterator import Batch, BatchFuture, EpochIterator, RunIterator
 from sharded_loader.loader.stats import Meter
 from sharded_loader.parallel.split import gather
@@ -423,6 +425,63 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         run, job, renew = self._epochs.aside(indices, number)
         meter = Meter(None, self._meter.notices)  # it belongs to no epoch that is counted
         return BatchFuture(self, RunIterator(self._pipeline, self._placement, meter, run, job), renew)
+
+    def fingerprint(self, epoch: int | None = None) -> Fingerprint:
+        """A short hash of the order of an epoch and of three of its samples, to compare two runs with.
+
+        It is the same on every rank, for any number of ranks that together read as many samples in a step, and in every
+        pool, process and version of Python. The samples are read here, twice, with their random numbers, which depend
+        on ``seed``. One that is another one when it is read again is left out; `check` says why. From this call on,
+        `state_dict` has the digests of the samples. `load_state_dict` then reads these samples, and rejects the state
+        over other data.
+
+        Args:
+            epoch: Which epoch. Default: `epoch`. The order of the whole epoch is computed: about a second for 100,000
+                steps.
+
+        Returns:
+            A `Fingerprint`. ``str`` of it is the hash. With ``as_dict()`` in a file of JSON, the command
+            ``sharded-loader diff`` names the first step in which two runs differ.
+
+        Raises:
+            TypeError: The dataset is iterable data.
+            ValueError: The order is not known, as in `indices`.
+
+        Example:
+            >>> loader = ShardedDataLoader(range(8), 4, shuffle=True, seed=1)
+            >>> str(loader.fingerprint(epoch=0)), loader.fingerprint(0).steps
+            ('33aedb4a09a1b621', '8d3898173fc69c89')
+        """
+        self._pipeline.check_open()
+        return fingerprint_of_epoch(self._epochs, self.epoch if epoch is None else epoch)
+
+    def check(self, samples: int = 12) -> LoaderCheck:
+        """Read some samples again and again, and tell which of them differ, and why.
+
+        They are read twice here, the second time in the reverse order, and once by a worker, which is started for this
+        and ended. The loader, its epoch and its workers stay what they are.
+
+        Args:
+            samples: How many samples of `epoch`: from its first, its middle and its last step.
+
+        Returns:
+            A `LoaderCheck`, which ``print`` shows: the samples that differ, the size of the pickled dataset, and the
+            memory of the worker. Of each sample it names the source of the randomness: a global generator, one of the
+            dataset, the time, or ``os.urandom``. What the samples raise is no error here.
+
+        Raises:
+            TypeError: The dataset is iterable data.
+            ValueError: ``samples`` is no positive integer. The order is not known, as in `indices`.
+
+        Example:
+            >>> loader = ShardedDataLoader([3, 1, 2], 2, num_workers=2, thread_pool=True)
+            >>> print(loader.check())
+            3 samples were read twice here, and by ThreadPool(1).
+            All are the same each time.
+            The pickled dataset has ... bytes.
+        """
+        self._pipeline.check_open()
+        return check_loader(self._epochs, check_int("samples", samples, 1, "give the number of samples to read"))
 
     def gather(self, shards: Sequence[Any], device: DeviceLike | None = None) -> Any:
         """Join the results of your program, one per shard, on one device.
