@@ -31,10 +31,8 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from sharded_loader.base.checks import check_int
-from sharded_loader.base.described import an
 from sharded_loader.base.notices import warn
 from sharded_loader.engine.order import Order, Position, process_group, resolve_replicas
-from sharded_loader.randomness.global_generators import seeded_globals
 from sharded_loader.sampling.base import (
     DrawnSeed,
     EpochRequests,
@@ -51,7 +49,7 @@ from sharded_loader.sampling.base import (
 from sharded_loader.sampling.batch_samplers import BatchSampler, GrowingBatchSampler
 from sharded_loader.sampling.costs import CostSampler
 from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
-from sharded_loader.sampling.foreign import known_length, len_epoch, rank_of, table_of, undisturbed
+from sharded_loader.sampling.foreign import known_length, len_epoch, rank_of, read_twice, table_of, undisturbed
 from sharded_loader.sampling.index_samplers import RandomSampler, RepeatedSampler, SequentialSampler, SplitSampler
 from sharded_loader.sampling.state import (
     Signature,
@@ -66,7 +64,7 @@ from sharded_loader.sampling.state import (
     shifted,
     weights_set,
 )
-from sharded_loader.sampling.tables import Dealt, StepCount, Table, bytes_of, check_skip, merged, parts
+from sharded_loader.sampling.tables import Dealt, Ranges, StepCount, Table, check_skip, merged, parts
 
 
 class _Since(NamedTuple):
@@ -387,12 +385,9 @@ class MapOrder(Order[Signature]):
         if before[:2] < (position.epoch, first):
             is_known = is_known and before.is_known
         self._since = _Since(position.epoch, first, position, is_known)
-        late = [one for one in self.given_skip if merged(saved.skip, [one]) != saved.skip]
-        if late and late[0][0] < self._count.before(position.epoch, self._whole_length) + first:
-            warn(
-                f"skip has the steps {late[0]}, and some of them were done before the state was saved: load a state "
-                f"that was saved before step {late[0][0]}"
-            )
+        if self.given_skip:
+            done = self._count.before(position.epoch, self._whole_length) + first
+            warn_of_done_steps(self.given_skip, saved.skip, done)
 
     def look_up(self, number: Any, step: Any, rank: Any = None) -> MapEpoch:
         """An epoch whose batch ``step`` is looked up. It is `MapEpoch.ready`; nothing in the order changes.
@@ -412,17 +407,7 @@ class MapOrder(Order[Signature]):
         if foreign is None:
             found = epoch.read_to(step)
         else:
-            # Not only the start depends on global generators that are seeded for it: what comes later may do, too.
-            with seeded_globals(1):
-                found = epoch.read_to(step)
-            with seeded_globals(2):
-                again = epoch.again().read_to(step)
-            if bytes_of([found]) != bytes_of([again]):
-                raise ValueError(
-                    f"epoch {number} cannot be looked up: the sampler, {an(type(foreign))}, yields other indices when "
-                    f"it is read again. It draws from a global generator, or goes on from the epoch before: make its "
-                    f"order depend on set_epoch(epoch) alone, or write down the indices while you train"
-                )
+            found = read_twice(lambda turn: (epoch if turn == 1 else epoch.again()).read_to(step), foreign, number)
         if found is None:
             raise IndexError(f"epoch {number} has no step {step}: it has {_steps_of(epoch)}, which count from 0")
         self._check_weights(epoch, step)
@@ -458,6 +443,16 @@ class MapOrder(Order[Signature]):
                     f"the weights of the mixture in epoch {epoch.number} are not known: the loaded state has those "
                     f"that were set later. Ask a loader with the state of that epoch"
                 )
+
+
+def warn_of_done_steps(given: Ranges, saved: Ranges, done: int) -> None:
+    """Warn if steps that are to be left out were done before a state was saved, which does not leave them out."""
+    late = [one for one in given if merged(saved, [one]) != saved]
+    if late and late[0][0] < done:
+        warn(
+            f"skip has the steps {late[0]}, and some of them were done before the state was saved: load a state "
+            f"that was saved before step {late[0][0]}"
+        )
 
 
 def _counts_others(saved: Signature, own: Signature) -> bool:
