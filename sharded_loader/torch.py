@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch.utils.data
@@ -31,7 +32,7 @@ from sharded_loader.base.private import called_by, counted_by_fabric, refuse_ski
 from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.drop_in.epoch import TorchEpoch
 from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, job_of, read_here
-from sharded_loader.drop_in.sampler import Begun, EpochCount, InOrderSampler, ShuffleSampler, look_up
+from sharded_loader.drop_in.sampler import BegunEpoch, EpochCount, InOrderSampler, ShuffleSampler, look_up
 from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, at_named_epoch, stream_order
 from sharded_loader.drop_in.workers import check_arguments
 from sharded_loader.engine.messages import Job, OnError, Task
@@ -344,7 +345,8 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         reads = self._live is not None and self._live.shares_dataset
         set_epoch = None if self._named is None else getattr(self.dataset, "set_epoch", None)
         with in_epoch(set_epoch, epoch, lambda: self._named or 0, [self._epoch] if reads else ()), seeded:
-            return read_here(self, planned, Meter(None, self._meter.notices)).result()  # type: ignore[no-any-return]
+            batch: Batch = read_here(self, planned, Meter(None, self._meter.notices)).result()
+            return batch
 
     def fetch(self, indices: Iterable[Any], epoch: int | None = None) -> BatchFuture[Batch]:
         """A batch of these samples, read by the workers beside the epoch; see `ShardedDataLoader.fetch`.
@@ -409,18 +411,20 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         if self._loaded is not None:
             state = parsed(LoaderState, self._loaded, ADVICE)
             assert state.sampler is not None  # it is one of map-style data
-            begun = Begun(state.epoch or 0, state.sampler, {}, state.finished)
+            begun = BegunEpoch(state.epoch or 0, state.sampler, {}, state.finished)
         elif point is not None and isinstance(point.epoch, TorchEpoch):
             begun = point.epoch.begun(point.run.delivered)
         item = look_up(self._index_sampler, self.dataset, epoch, step, begun)
         return plain_indices(item if self._auto_collation else [item])
 
-    def _length_of(self, epoch: int) -> int:
-        return len_epoch(self._index_sampler, epoch)
+    @property
+    def _length_of(self) -> Callable[[int], int]:
+        return partial(len_epoch, self._index_sampler)
 
-    def _left_out(self, epoch: int) -> tuple[range, ...]:
-        """The numbers of the batches that an epoch leaves out."""
-        return self._steps.within(tuple(self.skip), epoch, self._length_of)
+    @property
+    def _left_out(self) -> Callable[[int], tuple[range, ...]]:
+        """Epoch -> the numbers of the batches that it leaves out. The function does not hold the loader."""
+        return partial(self._steps.within, tuple(self.skip), length=self._length_of)
 
     def _check_skip(self, skip: Any) -> None:
         """Refuse steps to leave out that do not fit the epochs."""

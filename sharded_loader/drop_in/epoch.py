@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from sharded_loader.base.entries import written
 from sharded_loader.batching.pack import Packed
-from sharded_loader.drop_in.sampler import Begun, SamplerStart, SamplerState
+from sharded_loader.drop_in.sampler import BegunEpoch, SamplerStart, SamplerState
 from sharded_loader.engine.messages import NOTHING, Nothing, PartBatch, PartPoint, Result, Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
 from sharded_loader.sampling.foreign import ForeignItems, rank_of
@@ -128,7 +128,8 @@ class TorchEpoch(Epoch):
             number, self._drawn = self._drawn, self._drawn + 1
             self._marks[self._drawn] = items.checksum, None if items.stateful is None else items.own_state()
             if number not in self._ahead:
-                lane, left_out = self._coming % self._lanes, any(number in one for one in self._left_out)
+                lane = self._coming % self._lanes
+                left_out = any(number in one for one in self._left_out) if self._left_out else False
                 self._planned[self._coming] = _Planned(number, item, lane, self._turns[lane], left_out)
                 self._turns[lane] += not left_out
                 self._coming += 1
@@ -148,12 +149,12 @@ class TorchEpoch(Epoch):
             self._items = ForeignItems(self._start.sampler, self._start.started, mark)
             self._ended = False
 
-    def begun(self, delivered: int) -> Begun | None:
+    def begun(self, delivered: int) -> BegunEpoch | None:
         """What is known of the epoch after ``delivered`` batches, to look up its items; None: it has not begun."""
         if not self._is_started and not self._start.resumes:
             return None
         drawn = {planned.number: planned.item for planned in self._planned.values()}
-        return Begun(self.number, self.position(delivered).mark, drawn)
+        return BegunEpoch(self.number, self.position(delivered).mark, drawn)
 
     def came(self, seq: int, result: Result) -> Result:
         """Note the state of the worker's dataset that came with a batch."""

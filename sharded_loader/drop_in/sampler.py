@@ -469,7 +469,7 @@ class SamplerStart:
 # -- any item of any epoch ---------------------------------------------------------------------------------------------
 
 
-class Begun(NamedTuple):
+class BegunEpoch(NamedTuple):
     """The epoch that has begun last, or that a loaded state is in.
 
     Attributes:
@@ -485,7 +485,7 @@ class Begun(NamedTuple):
     finished: bool = False
 
 
-def look_up(sampler: Any, dataset: Any, epoch: int, step: int, begun: Begun | None) -> Any:
+def look_up(sampler: Any, dataset: Any, epoch: int, step: int, begun: BegunEpoch | None) -> Any:
     """An item of an epoch, as the loader reads or has read it. The sampler is what it was, as after `undisturbed`.
 
     Items of the epoch that has begun are read again from the start of the sampler that is known. In another epoch, the
@@ -530,7 +530,7 @@ def _only(found: Any, epoch: int, step: int) -> Any:
     return found[0]
 
 
-def _read_again(sampler: Any, begun: Begun, number: int) -> list[Any]:
+def _read_again(sampler: Any, begun: BegunEpoch, number: int) -> list[Any]:
     """Item ``number`` of the epoch that has begun, in a list of one; nothing behind the last one."""
     state, found = begun.state, list[Any]()
     with seeded_globals(1):
@@ -550,7 +550,7 @@ def _read_again(sampler: Any, begun: Begun, number: int) -> list[Any]:
     return found
 
 
-def _check_by_number(sampler: Any, begun: Begun) -> None:
+def _check_by_number(sampler: Any, begun: BegunEpoch) -> None:
     """Refuse a sampler whose epochs do not have the loader's numbers: which order an epoch has is not known then."""
     kept = zip(keep_epochs(sampler), begun.state.epochs or (), strict=False)
     named = [epoch for one, epoch in kept if not isinstance(one, InOrderSampler)]
