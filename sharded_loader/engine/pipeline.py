@@ -508,12 +508,13 @@ class Pipeline:
                 for entry in itertools.chain.from_iterable(one.window for one in self._runs.values()):
                     entry.is_slow |= entry.sent == now
 
-    def poll(self, run: Run, job: Job, *, renew: bool = False, block: bool = False) -> bool:
-        """A step for a run without a wait: it is put in flight, and what has come from the pool is filed.
+    def poll(self, run: Run, job: Job, *, renew: bool = False, block: bool = False, seconds: float = 0.0) -> bool:
+        """A step for a run: it is put in flight, and what has come from the pool is filed.
 
         Args:
             run, job, renew: as of `open`, if the run is new.
             block: wait for a step of another thread. False: leave it to that step.
+            seconds: wait for it so long at most, and then for the pool, until a thread calls its `wake`.
 
         Returns:
             Whether `head` has something to say without a wait. A pool without workers reads only there.
@@ -521,7 +522,7 @@ class Pipeline:
         is_nested = is_owned(self.lock)
         if self.closed or os.getpid() != self.pid:
             return True  # an error
-        if not self.lock.acquire(blocking=block):
+        if not self.lock.acquire(timeout=-1.0 if block else max(0.0, seconds)):
             return run.is_finished()
         try:
             inside = self.begin(is_nested)
@@ -529,7 +530,7 @@ class Pipeline:
                 self.open(run, job, renew=renew)
             if self.pool.num_workers and run.dead is None:
                 self._fill(run, 1)
-                self._wait(run, block=False)
+                self._wait(run, block=seconds > 0 and not run.is_finished())
             self.end(inside)
         except BaseException:
             self.fail()

@@ -432,7 +432,6 @@ class Epochs:
             shown = progress.run()
             epoch = progress.coming() if shown is None else shown.epoch
             assert isinstance(order, MapOrder) and isinstance(epoch, MapEpoch)  # only its order can be changed
-            settings = order.settings
             change(*epoch.reached(epoch.first if shown is None else shown.delivered))
             if self._kept is not None:  # its batches were planned before
                 self._drop(self._kept.run)
@@ -441,7 +440,7 @@ class Epochs:
                 run = iterator.run
                 if run is not None and not run.ended and run.dead is None:
                     iterator.run = self._go_on(run, iterator)
-            if progress.run() is shown is not None and order.settings == settings:
+            if progress.run() is shown is not None:
                 progress.shown = self._rest_of(shown)  # its iterator is gone, but a state is taken from it
 
     def _rest_of(self, run: Run) -> Run:

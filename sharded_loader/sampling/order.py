@@ -51,6 +51,7 @@ from sharded_loader.sampling.costs import CostSampler
 from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
 from sharded_loader.sampling.foreign import known_length, len_epoch, rank_of, read_twice, table_of, undisturbed
 from sharded_loader.sampling.index_samplers import RandomSampler, RepeatedSampler, SequentialSampler, SplitSampler
+from sharded_loader.sampling.packing import PackSampler
 from sharded_loader.sampling.state import (
     Signature,
     arguments_of,
@@ -569,6 +570,8 @@ def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: An
                 "it decides all of that. drop_last is torch's name for last_batch"
             )
         return
+    if isinstance(sampler, PackSampler):
+        raise TypeError("sampler is a PackSampler, which yields batches: give it as batch_sampler=, without batch_size")
     if last_batch not in (None, "keep", "discard", "rollover"):
         raise ValueError(f'last_batch is {last_batch!r}; it must be "keep", "discard" or "rollover"')
     if batch_size is None:
