@@ -6,6 +6,7 @@
     can_pass_descriptors()      False: the other process opens them by name, under /proc
 
     is_readable(fd)             whether a read would return at once
+    write_to_stderr(text)       straight to descriptor 2, where the processes of a program write side by side
     ready_seconds()             how long this thread has run, or has waited for a core
     why_refused(error)          an OSError of these calls in words
 
@@ -47,6 +48,12 @@ ALLOCATED_AT_ONCE = 32 << 20
 
 _NO_ROOM = {getattr(errno, name) for name in ("ENOSPC", "ENOMEM", "EDQUOT", "EFBIG", "EIO") if hasattr(errno, name)}
 """Errors of an allocation that mean what they say: there is no room. All others mean that the call does not work."""
+
+
+def write_to_stderr(text: str) -> None:
+    """Write a text to descriptor 2 in one piece. In a notebook that may be the console, not the cell."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="replace"))
 
 
 def open_pidfd(pid: int) -> int | None:

@@ -167,18 +167,19 @@ class Epoch(ABC):
 
 
 class FetchEpoch(Epoch):
-    """One batch of indices that belong to no order. Its number is -1.
+    """One batch of indices that belong to no order.
 
     Args:
         epoch: the epoch whose random numbers the samples draw.
         indices: of the samples; or the error that they are.
+        seq: number of the batch in that epoch; -1: it is in none.
     """
 
-    first, keeps = -1, False
+    keeps = False
     resumed = True  # no epoch that has no batches
 
-    def __init__(self, epoch: int, indices: list[Any] | Exception) -> None:
-        self.number, self._indices = epoch, indices
+    def __init__(self, epoch: int, indices: list[Any] | Exception, seq: int = -1) -> None:
+        self.number, self._indices, self.first = epoch, indices, seq
 
     def task(self, seq: int) -> Task | Exception | None:
         indices, length = self._indices, self.limit
@@ -190,7 +191,9 @@ class FetchEpoch(Epoch):
         if bad:
             return IndexError(f"fetch was given the index {bad[0]}, but the dataset has {length} samples")
         # Global generators depend on the indices, and on no batch of the epoch: those have positions from 0 on.
-        position = -1 - int.from_bytes(blake2b(repr(indices).encode(), digest_size=7).digest(), "little")
+        position = (
+            seq if seq >= 0 else -1 - int.from_bytes(blake2b(repr(indices).encode(), digest_size=7).digest(), "little")
+        )
         return Task(self.run, seq, self.number, position, (indices,), False)
 
     @property

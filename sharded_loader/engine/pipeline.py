@@ -22,10 +22,11 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, leave_frames
+from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, leave_frames, name_of_batch
 from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.base.private import is_owned
 from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
@@ -40,6 +41,12 @@ SLACK = 2
 """Cheap batches: twice as many are in flight, or workers wait while the consumer goes through a group that has come.
 Measured (medians of 20 to 24 turns, of the rate with 1): `images` 1.05 to 1.13, `columns` 1.05, `tiny` 1.08, `tokens`
 1.05; 3 gains nothing more. Where workers take turns, one that is ahead waits for the others: `images` 1.11."""
+
+PATIENCE = 30.0
+"""Seconds that ``next`` waits before it tells on stderr for whom."""
+
+ANSWER_SECONDS = 2.0
+"""Seconds in which a worker that was asked for its stack has written it, unless it cannot."""
 
 PER_WORKER = 2
 """Batches in flight for each worker, unless the user says otherwise."""
@@ -351,7 +358,8 @@ class Pipeline:
 
         Returns an error instead where no batch is to blame: the loader was closed meanwhile, or the pool is broken."""
         window, least = run.window, self.min_ready
-        began = 0.0
+        began = due = 0.0
+        look: Callable[[], None] | None = None
         while True:
             if self.closed:
                 return LoaderClosedError()
@@ -373,6 +381,7 @@ class Pipeline:
                 blocks = not run.is_finished() if run.any_order else window[0].result is None
                 if blocks and not began and self.pool.num_workers:
                     began = time.perf_counter()
+                    due = began + PATIENCE
                 self._wait(run, block=blocks)
             if run.any_order and window:
                 run.advance()
@@ -382,6 +391,27 @@ class Pipeline:
                 if run.epoch.given_up and window[0].result.error is not None:  # it came before the error of its part
                     run.leave_out(window[0])
                 return window[0]
+            if began and time.perf_counter() >= due:
+                due, look = self._tell_of_wait(run, began, look)
+
+    def _tell_of_wait(
+        self, run: Run, began: float, look: Callable[[], None] | None
+    ) -> tuple[float, Callable[[], None] | None]:
+        """The consumer has waited long: say for whom, once, and later look what came of it; see `Pool.tell_of_wait`.
+
+        Returns:
+            When to call this again, and with what as ``look``.
+        """
+        now = time.perf_counter()
+        if look is not None:
+            look()
+        elif run.window:
+            entry = run.window[0]
+            text = f"epoch {run.epoch.number}, {name_of_batch(entry.seq)}"
+            text = f"sharded_loader: next() has waited {now - began:.0f} s for {text}"
+            if (look := self.pool.tell_of_wait(text, entry.task)) is not None:
+                return now + ANSWER_SECONDS, look
+        return math.inf, None
 
     def _waited(self, run: Run, began: float) -> Wait:
         """The consumer has waited for the first batch of a run. Which tasks had the workers?"""
@@ -478,12 +508,13 @@ class Pipeline:
                 for entry in itertools.chain.from_iterable(one.window for one in self._runs.values()):
                     entry.is_slow |= entry.sent == now
 
-    def poll(self, run: Run, job: Job, *, renew: bool = False, block: bool = False) -> bool:
-        """A step for a run without a wait: it is put in flight, and what has come from the pool is filed.
+    def poll(self, run: Run, job: Job, *, renew: bool = False, block: bool = False, seconds: float = 0.0) -> bool:
+        """A step for a run: it is put in flight, and what has come from the pool is filed.
 
         Args:
             run, job, renew: as of `open`, if the run is new.
             block: wait for a step of another thread. False: leave it to that step.
+            seconds: wait for it so long at most, and then for the pool, until a thread calls its `wake`.
 
         Returns:
             Whether `head` has something to say without a wait. A pool without workers reads only there.
@@ -491,7 +522,7 @@ class Pipeline:
         is_nested = is_owned(self.lock)
         if self.closed or os.getpid() != self.pid:
             return True  # an error
-        if not self.lock.acquire(blocking=block):
+        if not self.lock.acquire(timeout=-1.0 if block else max(0.0, seconds)):
             return run.is_finished()
         try:
             inside = self.begin(is_nested)
@@ -499,7 +530,7 @@ class Pipeline:
                 self.open(run, job, renew=renew)
             if self.pool.num_workers and run.dead is None:
                 self._fill(run, 1)
-                self._wait(run, block=False)
+                self._wait(run, block=seconds > 0 and not run.is_finished())
             self.end(inside)
         except BaseException:
             self.fail()

@@ -33,6 +33,7 @@ from typing import Any
 from sharded_loader.base.described import call_of
 from sharded_loader.base.limits import Near
 from sharded_loader.base.notices import Notices
+from sharded_loader.base.system import write_to_stderr
 from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.memory.arena import FindNear, Register
@@ -115,6 +116,19 @@ class Pool(ABC):
         Raises:
             PoolBroken: no worker can work.
         """
+
+    def tell_of_wait(self, text: str, task: Task | None) -> Callable[[], None] | None:
+        """Tell on stderr that ``next`` has waited long, who has the task, and that worker's stack.
+
+        Args:
+            text: how long, and for which batch.
+            task: the batch; None: it is in no task.
+
+        Returns:
+            What to call `ANSWER_SECONDS` later, if ``next`` still waits; None: nothing.
+        """
+        write_to_stderr(f"{text}\n")
+        return None
 
     def wake(self) -> None:  # noqa: B027
         """Make a `wait` in another thread return."""

@@ -17,6 +17,8 @@ A reader keeps nothing of a batch, so several threads may use one. Nothing here 
 It measures what it does (`messages.Times`), and from the batches so far it knows what is worth it: cheap batches are
 measured once in `MEASURED_SECONDS`, and samples are timed where one takes `SAMPLE_SECONDS` on average. What it knows
 may be one batch old, or be lost where two threads write it at a time: it decides on no batch.
+
+`reading_in(frame)` tells from outside what a thread reads.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import heapq
 import operator
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -34,6 +37,7 @@ from sharded_loader.base.errors import (
     SampleError,
     add_note,
     as_exception,
+    name_of_batch,
     notes_of,
     set_notes,
     shorten,
@@ -47,7 +51,7 @@ from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assemb
 from sharded_loader.data.arrays import NOT_IN_BULK, as_bulk, as_items, takes_arrays
 from sharded_loader.data.bulk import listed
 from sharded_loader.data.datasets import RETRIES
-from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board
+from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board, phase
 from sharded_loader.engine.messages import NOTHING, Job, PartPoint, Result, Task, Times
 from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, philox, reading
 
@@ -526,6 +530,25 @@ class Reader:
             sample = on_error(SampleError(index, task.epoch, task.seq, shard, failed))
         at.skipped.append((index, without_frames(failed)))
         return sample if callable(on_error) else Bad(at.skipped[-1])
+
+
+def reading_in(frame: FrameType | None) -> str:
+    """What a thread reads, in words, by the frame that it is in; "": nothing. Reading itself notes nothing for this."""
+    stamps: list[float] = []
+    while frame is not None and frame.f_code is not Reader.read.__code__:
+        if frame.f_code is Reader._read_one_by_one.__code__:
+            stamps = frame.f_locals.get("stamps") or []
+        frame = frame.f_back
+    at = None if frame is None else frame.f_locals.get("at")
+    if frame is None or at is None or not hasattr(at, "board"):  # it has just begun
+        return ""
+    task, place, now = at.task, at.place, time.perf_counter()
+    doing = f"reading sample {plain_indices(at.indices)[place]!r}" if place >= 0 else phase(at.board)
+    took = f"which it began {now - frame.f_locals['began']:.0f} s ago"
+    if stamps and place >= 0:
+        took = f"for {now - stamps[-1]:.0f} s"
+    shard = f", shard {at.board[SHARD]}" if task.sharded else ""
+    return f"{doing} of epoch {task.epoch}, {name_of_batch(task.seq)}{shard}, {took}"
 
 
 def plain_indices(indices: Any) -> Any:

@@ -31,7 +31,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -262,6 +262,77 @@ def warn_of_length(dataset: Any, known: int | None, notices: Notices, then: str)
         notices.warn("length", f"the dataset has {now} samples, and had {known} when the loader last looked. {then}")
 
 
+def shown_indices(dataset: Any, indices: Any, epoch: int) -> list[Any]:
+    """The indices of a task as users see them; those of a mixture as (source, index)."""
+    mixture = mixture_of(dataset)
+    found = indices.tolist() if isinstance(indices, np.ndarray) else list(indices)
+    return found if mixture is None else mixture.pairs(found, epoch)
+
+
+def fetch_epoch(dataset: Any, indices: Any, epoch: int, seq: int = -1) -> FetchEpoch:
+    """One batch of these samples.
+
+    Args:
+        dataset: what is read.
+        indices: of the samples; of a mixture as `shown_indices` names them, or as the mixture takes them.
+        epoch, seq: as of `FetchEpoch`.
+
+    Raises:
+        TypeError: they are no list of indices.
+    """
+    if isinstance(indices, str | bytes) or not isinstance(indices, Iterable):
+        raise TypeError(f"fetch was given {brief(indices)}; it must be a list of indices")
+    mixture, found = mixture_of(dataset), plain_indices(list(indices))
+    planned: list[Any] | Exception = found or ValueError("fetch was given no indices: give at least one")
+    if mixture is not None:
+        try:
+            planned = [mixture.code(*one) if isinstance(one, tuple) else one for one in found]
+        except (IndexError, TypeError) as error:
+            planned = error
+    fetched = FetchEpoch(epoch, planned, seq)
+    fetched.limit = None if mixture is not None or isinstance(dataset, Mapping) else length(dataset)
+    return fetched
+
+
+@contextmanager
+def in_epoch(
+    set_epoch: Callable[[int], Any] | None, epoch: int, back: Callable[[], int], reading: Iterable[int] = ()
+) -> Iterator[None]:
+    """Inside, a dataset is in ``epoch``; afterwards in the epoch that ``back`` returns.
+
+    Args:
+        set_epoch: of the dataset; None: it has none.
+        epoch, back: as above.
+        reading: the epochs that threads read the dataset in.
+
+    Raises:
+        RuntimeError: a thread reads in another epoch.
+    """
+    if set_epoch is None:
+        yield
+        return
+    for other in reading:
+        if other != epoch:
+            raise RuntimeError(
+                f"cannot read in epoch {epoch} while threads read epoch {other}: the dataset, which "
+                f"has set_epoch and is shared by them, can be in one epoch only; finish that epoch first"
+            )
+    set_epoch(epoch)
+    try:
+        yield
+    finally:
+        set_epoch(back())
+
+
+def check_one_epoch(reading: Iterable[int], epoch: int) -> None:
+    """Refuse a batch of another epoch than those that are read, of a dataset that all share and that has set_epoch."""
+    if any(other != epoch for other in reading):
+        raise ValueError(
+            f"cannot fetch a batch of epoch {epoch} while another epoch is read: the dataset has set_epoch, "
+            f"and one object of it is read by all. Finish that epoch first, or use worker processes"
+        )
+
+
 class Epochs:
     """The epochs of one loader.
 
@@ -356,7 +427,6 @@ class Epochs:
             shown = progress.run()
             epoch = progress.coming() if shown is None else shown.epoch
             assert isinstance(order, MapOrder) and isinstance(epoch, MapEpoch)  # only its order can be changed
-            settings = order.settings
             change(*epoch.reached(epoch.first if shown is None else shown.delivered))
             if self._kept is not None:  # its batches were planned before
                 self._drop(self._kept.run)
@@ -365,7 +435,7 @@ class Epochs:
                 run = iterator.run
                 if run is not None and not run.ended and run.dead is None:
                     iterator.run = self._go_on(run, iterator)
-            if progress.run() is shown is not None and order.settings == settings:
+            if progress.run() is shown is not None:
                 progress.shown = self._rest_of(shown)  # its iterator is gone, but a state is taken from it
 
     def _rest_of(self, run: Run) -> Run:
@@ -560,10 +630,7 @@ class Epochs:
         """The indices of a step; with ``evaluate`` also how many are no fillers."""
         found = self._looked_up(epoch, step, rank)
         task = self._task_of(found, step)
-        mixture = mixture_of(self.dataset)
-        shards = [shard.tolist() if isinstance(shard, np.ndarray) else list(shard) for shard in task.shards]
-        if mixture is not None:
-            shards = [mixture.pairs(shard, found.number) for shard in shards]
+        shards = [shown_indices(self.dataset, shard, found.number) for shard in task.shards]
         indices = shards if task.sharded else shards[0]
         return (indices, found.real(task)) if found.evaluates else indices
 
@@ -583,29 +650,15 @@ class Epochs:
         """A run of one batch that belongs to no epoch: the run, what its workers read, and whether that is new to them.
 
         Args:
-            indices: of its samples; of a mixture as `indices` names them, or as the mixture takes them.
+            indices: as of `fetch_epoch`.
             epoch: the epoch whose random numbers it draws.
         """
         if isinstance(self.order, StreamOrder):
             raise TypeError("fetch needs a dataset that is read by index: iterable data has its own order")
-        if isinstance(indices, str | bytes) or not isinstance(indices, Iterable):
-            raise TypeError(f"fetch was given {brief(indices)}; it must be a list of indices")
-        mixture, found = mixture_of(self.dataset), plain_indices(list(indices))
-        planned: list[Any] | Exception = found or ValueError("fetch was given no indices: give at least one")
-        if mixture is not None:
-            try:
-                planned = [mixture.code(*one) if isinstance(one, tuple) else one for one in found]
-            except (IndexError, TypeError) as error:
-                planned = error
-        run = Run(next(self._numbers), FetchEpoch(epoch, planned))
-        run.epoch.limit = None if mixture is not None or isinstance(self.dataset, Mapping) else length(self.dataset)
+        run = Run(next(self._numbers), fetch_epoch(self.dataset, indices, epoch))
         live = [one for one in self.progress.live_runs() if not one.ended and one.dead is None]
         if self._workers.shares_dataset and (set_epoch := self._set_epoch()) is not None:
-            if any(one.epoch.number != epoch for one in live):
-                raise ValueError(
-                    f"cannot fetch a batch of epoch {epoch} while another epoch is read: the dataset has set_epoch, "
-                    f"and one object of it is read by all. Finish that epoch first, or use worker processes"
-                )
+            check_one_epoch([one.epoch.number for one in live], epoch)
             if not live:
                 set_epoch(epoch)
         renew, self.stale = self.stale and not live, self.stale and bool(live)
@@ -679,26 +732,8 @@ class Epochs:
         """The dataset's ``set_epoch``. That of iterable data is called when a part is opened."""
         return None if self.order.stream is not None else getattr(self.dataset, "set_epoch", None)
 
-    @contextmanager
-    def in_epoch(self, epoch: int) -> Iterator[None]:
-        """Inside, the dataset is in ``epoch``; afterwards in the loader's.
-
-        Raises:
-            RuntimeError: a thread reads in another epoch.
-        """
-        set_epoch = self._set_epoch()
-        if set_epoch is None:
-            yield
-            return
-        if self._workers.num_workers and self._workers.shares_dataset:
-            for run in self.progress.live_runs():
-                if not run.ended and run.dead is None and run.epoch.number != epoch:
-                    raise RuntimeError(
-                        f"cannot read in epoch {epoch} while threads read epoch {run.epoch.number}: the dataset, which "
-                        f"has set_epoch and is shared by them, can be in one epoch only; finish that epoch first"
-                    )
-        set_epoch(epoch)
-        try:
-            yield
-        finally:
-            set_epoch(self.progress.at()[0])
+    def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
+        """Inside, the dataset is in ``epoch``; afterwards in the loader's. See the function."""
+        reads = self._workers.num_workers and self._workers.shares_dataset
+        live = [run for run in self.progress.live_runs() if reads and not run.ended and run.dead is None]
+        return in_epoch(self._set_epoch(), epoch, lambda: self.progress.at()[0], [run.epoch.number for run in live])

@@ -47,9 +47,6 @@ else:
 
     Batch = TypeVar("Batch")
 
-POLL_SECONDS = 0.001
-"""Between two looks whether a batch has come, where a program waits with a time limit."""
-
 profiler_enabled = find_profiler_enabled()
 """Whether torch's profiler runs. It is looked up once, because each ``next`` asks."""
 
@@ -427,10 +424,14 @@ class RunIterator(BatchIterator[Any]):
     def _open(self, run: Run) -> None:
         self._pipeline.open(run, self._job)
 
-    def poll(self, *, renew: bool = False, block: bool = False) -> bool:
+    def poll(self, *, renew: bool = False, block: bool = False, seconds: float = 0.0) -> bool:
         """See `Pipeline.poll`. Without workers it is `next` that reads, so there is nothing to wait for."""
-        has_come = self._pipeline.poll(self._only, self._job, renew=renew, block=block)
+        has_come = self._pipeline.poll(self._only, self._job, renew=renew, block=block, seconds=seconds)
         return has_come or not self._pipeline.pool.num_workers
+
+    def wake(self) -> None:
+        """Make a `poll` return. Any thread."""
+        self._pipeline.pool.wake()
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not _is_finalizing():
@@ -486,11 +487,16 @@ class BatchFuture(Future[Batch]):
         return super().exception(0)
 
     def _receive(self, timeout: float | None = None) -> None:
-        until = None if timeout is None else time.monotonic() + timeout
-        while until is not None and not self.done():  # the pools have no wait with a time limit
-            if time.monotonic() >= until:
-                return
-            time.sleep(POLL_SECONDS)
+        if timeout is not None and not self.done():
+            until = time.monotonic() + timeout
+            timer = threading.Timer(timeout, self._batches.wake)  # the pools have no wait with a time limit
+            timer.start()
+            try:
+                while not self._batches.poll(seconds=until - time.monotonic()):
+                    if time.monotonic() >= until:
+                        return
+            finally:
+                timer.cancel()
         with self._turn:
             if super().done():
                 return
@@ -506,6 +512,7 @@ class BatchFuture(Future[Batch]):
             else:
                 self.set_result(batch)
             self._batches.drop()
+            self._owner = None
 
 
 leave_alone(BatchIterator.__next__, BatchIterator.__del__, RunIterator.__del__)

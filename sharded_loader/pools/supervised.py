@@ -82,6 +82,9 @@ class SupervisedPool(WorkerPool, Generic[W]):
     def cancel(self, run: int) -> None:
         self._supervisor.cancel(run)
 
+    def tell_of_wait(self, text: str, task: Task | None) -> Callable[[], None] | None:
+        return self._supervisor.tell_of_wait(text, task)
+
     def close(self) -> None:
         self._supervisor.close()
         self.room = 0

@@ -32,10 +32,8 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from sharded_loader.base.checks import check_int
-from sharded_loader.base.described import an
 from sharded_loader.base.notices import warn
 from sharded_loader.engine.order import Order, Position, process_group, resolve_replicas
-from sharded_loader.randomness.global_generators import seeded_globals
 from sharded_loader.sampling.base import (
     DrawnSeed,
     EpochRequests,
@@ -52,8 +50,9 @@ from sharded_loader.sampling.base import (
 from sharded_loader.sampling.batch_samplers import BatchSampler, GrowingBatchSampler
 from sharded_loader.sampling.costs import CostSampler
 from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
-from sharded_loader.sampling.foreign import known_length, len_epoch, rank_of, table_of, undisturbed
+from sharded_loader.sampling.foreign import known_length, len_epoch, rank_of, read_twice, table_of, undisturbed
 from sharded_loader.sampling.index_samplers import RandomSampler, RepeatedSampler, SequentialSampler, SplitSampler
+from sharded_loader.sampling.packing import PackSampler
 from sharded_loader.sampling.state import (
     Signature,
     arguments_of,
@@ -67,7 +66,7 @@ from sharded_loader.sampling.state import (
     shifted,
     weights_set,
 )
-from sharded_loader.sampling.tables import Dealt, StepCount, Table, bytes_of, check_skip, merged, parts
+from sharded_loader.sampling.tables import Dealt, Ranges, StepCount, Table, bytes_of, check_skip, merged, parts
 
 LEFT_OUT = "--------"
 """Stands for a step that is left out among `MapOrder.checksums`."""
@@ -400,12 +399,9 @@ class MapOrder(Order[Signature]):
         if before[:2] < (position.epoch, first):
             is_known = is_known and before.is_known
         self._since = _Since(position.epoch, first, position, is_known)
-        late = [one for one in self.given_skip if merged(saved.skip, [one]) != saved.skip]
-        if late and late[0][0] < self._count.before(position.epoch, self._whole_length) + first:
-            warn(
-                f"skip has the steps {late[0]}, and some of them were done before the state was saved: load a state "
-                f"that was saved before step {late[0][0]}"
-            )
+        if self.given_skip:
+            done = self._count.before(position.epoch, self._whole_length) + first
+            warn_of_done_steps(self.given_skip, saved.skip, done)
 
     def look_up(self, number: Any, step: Any, rank: Any = None) -> MapEpoch:
         """An epoch whose batch ``step`` is looked up. It is `MapEpoch.ready`; nothing in the order changes.
@@ -499,18 +495,17 @@ def _read_twice(epoch: MapEpoch, read: Callable[[MapEpoch], Any]) -> Any:
     foreign = epoch.foreign
     if foreign is None:
         return read(epoch)
-    # Not only the start depends on global generators that are seeded for it: what comes later may do, too.
-    with seeded_globals(1):
-        found = read(epoch)
-    with seeded_globals(2):
-        again = read(epoch.again())
-    if bytes_of([found]) != bytes_of([again]):
-        raise ValueError(
-            f"epoch {epoch.number} cannot be looked up: the sampler, {an(type(foreign))}, yields other indices when "
-            f"it is read again. It draws from a global generator, or goes on from the epoch before: make its "
-            f"order depend on set_epoch(epoch) alone, or write down the indices while you train"
+    return read_twice(lambda turn: read(epoch if turn == 1 else epoch.again()), foreign, epoch.number)
+
+
+def warn_of_done_steps(given: Ranges, saved: Ranges, done: int) -> None:
+    """Warn if steps that are to be left out were done before a state was saved, which does not leave them out."""
+    late = [one for one in given if merged(saved, [one]) != saved]
+    if late and late[0][0] < done:
+        warn(
+            f"skip has the steps {late[0]}, and some of them were done before the state was saved: load a state "
+            f"that was saved before step {late[0][0]}"
         )
-    return found
 
 
 def _counts_others(saved: Signature, own: Signature) -> bool:
@@ -627,6 +622,8 @@ def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: An
                 "it decides all of that. drop_last is torch's name for last_batch"
             )
         return
+    if isinstance(sampler, PackSampler):
+        raise TypeError("sampler is a PackSampler, which yields batches: give it as batch_sampler=, without batch_size")
     if last_batch not in (None, "keep", "discard", "rollover"):
         raise ValueError(f'last_batch is {last_batch!r}; it must be "keep", "discard" or "rollover"')
     if batch_size is None:
