@@ -40,7 +40,7 @@ from sharded_loader.drop_in.workers import WorkerView, in_torchs_words, make_poo
 from sharded_loader.engine.messages import Job, PartPoint, Task
 from sharded_loader.engine.pipeline import Pipeline, Run
 from sharded_loader.engine.pool import Pool
-from sharded_loader.loader.arguments import length, make_split
+from sharded_loader.loader.arguments import claim, length, make_split
 from sharded_loader.loader.epochs import warn_of_length
 from sharded_loader.loader.iterator import RunIterator, profiler_enabled
 from sharded_loader.pools.process.pool import ArenaInUse, ProcessPool
@@ -170,6 +170,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._pool.notices = loader._meter.notices
         memory.lend(self._pool, placement)
         self._pipeline = Pipeline(self._pool, make_split(self._devices, self._sharded, loader.num_shards))
+        claim(self._pool, self._pipeline)
         # Without prefetch_factor, enough batches are in flight to fill the messages to the workers.
         self._pipeline.scale_by_group = loader._scales_prefetch
         self._pipeline.prefetch = (loader.prefetch_factor or 0) * loader.num_workers

@@ -264,17 +264,14 @@ class Pipeline:
             self.shut()
 
     def resize(self, pool: Pool) -> None:
-        """A pool of the loader is to have another number of workers: now, or in the step that is under way. Any thread.
+        """A pool of the loader is to have another number of workers: now, if none runs; otherwise in a step. Any thread.
 
-        Raises:
-            OSError: the system cannot start another worker.
+        Workers start and end in steps only. `close` does not wait for another thread that starts some.
         """
         if self.lock.acquire(blocking=False):
             try:
-                if not self.is_open_step and not self.closed:
-                    self.is_open_step = True  # an exception leaves it open, as that of any other step
+                if not (self.is_open_step or self.closed or pool.started):
                     self._adopt(pool)
-                    self.is_open_step = False
                     return
             finally:
                 self.lock.release()

@@ -22,6 +22,7 @@ from sharded_loader import (
     ShardedDataLoader,
 )
 from sharded_loader.base import limits
+from sharded_loader.sampling import foreign
 from sharded_loader.sampling.base import check_sampler, is_own
 from sharded_loader.sampling.foreign import LISTED, Listed, len_epoch, table_of
 from sharded_loader.sampling.state import Checkpoint
@@ -316,6 +317,18 @@ def test_a_foreign_sampler_without_length_has_none() -> None:
 def test_what_is_no_sampler_is_refused(thing: object) -> None:
     with pytest.raises(TypeError, match="must be a sampler or another iterable"):
         check_sampler(thing)
+
+
+def test_an_interruption_while_a_sampler_starts_leaves_its_generator_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def strike(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    generator = torch.Generator().manual_seed(5)
+    sampler = torch_data.RandomSampler(range(20), generator=generator)
+    monkeypatch.setattr(foreign, "seed_torch", strike)
+    with pytest.raises(KeyboardInterrupt):
+        table_of(sampler, 0, seed=1)
+    assert sampler.generator is generator
 
 
 def test_an_error_of_the_samplers_comes_through_and_generators_are_restored() -> None:
