@@ -248,7 +248,8 @@ class WorkerPool(Pool):
 def check_num_workers(num_workers: Any) -> int:
     """``num_workers`` of a pool that has workers, or an error that says what is wrong."""
     if isinstance(num_workers, bool) or not hasattr(num_workers, "__index__"):
-        raise TypeError(f"num_workers is {num_workers!r}; it must be an int, the number of workers")
+        hint = '. For "auto", give num_workers="auto" to the loader' if num_workers == "auto" else ""
+        raise TypeError(f"num_workers is {num_workers!r}; it must be an int, the number of workers{hint}")
     if num_workers < 1:
         raise ValueError(f"num_workers is {num_workers}; a pool needs at least 1, InlinePool() has none")
     return int(num_workers)

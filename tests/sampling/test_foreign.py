@@ -22,7 +22,6 @@ from sharded_loader import (
     ShardedDataLoader,
 )
 from sharded_loader.base import limits
-from sharded_loader.sampling import foreign
 from sharded_loader.sampling.base import check_sampler, is_own
 from sharded_loader.sampling.foreign import LISTED, Listed, len_epoch, table_of
 from sharded_loader.sampling.state import Checkpoint
@@ -325,7 +324,7 @@ def test_an_interruption_while_a_sampler_starts_leaves_its_generator_to_it(monke
 
     generator = torch.Generator().manual_seed(5)
     sampler = torch_data.RandomSampler(range(20), generator=generator)
-    monkeypatch.setattr(foreign, "seed_torch", strike)
+    monkeypatch.setattr("sharded_loader.sampling.foreign.seed_torch", strike)
     with pytest.raises(KeyboardInterrupt):
         table_of(sampler, 0, seed=1)
     assert sampler.generator is generator
