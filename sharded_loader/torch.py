@@ -38,6 +38,7 @@ from sharded_loader.drop_in.workers import check_arguments
 from sharded_loader.engine.messages import Job, OnError, Task
 from sharded_loader.engine.split import plain_indices
 from sharded_loader.loader.arguments import check_max_skipped
+from sharded_loader.loader.auto import number_of_workers, tuned
 from sharded_loader.loader.epochs import check_one_epoch, fetch_epoch, in_epoch, shown_indices
 from sharded_loader.loader.iterator import Batch, BatchFuture
 from sharded_loader.loader.stats import Meter, Metered
@@ -59,7 +60,10 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
 
     Args:
         dataset: A map-style or an iterable dataset.
-        batch_size, shuffle, sampler, batch_sampler, num_workers: As in torch's ``DataLoader``.
+        batch_size, shuffle, sampler, batch_sampler: As in torch's ``DataLoader``.
+        num_workers: The number of worker processes. ``"auto"``: 2 at first, then as many as training needs. Workers
+            then seed the global generators for each batch, as with ``seed``: what comes does not depend on the number.
+            Iterable data keeps its 2 parts, and a map-style dataset with a ``state_dict`` its 2 workers.
         collate_fn, pin_memory, pin_memory_device, drop_last, worker_init_fn: As in torch's ``DataLoader``.
         multiprocessing_context, generator, persistent_workers, in_order: As in torch's ``DataLoader``.
         prefetch_factor: The number of batches to prefetch for each worker. None: 2, and more while a batch takes less
@@ -79,6 +83,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         restarts: How many workers a batch may kill before you get an error. 0: none.
         max_bytes: The limit of shared memory for batches, in bytes.
         numa: Whether batches and workers are placed near the GPU; see `ProcessPool`.
+        max_worker_memory: The memory that a worker process may take; see `ProcessPool`.
         streams: The number of parts of iterable data; see `ShardedDataLoader`. None: one for each worker, as in torch.
         skip: Steps to leave out; see `ShardedDataLoader`. They count the batches of the sampler, whose length must be
             known. ``len(loader)`` gets smaller.
@@ -107,7 +112,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         shuffle: bool | None = None,
         sampler: Iterable[Any] | None = None,
         batch_sampler: Iterable[Sequence[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[Any]], Batch] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -131,18 +136,21 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         restarts: int = 3,
         max_bytes: int | None = None,
         numa: bool = True,
+        max_worker_memory: int | str | None = None,
         streams: int | None = None,
         skip: Sequence[tuple[int, int]] | None = None,
         snapshot_every_n_steps: int = 1,
         **unknown: NoReturn,
     ) -> None:
         refuse_arguments("DataLoader", unknown, type(self).__init__)
+        is_auto, workers = number_of_workers(num_workers)
         self.seed, self.on_error = seed, on_error
         self.max_skipped = check_max_skipped(max_skipped, on_error)
         self._count_with(Meter(dataset, Notices(), self.max_skipped))
+        self._tuner = tuned(self._meter) if is_auto else None  # it finds the number of workers
         self.device, self.devices, self.num_shards = device, devices, num_shards
         self.start_method, self.thread_pool = start_method, thread_pool
-        self.restarts, self.max_bytes, self.numa = restarts, max_bytes, numa
+        self.restarts, self.max_bytes, self.numa, self.max_worker_memory = restarts, max_bytes, numa, max_worker_memory
         self.streams, self.snapshot_every_n_steps = streams, snapshot_every_n_steps
         self._scales_prefetch = prefetch_factor is None
         self._epochs = EpochCount()
@@ -170,7 +178,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
             shuffle,
             sampler,
             batch_sampler,  # type: ignore[arg-type]
-            num_workers,
+            workers,
             collate_fn,
             pin_memory,
             drop_last,
@@ -198,7 +206,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
     def _get_iterator(self) -> Any:
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
             return super()._get_iterator()  # datapipes are bound to torch's own workers
-        if self.num_workers:
+        if self.num_workers and self._tuner is None:
             self.check_worker_number_rationality()
         if not isinstance(self.dataset, IterableDataset):
             text = text_if_ranks_repeat(nested(self._index_sampler))
@@ -509,7 +517,8 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         """The arguments. Workers and positions stay here."""
         gone = ("_iterator", "_resume_point", "_prepared", "_loaded", "_rng_at_load", "_job", "_newest")
-        own = {"_meter": Meter(self.dataset, Notices(), self.max_skipped), "_epochs": copy.copy(self._epochs)}
+        meter = Meter(self.dataset, Notices(), self.max_skipped)
+        own = {"_meter": meter, "_tuner": self._tuner and tuned(meter), "_epochs": copy.copy(self._epochs)}
         return {**self.__dict__, **dict.fromkeys(gone), **own, "_memory": DeviceMemory()}
 
 

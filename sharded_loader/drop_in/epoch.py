@@ -102,8 +102,8 @@ class TorchEpoch(Epoch):
         indices = planned.item if self._batched else (planned.item,)
         if type(indices) not in (tuple, Packed):  # a sampler may fill its own list again while this one waits
             indices = list(indices)
-        # In any order a batch goes to the worker that has the least to do.
-        lane: int | None = None if self.any_order else seq % self._lanes
+        # In any order, and if the number of workers changes, a batch goes to the worker that has the least to do.
+        lane: int | None = seq % self._lanes if self.takes_turns and not self.any_order else None
         part: PartBatch | None = None
         if self._keeps_state:  # the state that the worker's dataset must have before this batch
             lane = planned.lane

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 import os
 import sys
 import weakref
@@ -41,7 +42,7 @@ from sharded_loader.engine.messages import Job, PartPoint, Task
 from sharded_loader.engine.order import FetchEpoch
 from sharded_loader.engine.pipeline import Pipeline, Run
 from sharded_loader.engine.pool import Pool
-from sharded_loader.loader.arguments import length, make_split
+from sharded_loader.loader.arguments import claim, length, make_split
 from sharded_loader.loader.epochs import warn_of_length
 from sharded_loader.loader.iterator import BatchFuture, RunIterator, profiler_enabled
 from sharded_loader.loader.stats import Meter
@@ -173,9 +174,11 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._pool.notices = loader._meter.notices
         memory.lend(self._pool, placement)
         self._pipeline = Pipeline(self._pool, make_split(self._devices, self._sharded, loader.num_shards))
+        claim(self._pool, self._pipeline)
         # Without prefetch_factor, enough batches are in flight to fill the messages to the workers.
         self._pipeline.scale_by_group = loader._scales_prefetch
-        self._pipeline.prefetch = (loader.prefetch_factor or 0) * loader.num_workers
+        self._pipeline.per_worker = loader.prefetch_factor or 0
+        self._pipeline.follow(self._pool)
         self._pipeline.min_ready = max(2, 1 + placement.ahead)
         self._closer = weakref.finalize(self, _close, self._pool.closer(), placement.closer())
         self._shutdown = False
@@ -225,7 +228,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         if number is None:
             number = loader._epochs.next if state is None or finished else state.epoch or 0
         loader._epochs.next = number + 1
-        seed, base = (drawn, drawn) if loader.seed is None else (int(loader.seed), None)
+        seed = drawn if loader.seed is None else int(loader.seed)
+        base = drawn if loader.seed is None and loader._tuner is None else None  # None: nothing depends on the workers
         batchify = batchify_fn_of(self._collate_fn, batched=self._auto_collation)
         job = Job(self._dataset, batchify, seed, loader.on_error, base_seed=base, in_bulk=self._auto_collation)
         epoch: TorchEpoch | StreamEpoch
@@ -239,6 +243,9 @@ class LoaderIterator(_BaseDataLoaderIter):
             job = replace(job, keeps_state=is_stateful(self._dataset), tells_epoch=loader._named is not None)
             epoch = self._sampler_epoch(start, None if saved is None else saved.sampler, items, loader._left_out)
             self._pipeline.one_by_one = start.may_draw
+            epoch.takes_turns = loader._tuner is None or job.keeps_state
+            if job.keeps_state:
+                loader._meter.tune_at = math.inf  # each worker has a state of its own: their number stays
         epoch.number = number  # the random numbers of an epoch depend on it, also in persistent workers
         epoch.any_order = not loader.in_order and loader.num_workers > 0
         run = Run(next(_numbers), epoch, any_order=epoch.any_order)

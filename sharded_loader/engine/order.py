@@ -265,12 +265,13 @@ class Order(ABC, Generic[Signature]):
         dataset_length: samples in the dataset, as far as the order knows.
         skip: the steps that are left out, as ranges.
         given_skip: those of them that the user has given; a state may have others.
+        asked: ``set_epoch`` of a sampler has said which epoch is next, since a state was loaded.
     """
 
     _sampler: Any = None
     batch_sampler: Any = None
     shard_costs: Any = None
-    arrays = given_batches = is_given = rolls_over = drops_last = False
+    arrays = given_batches = is_given = rolls_over = drops_last = asked = False
     max_shards: int | None = None
     dataset_length: int | None = None
     skip: tuple[tuple[int, int], ...] = ()

@@ -193,6 +193,7 @@ class Pipeline:
     Attributes:
         prefetch: how many batches of a run are kept in flight; of a pool without workers none is. May be set at any
             time.
+        per_worker: `prefetch` follows the number of workers, by this factor; 0: it does not.
         scale_by_group: `prefetch` counts groups of batches instead of batches (`Pool.group`).
         one_by_one: for each batch that is taken, the epoch is asked for one: what it draws then depends on no clock.
         lock: one for all iterators. The thread that calls `begin` holds it until `end` or `fail`. It is reentrant: a
@@ -205,7 +206,7 @@ class Pipeline:
 
     def __init__(self, pool: Pool, split: Split) -> None:
         self.pool, self.split = pool, split
-        self.prefetch = 0
+        self.prefetch = self.per_worker = 0
         self.scale_by_group = self.one_by_one = False
         self.min_ready = 2
         self.lock = threading.RLock()
@@ -271,17 +272,14 @@ class Pipeline:
             self.shut()
 
     def resize(self, pool: Pool) -> None:
-        """A pool of the loader is to have another number of workers: now, or in the step that is under way. Any thread.
+        """A pool of the loader is to have another number of workers: now if none runs, otherwise in a step. Any thread.
 
-        Raises:
-            OSError: the system cannot start another worker.
+        Workers start and end in steps only. `close` does not wait for another thread that starts some.
         """
         if self.lock.acquire(blocking=False):
             try:
-                if not self.is_open_step and not self.closed:
-                    self.is_open_step = True  # an exception leaves it open, as that of any other step
+                if not (self.is_open_step or self.closed or pool.started):
                     self._adopt(pool)
-                    self.is_open_step = False
                     return
             finally:
                 self.lock.release()
@@ -289,8 +287,12 @@ class Pipeline:
 
     def _adopt(self, pool: Pool) -> None:
         pool.adopt()
-        if self.scale_by_group:
-            self.prefetch = PER_WORKER * pool.num_workers
+        self.follow(pool)
+
+    def follow(self, pool: Pool) -> None:
+        """`prefetch` follows the number of workers, if it does."""
+        if self.per_worker:
+            self.prefetch = self.per_worker * pool.num_workers
 
     def use(self, pool: Pool) -> None:
         """Read with this pool from now on; called in a step, before `open`. It builds again what is in flight."""

@@ -21,6 +21,7 @@ from typing import Any, ParamSpec
 from sharded_loader.base.described import an
 from sharded_loader.base.private import refuse_skipping
 from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.engine.pipeline import PER_WORKER
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.split import balanced_shares
 from sharded_loader.loader.arguments import (
@@ -209,6 +210,7 @@ class LoaderAttributes(Metered):
     @prefetch.setter
     def prefetch(self, prefetch: int | None) -> None:
         self._pipeline.scale_by_group = prefetch is None
+        self._pipeline.per_worker = PER_WORKER if prefetch is None else 0
         self._pipeline.prefetch = check_prefetch(prefetch, self.num_workers)
 
     @property

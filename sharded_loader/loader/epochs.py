@@ -121,7 +121,7 @@ class Progress(ShownRun):
         epoch = run.epoch
         if not epoch.in_mid_epoch or epoch.batches(run.delivered) != epoch.first:
             return False
-        if self._restarts and self._order.next_epoch == epoch.number + 1:
+        if (self._restarts or self._order.asked) and self._order.next_epoch == epoch.number + 1:
             self._order.set_epoch(epoch.number)
         return True
 
@@ -228,7 +228,7 @@ class Progress(ShownRun):
     def begin_at(self, position: Position) -> None:
         """The next epoch begins at this position."""
         self._order.set_epoch(position.epoch)
-        self._restarts = False
+        self._restarts = self._order.asked = False
         self._pending = position
         self._length = self._order.dataset_length
 

@@ -213,6 +213,8 @@ class BatchIterator(Iterator[Batch]):
                 meter.count_sources(self._counts, entry.task.shards)
             if result.error is None and meter.looks is None:
                 meter.look(batch)
+            if self._last_ended >= meter.tune_at:
+                meter.tune(meter, pipeline, self._last_ended)
             try:
                 return batch, result.error
             finally:

@@ -54,6 +54,7 @@ from sharded_loader.loader.arguments import (
     transform_of,
 )
 from sharded_loader.loader.attributes import LoaderAttributes, keeps_arguments
+from sharded_loader.loader.auto import number_of_workers, tuned
 from sharded_loader.loader.check import LoaderCheck, check_loader
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.fingerprint import Fingerprint, fingerprint_of_epoch
@@ -80,6 +81,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         shuffle: Whether every epoch has a new random order.
         collate_fn: The collate function: list of samples -> batch. Default: `default_batchify_fn`.
         num_workers: The number of worker processes (threads with ``thread_pool``). 0 or less: the main process reads.
+            ``"auto"``: 2 at first, then as many as training needs. Batches, states and errors stay what they are.
         device: The device of the batches. ``"cuda"`` is the current device, whatever LOCAL_RANK says: call
             ``torch.cuda.set_device`` first, or give ``"cuda:1"``.
         devices: A list of devices, or ``"auto"`` for all accelerators. Each batch is a list: shard i is on device i.
@@ -130,7 +132,8 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         thread_pool: Whether workers are threads instead of processes.
         pool: What reads the samples: ``"thread"``, ``"process"``, ``"ray"``, ``"inline"`` (the main process, whatever
             ``num_workers`` says), or a pool object.
-        prefetch: The number of batches to prefetch. Default: ``2 * num_workers``; more if a batch takes < 1 ms.
+        prefetch: The number of batches to prefetch. Default: ``2 * num_workers``; more if a batch takes < 1 ms. With
+            ``num_workers="auto"`` more, too, while training waits for single samples that take long.
         prefetch_factor: torch's argument: k is ``prefetch=k * num_workers``.
         prefetch_epochs: Whether workers read the first batches of the next epoch while you consume the last ones. They
             are dropped if you ask for another epoch, or call `refresh`. Only samplers of this library are read early.
@@ -190,7 +193,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         last_batch: Literal["keep", "discard", "rollover"] | None = None,
         batch_sampler: Iterable[Any] | None = None,
         batchify_fn: Callable[[list[Any]], Batch] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         pin_memory: bool = False,
         prefetch: int | None = None,
         thread_pool: bool = False,
@@ -272,6 +275,10 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         epochs = Epochs(job, order, pipeline, placement, resident=kept, prefetch_epochs=reads_ahead)
         super().__init__(epochs, meter, batch_size, bool(pin_memory))
         self.prefetch = prefetch
+        if prefetch_factor is not None:
+            pipeline.per_worker = pipeline.prefetch // workers.num_workers
+        if number_of_workers(num_workers)[0] and workers.num_workers:
+            tuned(meter)
         claim(workers, pipeline)
         workers.use_memory(placement.empty, placement.register, pinned=placement.pinned, near=placement.near)
         self.device_prefetch = placement.ahead

@@ -14,9 +14,10 @@ What can go wrong: numbers read in the middle of a ``next`` of another thread ma
 from __future__ import annotations
 
 import dataclasses
+import math
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import nlargest
@@ -368,7 +369,12 @@ class Meter:
         mixture: the mixture whose samples are read, or None.
         looks: what the first batch looked like; None before it.
         last: the last batches that were measured, of all epochs.
+        tune: called at the end of a step from `tune_at` on, a stamp of `time.perf_counter`, with this object, the
+            pipeline and the stamp.
     """
+
+    tune: Callable[[Meter, Any, float], None]
+    tune_at = math.inf
 
     KEPT = KEPT_EPOCHS = 1000
     KEPT_TIMES = 10

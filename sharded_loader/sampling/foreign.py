@@ -209,9 +209,10 @@ def _own_generators(sampler: Any, epoch: int, seed: int) -> Iterator[None]:
             generator: Any = getattr(each, "generator", None)
             if _is_torch_generator(generator):
                 key = derive_key(seed, "foreign generator", generator.initial_seed(), epoch)
-                each.generator = type(generator)(device=generator.device)
-                seed_torch(each.generator, key)
-                exchanged.append((each, generator))
+                twin = type(generator)(device=generator.device)
+                seed_torch(twin, key)
+                exchanged.append((each, generator))  # before the exchange: a Ctrl-C may strike between the two
+                each.generator = twin
         yield
     finally:
         for each, generator in exchanged:

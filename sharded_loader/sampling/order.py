@@ -322,7 +322,7 @@ class MapOrder(Order[Signature]):
         """The epoch that comes next: as the loader counts, or as ``set_epoch`` of a sampler has asked."""
         asked = self._requests.take()
         if asked is not None:
-            self._next_epoch = asked
+            self._next_epoch, self.asked = asked, True
         return self._next_epoch
 
     def set_epoch(self, epoch: int) -> None:
