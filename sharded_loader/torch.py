@@ -34,7 +34,8 @@ from sharded_loader.drop_in.workers import check_arguments
 from sharded_loader.engine.messages import Job, OnError
 from sharded_loader.loader.arguments import check_max_skipped
 from sharded_loader.loader.iterator import Batch
-from sharded_loader.loader.stats import Meter, Metered
+from sharded_loader.loader.report import Reported
+from sharded_loader.loader.stats import Meter
 from sharded_loader.pools.task_reader import reader_for
 from sharded_loader.sampling.base import nested, tell_epoch
 from sharded_loader.sampling.order import text_if_ranks_repeat
@@ -44,7 +45,7 @@ __all__ = ["DataLoader"]
 _HAS_IN_ORDER = "in_order" in inspect.signature(torch.utils.data.DataLoader).parameters  # torch 2.4 has none
 
 
-class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
+class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
     """torch's ``DataLoader`` with this library's engine.
 
     Args:
@@ -279,6 +280,11 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
                 raise RuntimeError("there are no parts before an epoch has begun: call next(iter(loader)) first")
             job = Job(self.dataset, None, int(self.seed or 0))
         return reader_for(job, readers=0).read_sample(index, epoch)
+
+    def _given(self) -> Mapping[str, Any]:
+        usual = inspect.signature(DataLoader.__init__).parameters
+        kept = {name: vars(self).get(name, one.default) for name, one in usual.items()}
+        return {name: value for name, value in kept.items() if value is not usual[name].default}
 
     # -- state ----------------------------------------------------------------------------------------------
 

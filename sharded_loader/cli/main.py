@@ -59,9 +59,10 @@ def make_command() -> click.Group:
     from sharded_loader.cli.doctor import doctor
     from sharded_loader.cli.output import print_help
     from sharded_loader.cli.records import records
+    from sharded_loader.cli.report import report
 
     command = click.Group(
-        commands=[demo, doctor, bench, records],
+        commands=[demo, doctor, bench, records, report],
         callback=print_help,
         invoke_without_command=True,
         help="A data loader for PyTorch: try it, check this machine, measure your dataset, pack record files.",
