@@ -52,7 +52,9 @@ th { color: var(--faint); font-size: .87rem; font-weight: normal }
 th:first-child, td:first-child, .arguments * { text-align: left }
 td:first-child { border-left: .7rem solid var(--hue); background: linear-gradient(to right,
   color-mix(in srgb, var(--hue) 35%, transparent) var(--share), transparent 0) }
-.arguments td + td { overflow-wrap: anywhere; white-space: normal }
+@media (max-width: 40rem) { table { font-size: .72rem } th, td { padding: .2rem .15rem } th { font-size: inherit } }
+code { font: inherit; font-variant-numeric: tabular-nums }
+.arguments code { font-family: monospace; overflow-wrap: anywhere; white-space: normal }
 """
 
 Bars = Iterable[tuple[str, float, float, float, float]]
@@ -101,12 +103,12 @@ def _p(text: str) -> str:
 
 def _section(section: Section, plot: str) -> str:
     """A table, and its plot before it."""
-    lines = ["".join(f"<th>{html.escape(one)}</th>" for one in section.headings)]
+    lines = ["".join(f"<th>{one}" for one in section.headings)]
     for share, cells in section.rows:
         style = f"--share: {share:.1%}; --hue: {_COLOURS.get(cells[0], _HUES[-1])}"
         first, *others = map(html.escape, cells)
-        lines.append(f'<td style="{style}">{first}</td>' + "".join(f"<td>{one}</td>" for one in others))
-    rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
+        lines.append(f'<td style="{style}">{first}' + "".join(f"<td><code>{one}</code>" for one in others))
+    rows = "\n".join(f"<tr>{line}" for line in lines)
     table = f'<div class="table"><table class="{section.title.lower()}">{rows}</table></div>'
     return f"<h2>{section.title}</h2>{_p(section.about)}{plot}{table}"
 

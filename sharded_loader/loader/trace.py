@@ -79,8 +79,8 @@ def trace_of(rows: Sequence[BatchTimes], name: str) -> dict[str, Any]:
     made.add("M", "process_name", NEXT, args={"name": name})
     for lane, title in lanes.items():
         made.add("M", "thread_name", lane, args={"name": title})
-    sent = sorted({made.ns(row.sent) for row in rows if row.sent})
-    for at, following in pairwise([*sent, sent[-1] + TASK_NS] if sent else []):
+    tasks = sorted({made.ns(row.sent) for row in rows if row.sent})
+    for at, following in pairwise([*tasks, tasks[-1] + TASK_NS] if tasks else []):
         made.slice("task", TASKS, at, min(at + TASK_NS, following))
     for number, row in enumerate(rows):
         batch, lane = f"batch {row.step}", FIRST_WORKER + row.worker

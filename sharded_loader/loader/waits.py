@@ -213,17 +213,16 @@ def verdict(stats: Any) -> str:
     share, device = f"{stats.waiting_share:.0%}", stats.device_seconds / stats.seconds if stats.seconds else 0.0
     if limit == "worker" and slow is not None:
         number, others = slow
-        return (
-            f"Worker {number} is slow: a batch takes it {_time(workers[number].p50)}, and the others {_time(others)}."
-        )
+        its, theirs = time_text(workers[number].p50), time_text(others)
+        return f"Worker {number} is slow: a batch takes it {its}, and the others {theirs}."
     if limit == "collate":
         mean = {name: stats.stages[name].seconds / max(1, stats.batches) for name in ("read", "collate")}
-        took = f"{_time(mean['collate'])} for each batch, and to read it takes {_time(mean['read'])}"
+        took = f"{time_text(mean['collate'])} for each batch, and to read it takes {time_text(mean['read'])}"
         return f"The collate function is slow: it takes {took}."
     late = "Training waits for single samples" + " while other batches are finished" * (-1 not in workers)
     if stats.slowest:
         index, seconds, *_ = stats.slowest[0]
-        late += f": the slowest one, index {index!r}, took {_time(seconds)}"
+        late += f": the slowest one, index {index!r}, took {time_text(seconds)}"
     told = {
         "loop": f"The training loop is the limit: it waits for data for {share} of the time.",
         "device": f"The device is the limit: training waits for it for {device:.0%} of the time.",
@@ -302,7 +301,13 @@ def _others(limit: str, setup: Setup, cores: int) -> Iterable[tuple[str, Setup]]
             yield f"Read with {number} workers (num_workers={number})", setup.with_workers(number)
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """A time for people.
+
+    Example:
+        >>> time_text(0.25), time_text(0.0312)
+        ('0.25 s', '31.2 ms')
+    """
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
 
 
