@@ -15,7 +15,6 @@ import platform
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import mean
 from typing import Any, NamedTuple
 
 from sharded_loader.base.described import brief
@@ -181,7 +180,7 @@ def _judged(ranks: Mapping[int, Facts]) -> str:
     steps = set.intersection(*map(set, waits.values()))
     if not steps:
         raise ValueError("no batch is in all files: let all ranks write their files after the same step")
-    seconds = mean(sum(waits[rank][step][1] for step in steps) for rank in ranks) or 1.0
+    seconds = max(sum(waits[rank][step][1] for step in steps) for rank in ranks) or 1.0
     alone = dict.fromkeys(ranks, 0.0)  # how much less the job would wait if this rank were like the second slowest
     together = 0.0
     for step in steps:

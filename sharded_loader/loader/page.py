@@ -52,7 +52,7 @@ th { color: var(--faint); font-size: .87rem; font-weight: normal }
 th:first-child, td:first-child, .arguments * { text-align: left }
 td:first-child { border-left: .7rem solid var(--hue); background: linear-gradient(to right,
   color-mix(in srgb, var(--hue) 35%, transparent) var(--share), transparent 0) }
-@media (max-width: 40rem) { table { font-size: .76rem } th, td { padding: .2rem; font-size: inherit; white-space: normal } }
+@media (max-width: 40rem) { table, th { font-size: .76rem } th, td { padding: .2rem; white-space: normal } }
 code { font: inherit; font-variant-numeric: tabular-nums }
 .arguments code { font-family: monospace; overflow-wrap: anywhere; white-space: normal }
 """
