@@ -1,25 +1,25 @@
 """What a report says, as a dict that JSON can hold: of one loader, and of all ranks of a job.
 
-    facts_of(loader's class, arguments, stats, rows) -> facts
-    sections(facts) -> tables, for a terminal and for a browser
+    facts_of(loader's class, arguments, ranks, stats, rows) -> facts
     text_of(facts), joined({file: facts}) -> text for a terminal
 
 A file keeps the facts, so that they can be read where no loader is. Nothing is counted or timed here: the loader's
-`Meter` has done that. What can go wrong: no batch was delivered, or the files are not of the ranks of one job.
+`Meter` has done that. What can go wrong: the files are not of the ranks of one job, or not of the same time.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from sharded_loader.base.described import brief
 from sharded_loader.loader.stats import LoaderStats
-from sharded_loader.loader.times import STAGES, BatchTimes, StageTimes, WorkerTimes
+from sharded_loader.loader.times import BatchTimes
 from sharded_loader.loader.waits import CAUSES, ENOUGH, time_text
 
 JOB = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "MASTER_ADDR", "MASTER_PORT")
@@ -27,20 +27,19 @@ JOB = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "MASTER_ADDR", "MASTER_PORT")
 
 Facts = dict[str, Any]
 
+Rows = Sequence[tuple[float, Sequence[str]]]
+"""Of each row its share of the whole, and its cells."""
 
-class Section(NamedTuple):
-    """A table of a report.
+Section = tuple[str, str, Sequence[str], Rows]
+"""A table: its title, a sentence about it, and the headings."""
 
-    Attributes:
-        title, about: what it shows, and one sentence that explains it.
-        headings: of the columns.
-        rows: of each row its share of the whole, from 0 to 1, and its cells.
-    """
-
-    title: str
-    about: str
-    headings: Sequence[str]
-    rows: Sequence[tuple[float, Sequence[str]]]
+_TABLES = (
+    ("Causes", "Why next() waited, as shares of the time of all epochs.", "cause time share"),
+    ("Stages", "How long batches were in each stage: in all, quantiles, the longest.", "stage sum p50 p90 p99 longest"),
+    ("Workers", "Runs: of its busy time, on a core. Then: of one batch.", "worker batches busy runs p50 p99 longest"),
+    ("Slowest samples", "To read them took longest.", "index time epoch worker"),
+    ("Arguments", "What the loader was given.", "name value"),
+)
 
 
 def facts_of(
@@ -52,69 +51,42 @@ def facts_of(
         kind, given, replicas: the loader's class, its arguments, and (num_replicas, rank).
         stats, rows: its numbers, and its last batches.
     """
+    (ranks, rank), host = replicas, platform.node()
+    tables = _rows_of(stats, given)
     return {
         "loader": kind,
-        "ranks": replicas[0],
-        "rank": replicas[1],
+        "ranks": ranks,
+        "rank": rank,
         "job": [os.environ.get(name, "") for name in JOB],
-        "host": platform.node(),
-        "made": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "arguments": {name: brief(value) for name, value in given.items()},
+        "about": f"{kind}, rank {rank} of {ranks}, on {host}, {time.strftime('%Y-%m-%d %H:%M')}",
+        "host": host,
         "summary": str(stats).splitlines()[0],
         "verdict": stats.verdict,
         "advice": stats.advice,
         "numbers": stats.as_dict(),
-        "slowest": [[brief(one.index), *one[1:]] for one in stats.slowest],
+        "sections": [(*of[:2], of[2].split(), rows) for of, rows in zip(_TABLES, tables, strict=True) if rows],
         "waits": [[row.epoch, row.step, round(row.waited, 6), round(row.taken - row.turn, 6)] for row in rows],
     }
 
 
-def sections(facts: Facts) -> Iterator[Section]:
-    """The tables of a report, without those that have no row."""
-    slowest = facts["slowest"]
-    longest = max((seconds for _, seconds, _, _ in slowest), default=1.0) or 1.0
-    samples = [
-        (took / longest, (index, time_text(took), str(epoch), _name(who))) for index, took, epoch, who in slowest
-    ]
-    given = [(0.0, pair) for pair in facts["arguments"].items()]
-    for section in (
-        _causes(facts["numbers"]),
-        _stages(facts["numbers"]),
-        _workers(facts["numbers"]),
-        Section("Slowest samples", "To read them took longest.", ("index", "time", "epoch", "worker"), samples),
-        Section("Arguments", "What the loader was given.", ("name", "value"), given),
-    ):
-        if section.rows:
-            yield section
-
-
-def _causes(numbers: Mapping[str, float]) -> Section:
-    whole = numbers["seconds"] or 1.0
-    found = sorted(((numbers[f"cause_{name}"], name) for name in CAUSES), reverse=True)
-    rows = [(took / whole, (name, time_text(took), f"{took / whole:.1%}")) for took, name in found if took]
-    return Section(
-        "Causes", "Why next() waited, as shares of the time of all epochs.", ("cause", "time", "share"), rows
-    )
-
-
-def _stages(numbers: Mapping[str, float]) -> Section:
-    found = {name: [numbers[f"stage_{name}_{of}"] for of in StageTimes._fields] for name in STAGES}
-    whole = sum(times[0] for times in found.values())
-    rows = [(times[0] / whole, (name, *map(time_text, times))) for name, times in found.items() if whole]
-    about = "How long batches were in each stage of their way: in all, quantiles of one batch, and the longest."
-    return Section("Stages", about, ("stage", "sum", *StageTimes._fields[1:]), rows)
-
-
-def _workers(numbers: Mapping[str, float]) -> Section:
-    rows = []
-    for number in sorted(int(found[1]) for name in numbers if (found := re.fullmatch(r"worker_(-?\d+)_batches", name))):
-        of = WorkerTimes(*(numbers[f"worker_{number}_{name}"] for name in WorkerTimes._fields))  # type: ignore[arg-type]
+def _rows_of(stats: LoaderStats, given: Mapping[str, Any]) -> Iterator[Rows]:
+    """The rows of each of `_TABLES`."""
+    causes = sorted(((took / stats.seconds, took, name) for name, took in stats.causes.items() if took), reverse=True)
+    yield [(share, (name, time_text(took), f"{share:.1%}")) for share, took, name in causes]
+    whole = sum(of.seconds for of in stats.stages.values()) or 1.0
+    yield [(of.seconds / whole, (name, *map(time_text, of))) for name, of in stats.stages.items()]
+    workers = []
+    for number, of in sorted(stats.workers.items()):
         busy = of.seconds / ((of.seconds + of.idle_seconds) or 1.0)
         ran = min(1.0, of.processor_seconds / (of.seconds or 1.0))
         times = map(time_text, (of.p50, of.p99, of.longest))
-        rows.append((busy, (_name(number), f"{of.batches:.0f}", f"{busy:.0%}", f"{ran:.0%}", *times)))
-    about = "Busy: it has a batch. Runs: of this time, it does not wait for a disk or a network. Then: of one batch."
-    return Section("Workers", about, ("worker", "batches", "busy", "runs", "p50", "p99", "longest"), rows)
+        workers.append((busy, (_name(number), str(of.batches), f"{busy:.0%}", f"{ran:.0%}", *times)))
+    yield workers
+    yield [
+        (took / stats.slowest[0].seconds, (brief(index), time_text(took), str(epoch), _name(worker)))
+        for index, took, epoch, worker in stats.slowest
+    ]
+    yield [(0.0, (name, brief(value))) for name, value in given.items()]
 
 
 def _name(worker: int) -> str:
@@ -124,9 +96,8 @@ def _name(worker: int) -> str:
 def text_of(facts: Facts) -> str:
     """A report for a terminal: the rate, the verdict and the advice, then the tables."""
     parts = ["\n".join(filter(None, [facts["summary"], facts["verdict"], facts["advice"]]))]
-    parts += [
-        _table(f"{one.title}: {one.about}", one.headings, [cells for _, cells in one.rows]) for one in sections(facts)
-    ]
+    for title, about, headings, rows in facts["sections"]:
+        parts.append(_table(f"{title}: {about}", headings, [cells for _, cells in rows]))
     return "\n\n".join(parts)
 
 
@@ -163,36 +134,30 @@ def joined(files: Mapping[str, Facts]) -> str:
         of = facts["numbers"]
         sample = time_text(of["reading_seconds"] / (of["samples"] or 1.0))
         share = f"{of['waiting_share']:.1%}"
-        rows.append((str(rank), facts["host"], f"{of['samples_per_second']:,.0f}", share, sample, _cause(facts)))
+        cause = max(CAUSES, key=lambda name: of[f"cause_{name}"])
+        rows.append((str(rank), facts["host"], f"{of['samples_per_second']:,.0f}", share, sample, cause))
     headings = ("rank", "host", "samples/s", "waiting", "to read a sample", "waits for")
     title = f"{len(ranks)} of {first['ranks']} ranks"
     return f"{_judged(ranks)}\n\n{_table(title, headings, rows)}"
 
 
-def _cause(facts: Facts) -> str:
-    causes = _causes(facts["numbers"]).rows
-    return causes[0][1][0] if causes else ""
-
-
 def _judged(ranks: Mapping[int, Facts]) -> str:
     """Which rank holds up the others, and why. All ranks end a step together, so the step waits for the slowest one."""
-    waits = {n: {(epoch, step): times for epoch, step, *times in facts["waits"]} for n, facts in ranks.items()}
-    steps = set.intersection(*map(set, waits.values()))
+    waits = [{(epoch, step): times for epoch, step, *times in facts["waits"]} for facts in ranks.values()]
+    steps = set.intersection(*map(set, waits))
     if not steps:
         raise ValueError("no batch is in all files: let all ranks write their files after the same step")
-    seconds = max(sum(waits[rank][step][1] for step in steps) for rank in ranks) or 1.0
-    alone = dict.fromkeys(ranks, 0.0)  # how much less the job would wait if this rank were like the second slowest
-    together = 0.0
-    for step in steps:
-        (second, _), (most, slowest) = sorted((waits[rank][step][0], rank) for rank in ranks)[-2:]
-        together += most
-        alone[slowest] += most - second
-    slow = max(alone, key=lambda rank: alone[rank])
-    if alone[slow] >= max(ENOUGH * seconds, together / 2):
-        text = f"Rank {slow} is slow: the others wait for it for {alone[slow] / seconds:.0%} of the time."
-    elif together >= ENOUGH * seconds:
+    waited, whole = np.array([[of[step] for step in steps] for of in waits]).transpose(2, 0, 1)
+    seconds = whole.sum(1).max() or 1.0
+    second, most = np.sort(waited, axis=0)[-2:]
+    # How much less the job would wait if a rank were like the second slowest.
+    alone = np.bincount(waited.argmax(0), most - second, len(ranks))
+    slow = list(ranks)[alone.argmax()]
+    if alone.max() >= max(ENOUGH * seconds, most.sum() / 2):
+        text = f"Rank {slow} is slow: the others wait for it for {alone.max() / seconds:.0%} of the time."
+    elif most.sum() >= ENOUGH * seconds:
         slow = max(ranks, key=lambda rank: ranks[rank]["numbers"]["waiting_share"])
-        share = f"{together / seconds:.0%}"
+        share = f"{most.sum() / seconds:.0%}"
         text = f"No rank is much slower than the others. In each step all wait for the slowest: {share} of the time."
     else:
         return "No rank waits for data: the training loop is the limit."

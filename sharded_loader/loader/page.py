@@ -16,11 +16,13 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 
-from sharded_loader.loader.facts import Facts, Section, sections
+from sharded_loader.loader.facts import Facts, Section
 from sharded_loader.loader.times import STAGES, BatchTimes
+from sharded_loader.loader.trace import stages_in_worker
 from sharded_loader.loader.waits import CAUSES, time_text
 
 COLUMNS = 120
@@ -35,27 +37,7 @@ _HUES = ("#e4572e", "#2e86ab", "#f2a93b", "#7b5ea7", "#3a9d6e", "#c94f7c", "#8d6
 _COLOURS = dict(zip(STAGES, (_HUES[place] for place in (8, 7, 2, 4, 3, 6, 5)), strict=True))
 _COLOURS |= dict(zip(CAUSES, _HUES, strict=True))  # both have "placing"
 
-_STYLE = """
-:root { color-scheme: light dark; --paper: #fff; --ink: #1d2127; --faint: #5d6570; --line: #d9dde3 }
-@media (prefers-color-scheme: dark) { :root { --paper: #16191e; --ink: #e6e9ee; --faint: #9aa3af; --line: #3a414b } }
-body { margin: 0 auto; max-width: 66rem; padding: 1rem; background: var(--paper); color: var(--ink) }
-body { font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
-h1 { font-size: 1.4rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 0 } p { margin: 0 0 .4rem }
-.faint { color: var(--faint); font-size: .87rem }
-.verdict { font-size: 1.1rem; border-left: 4px solid #e4572e; padding: .1rem .8rem; margin: 1rem 0 }
-svg { display: block; width: 100%; border: 1px solid var(--line); box-sizing: border-box }
-.ends, .lane { display: flex; justify-content: space-between; align-items: center; margin: .15rem 0 }
-.ends { flex: 1 } .lane > span { flex: 0 0 6.5rem } .table { overflow-x: auto }
-table { border-collapse: collapse; width: 100%; margin-top: .6rem; overflow-wrap: normal }
-th, td { text-align: right; white-space: nowrap; padding: .2rem .5rem; border-bottom: 1px solid var(--line) }
-th { color: var(--faint); font-size: .87rem; font-weight: normal }
-th:first-child, td:first-child, .arguments * { text-align: left }
-td:first-child { border-left: .7rem solid var(--hue); background: linear-gradient(to right,
-  color-mix(in srgb, var(--hue) 35%, transparent) var(--share), transparent 0) }
-@media (max-width: 40rem) { table, th { font-size: .76rem } th, td { padding: .2rem; white-space: normal } }
-code { font: inherit; font-variant-numeric: tabular-nums }
-.arguments code { font-family: monospace; overflow-wrap: anywhere; white-space: normal }
-"""
+_STYLE = Path(__file__).with_name("page.css")
 
 Bars = Iterable[tuple[str, float, float, float, float]]
 """Rectangles: what each shows, left, top, width and height."""
@@ -70,14 +52,14 @@ def page_of(facts: Facts, rows: Sequence[BatchTimes]) -> str:
     """
     text = json.dumps(facts, allow_nan=False).replace("<", "\\u003c")
     plots = {"Causes": _waits(rows), "Stages": _lanes(rows[-SHOWN:])}
-    which = f"{facts['loader']}, rank {facts['rank']} of {facts['ranks']}, on {facts['host']}, {facts['made']}"
     return "\n".join(
         [
             '<!doctype html><html lang="en"><meta charset="utf-8"><title>Why training waits</title>',
             '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">',
-            f"<style>{_STYLE}</style><h1>Why training waits</h1>{_p(which)}<p>{html.escape(facts['summary'])}</p>",
+            f"<style>{_STYLE.read_text(encoding='utf-8')}</style>",
+            f"<h1>Why training waits</h1>{_p(facts['about'])}<p>{html.escape(facts['summary'])}</p>",
             f'<div class="verdict"><b>{html.escape(facts["verdict"])}</b><br>{html.escape(facts["advice"])}</div>',
-            *(_section(section, plots.get(section.title, "")) for section in sections(facts)),
+            *(_section(section, plots.get(section[0], "")) for section in facts["sections"]),
             f'<script type="application/json" id="sharded-loader-report-1" data-crc="{zlib.crc32(text.encode())}">'
             f"{text}</script></html>",
         ]
@@ -103,14 +85,14 @@ def _p(text: str) -> str:
 
 def _section(section: Section, plot: str) -> str:
     """A table, and its plot before it."""
-    lines = ["".join(f"<th>{one}" for one in section.headings)]
-    for share, cells in section.rows:
+    title, about, headings, rows = section
+    lines = ["".join(f"<th>{one}" for one in headings)]
+    for share, cells in rows:
         style = f"--share: {share:.1%}; --hue: {_COLOURS.get(cells[0], _HUES[-1])}"
         first, *others = map(html.escape, cells)
         lines.append(f'<td style="{style}">{first}' + "".join(f"<td><code>{one}</code>" for one in others))
-    rows = "\n".join(f"<tr>{line}" for line in lines)
-    table = f'<div class="table"><table class="{section.title.lower()}">{rows}</table></div>'
-    return f"<h2>{section.title}</h2>{_p(section.about)}{plot}{table}"
+    table = f'<div class="table"><table class="{title.lower()}"><tr>' + "\n<tr>".join(lines) + "</table></div>"
+    return f"<h2>{title}</h2>{_p(about)}{plot}{table}"
 
 
 def _waits(rows: Sequence[BatchTimes]) -> str:
@@ -136,10 +118,8 @@ def _lanes(rows: Sequence[BatchTimes]) -> str:
     """What the main process and the workers did, over time."""
     start, end = rows[0].asked, rows[-1].taken
     lanes: dict[int, list[tuple[str, float, float]]] = {-2: [(row.cause, row.asked, row.taken) for row in rows]}
-    for row in sorted(rows, key=lambda row: row.worker):
-        if row.began:
-            cuts = row.began, row.ended - row.collate, row.ended, row.written
-            lanes.setdefault(row.worker, []).extend(zip(("read", "collate", "write"), cuts, cuts[1:], strict=False))
+    for row in sorted((row for row in rows if row.began), key=lambda row: row.worker):
+        lanes.setdefault(row.worker, []).extend(stages_in_worker(row))
     text = [_p(f"The last {len(rows)} batches: when next() waited, and what each worker did.")]
     for worker, spans in lanes.items():
         name = {-2: "next()", -1: "main process"}.get(worker, f"worker {worker}")

@@ -124,7 +124,8 @@ def test_markup_in_arguments_and_indices_is_text(tmp_path: Path) -> None:
         loader.report(tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<b>&amp;" not in page
-    assert facts_in(page)["slowest"][0][0] == "'</script><b>&amp;'"
+    tables = {title: rows for title, _, _, rows in facts_in(page)["sections"]}
+    assert tables["Slowest samples"][0][1][0] == "'</script><b>&amp;'"
 
 
 def test_a_report_in_mid_epoch_changes_no_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,7 @@ def test_arrows_lead_from_each_task_to_its_batch(pool: str, kind: type, tmp_path
     for number, arrow in arrows.items():
         epoch, step = steps[number]
         read_in = [one for name in workers & set(lanes) for one in enclosing(arrow["t"], lanes[name])]
-        assert any((one["name"], one["args"]["epoch"]) == (f"batch {step}", epoch) for one in read_in if "args" in one)
+        assert any((one["args"]["step"], one["args"]["epoch"]) == (step, epoch) for one in read_in)
         assert enclosing(arrow["f"], lanes["next()"])[0]["args"]["step"] == step
         assert enclosing(arrow["s"], lanes["tasks"])
 
@@ -107,10 +107,11 @@ def test_a_batch_shows_its_stages(tmp_path: Path) -> None:
         trace = trace_of(loader._meter.rows(), "rank 0")
     lanes, _ = check_format(trace)
     for number in range(10):
-        [batch] = [one for one in lanes["main process"] if one["name"] == f"batch {number}"]
-        inside = [one for one in lanes["main process"] if one is not batch and enclosing(one, [batch])]
-        assert [one["name"] for one in inside[:2]] == ["read", "collate"]
-        assert sum(ns(one["dur"]) for one in inside) == ns(batch["dur"])
+        stages = [one for one in lanes["main process"] if one["args"]["step"] == number]
+        assert [one["name"] for one in stages] == ["read", "collate"]
+        assert ns(stages[0]["ts"]) + ns(stages[0]["dur"]) == ns(stages[1]["ts"])
+        [call] = [one for one in lanes["next()"] if one["args"]["step"] == number]
+        assert {"epoch", "samples", "waited_seconds", "placing_seconds", "cause"} <= set(call["args"])
 
 
 def test_slices_of_clocks_that_differ_do_not_overlap() -> None:
