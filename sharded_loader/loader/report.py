@@ -88,13 +88,15 @@ class Reported(Metered):
             OSError: the file cannot be written. An older file of this name stays.
 
         Example:
-            >>> import json, os, tempfile
+            >>> import json, tempfile
+            >>> from pathlib import Path
             >>> from sharded_loader import ShardedDataLoader
             >>> loader = ShardedDataLoader(range(10), 4)
             >>> for batch in loader: pass
             >>> with tempfile.TemporaryDirectory() as folder:
-            ...     loader.trace(os.path.join(folder, "trace.json"))
-            ...     events = json.load(open(os.path.join(folder, "trace.json")))["traceEvents"]
+            ...     path = Path(folder, "trace.json")
+            ...     loader.trace(path)
+            ...     events = json.loads(path.read_text())["traceEvents"]
             >>> sum(event["name"] == "next" for event in events)
             3
 
