@@ -83,10 +83,13 @@ def trace_of(rows: Sequence[BatchTimes], name: str) -> dict[str, Any]:
     tasks = {
         at: trace.slice("task", TASKS, at, min(at + TASK_SECONDS, then))[0] for at, then in pairwise([*sent, 1e99])
     }
+    calls = []
     for number, row in enumerate(rows):
         about = {"epoch": row.epoch, "step": row.step, "samples": row.samples}
         waited = {"waited_seconds": row.waited, "placing_seconds": row.placing, "cause": row.cause}
-        asked, taken = trace.slice("next", NEXT, row.asked, row.taken, **about, **waited)
+        calls.append((row.began, number, about, trace.slice("next", NEXT, row.asked, row.taken, **about, **waited)))
+    for _, number, about, (asked, taken) in sorted(calls, key=lambda call: call[0]):  # as the workers had them
+        row = rows[number]
         read = [trace.slice(stage, FIRST_WORKER + row.worker, *at, **about) for stage, *at in stages_in_worker(row)]
         if not (row.sent and read):
             continue

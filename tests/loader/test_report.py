@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import POOLS, make_pool
+from torch.utils.data import DistributedSampler
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.loader.facts import JOB, Facts, facts_of, joined, text_of
@@ -260,6 +261,21 @@ def test_files_that_do_not_belong_together_are_refused(monkeypatch: pytest.Monke
     later = rank_of(1, {}) | {"job": first["job"], "waits": [[7, 0, 0.0, 1.0]]}
     with pytest.raises(ValueError, match="no batch is in all files: let all ranks write their files after the same"):
         of_ranks(first, later)
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"), [({"WORLD_SIZE": "2", "RANK": "1"}, (2, 1)), ({"WORLD_SIZE": "2"}, (1, 0))]
+)
+def test_the_drop_in_is_of_the_rank_that_the_launcher_has_set(
+    environ: dict[str, str], told: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = DataLoader(Slow(), 6, sampler=DistributedSampler(range(60), 2, 1))  # type: ignore[arg-type]
+    list(loader)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    loader.report(tmp_path / "report.html")
+    facts = facts_in((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert (facts["ranks"], facts["rank"]) == told
 
 
 def test_ranks_of_loaders_are_joined(tmp_path: Path) -> None:

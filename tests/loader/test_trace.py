@@ -119,3 +119,15 @@ def test_slices_of_clocks_that_differ_do_not_overlap() -> None:
         rows = loader._meter.rows()
     moved = [row._replace(began=row.began - 0.5 * (row.step % 2), ended=row.ended + 0.1) for row in rows if row.sent]
     check_format(trace_of([row._replace(written=row.ended, sent=min(row.sent, row.began)) for row in moved], "rank 0"))
+
+
+def test_batches_of_iterators_that_take_turns_stay_where_they_were_read() -> None:
+    with ShardedDataLoader(Slow(), 6, num_workers=1, pool="thread", prefetch=4) as loader:
+        first, second = iter(loader), iter(loader)
+        next(first), next(second)
+        list(first), list(second)
+        rows = loader._meter.rows()
+    lanes, _ = check_format(trace_of(rows, "rank 0"))
+    start = min(stamp for row in rows for stamp in (row.asked, row.sent, row.began) if stamp)
+    found = sorted(ns(one["ts"]) for one in lanes["worker 0"] if one["name"] == "read")
+    assert found == sorted(round(1e9 * (row.began - start)) for row in rows)
