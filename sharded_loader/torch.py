@@ -41,7 +41,8 @@ from sharded_loader.loader.arguments import check_max_skipped
 from sharded_loader.loader.auto import number_of_workers, tuned
 from sharded_loader.loader.epochs import check_one_epoch, fetch_epoch, in_epoch, shown_indices
 from sharded_loader.loader.iterator import Batch, BatchFuture
-from sharded_loader.loader.stats import Meter, Metered
+from sharded_loader.loader.report import Reported
+from sharded_loader.loader.stats import Meter
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
 from sharded_loader.sampling.base import nested, tell_epoch
 from sharded_loader.sampling.foreign import len_epoch
@@ -55,7 +56,7 @@ __all__ = ["DataLoader"]
 _HAS_IN_ORDER = "in_order" in inspect.signature(torch.utils.data.DataLoader).parameters  # torch 2.4 has none
 
 
-class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
+class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
     """torch's ``DataLoader`` with this library's engine.
 
     Args:
@@ -442,6 +443,11 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
             self._steps.check(skip, self._length_of)
         except TypeError as error:
             raise ValueError(f"skip counts the steps of all epochs: {error}") from error
+
+    def _given(self) -> Mapping[str, Any]:
+        usual = inspect.signature(DataLoader.__init__).parameters
+        kept = {name: vars(self).get(name, one.default) for name, one in usual.items()}
+        return {name: value for name, value in kept.items() if value is not usual[name].default}
 
     # -- state ----------------------------------------------------------------------------------------------
 

@@ -59,10 +59,11 @@ def make_command() -> click.Group:
     from sharded_loader.cli.doctor import doctor
     from sharded_loader.cli.output import print_help
     from sharded_loader.cli.records import records
+    from sharded_loader.cli.report import report
     from sharded_loader.cli.runs import diff, replay
 
     command = click.Group(
-        commands=[demo, doctor, bench, records, replay, diff],
+        commands=[demo, doctor, bench, records, report, replay, diff],
         callback=print_help,
         invoke_without_command=True,
         help="A data loader for PyTorch: try it, check this machine, measure a dataset, pack files, compare runs.",

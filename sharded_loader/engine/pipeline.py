@@ -62,6 +62,7 @@ class Wait(NamedTuple):
         overtaken: a batch behind it was finished when it came.
         lacks_tasks: a worker had no task, as no more batches may be in flight (``prefetch``).
         is_held: a worker had no task, as the pool took no more: the user holds too many batches.
+        is_slow: the batch found no room in shared memory, and took the slow way.
         threads: how many workers are threads of this process; 1 if none is.
     """
 
@@ -70,6 +71,7 @@ class Wait(NamedTuple):
     overtaken: bool = False
     lacks_tasks: bool = False
     is_held: bool = False
+    is_slow: bool = False
     threads: int = 1
 
 
@@ -426,7 +428,7 @@ class Pipeline:
         lacks = in_flight < pool.num_workers and not (run.exhausted or run.epoch.takes_turns)
         is_held = waiting > 0 and in_flight - waiting < pool.num_workers
         threads = pool.num_workers if pool.shares_dataset else 1
-        return tuple.__new__(Wait, (began, time.perf_counter(), overtaken, lacks, is_held, threads))
+        return Wait(began, time.perf_counter(), overtaken, lacks, is_held, run.window[0].is_slow, threads)
 
     def take(self, run: Run) -> None:
         """The head of the window is going to be handed out: put another batch in flight."""
@@ -441,6 +443,14 @@ class Pipeline:
         if run.next is not None and run.next.is_ahead:
             self._fill(run.next, 0, before=len(run.window))
 
+    @property
+    def depth(self) -> int:
+        """How many batches of a run are kept in flight."""
+        group = self.pool.group
+        return self.prefetch * (
+            group * (SLACK if group > 1 else 1) if self.scale_by_group and not self.one_by_one else 1
+        )
+
     def _fill(self, run: Run, least: int, before: int = 0) -> None:
         """Fill the window, a group at a time (for each worker, if they take turns); a small window one at a time.
 
@@ -450,11 +460,10 @@ class Pipeline:
             before: how many batches of the run before this one are in flight: they count too.
         """
         window, group = run.window, self.pool.group
-        scale = group * (SLACK if group > 1 else 1) if self.scale_by_group and not self.one_by_one else 1
         unit, share = (group * self.pool.num_workers, 2) if run.epoch.takes_turns and group > 1 else (group, 4)
         planned: Task | Exception | Nothing | None = None
         entry: Entry | None = None
-        depth = max(least, self.prefetch * scale) if self.pool.num_workers else least
+        depth = max(least, self.depth) if self.pool.num_workers else least
         missing = depth - before - len(window)
         if missing > 0 and (self.one_by_one or missing >= min(unit, depth // share) or missing == depth):
             for seq in range(run.planned, run.planned + missing):

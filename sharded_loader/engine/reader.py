@@ -14,9 +14,10 @@ which do nothing for a sample but read it. What fails, fails in the user's code,
 
 A reader keeps nothing of a batch, so several threads may use one. Nothing here imports torch.
 
-It measures what it does (`messages.Times`), and from the batches so far it knows what is worth it: cheap batches are
-measured once in `MEASURED_SECONDS`, and samples are timed where one takes `SAMPLE_SECONDS` on average. What it knows
-may be one batch old, or be lost where two threads write it at a time: it decides on no batch.
+It notes when a batch began and how long it took, and of some batches more (`messages.Times`): of the first one, of one
+in `MEASURED_SECONDS` of work, of those that take longer, and of those whose requests were tried again. Samples are
+timed where one takes `SAMPLE_SECONDS` on average. If two threads write what a reader knows of the batches so far, an
+update may be lost: it decides on no batch.
 
 `reading_in(frame)` tells from outside what a thread reads.
 """
@@ -26,7 +27,7 @@ from __future__ import annotations
 import heapq
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -44,7 +45,7 @@ from sharded_loader.base.errors import (
     without_frames,
 )
 from sharded_loader.base.interrupts import is_from_outside
-from sharded_loader.base.system import ready_seconds
+from sharded_loader.base.system import core_seconds
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.pack import Packed
 from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assembler, refuse_async
@@ -55,22 +56,15 @@ from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE
 from sharded_loader.engine.messages import NOTHING, Job, PartPoint, Result, Task, Times
 from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, philox, reading
 
-MEASURED_SECONDS = 1e-3
-"""Of work that is measured once. To measure a batch takes 5 us in a worker and 5 us in the main process: of batches
-that take 40 us (`tiny`) it is one in 26, of 400 us (`images`) one in 3. One that takes 1 ms is always measured."""
+MEASURED_SECONDS = 4e-3
+"""Of work that is measured once. To measure a batch takes 40 us, so that is 1 %. Of batches of 40 us (`tiny`) it is one
+in 100, of 400 us (`images`) one in 10. A batch that takes 4 ms is always measured."""
 
 SAMPLE_SECONDS = 2e-5
 """To time a sample takes 0.1 us."""
 
-WAITS_SECONDS = 1e-2
-"""Batches of this length are measured by `ready_seconds`, which takes 20 us; shorter ones by `time.thread_time`, 1 us:
-where processes wait for a core, that does not tell them from those that wait for a disk."""
-
 KEPT_SAMPLES = 20
 """The slowest samples of an epoch that a reader, and the loader, keep."""
-
-MEMORY = 0.1
-"""Weight of the newest batch in the means."""
 
 
 class BatchScope(SampleScope):
@@ -83,8 +77,8 @@ class BatchScope(SampleScope):
         dropped: how many samples were left out and not replaced.
         lost: the shards that have no sample left.
         point: see `Result`.
-        measure: what measures the batch: a clock, its time at the beginning, and the retries until then. None: nothing.
-        is_alone: its samples are read one by one. Known of batches that are measured, as the next ones.
+        measure: `core_seconds` when the batch began; None: not measured.
+        is_alone: its samples are read one by one.
         collating: seconds in ``batchify_fn``.
         durations: seconds of each sample, if samples are timed.
     """
@@ -98,10 +92,10 @@ class BatchScope(SampleScope):
     dropped = 0
     lost: list[int]
     point: PartPoint | None = None
-    measure: tuple[Callable[[], float], float, int] | None = None
+    measure: tuple[float, float] | None = None
     is_alone = False
     collating = 0.0
-    durations: list[float]
+    durations: Sequence[float] = ()
 
     def set_index(self, index: Any) -> None:
         """The samples are not read one by one from here on: `sample_rng()` goes by ``index``."""
@@ -172,9 +166,9 @@ class Reader:
         self._epoch: int | None = None
         self._notes_samples = notes_samples
         self.free: dict[int, float] = {}
-        self._batches = self._next = 0  # how many were read, and which of them is measured next
-        self._usual = self._usual_sample = 0.0  # seconds of a batch, and of a sample that is read alone
-        self._clock, self._times_samples = ready_seconds, True
+        self._batches = self._next = self._counted = 0  # that were read; the next to measure; what is in the sums
+        self._seconds = self._lone_seconds = 0.0  # of batches, and of samples that were read alone
+        self._lone, self._times_samples = 0, True
         self._slow: tuple[int, list[float]] = -1, []  # an epoch, and the seconds of its slowest samples
 
     def read(
@@ -202,8 +196,9 @@ class Reader:
         at.task, at.worker, at.empty, at.board = task, worker, empty, list(UNUSED) if board is None else board
         at.skipped, at.lost = [], []
         self._batches += 1
+        tried = len(RETRIES)
         if self._batches >= self._next:
-            at.durations, at.measure = [], (self._clock, self._clock(), len(RETRIES))
+            at.measure = core_seconds()
         batches: list[Any] = []
         error: BaseException | None = None
         before = reading.scope
@@ -223,71 +218,51 @@ class Reader:
         count = sum(map(len, task.shards)) - at.dropped if batches else 0
         ended = time.perf_counter()
         seconds, times = ended - began, None
-        if at.measure is not None or seconds > MEASURED_SECONDS:
-            times = self._times(at, count, began, ended, number)
+        if at.measure is not None or seconds > MEASURED_SECONDS or len(RETRIES) > tried:
+            times = self._times(at, count, began, seconds, number, len(RETRIES) - tried)
         self.free[number] = ended
         try:
-            skipped, lost = tuple(at.skipped), tuple(at.lost)
-            return Result(task.run, task.seq, batch, count, error, skipped, lost, seconds, at.point, 0, times)
+            skipped, lost, point = tuple(at.skipped), tuple(at.lost), at.point
+            measured = seconds, point, 0, began, number, False, times
+            return Result(task.run, task.seq, batch, count, error, skipped, lost, *measured)
         finally:
             del error  # otherwise error -> traceback -> this frame -> error, and each frame waits for the collector
 
-    def _times(self, at: BatchScope, samples: int, began: float, ended: float, worker: int) -> Times:
+    def _times(self, at: BatchScope, samples: int, began: float, seconds: float, worker: int, retries: int) -> Times:
         """What was measured of a batch; learn from it what to measure.
 
         Args:
             at: the batch.
             samples: how many are in it.
-            began, ended, worker: see `Times`.
+            began, seconds, worker, retries: see `Result` and `Times`.
         """
-        seconds, usual = ended - began, self._usual
-        ran, retries, longest, weight = seconds, 0, 0.0, 1
-        slow: tuple[tuple[int, float], ...] = ()
+        processor, queued, weight = -1.0, 0.0, 1
         if at.measure is not None:
-            clock, before, tried = at.measure
-            ran, retries, longest = min(ran, clock() - before), len(RETRIES) - tried, max(at.durations, default=0.0)
-            weight = 1 + int(MEASURED_SECONDS / usual) if usual else 1
-            if longest >= SAMPLE_SECONDS and longest > self._least(at.task.epoch):
-                slow = self._note_slow(at)
-        part = MEMORY if usual else 1.0
-        self._usual += part * (min(seconds, 8 * usual or seconds) - usual)  # it may have waited for a core once
-        self._next = self._batches + 1 + int(MEASURED_SECONDS / self._usual)
-        self._clock = time.thread_time if self._usual < WAITS_SECONDS else ready_seconds
-        if at.is_alone and samples:
-            self._usual_sample += part * ((seconds - at.collating) / samples - self._usual_sample)
-            self._times_samples = self._usual_sample >= SAMPLE_SECONDS
+            weight = max(1, self._batches - self._counted)
+            processor, queued = map(operator.sub, core_seconds(), at.measure)
+        self._counted += weight
+        self._seconds += weight * seconds
+        self._next = self._batches + 1 + int(MEASURED_SECONDS * self._counted / self._seconds)
+        if at.is_alone:
+            self._lone, self._lone_seconds = (
+                self._lone + weight * samples,
+                self._lone_seconds + weight * (seconds - at.collating),
+            )
+            self._times_samples = self._lone_seconds >= SAMPLE_SECONDS * self._lone
+        longest = max(at.durations, default=0.0)
+        slow = self._slowest(at) if longest >= SAMPLE_SECONDS else ()
         free = began if worker < 0 else self.free.get(worker)  # between two batches, the main process does not idle
         idle = 0.0 if free is None else max(0.0, began - free)
-        measured = (
-            worker,
-            began,
-            ended,
-            idle,
-            ran,
-            at.collating,
-            0.0,
-            longest,
-            retries,
-            weight,
-            free is None,
-            slow,
-            False,
-        )
-        return tuple.__new__(Times, measured)
+        return Times(idle, processor, queued, at.collating, 0.0, longest, retries, weight, free is None, slow)
 
-    def _least(self, epoch: int) -> float:
-        """A sample that takes longer is one of the slowest of its epoch."""
-        known, slow = self._slow
-        return slow[0] if known == epoch and len(slow) == KEPT_SAMPLES else 0.0
-
-    def _note_slow(self, at: BatchScope) -> tuple[tuple[int, float], ...]:
+    def _slowest(self, at: BatchScope) -> tuple[tuple[int, float], ...]:
         """The place and the seconds of those samples of a batch that are among the slowest of the epoch."""
-        epoch, (known, slow) = at.task.epoch, self._slow
-        least = max(SAMPLE_SECONDS, self._least(epoch))
+        epoch, (known, kept) = at.task.epoch, self._slow
+        kept = kept if known == epoch else []
+        least = kept[0] if len(kept) == KEPT_SAMPLES else SAMPLE_SECONDS
         found = [(place, seconds) for place, seconds in enumerate(at.durations) if seconds > least]
         found = heapq.nlargest(KEPT_SAMPLES, found, key=operator.itemgetter(1))
-        kept = sorted([*(slow if known == epoch else ()), *[seconds for _, seconds in found]])
-        self._slow = epoch, kept[-KEPT_SAMPLES:]
+        self._slow = epoch, sorted([*kept, *[seconds for _, seconds in found]])[-KEPT_SAMPLES:]
         return tuple(found)
 
     def read_sample(self, index: Any, epoch: int) -> Any:
@@ -389,7 +364,7 @@ class Reader:
         at.items = items = iter(indices)
         at.drawn = None
         board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
-        notes, stamps = self._notes_samples or at.task.careful, [] if at.measure is None else self._stamps(at)
+        notes, stamps = self._notes_samples or at.task.careful, self._stamps(at)
         if not (notes or self._tolerant or stamps):
             return [dataset[index] for index in items]
         samples: list[Any] = []
@@ -402,7 +377,7 @@ class Reader:
                     if stamps:
                         stamps.append(time.perf_counter())
                 if stamps:
-                    at.durations += map(operator.sub, stamps[1:], stamps)
+                    at.durations = [*at.durations, *map(operator.sub, stamps[1:], stamps)]
                 return samples
             except Exception as error:
                 if not self._tolerant or at.passes(error):

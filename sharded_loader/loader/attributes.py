@@ -32,7 +32,8 @@ from sharded_loader.loader.arguments import (
     length,
 )
 from sharded_loader.loader.epochs import Epochs
-from sharded_loader.loader.stats import LoaderStats, Meter, Metered, quiet_counts
+from sharded_loader.loader.report import Reported
+from sharded_loader.loader.stats import LoaderStats, Meter, quiet_counts
 from sharded_loader.sampling.index_samplers import NO_WEIGHTS, MixtureSampler
 from sharded_loader.streams.order import StreamOrder
 
@@ -58,7 +59,7 @@ def keeps_arguments(init: Callable[Given, None]) -> Callable[Given, None]:
     return keep
 
 
-class LoaderAttributes(Metered):
+class LoaderAttributes(Reported):
     """The attributes of a `ShardedDataLoader`, which makes the parts.
 
     Args:
@@ -98,6 +99,12 @@ class LoaderAttributes(Metered):
             2
         """
         return self._arguments
+
+    def _given(self) -> Mapping[str, Any]:
+        return self._arguments
+
+    def _replicas(self) -> tuple[int, int]:
+        return self._order.replicas() if self._order.replicated else super()._replicas()
 
     def _resized(self, num_replicas: int, rank: int, batch_size: int | None) -> None:
         """The loader was rescaled."""

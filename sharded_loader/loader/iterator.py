@@ -35,7 +35,8 @@ from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.engine.messages import NOTHING, Job, Result
 from sharded_loader.engine.pipeline import Entry, Pipeline, Run, ShownRun
 from sharded_loader.loader.epochs import Epochs, Mark
-from sharded_loader.loader.stats import NO_TOTALS, Counts, Meter, Step
+from sharded_loader.loader.stats import NO_TOTALS, Counts, Meter
+from sharded_loader.loader.waits import Setup
 from sharded_loader.streams.epoch import StreamEpoch
 
 if TYPE_CHECKING:
@@ -176,10 +177,10 @@ class BatchIterator(Iterator[Batch]):
         pipeline, run = self._pipeline, self.run
         assert run is not None  # it was chosen
         inside = pipeline.begin(is_nested)
-        waits: list[Entry] = []
+        waited: float | None = None
         if is_first:
             self._open(run)
-        starts = is_first and not run.window
+        starts = is_first and not run.window and pipeline.pool.num_workers > 0
         while True:
             entry = pipeline.head(run)
             if isinstance(entry, Exception):
@@ -196,8 +197,8 @@ class BatchIterator(Iterator[Batch]):
                 run, is_first = self.run, True  # also if the run before has given empty batches
                 assert run is not None
                 continue
-            if entry.wait is not None:
-                waits.append(entry)
+            if entry.wait is not None and waited is None:
+                waited = entry.wait.began  # empty batches may come before one that is handed out
             result, batch, placing = self._deliver(run, entry, is_first)
             is_first = False
             if result.batch is NOTHING and result.error is None:
@@ -206,9 +207,8 @@ class BatchIterator(Iterator[Batch]):
             self._last_ended = time.perf_counter()
             if self._counted is None or self._counted.epoch.number != run.epoch.number:
                 self._begin_counts(run)
-            behind, reads = clock.behind - behind, pipeline.pool.num_workers == 0
-            step = began, self._last_ended, turn, placing, behind, starts and not reads, reads, waits
-            meter.add(self._counts, tuple.__new__(Step, step), entry, result)
+            stamps = turn, began, self._last_ended, placing, clock.behind - behind, starts
+            meter.add(self._counts, entry, result, stamps, waited)
             if meter.mixture is not None and result.error is None and entry.task is not None:
                 meter.count_sources(self._counts, entry.task.shards)
             if result.error is None and meter.looks is None:
@@ -225,7 +225,9 @@ class BatchIterator(Iterator[Batch]):
         if self._counted is not None:
             self._counts = Counts()
         self._counted = run
-        self._meter.begin(run.epoch.number, self._totals_at_start, self._counts)
+        pipeline = self._pipeline
+        setup = Setup(pipeline.pool.num_workers, pipeline.depth, pipeline.pool.shares_dataset)
+        self._meter.begin(run.epoch.number, self._totals_at_start, self._counts, setup)
 
     def _end(self, run: Run, is_first: bool) -> bool:
         """The run has no more batches: the epoch ends.

@@ -274,7 +274,7 @@ class ResidentPool(InlinePool):
             return (not_placed(task, raised, "while the batch was gathered"),)
         batch = shards if task.sharded else shards[0]
         samples = sum(map(len, task.shards))
-        return (Result(task.run, task.seq, batch, samples, seconds=time.perf_counter() - began),)
+        return (Result(task.run, task.seq, batch, samples, seconds=time.perf_counter() - began, began=began),)
 
     def _gather(self, rows: Rows, device: torch.device, where: Int64s) -> Any:
         """A shard: on its device if that holds rows, otherwise on the host."""

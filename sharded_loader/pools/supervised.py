@@ -108,11 +108,10 @@ class SupervisedPool(WorkerPool, Generic[W]):
         times: Times | None,
     ) -> Result:
         """The result in a reply (`messages.unpack_reply`), whose buffers are here."""
-        rebuilt = self._supervisor.rebuilt
+        result, rebuilt = decode_result(run, seq, pickled, buffers, task, times), self._supervisor.rebuilt
         if rebuilt and (run, seq) in rebuilt:
             rebuilt.discard((run, seq))
-            times = times and times._replace(rebuilt=True)
-        result = decode_result(run, seq, pickled, buffers, task, times)
+            result = result._replace(rebuilt=True)
         if result.seconds:  # it was not dropped
             self._sizes.note(wanted)
             self.group = self._grouping.note(result.seconds)

@@ -171,11 +171,11 @@ class TaskReader:
             result, slot, task = self.read(run, seq, fields, memory)
             if result.error is not None:
                 self.explain(result.error, in_start=False)
-        encoded = self.pack(result, slot, task)
-        written = 0.0
-        if result.times is not None and self._reader is not None:
-            self._reader.free[self._number] = written = time.perf_counter()
-        return pack_reply(run, seq, slot.wanted, encoded, result.times, written), encoded, slot
+        encoded, times = self.pack(result, slot, task), result.times
+        if times is not None and self._reader is not None:
+            self._reader.free[self._number] = now = time.perf_counter()
+            times = times._replace(write=now - result.began - result.seconds)
+        return pack_reply(run, seq, slot.wanted, encoded, times), encoded, slot
 
     def read(
         self, run: int, seq: int, fields: Any, memory: np.ndarray[Any, Any] | None

@@ -148,7 +148,7 @@ class StreamReader(Reader):
     def _read_batch(self, opened: OpenPart, shards: Sequence[Any], at: BatchScope, tolerant: bool) -> list[Any]:
         """The samples that come next, at most as many as ``shards`` have indices; `Bad` where one failed."""
         board, notes, stream = at.board, self._notes_samples or at.task.careful, self._stream
-        point, samples, stamps, failed = opened.point, list[Any](), self._stamps(at) if at.measure else [], False
+        point, samples, stamps, failed = opened.point, list[Any](), self._stamps(at), False
         passes, ended, base = point.passes, False, point.samples  # len(samples) + base: read in this pass
         advance, told = opened.advance, opened.tell()
         try:
@@ -192,7 +192,7 @@ class StreamReader(Reader):
             if samples and not opened.is_stateful:
                 checked = checksum(None if type(samples[0]) is Bad else samples[0], checked)
             if stamps:
-                at.durations += map(operator.sub, stamps[1:], stamps)
+                at.durations = [*at.durations, *map(operator.sub, stamps[1:], stamps)]
             opened.point = PartPoint(count, passes, total, checked, ended, asked=opened.asked)
             if ended:
                 opened.end()
@@ -253,8 +253,7 @@ class StreamReader(Reader):
                 if at.passes(error):
                     raise
             at.skipped.clear()
-            if at.measure:
-                at.durations.clear()
+            at.durations = ()
             at.board[SHARD], at.board[SAMPLE] = count & 1023, BEGINNING  # a sign of life
 
     def _differs(self, part: PartBatch, found: PartPoint) -> ValueError:

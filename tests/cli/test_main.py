@@ -28,6 +28,7 @@ VERBS = [
     ["records", "index"],
     ["replay"],
     ["diff"],
+    ["report"],
 ]
 
 
@@ -53,7 +54,7 @@ def test_every_verb_has_help_and_can_be_quiet(verb: list[str], capsys: pytest.Ca
 
 
 def test_the_verbs_are_listed_with_a_sentence() -> None:
-    assert sorted(make_command().commands) == ["bench", "demo", "diff", "doctor", "records", "replay"]
+    assert sorted(make_command().commands) == ["bench", "demo", "diff", "doctor", "records", "replay", "report"]
     assert [name for name, verb in make_command().commands.items() if not (verb.short_help or "").endswith(".")] == []
 
 
