@@ -4,7 +4,7 @@
     Known(dataset)                         of one loader
       look(indices, epoch, read)           a few samples are read; from then on states have their digests
       entries() -> dict                    what a state has of the data
-      check(state, length, read)           a ValueError that says how the data differ
+      check(state, read)                   a ValueError that says how the data differ
 
 What is known without a read (`data.inspection.fingerprint_of`) is in every state. Samples are not read for a state: in
 the main process a dataset would open the files that its workers are to open, and a sample may take seconds.
@@ -144,12 +144,10 @@ class Known:
         self.data: str | None = ""
         self.digests: Digests = []
 
-    def look(self, indices: list[Any], epoch: int, read: Read) -> Digests:
-        """Read some samples. One that is another one when it is read again is left out."""
-        found = [[epoch, index, read(index, epoch, None)] for index in indices]
-        found = [one for one in found if read(one[1], epoch, None) == one[2]]
-        self.digests = [one for one in found if type(one[1]) in (int, str)]
-        return found
+    def look(self, indices: list[Any], epoch: int, read: Read) -> None:
+        """Read some samples, for states. One that is another one when it is read again is left out."""
+        found = [[epoch, index, read(index, epoch, None)] for index in indices if type(index) in (int, str)]
+        self.digests = [one for one in found if read(one[1], epoch, None) == one[2]]
 
     def entries(self) -> dict[str, Any]:
         """What a state has of the data: a new dict."""
@@ -158,14 +156,12 @@ class Known:
         found = {"data": self.data, "digests": list(map(list, self.digests))}
         return {name: value for name, value in found.items() if value}
 
-    def check(self, state: Any, length: int | None, read: Read) -> None:
-        """Refuse a state of other data of the same length; what else is wrong with it is said elsewhere.
+    def check(self, state: Mapping[str, Any], read: Read) -> None:
+        """Reject a state that fits the loader, but was saved with other data.
 
         Raises:
             ValueError: the data differ.
         """
-        if not isinstance(state, Mapping) or state.get("dataset_length", length) != length:
-            return
         saved, own, how = state.get("data"), self.entries().get("data"), ""
         if isinstance(saved, str) and own is not None and saved != own:
             how = f"the fingerprint of the dataset was {saved}, and is {own}"
@@ -173,7 +169,7 @@ class Known:
         for one in digests if isinstance(digests, list | tuple) else [digests]:
             if type(one) not in (list, tuple) or [type(part) for part in one] not in ([int, int, str], [int, str, str]):
                 raise ValueError(f"the state's 'digests' has {brief(one)}: give what state_dict() returned")
-            (epoch, index, digest), seed = one, state.get("seed") if type(state.get("seed")) is int else None
+            (epoch, index, digest), seed = one, state["seed"]
             own = read(index, epoch, seed)
             if own != digest and read(index, epoch, seed) == own:  # not another one each time
                 how = f"the digest of sample {index} was {digest}, and is {own}"

@@ -29,7 +29,7 @@ from __future__ import annotations
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -359,8 +359,11 @@ class Order(ABC, Generic[Signature]):
         strict: bool,
         doing: str = "load_state_dict: the state was saved by another loader: ",
         advice: str = "Make the loader as it was then",
+        check: Callable[[], Any] = lambda: None,
     ) -> tuple[Position, bool]:
         """Take over the seeds of a state. ``doing`` begins the error where it does not fit, and ``advice`` ends it.
+
+        If it fits, ``check`` may still raise an error.
 
         Returns:
             Where the state goes on, and whether the seeds were others: then the workers have to be told.
@@ -373,6 +376,7 @@ class Order(ABC, Generic[Signature]):
         if found:
             hint = "; strict=False allows another batch size" if _only_batch_size(found, strict) else ""
             raise ValueError(f"{doing}{', '.join(found)}. {advice}{hint}")
+        check()
         changed = self._adopt(saved, position)
         position = self.moved(position, saved)
         while (epoch := self.epoch(position.epoch, position)).is_over():  # the next epoch begins instead

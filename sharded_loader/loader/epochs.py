@@ -205,8 +205,8 @@ class Progress(ShownRun):
             position = ended.epoch.after(position)
         return {**epoch.state(position), **self._entries()}
 
-    def load(self, state: Any, strict: bool, skip: Any = None) -> bool:
-        """Continue at the position of a state.
+    def load(self, state: Any, strict: bool, skip: Any = None, check: Callable[[], Any] = lambda: None) -> bool:
+        """Continue at the position of a state, unless ``check`` raises an error.
 
         Returns:
             Whether the loader's seeds have changed with it.
@@ -217,7 +217,7 @@ class Progress(ShownRun):
         before = self._order.given_skip
         try:
             self._order.add_skip(skip)
-            position, changed = self._order.load(state, strict)
+            position, changed = self._order.load(state, strict, check=check)
         except BaseException:
             self._order.given_skip = before
             raise
@@ -542,10 +542,12 @@ class Epochs:
 
     def load(self, state: Any, strict: bool, skip: Any) -> None:
         """Continue at the position of a state; see `Progress.load`. It is of these data, unless ``strict`` is False."""
-        if strict:
-            one = state[0] if isinstance(state, list | tuple) and state else state
-            self.known.check(one, self.order.dataset_length, self.digest)
-        self.stale |= self.progress.load(state, strict, skip)  # workers are sent a seed that has changed
+
+        def check() -> None:
+            if strict:
+                self.known.check(state[0] if isinstance(state, list | tuple) else state, self.digest)
+
+        self.stale |= self.progress.load(state, strict, skip, check)  # workers are sent a seed that has changed
 
     def forget(self) -> None:
         """Let go of what is kept: the loader is closed."""

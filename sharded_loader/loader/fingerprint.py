@@ -21,7 +21,6 @@ from typing import Any
 
 from sharded_loader.base.described import brief
 from sharded_loader.base.private import blake2b
-from sharded_loader.data.known import Digests
 from sharded_loader.engine.order import Position
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.sampling.order import LEFT_OUT, MapOrder
@@ -40,8 +39,8 @@ class Fingerprint:
     Attributes:
         epoch: The number of the epoch.
         steps: 8 hexadecimal digits for each step of all ranks; ``--------`` for a step that is left out.
-        samples: Of a few samples the epoch, the index and the digest.
-        state: A state at the beginning of the epoch.
+        state: A state at the beginning of the epoch. Its ``"digests"`` are those of the samples: a list of lists
+            [epoch, index, digest].
 
     Example:
         >>> from sharded_loader import ShardedDataLoader
@@ -52,11 +51,10 @@ class Fingerprint:
 
     epoch: int
     steps: str
-    samples: Digests
     state: dict[str, Any]
 
     def __str__(self) -> str:
-        told = json.dumps([self.steps, self.samples, self.state.get("data")])
+        told = json.dumps([self.steps, self.state.get("digests"), self.state.get("data")])
         return blake2b(told.encode(), digest_size=8).hexdigest()
 
     def as_dict(self) -> dict[str, Any]:
@@ -76,10 +74,9 @@ def fingerprint_of_epoch(epochs: Epochs, number: int) -> Fingerprint:
     with order.undisturbed(but=epochs.dataset):
         steps = order.checksums(number)
     chosen = sorted({0, len(steps) // 2, len(steps) - 1} if steps else ())
-    samples = epochs.known.look(epochs.some_indices(number, chosen, each=1), number, epochs.digest)
-    beginning = order.epoch(number)
-    state = {**beginning.state(Position(number)), **epochs.known.entries()}
-    return Fingerprint(number, "".join(steps), samples, state)
+    epochs.known.look(epochs.some_indices(number, chosen, each=1), number, epochs.digest)
+    state = {**order.epoch(number).state(Position(number)), **epochs.known.entries()}
+    return Fingerprint(number, "".join(steps), state)
 
 
 # -- two runs ----------------------------------------------------------------------------------------------------------
@@ -95,7 +92,6 @@ class SavedRun:
         signature: in what.
         state: of the loader.
         steps: the checksums of a fingerprint; None: the file has a state alone.
-        samples: the digests of samples.
     """
 
     name: str
@@ -103,7 +99,6 @@ class SavedRun:
     signature: Signature
     state: dict[str, Any]
     steps: str | None
-    samples: Digests
 
     @classmethod
     def read(cls, path: Path) -> SavedRun:
@@ -117,14 +112,13 @@ class SavedRun:
             content = json.loads(path.read_text(encoding="utf-8"))
             kept = content if isinstance(content, dict) and "fingerprint" in content else {"state": content}
             position, signature = parse(kept.get("state"))
-            steps, samples = kept.get("steps"), kept.get("samples", kept["state"].get("digests", []))
-            samples = [[int(epoch), index, str(digest)] for epoch, index, digest in samples]
+            steps = kept.get("steps")
             if steps is not None and (type(steps) is not str or len(steps) % DIGITS):
                 raise ValueError(f"its 'steps' is {brief(steps)}")
         except (TypeError, ValueError) as error:
             advice = "give a file with json.dumps(loader.state_dict()), or json.dumps(loader.fingerprint().as_dict())"
             raise ValueError(f"{path} has no state and no fingerprint ({error}): {advice}") from None
-        return cls(str(path), position.epoch, signature, kept["state"], steps, samples)
+        return cls(str(path), position.epoch, signature, kept["state"], steps)
 
     def checksums(self, epoch: int) -> list[str]:
         """Those of the steps of an epoch.
@@ -180,8 +174,9 @@ def other_facts(one: SavedRun, other: SavedRun) -> list[str]:
     was, now = one.signature, other.signature
     pairs = [(f"the {name}", getattr(was, name), getattr(now, name)) for name in ("seed", "sampler_seeds", "skip")]
     pairs.append(("the fingerprint of the dataset", one.state.get("data"), other.state.get("data")))
-    digests = {(epoch, index): digest for epoch, index, digest in one.samples}
-    for epoch, index, digest in other.samples if was.seed == now.seed else ():
-        pairs.append((f"the digest of sample {index}", digests.get((epoch, index), digest), digest))
+    if was.seed == now.seed:
+        digests = {(epoch, index): digest for epoch, index, digest in one.state.get("digests", ())}
+        for epoch, index, digest in other.state.get("digests", ()):
+            pairs.append((f"the digest of sample {index}", digests.get((epoch, index), digest), digest))
     found = [f"{text} was {first}, and is {second}" for text, first, second in pairs if first != second]
     return [*differences(was, now), *other_arguments(was, now), *found]

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.cli.main import main
 from sharded_loader.cli.runs import pictures_of, values_of
+
+Image = pytest.importorskip("PIL.Image")  # Pillow is optional
 
 SOURCE = """
 import numpy as np

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from sharded_loader.data.known import digest_of
+
+Image = pytest.importorskip("PIL.Image")  # Pillow is optional
 
 Pair = namedtuple("Pair", "x y")
 
