@@ -107,10 +107,9 @@ class Reported(Metered):
         _write(path, json.dumps(trace_of(self._rows("trace"), name), allow_nan=False))
 
     def _rows(self, method: str) -> list[BatchTimes]:
-        rows = self._meter.rows()
-        if not rows:
+        if not self.stats().batches:
             raise RuntimeError(f"{method}: the loader has delivered no batch yet: iterate over it first")
-        return rows
+        return self._meter.rows()
 
 
 def _write(path: str | os.PathLike[str], text: str) -> None:
