@@ -159,7 +159,7 @@ def _judged(ranks: Mapping[int, Facts]) -> str:
     alone = np.bincount(waited.argmax(0), most - second, len(ranks)) / seconds
     shares = np.array([facts["numbers"]["waiting_share"] for facts in ranks.values()])
     alone[shares.argmax()] = max(alone[shares.argmax()], shares.max() - np.sort(shares)[-2])
-    together, slow = max(most.sum() / seconds, shares.max()), list(ranks)[alone.argmax()]
+    together, slow = max(min(1.0, most.sum() / seconds), shares.max()), list(ranks)[alone.argmax()]
     if alone.max() >= max(ENOUGH, together / 2):
         text = f"Rank {slow} is slow: the others wait for it for {alone.max():.0%} of the time."
     elif together >= ENOUGH:
