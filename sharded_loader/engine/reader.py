@@ -167,7 +167,7 @@ class Reader:
         self._batches = self._next = self._counted = 0  # that were read; the next to measure; what is in the sums
         self._seconds = self._lone_seconds = 0.0  # of batches, and of samples that were read alone
         self._lone, self._times_samples = 0, True
-self._slow_epoch, self._least = -1, SAMPLE_SECONDS
+        self._slow_epoch, self._least = -1, SAMPLE_SECONDS
         self._slow: list[float] = []  # seconds of the slowest samples of this epoch
 
     def read(

@@ -25,7 +25,6 @@ from functools import cached_property
 from heapq import nlargest
 from itertools import chain
 from operator import attrgetter, itemgetter
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from sharded_loader.base.checks import check_int
@@ -318,6 +317,9 @@ COUNTED = tuple(name for name in NUMBERS if name not in (*PoolTotals._fields[1:]
 """The numbers that are sums over batches."""
 
 
+NO_CAUSES = dict.fromkeys(CAUSES, 0.0)
+
+
 class Sums(NamedTuple):
     """What the batches of an epoch add up to. It never changes.
 
@@ -330,7 +332,7 @@ class Sums(NamedTuple):
     """
 
     numbers: tuple[float, ...] = (0,) * len(COUNTED)
-    causes: Mapping[str, float] = MappingProxyType(dict.fromkeys(CAUSES, 0.0))
+    causes: Mapping[str, float] = NO_CAUSES
     timed: Histograms = Histograms()
     slowest: tuple[SlowSample, ...] = ()
     share: float = 1.0
@@ -443,7 +445,8 @@ class Counts:
 
     def merge(self, other: Counts) -> None:
         """Add what another one has counted."""
-        self.state = self.sums + other.sums, []
+        sums, rows = self.state
+        self.state = sums.adding(rows) + other.sums, []
         self.device_waiting_seconds += other.device_waiting_seconds
         if other.sources is not None:
             self.sources = other.sources + (0 if self.sources is None else self.sources)
@@ -506,9 +509,10 @@ class Meter:
         self._last.append((epoch, counts))
         if len(self._last) > self.KEPT_TIMES:
             old = self._last[-self.KEPT_TIMES - 1][1]
-            sums, measured = old.sums, self._sum.sums
-            self._sum.state = measured + sums._replace(numbers=Sums().numbers, causes=Sums().causes), []
-            old.state = sums._replace(timed=Histograms(), slowest=()), []
+            self._add_up(old)
+            measured = old.state[0]._replace(numbers=Sums().numbers, causes=NO_CAUSES)
+            self._sum.state = self._sum.state[0] + measured, []
+            old.state = old.state[0]._replace(timed=Histograms(), slowest=()), []
         if len(self._last) > self.KEPT_EPOCHS:
             number, old = self._last.popleft()
             self._sum.merge(old)
