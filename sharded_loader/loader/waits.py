@@ -58,7 +58,7 @@ SLOWER = 2.5
 TURNS = 0.7
 """Threads that together run for this share of the time wait for each other: Python runs one at a time."""
 
-LASTING = 2.0
+LASTING = 4.0
 """A start that is over is the verdict only if it took this many times as long as what training waits for since then."""
 
 
