@@ -51,6 +51,10 @@ ANSWER_SECONDS = 2.0
 PER_WORKER = 2
 """Batches in flight for each worker, unless the user says otherwise."""
 
+NOTED_SECONDS = 2e-4
+"""Of a batch that is read faster, only sums are kept, unless it was measured (`messages.Times`) or waited for for long.
+To note it takes 2 us: 5 % of a batch of `tiny`."""
+
 _FAR = 1 << 40  # farther than any batch of a run whose epoch has begun
 
 
@@ -83,8 +87,7 @@ class Entry:
 
     Attributes:
         sent: when the task was given to the pool.
-        is_slow: it found no room in shared memory, and takes the slow way.
-        wait: how the consumer has waited for it; None: it was there.
+        wait: how the consumer has waited for it; of a cheap batch only the seconds.
     """
 
     seq: int
@@ -92,8 +95,7 @@ class Entry:
     result: Result | None = None
     begun: Any = None
     sent: float = 0.0
-    is_slow: bool = False
-    wait: Wait | None = None
+    wait: Wait | float = 0.0
 
 
 class ShownRun:
@@ -218,6 +220,7 @@ class Pipeline:
         self._job: Job | None = None
         self._runs: dict[int, Run] = {}
         self._dropped: deque[int] = deque()
+        self._slow: deque[float] = deque(maxlen=64)  # when tasks were sent whose batches found no room in shared memory
         self.pid = os.getpid()
 
     # -- steps ----------------------------------------------------------------------------------------------
@@ -391,7 +394,7 @@ class Pipeline:
                 run.advance()
             if window and window[0].result is not None:
                 if began:
-                    window[0].wait = self._waited(run, began)
+                    self._note_wait(run, window[0], window[0].result, began)
                 if run.epoch.given_up and window[0].result.error is not None:  # it came before the error of its part
                     run.leave_out(window[0])
                 return window[0]
@@ -417,8 +420,12 @@ class Pipeline:
                 return now + ANSWER_SECONDS, look
         return math.inf, None
 
-    def _waited(self, run: Run, began: float) -> Wait:
+    def _note_wait(self, run: Run, head: Entry, result: Result, began: float) -> None:
         """The consumer has waited for the first batch of a run. Which tasks had the workers?"""
+        ended = time.perf_counter()
+        if result.times is None and result.seconds < NOTED_SECONDS and ended - began < 5 * NOTED_SECONDS:
+            head.wait = ended - began
+            return
         pool, in_flight, waiting = self.pool, len(run.window), len(run.waiting)
         if len(self._runs) > 1:
             in_flight = sum([len(one.window) for one in self._runs.values()])
@@ -428,7 +435,7 @@ class Pipeline:
         lacks = in_flight < pool.num_workers and not (run.exhausted or run.epoch.takes_turns)
         is_held = waiting > 0 and in_flight - waiting < pool.num_workers
         threads = pool.num_workers if pool.shares_dataset else 1
-        return Wait(began, time.perf_counter(), overtaken, lacks, is_held, run.window[0].is_slow, threads)
+        head.wait = Wait(began, ended, overtaken, lacks, is_held, head.sent in self._slow, threads)
 
     def take(self, run: Run) -> None:
         """The head of the window is going to be handed out: put another batch in flight."""
@@ -443,14 +450,6 @@ class Pipeline:
         if run.next is not None and run.next.is_ahead:
             self._fill(run.next, 0, before=len(run.window))
 
-    @property
-    def depth(self) -> int:
-        """How many batches of a run are kept in flight."""
-        group = self.pool.group
-        return self.prefetch * (
-            group * (SLACK if group > 1 else 1) if self.scale_by_group and not self.one_by_one else 1
-        )
-
     def _fill(self, run: Run, least: int, before: int = 0) -> None:
         """Fill the window, a group at a time (for each worker, if they take turns); a small window one at a time.
 
@@ -460,10 +459,11 @@ class Pipeline:
             before: how many batches of the run before this one are in flight: they count too.
         """
         window, group = run.window, self.pool.group
+        scale = group * (SLACK if group > 1 else 1) if self.scale_by_group and not self.one_by_one else 1
         unit, share = (group * self.pool.num_workers, 2) if run.epoch.takes_turns and group > 1 else (group, 4)
         planned: Task | Exception | Nothing | None = None
         entry: Entry | None = None
-        depth = max(least, self.depth) if self.pool.num_workers else least
+        depth = max(least, self.prefetch * scale) if self.pool.num_workers else least
         missing = depth - before - len(window)
         if missing > 0 and (self.one_by_one or missing >= min(unit, depth // share) or missing == depth):
             for seq in range(run.planned, run.planned + missing):
@@ -490,7 +490,8 @@ class Pipeline:
     def _dispatch(self, run: Run) -> None:
         """Give waiting tasks to the pool. Of several runs, those tasks that are needed soonest go first."""
         tasks: list[Task] = []
-        room, splits, now = self.pool.room, self.split.num_shards is not None, time.perf_counter()
+        room, splits = self.pool.room, self.split.num_shards is not None
+        now = time.perf_counter() if self.pool.num_workers else 0.0
         while len(tasks) < room:
             if len(self._runs) > 1:
                 run = min(self._runs.values(), key=_distance)
@@ -511,13 +512,14 @@ class Pipeline:
                 Location(run.epoch.number, entry.seq).note(error, samples=task.shards[0])
                 leave_frames(error)  # as in `_fill`
                 entry.result = Result(run.number, entry.seq, error=error)
-        if tasks:
+        if tasks and not now:
+            self.pool.submit(tasks)
+        elif tasks:
             counts = self.pool.notices.counts
             before = counts.get("slow_batches", 0)
             self.pool.submit(tasks)
             if counts.get("slow_batches", 0) > before:
-                for entry in itertools.chain.from_iterable(one.window for one in self._runs.values()):
-                    entry.is_slow |= entry.sent == now
+                self._slow.append(now)
 
     def poll(self, run: Run, job: Job, *, renew: bool = False, block: bool = False, seconds: float = 0.0) -> bool:
         """A step for a run: it is put in flight, and what has come from the pool is filed.

@@ -56,9 +56,10 @@ from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE
 from sharded_loader.engine.messages import NOTHING, Job, PartPoint, Result, Task, Times
 from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, philox, reading
 
-MEASURED_SECONDS = 4e-3
-"""Of work that is measured once. To measure a batch takes 40 us, so that is 1 %. Of batches of 40 us (`tiny`) it is one
-in 100, of 400 us (`images`) one in 10. A batch that takes 4 ms is always measured."""
+MEASURED_SECONDS = 2e-2
+"""Of work that is measured once. To measure a batch takes 40 us, and 200 us where other processes have the caches: that
+is 0.2 to 1 %. Of batches of 40 us (`tiny`) it is one in 500, of 400 us (`images`) one in 50. A batch that takes 20 ms
+is always measured."""
 
 SAMPLE_SECONDS = 2e-5
 """To time a sample takes 0.1 us."""
@@ -166,10 +167,12 @@ class Reader:
         self._epoch: int | None = None
         self._notes_samples = notes_samples
         self.free: dict[int, float] = {}
+        self._core: dict[int, tuple[float, float]] = {}  # `core_seconds` after the last batch that was measured
         self._batches = self._next = self._counted = 0  # that were read; the next to measure; what is in the sums
         self._seconds = self._lone_seconds = 0.0  # of batches, and of samples that were read alone
         self._lone, self._times_samples = 0, True
-        self._slow: tuple[int, list[float]] = -1, []  # an epoch, and the seconds of its slowest samples
+        self._slow_epoch, self._least = -1, SAMPLE_SECONDS
+        self._slow: list[float] = []  # seconds of the slowest samples of this epoch
 
     def read(
         self,
@@ -191,14 +194,13 @@ class Reader:
         Exceptions become part of the result. Only in the caller's own thread a KeyboardInterrupt passes, and what a
         signal handler raises (`sharded_loader.base.interrupts.is_from_outside`).
         """
+        self._batches += 1
+        measure = core_seconds() if self._batches >= self._next else None
         began = time.perf_counter()
         at = BatchScope(self._job.seed, task.epoch)
         at.task, at.worker, at.empty, at.board = task, worker, empty, list(UNUSED) if board is None else board
         at.skipped, at.lost = [], []
-        self._batches += 1
-        tried = len(RETRIES)
-        if self._batches >= self._next:
-            at.measure = core_seconds()
+        at.measure, tried = measure, len(RETRIES)
         batches: list[Any] = []
         error: BaseException | None = None
         before = reading.scope
@@ -218,13 +220,32 @@ class Reader:
         count = sum(map(len, task.shards)) - at.dropped if batches else 0
         ended = time.perf_counter()
         seconds, times = ended - began, None
-        if at.measure is not None or seconds > MEASURED_SECONDS or len(RETRIES) > tried:
+        is_slow = at.durations and max(at.durations) > self._least
+        if measure is not None or is_slow or seconds > MEASURED_SECONDS or len(RETRIES) > tried:
             times = self._times(at, count, began, seconds, number, len(RETRIES) - tried)
         self.free[number] = ended
         try:
-            skipped, lost, point = tuple(at.skipped), tuple(at.lost), at.point
-            measured = seconds, point, 0, began, number, False, times
-            return Result(task.run, task.seq, batch, count, error, skipped, lost, *measured)
+            skipped, lost = tuple(at.skipped), tuple(at.lost)
+            # In half of the time of a call of `Result`.
+            return tuple.__new__(
+                Result,
+                (
+                    task.run,
+                    task.seq,
+                    batch,
+                    count,
+                    error,
+                    skipped,
+                    lost,
+                    seconds,
+                    at.point,
+                    0,
+                    began,
+                    number,
+                    False,
+                    times,
+                ),
+            )
         finally:
             del error  # otherwise error -> traceback -> this frame -> error, and each frame waits for the collector
 
@@ -236,33 +257,35 @@ class Reader:
             samples: how many are in it.
             began, seconds, worker, retries: see `Result` and `Times`.
         """
-        processor, queued, weight = -1.0, 0.0, 1
-        if at.measure is not None:
-            weight = max(1, self._batches - self._counted)
-            processor, queued = map(operator.sub, core_seconds(), at.measure)
+        weight, processor, queued = 1 if at.measure is None else max(1, self._batches - self._counted), -1.0, 0.0
+        if at.measure is not None or seconds > MEASURED_SECONDS:
+            core = core_seconds()
+            # Of one that was not to be measured, the last batches before it are cheap beside it.
+            before, self._core[worker] = at.measure or self._core.get(worker, core), core
+            queued = min(seconds, core[1] - before[1])
+            processor = min(seconds - queued, core[0] - before[0])
+        used = seconds - queued
         self._counted += weight
-        self._seconds += weight * seconds
-        self._next = self._batches + 1 + int(MEASURED_SECONDS * self._counted / self._seconds)
+        self._seconds += weight * used
+        self._next = self._batches + 1 + int(MEASURED_SECONDS * self._counted / max(self._seconds, 1e-6))
         if at.is_alone:
-            self._lone, self._lone_seconds = (
-                self._lone + weight * samples,
-                self._lone_seconds + weight * (seconds - at.collating),
-            )
+            self._lone += weight * samples
+            self._lone_seconds += weight * max(0.0, used - at.collating)
             self._times_samples = self._lone_seconds >= SAMPLE_SECONDS * self._lone
-        longest = max(at.durations, default=0.0)
-        slow = self._slowest(at) if longest >= SAMPLE_SECONDS else ()
+        longest, slow = max(at.durations, default=0.0), self._slowest(at)
         free = began if worker < 0 else self.free.get(worker)  # between two batches, the main process does not idle
         idle = 0.0 if free is None else max(0.0, began - free)
         return Times(idle, processor, queued, at.collating, 0.0, longest, retries, weight, free is None, slow)
 
     def _slowest(self, at: BatchScope) -> tuple[tuple[int, float], ...]:
         """The place and the seconds of those samples of a batch that are among the slowest of the epoch."""
-        epoch, (known, kept) = at.task.epoch, self._slow
-        kept = kept if known == epoch else []
-        least = kept[0] if len(kept) == KEPT_SAMPLES else SAMPLE_SECONDS
-        found = [(place, seconds) for place, seconds in enumerate(at.durations) if seconds > least]
+        if at.task.epoch != self._slow_epoch:
+            self._slow_epoch, self._slow, self._least = at.task.epoch, [], SAMPLE_SECONDS
+        found = [(place, seconds) for place, seconds in enumerate(at.durations) if seconds > self._least]
         found = heapq.nlargest(KEPT_SAMPLES, found, key=operator.itemgetter(1))
-        self._slow = epoch, sorted([*kept, *[seconds for _, seconds in found]])[-KEPT_SAMPLES:]
+        self._slow = sorted([*self._slow, *[seconds for _, seconds in found]])[-KEPT_SAMPLES:]
+        if len(self._slow) == KEPT_SAMPLES:
+            self._least = self._slow[0]
         return tuple(found)
 
     def read_sample(self, index: Any, epoch: int) -> Any:
@@ -364,7 +387,8 @@ class Reader:
         at.items = items = iter(indices)
         at.drawn = None
         board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
-        notes, stamps = self._notes_samples or at.task.careful, self._stamps(at)
+        notes, stamps = self._notes_samples or at.task.careful, [time.perf_counter()] if self._times_samples else []
+        at.is_alone = True
         if not (notes or self._tolerant or stamps):
             return [dataset[index] for index in items]
         samples: list[Any] = []
@@ -384,11 +408,6 @@ class Reader:
                     raise
                 samples.append(self._in_place_of(index, error, at))
                 stamps += stamps[-1:]  # it is over, but has not been read
-
-    def _stamps(self, at: BatchScope) -> list[float]:
-        """Where samples are timed, a list that begins with now, for the end of each. Otherwise an empty one."""
-        at.is_alone = True
-        return [time.perf_counter()] if self._times_samples else []
 
     def _make_batch(self, samples: list[Any], at: BatchScope) -> Any:
         at.board[SAMPLE] = IN_BATCHIFY

@@ -13,6 +13,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from sharded_loader.loader.waits import CAUSES, ENOUGH, time_text
 
 JOB = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that are the same for all ranks of a job, and differ between jobs."""
+
+_WAITED = attrgetter("epoch", "step", "waited", "turn", "taken")
 
 Facts = dict[str, Any]
 
@@ -65,7 +68,7 @@ def facts_of(
         "advice": stats.advice,
         "numbers": stats.as_dict(),
         "sections": [(*of[:2], of[2].split(), rows) for of, rows in zip(_TABLES, tables, strict=True) if rows],
-        "waits": [[row.epoch, row.step, round(row.waited, 6), round(row.taken - row.turn, 6)] for row in rows],
+        "waits": [[*of[:2], *(round(s, 6) for s in of[2:])] for of in map(_WAITED, rows)],
     }
 
 
@@ -143,22 +146,26 @@ def joined(files: Mapping[str, Facts]) -> str:
 
 def _judged(ranks: Mapping[int, Facts]) -> str:
     """Which rank holds up the others, and why. All ranks end a step together, so the step waits for the slowest one."""
-    waits = [{(epoch, step): times for epoch, step, *times in facts["waits"]} for facts in ranks.values()]
-    steps = set.intersection(*map(set, waits))
+    noted = [{(epoch, step): times for epoch, step, *times in facts["waits"]} for facts in ranks.values()]
+    first, last = max(min(of, default=(0, 0)) for of in noted), min(max(of, default=(0, 0)) for of in noted)
+    steps = [step for step in set[Any]().union(*noted) if first <= step <= last]
     if not steps:
         raise ValueError("no batch is in all files: let all ranks write their files after the same step")
-    waited, whole = np.array([[of[step] for step in steps] for of in waits]).transpose(2, 0, 1)
-    seconds = whole.sum(1).max() or 1.0
+    waited = np.array([[of.get(step, [0.0])[0] for step in steps] for of in noted])  # cheap batches are not noted
+    spans = [[stamp for step in steps for stamp in of.get(step, ())[1:]] for of in noted]
+    seconds = max(max(span, default=0.0) - min(span, default=0.0) for span in spans) or 1.0
     second, most = np.sort(waited, axis=0)[-2:]
-    # How much less the job would wait if a rank were like the second slowest.
-    alone = np.bincount(waited.argmax(0), most - second, len(ranks))
-    slow = list(ranks)[alone.argmax()]
-    if alone.max() >= max(ENOUGH * seconds, most.sum() / 2):
-        text = f"Rank {slow} is slow: the others wait for it for {alone.max() / seconds:.0%} of the time."
-    elif most.sum() >= ENOUGH * seconds:
-        slow = max(ranks, key=lambda rank: ranks[rank]["numbers"]["waiting_share"])
-        share = f"{most.sum() / seconds:.0%}"
-        text = f"No rank is much slower than the others. In each step all wait for the slowest: {share} of the time."
+    # How much less the job would wait if a rank were like the second slowest. Of cheap batches, the sums tell it.
+    alone = np.bincount(waited.argmax(0), most - second, len(ranks)) / seconds
+    shares = np.array([facts["numbers"]["waiting_share"] for facts in ranks.values()])
+    alone[shares.argmax()] = max(alone[shares.argmax()], shares.max() - np.sort(shares)[-2])
+    together, slow = max(min(1.0, most.sum() / seconds), shares.max()), list(ranks)[alone.argmax()]
+    if alone.max() >= max(ENOUGH, together / 2):
+        text = f"Rank {slow} is slow: the others wait for it for {alone.max():.0%} of the time."
+    elif together >= ENOUGH:
+        slow = list(ranks)[shares.argmax()]
+        text = "No rank is much slower than the others. In each step all wait for the slowest: "
+        text += f"{together:.0%} of the time."
     else:
         return "No rank waits for data: the training loop is the limit."
     return "\n".join(filter(None, [text, ranks[slow]["verdict"], ranks[slow]["advice"]]))

@@ -33,7 +33,7 @@ from sharded_loader.base.private import find_profiler_enabled, is_owned
 from sharded_loader.batching.tree import to_torch
 from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.engine.messages import NOTHING, Job, Result
-from sharded_loader.engine.pipeline import Entry, Pipeline, Run, ShownRun
+from sharded_loader.engine.pipeline import NOTED_SECONDS, Entry, Pipeline, Run, ShownRun, Wait
 from sharded_loader.loader.epochs import Epochs, Mark
 from sharded_loader.loader.stats import NO_TOTALS, Counts, Meter
 from sharded_loader.loader.waits import Setup
@@ -197,18 +197,22 @@ class BatchIterator(Iterator[Batch]):
                 run, is_first = self.run, True  # also if the run before has given empty batches
                 assert run is not None
                 continue
-            if entry.wait is not None and waited is None:
-                waited = entry.wait.began  # empty batches may come before one that is handed out
             result, batch, placing = self._deliver(run, entry, is_first)
             is_first = False
             if result.batch is NOTHING and result.error is None:
+                if isinstance(entry.wait, Wait) and waited is None:
+                    waited = entry.wait.began  # the batch that is handed out was waited for since then
                 continue
             pipeline.end(inside)
-            self._last_ended = time.perf_counter()
+            self._last_ended = taken = time.perf_counter()
             if self._counted is None or self._counted.epoch.number != run.epoch.number:
                 self._begin_counts(run)
-            stamps = turn, began, self._last_ended, placing, clock.behind - behind, starts
-            meter.add(self._counts, entry, result, stamps, waited)
+            behind, counts = clock.behind - behind, self._counts
+            if result.times is None and result.seconds < NOTED_SECONDS and type(entry.wait) is float and not starts:
+                counts.count(taken - began, taken - turn, placing, behind, result, entry.wait)
+            else:
+                stamps = entry.sent, turn, began, taken, placing, behind, starts
+                meter.note(counts, entry, result, stamps, waited)
             if meter.mixture is not None and result.error is None and entry.task is not None:
                 meter.count_sources(self._counts, entry.task.shards)
             if result.error is None and meter.looks is None:
@@ -226,7 +230,7 @@ class BatchIterator(Iterator[Batch]):
             self._counts = Counts()
         self._counted = run
         pipeline = self._pipeline
-        setup = Setup(pipeline.pool.num_workers, pipeline.depth, pipeline.pool.shares_dataset)
+        setup = Setup(pipeline.pool.num_workers, pipeline.prefetch, pipeline.pool.shares_dataset)
         self._meter.begin(run.epoch.number, self._totals_at_start, self._counts, setup)
 
     def _end(self, run: Run, is_first: bool) -> bool:

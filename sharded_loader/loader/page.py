@@ -51,7 +51,7 @@ def page_of(facts: Facts, rows: Sequence[BatchTimes]) -> str:
         rows: the last batches.
     """
     text = json.dumps(facts, allow_nan=False).replace("<", "\\u003c")
-    plots = {"Causes": _waits(rows), "Stages": _lanes(rows[-SHOWN:])}
+    plots = {"Causes": _waits(rows), "Stages": _lanes(rows[-SHOWN:])} if rows else {}
     return "\n".join(
         [
             '<!doctype html><html lang="en"><meta charset="utf-8"><title>Why training waits</title>',

@@ -1,7 +1,7 @@
 """Where the time of a training loop goes: waiting for data, or in the loop.
 
-    the iterator notes each batch -> Meter.add -> a Row in the Counts of its epoch, and in the ring of the last batches
-    Sums.adding(rows) -> Sums     `AT_ONCE` rows at a time, and when somebody asks
+    the iterator notes each batch -> Meter.note -> a Row in the Counts of its epoch, and in the ring of the last batches
+    Sums.adding(rows) -> Sums     `KEPT_BATCHES` at a time, and when somebody asks
     Counts.report() -> LoaderStats, what the user sees -> as_dict() -> TensorBoard, W&B, tqdm
     `waits` says why ``next`` waited, `times` how long each stage of a batch took
 
@@ -11,7 +11,7 @@ times of several iterators add up in the sum. In the counts of one epoch only th
 Iterators add one at a time, under the pipeline's lock. Readers take no lock: `stats` may be called in a signal handler.
 A reader finds `Sums`, which never change, and a list of rows, which only grows. Nothing can go wrong.
 
-Measured (minima, beside a loader that only counted batches and seconds): see `Meter.add`.
+Measured (minima, beside a loader that only counted batches and seconds): see `Meter.note`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import nlargest
 from itertools import chain
-from operator import attrgetter
-from types import MappingProxyType
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from sharded_loader.base.checks import check_int
@@ -42,7 +41,7 @@ from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.base.notices import Notices
 from sharded_loader.data.datasets import retries_of
 from sharded_loader.data.interleave import mixture_of
-from sharded_loader.engine.messages import Result
+from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.pipeline import Entry, Wait
 from sharded_loader.engine.reader import KEPT_SAMPLES, plain_indices
 from sharded_loader.loader.times import STAGES, BatchTimes, Histograms, Row, SlowSample, StageTimes, WorkerTimes
@@ -312,14 +311,14 @@ class PoolTotals(NamedTuple):
 
 NO_TOTALS = PoolTotals()
 
-AT_ONCE = 1000
-"""Batches whose numbers are added up at once: that takes a third of the time of adding up each."""
-
 KEPT_BATCHES = 1000
-"""The last batches whose times are kept."""
+"""The last batches whose times are kept. So many are added up at once, in a third of the time of adding up each."""
 
 COUNTED = tuple(name for name in NUMBERS if name not in (*PoolTotals._fields[1:], "device_waiting_seconds"))
 """The numbers that are sums over batches."""
+
+
+NO_CAUSES = dict.fromkeys(CAUSES, 0.0)
 
 
 class Sums(NamedTuple):
@@ -334,7 +333,7 @@ class Sums(NamedTuple):
     """
 
     numbers: tuple[float, ...] = (0,) * len(COUNTED)
-    causes: Mapping[str, float] = MappingProxyType(dict.fromkeys(CAUSES, 0.0))
+    causes: Mapping[str, float] = NO_CAUSES
     timed: Histograms = Histograms()
     slowest: tuple[SlowSample, ...] = ()
     share: float = 1.0
@@ -362,24 +361,20 @@ class Sums(NamedTuple):
             "device_seconds": behind,
         }
         numbers = tuple(known[name] for name in COUNTED)
-        noted = [Row._make(row) for row in rows if row[_WAIT] is not None or row[_TIMES] is not None or row[_STARTS]]
+        noted = list(map(Row._make, rows))
         share = compute_share(noted, self.share)
         usual = known["reading_seconds"] / max(1, known["samples"])
         causes = dict.fromkeys(CAUSES, 0.0)
         for row in noted:
             for cause, seconds in causes_of(row, usual, share):
                 causes[cause] += seconds
-        if rows[0][_WORKER] < 0:  # the main process has read those, too, of which nothing else was noted
-            reading = known["reading_seconds"] - sum(row.seconds for row in noted)
-            causes["compute"] += share * reading
-            causes["input"] += (1 - share) * reading
         causes["placing"] += known["placing_seconds"]
         causes["main_process"] += max(0.0, known["waiting_seconds"] - sum(causes.values()))
         slow = tuple(chain.from_iterable(row.slow for row in noted))
         return self + Sums(numbers, causes, Histograms().adding(noted), slow, share)
 
 
-_STARTS, _WAIT, _TIMES, _WORKER = map(Row._fields.index, ("starts", "wait", "times", "worker"))
+_EPOCH, _TAKEN = map(Row._fields.index, ("epoch", "taken"))
 
 
 class Counts:
@@ -387,7 +382,10 @@ class Counts:
 
     Attributes:
         number: of the epoch.
-        state: what its batches add up to, and the rows of those that have not been added up yet.
+        state: what the batches that were noted add up to, and the rows of those that have not been added up yet.
+        batches, samples, seconds, waiting_seconds, reading_seconds, placing_seconds, device_seconds: of the others,
+            which are cheap, as in `LoaderStats`.
+        for_workers: of their `waiting_seconds`, when a worker was waited for.
         device_waiting_seconds, sources: as in `LoaderStats`.
         began, ended: the totals when the epoch began, and when the next one began.
         sum: of an old epoch, the counts that take what its iterator still adds; otherwise None.
@@ -404,25 +402,52 @@ class Counts:
         self.state: tuple[Sums, list[tuple[Any, ...]]] = Sums(), []
         self.device_waiting_seconds = 0.0
         self.sources: Any = None  # an array, if there are any
+        self.batches = self.samples = 0
+        self.seconds = self.waiting_seconds = self.reading_seconds = self.placing_seconds = self.device_seconds = 0.0
+        self.for_workers = 0.0
+
+    def count(
+        self, inside: float, seconds: float, placing: float, behind: float, result: Result, waited: float
+    ) -> None:
+        """Add a batch of which nothing else is kept, or an error in its place.
+
+        Args:
+            inside: seconds in ``next``.
+            seconds: of these and of the loop since the batch before.
+            placing: those in ``next`` of conversion and of copies.
+            behind: of these, in which the host waited for a device.
+            result: of the batch.
+            waited: seconds in which ``next`` waited for workers.
+        """
+        # Another thread may read them meanwhile, from the last field to the first: a part never exceeds its whole.
+        self.seconds += seconds
+        self.waiting_seconds += inside - behind
+        self.device_seconds += behind
+        if result.error is None:
+            self.batches += 1
+            self.samples += result.samples
+            self.reading_seconds += result.seconds
+        self.placing_seconds += placing - behind
+        self.for_workers += waited if result.worker >= 0 else result.seconds
+        if self.sum is not None:
+            self.sum.count(inside, seconds, placing, behind, result, waited)
 
     @property
     def sums(self) -> Sums:
         """Of all its batches."""
         sums, rows = self.state
-        return sums.adding(rows[:])
-
-    def add(self, row: tuple[Any, ...]) -> None:
-        """A batch, or an error in its place, was handed out."""
-        sums, rows = self.state
-        rows.append(row)
-        if len(rows) >= AT_ONCE:
-            self.state = sums.adding(rows), []  # in one step: another thread may look
-        if self.sum is not None:
-            self.sum.add(row)
+        sums = sums.adding(rows[:])
+        for_workers, placing = self.for_workers, self.placing_seconds
+        numbers = {name: getattr(self, name, 0) for name in reversed(COUNTED)}
+        causes = dict.fromkeys(CAUSES, 0.0)
+        causes |= {"compute": sums.share * for_workers, "input": (1 - sums.share) * for_workers, "placing": placing}
+        causes["main_process"] = max(0.0, numbers["waiting_seconds"] - for_workers - placing)
+        return sums + Sums(tuple(numbers[name] for name in COUNTED), causes, share=sums.share)
 
     def merge(self, other: Counts) -> None:
         """Add what another one has counted."""
-        self.state = self.sums + other.sums, []
+        sums, rows = self.state
+        self.state = sums.adding(rows) + other.sums, []
         self.device_waiting_seconds += other.device_waiting_seconds
         if other.sources is not None:
             self.sources = other.sources + (0 if self.sources is None else self.sources)
@@ -479,19 +504,21 @@ class Meter:
         self._last: deque[tuple[int, Counts]] = deque([(-1, Counts())])
         self.skipped: list[tuple[Any, BaseException]] = []
         self.looks: str | None = None
-        self._ring: list[tuple[Any, ...]] = []  # at least the last `KEPT_BATCHES`
+        self._ring: list[tuple[Any, ...]] = []  # the rows that were added up last
 
     def begin(self, epoch: int, totals: PoolTotals, counts: Counts, setup: Setup | None = None) -> None:
         """An iterator delivers its first batch of an epoch, and will `add` to these counts. ``setup``: who reads."""
         self._last[-1][1].ended = totals
+        self._add_up(self._last[-1][1])
         counts.began, counts.number, counts.setup = totals, epoch, setup
         self.epochs[epoch] = counts
         self._last.append((epoch, counts))
         if len(self._last) > self.KEPT_TIMES:
             old = self._last[-self.KEPT_TIMES - 1][1]
-            sums, measured = old.sums, self._sum.sums
-            self._sum.state = measured + sums._replace(numbers=Sums().numbers, causes=Sums().causes), []
-            old.state = sums._replace(timed=Histograms(), slowest=()), []
+            self._add_up(old)
+            measured = old.state[0]._replace(numbers=Sums().numbers, causes=NO_CAUSES)
+            self._sum.state = self._sum.state[0] + measured, []
+            old.state = old.state[0]._replace(timed=Histograms(), slowest=()), []
         if len(self._last) > self.KEPT_EPOCHS:
             number, old = self._last.popleft()
             self._sum.merge(old)
@@ -499,45 +526,60 @@ class Meter:
             if self.epochs.get(number) is old:
                 del self.epochs[number]
 
-    def add(
+    def note(
         self,
         epoch: Counts,
         entry: Entry,
         result: Result,
-        stamps: tuple[float, float, float, float, float, bool],
+        stamps: tuple[float, float, float, float, float, float, bool],
         waited: float | None = None,
     ) -> None:
-        """An iterator has come to a batch, or to an error in its place.
+        """Keep how a batch, or an error in its place, was on its way.
 
         Args:
             epoch: what `begin` was given.
             entry: the batch.
             result: of the batch; an error, if the batch could not be handed out.
-            stamps: ``turn``, ``asked``, ``taken``, ``placing``, ``behind`` and ``starts`` of its `Row`.
+            stamps: fields of its `Row`, from ``sent`` to ``starts``.
             waited: since when ``next`` has waited for it, and for empty batches before it; None: it did not.
         """
-        read, wait = entry.result or result, entry.wait
-        *_, began, worker, is_lost, times = read
-        turn, asked, taken, placing, behind, starts = stamps
-        samples, slow = result.samples, tuple[SlowSample, ...]()
+        slow: tuple[SlowSample, ...] = ()
+        read, samples = entry.result or result, result.samples
+        wait = entry.wait if isinstance(entry.wait, Wait) else None
+        is_lost, times = read.rebuilt, read.times
         if result.error is not None:
             samples, is_lost = -1, is_lost or isinstance(read.error, (WorkerDiedError, WorkerTimeoutError))
         if waited is not None:
-            wait = Wait(waited, taken - placing) if wait is None else wait._replace(began=waited)
+            wait = Wait(waited, stamps[3] - stamps[4]) if wait is None else wait._replace(began=waited)
         if times is not None and times.slow and entry.task is not None:
-            indices = list(chain.from_iterable(map(plain_indices, entry.task.shards)))
-            slow = tuple([SlowSample(indices[place], took, entry.task.epoch, worker) for place, took in times.slow])
-        who = epoch.number, entry.seq, samples, read.retries, worker, began, read.seconds, entry.sent
-        row = (*who, turn, asked, taken, placing, behind, starts, is_lost, wait, times, slow)
-        epoch.add(row)
-        ring = self._ring
-        ring.append(row)
-        if len(ring) >= 2 * KEPT_BATCHES:
-            self._ring = ring[-KEPT_BATCHES:]
+            slow = self._name_slow(entry.task, read)
+        who = epoch.number, entry.seq, samples, read.retries, read.worker, read.began, read.seconds
+        row = (*who, *stamps, is_lost, wait, times, slow)
+        rows = epoch.state[1]
+        rows.append(row)
+        if len(rows) >= KEPT_BATCHES:
+            self._add_up(epoch)
+        if epoch.sum is not None:
+            epoch.sum.state = epoch.sum.state[0].adding([row]), []
+
+    def _add_up(self, epoch: Counts) -> None:
+        sums, rows = epoch.state
+        epoch.state = sums.adding(rows), []  # in one step: another thread may look
+        self._ring = [*self._ring, *rows][-KEPT_BATCHES:]
+
+    def _name_slow(self, task: Task, read: Result) -> tuple[SlowSample, ...]:
+        indices = list(chain.from_iterable(map(plain_indices, task.shards)))
+        slow = () if read.times is None else read.times.slow
+        return tuple([SlowSample(indices[place], seconds, task.epoch, read.worker) for place, seconds in slow])
+
+    def _last_rows(self) -> list[tuple[Any, ...]]:
+        """Those of the last batches that were handed out."""
+        rows = [*self._ring, *chain.from_iterable(counts.state[1][:] for _, counts in tuple(self._last))]
+        return sorted(rows, key=itemgetter(_TAKEN))[-KEPT_BATCHES:]
 
     def rows(self) -> list[BatchTimes]:
         """The last 1,000 batches that were handed out, of all epochs, the oldest first."""
-        return looked_at(self._ring[-KEPT_BATCHES:])
+        return looked_at(self._last_rows())
 
     def count_sources(self, epoch: Counts, shards: Sequence[Any]) -> None:
         """Count which datasets of the mixture the samples of a batch came from: 20 us."""
@@ -586,9 +628,9 @@ class Meter:
 
     def stats(self, epoch: int | None = None) -> LoaderStats:
         """The counts of all epochs, or of one; all zeros if it has delivered no batch yet."""
-        rows = self._ring[-KEPT_BATCHES:]
+        rows = self._last_rows()
         if epoch is not None:
-            counts, rows = self.epochs.get(epoch), [row for row in rows if row[0] == epoch]
+            counts, rows = self.epochs.get(epoch), [row for row in rows if row[_EPOCH] == epoch]
             return LoaderStats() if counts is None else counts.report(self.totals(), rows)
         total, last = Counts(), tuple(self._last)
         for one in (self._sum, *(counts for _, counts in last)):

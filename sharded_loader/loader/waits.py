@@ -18,7 +18,7 @@ A batch that was read again because a worker has ended is `replaced`. The other 
 main process's own work. The first ``next`` of an iterator is `start`, if nothing was read before it.
 
 The model reads the last batches again, one after the other: the first worker that is free reads a batch, when there is
-room for it in flight; ``next`` takes them in order. If more workers compute than there are cores, each takes longer.
+room for it in flight; ``next`` takes them in order. If more threads want to run than there are cores, each waits.
 Source of the idea: Plumber (MLSys 2022) and DS-Analyzer (VLDB 2021), which ask what a step would gain if it were free.
 """
 
@@ -58,7 +58,7 @@ SLOWER = 2.5
 TURNS = 0.7
 """Threads that together run for this share of the time wait for each other: Python runs one at a time."""
 
-LASTING = 2.0
+LASTING = 4.0
 """A start that is over is the verdict only if it took this many times as long as what training waits for since then."""
 
 
@@ -295,7 +295,7 @@ def _others(limit: str, setup: Setup, cores: int) -> Iterable[tuple[str, Setup]]
         yield f"Give prefetch={4 * in_flight}", setup._replace(prefetch=4 * in_flight)
     if limit == "compute" and setup.is_threads:
         yield "Read with processes instead of threads", setup._replace(is_threads=False)
-    most = 0 if limit not in ("compute", "input", "collate") else cores if limit == "compute" else max(16, 4 * workers)
+    most = {"compute": cores, "input": max(16, 4 * workers)}.get(limit, 0)
     for number in sorted({*range(workers + 1, min(most, workers + 4) + 1), *[2**power for power in range(10)]}):
         if workers < number <= most:
             yield f"Read with {number} workers (num_workers={number})", setup.with_workers(number)
@@ -350,10 +350,14 @@ class Prediction(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """One batch on paper: seconds of the loop before it, of a core and of waiting in a worker, of the main process."""
+    """One batch on paper: seconds of the loop before it, of its worker, and of the main process.
+
+    Those of the worker are: a core ran it, it waited for a core, it waited for something else.
+    """
 
     loop: float
     core: float
+    queued: float
     other: float
     own: float
     samples: int
@@ -377,11 +381,7 @@ def predict(batches: Sequence[BatchTimes], measured: Setup, setup: Setup, cores:
         Prediction(waiting_share=1.0, samples_per_second=80.0)
     """
     works = _works(_steady(batches), measured, without)
-    count, number = len(works), setup.num_workers
-    core, other, own = (sum(work[place] for work in works) for place in (1, 2, 3))
-    # If all cores are busy, those who share them take turns. Python code in threads has one for all.
-    shared = 1 if setup.is_threads else cores
-    stretch = max(1.0, ((core + own) * number / shared - other) / core) if core else 1.0
+    count, number, stretch = len(works), setup.num_workers, _stretch(works, measured, setup, cores)
     busy: list[deque[float]] = [deque([0.0]) for _ in range(max(1, number))]
     taken: deque[float] = deque([0.0] * max(1, setup.prefetch), max(1, setup.prefetch))
     now = waited = began = 0.0
@@ -396,11 +396,35 @@ def predict(batches: Sequence[BatchTimes], measured: Setup, setup: Setup, cores:
             now = max(asked, done) + work.own
             taken.append(now)
         else:
-            now = asked + work.core + work.other + work.own
+            now = asked + work.core * stretch + work.other + work.own
         waited, samples = waited + now - asked, samples + work.samples
     seconds = now - began or 1e-9
     return Prediction(round(waited / seconds, 9), round(samples / seconds, 6))
 
+
+def _stretch(works: Sequence[_Work], measured: Setup, setup: Setup, cores: int) -> float:
+    """How many times as long as on a core of its own a worker computes, as others want to run too.
+
+    Whoever wants to run gets an equal share of the cores. So the share that the measured workers got tells how many
+    others there are.
+    """
+    core, queued, other = (sum(work[place] for work in works) for place in (1, 2, 3))
+    if not core:
+        return 1.0
+    share, others = core / (core + queued), 0.0
+    if share < CROWDED:
+        others = max(0.0, cores / share - max(1, measured.num_workers) * (core + queued) / (core + queued + other))
+    number, stretch = max(1, setup.num_workers), 1.0
+    for _ in range(SETTLED):
+        running = number * stretch * core / (stretch * core + other)
+        if setup.is_threads:  # Python code runs in one of them
+            running = min(1.0, running)
+        stretch = (stretch + max(1.0, (running + others) / cores)) / 2
+    return max(stretch, (number * stretch * core - other) / core) if setup.is_threads else stretch
+
+
+CROWDED = 0.95
+"""Workers that get a larger share of the time in which they could run have the cores for themselves."""
 
 SETTLED = 100
 """Batches on paper before the ones that count, and the least number of those that do."""
@@ -439,16 +463,17 @@ def _works(batches: Sequence[BatchTimes], measured: Setup, without: str) -> list
     for one in batches:
         length = one.written - one.began
         ran, core, collate = (one.ran, one.processor, one.collate) if one.weight else [part * length for part in shares]
-        other, own = 0.0 if takes_turns else max(0.0, length - ran), max(0.0, one.waited - one.for_workers)
+        queued, other = max(0.0, ran - core), 0.0 if takes_turns else max(0.0, length - ran)
+        own = max(0.0, one.waited - one.for_workers)
         kept = max(0.0, 1 - collate / length) if length else 0.0
         if without == "input":
             other *= 1 - kept
         elif without == "collate":
-            core, other = core * kept, other * kept
+            core, queued, other = core * kept, queued * kept, other * kept
         elif without == "late_sample" and one.longest > LATE * usual:
             other = max(0.0, other - one.longest)
         elif without == "placing":
             own = max(0.0, own - one.placing)
         loop = max(0.0, one.asked - one.turn) + max(0.0, one.taken - one.asked - one.waited)
-        works.append(_Work(loop, core, other, own, one.samples))
+        works.append(_Work(loop, core, queued, other, own, one.samples))
     return works

@@ -148,7 +148,8 @@ class StreamReader(Reader):
     def _read_batch(self, opened: OpenPart, shards: Sequence[Any], at: BatchScope, tolerant: bool) -> list[Any]:
         """The samples that come next, at most as many as ``shards`` have indices; `Bad` where one failed."""
         board, notes, stream = at.board, self._notes_samples or at.task.careful, self._stream
-        point, samples, stamps, failed = opened.point, list[Any](), self._stamps(at), False
+        point, samples, failed = opened.point, list[Any](), False
+        stamps, at.is_alone = [time.perf_counter()] if self._times_samples else [], True
         passes, ended, base = point.passes, False, point.samples  # len(samples) + base: read in this pass
         advance, told = opened.advance, opened.tell()
         try:
