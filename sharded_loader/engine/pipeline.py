@@ -121,6 +121,7 @@ class Run:
         next: the prefetched run behind this one.
         any_order: a batch that is finished is handed out before one that is not.
         moved: the places of batches that have changed places and have not come yet, by their own numbers.
+        waited: since when the consumer has waited, while empty batches came; 0: it does not.
     """
 
     number: int
@@ -137,6 +138,7 @@ class Run:
     next: Run | None = None
     any_order: bool = False
     moved: dict[int, int] = field(default_factory=dict)
+    waited: float = 0.0
 
     def __post_init__(self) -> None:
         self.epoch.run, self.delivered, self.planned = self.number, self.epoch.first, self.epoch.first
@@ -391,6 +393,10 @@ class Pipeline:
     def _note_wait(self, run: Run, head: Entry, result: Result, began: float) -> None:
         """The consumer has waited for the first batch of a run. Which tasks had the workers?"""
         ended = time.perf_counter()
+        if result.batch is NOTHING and result.error is None:  # the batch that is handed out is waited for since then
+            run.waited = run.waited or began
+            return
+        began, run.waited = run.waited or began, 0.0
         if result.times is None and result.seconds < NOTED_SECONDS and ended - began < 5 * NOTED_SECONDS:
             head.wait = ended - began
             return

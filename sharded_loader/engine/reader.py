@@ -222,26 +222,9 @@ class Reader:
         self.free[number] = ended
         try:
             skipped, lost = tuple(at.skipped), tuple(at.lost)
+            numbers = seconds, at.point, 0, began, number, False, times
             # In half of the time of a call of `Result`.
-            return tuple.__new__(
-                Result,
-                (
-                    task.run,
-                    task.seq,
-                    batch,
-                    count,
-                    error,
-                    skipped,
-                    lost,
-                    seconds,
-                    at.point,
-                    0,
-                    began,
-                    number,
-                    False,
-                    times,
-                ),
-            )
+            return tuple.__new__(Result, (task.run, task.seq, batch, count, error, skipped, lost, *numbers))
         finally:
             del error  # otherwise error -> traceback -> this frame -> error, and each frame waits for the collector
 

@@ -116,6 +116,7 @@ class StreamReader(Reader):
             at.point, opened.busy = opened.point, False
             return [], None
         self._seed(task.epoch, task.position)
+        at.is_alone = True
         try:
             samples = self._read_batch(opened, task.shards, at, self._tolerant)
         except BaseException as error:
@@ -149,7 +150,7 @@ class StreamReader(Reader):
         """The samples that come next, at most as many as ``shards`` have indices; `Bad` where one failed."""
         board, notes, stream = at.board, self._notes_samples or at.task.careful, self._stream
         point, samples, failed = opened.point, list[Any](), False
-        stamps, at.is_alone = [time.perf_counter()] if self._times_samples else [], True
+        stamps = [time.perf_counter()] if self._times_samples else []
         passes, ended, base = point.passes, False, point.samples  # len(samples) + base: read in this pass
         advance, told = opened.advance, opened.tell()
         try:
@@ -192,8 +193,7 @@ class StreamReader(Reader):
             checked = point.checksum
             if samples and not opened.is_stateful:
                 checked = checksum(None if type(samples[0]) is Bad else samples[0], checked)
-            if stamps:
-                at.durations = [*at.durations, *map(operator.sub, stamps[1:], stamps)]
+            at.durations = [*at.durations, *map(operator.sub, stamps[1:], stamps)]
             opened.point = PartPoint(count, passes, total, checked, ended, asked=opened.asked)
             if ended:
                 opened.end()
