@@ -378,7 +378,7 @@ class Pipeline:
                     self._recover()  # the pool itself was closed
                     continue
                 blocks = not run.is_finished() if run.any_order else window[0].result is None
-                if blocks and not began and self.pool.num_workers:
+                if blocks and not began and pool.num_workers:
                     began = time.perf_counter()
                 self._wait(run, block=blocks)
             if run.any_order and window:

@@ -430,7 +430,7 @@ class Counts:
             self.samples += result.samples
             self.reading_seconds += result.seconds
         self.placing_seconds += placing - behind
-        self.for_workers += waited if result.worker >= 0 else result.seconds
+        self.for_workers += waited
         if self.sum is not None:
             self.sum.count(inside, seconds, placing, behind, result, waited)
 
@@ -439,7 +439,8 @@ class Counts:
         """Of all its batches."""
         sums, rows = self.state
         sums = sums.adding(rows[:])
-        for_workers, placing = self.for_workers, self.placing_seconds
+        is_here = self.setup is not None and not self.setup.num_workers
+        for_workers, placing = self.reading_seconds if is_here else self.for_workers, self.placing_seconds
         numbers = {name: getattr(self, name, 0) for name in reversed(COUNTED)}
         causes = dict.fromkeys(CAUSES, 0.0)
         causes |= {"compute": sums.share * for_workers, "input": (1 - sums.share) * for_workers, "placing": placing}

@@ -400,7 +400,7 @@ def predict(batches: Sequence[BatchTimes], measured: Setup, setup: Setup, cores:
 def _stretch(works: Sequence[_Work], measured: Setup, setup: Setup, cores: int) -> float:
     """How many times as long as on a core of its own a worker computes, as others want to run too.
 
-    Whoever wants to run gets an equal share of the cores. So the share that the measured workers got tells how many
+    Threads that want to run get equal shares of the cores. So the share that the measured workers got tells how many
     others there are.
     """
     core, queued, other = (sum(work[place] for work in works) for place in (1, 2, 3))

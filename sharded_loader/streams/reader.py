@@ -150,9 +150,8 @@ class StreamReader(Reader):
         """The samples that come next, at most as many as ``shards`` have indices; `Bad` where one failed."""
         board, notes, stream = at.board, self._notes_samples or at.task.careful, self._stream
         point, samples, failed = opened.point, list[Any](), False
-        stamps = [time.perf_counter()] if self._times_samples else []
         passes, ended, base = point.passes, False, point.samples  # len(samples) + base: read in this pass
-        advance, told = opened.advance, opened.tell()
+        advance, told, stamps = opened.advance, opened.tell(), [time.perf_counter()] if self._times_samples else []
         try:
             for number, indices in enumerate(shards):
                 board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
