@@ -128,6 +128,7 @@ class Run:
         next: the prefetched run behind this one.
         any_order: a batch that is finished is handed out before one that is not.
         moved: the places of batches that have changed places and have not come yet, by their own numbers.
+        waited: since when the consumer has waited, while empty batches came; 0: it does not.
     """
 
     number: int
@@ -144,6 +145,7 @@ class Run:
     next: Run | None = None
     any_order: bool = False
     moved: dict[int, int] = field(default_factory=dict)
+    waited: float = 0.0
 
     def __post_init__(self) -> None:
         self.epoch.run, self.delivered, self.planned = self.number, self.epoch.first, self.epoch.first
@@ -386,7 +388,7 @@ class Pipeline:
                     self._recover()  # the pool itself was closed
                     continue
                 blocks = not run.is_finished() if run.any_order else window[0].result is None
-                if blocks and not began and self.pool.num_workers:
+                if blocks and not began and pool.num_workers:
                     began = time.perf_counter()
                     due = began + PATIENCE
                 self._wait(run, block=blocks)
@@ -423,6 +425,10 @@ class Pipeline:
     def _note_wait(self, run: Run, head: Entry, result: Result, began: float) -> None:
         """The consumer has waited for the first batch of a run. Which tasks had the workers?"""
         ended = time.perf_counter()
+        if result.batch is NOTHING and result.error is None:  # the batch that is handed out is waited for since then
+            run.waited = run.waited or began
+            return
+        began, run.waited = run.waited or began, 0.0
         if result.times is None and result.seconds < NOTED_SECONDS and ended - began < 5 * NOTED_SECONDS:
             head.wait = ended - began
             return

@@ -194,13 +194,15 @@ class Reader:
         Exceptions become part of the result. Only in the caller's own thread a KeyboardInterrupt passes, and what a
         signal handler raises (`sharded_loader.base.interrupts.is_from_outside`).
         """
-        self._batches += 1
-        measure = core_seconds() if self._batches >= self._next else None
+        self._batches, tried, measure = self._batches + 1, len(RETRIES), None
+        if self._batches >= self._next:
+            measure = core_seconds()
         began = time.perf_counter()
         at = BatchScope(self._job.seed, task.epoch)
         at.task, at.worker, at.empty, at.board = task, worker, empty, list(UNUSED) if board is None else board
         at.skipped, at.lost = [], []
-        at.measure, tried = measure, len(RETRIES)
+        if measure is not None:
+            at.measure = measure
         batches: list[Any] = []
         error: BaseException | None = None
         before = reading.scope
@@ -223,29 +225,13 @@ class Reader:
         is_slow = at.durations and max(at.durations) > self._least
         if measure is not None or is_slow or seconds > MEASURED_SECONDS or len(RETRIES) > tried:
             times = self._times(at, count, began, seconds, number, len(RETRIES) - tried)
-        self.free[number] = ended
+        if number >= 0:
+            self.free[number] = ended
         try:
             skipped, lost = tuple(at.skipped), tuple(at.lost)
+            numbers = seconds, at.point, 0, began, number, False, times
             # In half of the time of a call of `Result`.
-            return tuple.__new__(
-                Result,
-                (
-                    task.run,
-                    task.seq,
-                    batch,
-                    count,
-                    error,
-                    skipped,
-                    lost,
-                    seconds,
-                    at.point,
-                    0,
-                    began,
-                    number,
-                    False,
-                    times,
-                ),
-            )
+            return tuple.__new__(Result, (task.run, task.seq, batch, count, error, skipped, lost, *numbers))
         finally:
             del error  # otherwise error -> traceback -> this frame -> error, and each frame waits for the collector
 
@@ -388,7 +374,8 @@ class Reader:
         at.drawn = None
         board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
         notes, stamps = self._notes_samples or at.task.careful, [time.perf_counter()] if self._times_samples else []
-        at.is_alone = True
+        if at.measure is not None:
+            at.is_alone = True
         if not (notes or self._tolerant or stamps):
             return [dataset[index] for index in items]
         samples: list[Any] = []

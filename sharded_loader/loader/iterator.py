@@ -33,7 +33,7 @@ from sharded_loader.base.private import find_profiler_enabled, is_owned
 from sharded_loader.batching.tree import to_torch
 from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.engine.messages import NOTHING, Job, Result
-from sharded_loader.engine.pipeline import NOTED_SECONDS, Entry, Pipeline, Run, ShownRun, Wait
+from sharded_loader.engine.pipeline import NOTED_SECONDS, Entry, Pipeline, Run, ShownRun
 from sharded_loader.loader.epochs import Epochs, Mark
 from sharded_loader.loader.stats import NO_TOTALS, Counts, Meter
 from sharded_loader.loader.waits import Setup
@@ -177,7 +177,6 @@ class BatchIterator(Iterator[Batch]):
         pipeline, run = self._pipeline, self.run
         assert run is not None  # it was chosen
         inside = pipeline.begin(is_nested)
-        waited: float | None = None
         if is_first:
             self._open(run)
         starts = is_first and not run.window and pipeline.pool.num_workers > 0
@@ -200,8 +199,6 @@ class BatchIterator(Iterator[Batch]):
             result, batch, placing = self._deliver(run, entry, is_first)
             is_first = False
             if result.batch is NOTHING and result.error is None:
-                if isinstance(entry.wait, Wait) and waited is None:
-                    waited = entry.wait.began  # the batch that is handed out was waited for since then
                 continue
             pipeline.end(inside)
             self._last_ended = taken = time.perf_counter()
@@ -211,8 +208,7 @@ class BatchIterator(Iterator[Batch]):
             if result.times is None and result.seconds < NOTED_SECONDS and type(entry.wait) is float and not starts:
                 counts.count(taken - began, taken - turn, placing, behind, result, entry.wait)
             else:
-                stamps = entry.sent, turn, began, taken, placing, behind, starts
-                meter.note(counts, entry, result, stamps, waited)
+                meter.note(counts, entry, result, (entry.sent, turn, began, taken, placing, behind, starts))
             if meter.mixture is not None and result.error is None and entry.task is not None:
                 meter.count_sources(self._counts, entry.task.shards)
             if result.error is None and meter.looks is None:

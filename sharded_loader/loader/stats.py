@@ -1,6 +1,6 @@
 """Where the time of a training loop goes: waiting for data, or in the loop.
 
-    the iterator notes each batch -> Meter.note -> a Row in the Counts of its epoch, and in the ring of the last batches
+    the iterator -> Counts.count: sums of cheap batches;  Meter.note -> a BatchRow in the Counts of its epoch
     Sums.adding(rows) -> Sums     `KEPT_BATCHES` at a time, and when somebody asks
     Counts.report() -> LoaderStats, what the user sees -> as_dict() -> TensorBoard, W&B, tqdm
     `waits` says why ``next`` waited, `times` how long each stage of a batch took
@@ -44,7 +44,7 @@ from sharded_loader.data.interleave import mixture_of
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.pipeline import Entry, Wait
 from sharded_loader.engine.reader import KEPT_SAMPLES, plain_indices
-from sharded_loader.loader.times import STAGES, BatchTimes, Histograms, Row, SlowSample, StageTimes, WorkerTimes
+from sharded_loader.loader.times import STAGES, BatchRow, BatchTimes, Histograms, SlowSample, StageTimes, WorkerTimes
 from sharded_loader.loader.waits import (
     CAUSES,
     Prediction,
@@ -86,14 +86,16 @@ class LoaderStats:
         slowest: the 20 samples that took longest to read, the slowest first: index, seconds, epoch and worker. Samples
             are timed where one takes 20 us or more on average, and the dataset reads them one by one.
 
-    The causes are: ``"compute"`` (workers compute), ``"input"`` (they wait for a disk or a network), ``"late_sample"``
-    (one sample, while other batches are finished), ``"main_process"`` (workers have no task, or the main process
-    works), ``"held_batches"`` (the batches that you hold leave no room in shared memory), ``"placing"`` (conversion and
-    copies), ``"start"`` (workers start, or an epoch begins), ``"replaced"`` (a worker ended), and ``"retries"``.
+    These are the causes. ``"compute"``: workers compute. ``"input"``: they wait for a disk or a network.
+    ``"late_sample"``: one sample takes long, while other batches are finished. ``"main_process"``: workers have no
+    task, or the main process works. ``"held_batches"``: the batches that you hold leave no room in shared memory.
+    ``"placing"``: conversion and copies. ``"start"``: workers start, or an epoch begins. ``"replaced"``: a worker
+    ended. ``"retries"``: requests are tried again.
 
     Example:
         >>> causes = {"compute": 0.4, "placing": 0.1}
-        >>> stats = LoaderStats(batches=10, samples=640, seconds=2.0, waiting_seconds=0.5, causes=causes)
+        >>> how_long = {"seconds": 2.0, "waiting_seconds": 0.5, "causes": causes}
+        >>> stats = LoaderStats(batches=10, samples=640, **how_long)
         >>> print(stats)
         640 samples in 10 batches, 320 samples/s, 25% of the time waiting for data
         Training waits for the workers, which compute.
@@ -183,10 +185,10 @@ class LoaderStats:
         Example:
             >>> import time
             >>> from sharded_loader import ShardedDataLoader
-            >>> def sleep(sample):
-            ...     time.sleep(0.005)
-            ...     return sample
-            >>> loader = ShardedDataLoader(range(40), 4, batchify_fn=lambda samples: list(map(sleep, samples)))
+            >>> class Files:
+            ...     def __len__(self): return 100
+            ...     def __getitem__(self, index): time.sleep(0.005)
+            >>> loader = ShardedDataLoader(Files(), 10, batchify_fn=len)
             >>> for batch in loader: pass
             >>> stats = loader.stats()
             >>> stats.predict(num_workers=4).samples_per_second > 3 * stats.samples_per_second
@@ -312,7 +314,7 @@ class PoolTotals(NamedTuple):
 NO_TOTALS = PoolTotals()
 
 KEPT_BATCHES = 1000
-"""The last batches whose times are kept. So many are added up at once, in a third of the time of adding up each."""
+"""The last batches whose times are kept. They are added up 1,000 at a time, in a third of the time."""
 
 COUNTED = tuple(name for name in NUMBERS if name not in (*PoolTotals._fields[1:], "device_waiting_seconds"))
 """The numbers that are sums over batches."""
@@ -338,17 +340,18 @@ class Sums(NamedTuple):
     slowest: tuple[SlowSample, ...] = ()
     share: float = 1.0
 
-    def __add__(self, other: Sums) -> Sums:  # type: ignore[override]
+    def plus(self, other: Sums) -> Sums:
+        """The sums of both."""
         causes = {name: self.causes[name] + other.causes[name] for name in CAUSES}
         slowest = nlargest(KEPT_SAMPLES, [*self.slowest, *other.slowest], key=attrgetter("seconds"))
         numbers = tuple(map(operator.add, self.numbers, other.numbers))
         return Sums(numbers, causes, self.timed + other.timed, tuple(slowest), other.share)
 
     def adding(self, rows: Sequence[tuple[Any, ...]]) -> Sums:
-        """These, and some more batches: a `Row` each."""
+        """These, and some more batches: a `BatchRow` each."""
         if not rows:
             return self
-        columns: dict[str, Any] = dict(zip(Row._fields, zip(*rows, strict=True), strict=True))
+        columns: dict[str, Any] = dict(zip(BatchRow._fields, zip(*rows, strict=True), strict=True))
         behind = sum(columns["behind"])
         known = {
             "batches": len(rows) - columns["samples"].count(-1),
@@ -361,7 +364,7 @@ class Sums(NamedTuple):
             "device_seconds": behind,
         }
         numbers = tuple(known[name] for name in COUNTED)
-        noted = list(map(Row._make, rows))
+        noted = list(map(BatchRow._make, rows))
         share = compute_share(noted, self.share)
         usual = known["reading_seconds"] / max(1, known["samples"])
         causes = dict.fromkeys(CAUSES, 0.0)
@@ -371,10 +374,10 @@ class Sums(NamedTuple):
         causes["placing"] += known["placing_seconds"]
         causes["main_process"] += max(0.0, known["waiting_seconds"] - sum(causes.values()))
         slow = tuple(chain.from_iterable(row.slow for row in noted))
-        return self + Sums(numbers, causes, Histograms().adding(noted), slow, share)
+        return self.plus(Sums(numbers, causes, Histograms().adding(noted), slow, share))
 
 
-_EPOCH, _TAKEN = map(Row._fields.index, ("epoch", "taken"))
+_EPOCH, _TAKEN = map(BatchRow._fields.index, ("epoch", "taken"))
 
 
 class Counts:
@@ -428,7 +431,7 @@ class Counts:
             self.samples += result.samples
             self.reading_seconds += result.seconds
         self.placing_seconds += placing - behind
-        self.for_workers += waited if result.worker >= 0 else result.seconds
+        self.for_workers += waited
         if self.sum is not None:
             self.sum.count(inside, seconds, placing, behind, result, waited)
 
@@ -437,17 +440,18 @@ class Counts:
         """Of all its batches."""
         sums, rows = self.state
         sums = sums.adding(rows[:])
-        for_workers, placing = self.for_workers, self.placing_seconds
+        is_here = self.setup is not None and not self.setup.num_workers
+        for_workers, placing = self.reading_seconds if is_here else self.for_workers, self.placing_seconds
         numbers = {name: getattr(self, name, 0) for name in reversed(COUNTED)}
         causes = dict.fromkeys(CAUSES, 0.0)
         causes |= {"compute": sums.share * for_workers, "input": (1 - sums.share) * for_workers, "placing": placing}
         causes["main_process"] = max(0.0, numbers["waiting_seconds"] - for_workers - placing)
-        return sums + Sums(tuple(numbers[name] for name in COUNTED), causes, share=sums.share)
+        return sums.plus(Sums(tuple(numbers[name] for name in COUNTED), causes, share=sums.share))
 
     def merge(self, other: Counts) -> None:
         """Add what another one has counted."""
         sums, rows = self.state
-        self.state = sums.adding(rows) + other.sums, []
+        self.state = sums.adding(rows).plus(other.sums), []
         self.device_waiting_seconds += other.device_waiting_seconds
         if other.sources is not None:
             self.sources = other.sources + (0 if self.sources is None else self.sources)
@@ -517,7 +521,7 @@ class Meter:
             old = self._last[-self.KEPT_TIMES - 1][1]
             self._add_up(old)
             measured = old.state[0]._replace(numbers=Sums().numbers, causes=NO_CAUSES)
-            self._sum.state = self._sum.state[0] + measured, []
+            self._sum.state = self._sum.state[0].plus(measured), []
             old.state = old.state[0]._replace(timed=Histograms(), slowest=()), []
         if len(self._last) > self.KEPT_EPOCHS:
             number, old = self._last.popleft()
@@ -532,7 +536,6 @@ class Meter:
         entry: Entry,
         result: Result,
         stamps: tuple[float, float, float, float, float, float, bool],
-        waited: float | None = None,
     ) -> None:
         """Keep how a batch, or an error in its place, was on its way.
 
@@ -540,8 +543,7 @@ class Meter:
             epoch: what `begin` was given.
             entry: the batch.
             result: of the batch; an error, if the batch could not be handed out.
-            stamps: fields of its `Row`, from ``sent`` to ``starts``.
-            waited: since when ``next`` has waited for it, and for empty batches before it; None: it did not.
+            stamps: fields of its `BatchRow`, from ``sent`` to ``starts``.
         """
         slow: tuple[SlowSample, ...] = ()
         read, samples = entry.result or result, result.samples
@@ -549,8 +551,6 @@ class Meter:
         is_lost, times = read.rebuilt, read.times
         if result.error is not None:
             samples, is_lost = -1, is_lost or isinstance(read.error, (WorkerDiedError, WorkerTimeoutError))
-        if waited is not None:
-            wait = Wait(waited, stamps[3] - stamps[4]) if wait is None else wait._replace(began=waited)
         if times is not None and times.slow and entry.task is not None:
             slow = self._name_slow(entry.task, read)
         who = epoch.number, entry.seq, samples, read.retries, read.worker, read.began, read.seconds

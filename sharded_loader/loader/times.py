@@ -1,6 +1,6 @@
 """How long each batch took on its way: the last ones as they were, all of them in histograms.
 
-    Row                       one batch, as ``next`` notes it;  BatchTimes    the same, to look at
+    BatchRow                       one batch, as ``next`` notes it;  BatchTimes    the same, to look at
     Histograms.adding(rows) -> Histograms        of fixed size, for each worker and each stage
     Histograms.stages(), .workers() -> `StageTimes`, `WorkerTimes`: sums and quantiles
 
@@ -51,7 +51,7 @@ class SlowSample(NamedTuple):
     worker: int
 
 
-class Row(NamedTuple):
+class BatchRow(NamedTuple):
     """One batch that ``next`` has handed out, as it is noted there. Stamps are of `time.perf_counter`.
 
     Attributes:
@@ -171,7 +171,7 @@ class Histograms:
         workers: for how many there is room.
 
     Example:
-        >>> batch = Row(0, 0, 8, 0, 1, 0.5, 2.0, 0.0, 0.0, 3.0, 3.0, 0.0, times=Times(processor=1.5, collate=0.5))
+        >>> batch = BatchRow(0, 0, 8, 0, 1, 0.5, 2.0, 0.0, 0.0, 3.0, 3.0, 0.0, times=Times(processor=1.5, collate=0.5))
         >>> times = Histograms().adding([batch] * 10)
         >>> times.stages()["read"].seconds, times.workers()[1].batches
         (15.0, 10)
@@ -192,7 +192,7 @@ class Histograms:
             np.maximum(made._longest[:size], one._longest, out=made._longest[:size])
         return made
 
-    def adding(self, rows: Iterable[Row]) -> Histograms:
+    def adding(self, rows: Iterable[BatchRow]) -> Histograms:
         """These, and those of some more batches, as far as they were measured."""
         found = [_stages_of(row, row.times) for row in rows if row.times is not None]
         if not found:
@@ -230,7 +230,7 @@ class Histograms:
         return found
 
 
-def _stages_of(row: Row, times: Times) -> tuple[float, ...]:
+def _stages_of(row: BatchRow, times: Times) -> tuple[float, ...]:
     """The worker, the weight, and the seconds of each of the `_ROWS`."""
     done = row.began + row.seconds + times.write
     return (

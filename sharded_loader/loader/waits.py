@@ -9,9 +9,8 @@ A wait is a stretch of time. It is cut where the batch's worker began and ended,
 
     before its worker began      `start`: the worker had just been started. `main_process` or `held_batches`: the worker
                                  had no task. Otherwise it read other batches: as in the next row
-    while it was read            `retries`; `late_sample`; `main_process`, `held_batches`: other workers had no task;
-                                 otherwise `compute` and `input`, in the shares of the time in which the worker ran, and
-                                 in which it waited for something that is no core
+    while it was read            `retries`; `late_sample`; `main_process`, `held_batches`: other workers had no task.
+                                 Otherwise `compute`, as far as the worker ran or waited for a core, and `input`
     until it was here            `held_batches`: it had to take the slow way. Otherwise as in the row before
 
 A batch that was read again because a worker has ended is `replaced`. The other time in ``next`` is `placing` or the
@@ -31,7 +30,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from sharded_loader.engine.pipeline import PER_WORKER, Wait
-from sharded_loader.loader.times import BatchTimes, Row, WorkerTimes
+from sharded_loader.loader.times import BatchRow, BatchTimes, WorkerTimes
 
 CAUSES = (
     "compute",
@@ -66,7 +65,7 @@ WORTH = 1.05
 """More workers are worth it if each step of their number gains so much."""
 
 
-def compute_share(rows: Iterable[Row], before: float) -> float:
+def compute_share(rows: Iterable[BatchRow], before: float) -> float:
     """The share of the time in which workers computed, of those batches that were measured; ``before``, if none was."""
     known = [(row, row.times) for row in rows if row.times is not None and row.times.processor >= 0]
     seconds = sum(times.weight * row.seconds for row, times in known)
@@ -74,7 +73,7 @@ def compute_share(rows: Iterable[Row], before: float) -> float:
     return min(1.0, ran / seconds) if seconds else before
 
 
-def reading_causes(row: Row, wait: Wait, usual: float, share: float) -> dict[str, float]:
+def reading_causes(row: BatchRow, wait: Wait, usual: float, share: float) -> dict[str, float]:
     """Why a batch was not there while it was read: causes, and their shares.
 
     Args:
@@ -97,7 +96,7 @@ def reading_causes(row: Row, wait: Wait, usual: float, share: float) -> dict[str
     return {"compute": share, "input": 1 - share}
 
 
-def causes_of(row: Row, usual: float, share: float) -> list[tuple[str, float]]:
+def causes_of(row: BatchRow, usual: float, share: float) -> list[tuple[str, float]]:
     """The causes of one ``next``, without ``placing`` and the main process's own work.
 
     Args:
@@ -106,7 +105,7 @@ def causes_of(row: Row, usual: float, share: float) -> list[tuple[str, float]]:
     Example:
         >>> from sharded_loader.engine.messages import Times
         >>> times = Times(processor=1.5, is_first=True)
-        >>> row = Row(0, 7, 8, 0, 0, 11.0, 2.0, 9.0, 9.0, 10.0, 14.0, 0.0, wait=Wait(10.0, 14.0), times=times)
+        >>> row = BatchRow(0, 7, 8, 0, 0, 11.0, 2.0, 9.0, 9.0, 10.0, 14.0, 0.0, wait=Wait(10.0, 14.0), times=times)
         >>> causes_of(row, 0.25, 1.0)
         [('start', 1.0), ('compute', 2.25), ('input', 0.75)]
     """
@@ -133,14 +132,14 @@ def causes_of(row: Row, usual: float, share: float) -> list[tuple[str, float]]:
 
 
 def looked_at(rows: Sequence[tuple[Any, ...]]) -> list[BatchTimes]:
-    """Rows as somebody else can read them."""
-    found = list(itertools.starmap(Row, rows))
+    """Rows with what they mean: the cause of each wait, and when each stage began and ended."""
+    found = list(itertools.starmap(BatchRow, rows))
     share = compute_share(found, 1.0)
     usual = sum(row.seconds for row in found) / max(1, sum(row.samples for row in found))
     return [_looked_at(row, usual, share) for row in found]
 
 
-def _looked_at(row: Row, usual: float, share: float) -> BatchTimes:
+def _looked_at(row: BatchRow, usual: float, share: float) -> BatchTimes:
     causes, waited, times = causes_of(row, usual, share), row.taken - row.asked - row.behind, row.times
     workers = sum(seconds for _, seconds in causes)
     causes += [("placing", row.placing - row.behind), ("main_process", waited - workers - row.placing + row.behind)]
@@ -375,7 +374,8 @@ def predict(batches: Sequence[BatchTimes], measured: Setup, setup: Setup, cores:
 
     Example:
         >>> from sharded_loader.engine.messages import Times
-        >>> row = Row(0, 0, 8, 0, 0, 1.0, 0.2, 0.9, 1.0, 1.0, 1.2, 0.0, wait=Wait(1.0, 1.2), times=Times(processor=0.2))
+        >>> known = {"wait": Wait(1.0, 1.2), "times": Times(processor=0.2)}
+        >>> row = BatchRow(0, 0, 8, 0, 0, 1.0, 0.2, 0.9, 1.0, 1.0, 1.2, 0.0, **known)
         >>> each = looked_at([row])[0]
         >>> predict([each] * 100, Setup(1, 2), Setup(2, 4), cores=4)
         Prediction(waiting_share=1.0, samples_per_second=80.0)
@@ -405,7 +405,7 @@ def predict(batches: Sequence[BatchTimes], measured: Setup, setup: Setup, cores:
 def _stretch(works: Sequence[_Work], measured: Setup, setup: Setup, cores: int) -> float:
     """How many times as long as on a core of its own a worker computes, as others want to run too.
 
-    Whoever wants to run gets an equal share of the cores. So the share that the measured workers got tells how many
+    Threads that want to run get equal shares of the cores. So the share that the measured workers got tells how many
     others there are.
     """
     core, queued, other = (sum(work[place] for work in works) for place in (1, 2, 3))

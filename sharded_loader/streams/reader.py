@@ -116,6 +116,7 @@ class StreamReader(Reader):
             at.point, opened.busy = opened.point, False
             return [], None
         self._seed(task.epoch, task.position)
+        at.is_alone = True
         try:
             samples = self._read_batch(opened, task.shards, at, self._tolerant)
         except BaseException as error:
@@ -149,9 +150,8 @@ class StreamReader(Reader):
         """The samples that come next, at most as many as ``shards`` have indices; `Bad` where one failed."""
         board, notes, stream = at.board, self._notes_samples or at.task.careful, self._stream
         point, samples, failed = opened.point, list[Any](), False
-        stamps, at.is_alone = [time.perf_counter()] if self._times_samples else [], True
         passes, ended, base = point.passes, False, point.samples  # len(samples) + base: read in this pass
-        advance, told = opened.advance, opened.tell()
+        advance, told, stamps = opened.advance, opened.tell(), [time.perf_counter()] if self._times_samples else []
         try:
             for number, indices in enumerate(shards):
                 board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
@@ -192,8 +192,7 @@ class StreamReader(Reader):
             checked = point.checksum
             if samples and not opened.is_stateful:
                 checked = checksum(None if type(samples[0]) is Bad else samples[0], checked)
-            if stamps:
-                at.durations = [*at.durations, *map(operator.sub, stamps[1:], stamps)]
+            at.durations = [*at.durations, *map(operator.sub, stamps[1:], stamps)]
             opened.point = PartPoint(count, passes, total, checked, ended, asked=opened.asked)
             if ended:
                 opened.end()

@@ -16,7 +16,7 @@ from sharded_loader.data.datasets import note_retry
 from sharded_loader.engine.messages import Times
 from sharded_loader.engine.pipeline import Wait
 from sharded_loader.loader.stats import LoaderStats
-from sharded_loader.loader.times import BatchTimes, Row, WorkerTimes
+from sharded_loader.loader.times import BatchRow, BatchTimes, WorkerTimes
 from sharded_loader.loader.waits import CAUSES, Setup, causes_of, limit_of, looked_at, predict, slow_worker
 from sharded_loader.torch import DataLoader
 from tests.failures import Fails, kill
@@ -258,7 +258,7 @@ def test_a_device_that_is_behind() -> None:
 # -- the rules ---------------------------------------------------------------------------------------------------------
 
 TIMES = Times(0.5, processor=2.0)
-ROW = Row(0, 7, 8, 0, 0, 11.0, 2.0, 9.0, 9.0, 10.0, 14.0, 0.0)
+ROW = BatchRow(0, 7, 8, 0, 0, 11.0, 2.0, 9.0, 9.0, 10.0, 14.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def batches(core: float, other: float, loop: float = 0.0, count: int = 200, late
         times = Times(processor=core, longest=more)
         wait = Wait(began + loop, now)
         stamps = began + loop, core + other + more, began, began, began + loop, now
-        rows.append(Row(0, number, 10, 0, 0, *stamps, 0.0, wait=wait, times=times))
+        rows.append(BatchRow(0, number, 10, 0, 0, *stamps, 0.0, wait=wait, times=times))
     return looked_at(rows)
 
 
