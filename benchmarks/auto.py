@@ -25,7 +25,7 @@ import psutil
 from sharded_loader import ShardedDataLoader, default_batchify_fn
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-LEARN, WARM, SPAN, ROUNDS = 20.0, 0.5, 1.5, 7
+LEARN, WARM, SPAN, ROUNDS = 20.0, 0.5, 1.5, 5
 """Seconds that ``"auto"`` has; seconds of a stretch that do not count, and that do; stretches of each."""
 
 
