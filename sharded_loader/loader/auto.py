@@ -57,6 +57,10 @@ STARTING = 0.2
 PATIENCE = 4.0
 """Seconds after which a worker that has given no batch is not waited for: it may have nothing to do."""
 
+PAUSE, PAUSES = 1.0, 10
+"""Seconds between two looks, and how many times the mean of a step: the program did something else, such as an
+evaluation."""
+
 KEPT = 40
 """Looks that count."""
 
@@ -195,6 +199,7 @@ class Tuner:
         self._setting: Setting | None = None
         self._seen: deque[Observed] = deque(maxlen=KEPT)
         self._before = LoaderStats()
+        self._looked = 0.0
         self._starts = math.inf  # until when workers may start; infinite: they have started
         self._memory, self._each = (0, 1 << 30), SMALL  # bytes that were free, with how many workers; bytes of one
 
@@ -202,7 +207,7 @@ class Tuner:
         """A step has ended, at ``now``. The next step makes the change."""
         pool, stats, before = pipeline.pool, meter.stats(), self._before
         setting = Setting(pool.num_workers, pipeline.per_worker if pipeline.scale_by_group else 0)
-        meter.tune_at = now + STARTING
+        gap, self._looked, meter.tune_at = now - self._looked, now, now + STARTING
         if not pool.num_workers:
             return
         if setting != self._setting:
@@ -211,6 +216,8 @@ class Tuner:
         elif self._starts < math.inf:
             if now >= self._starts or len(_who_gave(before, stats)) >= setting.workers:
                 self._before, self._starts = stats, math.inf
+        elif gap > max(PAUSE, PAUSES * stats.seconds / max(1, stats.batches)):
+            self._before = stats
         elif (observed := observe(before, stats, setting)) is not None:
             self._before = stats
             self._seen.append(observed)
