@@ -141,7 +141,7 @@ def row(name: str, thread_pool: bool) -> tuple[str, float, float]:
         run.measure(WARM, SPAN)
         rates[workers] = run.rate
         run.loader.close()
-        if workers >= 4 and run.rate < 0.9 * max(rates.values()):
+        if workers >= 8 and run.rate < 0.7 * max(rates.values()):
             break  # more of them are no better
     most = max(rates.values())
     best = min(workers for workers, rate in rates.items() if rate > 0.99 * most)
