@@ -25,7 +25,7 @@ import psutil
 from sharded_loader import ShardedDataLoader, default_batchify_fn
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-LEARN, WARM, SPAN, ROUNDS = 20.0, 0.5, 1.5, 7
+LEARN, WARM, SPAN, ROUNDS = 20.0, 0.5, 1.5, 5
 """Seconds that ``"auto"`` has; seconds of a stretch that do not count, and that do; stretches of each."""
 
 
@@ -141,7 +141,7 @@ def row(name: str, thread_pool: bool) -> tuple[str, float, float]:
         run.measure(WARM, SPAN)
         rates[workers] = run.rate
         run.loader.close()
-        if workers >= 4 and run.rate < 0.9 * max(rates.values()):
+        if workers >= 8 and run.rate < 0.7 * max(rates.values()):
             break  # more of them are no better
     most = max(rates.values())
     best = min(workers for workers, rate in rates.items() if rate > 0.99 * most)

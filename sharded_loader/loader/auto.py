@@ -5,9 +5,9 @@
     Tuner.look                          at the end of a step: observes, chooses, and tells the pipeline
 
 The policy tries settings and keeps the cheapest of those that are about as fast as the fastest. While the program waits
-for workers, it tries more workers, up to twice as many: as many as wait for input, and as cores can run. If that gains
-nothing, it tries fewer. If the program does not wait, it keeps as many workers as are at work. If it waits for single
-samples while other batches are finished, it tries a larger prefetch first.
+for workers, it tries up to twice as many: as many as wait for input, and as cores can run. While the program waits for
+single samples and other batches are finished, it tries a larger prefetch with them. If that gains nothing, it tries
+fewer. If half of the workers have nothing to do, it keeps those that are at work.
 
 What comes does not depend on any of it: the order of the batches is a function of seed and epoch. A `Tuner` owns what
 it has seen, and no worker: the pool starts and ends those, in the next step. What can go wrong: times are disturbed,
@@ -39,6 +39,9 @@ DEEPEST, AHEAD = 16, 128
 ENOUGH = 0.03
 """If the program waits for workers for a smaller share of the time, more of them gain nothing."""
 
+MUCH, TWICE = 0.25, 2
+"""If it waits for such a share, a setting that gained nothing is tried twice: times are disturbed."""
+
 WORTH = 0.04
 """More workers, or more batches in flight, must make the rate larger by this share."""
 
@@ -53,6 +56,10 @@ STARTING = 0.2
 
 PATIENCE = 4.0
 """Seconds after which a worker that has given no batch is not waited for: it may have nothing to do."""
+
+PAUSE, PAUSES = 1.0, 10
+"""Seconds between two looks, and how many times the mean of a step: the program did something else, such as an
+evaluation."""
 
 KEPT = 40
 """Looks that count."""
@@ -119,25 +126,31 @@ def choose(seen: Sequence[Observed], cores: int, most: int) -> Setting:
         rates = {setting: rate for setting, rate in rates.items() if setting <= now.setting}
         highest = rates[now.setting]
     best = min(setting for setting, rate in rates.items() if rate >= (1 - WORTH) * highest)
-    if len(found[now.setting]) > 1 and rates[now.setting] >= (1 - 2 * WORTH) * highest and now.waits >= ENOUGH:
-        best = now.setting  # it was chosen before, and times are disturbed
+    stays = len(seen) > 1 and seen[-2].setting == now.setting  # it was chosen before, and times are disturbed
+    if stays and rates[now.setting] >= (1 - 2 * WORTH) * highest and now.waits >= ENOUGH:
+        best = now.setting
     workers, depth = best
     if most < now.setting.workers:
         return best._replace(workers=max(1, min(workers, most)))
     if now.setting != best:
         return best
-    tries = [Setting(min(workers, max(1, math.ceil(SPARE * now.reading))), depth)]
+    need, tries = max(1, math.ceil(SPARE * now.reading)), list[Setting]()
     if now.hungry >= ENOUGH:
         share = min(1.0, now.running / now.reading) if now.reading else 0.0
         room = math.floor(cores * (2 - share) / share) if share else most  # for those that only compute: the cores
         count = max(1, min(2 * workers, room, most))
-        more = Setting(count, min(depth, max(PER_WORKER, AHEAD // count)))
-        deeper = Setting(workers, min(2 * depth, DEEPEST, max(depth, AHEAD // workers)))
-        tries = [deeper] if 2 * now.late > now.hungry else []
+        deep = min(2 * depth, DEEPEST) if 2 * now.late > now.hungry else depth
+        more = Setting(count, min(deep, max(PER_WORKER, AHEAD // count)))
         tries.append(more)
         if more.workers > workers and more in rates and best == min(rates):
             tries.append(Setting(max(1, workers // 2), depth))
-    return next((setting for setting in tries if setting not in rates), best)
+    elif 2 * need <= workers + 1:
+        tries.append(Setting(min(need, workers), depth))
+    for setting in tries:
+        often = TWICE if now.hungry >= MUCH and setting > best else 1
+        if setting != best and len(found.get(setting, ())) < often:
+            return setting
+    return best
 
 
 def observe(before: LoaderStats, after: LoaderStats, setting: Setting) -> Observed | None:
@@ -186,6 +199,7 @@ class Tuner:
         self._setting: Setting | None = None
         self._seen: deque[Observed] = deque(maxlen=KEPT)
         self._before = LoaderStats()
+        self._looked = 0.0
         self._starts = math.inf  # until when workers may start; infinite: they have started
         self._memory, self._each = (0, 1 << 30), SMALL  # bytes that were free, with how many workers; bytes of one
 
@@ -193,7 +207,7 @@ class Tuner:
         """A step has ended, at ``now``. The next step makes the change."""
         pool, stats, before = pipeline.pool, meter.stats(), self._before
         setting = Setting(pool.num_workers, pipeline.per_worker if pipeline.scale_by_group else 0)
-        meter.tune_at = now + STARTING
+        gap, self._looked, meter.tune_at = now - self._looked, now, now + STARTING
         if not pool.num_workers:
             return
         if setting != self._setting:
@@ -202,6 +216,8 @@ class Tuner:
         elif self._starts < math.inf:
             if now >= self._starts or len(_who_gave(before, stats)) >= setting.workers:
                 self._before, self._starts = stats, math.inf
+        elif gap > max(PAUSE, PAUSES * stats.seconds / max(1, stats.batches)):
+            self._before = stats
         elif (observed := observe(before, stats, setting)) is not None:
             self._before = stats
             self._seen.append(observed)
