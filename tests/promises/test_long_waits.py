@@ -6,14 +6,13 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import PROCESS_POOLS, covering, make_pool, until
-from failures import hangs_with_the_gil
+from waiting_samples import Collates, Hangs, InBulk, Starts, Waits, wait_for
 
 from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, WorkerDiedError
 from sharded_loader.engine import pipeline
@@ -28,43 +27,6 @@ SEES = [name for name in PROCESS_POOLS if name != "forkserver"]
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deaths, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(pipeline, "ANSWER_SECONDS", 600.0)
-
-
-class Waits:
-    """Sample 5 waits until somebody has made the file."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            wait_for(self.file)
-        return index
-
-
-class InBulk(Waits):
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return [self[index] for index in indices]
-
-
-class Collates:
-    """The collate function waits."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __call__(self, samples: list[int]) -> list[int]:
-        if 5 in samples:
-            wait_for(self.file)
-        return samples
-
-
-def wait_for(file: Path) -> None:
-    while not file.exists():
-        time.sleep(0.005)
 
 
 class Said:
@@ -182,13 +144,6 @@ def test_a_worker_that_holds_the_gil_shows_its_stack_and_goes_on(
     assert re.search(r"worker 0 \(pid \d+\) has not answered\. It is stopped, or holds the GIL in code in C", said.text)
 
 
-class Hangs(Waits):
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            hangs_with_the_gil()
-        return index
-
-
 @covering(pool=["thread", *SEES])
 def test_the_drop_in_tells_it_too(pool: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     gate = tmp_path / "open"
@@ -198,16 +153,6 @@ def test_the_drop_in_tells_it_too(pool: str, tmp_path: Path, capfd: pytest.Captu
     assert re.search(
         r"for epoch 0, batch 2, which (thread|worker) \d.* has\. Its stack:\nIt is reading sample 5", said.text
     )
-
-
-class Starts:
-    """Waits in ``worker_init_fn``."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __call__(self, number: int) -> None:
-        wait_for(self.file)
 
 
 @covering(method=SEES)
