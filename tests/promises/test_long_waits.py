@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from conftest import PROCESS_POOLS, covering, make_pool, until
-from waiting_samples import Collates, Hangs, InBulk, Starts, Waits, wait_for
+from waiting_samples import Collates, Hangs, HangsInStart, InBulk, Starts, Waits, wait_for
 
-from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, WorkerDiedError
+from sharded_loader import InlinePool, LoaderClosedError, ProcessPool, ShardedDataLoader, WorkerDiedError
 from sharded_loader.engine import pipeline
 from sharded_loader.pools import deaths
 from sharded_loader.torch import DataLoader
@@ -162,6 +162,25 @@ def test_a_worker_that_has_not_started_is_named(method: str, tmp_path: Path, cap
     with ShardedDataLoader(range(4), 2, pool=make_pool(method, 1, worker_init_fn=Starts(gate))) as loader:
         assert len(said.during(lambda: list(loader))) == 2
     assert "worker 0 (pid" in said.text and "It is not ready: it imports modules, unpickles the dataset" in said.text
+
+
+@covering(method=SEES)
+def test_a_worker_that_starts_and_does_not_answer_is_left_alone(
+    method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "ANSWER_SECONDS", 0.1)
+    said = Said(tmp_path / "open", capfd, last="has not answered")
+    with ShardedDataLoader(range(4), 2, pool=make_pool(method, 1, worker_init_fn=HangsInStart())) as loader:
+
+        def close() -> None:
+            wait_for(tmp_path / "open")
+            loader.close()
+
+        closer = begin_thread(close)
+        with pytest.raises(LoaderClosedError):
+            said.during(lambda: list(loader))
+        closer.join()
+        assert loader.stats().replaced_workers == 0
 
 
 @pytest.mark.parametrize("pool", ["thread", "fork"])

@@ -52,6 +52,13 @@ class Hangs(Waits):
         return index
 
 
+class HangsInStart:
+    """Holds the GIL in ``worker_init_fn``."""
+
+    def __call__(self, number: int) -> None:
+        hangs_with_the_gil()
+
+
 class Starts:
     """Waits in ``worker_init_fn``."""
 
