@@ -116,8 +116,10 @@ def test_a_batch_that_is_held_behind_another_names_that_one(
         future = loader.fetch([0])
         said.during(future.result)
         assert len(list(iterator)) == 5
-    busy = "thread 0" if pool == "thread" else r"worker 0 \(pid \d+\)\. It is still at epoch 0, batch 2"
-    assert re.search(rf"for epoch 0, a fetched batch\. No worker has it yet: all are busy, such as {busy}", said.text)
+    who = "thread 0" if pool == "thread" else r"worker 0 \(pid \d+\)"
+    behind = "" if pool == "thread" else r"\. It is still at epoch 0, batch 2"
+    has = rf"(\. No worker has it yet: all are busy, such as {who}|, which {who} has)"
+    assert re.search(rf"for epoch 0, a fetched batch{has}{behind}\. Its stack:", said.text)
     assert "It is reading sample 5 of epoch 0, batch 2" in said.text
 
 
@@ -158,7 +160,7 @@ def test_the_drop_in_tells_it_too(pool: str, tmp_path: Path, capfd: pytest.Captu
 @covering(method=SEES)
 def test_a_worker_that_has_not_started_is_named(method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     gate = tmp_path / "open"
-    said = Said(gate, capfd)
+    said = Said(gate, capfd, last="Its stack:")
     with ShardedDataLoader(range(4), 2, pool=make_pool(method, 1, worker_init_fn=Starts(gate))) as loader:
         assert len(said.during(lambda: list(loader))) == 2
     assert "worker 0 (pid" in said.text and "It is not ready: it imports modules, unpickles the dataset" in said.text
@@ -170,7 +172,10 @@ def test_a_worker_that_starts_and_does_not_answer_is_left_alone(
 ) -> None:
     monkeypatch.setattr(pipeline, "ANSWER_SECONDS", 0.1)
     said = Said(tmp_path / "open", capfd, last="has not answered")
-    with ShardedDataLoader(range(4), 2, pool=make_pool(method, 1, worker_init_fn=HangsInStart())) as loader:
+    begun = tmp_path / "begun"
+    with ShardedDataLoader(range(4), 2, pool=make_pool(method, 1, worker_init_fn=HangsInStart(begun))) as loader:
+        future = loader.fetch([0])  # the worker starts
+        wait_for(begun)
 
         def close() -> None:
             wait_for(tmp_path / "open")
@@ -178,7 +183,7 @@ def test_a_worker_that_starts_and_does_not_answer_is_left_alone(
 
         closer = begin_thread(close)
         with pytest.raises(LoaderClosedError):
-            said.during(lambda: list(loader))
+            said.during(future.result)
         closer.join()
         assert loader.stats().replaced_workers == 0
 

@@ -53,9 +53,13 @@ class Hangs(Waits):
 
 
 class HangsInStart:
-    """Holds the GIL in ``worker_init_fn``."""
+    """Makes the file, and then holds the GIL, in ``worker_init_fn``."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
 
     def __call__(self, number: int) -> None:
+        self.file.touch()
         hangs_with_the_gil()
 
 
