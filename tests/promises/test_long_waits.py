@@ -60,10 +60,9 @@ class Said:
                 self.text += self._capfd.readouterr().err
 
     def in_epoch(self, batches: Iterable[Any]) -> list[Any]:
-        """The batches of an epoch. The workers have started when it begins to tell."""
+        """The batches of an epoch. Both workers have started when it begins to tell."""
         iterator = iter(batches)
-        first = next(iterator)
-        return [first, *self.during(lambda: list(iterator))]
+        return [next(iterator), next(iterator), *self.during(lambda: list(iterator))]
 
 
 def begin_thread(function: Callable[[], None]) -> threading.Thread:
@@ -98,7 +97,7 @@ def test_what_is_no_single_sample_is_named_too(
     gate = tmp_path / "open"
     said = Said(gate, capfd)
     dataset, collate = (InBulk(gate), None) if where == "bulk" else (range(12), Collates(gate))
-    with ShardedDataLoader(dataset, 2, collate_fn=collate, pool=make_pool(pool, 1)) as loader:
+    with ShardedDataLoader(dataset, 2, collate_fn=collate, pool=make_pool(pool, 2)) as loader:
         assert len(said.in_epoch(loader)) == 6
     doing = "reading several samples at once" if where == "bulk" else r"making the batch \(collate_fn\)"
     assert re.search(rf"It is {doing} of epoch 0, batch 2, which it began \d+ s ago\.\n", said.text), said.text
@@ -133,7 +132,7 @@ def test_a_worker_that_holds_the_gil_shows_its_stack_and_goes_on(
     with ShardedDataLoader(Hangs(tmp_path), 2, pool=make_pool(method, 2, restarts=1)) as loader:
         pool, iterator = loader.pool, iter(loader)
         assert isinstance(pool, ProcessPool)
-        next(iterator)
+        next(iterator), next(iterator)
 
         def kill() -> None:
             wait_for(tmp_path / "open")
