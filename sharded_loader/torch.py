@@ -351,7 +351,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         planned = fetch_epoch(self.dataset, self._indices_of(epoch, step), epoch, step)
         task = planned.task(step)
         seeded = seeded_as_worker(job_of(self).seed, task) if isinstance(task, Task) else nullcontext()
-        reads = self._live is not None and self._live.shares_dataset
+        reads = self._live is not None and self._live._pool.shares_dataset
         set_epoch = None if self._named is None else getattr(self.dataset, "set_epoch", None)
         with in_epoch(set_epoch, epoch, lambda: self._named or 0, [self._epoch] if reads else ()), seeded:
             batch: Batch = read_here(self, planned, Meter(None, self._meter.notices)).result()
@@ -385,7 +385,11 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
             raise TypeError("fetch needs a dataset that is read by index: iterable data has its own order")
         number = self._epoch if epoch is None else check_int("epoch", epoch, 0, "epochs count from 0")
         planned, live = fetch_epoch(self.dataset, indices, number), self._live
-        if self._named is not None and hasattr(self.dataset, "set_epoch") and (live is None or live.shares_dataset):
+        if (
+            self._named is not None
+            and hasattr(self.dataset, "set_epoch")
+            and (live is None or live._pool.shares_dataset)
+        ):
             check_one_epoch([self._epoch], number)
         meter = Meter(None, self._meter.notices)  # it belongs to no epoch that is counted
         return read_here(self, planned, meter) if live is None else live.fetch(planned, meter)
@@ -400,7 +404,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
     def _live(self) -> LoaderIterator | None:
         """The newest iterator, if it has workers."""
         newest = None if self._newest is None else self._newest()
-        return None if newest is None or newest.is_over or not self.num_workers else newest
+        return None if newest is None or newest._shutdown or not self.num_workers else newest
 
     @property
     def _epoch(self) -> int:

@@ -342,16 +342,6 @@ class LoaderIterator(_BaseDataLoaderIter):
         self.resume_point.yielded += 1
         return data
 
-    @property
-    def is_over(self) -> bool:
-        """Whether its workers have ended."""
-        return self._shutdown
-
-    @property
-    def shares_dataset(self) -> bool:
-        """Whether the samples are read from the dataset of this process."""
-        return self._pool.shares_dataset
-
     def fetch(self, epoch: FetchEpoch, meter: Meter) -> BatchFuture[Any]:
         """A batch that the workers read beside the epoch. It keeps them alive until it is received."""
         future = BatchFuture(self, _iterate(epoch, self._pipeline, self._placement, meter, self._job), False)

@@ -10,6 +10,8 @@
 A task names its run (which iterator it belongs to) and its seq (which batch of the epoch it is). A result names the
 same. A task may be done twice: the pipeline ignores the second result.
 
+If ``next`` waits for long, `tell_of_wait` tells on stderr for which worker. A pool may leave it as it is.
+
 A pool whose number of workers can change has `resize`, for users: it notes the number, and the pipeline calls `adopt`
 between two verbs.
 

@@ -6,16 +6,15 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import PROCESS_POOLS, covering, make_pool, until
-from failures import hangs_with_the_gil
+from waiting_samples import Collates, Hangs, HangsInStart, InBulk, Starts, Waits, wait_for
 
-from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, WorkerDiedError
+from sharded_loader import InlinePool, LoaderClosedError, ProcessPool, ShardedDataLoader, WorkerDiedError
 from sharded_loader.engine import pipeline
 from sharded_loader.pools import deaths
 from sharded_loader.torch import DataLoader
@@ -28,43 +27,6 @@ SEES = [name for name in PROCESS_POOLS if name != "forkserver"]
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deaths, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(pipeline, "ANSWER_SECONDS", 600.0)
-
-
-class Waits:
-    """Sample 5 waits until somebody has made the file."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            wait_for(self.file)
-        return index
-
-
-class InBulk(Waits):
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return [self[index] for index in indices]
-
-
-class Collates:
-    """The collate function waits."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __call__(self, samples: list[int]) -> list[int]:
-        if 5 in samples:
-            wait_for(self.file)
-        return samples
-
-
-def wait_for(file: Path) -> None:
-    while not file.exists():
-        time.sleep(0.005)
 
 
 class Said:
@@ -98,10 +60,9 @@ class Said:
                 self.text += self._capfd.readouterr().err
 
     def in_epoch(self, batches: Iterable[Any]) -> list[Any]:
-        """The batches of an epoch. The workers have started when it begins to tell."""
+        """The batches of an epoch. Both workers have started when it begins to tell."""
         iterator = iter(batches)
-        first = next(iterator)
-        return [first, *self.during(lambda: list(iterator))]
+        return [next(iterator), next(iterator), *self.during(lambda: list(iterator))]
 
 
 def begin_thread(function: Callable[[], None]) -> threading.Thread:
@@ -136,7 +97,7 @@ def test_what_is_no_single_sample_is_named_too(
     gate = tmp_path / "open"
     said = Said(gate, capfd)
     dataset, collate = (InBulk(gate), None) if where == "bulk" else (range(12), Collates(gate))
-    with ShardedDataLoader(dataset, 2, collate_fn=collate, pool=make_pool(pool, 1)) as loader:
+    with ShardedDataLoader(dataset, 2, collate_fn=collate, pool=make_pool(pool, 2)) as loader:
         assert len(said.in_epoch(loader)) == 6
     doing = "reading several samples at once" if where == "bulk" else r"making the batch \(collate_fn\)"
     assert re.search(rf"It is {doing} of epoch 0, batch 2, which it began \d+ s ago\.\n", said.text), said.text
@@ -154,8 +115,10 @@ def test_a_batch_that_is_held_behind_another_names_that_one(
         future = loader.fetch([0])
         said.during(future.result)
         assert len(list(iterator)) == 5
-    busy = "thread 0" if pool == "thread" else r"worker 0 \(pid \d+\)\. It is still at epoch 0, batch 2"
-    assert re.search(rf"for epoch 0, a fetched batch\. No worker has it yet: all are busy, such as {busy}", said.text)
+    who = "thread 0" if pool == "thread" else r"worker 0 \(pid \d+\)"
+    behind = "" if pool == "thread" else r"\. It is still at epoch 0, batch 2"
+    has = rf"(\. No worker has it yet: all are busy, such as {who}|, which {who} has)"
+    assert re.search(rf"for epoch 0, a fetched batch{has}{behind}\. Its stack:", said.text)
     assert "It is reading sample 5 of epoch 0, batch 2" in said.text
 
 
@@ -169,7 +132,7 @@ def test_a_worker_that_holds_the_gil_shows_its_stack_and_goes_on(
     with ShardedDataLoader(Hangs(tmp_path), 2, pool=make_pool(method, 2, restarts=1)) as loader:
         pool, iterator = loader.pool, iter(loader)
         assert isinstance(pool, ProcessPool)
-        next(iterator)
+        next(iterator), next(iterator)
 
         def kill() -> None:
             wait_for(tmp_path / "open")
@@ -180,13 +143,6 @@ def test_a_worker_that_holds_the_gil_shows_its_stack_and_goes_on(
             said.during(lambda: list(iterator))
         killer.join()
     assert re.search(r"worker 0 \(pid \d+\) has not answered\. It is stopped, or holds the GIL in code in C", said.text)
-
-
-class Hangs(Waits):
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            hangs_with_the_gil()
-        return index
 
 
 @covering(pool=["thread", *SEES])
@@ -200,23 +156,35 @@ def test_the_drop_in_tells_it_too(pool: str, tmp_path: Path, capfd: pytest.Captu
     )
 
 
-class Starts:
-    """Waits in ``worker_init_fn``."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __call__(self, number: int) -> None:
-        wait_for(self.file)
-
-
 @covering(method=SEES)
 def test_a_worker_that_has_not_started_is_named(method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     gate = tmp_path / "open"
-    said = Said(gate, capfd)
+    said = Said(gate, capfd, last="Its stack:")
     with ShardedDataLoader(range(4), 2, pool=make_pool(method, 1, worker_init_fn=Starts(gate))) as loader:
         assert len(said.during(lambda: list(loader))) == 2
     assert "worker 0 (pid" in said.text and "It is not ready: it imports modules, unpickles the dataset" in said.text
+
+
+@covering(method=SEES)
+def test_a_worker_that_starts_and_does_not_answer_is_left_alone(
+    method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "ANSWER_SECONDS", 0.1)
+    said = Said(tmp_path / "open", capfd, last="has not answered")
+    begun = tmp_path / "begun"
+    with ShardedDataLoader(range(4), 2, pool=make_pool(method, 1, worker_init_fn=HangsInStart(begun))) as loader:
+        future = loader.fetch([0])  # the worker starts
+        wait_for(begun)
+
+        def close() -> None:
+            wait_for(tmp_path / "open")
+            loader.close()
+
+        closer = begin_thread(close)
+        with pytest.raises(LoaderClosedError):
+            said.during(future.result)
+        closer.join()
+        assert loader.stats().replaced_workers == 0
 
 
 @pytest.mark.parametrize("pool", ["thread", "fork"])

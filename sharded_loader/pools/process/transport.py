@@ -405,7 +405,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         def look() -> None:
             if worker.board[TOLD] == told and worker.is_alive():
                 write_to_stderr(f"{worker.who} has not answered. It is stopped, or holds the GIL in code in C.\n")
-                if TELL_SIGNAL is not None:
+                if TELL_SIGNAL is not None and worker.ready:  # before that the signal may still end it
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(worker.pid, TELL_SIGNAL)
 

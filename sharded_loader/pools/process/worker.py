@@ -278,6 +278,7 @@ def main(
                 # Chained to the default action, the end of the process: so the main process knows they are written.
                 faulthandler.unregister(STACKS_SIGNAL)
                 signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
+                signal.signal(TELL_SIGNAL, signal.SIG_IGN)
                 faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=True)
                 faulthandler.register(TELL_SIGNAL, file=2, all_threads=True)
         WorkerThreads(conn, number, num_workers).run(inherited)
