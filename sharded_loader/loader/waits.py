@@ -253,7 +253,7 @@ _ADVICE = {
     "replaced": "Look at the log for what has ended the workers; too little memory is the most frequent reason",
     "retries": "Ask the server less often: larger shards, a cache, or fewer workers",
 }
-_WITHOUT = {"collate": "collate", "input": "input", "late_sample": "late_sample", "placing": "placing"}
+_WITHOUT = ("collate", "input", "late_sample", "placing")
 
 
 def advice(stats: Any, cores: int) -> str:
@@ -268,7 +268,7 @@ def advice(stats: Any, cores: int) -> str:
         return ""
     known = setup is not None and bool(_steady(batches))
     if not known:
-        return f"{_ADVICE[limit]}."
+        return "Do less for each sample, or read with more workers." if limit == "compute" else f"{_ADVICE[limit]}."
     now = predict(batches, setup, setup, cores)
     best, text = now, ""
     for name, other in _others(limit, setup, cores):
@@ -278,7 +278,7 @@ def advice(stats: Any, cores: int) -> str:
     if not text:
         text = _ADVICE[limit]
         if limit in _WITHOUT:
-            best = predict(batches, setup, setup, cores, _WITHOUT[limit])
+            best = predict(batches, setup, setup, cores, limit)
     if best is now:
         return f"{text}."
     gain = best.samples_per_second / now.samples_per_second
