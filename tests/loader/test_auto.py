@@ -328,6 +328,7 @@ def restless(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     return numbers
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("pool", ["thread", "process"])
 @pytest.mark.parametrize("kind", ["map", "parts"])
 def test_batches_states_and_errors_are_those_of_any_number(pool: Any, kind: str, restless: list[int]) -> None:
@@ -344,6 +345,7 @@ def test_batches_states_and_errors_are_those_of_any_number(pool: Any, kind: str,
 DROP_IN = {"map": InProcesses, "state": Counting, "parts": Lines}
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("method", [*(name for name in PROCESS_POOLS if name == "fork"), "thread", "persistent"])
 @pytest.mark.parametrize("kind", DROP_IN)
 def test_so_they_are_of_the_drop_in(method: str, kind: str, restless: list[int]) -> None:
@@ -364,6 +366,7 @@ def test_so_they_are_of_the_drop_in(method: str, kind: str, restless: list[int])
     assert len(set(restless)) > 2 or (kind == "state" and not restless)  # a state belongs to one of two workers
 
 
+@pytest.mark.slow
 def test_without_a_seed_the_drop_in_draws_one_and_nothing_depends_on_the_number(restless: list[int]) -> None:
     found = []
     for _ in range(2):
