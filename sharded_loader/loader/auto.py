@@ -61,7 +61,7 @@ PAUSE, PAUSES = 1.0, 10
 """Seconds between two looks, and how many times the mean of a step: the program did something else, such as an
 evaluation."""
 
-KEPT = 40
+KEPT = 20
 """Looks that count."""
 
 
@@ -144,7 +144,7 @@ def choose(seen: Sequence[Observed], cores: int, most: int) -> Setting:
         tries.append(more)
         if more.workers > workers and more in rates and best == min(rates):
             tries.append(Setting(max(1, workers // 2), depth))
-    elif 2 * need <= workers + 1:
+    elif 2 * need <= workers + 1 and not any(need <= setting.workers < workers for setting in rates):
         tries.append(Setting(min(need, workers), depth))
     for setting in tries:
         often = TWICE if now.hungry >= MUCH and setting > best else 1

@@ -20,7 +20,7 @@ from sharded_loader.base.limits import Limit
 from sharded_loader.engine.pipeline import PER_WORKER
 from sharded_loader.engine.pool import Pool
 from sharded_loader.loader import auto
-from sharded_loader.loader.auto import AHEAD, DEEPEST, MOST, START, Observed, Setting, Tuner, choose, observe
+from sharded_loader.loader.auto import AHEAD, DEEPEST, KEPT, MOST, START, Observed, Setting, Tuner, choose, observe
 from sharded_loader.loader.stats import LoaderStats, Meter
 from sharded_loader.loader.times import WorkerTimes
 from sharded_loader.torch import DataLoader
@@ -50,6 +50,10 @@ TABLE: dict[str, tuple[list[Observed], Setting]] = {
     "fewer were tried, and it waits then": (
         [seen(4, 90, waits=0.1), seen(8, 100, waits=0.01, reading=3.0)],
         Setting(8),
+    ),
+    "not even that many are tried then": (
+        [seen(6, 90, waits=0.1), seen(12, 100, hungry=0.0, reading=4.0)],
+        Setting(12),
     ),
     "fewer were as fast": ([seen(4, 97, waits=0.05), seen(8, 100, waits=0.01, reading=7.5)], Setting(4)),
     "the loop is slower for a while: that is no reason for more": (
@@ -143,9 +147,9 @@ def test_simulated_jobs_are_as_fast_as_with_the_best_number_after_twelve_looks(n
 def test_when_the_job_changes_the_number_does() -> None:
     looks, setting, found = list[Observed](), Setting(), []
     for work in (Work(waits=0.01, loop=0.001), Work(waits=0.01, loop=0.02), Work(waits=0.04, loop=0.002)):
-        for _ in range(12):
+        for _ in range(KEPT + 12):
             looks.append(work.observe(setting, 2))
-            setting = choose(looks, 2, MOST)
+            setting = choose(looks[-KEPT:], 2, MOST)
         found.append(setting.workers)
     assert found[0] in range(10, 17) and found[1] == 1 and found[2] in range(20, MOST + 1)
 
@@ -328,6 +332,7 @@ def restless(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     return numbers
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("pool", ["thread", "process"])
 @pytest.mark.parametrize("kind", ["map", "parts"])
 def test_batches_states_and_errors_are_those_of_any_number(pool: Any, kind: str, restless: list[int]) -> None:
@@ -344,6 +349,7 @@ def test_batches_states_and_errors_are_those_of_any_number(pool: Any, kind: str,
 DROP_IN = {"map": InProcesses, "state": Counting, "parts": Lines}
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("method", [*(name for name in PROCESS_POOLS if name == "fork"), "thread", "persistent"])
 @pytest.mark.parametrize("kind", DROP_IN)
 def test_so_they_are_of_the_drop_in(method: str, kind: str, restless: list[int]) -> None:
@@ -364,6 +370,7 @@ def test_so_they_are_of_the_drop_in(method: str, kind: str, restless: list[int])
     assert len(set(restless)) > 2 or (kind == "state" and not restless)  # a state belongs to one of two workers
 
 
+@pytest.mark.slow
 def test_without_a_seed_the_drop_in_draws_one_and_nothing_depends_on_the_number(restless: list[int]) -> None:
     found = []
     for _ in range(2):
