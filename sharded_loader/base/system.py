@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import select
 import socket
@@ -216,17 +217,11 @@ def core_seconds() -> tuple[float, float]:
         >>> core_seconds()[0] > began
         True
     """
-    try:
-        fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-    except OSError:
-        return time.thread_time(), 0.0
-    try:
-        _, waited, *_ = os.read(fd, 100).split()
-        return time.thread_time(), int(waited) / 1e9
-    except (OSError, ValueError):  # the kernel does not count
-        return time.thread_time(), 0.0
-    finally:
-        os.close(fd)
+    waited = 0
+    # A file object: one that an interruption leaves behind closes itself.
+    with contextlib.suppress(OSError, ValueError), io.FileIO("/proc/thread-self/schedstat") as file:
+        waited = int(file.read(100).split()[1])
+    return time.thread_time(), waited / 1e9
 
 
 # -- environment variables --------------------------------------------------------------------------------------------

@@ -59,8 +59,7 @@ def make_command() -> click.Group:
     from sharded_loader.cli.doctor import doctor
     from sharded_loader.cli.output import print_help
     from sharded_loader.cli.records import records
-    from sharded_loader.cli.report import report
-    from sharded_loader.cli.runs import diff, replay
+    from sharded_loader.cli.runs import diff, replay, report
 
     command = click.Group(
         commands=[demo, doctor, bench, records, report, replay, diff],

@@ -1,8 +1,10 @@
-"""Which data a run has read: the batch of any step, and the first step in which two runs differ.
+"""What a run has read, and why it waited: the batch of any step, the first step in which two differ, reports of ranks.
 
     replay MODULE:MAKE_LOADER --step N     target.find_loader --> loader.indices, loader.batch --> values_of --> lines
                                                               --> --save FILE.pt, --grid FILE.png
     diff A.json B.json                     SavedRun.read --> first_difference, other_facts --> lines
+
+    report FILES                           one file: `facts.text_of`; several: `facts.joined`, which names the slow rank
 
     values_of(batch, indices) -> lines     shape, range and odd values of each array or tensor of a batch
     pictures_of(batch) -> array | None     the first of them that looks like pictures, as bytes (n, height, width, 3)
@@ -115,6 +117,33 @@ def diff(one: Path, other: Path, quiet: bool) -> int:
     for fact in () if quiet else (named, *facts):
         click.echo(f"{fact[0].upper()}{fact[1:]}.")
     return 0 if step is None and not facts else DIFFERENT
+
+
+@click.command(short_help="Read the reports of all ranks, and name the slow one.")
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILES")
+@output.quiet_option
+def report(files: tuple[Path, ...], quiet: bool) -> None:
+    """Read what loader.report("rank0.html") has written.
+
+    Of one file it prints the causes of waiting, stages, workers and slowest samples. Of several files, one for each
+    rank of a job, it names the rank that the others wait for, and says why it is slow.
+    """
+    from sharded_loader.loader.facts import joined, text_of
+    from sharded_loader.loader.page import facts_in
+
+    found = {}
+    for path in files:
+        try:
+            found[str(path)] = facts_in(path.read_text(encoding="utf-8", errors="replace"))
+        except OSError as error:
+            raise CannotRun(f"{path} cannot be read ({error.strerror}): give files that exist") from None
+        except ValueError as error:
+            raise CannotRun(f"{path}: {error}") from None
+    try:
+        text = joined(found) if len(found) > 1 else text_of(found[str(files[0])])
+    except ValueError as error:
+        raise CannotRun(str(error)) from None
+    click.echo(text.partition("\n\n")[0] if quiet else text)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

@@ -209,12 +209,10 @@ class BatchIterator(Iterator[Batch]):
                 counts.count(taken - began, taken - turn, placing, behind, result, entry.wait)
             else:
                 meter.note(counts, entry, result, (entry.sent, turn, began, taken, placing, behind, starts))
-            if meter.mixture is not None and result.error is None and entry.task is not None:
-                meter.count_sources(self._counts, entry.task.shards)
-            if result.error is None and meter.looks is None:
-                meter.look(batch)
-            if self._last_ended >= meter.tune_at:
-                meter.tune(meter, pipeline, self._last_ended)
+            if result.error is None and entry.task is not None and (meter.looks is None or meter.mixture is not None):
+                meter.look(batch, counts, entry.task.shards)
+            if taken >= meter.tune_at:
+                meter.tune(meter, pipeline, taken)
             try:
                 return batch, result.error
             finally:

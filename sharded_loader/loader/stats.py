@@ -583,20 +583,17 @@ class Meter:
         """The last 1,000 batches that were handed out, of all epochs, the oldest first."""
         return looked_at(self._last_rows())
 
-    def count_sources(self, epoch: Counts, shards: Sequence[Any]) -> None:
-        """Count which datasets of the mixture the samples of a batch came from: 20 us."""
-        assert self.mixture is not None  # it was asked for
-        came = sum(map(self.mixture.sources_of, shards))
-        for counts in (epoch, epoch.sum):
-            if counts is not None:
+    def look(self, batch: Any, epoch: Counts, shards: Sequence[Any]) -> None:
+        """Note what the first batch looks like, and of each batch of a mixture where its samples came from: 20 us."""
+        if self.looks is None:
+            try:
+                self.looks = describe(batch)
+            except Exception:  # a batch of the user's own class may not want to be looked at
+                self.looks = type(batch).__name__
+        if self.mixture is not None:
+            came = sum(map(self.mixture.sources_of, shards))
+            for counts in filter(None, (epoch, epoch.sum)):
                 counts.sources = came if counts.sources is None else counts.sources + came
-
-    def look(self, batch: Any) -> None:
-        """Note what the first batch looks like."""
-        try:
-            self.looks = describe(batch)
-        except Exception:  # a batch of the user's own class may not want to be looked at
-            self.looks = type(batch).__name__
 
     @property
     def num_skipped(self) -> int:

@@ -63,7 +63,7 @@ def test_a_meter_keeps_the_last_samples_that_were_skipped_and_counts_all() -> No
 
 def test_a_meter_remembers_what_the_first_batch_looked_like() -> None:
     meter = Meter()
-    meter.look(np.zeros((2, 3)))
+    meter.look(np.zeros((2, 3)), Counts(), [])
     assert meter.looks == "float64[2, 3]"
 
 
@@ -73,7 +73,7 @@ def test_a_batch_that_does_not_want_to_be_looked_at_is_told_by_its_class() -> No
             raise RuntimeError
 
     meter = Meter()
-    meter.look(Shy((1,)))
+    meter.look(Shy((1,)), Counts(), [])
     assert meter.looks == "Shy"
 
 
