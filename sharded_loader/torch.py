@@ -14,42 +14,57 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe
 
-from sharded_loader.base.checks import refuse_arguments
+from sharded_loader.base.checks import check_int, refuse_arguments
 from sharded_loader.base.described import an
 from sharded_loader.base.entries import anything, parsed, read_entry
 from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import called_by, counted_by_fabric, refuse_skipping
 from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
-from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator
-from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
-from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, at_named_epoch
+from sharded_loader.drop_in.epoch import TorchEpoch
+from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, job_of, read_here
+from sharded_loader.drop_in.sampler import BegunEpoch, EpochCount, InOrderSampler, ShuffleSampler, look_up
+from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, at_named_epoch, stream_order
 from sharded_loader.drop_in.workers import check_arguments
-from sharded_loader.engine.messages import Job, OnError
+from sharded_loader.engine.messages import Job, OnError, Task
+from sharded_loader.engine.split import plain_indices
 from sharded_loader.loader.arguments import check_max_skipped
-from sharded_loader.loader.iterator import Batch
-from sharded_loader.loader.stats import Meter, Metered
-from sharded_loader.pools.task_reader import reader_for
+from sharded_loader.loader.auto import number_of_workers, tuned
+from sharded_loader.loader.epochs import check_one_epoch, fetch_epoch, in_epoch, shown_indices
+from sharded_loader.loader.iterator import Batch, BatchFuture
+from sharded_loader.loader.report import Reported
+from sharded_loader.loader.stats import Meter
+from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
 from sharded_loader.sampling.base import nested, tell_epoch
-from sharded_loader.sampling.order import text_if_ranks_repeat
+from sharded_loader.sampling.foreign import len_epoch
+from sharded_loader.sampling.order import text_if_ranks_repeat, warn_of_done_steps
+from sharded_loader.sampling.state import steps_to_skip
+from sharded_loader.sampling.tables import StepCount, check_skip, merged
+from sharded_loader.streams.order import NO_SKIP
 
 __all__ = ["DataLoader"]
 
 _HAS_IN_ORDER = "in_order" in inspect.signature(torch.utils.data.DataLoader).parameters  # torch 2.4 has none
 
 
-class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
+class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
     """torch's ``DataLoader`` with this library's engine.
 
     Args:
         dataset: A map-style or an iterable dataset.
-        batch_size, shuffle, sampler, batch_sampler, num_workers: As in torch's ``DataLoader``.
+        batch_size, shuffle, sampler, batch_sampler: As in torch's ``DataLoader``.
+        num_workers: The number of worker processes. ``"auto"``: 2 at first, then as many as training needs. Workers
+            then seed the global generators for each batch, as with ``seed``: what comes does not depend on the number.
+            Iterable data keeps its 2 parts, and a map-style dataset with a ``state_dict`` its 2 workers.
         collate_fn, pin_memory, pin_memory_device, drop_last, worker_init_fn: As in torch's ``DataLoader``.
         multiprocessing_context, generator, persistent_workers, in_order: As in torch's ``DataLoader``.
         prefetch_factor: The number of batches to prefetch for each worker. None: 2, and more while a batch takes less
@@ -69,9 +84,15 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         restarts: How many workers a batch may kill before you get an error. 0: none.
         max_bytes: The limit of shared memory for batches, in bytes.
         numa: Whether batches and workers are placed near the GPU; see `ProcessPool`.
+        max_worker_memory: The memory that a worker process may take; see `ProcessPool`.
         streams: The number of parts of iterable data; see `ShardedDataLoader`. None: one for each worker, as in torch.
+        skip: Steps to leave out; see `ShardedDataLoader`. They count the batches of the sampler, whose length must be
+            known. ``len(loader)`` gets smaller.
         snapshot_every_n_steps: An argument of torchdata's ``StatefulDataLoader``. It changes nothing: states are exact
             after every batch.
+
+    Attributes:
+        skip: The steps that are left out: those that were given, and those of a loaded state.
 
     Raises:
         ValueError, TypeError: What torch's constructor raises. Unknown arguments are a TypeError that names all of
@@ -92,7 +113,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         shuffle: bool | None = None,
         sampler: Iterable[Any] | None = None,
         batch_sampler: Iterable[Sequence[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[Any]], Batch] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -116,20 +137,29 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         restarts: int = 3,
         max_bytes: int | None = None,
         numa: bool = True,
+        max_worker_memory: int | str | None = None,
         streams: int | None = None,
+        skip: Sequence[tuple[int, int]] | None = None,
         snapshot_every_n_steps: int = 1,
         **unknown: NoReturn,
     ) -> None:
         refuse_arguments("DataLoader", unknown, type(self).__init__)
+        is_auto, workers = number_of_workers(num_workers)
         self.seed, self.on_error = seed, on_error
         self.max_skipped = check_max_skipped(max_skipped, on_error)
         self._count_with(Meter(dataset, Notices(), self.max_skipped))
+        self._tuner = tuned(self._meter) if is_auto else None  # it finds the number of workers
         self.device, self.devices, self.num_shards = device, devices, num_shards
         self.start_method, self.thread_pool = start_method, thread_pool
-        self.restarts, self.max_bytes, self.numa = restarts, max_bytes, numa
+        self.restarts, self.max_bytes, self.numa, self.max_worker_memory = restarts, max_bytes, numa, max_worker_memory
         self.streams, self.snapshot_every_n_steps = streams, snapshot_every_n_steps
         self._scales_prefetch = prefetch_factor is None
-        self._epochs, self._names_epoch = EpochCount(), False  # whether `set_epoch` was called
+        self._epochs = EpochCount()
+        self._named: int | None = None  # the epoch of the last `set_epoch`
+        self._newest: weakref.ref[LoaderIterator] | None = None
+        self._given_skip = check_skip(skip)
+        self.skip = list(self._given_skip)
+        self._steps = StepCount(None)
         self._memory = DeviceMemory()
         self._resume_point: ResumePoint | None = None
         self._prepared: LoaderIterator | None = None
@@ -149,7 +179,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
             shuffle,
             sampler,
             batch_sampler,  # type: ignore[arg-type]
-            num_workers,
+            workers,
             collate_fn,
             pin_memory,
             drop_last,
@@ -164,6 +194,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         )
         self.in_order = in_order
         check_arguments(self)
+        self._check_skip(self._given_skip)
         for one in () if isinstance(dataset, IterableDataset) else nested(self._index_sampler):
             if hasattr(one, "check_dataset") and hasattr(dataset, "__len__"):
                 one.check_dataset(len(dataset))
@@ -176,7 +207,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
     def _get_iterator(self) -> Any:
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
             return super()._get_iterator()  # datapipes are bound to torch's own workers
-        if self.num_workers:
+        if self.num_workers and self._tuner is None:
             self.check_worker_number_rationality()
         if not isinstance(self.dataset, IterableDataset):
             text = text_if_ranks_repeat(nested(self._index_sampler))
@@ -252,7 +283,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
             >>> [batch.tolist() for batch in loader] == second
             True
         """
-        self._prepared, self._epochs.next, self._names_epoch = None, epoch, True
+        self._prepared, self._epochs.next, self._named = None, epoch, epoch
         tell_epoch(self._index_sampler, epoch)
         tell = getattr(self.dataset, "set_epoch", None)
         if callable(tell):
@@ -273,12 +304,154 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
             >>> DataLoader([10, 20, 30], batch_size=2).read(1)
             20
         """
-        job = self._job
-        if job is None:
-            if isinstance(self.dataset, IterableDataset):
-                raise RuntimeError("there are no parts before an epoch has begun: call next(iter(loader)) first")
-            job = Job(self.dataset, None, int(self.seed or 0))
-        return reader_for(job, readers=0).read_sample(index, epoch)
+        if self._job is None and isinstance(self.dataset, IterableDataset):
+            raise RuntimeError("there are no parts before an epoch has begun: call next(iter(loader)) first")
+        return reader_for(job_of(self), readers=0).read_sample(index, epoch)
+
+    def indices(self, epoch: int, step: int) -> list[Any]:
+        """The indices of the samples of a step, past or to come; see `ShardedDataLoader.indices`.
+
+        With ``seed=``, and with samplers whose order follows from ``set_epoch(epoch)`` alone, any step of any epoch is
+        known: name the epochs with ``loader.set_epoch``. Otherwise the steps of the newest epoch are known. If the
+        sampler may draw from global generators for each batch, those are known that it has drawn.
+
+        Args:
+            epoch: As the loader counts, from 0, or as ``set_epoch`` names it.
+            step: The number of the sampler's batch in the epoch, from 0, as errors name it.
+
+        Returns:
+            A list of indices. Of a mixture (`interleave`), pairs (number of the dataset, index in it).
+
+        Raises:
+            IndexError: The epoch has no such step.
+            TypeError: The dataset is iterable data. The error tells which part of the data the step is from.
+            ValueError: The step is not known. The error says why.
+
+        Example:
+            >>> loader = DataLoader(range(10), batch_size=4, shuffle=True, seed=1)
+            >>> batches = [batch.tolist() for batch in loader]
+            >>> batches[1] == loader.indices(epoch=0, step=1)
+            True
+        """
+        return shown_indices(self.dataset, self._indices_of(epoch, step), epoch)
+
+    def batch(self, epoch: int, step: int) -> Batch:
+        """The batch of a step, past or to come, read here and now: starts no worker, changes no epoch.
+
+        With ``seed=`` it has the values that iteration gives, to the last bit; see `ShardedDataLoader.batch`. Without,
+        its random numbers are those of the newest epoch's seed. Without ``device``, it is not in pinned memory.
+
+        Raises:
+            Exception: As `indices`, and what the samples raise. ``on_error`` counts.
+
+        Example:
+            >>> DataLoader(range(10), batch_size=4).batch(epoch=2, step=1)
+            tensor([4, 5, 6, 7])
+        """
+        planned = fetch_epoch(self.dataset, self._indices_of(epoch, step), epoch, step)
+        task = planned.task(step)
+        seeded = seeded_as_worker(job_of(self).seed, task) if isinstance(task, Task) else nullcontext()
+        reads = self._live is not None and self._live._pool.shares_dataset
+        set_epoch = None if self._named is None else getattr(self.dataset, "set_epoch", None)
+        with in_epoch(set_epoch, epoch, lambda: self._named or 0, [self._epoch] if reads else ()), seeded:
+            batch: Batch = read_here(self, planned, Meter(None, self._meter.notices)).result()
+            return batch
+
+    def fetch(self, indices: Iterable[Any], epoch: int | None = None) -> BatchFuture[Batch]:
+        """A batch of these samples, read by the workers beside the epoch; see `ShardedDataLoader.fetch`.
+
+        The workers are those of the newest iterator. If they have ended with its epoch, or have not started,
+        ``result()`` reads the batch in this process. Without ``seed=``, the random numbers are those of the newest
+        epoch's seed.
+
+        Args:
+            indices: As the dataset takes them; of a mixture also pairs, as `indices` gives them.
+            epoch: The epoch whose random numbers the samples draw. Default: the newest one.
+
+        Returns:
+            A `concurrent.futures.Future`. Its result is a batch as iteration gives it.
+
+        Raises:
+            TypeError: The dataset is iterable data, or ``indices`` is no list of indices.
+
+        Example:
+            >>> loader = DataLoader(range(10), batch_size=4)
+            >>> batches = iter(loader)
+            >>> first, hard = next(batches), loader.fetch([7, 3])
+            >>> next(batches), hard.result()
+            (tensor([4, 5, 6, 7]), tensor([7, 3]))
+        """
+        if isinstance(self.dataset, IterableDataset | IterDataPipe | MapDataPipe):
+            raise TypeError("fetch needs a dataset that is read by index: iterable data has its own order")
+        number = self._epoch if epoch is None else check_int("epoch", epoch, 0, "epochs count from 0")
+        planned, live = fetch_epoch(self.dataset, indices, number), self._live
+        if (
+            self._named is not None
+            and hasattr(self.dataset, "set_epoch")
+            and (live is None or live._pool.shares_dataset)
+        ):
+            check_one_epoch([self._epoch], number)
+        meter = Meter(None, self._meter.notices)  # it belongs to no epoch that is counted
+        return read_here(self, planned, meter) if live is None else live.fetch(planned, meter)
+
+    def __len__(self) -> int:
+        """Batches in the epoch, without those that ``skip`` leaves out."""
+        whole = super().__len__()
+        left_out = self._left_out(self._epoch) if self.skip else ()
+        return whole - sum(len(range(whole)[one.start : one.stop]) for one in left_out)
+
+    @property
+    def _live(self) -> LoaderIterator | None:
+        """The newest iterator, if it has workers."""
+        newest = None if self._newest is None else self._newest()
+        return None if newest is None or newest._shutdown or not self.num_workers else newest
+
+    @property
+    def _epoch(self) -> int:
+        """The number of the epoch that is read, or of the one that begins next."""
+        point, coming = self._resume_point, self._epochs.next
+        goes_on = self._loaded is None and point is not None and not point.finished
+        return coming - 1 if goes_on and point is not None and point.epoch.number + 1 == coming else coming
+
+    def _indices_of(self, epoch: Any, step: Any) -> list[Any]:
+        epoch = check_int("epoch", epoch, 0, "epochs count from 0")
+        step = check_int("step", step, 0, "steps count from 0 in each epoch")
+        if isinstance(self.dataset, IterDataPipe | MapDataPipe):
+            raise TypeError("datapipes are read by torch's own workers: which samples a step has is not known")
+        if isinstance(self.dataset, IterableDataset):
+            raise TypeError(stream_order(self, 0).text_of_step(epoch, step))
+        begun, point = None, self._resume_point
+        if self._loaded is not None:
+            state = parsed(LoaderState, self._loaded, ADVICE)
+            assert state.sampler is not None  # it is one of map-style data
+            begun = BegunEpoch(state.epoch or 0, state.sampler, {}, state.finished)
+        elif point is not None and isinstance(point.epoch, TorchEpoch):
+            begun = point.epoch.begun(point.run.delivered)
+        item = look_up(self._index_sampler, self.dataset, epoch, step, begun)
+        return plain_indices(item if self._auto_collation else [item])
+
+    @property
+    def _length_of(self) -> Callable[[int], int]:
+        return partial(len_epoch, self._index_sampler)
+
+    @property
+    def _left_out(self) -> Callable[[int], tuple[range, ...]]:
+        """Epoch -> the numbers of the batches that it leaves out. The function does not hold the loader."""
+        return partial(self._steps.within, tuple(self.skip), length=self._length_of)
+
+    def _check_skip(self, skip: Any) -> None:
+        """Refuse steps to leave out that do not fit the epochs."""
+        if skip and isinstance(self.dataset, IterableDataset | IterDataPipe | MapDataPipe):
+            raise TypeError(NO_SKIP)
+        try:
+            self._steps.check(skip, self._length_of)
+        except TypeError as error:
+            raise ValueError(f"skip counts the steps of all epochs: {error}") from error
+
+    def _given(self) -> Mapping[str, Any]:
+        usual = inspect.signature(DataLoader.__init__).parameters
+        kept = {name: vars(self).get(name, one.default) for name, one in usual.items()}
+        return {name: value for name, value in kept.items() if value is not usual[name].default}
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -298,7 +471,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
             [[2, 3], [4, 5]]
         """
         if self._loaded is not None:
-            return copy.deepcopy(self._loaded)
+            return self._with_skip(copy.deepcopy(self._loaded))
         if self._resume_point is None:
             # The epoch is settled now, so that the state is the state of the epoch that comes.
             self._prepared = self._get_iterator()
@@ -307,10 +480,17 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         if self._resume_point is None:
             raise TypeError("datapipes are read by torch's own workers, which have no state_dict()")
         state, self._data = self._resume_point.state_dict(), self._data or fingerprint_of(self.dataset)
-        return state if self._data is None else {**state, "_data": self._data}
+        return self._with_skip(state if self._data is None else {**state, "_data": self._data})
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def _with_skip(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "_skip": list(map(list, self.skip))} if self.skip else state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], skip: Sequence[tuple[int, int]] | None = None) -> None:
         """Make the next ``iter()`` continue where `state_dict` was called, with any number of workers.
+
+        Args:
+            state_dict: What `state_dict` has returned.
+            skip: Steps to leave out, in addition to those of the loader and of the state.
 
         Raises:
             TypeError, ValueError: The argument is not a state of such a loader.
@@ -320,7 +500,14 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         kind = "_stream" if isinstance(self.dataset, IterableDataset) else "_sampler"
         state = parsed(LoaderState, state_dict, ADVICE)
         read_entry(state_dict, kind, anything, ADVICE)
+        given = merged(self._given_skip, check_skip(skip))
+        saved = read_entry({"_skip": (), **state_dict}, "_skip", steps_to_skip, ADVICE)
+        self._check_skip(given)
+        if given and state.sampler is not None:
+            done = self._steps.before(state.epoch or 0, self._length_of) + state.sampler.yielded
+            warn_of_done_steps(given, saved, done)
         warn_of_other_data(state_dict.get("_data"), fingerprint_of(self.dataset))
+        self._given_skip, self.skip = given, list(merged(given, saved))
         self._loaded = copy.deepcopy(dict(state_dict))
         self._rng_at_load = torch.get_rng_state()
         self._prepared = None
@@ -339,8 +526,9 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         """The arguments. Workers and positions stay here."""
-        gone = ("_iterator", "_resume_point", "_prepared", "_loaded", "_rng_at_load", "_job")
-        own = {"_meter": Meter(self.dataset, Notices(), self.max_skipped), "_epochs": copy.copy(self._epochs)}
+        gone = ("_iterator", "_resume_point", "_prepared", "_loaded", "_rng_at_load", "_job", "_newest")
+        meter = Meter(self.dataset, Notices(), self.max_skipped)
+        own = {"_meter": meter, "_tuner": self._tuner and tuned(meter), "_epochs": copy.copy(self._epochs)}
         return {**self.__dict__, **dict.fromkeys(gone), **own, "_memory": DeviceMemory()}
 
 

@@ -200,15 +200,18 @@ def use_stream(stream: Stream | None) -> Iterator[None]:
     if stream is None:
         yield
         return
-    name = f"stream{stream.device.index}"
     device, before = one_device(None), current_stream(stream.device)
-    set_device(stream.device)
-    setattr(state.thread, name, stream)
+    set_stream(stream)
     try:
         yield
     finally:
-        setattr(state.thread, name, before)
+        set_stream(before)
         set_device(device)
+
+
+def set_stream(stream: Stream) -> None:
+    set_device(stream.device)
+    setattr(state.thread, f"stream{stream.device.index}", stream)
 
 
 @contextlib.contextmanager
@@ -525,6 +528,7 @@ def install(gpus: int = 1) -> None:
         "Stream": new_stream,
         "Event": Event,
         "stream": use_stream,
+        "set_stream": set_stream,
         "current_stream": current_stream,
         "default_stream": lambda device=None: state.default[one_device(device).index],
         "synchronize": synchronize,

@@ -17,7 +17,7 @@ that is current in the thread, in a new thread the first one. What torch 2.13 ma
 | `Event.record`, `Stream.record_event` | yes, that of the stream. An event stays with the device of its first stream |
 | `Stream.wait_event` | yes. It waits for what was recorded by then |
 | `Stream(device)`, `empty_like`, `copy_`, `index_select`, `mem_get_info` | yes |
-| `torch.cuda.stream(stream)` | yes, inside. At its end it sets the one before, which has a context then (CUDA 12) |
+| `torch.cuda.set_stream(stream)` | yes |
 | `current_stream`, `record_stream` | they ask no device. A stream whose memory it is anyway is not recorded |
 | `is_pinned` | one that has a context; if none has, no |
 | pinned memory of torch's | no: it queries events of blocks that were dropped |
@@ -27,6 +27,9 @@ that is current in the thread, in a new thread the first one. What torch 2.13 ma
 Pinned memory is torch's: a block that is dropped is used again at once, unless a copy reads it that torch knows of.
 Torch knows of a copy if its source has the storage that torch has pinned, or begins where the block begins. (Torch
 then waits for all that the stream of the copy had to do when the block was dropped; here, for the copy alone.)
+
+After a kernel has failed (`Machine.has_failed`), calls about events raise. Torch makes such a call when it frees memory
+that a second stream has used, in a destructor, and so the process ends. That is a fault too.
 
 Sources: c10/cuda/CUDAEvent.h, c10/cuda/impl/CUDAGuardImpl.h and ATen/core/CachingHostAllocator.h of torch 2.13, torch's
 torch/cuda/streams.py and torch/cuda/__init__.py, and for what these call (``setCurrentStream``, ``isPinnedPtr``,
@@ -82,6 +85,7 @@ class Event:
     def query(self) -> bool:
         if self.device is not None:
             self.machine.asks(self.device)
+            self.machine.check()
         return self.passed
 
     def record(self, stream: Stream) -> None:
@@ -128,6 +132,7 @@ class Stream:
         self.queue.append((work, ready, reads))
 
     def record_event(self) -> Event:
+        self.machine.check()
         self.machine.log.append(("record", self.name))
         return self.machine.record(self)
 
@@ -173,7 +178,7 @@ class Machine:
         self.log: list[tuple[Any, ...]] = []
         self.allocated = self.peak = self.blocked = self.cleared = self.caches_emptied = 0
         self.refuse: int = 0
-        self.hangs = False
+        self.hangs = self.has_failed = False
         self.addresses: dict[torch.device, str] = {}
         self.clock: Callable[[], float] = time.perf_counter
         self.memory_bytes: tuple[int, int] | None = (1 << 30, 1 << 30)
@@ -201,12 +206,15 @@ class Machine:
     @contextmanager
     def on(self, device: torch.device, stream: Stream) -> Iterator[None]:
         before = self.stream(device)
-        setattr(self._current, str(device), stream)
+        self.set_stream(device, stream)
         try:
             with self.current(device):
                 yield
         finally:
-            setattr(self._current, str(device), before)
+            self.set_stream(device, before)
+
+    def set_stream(self, device: torch.device, stream: Stream) -> None:
+        setattr(self._current, str(device), stream)
 
     @contextmanager
     def current(self, device: torch.device) -> Iterator[None]:
@@ -239,6 +247,15 @@ class Machine:
             pass
         stuck = [s.name for streams in self.streams.values() for s in streams if s.queue]
         assert not stuck, f"streams that wait for ever: {stuck}"
+
+    def check(self) -> None:
+        """After a kernel has failed, each call about an event raises."""
+        if self.has_failed:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def _frees(self, used: bool) -> None:
+        if used and self.has_failed:
+            self.faults.append("memory that a second stream has used was freed after a kernel had failed: torch aborts")
 
     def record(self, stream: Stream) -> Event:
         event = Event(self)
@@ -280,6 +297,7 @@ class Machine:
             return raw.view(host.dtype).as_strided(host.shape, layout.stride())
 
     def _freed(self, stream: Stream, block: np.ndarray, recorded: list[Stream]) -> None:
+        self._frees(bool(recorded))
         if recorded:
             self._pending.append(([self.record(one) for one in recorded], stream, block))
         else:
@@ -338,7 +356,9 @@ class Machine:
 
     def _unpin(self, address: int) -> None:
         del self.pinned[address]
-        self._unpinned.append(self.pinned_blocks.pop(address))
+        block = self.pinned_blocks.pop(address)
+        self._frees(bool(block.guards))
+        self._unpinned.append(block)
 
     def guards(self, source: torch.Tensor) -> list[Record]:
         """The guards of the block that a copy reads, if torch finds it."""
@@ -387,9 +407,9 @@ class SimulatedStreams(Streams):
     def caller_stream(self) -> Stream:
         return self.machine.stream(self.device)
 
-    def on(self, stream: Stream) -> Any:
+    def set_stream(self, stream: Stream) -> None:
         self.machine.asks(stream.device)
-        return self.machine.on(self.device, stream)
+        self.machine.set_stream(self.device, stream)
 
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         return self.machine.allocate(self.device, host)

@@ -216,6 +216,17 @@ def cores_for_workers() -> int:
     return max(1, min(usable_cores(), usable_cores() if limit is None else math.ceil(limit)))
 
 
+def ranks_here(environ: Mapping[str, str] = os.environ) -> int:
+    """The number of programs on this machine by LOCAL_WORLD_SIZE; 1 if that is no number."""
+    given = environ.get("LOCAL_WORLD_SIZE", "").strip()
+    return max(1, int(given)) if given.isdecimal() else 1
+
+
+def ranks_on_cores(environ: Mapping[str, str] = os.environ) -> int:
+    """The number of programs that share the cores of this one. A rank that is bound to cores has them to itself."""
+    return ranks_here(environ) if usable_cores() == os.cpu_count() else 1
+
+
 def warn_of_workers(workers: int, environ: Mapping[str, str] = os.environ) -> None:
     """Warn of more than two worker processes for each core.
 
@@ -224,8 +235,7 @@ def warn_of_workers(workers: int, environ: Mapping[str, str] = os.environ) -> No
         environ: where to look for LOCAL_WORLD_SIZE. It is the number of programs on this machine, each with as many
             workers.
     """
-    cores, given = cores_for_workers(), environ.get("LOCAL_WORLD_SIZE", "").strip()
-    ranks = max(1, int(given)) if given.isdecimal() and usable_cores() == os.cpu_count() else 1
+    cores, ranks = cores_for_workers(), ranks_on_cores(environ)
     if workers > FEW and workers * ranks > 2 * cores:
         each = f", in each of {ranks} ranks on this machine," if ranks > 1 else ""
         warn(

@@ -60,12 +60,13 @@ def make_command() -> click.Group:
     from sharded_loader.cli.doctor import doctor
     from sharded_loader.cli.output import print_help
     from sharded_loader.cli.records import records
+    from sharded_loader.cli.runs import diff, replay, report
 
     command = click.Group(
-        commands=[demo, doctor, bench, records, cache],
+        commands=[demo, doctor, bench, records, report, replay, diff, cache],
         callback=print_help,
         invoke_without_command=True,
-        help="A data loader for PyTorch: try it, check this machine, measure your dataset, look into its files.",
+        help="A data loader for PyTorch: try it, check this machine, measure a dataset, pack files, compare runs.",
         context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
     )
     return click.version_option(__version__, message="%(prog)s %(version)s")(command)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sharded_loader.cli.files import replaced
 from sharded_loader.cli.output import CannotRun, counted
 
 SIGNATURES = {
@@ -167,7 +168,7 @@ def pack_files(entries: Sequence[FileToPack], out: Path, on_file: Callable[[int]
     from sharded_loader.recordio import IRHeader, MXIndexedRecordIO, pack
     from sharded_loader.recordio.files import MAX_LENGTH
 
-    with _replaced(out.with_suffix(".idx"), out) as (idx, rec):
+    with replaced(out.with_suffix(".idx"), out) as (idx, rec):
         with MXIndexedRecordIO(idx, rec, "w") as records:
             for done, entry in enumerate(entries, 1):
                 content = entry.path.read_bytes()
@@ -186,21 +187,8 @@ def write_index(rec: Path, offsets: Iterable[int]) -> None:
     """Write the index of a record file: the keys are 0, 1, 2 ..."""
     from sharded_loader.recordio.files import index_line
 
-    with _replaced(rec.with_suffix(".idx")) as (idx,):
+    with replaced(rec.with_suffix(".idx")) as (idx,):
         idx.write_text("".join(index_line(key, offset) for key, offset in enumerate(offsets)), "ascii", newline="\n")
-
-
-@contextlib.contextmanager
-def _replaced(*files: Path) -> Iterator[list[Path]]:
-    """Other names to write to. At the end they take the place of the files; after an exception they are removed."""
-    partial = [file.with_name(f".{file.name}.{os.getpid()}.partial") for file in files]
-    try:
-        yield partial
-        for written, file in zip(partial, files, strict=True):
-            written.replace(file)
-    finally:
-        for written in partial:
-            written.unlink(missing_ok=True)
 
 
 def _files_in(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:

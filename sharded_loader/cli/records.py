@@ -10,24 +10,21 @@ output that exists, a folder that cannot be written to.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 from array import array
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
 from sharded_loader.cli import output, record_files
+from sharded_loader.cli.files import check_output, force_option, os_errors_in_one_line
 from sharded_loader.cli.output import CannotRun, Steps, complain, counted, size_text
 
 DAMAGED = 1
 _PATH = click.Path(path_type=Path)
 _INPUT = click.Path(exists=True, path_type=Path)
 _REC = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE.rec")
-force_option = click.option("--force", is_flag=True, help="Replace files that exist.")
 
 records = click.Group(
     "records",
@@ -58,8 +55,8 @@ def pack(
     """
     if out.suffix != ".rec":
         raise CannotRun(f"{out}: give a name that ends in .rec, so that readers find the index beside it")
-    _check_output(out, out.with_suffix(".idx"), force=force)
-    with _os_errors_in_one_line(out):
+    check_output(out, out.with_suffix(".idx"), force=force)
+    with os_errors_in_one_line(out):
         names = record_files.read_labels(labels) if labels is not None and labels.exists() else None
         listing = _listing(source, suffix, root, names)
         if labels is not None and not listing.names:
@@ -113,28 +110,20 @@ def inspect(file: Path, first: int, as_json: bool, quiet: bool) -> int:
 def index(file: Path, force: bool, quiet: bool) -> int:
     """Write FILE.idx beside FILE.rec. The keys are 0, 1, 2 ... in the order of the records."""
     idx = file.with_suffix(".idx")
-    _check_output(idx, force=force)
+    check_output(idx, force=force)
     result, offsets = _examine(file, 0, quiet)
     if result.damage is not None:
         complain(f"{file} is damaged at offset {result.damage_offset:,}, no index was written: {result.damage}")
         return DAMAGED
-    with _os_errors_in_one_line(idx):
+    with os_errors_in_one_line(idx):
         record_files.write_index(file, offsets)
     if not quiet:
         click.echo(f"{idx}: {counted(len(offsets), 'key')}")
     return 0
 
 
-@contextlib.contextmanager
-def _os_errors_in_one_line(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CannotRun(f"{error.filename or file}: {error.strerror or error}") from None
-
-
 def _examine(file: Path, first: int, quiet: bool) -> tuple[record_files.Examination, array[int]]:
-    with _os_errors_in_one_line(file), Steps("reading", file.stat().st_size, quiet) as steps:
+    with os_errors_in_one_line(file), Steps("reading", file.stat().st_size, quiet) as steps:
         return record_files.examine(file, first, steps.update)
 
 
@@ -148,17 +137,6 @@ def _listing(
     if suffix:
         raise CannotRun(f"--suffix is for folders, and {source} is a list: leave out --suffix")
     return record_files.find_list(source, root, names)
-
-
-def _check_output(*files: Path, force: bool) -> None:
-    """The output can be written to its folder, and replaces nothing by accident."""
-    folder = files[0].absolute().parent
-    if not folder.is_dir():
-        raise CannotRun(f"there is no folder {folder}: create it first")
-    if not os.access(folder, os.W_OK):
-        raise CannotRun(f"{folder} cannot be written to: choose another folder")
-    if not force and (existing := [str(file) for file in files if file.exists()]):
-        raise CannotRun(f"there is already {' and '.join(existing)}: give another name, or --force to replace it")
 
 
 def _show(result: record_files.Examination) -> None:

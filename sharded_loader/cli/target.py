@@ -2,6 +2,7 @@
 
     "package.data:train_set" --import--> an object --called, if it is a function or a class--> a dataset
     "package.data:collate"   --import--> a function
+    "train:make_loader"      --import--> a function --called--> a loader
 
 The module is imported under its own name, so that spawned workers find its classes. Its folder comes first in
 ``sys.path`` from then on. What can go wrong: everything that the user's code can do. Each error is one line that says
@@ -59,6 +60,24 @@ def find_function(target: str) -> Callable[..., Any]:
 
         raise CannotRun(f"{target} is {an(type(named))}, not a function: name a function")
     return named  # type: ignore[no-any-return]
+
+
+def find_loader(target: str) -> Any:
+    """The loader that the user has named, as `find_dataset` finds a dataset.
+
+    Args:
+        target: ``module:make_loader`` or ``path/to/file.py:make_loader``: a function without arguments, or a loader.
+
+    Raises:
+        CannotRun: there is none, or the function fails.
+    """
+    named = _find(target, "function that makes a loader")
+    made = _called(named, target, "loader") if not hasattr(named, "indices") and callable(named) else named
+    if not (callable(getattr(made, "indices", None)) and callable(getattr(made, "batch", None))):
+        from sharded_loader.base.described import an
+
+        raise CannotRun(f"{target} gives {an(type(made))}, not a loader of this library: return a ShardedDataLoader")
+    return made
 
 
 def _find(target: str, what: str) -> Any:
@@ -154,13 +173,17 @@ def _made(named: Any, target: str) -> Any:
     is_dataset = not is_class and any(has_own(type(named), name) for name in ("__getitem__", "__iter__"))
     if is_dataset or not callable(named) or (not is_class and takes_two(named)):
         return named  # takes_two: a function that gives a part of iterable data
+    made = _called(named, target, "dataset")
+    return named if isinstance(made, Iterator) and not is_class else made  # a generator function is iterable data
+
+
+def _called(named: Any, target: str, what: str) -> Any:
     try:
-        made = named()
+        return named()
     except Exception as error:
         lacks = isinstance(error, TypeError) and "argument" in str(error)
-        hint = ": write a function without arguments that returns the dataset, and name that function" if lacks else ""
+        hint = f": write a function without arguments that returns the {what}, and name that function" if lacks else ""
         raise CannotRun(f"calling {target} failed: {_where(error)}{hint}") from None
-    return named if isinstance(made, Iterator) and not is_class else made  # a generator function is iterable data
 
 
 def _checked(dataset: Any, target: str) -> Any:

@@ -288,7 +288,7 @@ def warn_of_other_data(saved: Any, own: str | None) -> None:
         warn(
             f"the state was saved with other data: the fingerprint of the dataset was {saved}, and is {own}. The "
             f"loader goes on at this position in the data that it has. Load the original data. If you mean the change, "
-            f"call load_state_dict(state, strict=False) of a ShardedDataLoader, or ignore this LoaderWarning"
+            f"ignore this LoaderWarning"
         )
 
 

@@ -6,6 +6,7 @@
         fn(sample)
     owners(fn) -> [Seedable, ...]       the objects inside ``fn`` that can be seeded
     reachable(root, children)           an object and those that it refers to, nearest first
+    generators(root, name)              the random generators among them
 
 Some libraries give each transform object a generator of its own (albumentations, MONAI). Each worker process has a copy
 of that generator, so several workers draw the same numbers. Such objects have a method that seeds them:
@@ -148,6 +149,19 @@ def reachable(
             if not is_leaf and id(child) not in seen and len(seen) < most:
                 seen[id(child)] = child
                 queue.append((path + end, child, depth + 1))
+
+
+def generators(root: Any, name: str) -> Children:
+    """The random generators that an object refers to, each with its path.
+
+    Example:
+        >>> [path for path, _ in generators([np.random.default_rng(1)], "data")]
+        ['data[0]']
+    """
+    torchs = getattr(sys.modules.get("torch"), "Generator", random.Random)
+    kinds = (random.Random, np.random.Generator, np.random.RandomState, torchs)
+    for path, obj in reachable(root, _children, name):
+        yield from ((path + end, child) for end, child in _children(obj) if isinstance(child, kinds))
 
 
 # -- what a transform holds --------------------------------------------------------------------------------------------

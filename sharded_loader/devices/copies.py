@@ -72,7 +72,7 @@ from sharded_loader.base.interrupts import program_ends, should_stop
 from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.batching.tree import ATOMS, children, has_method, map_leaves, to_torch
 from sharded_loader.devices.pinning import arrays_in, pinned_copy, pinned_empty
-from sharded_loader.devices.streams import Streams, note_late
+from sharded_loader.devices.streams import Streams, note_late, outside_inference_mode
 from sharded_loader.devices.transform import RAISED, OnHost, shown
 from sharded_loader.memory.codec import aligned
 
@@ -94,6 +94,10 @@ A collective that hangs is given up by its own library after minutes only."""
 
 LEFT_ALONE: set[CopyStream] = set()
 """Those with copies under way when their loader was closed. They are held, with what the copies read and write."""
+
+LOST: list[Any] = []
+"""What copies had read and written when a kernel failed. It is held to the end: torch records an event when it frees
+memory that a second stream has used. After such a failure it cannot, and then it ends the process (seen on an H200)."""
 
 
 class Kept(NamedTuple):
@@ -202,7 +206,7 @@ class PendingCopy:
     def drop(self) -> None:
         """No program takes the batch."""
         if self.event is not None:
-            self.copies.drop(self.targets)
+            self.copies.drop(self.targets, self.event)
 
 
 class Placed:
@@ -342,7 +346,7 @@ class CopyStream:
         """
         streams = self.streams
         # Not in the caller's inference mode: what is begun in it may be handed out after it.
-        with self._lock, torch.inference_mode(False), streams.current():
+        with self._lock, outside_inference_mode(), streams.current():
             self._let_go(number)
             pending = PendingCopy(self, streams.caller_stream(), number)
             pending.batch = to_torch(batch, functools.partial(self._place, pending))
@@ -357,7 +361,8 @@ class CopyStream:
             # After the targets were allocated: their memory may be that of a batch which was dropped a moment ago.
             self._stream.wait_event(pending.home.record_event())
             self._given = given = [pending.sources, pending.targets], number
-            with streams.on(self._stream):
+            try:
+                streams.set_stream(self._stream)
                 for target, source in zip(pending.targets, pending.sources, strict=True):
                     streams.copy(target, source)
                 for staged in ahead:
@@ -365,6 +370,8 @@ class CopyStream:
                     pending.made.append(staged.move(streams))
                 if transform is not None:
                     self._transform(pending, transform)
+            finally:
+                streams.set_stream(pending.home)
             pending.event = self._stream.record_event()
             _keep(self.kept, pending.event, *given)
             self._given = None
@@ -438,7 +445,7 @@ class CopyStream:
         streams = self.streams
         late = [one for one in pending.staged if not one.has_moved]
         sources = [one.what for one in late]
-        with torch.inference_mode(False), streams.current():
+        with outside_inference_mode(), streams.current():
             try:
                 pending.batch = self._with_moved(pending)
             finally:
@@ -496,15 +503,23 @@ class CopyStream:
     def _keep_given(self) -> None:
         """Keep the sources and targets of an interrupted `begin` until its copies are done."""
         if self._given is not None:
-            with contextlib.suppress(RuntimeError):  # the context is broken: nothing is copied any more
+            try:
                 _keep(self.kept, self._stream.record_event(), *self._given)
+            except RuntimeError:  # a kernel has failed: nothing is copied any more
+                LOST.append(self._given)
             self._given = None
 
-    def drop(self, targets: list[torch.Tensor]) -> None:
-        """No program takes this batch: its memory on the device is free when its copy is done."""
+    def drop(self, targets: list[torch.Tensor], event: Any) -> None:
+        """No program takes this batch: its memory on the device is free when its copy is done.
+
+        Args:
+            targets: the memory.
+            event: of the copy. It raises where a kernel has failed: then nothing is copied any more; see `LOST`.
+        """
         if os.getpid() == self._pid and not program_ends():
-            with contextlib.suppress(RuntimeError):
-                self.streams.used_on(targets, self._stream)
+            with contextlib.suppress(RuntimeError), self.streams.current():
+                if not event.query():
+                    self.streams.used_on(targets, self._stream)
             targets.clear()
 
     def drain(self, seconds: float = CLOSING_SECONDS) -> bool:
@@ -523,9 +538,11 @@ class CopyStream:
             for kept in (self.kept, self._moved):
                 while kept:
                     first = kept[0]
-                    with contextlib.suppress(RuntimeError):  # an error of an earlier kernel; the user's program sees it
+                    try:
                         if not self._wait(first.event, until):
                             return False
+                    except RuntimeError:  # an earlier kernel has failed; the user's program sees it
+                        LOST.append(first)
                     if kept and kept[0] is first:  # a signal handler may have closed the stream meanwhile
                         kept.popleft()
             return True

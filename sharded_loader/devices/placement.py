@@ -50,7 +50,15 @@ from sharded_loader.devices.copies import (
 )
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
 from sharded_loader.devices.pinning import PinnedCopy, Pinner, Registrar, Undo, copied_out, pinned_empty
-from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams, capture_probe, is_late, note_late, streams_of
+from sharded_loader.devices.streams import (
+    OUT_OF_MEMORY,
+    Streams,
+    capture_probe,
+    is_late,
+    note_late,
+    outside_inference_mode,
+    streams_of,
+)
 from sharded_loader.devices.transform import BatchTransform
 from sharded_loader.engine.messages import NOTHING, Result, Task
 from sharded_loader.engine.pipeline import Entry
@@ -297,7 +305,7 @@ class Placement:
             task, place: what was read, and the number of the shard in it.
         """
         transform, apply = self._transform, None
-        with torch.inference_mode(False):  # as in `CopyStream.begin`
+        with outside_inference_mode():  # as in `CopyStream.begin`
             if transform is not None:
                 apply = functools.partial(transform.apply, task=task, number=place)
                 shard = transform.hold_back(shard)

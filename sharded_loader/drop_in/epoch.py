@@ -12,13 +12,13 @@ What can go wrong: the sampler raises an error, which comes in the batch's place
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sharded_loader.base.entries import written
 from sharded_loader.batching.pack import Packed
-from sharded_loader.drop_in.sampler import SamplerStart, SamplerState
-from sharded_loader.engine.messages import PartBatch, PartPoint, Result, Task
+from sharded_loader.drop_in.sampler import BegunEpoch, SamplerStart, SamplerState
+from sharded_loader.engine.messages import NOTHING, Nothing, PartBatch, PartPoint, Result, Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
 from sharded_loader.sampling.foreign import ForeignItems, rank_of
 from sharded_loader.sampling.state import Checkpoint
@@ -33,12 +33,14 @@ class _Planned(NamedTuple):
         item: the item: the indices of the batch.
         lane: the worker that reads it, if the dataset has a state.
         turn: how many batches that worker was given before.
+        left_out: the batch is not read.
     """
 
     number: int
     item: Any
     lane: int
     turn: int
+    left_out: bool = False
 
 
 class TorchEpoch(Epoch):
@@ -52,6 +54,7 @@ class TorchEpoch(Epoch):
         points: worker -> its position, with the state of its dataset. A new worker has no entry.
         keeps_state: whether the dataset has a state, which each worker keeps.
         number: identifies this set of workers. A worker that is at its position already does not load the state.
+        skips: number of the epoch -> the numbers of the sampler's items that are left out.
     """
 
     takes_turns = True
@@ -64,8 +67,11 @@ class TorchEpoch(Epoch):
         points: Mapping[int, PartPoint],
         keeps_state: bool,
         number: int,
+        skips: Callable[[int], Sequence[range]] = lambda number: (),
     ) -> None:
         self._start, self._lanes, self._batched = start, lanes, batched
+        self._skips = skips
+        self._left_out: Sequence[range] = ()
         self._items: ForeignItems | None = None  # once the sampler has been started
         state = start.state
         self.first = self._low = self._drawn = self._coming = state.yielded
@@ -83,19 +89,21 @@ class TorchEpoch(Epoch):
         self._known = dict(self._points)
         self._notes: dict[int, tuple[int, PartPoint]] = {}
 
-    def task(self, seq: int) -> Task | Exception | None:
-        """Batch ``seq`` as a task; the error to raise in its place; None after the last one."""
+    def task(self, seq: int) -> Task | Exception | Nothing | None:
+        """Batch ``seq`` as a task; the error to raise in its place; `NOTHING`: left out; None after the last one."""
         try:
             planned = self.batch(seq)
         except Exception as raised:
             return sampler_error(raised, f" at batch {seq}")
         if planned is None:
             return None
+        if planned.left_out:
+            return NOTHING
         indices = planned.item if self._batched else (planned.item,)
         if type(indices) not in (tuple, Packed):  # a sampler may fill its own list again while this one waits
             indices = list(indices)
-        # In any order a batch goes to the worker that has the least to do.
-        lane: int | None = None if self.any_order else seq % self._lanes
+        # In any order, and if the number of workers changes, a batch goes to the worker that has the least to do.
+        lane: int | None = seq % self._lanes if self.takes_turns and not self.any_order else None
         part: PartBatch | None = None
         if self._keeps_state:  # the state that the worker's dataset must have before this batch
             lane = planned.lane
@@ -121,8 +129,9 @@ class TorchEpoch(Epoch):
             self._marks[self._drawn] = items.checksum, None if items.stateful is None else items.own_state()
             if number not in self._ahead:
                 lane = self._coming % self._lanes
-                self._planned[self._coming] = _Planned(number, item, lane, self._turns[lane])
-                self._turns[lane] += 1
+                left_out = any(number in one for one in self._left_out) if self._left_out else False
+                self._planned[self._coming] = _Planned(number, item, lane, self._turns[lane], left_out)
+                self._turns[lane] += not left_out
                 self._coming += 1
         return self._planned.get(seq)
 
@@ -131,6 +140,7 @@ class TorchEpoch(Epoch):
         if self._drawn == self.first and not self._ended:
             self._start.settle()
             self.number = self._start.epoch(self.number)
+            self._left_out = self._skips(self.number)
         if not self._is_started:
             self._is_started = self._ended = True  # unless it starts
             mark, at = None, self._start.state
@@ -138,6 +148,13 @@ class TorchEpoch(Epoch):
                 mark = Checkpoint(self.number, at.yielded, at.checksum, at.rank, bool(at.over), at.own)
             self._items = ForeignItems(self._start.sampler, self._start.started, mark)
             self._ended = False
+
+    def begun(self, delivered: int) -> BegunEpoch | None:
+        """What is known of the epoch after ``delivered`` batches, to look up its items; None: it has not begun."""
+        if not self._is_started and not self._start.resumes:
+            return None
+        drawn = {planned.number: planned.item for planned in self._planned.values()}
+        return BegunEpoch(self.number, self.position(delivered).mark, drawn)
 
     def came(self, seq: int, result: Result) -> Result:
         """Note the state of the worker's dataset that came with a batch."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 import os
 import sys
 import weakref
@@ -38,11 +39,14 @@ from sharded_loader.drop_in.sampler import SamplerStart, SamplerState, set_gener
 from sharded_loader.drop_in.state import LoaderState, ResumePoint, stream_epoch
 from sharded_loader.drop_in.workers import WorkerView, in_torchs_words, make_pool
 from sharded_loader.engine.messages import Job, PartPoint, Task
+from sharded_loader.engine.order import FetchEpoch
 from sharded_loader.engine.pipeline import Pipeline, Run
 from sharded_loader.engine.pool import Pool
-from sharded_loader.loader.arguments import length, make_split
+from sharded_loader.loader.arguments import claim, length, make_split
 from sharded_loader.loader.epochs import warn_of_length
-from sharded_loader.loader.iterator import RunIterator, profiler_enabled
+from sharded_loader.loader.iterator import BatchFuture, RunIterator, profiler_enabled
+from sharded_loader.loader.stats import Meter
+from sharded_loader.pools.inline import InlinePool
 from sharded_loader.pools.process.pool import ArenaInUse, ProcessPool
 from sharded_loader.streams.epoch import StreamEpoch
 from sharded_loader.streams.reader import StreamReader
@@ -170,9 +174,11 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._pool.notices = loader._meter.notices
         memory.lend(self._pool, placement)
         self._pipeline = Pipeline(self._pool, make_split(self._devices, self._sharded, loader.num_shards))
+        claim(self._pool, self._pipeline)
         # Without prefetch_factor, enough batches are in flight to fill the messages to the workers.
         self._pipeline.scale_by_group = loader._scales_prefetch
-        self._pipeline.prefetch = (loader.prefetch_factor or 0) * loader.num_workers
+        self._pipeline.per_worker = loader.prefetch_factor or 0
+        self._pipeline.follow(self._pool)
         self._pipeline.min_ready = max(2, 1 + placement.ahead)
         self._closer = weakref.finalize(self, _close, self._pool.closer(), placement.closer())
         self._shutdown = False
@@ -181,6 +187,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._points_at_start: dict[int, PartPoint] = {}
         self._number = next(_numbers)
         self._unread: set[int] = set()  # parts that had ended in a loaded state: no worker has read them
+        self._fetched: weakref.WeakSet[BatchFuture[Any]] = weakref.WeakSet()
         self._begin(loader, state, self._sampler_iter if loader.num_workers == 0 else None)
 
     def _make_pinner(self) -> Pinner | None:
@@ -221,7 +228,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         if number is None:
             number = loader._epochs.next if state is None or finished else state.epoch or 0
         loader._epochs.next = number + 1
-        seed, base = (drawn, drawn) if loader.seed is None else (int(loader.seed), None)
+        seed = drawn if loader.seed is None else int(loader.seed)
+        base = drawn if loader.seed is None and loader._tuner is None else None  # None: nothing depends on the workers
         batchify = batchify_fn_of(self._collate_fn, batched=self._auto_collation)
         job = Job(self._dataset, batchify, seed, loader.on_error, base_seed=base, in_bulk=self._auto_collation)
         epoch: TorchEpoch | StreamEpoch
@@ -232,14 +240,18 @@ class LoaderIterator(_BaseDataLoaderIter):
             job = replace(job, stream=epoch.stream._replace(tells_epoch=False))
         else:
             # As in torch, a worker has the dataset as it was when the worker started, unless the loader has set_epoch.
-            job = replace(job, keeps_state=is_stateful(self._dataset), tells_epoch=loader._names_epoch)
-            epoch = self._sampler_epoch(start, None if saved is None else saved.sampler, items)
+            job = replace(job, keeps_state=is_stateful(self._dataset), tells_epoch=loader._named is not None)
+            epoch = self._sampler_epoch(start, None if saved is None else saved.sampler, items, loader._left_out)
             self._pipeline.one_by_one = start.may_draw
+            epoch.takes_turns = loader._tuner is None or job.keeps_state
+            if job.keeps_state:
+                loader._meter.tune_at = math.inf  # each worker has a state of its own: their number stays
         epoch.number = number  # the random numbers of an epoch depend on it, also in persistent workers
         epoch.any_order = not loader.in_order and loader.num_workers > 0
         run = Run(next(_numbers), epoch, any_order=epoch.any_order)
         self._inner = RunIterator(self._pipeline, self._placement, loader._meter, run, job)
-        self._job = loader._job = job
+        self._job, loader._newest = job, weakref.ref(self)
+        loader._job = job
         self._num_yielded = 0 if state is None or finished else state.yielded
         of_dataset = getattr(loader.dataset, "epoch", None) if self._is_stream else None
         loader._resume_point = self.resume_point = ResumePoint(
@@ -256,20 +268,21 @@ class LoaderIterator(_BaseDataLoaderIter):
         if loader.num_workers == 0:
             self._prime(epoch, is_new=state is None or finished)
 
-    def _sampler_epoch(self, start: SamplerStart, state: SamplerState | None, items: Any) -> TorchEpoch:
+    def _sampler_epoch(self, start: SamplerStart, state: SamplerState | None, items: Any, skips: Any) -> TorchEpoch:
         """An epoch of map-style data.
 
         Args:
             start: starts the sampler.
             state: with the states of the workers' datasets. None: persistent workers go on with the datasets they have.
             items: as in `_begin`.
+            skips: as of `TorchEpoch`.
         """
         lanes, points = max(1, self._num_workers), self._points_at_start
         if not start.resumes:
             start.begin(items)
         if state is not None:
             points = {lane % lanes: PartPoint(state=dataset) for lane, dataset in enumerate(state.datasets or ())}
-        epoch = TorchEpoch(start, lanes, self._auto_collation, points, is_stateful(self._dataset), self._number)
+        epoch = TorchEpoch(start, lanes, self._auto_collation, points, is_stateful(self._dataset), self._number, skips)
         if self._num_workers > 0 and not start.resumes:  # torch's workers are sent the first indices now
             start.settle()
             if not start.has_set_epoch:
@@ -320,12 +333,20 @@ class LoaderIterator(_BaseDataLoaderIter):
         except StopIteration:
             self.resume_point.finished = True
             if not self._persistent_workers:
+                for future in self._fetched:
+                    future.exception()  # its workers end now
                 self._shutdown_workers()
             raise
         except (WorkerDiedError, WorkerTimeoutError) as error:
             raise in_torchs_words(error, self._timeout) from error
         self.resume_point.yielded += 1
         return data
+
+    def fetch(self, epoch: FetchEpoch, meter: Meter) -> BatchFuture[Any]:
+        """A batch that the workers read beside the epoch. It keeps them alive until it is received."""
+        future = BatchFuture(self, _iterate(epoch, self._pipeline, self._placement, meter, self._job), False)
+        self._fetched.add(future)
+        return future
 
     # -- workers --------------------------------------------------------------------------------------------
 
@@ -358,6 +379,30 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._placement.closer()()
             for worker in self._processes:
                 worker.let_go()
+
+
+def _iterate(epoch: FetchEpoch, pipeline: Pipeline, placement: Placement, meter: Meter, job: Job) -> RunIterator:
+    return RunIterator(pipeline, placement, meter, Run(next(_numbers), epoch), job)
+
+
+def read_here(loader: DataLoader[Any], epoch: FetchEpoch, meter: Meter) -> BatchFuture[Any]:
+    """A batch that this process reads, when its result is asked for: no workers run, or they are not wanted."""
+    devices, sharded = find_devices(loader.device, loader.devices)
+    placement = AsCollated(None) if devices is None else loader._memory.placement(devices)
+    pool = InlinePool()
+    loader._memory.lend(pool, placement)
+    pipeline = Pipeline(pool, make_split(devices, sharded, loader.num_shards))
+    job = replace(job_of(loader), keeps_state=False)
+    return BatchFuture(pipeline, _iterate(epoch, pipeline, placement, meter, job), False)
+
+
+def job_of(loader: DataLoader[Any]) -> Job:
+    """The job of the newest epoch; before the first one, what is known of it."""
+    if loader._job is not None:
+        return loader._job
+    batched = loader._auto_collation
+    batchify = batchify_fn_of(loader.collate_fn, batched=batched)
+    return Job(loader.dataset, batchify, int(loader.seed or 0), loader.on_error, in_bulk=batched)
 
 
 def _start_of(loader: DataLoader[Any], state: LoaderState | None) -> SamplerStart | None:

@@ -5,6 +5,7 @@
     EpochCount.next; named(sampler)                   the epoch, where the sampler that shuffles does not count
     SamplerState                                      what a state says of the sampler
     SamplerStart(sampler, state, finished, epochs)    starts a sampler; `started` is a `sampling.foreign.Start`
+    look_up(sampler, dataset, epoch, step, begun)     one item of an epoch, past or to come
 
 What decides the order of an epoch of ``shuffle=True``:
 
@@ -29,10 +30,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import GeneratorType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import (
@@ -45,11 +46,23 @@ from torch.utils.data import (
 )
 
 from sharded_loader.base.checks import check_int
+from sharded_loader.base.described import an
 from sharded_loader.base.entries import anything, entry, integer
 from sharded_loader.data.inspection import is_stateful
+from sharded_loader.randomness.global_generators import seeded_globals
 from sharded_loader.randomness.rng import derive_key
 from sharded_loader.sampling.base import Sampler, is_own, nested
-from sharded_loader.sampling.foreign import check_torchs_list, first_of, loaded
+from sharded_loader.sampling.foreign import (
+    ForeignItems,
+    check_torchs_list,
+    first_of,
+    loaded,
+    other_indices,
+    rank_of,
+    read_twice,
+    table_of,
+    undisturbed,
+)
 from sharded_loader.sampling.state import Checkpoint
 
 
@@ -451,6 +464,101 @@ class SamplerStart:
             yield items, stateful
         finally:
             torch.set_rng_state(before)
+
+
+# -- any item of any epoch ---------------------------------------------------------------------------------------------
+
+
+class BegunEpoch(NamedTuple):
+    """The epoch that has begun last, or that a loaded state is in.
+
+    Attributes:
+        number: of the epoch.
+        state: how its sampler has started, and how far it was read.
+        drawn: the items that were read and not delivered, by their numbers.
+        finished: the state is one of the epoch's end.
+    """
+
+    number: int
+    state: SamplerState
+    drawn: Mapping[int, Any]
+    finished: bool = False
+
+
+def look_up(sampler: Any, dataset: Any, epoch: int, step: int, begun: BegunEpoch | None) -> Any:
+    """An item of an epoch, as the loader reads or has read it. The sampler is what it was, as after `undisturbed`.
+
+    Items of the epoch that has begun are read again from the start of the sampler that is known. In another epoch, the
+    order must be decided by its number alone.
+
+    Args:
+        sampler: of batches, or of single indices.
+        dataset: what they are indices of.
+        epoch, step: which item. In the epoch that has begun, items that come one by one are known if they were drawn.
+        begun: what has begun; None: nothing has.
+
+    Raises:
+        IndexError: there is no such item.
+        ValueError: it is not known.
+    """
+    is_begun = begun is not None and epoch == begun.number
+    with undisturbed(nested(sampler), but=dataset):
+        if begun is not None and is_begun and step in begun.drawn:
+            return begun.drawn[step]
+        if begun is not None and is_begun and begun.state.own is None and not begun.finished:
+            draws_once = all(type(one) in _DRAW_ONCE for one in nested(sampler))
+            if draws_once or step < begun.state.yielded:
+                return _only(_read_again(sampler, begun, step), epoch, step)
+        try:
+            if begun is not None:
+                _check_by_number(sampler, begun)
+            found = read_twice(lambda turn: table_of(sampler, epoch, turn).slice(step, step + 1), sampler, epoch)
+        except ValueError as error:
+            if begun is None or not is_begun:
+                raise
+            drawn = max(begun.drawn, default=begun.state.yielded - 1) + 1
+            raise ValueError(
+                f"step {step} of epoch {epoch} is not known yet: the sampler, {an(type(sampler))}, has yielded "
+                f"{drawn} steps of this epoch so far, and may draw the others from a global generator"
+            ) from error
+        return _only(found, epoch, step)
+
+
+def _only(found: Any, epoch: int, step: int) -> Any:
+    if len(found) == 0:
+        raise IndexError(f"epoch {epoch} has no step {step}: it has fewer steps, which count from 0")
+    return found[0]
+
+
+def _read_again(sampler: Any, begun: BegunEpoch, number: int) -> list[Any]:
+    """Item ``number`` of the epoch that has begun, in a list of one; nothing behind the last one."""
+    state, found = begun.state, list[Any]()
+    with seeded_globals(1):
+        start = SamplerStart(sampler, state, False, EpochCount())
+        start.settle()
+        with start.started(Checkpoint(begun.number, 0, 0, None, False, None)) as started:
+            items = ForeignItems(sampler, lambda mark: contextlib.nullcontext(started))
+            if number < state.yielded:
+                items.pass_over(number)
+                found = items.read(1)
+            items.pass_over(state.yielded)
+            if state.rank == rank_of(sampler) and items.checksum != state.checksum:
+                raise other_indices(sampler, begun.number)
+            if number >= state.yielded:
+                items.pass_over(number)
+                found = items.read(1)
+    return found
+
+
+def _check_by_number(sampler: Any, begun: BegunEpoch) -> None:
+    """Refuse a sampler whose epochs do not have the loader's numbers: which order an epoch has is not known then."""
+    kept = zip(keep_epochs(sampler), begun.state.epochs or (), strict=False)
+    named = [epoch for one, epoch in kept if not isinstance(one, InOrderSampler)]
+    if (begun.state.shuffle or {}).get("told", begun.number) != begun.number or set(named) - {begun.number}:
+        raise ValueError(
+            f"only epoch {begun.number} is known, which was begun last: the order of the others is not decided by "
+            f"their numbers. Give the loader a seed=, or call loader.set_epoch(epoch) before each epoch"
+        )
 
 
 def _set_all(generators: Iterable[torch.Generator], states: Iterable[str] | None) -> None:

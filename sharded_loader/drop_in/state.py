@@ -200,6 +200,21 @@ def next_epoch(position: Position) -> Position:
     return Position(0, 0, None, dict.fromkeys(position.counts, 0), points)
 
 
+def stream_order(loader: DataLoader[Any], seed: int) -> StreamOrder:
+    """The order of a loader over iterable data."""
+    return StreamOrder(
+        loader.dataset,
+        batch_size=loader.batch_size or 1,
+        last_batch="discard" if loader.drop_last else None,
+        num_replicas=None,
+        rank=None,
+        seed=seed,
+        steps_per_epoch=None,
+        streams=loader.streams or max(1, loader.num_workers),
+        num_workers=loader.num_workers,
+    )
+
+
 def stream_epoch(
     loader: DataLoader[Any], seed: int, state: LoaderState | None, points: dict[int, PartPoint]
 ) -> StreamEpoch:
@@ -214,17 +229,7 @@ def stream_epoch(
     Raises:
         ValueError: another loader saved the state.
     """
-    order = StreamOrder(
-        loader.dataset,
-        batch_size=loader.batch_size or 1,
-        last_batch="discard" if loader.drop_last else None,
-        num_replicas=None,
-        rank=None,
-        seed=seed,
-        steps_per_epoch=None,
-        streams=loader.streams or max(1, loader.num_workers),
-        num_workers=loader.num_workers,
-    )
+    order = stream_order(loader, seed)
     position = Position(0, 0, None, {}, points) if points else None
     if state is not None:
         position, signature = order.parse(state.stream)

@@ -19,7 +19,13 @@ from sharded_loader.base.checks import check_int, refuse_class
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.devices.names import find_devices
 from sharded_loader.engine.pool import Pool
-from sharded_loader.loader.arguments import check_batchify_fn, check_on_error, make_split, refuse_streams
+from sharded_loader.loader.arguments import (
+    check_batchify_fn,
+    check_on_error,
+    make_split,
+    refuse_streams,
+    refuse_worker_memory,
+)
 from sharded_loader.pools.inline import InlinePool
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.pools.threads import ThreadPool
@@ -55,6 +61,7 @@ def check_arguments(loader: DataLoader[Any]) -> None:
         raise TypeError(f"a dataset needs __getitem__, and {type(loader.dataset).__name__} has none")
     if loader.start_method and loader.multiprocessing_context is not None:
         raise ValueError("start_method and multiprocessing_context set the same thing: leave out one of them")
+    refuse_worker_memory(loader.max_worker_memory, loader.num_workers > 0 and not loader.thread_pool)
     _processes(loader, max(1, loader.num_workers))
 
 
@@ -67,10 +74,10 @@ def make_pool(loader: DataLoader[Any]) -> Pool:
         if loader.timeout:
             raise AssertionError("a DataLoader without workers requires timeout == 0")  # the type is torch's
         return InlinePool()
-    timeout = loader.timeout or None
+    timeout, count = loader.timeout or None, loader.num_workers if loader._tuner is None else loader._tuner.workers
     if loader.thread_pool:
-        return ThreadPool(loader.num_workers, worker_init_fn=loader.worker_init_fn, timeout=timeout)
-    return _processes(loader, loader.num_workers)
+        return ThreadPool(count, worker_init_fn=loader.worker_init_fn, timeout=timeout)
+    return _processes(loader, count)
 
 
 def _processes(loader: DataLoader[Any], count: int) -> ProcessPool:
@@ -83,6 +90,7 @@ def _processes(loader: DataLoader[Any], count: int) -> ProcessPool:
         restarts=loader.restarts if timeout is None else 0,
         max_bytes=loader.max_bytes,
         numa=loader.numa,
+        max_worker_memory=loader.max_worker_memory,
     )
 
 

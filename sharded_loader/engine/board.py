@@ -22,6 +22,7 @@ import numpy as np
 from sharded_loader.engine.messages import Task
 
 RUN, SEQ, SHARD, SAMPLE = range(4)
+TOLD = 4  # how often a worker process has written its stack because it was asked to
 
 # Instead of a sample's place:
 IN_BULK, IN_BATCHIFY, SENDING, IDLE, BEGINNING, ONE_BY_ONE, IN_BATCH = -1, -2, -3, -4, -5, -6, -7
@@ -29,7 +30,7 @@ IN_BULK, IN_BATCHIFY, SENDING, IDLE, BEGINNING, ONE_BY_ONE, IN_BATCH = -1, -2, -
 WORDS = 8
 """int64 words per worker: a cache line, so that workers do not share one."""
 
-UNUSED = 0, 0, 0, IDLE
+UNUSED = 0, 0, 0, IDLE, 0
 
 Board = MutableSequence[int]
 

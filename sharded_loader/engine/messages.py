@@ -2,7 +2,7 @@
 
     Task(run, seq, ...)    pipeline -> pool -> worker
     Result(run, seq, ...)  worker -> pool -> pipeline
-    Times                  in a `Result`: when the worker was at the batch
+    Times                  in a `Result`: what was measured of the batch
     Job                    loader -> pool -> worker, once
 
 Iterable data is cut into parts, and each part is read in its own order. This is what the messages say of it:
@@ -128,16 +128,12 @@ class PartIndices(Sequence[Any]):
 
 
 class Times(NamedTuple):
-    """When a worker was at a batch, and with what. Few of the cheapest batches have it; see `Reader`.
-
-    Stamps are of `time.perf_counter`, which all processes of a machine share. Those of another machine are moved by
-    the pool that receives them.
+    """What a worker has measured of a batch, beside when it began and how long it took. See `Reader` of which batches.
 
     Attributes:
-        worker: its number; -1: the main process.
-        began, ended: stamps.
         idle: seconds before, since the end of the batch before.
-        ran: seconds in which the worker ran, or waited for a core. In the others it waited for something else.
+        processor: seconds in which a core ran the worker; negative: that was not measured.
+        queued: seconds in which it waited for a core. In the others it waited for something else.
         collate: seconds in ``batchify_fn``.
         write: seconds until the batch lay in its slot.
         longest: seconds of the sample that took longest; 0: samples were not timed.
@@ -145,14 +141,11 @@ class Times(NamedTuple):
         weight: how many batches this one stands for.
         is_first: it is the worker's first batch.
         slow: place among the task's indices, and seconds, of samples that took long.
-        rebuilt: a worker that has ended had the batch before.
     """
 
-    worker: int
-    began: float
-    ended: float
     idle: float = 0.0
-    ran: float = 0.0
+    processor: float = -1.0
+    queued: float = 0.0
     collate: float = 0.0
     write: float = 0.0
     longest: float = 0.0
@@ -160,12 +153,11 @@ class Times(NamedTuple):
     weight: int = 1
     is_first: bool = False
     slow: tuple[tuple[int, float], ...] = ()
-    rebuilt: bool = False
 
 
 # Run, seq, wanted, buffers, slow samples; the size of the pickle last: with strings in it, it may exceed 4 GiB.
 _REPLY = struct.Struct("!qqqIhQ")
-_TIMES = struct.Struct("!i7dII?")  # a `Times` up to its slow samples
+_TIMES = struct.Struct("!6dII?")  # a `Times` up to its slow samples
 _SLOW = struct.Struct("!Id")
 _NO_TIMES = -1  # in the place of the number of slow samples
 
@@ -182,9 +174,7 @@ def task_of(fields: Any) -> Task:
     return Task(run, seq, epoch, position, shards, *rest)
 
 
-def pack_reply(
-    run: int, seq: int, wanted: int, encoded: Encoded, times: Times | None = None, written: float = 0.0
-) -> bytes:
+def pack_reply(run: int, seq: int, wanted: int, encoded: Encoded, times: Times | None = None) -> bytes:
     """One result in the content of a RESULTS message.
 
     Args:
@@ -192,15 +182,12 @@ def pack_reply(
         wanted: how many bytes of a slot its batch needed.
         encoded: the reply; its buffers and places are part of the message's.
         times: of the batch. They are beside the pickle: only when it is made it is known how long that took.
-        written: the stamp of that moment.
     """
     buffers, size = len(encoded.places), len(encoded.head)
     if times is None:
         return _REPLY.pack(run, seq, wanted, buffers, _NO_TIMES, size) + encoded.head
-    worker, began, ended, idle, ran, collate, _, longest, retries, weight, first, slow, _ = times
-    head = _REPLY.pack(run, seq, wanted, buffers, len(slow), size) + _TIMES.pack(
-        worker, began, written, idle, ran, collate, written - ended, longest, retries, weight, first
-    )
+    *numbers, slow = times
+    head = _REPLY.pack(run, seq, wanted, buffers, len(slow), size) + _TIMES.pack(*numbers)
     return b"".join([head, *[_SLOW.pack(*one) for one in slow], encoded.head])
 
 
@@ -209,10 +196,10 @@ def unpack_reply(content: memoryview) -> tuple[int, int, int, int, memoryview, m
     run, seq, wanted, buffers, count, size = _REPLY.unpack_from(content)
     begin, times = _REPLY.size, None
     if count != _NO_TIMES:
-        measured = _TIMES.unpack_from(content, begin)
+        numbers = _TIMES.unpack_from(content, begin)
         begin += _TIMES.size + count * _SLOW.size
-        slow = tuple(_SLOW.iter_unpack(content[begin - count * _SLOW.size : begin])) if count else ()
-        times = tuple.__new__(Times, (*measured, slow, False))  # half of the time of a call
+        slow = tuple(_SLOW.iter_unpack(content[begin - count * _SLOW.size : begin]))
+        times = Times._make((*numbers, slow))
     end = begin + size
     return run, seq, wanted, buffers, content[begin:end], content[end:], times
 
@@ -267,7 +254,11 @@ class Result(NamedTuple):
         seconds: how long the worker took.
         point: of iterable data: where its part is after this batch. None where that is unknown: the part ends there.
         retries: how many requests of the worker's dataset had to be tried again.
-        times: when the worker was at it; None: that was not measured.
+        began: when the worker began, by `time.perf_counter`, which all processes of a machine share. The pool that
+            receives stamps of another machine moves them.
+        worker: the number of the worker; -1: the main process.
+        rebuilt: a worker that has ended had the batch before.
+        times: what else was measured; None: nothing.
     """
 
     run: int
@@ -280,6 +271,9 @@ class Result(NamedTuple):
     seconds: float = 0.0
     point: PartPoint | None = None
     retries: int = 0
+    began: float = 0.0
+    worker: int = -1
+    rebuilt: bool = False
     times: Times | None = None
 
 
@@ -390,16 +384,17 @@ def pack_result(result: Result, slot: SlotWriter) -> Encoded | None:
                 buffers.append(array.reshape(-1).view(np.uint8).data)
         fields.append((array.shape, array.dtype.str, data))
     told = None if point is None else tuple(point)
-    head = pickle.dumps((type(batch) is list, is_tensors, fields, result.samples, result.seconds, told), protocol=5)
+    numbers = result.samples, result.seconds, result.began, result.worker
+    head = pickle.dumps((type(batch) is list, is_tensors, fields, *numbers, told), protocol=5)
     return Encoded(head, tuple(places), tuple(buffers))
 
 
 def unpack_result(run: int, seq: int, packed: Any, buffers: Sequence[Any], times: Times | None = None) -> Result:
     """The result that `pack_result` has packed, its arrays over the memory in ``buffers``."""
-    is_list, is_tensors, fields, samples, seconds, told = packed
+    is_list, is_tensors, fields, samples, seconds, began, worker, told = packed
     following = iter(buffers)
     arrays = [np.ndarray(shape, dtype, next(following) if data is None else data) for shape, dtype, data in fields]
     point = None if told is None else PartPoint(*told)
     batch = arrays if is_list else arrays[0]
     made = TensorBatch(batch) if is_tensors else batch
-    return Result(run, seq, made, samples, None, (), (), seconds, point, 0, times)
+    return Result(run, seq, made, samples, None, (), (), seconds, point, 0, began, worker, False, times)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -167,18 +167,19 @@ class Epoch(ABC):
 
 
 class FetchEpoch(Epoch):
-    """One batch of indices that belong to no order. Its number is -1.
+    """One batch of indices that belong to no order.
 
     Args:
         epoch: the epoch whose random numbers the samples draw.
         indices: of the samples; or the error that they are.
+        seq: number of the batch in that epoch; -1: it is in none.
     """
 
-    first, keeps = -1, False
+    keeps = False
     resumed = True  # no epoch that has no batches
 
-    def __init__(self, epoch: int, indices: list[Any] | Exception) -> None:
-        self.number, self._indices = epoch, indices
+    def __init__(self, epoch: int, indices: list[Any] | Exception, seq: int = -1) -> None:
+        self.number, self._indices, self.first = epoch, indices, seq
 
     def task(self, seq: int) -> Task | Exception | None:
         indices, length = self._indices, self.limit
@@ -190,7 +191,9 @@ class FetchEpoch(Epoch):
         if bad:
             return IndexError(f"fetch was given the index {bad[0]}, but the dataset has {length} samples")
         # Global generators depend on the indices, and on no batch of the epoch: those have positions from 0 on.
-        position = -1 - int.from_bytes(blake2b(repr(indices).encode(), digest_size=7).digest(), "little")
+        position = (
+            seq if seq >= 0 else -1 - int.from_bytes(blake2b(repr(indices).encode(), digest_size=7).digest(), "little")
+        )
         return Task(self.run, seq, self.number, position, (indices,), False)
 
     @property
@@ -262,12 +265,13 @@ class Order(ABC, Generic[Signature]):
         dataset_length: samples in the dataset, as far as the order knows.
         skip: the steps that are left out, as ranges.
         given_skip: those of them that the user has given; a state may have others.
+        asked: ``set_epoch`` of a sampler has said which epoch is next, since a state was loaded.
     """
 
     _sampler: Any = None
     batch_sampler: Any = None
     shard_costs: Any = None
-    arrays = given_batches = is_given = rolls_over = drops_last = False
+    arrays = given_batches = is_given = rolls_over = drops_last = asked = False
     max_shards: int | None = None
     dataset_length: int | None = None
     skip: tuple[tuple[int, int], ...] = ()
@@ -355,8 +359,11 @@ class Order(ABC, Generic[Signature]):
         strict: bool,
         doing: str = "load_state_dict: the state was saved by another loader: ",
         advice: str = "Make the loader as it was then",
+        check: Callable[[], Any] = lambda: None,
     ) -> tuple[Position, bool]:
         """Take over the seeds of a state. ``doing`` begins the error where it does not fit, and ``advice`` ends it.
+
+        If it fits, ``check`` may still raise an error.
 
         Returns:
             Where the state goes on, and whether the seeds were others: then the workers have to be told.
@@ -369,6 +376,7 @@ class Order(ABC, Generic[Signature]):
         if found:
             hint = "; strict=False allows another batch size" if _only_batch_size(found, strict) else ""
             raise ValueError(f"{doing}{', '.join(found)}. {advice}{hint}")
+        check()
         changed = self._adopt(saved, position)
         position = self.moved(position, saved)
         while (epoch := self.epoch(position.epoch, position)).is_over():  # the next epoch begins instead

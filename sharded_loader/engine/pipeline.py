@@ -22,10 +22,11 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, leave_frames
+from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, leave_frames, name_of_batch
 from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.base.private import is_owned
 from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
@@ -41,8 +42,18 @@ SLACK = 2
 Measured (medians of 20 to 24 turns, of the rate with 1): `images` 1.05 to 1.13, `columns` 1.05, `tiny` 1.08, `tokens`
 1.05; 3 gains nothing more. Where workers take turns, one that is ahead waits for the others: `images` 1.11."""
 
+PATIENCE = 30.0
+"""Seconds that ``next`` waits before it tells on stderr for whom."""
+
+ANSWER_SECONDS = 2.0
+"""Seconds in which a worker that was asked for its stack has written it, unless it cannot."""
+
 PER_WORKER = 2
 """Batches in flight for each worker, unless the user says otherwise."""
+
+NOTED_SECONDS = 2e-4
+"""Of a batch that is read faster, only sums are kept, unless it was measured (`messages.Times`) or waited for for long.
+To note it takes 2 us: 5 % of a batch of `tiny`."""
 
 _FAR = 1 << 40  # farther than any batch of a run whose epoch has begun
 
@@ -55,6 +66,7 @@ class Wait(NamedTuple):
         overtaken: a batch behind it was finished when it came.
         lacks_tasks: a worker had no task, as no more batches may be in flight (``prefetch``).
         is_held: a worker had no task, as the pool took no more: the user holds too many batches.
+        is_slow: the batch found no room in shared memory, and took the slow way.
         threads: how many workers are threads of this process; 1 if none is.
     """
 
@@ -63,6 +75,7 @@ class Wait(NamedTuple):
     overtaken: bool = False
     lacks_tasks: bool = False
     is_held: bool = False
+    is_slow: bool = False
     threads: int = 1
 
 
@@ -74,8 +87,7 @@ class Entry:
 
     Attributes:
         sent: when the task was given to the pool.
-        is_slow: it found no room in shared memory, and takes the slow way.
-        wait: how the consumer has waited for it; None: it was there.
+        wait: how the consumer has waited for it; of a cheap batch only the seconds.
     """
 
     seq: int
@@ -83,8 +95,7 @@ class Entry:
     result: Result | None = None
     begun: Any = None
     sent: float = 0.0
-    is_slow: bool = False
-    wait: Wait | None = None
+    wait: Wait | float = 0.0
 
 
 class ShownRun:
@@ -117,6 +128,7 @@ class Run:
         next: the prefetched run behind this one.
         any_order: a batch that is finished is handed out before one that is not.
         moved: the places of batches that have changed places and have not come yet, by their own numbers.
+        waited: since when the consumer has waited, while empty batches came; 0: it does not.
     """
 
     number: int
@@ -133,6 +145,7 @@ class Run:
     next: Run | None = None
     any_order: bool = False
     moved: dict[int, int] = field(default_factory=dict)
+    waited: float = 0.0
 
     def __post_init__(self) -> None:
         self.epoch.run, self.delivered, self.planned = self.number, self.epoch.first, self.epoch.first
@@ -186,6 +199,7 @@ class Pipeline:
     Attributes:
         prefetch: how many batches of a run are kept in flight; of a pool without workers none is. May be set at any
             time.
+        per_worker: `prefetch` follows the number of workers, by this factor; 0: it does not.
         scale_by_group: `prefetch` counts groups of batches instead of batches (`Pool.group`).
         one_by_one: for each batch that is taken, the epoch is asked for one: what it draws then depends on no clock.
         lock: one for all iterators. The thread that calls `begin` holds it until `end` or `fail`. It is reentrant: a
@@ -198,7 +212,7 @@ class Pipeline:
 
     def __init__(self, pool: Pool, split: Split) -> None:
         self.pool, self.split = pool, split
-        self.prefetch = 0
+        self.prefetch = self.per_worker = 0
         self.scale_by_group = self.one_by_one = False
         self.min_ready = 2
         self.lock = threading.RLock()
@@ -208,6 +222,7 @@ class Pipeline:
         self._job: Job | None = None
         self._runs: dict[int, Run] = {}
         self._dropped: deque[int] = deque()
+        self._slow: deque[float] = deque(maxlen=64)  # when tasks were sent whose batches found no room in shared memory
         self.pid = os.getpid()
 
     # -- steps ----------------------------------------------------------------------------------------------
@@ -264,17 +279,14 @@ class Pipeline:
             self.shut()
 
     def resize(self, pool: Pool) -> None:
-        """A pool of the loader is to have another number of workers: now, or in the step that is under way. Any thread.
+        """A pool of the loader is to have another number of workers: now if none runs, otherwise in a step. Any thread.
 
-        Raises:
-            OSError: the system cannot start another worker.
+        Workers start and end in steps only. `close` does not wait for another thread that starts some.
         """
         if self.lock.acquire(blocking=False):
             try:
-                if not self.is_open_step and not self.closed:
-                    self.is_open_step = True  # an exception leaves it open, as that of any other step
+                if not (self.is_open_step or self.closed or pool.started):
                     self._adopt(pool)
-                    self.is_open_step = False
                     return
             finally:
                 self.lock.release()
@@ -282,8 +294,12 @@ class Pipeline:
 
     def _adopt(self, pool: Pool) -> None:
         pool.adopt()
-        if self.scale_by_group:
-            self.prefetch = PER_WORKER * pool.num_workers
+        self.follow(pool)
+
+    def follow(self, pool: Pool) -> None:
+        """`prefetch` follows the number of workers, if it does."""
+        if self.per_worker:
+            self.prefetch = self.per_worker * pool.num_workers
 
     def use(self, pool: Pool) -> None:
         """Read with this pool from now on; called in a step, before `open`. It builds again what is in flight."""
@@ -351,7 +367,8 @@ class Pipeline:
 
         Returns an error instead where no batch is to blame: the loader was closed meanwhile, or the pool is broken."""
         window, least = run.window, self.min_ready
-        began = 0.0
+        began = due = 0.0
+        look: Callable[[], None] | None = None
         while True:
             if self.closed:
                 return LoaderClosedError()
@@ -371,20 +388,50 @@ class Pipeline:
                     self._recover()  # the pool itself was closed
                     continue
                 blocks = not run.is_finished() if run.any_order else window[0].result is None
-                if blocks and not began and self.pool.num_workers:
+                if blocks and not began and pool.num_workers:
                     began = time.perf_counter()
+                    due = began + PATIENCE
                 self._wait(run, block=blocks)
             if run.any_order and window:
                 run.advance()
             if window and window[0].result is not None:
                 if began:
-                    window[0].wait = self._waited(run, began)
+                    self._note_wait(run, window[0], window[0].result, began)
                 if run.epoch.given_up and window[0].result.error is not None:  # it came before the error of its part
                     run.leave_out(window[0])
                 return window[0]
+            if began and time.perf_counter() >= due:
+                due, look = self._tell_of_wait(run, began, look)
 
-    def _waited(self, run: Run, began: float) -> Wait:
+    def _tell_of_wait(
+        self, run: Run, began: float, look: Callable[[], None] | None
+    ) -> tuple[float, Callable[[], None] | None]:
+        """The consumer has waited long: say for whom, once, and later look what came of it; see `Pool.tell_of_wait`.
+
+        Returns:
+            When to call this again, and with what as ``look``.
+        """
+        now = time.perf_counter()
+        if look is not None:
+            look()
+        elif run.window:
+            entry = run.window[0]
+            text = f"epoch {run.epoch.number}, {name_of_batch(entry.seq)}"
+            text = f"sharded_loader: next() has waited {now - began:.0f} s for {text}"
+            if (look := self.pool.tell_of_wait(text, entry.task)) is not None:
+                return now + ANSWER_SECONDS, look
+        return math.inf, None
+
+    def _note_wait(self, run: Run, head: Entry, result: Result, began: float) -> None:
         """The consumer has waited for the first batch of a run. Which tasks had the workers?"""
+        ended = time.perf_counter()
+        if result.batch is NOTHING and result.error is None:  # the batch that is handed out is waited for since then
+            run.waited = run.waited or began
+            return
+        began, run.waited = run.waited or began, 0.0
+        if result.times is None and result.seconds < NOTED_SECONDS and ended - began < 5 * NOTED_SECONDS:
+            head.wait = ended - began
+            return
         pool, in_flight, waiting = self.pool, len(run.window), len(run.waiting)
         if len(self._runs) > 1:
             in_flight = sum([len(one.window) for one in self._runs.values()])
@@ -394,7 +441,7 @@ class Pipeline:
         lacks = in_flight < pool.num_workers and not (run.exhausted or run.epoch.takes_turns)
         is_held = waiting > 0 and in_flight - waiting < pool.num_workers
         threads = pool.num_workers if pool.shares_dataset else 1
-        return tuple.__new__(Wait, (began, time.perf_counter(), overtaken, lacks, is_held, threads))
+        head.wait = Wait(began, ended, overtaken, lacks, is_held, head.sent in self._slow, threads)
 
     def take(self, run: Run) -> None:
         """The head of the window is going to be handed out: put another batch in flight."""
@@ -449,7 +496,8 @@ class Pipeline:
     def _dispatch(self, run: Run) -> None:
         """Give waiting tasks to the pool. Of several runs, those tasks that are needed soonest go first."""
         tasks: list[Task] = []
-        room, splits, now = self.pool.room, self.split.num_shards is not None, time.perf_counter()
+        room, splits = self.pool.room, self.split.num_shards is not None
+        now = time.perf_counter() if self.pool.num_workers else 0.0
         while len(tasks) < room:
             if len(self._runs) > 1:
                 run = min(self._runs.values(), key=_distance)
@@ -470,20 +518,22 @@ class Pipeline:
                 Location(run.epoch.number, entry.seq).note(error, samples=task.shards[0])
                 leave_frames(error)  # as in `_fill`
                 entry.result = Result(run.number, entry.seq, error=error)
-        if tasks:
+        if tasks and not now:
+            self.pool.submit(tasks)
+        elif tasks:
             counts = self.pool.notices.counts
             before = counts.get("slow_batches", 0)
             self.pool.submit(tasks)
             if counts.get("slow_batches", 0) > before:
-                for entry in itertools.chain.from_iterable(one.window for one in self._runs.values()):
-                    entry.is_slow |= entry.sent == now
+                self._slow.append(now)
 
-    def poll(self, run: Run, job: Job, *, renew: bool = False, block: bool = False) -> bool:
-        """A step for a run without a wait: it is put in flight, and what has come from the pool is filed.
+    def poll(self, run: Run, job: Job, *, renew: bool = False, block: bool = False, seconds: float = 0.0) -> bool:
+        """A step for a run: it is put in flight, and what has come from the pool is filed.
 
         Args:
             run, job, renew: as of `open`, if the run is new.
             block: wait for a step of another thread. False: leave it to that step.
+            seconds: wait for it so long at most, and then for the pool, until a thread calls its `wake`.
 
         Returns:
             Whether `head` has something to say without a wait. A pool without workers reads only there.
@@ -491,7 +541,7 @@ class Pipeline:
         is_nested = is_owned(self.lock)
         if self.closed or os.getpid() != self.pid:
             return True  # an error
-        if not self.lock.acquire(blocking=block):
+        if not self.lock.acquire(timeout=-1.0 if block else max(0.0, seconds)):
             return run.is_finished()
         try:
             inside = self.begin(is_nested)
@@ -499,7 +549,7 @@ class Pipeline:
                 self.open(run, job, renew=renew)
             if self.pool.num_workers and run.dead is None:
                 self._fill(run, 1)
-                self._wait(run, block=False)
+                self._wait(run, block=seconds > 0 and not run.is_finished())
             self.end(inside)
         except BaseException:
             self.fail()

@@ -10,6 +10,8 @@
 A task names its run (which iterator it belongs to) and its seq (which batch of the epoch it is). A result names the
 same. A task may be done twice: the pipeline ignores the second result.
 
+If ``next`` waits for long, `tell_of_wait` tells on stderr for which worker. A pool may leave it as it is.
+
 A pool whose number of workers can change has `resize`, for users: it notes the number, and the pipeline calls `adopt`
 between two verbs.
 
@@ -33,6 +35,7 @@ from typing import Any
 from sharded_loader.base.described import call_of
 from sharded_loader.base.limits import Near
 from sharded_loader.base.notices import Notices
+from sharded_loader.base.system import write_to_stderr
 from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.memory.arena import FindNear, Register
@@ -116,6 +119,19 @@ class Pool(ABC):
             PoolBroken: no worker can work.
         """
 
+    def tell_of_wait(self, text: str, task: Task | None) -> Callable[[], None] | None:
+        """Tell on stderr that ``next`` has waited long, who has the task, and that worker's stack.
+
+        Args:
+            text: how long, and for which batch.
+            task: the batch; None: it is in no task.
+
+        Returns:
+            What to call `ANSWER_SECONDS` later, if ``next`` still waits; None: nothing.
+        """
+        write_to_stderr(f"{text}\n")
+        return None
+
     def wake(self) -> None:  # noqa: B027
         """Make a `wait` in another thread return."""
 
@@ -177,10 +193,11 @@ class WorkerPool(Pool):
     def resize(self, num_workers: int) -> None:
         """Have another number of workers from now on. The batches, their order, states and errors stay what they are.
 
-        You may call it at any time and from any thread. Inside an epoch, workers that are too many finish the batches
-        that they have, and end. If a thread is in ``next``, that thread makes the change, at once; `num_workers` of the
-        loader tells when it is done. ``loader.prefetch`` follows, unless you have set it. Iterable data keeps its
-        number of parts.
+        You may call it at any time and from any thread. Inside an epoch, ``next`` makes the change: at once in a thread
+        that waits there, otherwise in the next call. Workers that are too many finish the batches that they have, and
+        end. `num_workers` of the loader tells when it is done. If the system cannot start another worker, there is a
+        warning, and the pool keeps those that it has. ``loader.prefetch`` follows, unless you have set it. Iterable
+        data keeps its number of parts.
 
         Args:
             num_workers: The number of workers, at least 1.
@@ -190,7 +207,6 @@ class WorkerPool(Pool):
             TypeError: ``num_workers`` is no integer.
             LoaderClosedError: The loader of the pool is closed.
             RuntimeError: This process is a forked child of the one that made the loader.
-            OSError: The system cannot start another worker. The pool keeps those that could be started.
 
         Example:
             >>> from sharded_loader import ShardedDataLoader
@@ -220,10 +236,11 @@ class WorkerPool(Pool):
                 self._have(self.wanted)
             except (OSError, MemoryError, RuntimeError) as error:
                 self.wanted = self.num_workers
-                raise OSError(
+                self.notices.warn(
+                    "workers",
                     f"{self!r} cannot have more workers: the system cannot start another one ({error}). It goes on "
-                    f"with those that it has"
-                ) from error
+                    f"with those that it has",
+                )
 
     @abstractmethod
     def _have(self, num_workers: int) -> None:
@@ -247,7 +264,8 @@ class WorkerPool(Pool):
 def check_num_workers(num_workers: Any) -> int:
     """``num_workers`` of a pool that has workers, or an error that says what is wrong."""
     if isinstance(num_workers, bool) or not hasattr(num_workers, "__index__"):
-        raise TypeError(f"num_workers is {num_workers!r}; it must be an int, the number of workers")
+        hint = '. For "auto", give num_workers="auto" to the loader' if num_workers == "auto" else ""
+        raise TypeError(f"num_workers is {num_workers!r}; it must be an int, the number of workers{hint}")
     if num_workers < 1:
         raise ValueError(f"num_workers is {num_workers}; a pool needs at least 1, InlinePool() has none")
     return int(num_workers)

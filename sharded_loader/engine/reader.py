@@ -14,9 +14,12 @@ which do nothing for a sample but read it. What fails, fails in the user's code,
 
 A reader keeps nothing of a batch, so several threads may use one. Nothing here imports torch.
 
-It measures what it does (`messages.Times`), and from the batches so far it knows what is worth it: cheap batches are
-measured once in `MEASURED_SECONDS`, and samples are timed where one takes `SAMPLE_SECONDS` on average. What it knows
-may be one batch old, or be lost where two threads write it at a time: it decides on no batch.
+It notes when a batch began and how long it took, and of some batches more (`messages.Times`): of the first one, of one
+in `MEASURED_SECONDS` of work, of those that take longer, and of those whose requests were tried again. Samples are
+timed where one takes `SAMPLE_SECONDS` on average. If two threads write what a reader knows of the batches so far, an
+update may be lost: it decides on no batch.
+
+`reading_in(frame)` tells from outside what a thread reads.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from __future__ import annotations
 import heapq
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -34,39 +38,34 @@ from sharded_loader.base.errors import (
     SampleError,
     add_note,
     as_exception,
+    name_of_batch,
     notes_of,
     set_notes,
     shorten,
     without_frames,
 )
 from sharded_loader.base.interrupts import is_from_outside
-from sharded_loader.base.system import ready_seconds
+from sharded_loader.base.system import core_seconds
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.pack import Packed
 from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assembler, refuse_async
 from sharded_loader.data.arrays import as_bulk, as_items, takes_arrays
 from sharded_loader.data.bulk import NOT_IN_BULK, listed
 from sharded_loader.data.datasets import RETRIES
-from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board
+from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board, phase
 from sharded_loader.engine.messages import NOTHING, Job, PartPoint, Result, Task, Times
 from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, philox, reading
 
-MEASURED_SECONDS = 1e-3
-"""Of work that is measured once. To measure a batch takes 5 us in a worker and 5 us in the main process: of batches
-that take 40 us (`tiny`) it is one in 26, of 400 us (`images`) one in 3. One that takes 1 ms is always measured."""
+MEASURED_SECONDS = 2e-2
+"""Of work that is measured once. To measure a batch takes 40 us, and 200 us where other processes have the caches: that
+is 0.2 to 1 %. Of batches of 40 us (`tiny`) it is one in 500, of 400 us (`images`) one in 50. A batch that takes 20 ms
+is always measured."""
 
 SAMPLE_SECONDS = 2e-5
 """To time a sample takes 0.1 us."""
 
-WAITS_SECONDS = 1e-2
-"""Batches of this length are measured by `ready_seconds`, which takes 20 us; shorter ones by `time.thread_time`, 1 us:
-where processes wait for a core, that does not tell them from those that wait for a disk."""
-
 KEPT_SAMPLES = 20
 """The slowest samples of an epoch that a reader, and the loader, keep."""
-
-MEMORY = 0.1
-"""Weight of the newest batch in the means."""
 
 
 class BatchScope(SampleScope):
@@ -79,8 +78,8 @@ class BatchScope(SampleScope):
         dropped: how many samples were left out and not replaced.
         lost: the shards that have no sample left.
         point: see `Result`.
-        measure: what measures the batch: a clock, its time at the beginning, and the retries until then. None: nothing.
-        is_alone: its samples are read one by one. Known of batches that are measured, as the next ones.
+        measure: `core_seconds` when the batch began; None: not measured.
+        is_alone: its samples are read one by one.
         collating: seconds in ``batchify_fn``.
         durations: seconds of each sample, if samples are timed.
     """
@@ -94,10 +93,10 @@ class BatchScope(SampleScope):
     dropped = 0
     lost: list[int]
     point: PartPoint | None = None
-    measure: tuple[Callable[[], float], float, int] | None = None
+    measure: tuple[float, float] | None = None
     is_alone = False
     collating = 0.0
-    durations: list[float]
+    durations: Sequence[float] = ()
 
     def set_index(self, index: Any) -> None:
         """The samples are not read one by one from here on: `sample_rng()` goes by ``index``."""
@@ -168,10 +167,12 @@ class Reader:
         self._epoch: int | None = None
         self._notes_samples = notes_samples
         self.free: dict[int, float] = {}
-        self._batches = self._next = 0  # how many were read, and which of them is measured next
-        self._usual = self._usual_sample = 0.0  # seconds of a batch, and of a sample that is read alone
-        self._clock, self._times_samples = ready_seconds, True
-        self._slow: tuple[int, list[float]] = -1, []  # an epoch, and the seconds of its slowest samples
+        self._core: dict[int, tuple[float, float]] = {}  # `core_seconds` after the last batch that was measured
+        self._batches = self._next = self._counted = 0  # that were read; the next to measure; what is in the sums
+        self._seconds = self._lone_seconds = 0.0  # of batches, and of samples that were read alone
+        self._lone, self._times_samples = 0, True
+        self._slow_epoch, self._least = -1, SAMPLE_SECONDS
+        self._slow: list[float] = []  # seconds of the slowest samples of this epoch
 
     def read(
         self,
@@ -193,13 +194,15 @@ class Reader:
         Exceptions become part of the result. Only in the caller's own thread a KeyboardInterrupt passes, and what a
         signal handler raises (`sharded_loader.base.interrupts.is_from_outside`).
         """
+        self._batches, tried, measure = self._batches + 1, len(RETRIES), None
+        if self._batches >= self._next:
+            measure = core_seconds()
         began = time.perf_counter()
         at = BatchScope(self._job.seed, task.epoch)
         at.task, at.worker, at.empty, at.board = task, worker, empty, list(UNUSED) if board is None else board
         at.skipped, at.lost = [], []
-        self._batches += 1
-        if self._batches >= self._next:
-            at.durations, at.measure = [], (self._clock, self._clock(), len(RETRIES))
+        if measure is not None:
+            at.measure = measure
         batches: list[Any] = []
         error: BaseException | None = None
         before = reading.scope
@@ -219,71 +222,56 @@ class Reader:
         count = sum(map(len, task.shards)) - at.dropped if batches else 0
         ended = time.perf_counter()
         seconds, times = ended - began, None
-        if at.measure is not None or seconds > MEASURED_SECONDS:
-            times = self._times(at, count, began, ended, number)
-        self.free[number] = ended
+        is_slow = at.durations and max(at.durations) > self._least
+        if measure is not None or is_slow or seconds > MEASURED_SECONDS or len(RETRIES) > tried:
+            times = self._times(at, count, began, seconds, number, len(RETRIES) - tried)
+        if number >= 0:
+            self.free[number] = ended
         try:
             skipped, lost = tuple(at.skipped), tuple(at.lost)
-            return Result(task.run, task.seq, batch, count, error, skipped, lost, seconds, at.point, 0, times)
+            numbers = seconds, at.point, 0, began, number, False, times
+            # In half of the time of a call of `Result`.
+            return tuple.__new__(Result, (task.run, task.seq, batch, count, error, skipped, lost, *numbers))
         finally:
             del error  # otherwise error -> traceback -> this frame -> error, and each frame waits for the collector
 
-    def _times(self, at: BatchScope, samples: int, began: float, ended: float, worker: int) -> Times:
+    def _times(self, at: BatchScope, samples: int, began: float, seconds: float, worker: int, retries: int) -> Times:
         """What was measured of a batch; learn from it what to measure.
 
         Args:
             at: the batch.
             samples: how many are in it.
-            began, ended, worker: see `Times`.
+            began, seconds, worker, retries: see `Result` and `Times`.
         """
-        seconds, usual = ended - began, self._usual
-        ran, retries, longest, weight = seconds, 0, 0.0, 1
-        slow: tuple[tuple[int, float], ...] = ()
-        if at.measure is not None:
-            clock, before, tried = at.measure
-            ran, retries, longest = min(ran, clock() - before), len(RETRIES) - tried, max(at.durations, default=0.0)
-            weight = 1 + int(MEASURED_SECONDS / usual) if usual else 1
-            if longest >= SAMPLE_SECONDS and longest > self._least(at.task.epoch):
-                slow = self._note_slow(at)
-        part = MEMORY if usual else 1.0
-        self._usual += part * (min(seconds, 8 * usual or seconds) - usual)  # it may have waited for a core once
-        self._next = self._batches + 1 + int(MEASURED_SECONDS / self._usual)
-        self._clock = time.thread_time if self._usual < WAITS_SECONDS else ready_seconds
-        if at.is_alone and samples:
-            self._usual_sample += part * ((seconds - at.collating) / samples - self._usual_sample)
-            self._times_samples = self._usual_sample >= SAMPLE_SECONDS
+        weight, processor, queued = 1 if at.measure is None else max(1, self._batches - self._counted), -1.0, 0.0
+        if at.measure is not None or seconds > MEASURED_SECONDS:
+            core = core_seconds()
+            # Of one that was not to be measured, the last batches before it are cheap beside it.
+            before, self._core[worker] = at.measure or self._core.get(worker, core), core
+            queued = min(seconds, core[1] - before[1])
+            processor = min(seconds - queued, core[0] - before[0])
+        used = seconds - queued
+        self._counted += weight
+        self._seconds += weight * used
+        self._next = self._batches + 1 + int(MEASURED_SECONDS * self._counted / max(self._seconds, 1e-6))
+        if at.is_alone:
+            self._lone += weight * samples
+            self._lone_seconds += weight * max(0.0, used - at.collating)
+            self._times_samples = self._lone_seconds >= SAMPLE_SECONDS * self._lone
+        longest, slow = max(at.durations, default=0.0), self._slowest(at)
         free = began if worker < 0 else self.free.get(worker)  # between two batches, the main process does not idle
         idle = 0.0 if free is None else max(0.0, began - free)
-        measured = (
-            worker,
-            began,
-            ended,
-            idle,
-            ran,
-            at.collating,
-            0.0,
-            longest,
-            retries,
-            weight,
-            free is None,
-            slow,
-            False,
-        )
-        return tuple.__new__(Times, measured)
+        return Times(idle, processor, queued, at.collating, 0.0, longest, retries, weight, free is None, slow)
 
-    def _least(self, epoch: int) -> float:
-        """A sample that takes longer is one of the slowest of its epoch."""
-        known, slow = self._slow
-        return slow[0] if known == epoch and len(slow) == KEPT_SAMPLES else 0.0
-
-    def _note_slow(self, at: BatchScope) -> tuple[tuple[int, float], ...]:
+    def _slowest(self, at: BatchScope) -> tuple[tuple[int, float], ...]:
         """The place and the seconds of those samples of a batch that are among the slowest of the epoch."""
-        epoch, (known, slow) = at.task.epoch, self._slow
-        least = max(SAMPLE_SECONDS, self._least(epoch))
-        found = [(place, seconds) for place, seconds in enumerate(at.durations) if seconds > least]
+        if at.task.epoch != self._slow_epoch:
+            self._slow_epoch, self._slow, self._least = at.task.epoch, [], SAMPLE_SECONDS
+        found = [(place, seconds) for place, seconds in enumerate(at.durations) if seconds > self._least]
         found = heapq.nlargest(KEPT_SAMPLES, found, key=operator.itemgetter(1))
-        kept = sorted([*(slow if known == epoch else ()), *[seconds for _, seconds in found]])
-        self._slow = epoch, kept[-KEPT_SAMPLES:]
+        self._slow = sorted([*self._slow, *[seconds for _, seconds in found]])[-KEPT_SAMPLES:]
+        if len(self._slow) == KEPT_SAMPLES:
+            self._least = self._slow[0]
         return tuple(found)
 
     def read_sample(self, index: Any, epoch: int) -> Any:
@@ -385,7 +373,9 @@ class Reader:
         at.items = items = iter(indices)
         at.drawn = None
         board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
-        notes, stamps = self._notes_samples or at.task.careful, [] if at.measure is None else self._stamps(at)
+        notes, stamps = self._notes_samples or at.task.careful, [time.perf_counter()] if self._times_samples else []
+        if at.measure is not None:
+            at.is_alone = True
         if not (notes or self._tolerant or stamps):
             return [dataset[index] for index in items]
         samples: list[Any] = []
@@ -398,18 +388,13 @@ class Reader:
                     if stamps:
                         stamps.append(time.perf_counter())
                 if stamps:
-                    at.durations += map(operator.sub, stamps[1:], stamps)
+                    at.durations = [*at.durations, *map(operator.sub, stamps[1:], stamps)]
                 return samples
             except Exception as error:
                 if not self._tolerant or at.passes(error):
                     raise
                 samples.append(self._in_place_of(index, error, at))
                 stamps += stamps[-1:]  # it is over, but has not been read
-
-    def _stamps(self, at: BatchScope) -> list[float]:
-        """Where samples are timed, a list that begins with now, for the end of each. Otherwise an empty one."""
-        at.is_alone = True
-        return [time.perf_counter()] if self._times_samples else []
 
     def _make_batch(self, samples: list[Any], at: BatchScope) -> Any:
         at.board[SAMPLE] = IN_BATCHIFY
@@ -526,6 +511,25 @@ class Reader:
             sample = on_error(SampleError(index, task.epoch, task.seq, shard, failed))
         at.skipped.append((index, without_frames(failed)))
         return sample if callable(on_error) else Bad(at.skipped[-1])
+
+
+def reading_in(frame: FrameType | None) -> str:
+    """What a thread reads, in words, by the frame that it is in; "": nothing. Reading itself notes nothing for this."""
+    stamps: list[float] = []
+    while frame is not None and frame.f_code is not Reader.read.__code__:
+        if frame.f_code is Reader._read_one_by_one.__code__:
+            stamps = frame.f_locals.get("stamps") or []
+        frame = frame.f_back
+    at = None if frame is None else frame.f_locals.get("at")
+    if frame is None or at is None or not hasattr(at, "board"):  # it has just begun
+        return ""
+    task, place, now = at.task, at.place, time.perf_counter()
+    doing = f"reading sample {plain_indices(at.indices)[place]!r}" if place >= 0 else phase(at.board)
+    took = f"which it began {now - frame.f_locals['began']:.0f} s ago"
+    if stamps and place >= 0:
+        took = f"for {now - stamps[-1]:.0f} s"
+    shard = f", shard {at.board[SHARD]}" if task.sharded else ""
+    return f"{doing} of epoch {task.epoch}, {name_of_batch(task.seq)}{shard}, {took}"
 
 
 def plain_indices(indices: Any) -> Any:

@@ -32,6 +32,7 @@ from sharded_loader.engine.order import ranks_of_mesh
 from sharded_loader.engine.pipeline import PER_WORKER, Pipeline
 from sharded_loader.engine.pool import Pool, check_init_fn, owners
 from sharded_loader.engine.split import Split, check_shares
+from sharded_loader.loader.auto import number_of_workers
 from sharded_loader.pools.inline import InlinePool
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.pools.threads import ThreadPool
@@ -326,8 +327,15 @@ def make_pool(
     max_worker_memory: Any = None,
 ) -> Pool:
     """The pool that the arguments ask for. The last three are as the pools have them."""
-    if isinstance(num_workers, bool) or not hasattr(num_workers, "__index__"):
-        raise TypeError(f"num_workers is {num_workers!r}; it must be an int, the number of workers")
+    is_auto, num_workers = number_of_workers(num_workers)
+    if isinstance(pool, Pool) and is_auto:
+        raise ValueError(
+            f'num_workers="auto" makes a pool, and pool={pool!r} is one: leave out pool, or give pool="thread"'
+        )
+    if is_auto and pool == "ray":
+        raise ValueError('num_workers="auto" is for workers on this machine: give the number of Ray actors')
+    if isinstance(num_workers, bool):
+        raise TypeError(f'num_workers is {num_workers!r}; it must be an int, the number of workers, or "auto"')
     count = max(0, int(num_workers))
     if num_workers < 0:
         logger.warning(
@@ -346,11 +354,7 @@ def make_pool(
             )
         return pool
     kind = _kind_of_pool(pool, count, thread_pool)
-    if max_worker_memory is not None and kind != "process":
-        raise ValueError(
-            f"max_worker_memory={max_worker_memory!r} needs worker processes on this machine: give num_workers= "
-            f"without thread_pool and pool, or leave max_worker_memory out"
-        )
+    refuse_worker_memory(max_worker_memory, kind == "process")
     if kind == "inline":
         check_init_fn(worker_init_fn)  # it is not called, as in torch
         if timeout is not None:
@@ -363,6 +367,15 @@ def make_pool(
 
         return RayPool(count, **options)
     return ProcessPool(count, **options)
+
+
+def refuse_worker_memory(limit: Any, has_processes: bool) -> None:
+    """Reject ``max_worker_memory`` without worker processes."""
+    if limit is not None and not has_processes:
+        raise ValueError(
+            f"max_worker_memory={limit!r} needs worker processes on this machine: give num_workers= without "
+            f"thread_pool and pool, or leave max_worker_memory out"
+        )
 
 
 def _kind_of_pool(pool: Any, count: int, thread_pool: bool) -> Any:

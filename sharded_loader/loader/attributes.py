@@ -21,6 +21,7 @@ from typing import Any, ParamSpec
 from sharded_loader.base.described import an
 from sharded_loader.base.private import refuse_skipping
 from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.engine.pipeline import PER_WORKER
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.split import balanced_shares
 from sharded_loader.loader.arguments import (
@@ -31,7 +32,8 @@ from sharded_loader.loader.arguments import (
     length,
 )
 from sharded_loader.loader.epochs import Epochs
-from sharded_loader.loader.stats import LoaderStats, Meter, Metered, quiet_counts
+from sharded_loader.loader.report import Reported
+from sharded_loader.loader.stats import LoaderStats, Meter, quiet_counts
 from sharded_loader.sampling.index_samplers import NO_WEIGHTS, MixtureSampler
 from sharded_loader.streams.order import StreamOrder
 
@@ -57,7 +59,7 @@ def keeps_arguments(init: Callable[Given, None]) -> Callable[Given, None]:
     return keep
 
 
-class LoaderAttributes(Metered):
+class LoaderAttributes(Reported):
     """The attributes of a `ShardedDataLoader`, which makes the parts.
 
     Args:
@@ -97,6 +99,12 @@ class LoaderAttributes(Metered):
             2
         """
         return self._arguments
+
+    def _given(self) -> Mapping[str, Any]:
+        return self._arguments
+
+    def _replicas(self) -> tuple[int, int]:
+        return self._order.replicas() if self._order.replicated else super()._replicas()
 
     def _resized(self, num_replicas: int, rank: int, batch_size: int | None) -> None:
         """The loader was rescaled."""
@@ -209,6 +217,7 @@ class LoaderAttributes(Metered):
     @prefetch.setter
     def prefetch(self, prefetch: int | None) -> None:
         self._pipeline.scale_by_group = prefetch is None
+        self._pipeline.per_worker = PER_WORKER if prefetch is None else 0
         self._pipeline.prefetch = check_prefetch(prefetch, self.num_workers)
 
     @property
@@ -394,14 +403,14 @@ class LoaderAttributes(Metered):
         Args:
             state: what `state_dict` returned.
             strict: False allows another ``batch_size`` for the samples that are left, and samplers of ours with other
-                arguments (weights, budgets), which are otherwise rejected in mid-epoch. It also says that other data of
-                the same length are meant, of which you are warned otherwise.
+                arguments (weights, budgets), which are otherwise rejected in mid-epoch. It also allows other data of
+                the same length.
             skip: steps to leave out, as the argument ``skip`` of the loader, in addition to those of the loader and of
                 the state.
 
         Raises:
-            ValueError, TypeError: no state, or of another dataset length, sampler, batch size or version; says what
-                differs. Nothing has changed then.
+            ValueError, TypeError: no state, or of other data, or of another dataset length, sampler, batch size or
+                version; says what differs. Nothing has changed then.
 
         Example:
             >>> from sharded_loader import ShardedDataLoader
@@ -412,8 +421,7 @@ class LoaderAttributes(Metered):
             [[4, 5, 6, 7], [8, 9]]
         """
         self._pipeline.check_open()
-        # Workers are sent a seed that has changed.
-        self._epochs.stale |= self._progress.load(state, strict, skip)
+        self._epochs.load(state, strict, skip)
 
     # -- what it has done ----------------------------------------------------------------------------------
 

@@ -28,11 +28,10 @@ another epoch end with an error. In a process worker the dataset is the worker's
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -44,8 +43,8 @@ from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import fetched_by_lightning, is_owned
 from sharded_loader.data.arrays import takes_arrays
 from sharded_loader.data.datasets import can_follow, follow
-from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.data.interleave import mixture_of
+from sharded_loader.data.known import Known, digest_of_read
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import NOTHING, Job, Task
 from sharded_loader.engine.order import Epoch, FetchEpoch, Position
@@ -55,6 +54,7 @@ from sharded_loader.engine.split import is_sharded, plain_indices
 from sharded_loader.loader.arguments import length
 from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
+from sharded_loader.randomness.global_generators import seeded_globals
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.epoch import MapEpoch
 from sharded_loader.sampling.order import MapOrder
@@ -70,15 +70,14 @@ class Progress(ShownRun):
 
     Args:
         order: the loader's.
-        fingerprint: what tells other data; see `data.inspection`. It is asked for with the first state.
+        entries: a function that returns what a state has of the data.
 
     Attributes:
         live: the iterators that have begun an epoch and are alive, by the numbers of their runs.
     """
 
-    def __init__(self, order: MapOrder | StreamOrder, fingerprint: Callable[[], str | None] = lambda: None) -> None:
-        self._fingerprint = fingerprint
-        self._order = order
+    def __init__(self, order: MapOrder | StreamOrder, entries: Callable[[], dict[str, Any]] = dict) -> None:
+        self._order, self._entries = order, entries
         self.live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._pending: Position | None = None
         self._length: int | None = None
@@ -122,7 +121,7 @@ class Progress(ShownRun):
         epoch = run.epoch
         if not epoch.in_mid_epoch or epoch.batches(run.delivered) != epoch.first:
             return False
-        if self._restarts and self._order.next_epoch == epoch.number + 1:
+        if (self._restarts or self._order.asked) and self._order.next_epoch == epoch.number + 1:
             self._order.set_epoch(epoch.number)
         return True
 
@@ -204,12 +203,10 @@ class Progress(ShownRun):
         ended = self.shown
         if run is None and ended is not None and ended.ended and ended.epoch.number + 1 == position.epoch:
             position = ended.epoch.after(position)
-        state = epoch.state(position)
-        data = self._fingerprint()
-        return state if data is None else {**state, "data": data}
+        return {**epoch.state(position), **self._entries()}
 
-    def load(self, state: Any, strict: bool, skip: Any = None) -> bool:
-        """Continue at the position of a state.
+    def load(self, state: Any, strict: bool, skip: Any = None, check: Callable[[], Any] = lambda: None) -> bool:
+        """Continue at the position of a state, unless ``check`` raises an error.
 
         Returns:
             Whether the loader's seeds have changed with it.
@@ -220,13 +217,10 @@ class Progress(ShownRun):
         before = self._order.given_skip
         try:
             self._order.add_skip(skip)
-            position, changed = self._order.load(state, strict)
+            position, changed = self._order.load(state, strict, check=check)
         except BaseException:
             self._order.given_skip = before
             raise
-        if strict:
-            one = state[0] if isinstance(state, list | tuple) else state
-            warn_of_other_data(one.get("data"), self._fingerprint())
         self.shown = None
         self.begin_at(position)
         return changed
@@ -234,7 +228,7 @@ class Progress(ShownRun):
     def begin_at(self, position: Position) -> None:
         """The next epoch begins at this position."""
         self._order.set_epoch(position.epoch)
-        self._restarts = False
+        self._restarts = self._order.asked = False
         self._pending = position
         self._length = self._order.dataset_length
 
@@ -268,6 +262,77 @@ def warn_of_length(dataset: Any, known: int | None, notices: Notices, then: str)
         notices.warn("length", f"the dataset has {now} samples, and had {known} when the loader last looked. {then}")
 
 
+def shown_indices(dataset: Any, indices: Any, epoch: int) -> list[Any]:
+    """The indices of a task as users see them; those of a mixture as (source, index)."""
+    mixture = mixture_of(dataset)
+    found = indices.tolist() if isinstance(indices, np.ndarray) else list(indices)
+    return found if mixture is None else mixture.pairs(found, epoch)
+
+
+def fetch_epoch(dataset: Any, indices: Any, epoch: int, seq: int = -1) -> FetchEpoch:
+    """One batch of these samples.
+
+    Args:
+        dataset: what is read.
+        indices: of the samples; of a mixture as `shown_indices` names them, or as the mixture takes them.
+        epoch, seq: as of `FetchEpoch`.
+
+    Raises:
+        TypeError: they are no list of indices.
+    """
+    if isinstance(indices, str | bytes) or not isinstance(indices, Iterable):
+        raise TypeError(f"fetch was given {brief(indices)}; it must be a list of indices")
+    mixture, found = mixture_of(dataset), plain_indices(list(indices))
+    planned: list[Any] | Exception = found or ValueError("fetch was given no indices: give at least one")
+    if mixture is not None:
+        try:
+            planned = [mixture.code(*one) if isinstance(one, tuple) else one for one in found]
+        except (IndexError, TypeError) as error:
+            planned = error
+    fetched = FetchEpoch(epoch, planned, seq)
+    fetched.limit = None if mixture is not None or isinstance(dataset, Mapping) else length(dataset)
+    return fetched
+
+
+@contextmanager
+def in_epoch(
+    set_epoch: Callable[[int], Any] | None, epoch: int, back: Callable[[], int], reading: Iterable[int] = ()
+) -> Iterator[None]:
+    """Inside, a dataset is in ``epoch``; afterwards in the epoch that ``back`` returns.
+
+    Args:
+        set_epoch: of the dataset; None: it has none.
+        epoch, back: as above.
+        reading: the epochs that threads read the dataset in.
+
+    Raises:
+        RuntimeError: a thread reads in another epoch.
+    """
+    if set_epoch is None:
+        yield
+        return
+    for other in reading:
+        if other != epoch:
+            raise RuntimeError(
+                f"cannot read in epoch {epoch} while threads read epoch {other}: the dataset, which "
+                f"has set_epoch and is shared by them, can be in one epoch only; finish that epoch first"
+            )
+    set_epoch(epoch)
+    try:
+        yield
+    finally:
+        set_epoch(back())
+
+
+def check_one_epoch(reading: Iterable[int], epoch: int) -> None:
+    """Refuse a batch of another epoch than those that are read, of a dataset that all share and that has set_epoch."""
+    if any(other != epoch for other in reading):
+        raise ValueError(
+            f"cannot fetch a batch of epoch {epoch} while another epoch is read: the dataset has set_epoch, "
+            f"and one object of it is read by all. Finish that epoch first, or use worker processes"
+        )
+
+
 class Epochs:
     """The epochs of one loader.
 
@@ -282,6 +347,7 @@ class Epochs:
     Attributes:
         dataset, batchify_fn: of the job.
         order, pipeline, placement, resident: as above.
+        known: what states have of the data.
         progress: the loader's position.
         stale: the dataset or the seed has changed since the workers were told.
         prefetch_epochs: as above. May be set at any time.
@@ -299,8 +365,8 @@ class Epochs:
     ) -> None:
         self._job, self.dataset, self.batchify_fn = job, job.dataset, job.batchify_fn
         self.order, self.pipeline, self.placement, self.resident = order, pipeline, placement, resident
-        self._fingerprint = functools.cache(functools.partial(fingerprint_of, job.dataset))
-        self.progress = Progress(order, self._fingerprint)
+        self.known = Known(job.dataset)
+        self.progress = Progress(order, self.known.entries)
         self._workers, self._split = pipeline.pool, pipeline.split
         self.prefetch_epochs = prefetch_epochs
         self._numbers = itertools.count()
@@ -333,7 +399,7 @@ class Epochs:
             self.placement.settle()
             self._tell_epoch(run)
         self.order.begun(run.epoch)
-        self.pipeline.open(run, self._job_now(), renew=self.stale)
+        self.pipeline.open(run, self.job_now(), renew=self.stale)
         self.stale = False
         self._tell_order(run, iterator)
 
@@ -361,7 +427,6 @@ class Epochs:
             shown = progress.run()
             epoch = progress.coming() if shown is None else shown.epoch
             assert isinstance(order, MapOrder) and isinstance(epoch, MapEpoch)  # only its order can be changed
-            settings = order.settings
             change(*epoch.reached(epoch.first if shown is None else shown.delivered))
             if self._kept is not None:  # its batches were planned before
                 self._drop(self._kept.run)
@@ -370,7 +435,7 @@ class Epochs:
                 run = iterator.run
                 if run is not None and not run.ended and run.dead is None:
                     iterator.run = self._go_on(run, iterator)
-            if progress.run() is shown is not None and order.settings == settings:
+            if progress.run() is shown is not None:
                 progress.shown = self._rest_of(shown)  # its iterator is gone, but a state is taken from it
 
     def _rest_of(self, run: Run) -> Run:
@@ -412,7 +477,7 @@ class Epochs:
             return  # what cannot be asked now is an error when the epoch begins, if it is one then
         ahead.is_ahead = True
         self._kept = _KeptRun(ahead, mark, (facts, self._split.weights))
-        self.pipeline.open(ahead, self._job_now())
+        self.pipeline.open(ahead, self.job_now())
         run.next = ahead
         self.pipeline.fill_next(run)
 
@@ -436,7 +501,7 @@ class Epochs:
     def refresh(self) -> None:
         """The dataset has changed: the workers get it before the next epoch."""
         self.stale = True
-        self._fingerprint.cache_clear()
+        self.known.forget()
         self.order.resize(length(self.dataset))
         self._split.costs = self.order.shard_costs
 
@@ -475,6 +540,15 @@ class Epochs:
         if not self._job.keep_batch:
             self._job, self.stale = replace(self._job, keep_batch=True), True
 
+    def load(self, state: Any, strict: bool, skip: Any) -> None:
+        """Continue at the position of a state; see `Progress.load`. It is of these data, unless ``strict`` is False."""
+
+        def check() -> None:
+            if strict:
+                self.known.check(state[0] if isinstance(state, list | tuple) else state, self.digest)
+
+        self.stale |= self.progress.load(state, strict, skip, check)  # workers are sent a seed that has changed
+
     def forget(self) -> None:
         """Let go of what is kept: the loader is closed."""
         self._kept = None
@@ -487,7 +561,7 @@ class Epochs:
             epoch.limit = length(self.dataset)
         return Run(next(self._numbers), epoch)
 
-    def _job_now(self) -> Job:
+    def job_now(self) -> Job:
         return replace(self._job, seed=self.order.seed, stream=self.order.stream)
 
     # -- single batches and samples -------------------------------------------------------------------------
@@ -504,8 +578,8 @@ class Epochs:
         self.placement.check_not_capturing()
         run = self._new_run(self.progress.begin() if epoch is None else epoch)
         epoch = run.epoch
-        with self._in_epoch(epoch.number):
-            reader, seq = reader_for(self._job_now(), readers=0), epoch.first
+        with self.in_epoch(epoch.number):
+            reader, seq = reader_for(self.job_now(), readers=0), epoch.first
             while (planned := epoch.task(seq)) is not None:
                 batch = NOTHING if planned is NOTHING else self._read_here(reader, epoch, planned)
                 if batch is not NOTHING:
@@ -546,14 +620,19 @@ class Epochs:
         assert isinstance(task, Task)  # of what is looked up no step is left out
         return task
 
+    def some_indices(self, epoch: int, steps: Iterable[int], each: int) -> list[Any]:
+        """The indices of the first samples of some steps, as the first rank reads them: the same on every rank."""
+        found: dict[Any, None] = {}
+        for step in steps:
+            looked_up = self._looked_up(epoch, step, None if self.order.replicas()[0] == 1 else 0)
+            found |= dict.fromkeys(plain_indices(self._task_of(looked_up, step).shards[0])[:each])
+        return list(found)
+
     def indices(self, epoch: Any, step: Any, rank: Any) -> Any:
         """The indices of a step; with ``evaluate`` also how many are no fillers."""
         found = self._looked_up(epoch, step, rank)
         task = self._task_of(found, step)
-        mixture = mixture_of(self.dataset)
-        shards = [shard.tolist() if isinstance(shard, np.ndarray) else list(shard) for shard in task.shards]
-        if mixture is not None:
-            shards = [mixture.pairs(shard, found.number) for shard in shards]
+        shards = [shown_indices(self.dataset, shard, found.number) for shard in task.shards]
         indices = shards if task.sharded else shards[0]
         return (indices, found.real(task)) if found.evaluates else indices
 
@@ -562,8 +641,8 @@ class Epochs:
         self.placement.check_not_capturing()
         found = self._looked_up(epoch, step)
         self._new_run(found)
-        task, job = self._task_of(found, step), self._job_now()
-        with self._in_epoch(found.number), seeded_as_worker(job.seed, task):
+        task, job = self._task_of(found, step), self.job_now()
+        with self.in_epoch(found.number), seeded_as_worker(job.seed, task):
             batch = self._read_here(reader_for(job, readers=0), found, task)
         if batch is NOTHING:
             raise ValueError(f"epoch {epoch}, batch {step} was left out: on_error has skipped all of its samples")
@@ -573,41 +652,39 @@ class Epochs:
         """A run of one batch that belongs to no epoch: the run, what its workers read, and whether that is new to them.
 
         Args:
-            indices: of its samples; of a mixture as `indices` names them, or as the mixture takes them.
+            indices: as of `fetch_epoch`.
             epoch: the epoch whose random numbers it draws.
         """
         if isinstance(self.order, StreamOrder):
             raise TypeError("fetch needs a dataset that is read by index: iterable data has its own order")
-        if isinstance(indices, str | bytes) or not isinstance(indices, Iterable):
-            raise TypeError(f"fetch was given {brief(indices)}; it must be a list of indices")
-        mixture, found = mixture_of(self.dataset), plain_indices(list(indices))
-        planned: list[Any] | Exception = found or ValueError("fetch was given no indices: give at least one")
-        if mixture is not None:
-            try:
-                planned = [mixture.code(*one) if isinstance(one, tuple) else one for one in found]
-            except (IndexError, TypeError) as error:
-                planned = error
-        run = Run(next(self._numbers), FetchEpoch(epoch, planned))
-        run.epoch.limit = None if mixture is not None or isinstance(self.dataset, Mapping) else length(self.dataset)
+        run = Run(next(self._numbers), fetch_epoch(self.dataset, indices, epoch))
         live = [one for one in self.progress.live_runs() if not one.ended and one.dead is None]
         if self._workers.shares_dataset and (set_epoch := self._set_epoch()) is not None:
-            if any(one.epoch.number != epoch for one in live):
-                raise ValueError(
-                    f"cannot fetch a batch of epoch {epoch} while another epoch is read: the dataset has set_epoch, "
-                    f"and one object of it is read by all. Finish that epoch first, or use worker processes"
-                )
+            check_one_epoch([one.epoch.number for one in live], epoch)
             if not live:
                 set_epoch(epoch)
         renew, self.stale = self.stale and not live, self.stale and bool(live)
         if renew and self._kept is not None:  # it was read before the change
             self._drop(self._kept.run)
             self._kept = None
-        return run, self._job_now(), renew
+        return run, self.job_now(), renew
 
     def sample(self, index: Hashable, epoch: int) -> Any:
         """One sample, read here and now, as in ``epoch``."""
-        with self._in_epoch(epoch):
-            return reader_for(self._job_now(), readers=0).read_sample(index, epoch)
+        with self.in_epoch(epoch):
+            return reader_for(self.job_now(), readers=0).read_sample(index, epoch)
+
+    def digest(self, index: Any, epoch: int, seed: int | None = None, key: int = 1) -> str:
+        """The digest of one sample, read here; or its error as a text.
+
+        Args:
+            index, epoch: of the sample.
+            seed: of its random numbers; None: the loader's.
+            key: what the global generators are seeded with.
+        """
+        job = self.job_now() if seed is None else replace(self.job_now(), seed=seed)
+        with self.in_epoch(epoch), seeded_globals(key):
+            return digest_of_read(lambda: reader_for(job, readers=0).read_sample(index, epoch))
 
     # -- datasets that look ahead ---------------------------------------------------------------------------
 
@@ -657,26 +734,8 @@ class Epochs:
         """The dataset's ``set_epoch``. That of iterable data is called when a part is opened."""
         return None if self.order.stream is not None else getattr(self.dataset, "set_epoch", None)
 
-    @contextmanager
-    def _in_epoch(self, epoch: int) -> Iterator[None]:
-        """Inside, the dataset is in ``epoch``; afterwards in the loader's.
-
-        Raises:
-            RuntimeError: a thread reads in another epoch.
-        """
-        set_epoch = self._set_epoch()
-        if set_epoch is None:
-            yield
-            return
-        if self._workers.num_workers and self._workers.shares_dataset:
-            for run in self.progress.live_runs():
-                if not run.ended and run.dead is None and run.epoch.number != epoch:
-                    raise RuntimeError(
-                        f"cannot read in epoch {epoch} while threads read epoch {run.epoch.number}: the dataset, which "
-                        f"has set_epoch and is shared by them, can be in one epoch only; finish that epoch first"
-                    )
-        set_epoch(epoch)
-        try:
-            yield
-        finally:
-            set_epoch(self.progress.at()[0])
+    def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
+        """Inside, the dataset is in ``epoch``; afterwards in the loader's. See the function."""
+        reads = self._workers.num_workers and self._workers.shares_dataset
+        live = [run for run in self.progress.live_runs() if reads and not run.ended and run.dead is None]
+        return in_epoch(self._set_epoch(), epoch, lambda: self.progress.at()[0], [run.epoch.number for run in live])

@@ -33,9 +33,10 @@ from sharded_loader.base.private import find_profiler_enabled, is_owned
 from sharded_loader.batching.tree import to_torch
 from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.engine.messages import NOTHING, Job, Result
-from sharded_loader.engine.pipeline import Entry, Pipeline, Run, ShownRun
+from sharded_loader.engine.pipeline import NOTED_SECONDS, Entry, Pipeline, Run, ShownRun
 from sharded_loader.loader.epochs import Epochs, Mark
-from sharded_loader.loader.stats import NO_TOTALS, Counts, Meter, Step
+from sharded_loader.loader.stats import NO_TOTALS, Counts, Meter
+from sharded_loader.loader.waits import Setup
 from sharded_loader.streams.epoch import StreamEpoch
 
 if TYPE_CHECKING:
@@ -46,9 +47,6 @@ else:
     from typing import TypeVar
 
     Batch = TypeVar("Batch")
-
-POLL_SECONDS = 0.001
-"""Between two looks whether a batch has come, where a program waits with a time limit."""
 
 profiler_enabled = find_profiler_enabled()
 """Whether torch's profiler runs. It is looked up once, because each ``next`` asks."""
@@ -179,10 +177,9 @@ class BatchIterator(Iterator[Batch]):
         pipeline, run = self._pipeline, self.run
         assert run is not None  # it was chosen
         inside = pipeline.begin(is_nested)
-        waits: list[Entry] = []
         if is_first:
             self._open(run)
-        starts = is_first and not run.window
+        starts = is_first and not run.window and pipeline.pool.num_workers > 0
         while True:
             entry = pipeline.head(run)
             if isinstance(entry, Exception):
@@ -199,23 +196,23 @@ class BatchIterator(Iterator[Batch]):
                 run, is_first = self.run, True  # also if the run before has given empty batches
                 assert run is not None
                 continue
-            if entry.wait is not None:
-                waits.append(entry)
             result, batch, placing = self._deliver(run, entry, is_first)
             is_first = False
             if result.batch is NOTHING and result.error is None:
                 continue
             pipeline.end(inside)
-            self._last_ended = time.perf_counter()
+            self._last_ended = taken = time.perf_counter()
             if self._counted is None or self._counted.epoch.number != run.epoch.number:
                 self._begin_counts(run)
-            behind, reads = clock.behind - behind, pipeline.pool.num_workers == 0
-            step = began, self._last_ended, turn, placing, behind, starts and not reads, reads, waits
-            meter.add(self._counts, tuple.__new__(Step, step), entry, result)
-            if meter.mixture is not None and result.error is None and entry.task is not None:
-                meter.count_sources(self._counts, entry.task.shards)
-            if result.error is None and meter.looks is None:
-                meter.look(batch)
+            behind, counts = clock.behind - behind, self._counts
+            if result.times is None and result.seconds < NOTED_SECONDS and type(entry.wait) is float and not starts:
+                counts.count(taken - began, taken - turn, placing, behind, result, entry.wait)
+            else:
+                meter.note(counts, entry, result, (entry.sent, turn, began, taken, placing, behind, starts))
+            if result.error is None and entry.task is not None and (meter.looks is None or meter.mixture is not None):
+                meter.look(batch, counts, entry.task.shards)
+            if taken >= meter.tune_at:
+                meter.tune(meter, pipeline, taken)
             try:
                 return batch, result.error
             finally:
@@ -226,7 +223,9 @@ class BatchIterator(Iterator[Batch]):
         if self._counted is not None:
             self._counts = Counts()
         self._counted = run
-        self._meter.begin(run.epoch.number, self._totals_at_start, self._counts)
+        pipeline = self._pipeline
+        setup = Setup(pipeline.pool.num_workers, pipeline.prefetch, pipeline.pool.shares_dataset)
+        self._meter.begin(run.epoch.number, self._totals_at_start, self._counts, setup)
 
     def _end(self, run: Run, is_first: bool) -> bool:
         """The run has no more batches: the epoch ends.
@@ -427,10 +426,14 @@ class RunIterator(BatchIterator[Any]):
     def _open(self, run: Run) -> None:
         self._pipeline.open(run, self._job)
 
-    def poll(self, *, renew: bool = False, block: bool = False) -> bool:
+    def poll(self, *, renew: bool = False, block: bool = False, seconds: float = 0.0) -> bool:
         """See `Pipeline.poll`. Without workers it is `next` that reads, so there is nothing to wait for."""
-        has_come = self._pipeline.poll(self._only, self._job, renew=renew, block=block)
+        has_come = self._pipeline.poll(self._only, self._job, renew=renew, block=block, seconds=seconds)
         return has_come or not self._pipeline.pool.num_workers
+
+    def wake(self) -> None:
+        """Make a `poll` return. Any thread."""
+        self._pipeline.pool.wake()
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not _is_finalizing():
@@ -486,11 +489,16 @@ class BatchFuture(Future[Batch]):
         return super().exception(0)
 
     def _receive(self, timeout: float | None = None) -> None:
-        until = None if timeout is None else time.monotonic() + timeout
-        while until is not None and not self.done():  # the pools have no wait with a time limit
-            if time.monotonic() >= until:
-                return
-            time.sleep(POLL_SECONDS)
+        if timeout is not None and not self.done():
+            until = time.monotonic() + timeout
+            timer = threading.Timer(timeout, self._batches.wake)  # the pools have no wait with a time limit
+            timer.start()
+            try:
+                while not self._batches.poll(seconds=until - time.monotonic()):
+                    if time.monotonic() >= until:
+                        return
+            finally:
+                timer.cancel()
         with self._turn:
             if super().done():
                 return
@@ -506,6 +514,7 @@ class BatchFuture(Future[Batch]):
             else:
                 self.set_result(batch)
             self._batches.drop()
+            self._owner = None
 
 
 leave_alone(BatchIterator.__next__, BatchIterator.__del__, RunIterator.__del__)

@@ -54,7 +54,10 @@ from sharded_loader.loader.arguments import (
     transform_of,
 )
 from sharded_loader.loader.attributes import LoaderAttributes, keeps_arguments
+from sharded_loader.loader.auto import number_of_workers, tuned
+from sharded_loader.loader.check import LoaderCheck, check_loader
 from sharded_loader.loader.epochs import Epochs
+from sharded_loader.loader.fingerprint import Fingerprint, fingerprint_of_epoch
 from sharded_loader.loader.iterator import Batch, BatchFuture, EpochIterator, RunIterator
 from sharded_loader.loader.stats import Meter
 from sharded_loader.parallel.split import gather
@@ -78,6 +81,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         shuffle: Whether every epoch has a new random order.
         collate_fn: The collate function: list of samples -> batch. Default: `default_batchify_fn`.
         num_workers: The number of worker processes (threads with ``thread_pool``). 0 or less: the main process reads.
+            ``"auto"``: 2 at first, then as many as training needs. Batches, states and errors stay what they are.
         device: The device of the batches. ``"cuda"`` is the current device, whatever LOCAL_RANK says: call
             ``torch.cuda.set_device`` first, or give ``"cuda:1"``.
         devices: A list of devices, or ``"auto"`` for all accelerators. Each batch is a list: shard i is on device i.
@@ -128,7 +132,8 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         thread_pool: Whether workers are threads instead of processes.
         pool: What reads the samples: ``"thread"``, ``"process"``, ``"ray"``, ``"inline"`` (the main process, whatever
             ``num_workers`` says), or a pool object.
-        prefetch: The number of batches to prefetch. Default: ``2 * num_workers``; more if a batch takes < 1 ms.
+        prefetch: The number of batches to prefetch. Default: ``2 * num_workers``; more if a batch takes < 1 ms. With
+            ``num_workers="auto"`` more, too, while training waits for single samples that take long.
         prefetch_factor: torch's argument: k is ``prefetch=k * num_workers``.
         prefetch_epochs: Whether workers read the first batches of the next epoch while you consume the last ones. They
             are dropped if you ask for another epoch, or call `refresh`. Only samplers of this library are read early.
@@ -188,7 +193,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         last_batch: Literal["keep", "discard", "rollover"] | None = None,
         batch_sampler: Iterable[Any] | None = None,
         batchify_fn: Callable[[list[Any]], Batch] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         pin_memory: bool = False,
         prefetch: int | None = None,
         thread_pool: bool = False,
@@ -270,6 +275,10 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         epochs = Epochs(job, order, pipeline, placement, resident=kept, prefetch_epochs=reads_ahead)
         super().__init__(epochs, meter, batch_size, bool(pin_memory))
         self.prefetch = prefetch
+        if prefetch_factor is not None:
+            pipeline.per_worker = pipeline.prefetch // workers.num_workers
+        if number_of_workers(num_workers)[0] and workers.num_workers:
+            tuned(meter)
         claim(workers, pipeline)
         workers.use_memory(placement.empty, placement.register, pinned=placement.pinned, near=placement.near)
         self.device_prefetch = placement.ahead
@@ -423,6 +432,63 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         run, job, renew = self._epochs.aside(indices, number)
         meter = Meter(None, self._meter.notices)  # it belongs to no epoch that is counted
         return BatchFuture(self, RunIterator(self._pipeline, self._placement, meter, run, job), renew)
+
+    def fingerprint(self, epoch: int | None = None) -> Fingerprint:
+        """A short hash of the order of an epoch and of three of its samples, to compare two runs with.
+
+        It is the same on every rank, for any number of ranks that together read as many samples in a step, and in every
+        pool, process and version of Python. The samples are read here, twice, with their random numbers, which depend
+        on ``seed``. One that is another one when it is read again is left out; `check` says why. From this call on,
+        `state_dict` has the digests of the samples. `load_state_dict` then reads these samples, and rejects the state
+        over other data.
+
+        Args:
+            epoch: Which epoch. Default: `epoch`. The order of the whole epoch is computed: two seconds for 100,000
+                steps of 64 samples.
+
+        Returns:
+            A `Fingerprint`. ``str`` of it is the hash. With ``as_dict()`` in a file of JSON, the command
+            ``sharded-loader diff`` names the first step in which two runs differ.
+
+        Raises:
+            TypeError: The dataset is iterable data.
+            ValueError: The order is not known, as in `indices`.
+
+        Example:
+            >>> loader = ShardedDataLoader(range(8), 4, shuffle=True, seed=1)
+            >>> str(loader.fingerprint(epoch=0)), loader.fingerprint(0).steps
+            ('33aedb4a09a1b621', '8d3898173fc69c89')
+        """
+        self._pipeline.check_open()
+        return fingerprint_of_epoch(self._epochs, self.epoch if epoch is None else epoch)
+
+    def check(self, samples: int = 12) -> LoaderCheck:
+        """Read some samples again and again, and tell which of them differ, and why.
+
+        They are read twice here, the second time in the reverse order, and once by a worker, which is started for this
+        and ended. The loader, its epoch and its workers stay what they are.
+
+        Args:
+            samples: How many samples of `epoch`: from its first, its middle and its last step.
+
+        Returns:
+            A `LoaderCheck`, which ``print`` shows: the samples that differ, the size of the pickled dataset, and the
+            memory of the worker. Of each sample it names the source of the randomness: a global generator, one of the
+            dataset, the time, or ``os.urandom``. What the samples raise is no error here.
+
+        Raises:
+            TypeError: The dataset is iterable data.
+            ValueError: ``samples`` is no positive integer. The order is not known, as in `indices`.
+
+        Example:
+            >>> loader = ShardedDataLoader([3, 1, 2], 2, num_workers=2, thread_pool=True)
+            >>> print(loader.check())
+            3 samples were read twice here, and by ThreadPool(1).
+            All are the same each time.
+            The pickled dataset has ... bytes.
+        """
+        self._pipeline.check_open()
+        return check_loader(self._epochs, check_int("samples", samples, 1, "give the number of samples to read"))
 
     def gather(self, shards: Sequence[Any], device: DeviceLike | None = None) -> Any:
         """Join the results of your program, one per shard, on one device.

@@ -1,21 +1,24 @@
 """How long each batch took on its way: the last ones as they were, all of them in histograms.
 
-    BatchTimes                one measured batch: stamps and seconds
-    Histograms.adding(batches) -> Histograms     of fixed size, for each worker and each stage
+    BatchRow                       one batch, as ``next`` notes it;  BatchTimes    the same, to look at
+    Histograms.adding(rows) -> Histograms        of fixed size, for each worker and each stage
     Histograms.stages(), .workers() -> `StageTimes`, `WorkerTimes`: sums and quantiles
 
 A histogram has `PER_POWER` buckets for each power of two. So a quantile is at most 5 percent from the true one. The
-largest value is exact. The values of many batches are put into buckets at once.
+largest value is exact. Only measured batches are in it, by their weights (`messages.Times`).
 
 Nothing here changes: a reader in another thread has what was counted when it asked. Nothing can go wrong.
 """
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from sharded_loader.engine.messages import Times
+from sharded_loader.engine.pipeline import Wait
 
 Table = np.ndarray[Any, Any]
 
@@ -32,42 +35,102 @@ BUCKETS = 1 + 34 * PER_POWER
 """From 1 us to 5 hours. The first bucket has what is shorter, the last one what is longer."""
 
 
+class SlowSample(NamedTuple):
+    """A sample that took long to read.
+
+    Attributes:
+        index: as the sampler yielded it.
+        seconds: that it took.
+        epoch: in which it was read.
+        worker: the number of its worker; -1: the main process.
+    """
+
+    index: Any
+    seconds: float
+    epoch: int
+    worker: int
+
+
+class BatchRow(NamedTuple):
+    """One batch that ``next`` has handed out, as it is noted there. Stamps are of `time.perf_counter`.
+
+    Attributes:
+        epoch, step: which batch.
+        samples: how many are in it; -1: an error stands in its place.
+        retries: see `Result`.
+        worker, began, seconds: who read it, when, and for how long, without the way into its slot.
+        sent: when it was given to the workers.
+        turn: when the batch before it was handed out.
+        asked, taken: when ``next`` began, and when it returned.
+        placing: seconds of conversion and of copies.
+        behind: of these, in which the host waited for a device.
+        starts: it is an iterator's first one, and nothing was read before.
+        is_lost: a worker ended over it.
+        wait: how ``next`` has waited for it; None: it was there, or the main process has read it.
+        times: what its worker has measured; None: nothing.
+        slow: its samples that took long.
+    """
+
+    epoch: int
+    step: int
+    samples: int
+    retries: int
+    worker: int
+    began: float
+    seconds: float
+    sent: float
+    turn: float
+    asked: float
+    taken: float
+    placing: float
+    behind: float = 0.0
+    starts: bool = False
+    is_lost: bool = False
+    wait: Wait | None = None
+    times: Times | None = None
+    slow: tuple[SlowSample, ...] = ()
+
+
 class BatchTimes(NamedTuple):
     """One batch on its way. Stamps are of `time.perf_counter` in the main process, the others are seconds.
 
     Attributes:
-        epoch, seq: which batch. worker: its number, -1: the main process.
-        weight: how many batches it stands for: few of the cheapest are measured.
-        samples: how many are in it.
+        epoch, step: which batch. worker: its number, -1: the main process. samples: how many are in it.
         sent: when it was given to the workers.
-        began, ended: when its worker was at it.
+        began, ended, written: when its worker began it, had read and collated it, and had put it into its slot.
         turn: when the batch before it was handed out.
         asked, taken: when ``next`` began, and when it returned.
-        idle: of the worker, before the batch.
-        seconds: of the worker, to read it and to collate it.
-        ran: of these, those in which the worker ran, or waited for a core.
-        collate, write, placing: of the stage.
+        placing: the end of ``next``: conversion and copies.
+        collate: the end of reading.
+        ran: of reading, when a core ran the worker, or it waited for a core. processor: when a core ran it.
         longest: of the sample that took longest; 0: samples were not timed.
+        weight: how many batches it stands for: few of the cheapest are measured. 0: `collate`, `ran`, `processor`
+            and `longest` are not known.
+        waited: of ``next``, without those behind a device. for_workers: of these, those in which it waited for a
+            worker.
+        cause: the largest cause of `waited`.
     """
 
     epoch: int
-    seq: int
+    step: int
     worker: int
-    weight: int
     samples: int
     sent: float
     began: float
     ended: float
+    written: float
     turn: float
     asked: float
     taken: float
-    idle: float
-    seconds: float
-    ran: float
-    collate: float
-    write: float
     placing: float
+    collate: float
+    ran: float
+    processor: float
     longest: float
+    weight: int
+    waited: float
+    for_workers: float
+    cause: str
 
 
 class StageTimes(NamedTuple):
@@ -101,22 +164,6 @@ class WorkerTimes(NamedTuple):
     longest: float
 
 
-class SlowSample(NamedTuple):
-    """A sample that took long to read.
-
-    Attributes:
-        index: as the sampler yielded it.
-        seconds: that it took.
-        epoch: in which it was read.
-        worker: the number of its worker; -1: the main process.
-    """
-
-    index: Any
-    seconds: float
-    epoch: int
-    worker: int
-
-
 class Histograms:
     """Counts, sums and largest values of the stages, for each worker. The main process comes first, as worker -1.
 
@@ -124,8 +171,8 @@ class Histograms:
         workers: for how many there is room.
 
     Example:
-        >>> batch = BatchTimes(0, 0, 1, 1, 8, 0.0, 0.5, 2.5, 0.0, 3.0, 3.0, 0.1, 2.0, 1.5, 0.5, 0.0, 0.0, 0.0)
-        >>> times = Histograms().adding(array("d", batch * 10))
+        >>> batch = BatchRow(0, 0, 8, 0, 1, 0.5, 2.0, 0.0, 0.0, 3.0, 3.0, 0.0, times=Times(processor=1.5, collate=0.5))
+        >>> times = Histograms().adding([batch] * 10)
         >>> times.stages()["read"].seconds, times.workers()[1].batches
         (15.0, 10)
     """
@@ -145,23 +192,13 @@ class Histograms:
             np.maximum(made._longest[:size], one._longest, out=made._longest[:size])
         return made
 
-    def adding(self, batches: array[float]) -> Histograms:
-        """These, and those of some more batches: the fields of one `BatchTimes` after the other."""
-        if not batches:
+    def adding(self, rows: Iterable[BatchRow]) -> Histograms:
+        """These, and those of some more batches, as far as they were measured."""
+        found = [_stages_of(row, row.times) for row in rows if row.times is not None]
+        if not found:
             return self
-        table = np.frombuffer(batches).reshape(-1, len(BatchTimes._fields))
-        columns = dict(zip(BatchTimes._fields, table.T, strict=True))
-        turn, ended, asked = columns["turn"], columns["ended"], columns["asked"]
-        workers, weights = columns["worker"].astype(int) + 1, columns["weight"]
-        found = {
-            "queued": columns["began"] - columns["sent"],
-            "read": columns["seconds"] - columns["collate"],
-            "behind": turn - ended,
-            "ready": asked - np.maximum(turn, ended),
-        }
-        rows = [found[name] if name in found else columns[name] for name in STAGES]
-        rows += [columns["seconds"] + columns["write"], columns["idle"], columns["ran"]]
-        values = np.stack(rows, 1).clip(0.0)
+        table = np.array(found)
+        workers, weights, values = table[:, 0].astype(int) + 1, table[:, 1], table[:, 2:].clip(0.0)
         buckets = 1 + PER_POWER * np.log2(np.maximum(values, SHORTEST / 2) / SHORTEST)
         places = workers[:, None] * _ROWS + np.arange(_ROWS)
         made = Histograms(int(workers.max()) + 1)
@@ -191,6 +228,16 @@ class Histograms:
                 longest = float(self._longest[place, _BATCH])
                 found[place - 1] = WorkerTimes(batches, seconds, ran, idle, *_quantiles(counts, longest), longest)
         return found
+
+
+def _stages_of(row: BatchRow, times: Times) -> tuple[float, ...]:
+    """The worker, the weight, and the seconds of each of the `_ROWS`."""
+    done = row.began + row.seconds + times.write
+    return (
+        *(row.worker, times.weight, row.began - row.sent, row.seconds - times.collate, times.collate, times.write),
+        *(row.turn - done, row.asked - max(row.turn, done), row.placing - row.behind, row.seconds + times.write),
+        *(times.idle, row.seconds if times.processor < 0 else times.processor + times.queued),
+    )
 
 
 def _added(places: Table, values: Table, like: Table) -> Table:

@@ -47,6 +47,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.limits import free_bytes
 from sharded_loader.base.private import duplicated, reducer_of
 from sharded_loader.memory.codec import (
@@ -165,6 +166,8 @@ def publish(job: Any, inherited: Inherited | None = None, **parts: Any) -> Encod
         with contextlib.nullcontext() if inherited is None else inherited:
             return _dump(job)
     except Exception as error:
+        if is_from_outside(error):
+            raise
         kind = NeedsInheritanceError if inherited is None and needs_inheritance(error) else TypeError
         try:
             culprit = next(filter(None, (_culprit(part, name, set()) for name, part in parts.items())), "it")

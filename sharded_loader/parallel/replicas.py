@@ -338,6 +338,7 @@ def _thread_state(devices: Sequence[torch.device]) -> Callable[[torch.device], A
             if device in streams:
                 module = getattr(torch, device.type)
                 stack.enter_context(module.device(device))
+                module.set_device(device)  # gives a new thread its context; without one, cuBLAS warns that it makes one
                 stack.enter_context(module.stream(streams[device]))
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))

@@ -32,6 +32,9 @@ E = TypeVar("E", bound=BaseException)
 IDLE_DEATHS = 10
 """Deaths of workers of one number, between batches, that are too many if no batch has come from any worker since."""
 
+LOOK_SECONDS = 1.0
+"""Between two looks at the workers while `next` waits for them, at most."""
+
 GROWN = 3
 """Workers of one number that take too much memory with their first batch: then it is no leak."""
 
@@ -146,12 +149,12 @@ class Watch:
         timeout: seconds without progress; None: workers are never late.
 
     Attributes:
-        step: seconds until the next look; None: never.
+        step: seconds until the next look.
     """
 
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
-        self.step = None if timeout is None else min(1.0, timeout / 8)
+        self.step = LOOK_SECONDS if timeout is None else min(LOOK_SECONDS, timeout / 8)
         self._looked = 0.0
         self._seen: dict[Any, tuple[tuple[int, ...], float]] = {}
 
@@ -162,7 +165,7 @@ class Watch:
             workers: those that have something to do, each with its board. An empty board: it is in its start. The
                 clock of a worker that is left out starts again from 0.
         """
-        if self.timeout is None or self.step is None:
+        if self.timeout is None:
             return []
         now = time.monotonic()
         # No more is counted between two looks: the main process may have been away.

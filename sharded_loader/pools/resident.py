@@ -47,7 +47,7 @@ from sharded_loader.data.bulk import Int64s, checked_indices, gather_rows, is_ga
 from sharded_loader.devices.copies import CopyStream, Placed
 from sharded_loader.devices.pinning import pinned_copy
 from sharded_loader.devices.placement import Placement, not_placed
-from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams
+from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams, outside_inference_mode
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.pools.inline import InlinePool
 
@@ -220,7 +220,7 @@ class ResidentPool(InlinePool):
         if not count:
             return None
         try:
-            with streams.current(), torch.inference_mode(False):
+            with streams.current(), outside_inference_mode():
                 shapes = [to_torch(host[:0]).new_empty((count, *host.shape[1:]), device="meta") for host in hosts]
                 columns = [streams.empty_like(shape) for shape in shapes]
                 step = max(1, LOADED_AT_ONCE * count // max(1, sum(shape.nbytes for shape in shapes)))
@@ -274,7 +274,7 @@ class ResidentPool(InlinePool):
             return (not_placed(task, raised, "while the batch was gathered"),)
         batch = shards if task.sharded else shards[0]
         samples = sum(map(len, task.shards))
-        return (Result(task.run, task.seq, batch, samples, seconds=time.perf_counter() - began),)
+        return (Result(task.run, task.seq, batch, samples, seconds=time.perf_counter() - began, began=began),)
 
     def _gather(self, rows: Rows, device: torch.device, where: Int64s) -> Any:
         """A shard: on its device if that holds rows, otherwise on the host."""
@@ -293,8 +293,9 @@ class ResidentPool(InlinePool):
 
     def _take(self, at: _OnDevice, rows: Rows, where: Int64s) -> list[torch.Tensor]:
         """The rows of each column, on the device, in order."""
-        streams, absent = at.copies.streams, np.flatnonzero(where >= at.kept)
-        with streams.current(), torch.inference_mode(False):
+        streams = at.copies.streams
+        absent = np.flatnonzero(where >= at.kept) if at.kept < rows.length else ()
+        with streams.current(), outside_inference_mode():
             sent: list[torch.Tensor] = []
             numbers = where
             if len(absent):

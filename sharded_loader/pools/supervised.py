@@ -82,6 +82,9 @@ class SupervisedPool(WorkerPool, Generic[W]):
     def cancel(self, run: int) -> None:
         self._supervisor.cancel(run)
 
+    def tell_of_wait(self, text: str, task: Task | None) -> Callable[[], None] | None:
+        return self._supervisor.tell_of_wait(text, task)
+
     def close(self) -> None:
         self._supervisor.close()
         self.room = 0
@@ -105,11 +108,10 @@ class SupervisedPool(WorkerPool, Generic[W]):
         times: Times | None,
     ) -> Result:
         """The result in a reply (`messages.unpack_reply`), whose buffers are here."""
-        rebuilt = self._supervisor.rebuilt
+        result, rebuilt = decode_result(run, seq, pickled, buffers, task, times), self._supervisor.rebuilt
         if rebuilt and (run, seq) in rebuilt:
             rebuilt.discard((run, seq))
-            times = times and times._replace(rebuilt=True)
-        result = decode_result(run, seq, pickled, buffers, task, times)
+            result = result._replace(rebuilt=True)
         if result.seconds:  # it was not dropped
             self._sizes.note(wanted)
             self.group = self._grouping.note(result.seconds)

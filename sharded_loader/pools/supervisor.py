@@ -5,6 +5,7 @@
     replace(worker)           a worker has ended: it is buried, blamed or not, and another gets its number and its tasks
     renew(worker)             a worker lives, but another gets its number; that one answers what it has, and ends
     resize(num_workers)       more are launched; those that are too many answer what they have, and end
+    tell_of_wait(text, task)  who has a task, what it is at, and its stack, on stderr
     stop_late()               workers that stand still are killed; `replace` follows
     close()                   no worker runs
 
@@ -29,11 +30,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
+from sharded_loader.base.errors import name_of_batch
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.notices import Notices
+from sharded_loader.base.system import write_to_stderr
 from sharded_loader.engine.board import IN_BULK, ONE_BY_ONE, SAMPLE, is_at
 from sharded_loader.engine.messages import NOTHING, Job, NewJob, Result, Task
 from sharded_loader.engine.pool import PoolBroken
@@ -65,6 +68,11 @@ class Worker:
         self.tasks: dict[tuple[int, int], Task] = {}
         self.ready = False
         self.hung = False
+
+    @property
+    def who(self) -> str:
+        """How messages name it."""
+        return f"worker {self.number}"
 
 
 W = TypeVar("W", bound=Worker)
@@ -112,6 +120,14 @@ class Transport(ABC, Generic[W]):
     @abstractmethod
     def where(self, worker: W) -> Sequence[int] | None:
         """The board of a worker; empty: it is in its start. None: it is not watched, because it has nothing to do."""
+
+    @abstractmethod
+    def tell(self, worker: W) -> Callable[[], None] | None:
+        """Have a worker write to stderr what it reads, and its stack.
+
+        Returns:
+            What to call `ANSWER_SECONDS` later: it looks whether the worker has done so. None: that is not known.
+        """
 
     @abstractmethod
     def kill_late(self, late: Sequence[W], seconds: float) -> None:
@@ -327,6 +343,20 @@ class Supervisor(Generic[W]):
             self.deaths.settle(run, seq)
         return results
 
+    def tell_of_wait(self, text: str, task: Task | None) -> Callable[[], None] | None:
+        """See `Pool.tell_of_wait`."""
+        workers, key = [*self._transport.workers, *self._transport.leaving], task and (task.run, task.seq)
+        has = next((one for one in workers if key in one.tasks), None)
+        worker = has or max(workers, key=lambda one: len(one.tasks))  # while it waits there are some
+        at = _task_at(self._transport.where(worker), worker.tasks.values())
+        text += f", which {worker.who} has" if has else f". No worker has it yet: all are busy, such as {worker.who}"
+        if not worker.ready:
+            text += ". It is not ready: it imports modules, unpickles the dataset, or runs worker_init_fn"
+        elif at is not None and (at.run, at.seq) != key:
+            text += f". It is still at epoch {at.epoch}, {name_of_batch(at.seq)}"
+        write_to_stderr(f"{text}. Its stack:\n")
+        return self._transport.tell(worker)
+
     def stop_late(self) -> None:
         """Kill the workers that stand still. `replace` follows when they have ended."""
         if (timeout := self.watch.timeout) is None:
@@ -344,4 +374,4 @@ class Supervisor(Generic[W]):
 
 def _task_at(board: Sequence[int] | None, tasks: Iterable[Task]) -> Task | None:
     """The task that a board names; None if it names none of these."""
-    return None if board is None else next((task for task in tasks if is_at(board, task)), None)
+    return next((task for task in tasks if is_at(board, task)), None) if board else None

@@ -1,6 +1,7 @@
 """Readers: the one that a job needs, and what a worker with a dataset of its own does with its tasks.
 
     reader_for(job) -> Reader           that of iterable data is imported only where there is such data: fewer imports
+    stack_of(frame, until) -> text      what a thread reads, and the user's frames of it
     TaskReader(number, ...)             for workers that have a dataset of their own, wherever they run:
       begin(load) -> None, or an encoded error    the job taken: reader made, torch told, worker_init_fn called
       answer(run, seq, fields, memory) -> reply   read, noted on the board, generators seeded; what leaves the worker
@@ -13,17 +14,20 @@ Nothing here imports torch. If the user's dataset does, torch is told that it is
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 import numpy as np
 
 from sharded_loader.base.errors import Location, add_note, as_exception
 from sharded_loader.base.imports import call_after_import
+from sharded_loader.base.notices import is_ours
 from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board
 from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pack_reply, pack_result, task_of
-from sharded_loader.engine.reader import Reader
+from sharded_loader.engine.reader import Reader, reading_in
 from sharded_loader.memory.codec import Encoded, End, Moving, SetApart, SlotWriter, encode, set_apart
 from sharded_loader.memory.exceptions import encode_error
 from sharded_loader.randomness.global_generators import seed_as_torch, seed_globals, seeded_globals
@@ -67,6 +71,24 @@ def _globals_key(seed: int, epoch: int, position: int) -> int:
 def seeded_as_worker(seed: int, task: Task) -> AbstractContextManager[None]:
     """Inside, the global generators are seeded for a batch as a process worker seeds them; see `seeded_globals`."""
     return seeded_globals(_globals_key(seed, task.epoch, task.position), whole=False)
+
+
+def stack_of(newest: FrameType, until: str) -> tuple[str, str]:
+    """What a thread reads, with the user's frames; and all its frames. Both are texts.
+
+    Args:
+        newest: the frame that it is in.
+        until: the file that calls the user's code. Frames before it are those of the process that forked this one.
+    """
+    frames = [frame for frame, _ in traceback.walk_stack(newest)]
+    ours = [number for number, frame in enumerate(frames) if frame.f_code.co_filename == until]
+    users = [one for one in frames[: ours[0] if ours else 0] if not is_ours(one.f_code.co_filename)]
+    who, where = "The thread that reads" if ours else "Another thread", reading_in(newest)
+    texts = []
+    for shown in (users, frames):
+        stack = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in shown[::-1]).format()
+        texts.append("".join([f"{who} (most recent call last):\n", *stack]) if stack else "")
+    return (f"It is {where}.\n" if where else "") + texts[0], texts[1]
 
 
 class TaskReader:
@@ -149,11 +171,11 @@ class TaskReader:
             result, slot, task = self.read(run, seq, fields, memory)
             if result.error is not None:
                 self.explain(result.error, in_start=False)
-        encoded = self.pack(result, slot, task)
-        written = 0.0
-        if result.times is not None and self._reader is not None:
-            self._reader.free[self._number] = written = time.perf_counter()
-        return pack_reply(run, seq, slot.wanted, encoded, result.times, written), encoded, slot
+        encoded, times = self.pack(result, slot, task), result.times
+        if times is not None and self._reader is not None:
+            self._reader.free[self._number] = now = time.perf_counter()
+            times = times._replace(write=now - result.began - result.seconds)
+        return pack_reply(run, seq, slot.wanted, encoded, times), encoded, slot
 
     def read(
         self, run: int, seq: int, fields: Any, memory: np.ndarray[Any, Any] | None
@@ -180,7 +202,12 @@ class TaskReader:
             self._reader.probe(task, board)
         self._seed_globals(task.epoch, task.position)
         empty = np.empty if memory is None else slot.empty
-        result = self._reader.read(task, self._name, empty, board, self._number)
+        if seq < 0 and self.job is not None and self.job.base_seed is not None:
+            # It is fetched beside an epoch, whose next batches draw what they would have drawn without it.
+            with seeded_as_worker(self.job.seed, task):
+                result = self._reader.read(task, self._name, empty, board, self._number)
+        else:
+            result = self._reader.read(task, self._name, empty, board, self._number)
         if result.times is not None and result.times.retries:
             result = result._replace(retries=result.times.retries)
         board[SAMPLE] = SENDING

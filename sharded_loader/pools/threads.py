@@ -26,6 +26,7 @@ import contextlib
 import itertools
 import os
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -33,13 +34,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sharded_loader.base.errors import add_note, as_exception
+from sharded_loader.base.system import write_to_stderr
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.inspection import warn_of_open_file
 from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.pool import PoolBroken, WorkerPool
 from sharded_loader.pools.deaths import Watch, timed_out
-from sharded_loader.pools.task_reader import reader_for
+from sharded_loader.pools.task_reader import reader_for, stack_of
 
 CLOSING_GRACE = 0.2
 """Seconds that `close` waits for threads that are in the user's code."""
@@ -258,6 +260,16 @@ class ThreadPool(WorkerPool):
             self.notices.happened(
                 "replaced_workers", f"thread {thread.number} made no progress for {timeout:g} s. Another has its place"
             )
+
+    def tell_of_wait(self, text: str, task: Task | None) -> None:
+        busy = [thread for shared in self._running for thread in shared.threads if thread.task is not None]
+        has = [thread for thread in busy if thread.task is task]
+        for thread in (has or busy)[:1]:
+            frame = sys._current_frames().get(thread.ident or 0)
+            text += ", which " if has else ". No worker has it yet: all are busy, such as "
+            text += f"thread {thread.number}{' has' if has else ''}. Its stack:\n"
+            text += "" if frame is None else stack_of(frame, __file__)[0]
+        write_to_stderr(text.rstrip() + "\n")
 
     def wake(self) -> None:
         for shared in self._running:

@@ -6,6 +6,7 @@
     ForeignItems(sampler, start, mark)   its items: how many, their checksum, and the sampler's own state
     Listed(items, mark)                  a list, a tuple or a range: any block of it, and checkpoints
     with undisturbed(samplers):          read them; afterwards they are what they were before
+    read_twice(read, sampler, epoch)     what is read of an epoch, if it depends on nothing else
 
 A sampler of ours has `epoch_table`. A user's sampler with `iter_epoch` is a pure function, and jumps to any item
 (`sharded_loader.sampling.tables.Streamed`). All others are *foreign*: torch's samplers, plain iterables, and subclasses
@@ -208,9 +209,10 @@ def _own_generators(sampler: Any, epoch: int, seed: int) -> Iterator[None]:
             generator: Any = getattr(each, "generator", None)
             if _is_torch_generator(generator):
                 key = derive_key(seed, "foreign generator", generator.initial_seed(), epoch)
-                each.generator = type(generator)(device=generator.device)
-                seed_torch(each.generator, key)
-                exchanged.append((each, generator))
+                twin = type(generator)(device=generator.device)
+                seed_torch(twin, key)
+                exchanged.append((each, generator))  # before the exchange: a Ctrl-C may strike between the two
+                each.generator = twin
         yield
     finally:
         for each, generator in exchanged:
@@ -252,6 +254,32 @@ def _apart(value: Any) -> Any:
         size = value.nbytes if isinstance(value, np.ndarray) else 8 * len(value)
         return value.copy() if size <= MOST_BYTES else value
     return value
+
+
+def read_twice(read: Callable[[int], Any], sampler: Any, epoch: int) -> Any:
+    """What ``read(1)`` returns of an epoch of another library's sampler, if ``read(2)`` returns the same.
+
+    The global generators are seeded otherwise each time. Not only the start depends on them: what comes later may, too.
+
+    Raises:
+        ValueError: it returns something else.
+    """
+    with seeded_globals(1):
+        found = read(1)
+    with seeded_globals(2):
+        again = read(2)
+    if bytes_of([found]) != bytes_of([again]):
+        raise other_indices(sampler, epoch)
+    return found
+
+
+def other_indices(sampler: Any, epoch: int) -> ValueError:
+    """The error for an epoch that another library's sampler does not yield again."""
+    return ValueError(
+        f"epoch {epoch} cannot be looked up: the sampler, {an(type(sampler))}, yields other indices when it is read "
+        f"again. It draws from a global generator, or goes on from the epoch before: make its order depend on "
+        f"set_epoch(epoch) alone, or write down the indices while you train"
+    )
 
 
 def check_passed(sampler: Any, mark: Checkpoint, items: int, checksum: int) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -31,10 +32,8 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from sharded_loader.base.checks import check_int
-from sharded_loader.base.described import an
 from sharded_loader.base.notices import warn
 from sharded_loader.engine.order import Order, Position, process_group, resolve_replicas
-from sharded_loader.randomness.global_generators import seeded_globals
 from sharded_loader.sampling.base import (
     DrawnSeed,
     EpochRequests,
@@ -51,8 +50,9 @@ from sharded_loader.sampling.base import (
 from sharded_loader.sampling.batch_samplers import BatchSampler, GrowingBatchSampler
 from sharded_loader.sampling.costs import CostSampler
 from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
-from sharded_loader.sampling.foreign import known_length, len_epoch, rank_of, table_of, undisturbed
+from sharded_loader.sampling.foreign import known_length, len_epoch, rank_of, read_twice, table_of, undisturbed
 from sharded_loader.sampling.index_samplers import RandomSampler, RepeatedSampler, SequentialSampler, SplitSampler
+from sharded_loader.sampling.packing import PackSampler
 from sharded_loader.sampling.state import (
     Signature,
     arguments_of,
@@ -66,7 +66,10 @@ from sharded_loader.sampling.state import (
     shifted,
     weights_set,
 )
-from sharded_loader.sampling.tables import Dealt, StepCount, Table, bytes_of, check_skip, merged, parts
+from sharded_loader.sampling.tables import Dealt, Ranges, StepCount, Table, bytes_of, check_skip, merged, parts
+
+LEFT_OUT = "--------"
+"""Stands for a step that is left out among `MapOrder.checksums`."""
 
 
 class _Since(NamedTuple):
@@ -319,7 +322,7 @@ class MapOrder(Order[Signature]):
         """The epoch that comes next: as the loader counts, or as ``set_epoch`` of a sampler has asked."""
         asked = self._requests.take()
         if asked is not None:
-            self._next_epoch = asked
+            self._next_epoch, self.asked = asked, True
         return self._next_epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -334,7 +337,12 @@ class MapOrder(Order[Signature]):
         return self._epoch(number, position, self._count.within(self.skip, number, self._whole_length))
 
     def _epoch(
-        self, number: int, position: Position | None, skips: tuple[range, ...] = (), rank: int | None = None
+        self,
+        number: int,
+        position: Position | None,
+        skips: tuple[range, ...] = (),
+        rank: int | None = None,
+        of_all: bool = False,
     ) -> MapEpoch:
         replicas, own_rank = self.replicas()
         settled = SamplerSource(
@@ -348,6 +356,10 @@ class MapOrder(Order[Signature]):
             self._evaluates,
             skips,
         )
+        if of_all:  # one rank reads the steps of all ranks
+            size = settled.batch_size and settled.batch_size * replicas
+            signature = replace(settled.signature, batch_size=size)
+            settled = replace(settled, signature=signature, replicas=1, rank=0, dealt=False)
         return MapEpoch(settled, number, position)
 
     def facts(self, number: int) -> Any:
@@ -387,12 +399,9 @@ class MapOrder(Order[Signature]):
         if before[:2] < (position.epoch, first):
             is_known = is_known and before.is_known
         self._since = _Since(position.epoch, first, position, is_known)
-        late = [one for one in self.given_skip if merged(saved.skip, [one]) != saved.skip]
-        if late and late[0][0] < self._count.before(position.epoch, self._whole_length) + first:
-            warn(
-                f"skip has the steps {late[0]}, and some of them were done before the state was saved: load a state "
-                f"that was saved before step {late[0][0]}"
-            )
+        if self.given_skip:
+            done = self._count.before(position.epoch, self._whole_length) + first
+            warn_of_done_steps(self.given_skip, saved.skip, done)
 
     def look_up(self, number: Any, step: Any, rank: Any = None) -> MapEpoch:
         """An epoch whose batch ``step`` is looked up. It is `MapEpoch.ready`; nothing in the order changes.
@@ -408,21 +417,7 @@ class MapOrder(Order[Signature]):
         number = check_int("epoch", number, 0, "epochs count from 0")
         step = check_int("step", step, 0, "steps count from 0 in each epoch")
         epoch = self._epoch_at(number, step, self._checked_rank(rank))
-        foreign = epoch.foreign
-        if foreign is None:
-            found = epoch.read_to(step)
-        else:
-            # Not only the start depends on global generators that are seeded for it: what comes later may do, too.
-            with seeded_globals(1):
-                found = epoch.read_to(step)
-            with seeded_globals(2):
-                again = epoch.again().read_to(step)
-            if bytes_of([found]) != bytes_of([again]):
-                raise ValueError(
-                    f"epoch {number} cannot be looked up: the sampler, {an(type(foreign))}, yields other indices when "
-                    f"it is read again. It draws from a global generator, or goes on from the epoch before: make its "
-                    f"order depend on set_epoch(epoch) alone, or write down the indices while you train"
-                )
+        found = _read_twice(epoch, lambda one: one.read_to(step))
         if found is None:
             raise IndexError(f"epoch {number} has no step {step}: it has {_steps_of(epoch)}, which count from 0")
         self._check_weights(epoch, step)
@@ -438,6 +433,41 @@ class MapOrder(Order[Signature]):
                 f"step {since.first} of epoch {since.epoch}. Ask a loader that is made as it was then"
             )
         return self._epoch(number, None if is_before or number != since.epoch else since.position, (), rank)
+
+    def checksums(self, number: Any) -> list[str]:
+        """Of each step of an epoch 8 digits that depend on the samples of all ranks together, and on their order.
+
+        They are the same for any number of ranks that together read as many samples in a step. Of a step that is left
+        out they are `LEFT_OUT`. Of a sampler that has the samples of one rank only, that rank counts.
+
+        Raises:
+            TypeError, ValueError: as of `look_up`.
+        """
+        number = check_int("epoch", number, 0, "epochs count from 0")
+        self._check_weights(self._epoch_at(number, 0, None), 0)
+        skips = self._count.within(self.skip, number, self._whole_length)
+        in_step = self.replicas()[0] if self.given_batches else 1
+
+        def read(epoch: MapEpoch) -> list[str]:
+            found: list[str] = []
+            while batches := list(
+                filter(None, map(epoch.batch, range(len(found) * in_step, (len(found) + 1) * in_step)))
+            ):
+                skipped = any(len(found) in one for one in skips)
+                items = b"".join(bytes_of(batch) for batch, _ in batches)
+                found.append(LEFT_OUT if skipped else f"{zlib.crc32(items):08x}")
+                if epoch.keeps:
+                    epoch.forget(len(found) * in_step)
+            return found
+
+        found: list[str] = _read_twice(self._epoch(number, None, of_all=True), read)
+        return found
+
+    def place_of(self, step: Any) -> tuple[int, int]:
+        """The epoch of a step that is counted since the first epoch, and its number there."""
+        step = check_int("step", step, 0, "steps count from 0")
+        epoch = self._count.epoch_of(step, self._whole_length)
+        return epoch, step - self._count.before(epoch, self._whole_length)
 
     def _checked_rank(self, rank: Any) -> int | None:
         shared, replicas = rank_of(self._items), self.replicas()[0]
@@ -458,6 +488,24 @@ class MapOrder(Order[Signature]):
                     f"the weights of the mixture in epoch {epoch.number} are not known: the loaded state has those "
                     f"that were set later. Ask a loader with the state of that epoch"
                 )
+
+
+def _read_twice(epoch: MapEpoch, read: Callable[[MapEpoch], Any]) -> Any:
+    """What a function reads of an epoch. Of a sampler of another library it must be the same when it is read again."""
+    foreign = epoch.foreign
+    if foreign is None:
+        return read(epoch)
+    return read_twice(lambda turn: read(epoch if turn == 1 else epoch.again()), foreign, epoch.number)
+
+
+def warn_of_done_steps(given: Ranges, saved: Ranges, done: int) -> None:
+    """Warn if steps that are to be left out were done before a state was saved, which does not leave them out."""
+    late = [one for one in given if merged(saved, [one]) != saved]
+    if late and late[0][0] < done:
+        warn(
+            f"skip has the steps {late[0]}, and some of them were done before the state was saved: load a state "
+            f"that was saved before step {late[0][0]}"
+        )
 
 
 def _counts_others(saved: Signature, own: Signature) -> bool:
@@ -574,6 +622,8 @@ def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: An
                 "it decides all of that. drop_last is torch's name for last_batch"
             )
         return
+    if isinstance(sampler, PackSampler):
+        raise TypeError("sampler is a PackSampler, which yields batches: give it as batch_sampler=, without batch_size")
     if last_batch not in (None, "keep", "discard", "rollover"):
         raise ValueError(f'last_batch is {last_batch!r}; it must be "keep", "discard" or "rollover"')
     if batch_size is None:

@@ -59,7 +59,8 @@ def _arguments(what: str, value: Any, advice: str) -> tuple[tuple[str, Any], ...
     return tuple(value.items())
 
 
-def _skips(what: str, value: Any, advice: str) -> Ranges:
+def steps_to_skip(what: str, value: Any, advice: str) -> Ranges:
+    """Reads the steps that are left out."""
     try:
         return check_skip(value)
     except (TypeError, ValueError) as error:
@@ -118,7 +119,7 @@ class Signature:
     num_replicas: int | None = entry(optional(integer(1)), "there were {was} ranks, and are {now}", default=None)
     step_ranks: int | None = entry(optional(integer(1)), default=None)
     shift: int = entry(integer(), default=0)
-    skip: Ranges = entry(_skips, write=lambda skip: list(map(list, skip)), default=())  # noqa: RUF009 - it makes a field
+    skip: Ranges = entry(steps_to_skip, write=lambda skip: list(map(list, skip)), default=())  # noqa: RUF009 - it makes a field
 
     @property
     def step(self) -> int | None:

@@ -665,16 +665,24 @@ class StepCount:
         begin = self.before(epoch, length) if ranges else 0
         return tuple(range(max(0, first - begin), last + 1 - begin) for first, last in ranges if last >= begin)
 
+    def epoch_of(self, step: int, length: Length) -> int:
+        """The epoch of a step that is counted since the first epoch.
+
+        Raises:
+            ValueError: the epochs have no batches.
+        """
+        epoch = 0 if self._steps is None else step // self._steps
+        while (end := self.before(epoch + 1, length)) <= step:
+            epoch += 1
+            if not end and epoch > _EMPTY:
+                raise ValueError(f"there is no step {step}: the first {_EMPTY} epochs have no batch")
+        return epoch
+
     def check(self, ranges: Ranges, length: Length) -> None:
         """Refuse a range that reaches beyond the end of the epoch that it begins in."""
-        epoch = 0
         for first, last in ranges:
-            if self._steps is not None:
-                epoch = first // self._steps
-            while (end := self.before(epoch + 1, length)) <= first:
-                epoch += 1
-                if not end and epoch > _EMPTY:
-                    raise ValueError(f"skip has {first, last}, but the first {_EMPTY} epochs have no batch")
+            epoch = self.epoch_of(first, length)
+            end = self.before(epoch + 1, length)
             if last >= end:
                 raise ValueError(
                     f"skip has {first, last}, which reaches beyond epoch {epoch}: its last step is {end - 1}. Leave "

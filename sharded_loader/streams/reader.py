@@ -116,6 +116,7 @@ class StreamReader(Reader):
             at.point, opened.busy = opened.point, False
             return [], None
         self._seed(task.epoch, task.position)
+        at.is_alone = True
         try:
             samples = self._read_batch(opened, task.shards, at, self._tolerant)
         except BaseException as error:
@@ -148,9 +149,9 @@ class StreamReader(Reader):
     def _read_batch(self, opened: OpenPart, shards: Sequence[Any], at: BatchScope, tolerant: bool) -> list[Any]:
         """The samples that come next, at most as many as ``shards`` have indices; `Bad` where one failed."""
         board, notes, stream = at.board, self._notes_samples or at.task.careful, self._stream
-        point, samples, stamps, failed = opened.point, list[Any](), self._stamps(at) if at.measure else [], False
+        point, samples, failed = opened.point, list[Any](), False
         passes, ended, base = point.passes, False, point.samples  # len(samples) + base: read in this pass
-        advance, told = opened.advance, opened.tell()
+        advance, told, stamps = opened.advance, opened.tell(), [time.perf_counter()] if self._times_samples else []
         try:
             for number, indices in enumerate(shards):
                 board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
@@ -191,8 +192,7 @@ class StreamReader(Reader):
             checked = point.checksum
             if samples and not opened.is_stateful:
                 checked = checksum(None if type(samples[0]) is Bad else samples[0], checked)
-            if stamps:
-                at.durations += map(operator.sub, stamps[1:], stamps)
+            at.durations = [*at.durations, *map(operator.sub, stamps[1:], stamps)]
             opened.point = PartPoint(count, passes, total, checked, ended, asked=opened.asked)
             if ended:
                 opened.end()
@@ -253,8 +253,7 @@ class StreamReader(Reader):
                 if at.passes(error):
                     raise
             at.skipped.clear()
-            if at.measure:
-                at.durations.clear()
+            at.durations = ()
             at.board[SHARD], at.board[SAMPLE] = count & 1023, BEGINNING  # a sign of life
 
     def _differs(self, part: PartBatch, found: PartPoint) -> ValueError:
@@ -292,7 +291,12 @@ class StatefulReader(Reader):
 
     def _make_batches(self, at: BatchScope) -> tuple[list[Any], BaseException | None]:
         part = at.task.part
-        assert part is not None  # a task of such a job has one
+        if part is None:  # a batch that is fetched beside the epoch
+            before = copy.deepcopy(self._dataset.state_dict())
+            try:
+                return super()._make_batches(at)
+            finally:
+                self._dataset.load_state_dict(before)
         here = part.stream, part.number, part.batch
         if self._at != here and part.point.state is not None:
             self._dataset.load_state_dict(copy.deepcopy(part.point.state))

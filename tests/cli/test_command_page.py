@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from sharded_loader import ShardedDataLoader
+from tests.samples import Random
+
 PAGE = (Path(__file__).resolve().parents[2] / "docs/guides/command.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```console\n\$ (.*)\n((?:.*\n)*?)```", PAGE)
 SLOW = ("bench", "demo", "doctor")
@@ -24,13 +27,26 @@ def without_numbers(line: str) -> str:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """What the page supposes: the module, and images in two classes, packed already."""
-    [module] = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "scans = Scans()" in block]
-    (tmp_path / "my_data.py").write_text(module, encoding="utf-8")
+    modules = {"my_data": "scans = Scans()", "my_train": "def make_loader", "compared": "json.dump(loader.fingerprint"}
+    for name, line in modules.items():
+        [module] = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if line in block]
+        (tmp_path / f"{name}.py").write_text(module, encoding="utf-8")
     for name in ("cat/0", "cat/1", "dog/0", "dog/1"):
         path = tmp_path / "photos" / f"{name}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"\xff\xd8\xff" + bytes(1230))
     return tmp_path
+
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "COLUMNS": "80"}
+
+
+def write_reports(folder: Path) -> None:
+    """What two ranks have written. Reading is slow on the second one."""
+    for rank, data in enumerate((range(200), Random(200))):
+        with ShardedDataLoader(data, 10, num_replicas=2, rank=rank) as loader:
+            list(loader)
+            loader.report(folder / f"rank{rank}.html")
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -39,7 +55,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "sharded_loader", *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "COLUMNS": "80"},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         encoding="utf-8",
@@ -50,7 +66,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_every_verb_has_an_example() -> None:
     verbs = {tuple(word for word in command.split()[1:3] if word.isalpha()) for command, _ in EXAMPLES}
     records = {("records", verb) for verb in ("pack", "inspect", "index")}
-    assert verbs >= {("doctor",), ("bench",), ("demo",), *records}
+    assert verbs >= {("doctor",), ("bench",), ("demo",), ("report",), ("replay",), ("diff",), *records}
 
 
 @pytest.mark.slow
@@ -64,6 +80,10 @@ def test_every_verb_has_an_example() -> None:
 def test_an_example_prints_what_the_page_says(command: str, promised: str, folder: Path) -> None:
     if "train.rec" in command and " pack " not in command:
         assert run("sharded-loader records pack photos train.rec", folder).returncode == 0
+    if " diff" in command:
+        subprocess.run([sys.executable, "compared.py"], cwd=folder, env=ENVIRONMENT, check=True)
+    if " report " in command:
+        write_reports(folder)
     done = run(command, folder)
     if " doctor" in command:  # each machine has other facts, and the names are the same
         assert done.returncode in (0, 1), done.stderr
@@ -71,7 +91,7 @@ def test_an_example_prints_what_the_page_says(command: str, promised: str, folde
         printed = [line.split("  ")[0].strip() for line in done.stdout.splitlines()]
         printed = [name if len(name) < 15 else name[:15].strip() for name in printed]
     else:
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == (" diff" in command), done.stderr
         printed = [without_numbers(line) for line in done.stdout.splitlines()]
     wanted = [
         line if " doctor" in command else without_numbers(line) for line in promised.splitlines() if line != "..."

@@ -26,6 +26,9 @@ VERBS = [
     ["records", "pack"],
     ["records", "inspect"],
     ["records", "index"],
+    ["replay"],
+    ["diff"],
+    ["report"],
 ]
 
 
@@ -51,7 +54,16 @@ def test_every_verb_has_help_and_can_be_quiet(verb: list[str], capsys: pytest.Ca
 
 
 def test_the_verbs_are_listed_with_a_sentence() -> None:
-    assert sorted(make_command().commands) == ["bench", "cache", "demo", "doctor", "records"]
+    assert sorted(make_command().commands) == [
+        "bench",
+        "cache",
+        "demo",
+        "diff",
+        "doctor",
+        "records",
+        "replay",
+        "report",
+    ]
     assert [name for name, verb in make_command().commands.items() if not (verb.short_help or "").endswith(".")] == []
 
 

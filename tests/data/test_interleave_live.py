@@ -331,7 +331,7 @@ def test_stats_tell_how_many_samples_of_each_dataset_were_read(pool):
 def test_what_an_iterator_of_an_old_epoch_reads_is_counted_too():
     meter, old = Meter(mixture()), Counts()
     old.sum = Counts()
-    meter.count_sources(old, [[0, 1], [2]])
+    meter.look(None, old, [[0, 1], [2]])
     assert sum(old.report().sources) == 3 and old.sum.report().sources == old.report().sources
 
 

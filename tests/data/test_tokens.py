@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sharded_loader import LoaderWarning, ShardedDataLoader, TokenWindows
+from sharded_loader import ShardedDataLoader, TokenWindows
 from sharded_loader.data import tokens as module
 from sharded_loader.engine.pool import Pool
 
@@ -410,7 +410,7 @@ def test_a_copy_on_another_machine_may_have_another_time(tmp_path: Path, monkeyp
         dataset[0]
 
 
-def test_a_state_that_is_loaded_over_other_tokens_is_a_warning() -> None:
+def test_a_state_is_not_taken_on_over_other_tokens() -> None:
     def loader(tokens: Ids) -> ShardedDataLoader:
         return ShardedDataLoader(TokenWindows(tokens, 9), 2, num_workers=0, shuffle=True, seed=0)
 
@@ -418,5 +418,5 @@ def test_a_state_that_is_loaded_over_other_tokens_is_a_warning() -> None:
         next(iter(first))
         state = first.state_dict()
         same.load_state_dict(state)
-        with pytest.warns(LoaderWarning, match="was saved with other data"):
+        with pytest.raises(ValueError, match="was saved with other data"):
             other.load_state_dict(state)

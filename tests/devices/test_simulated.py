@@ -44,7 +44,7 @@ ASKING: dict[str, Callable[[SimulatedStreams], object]] = {
     "pinned memory": lambda s: s.pinned_bytes(64),
     "is_pinned, and no device has a context": lambda s: s.is_pinned(torch.ones(3)),
     "register, unregister": lambda s: (s.machine.cudaHostRegister(4096, 64, 1), s.machine.cudaHostUnregister(4096)),
-    "another stream made current, and the one before again": lambda s: s.on(s.new_stream()),
+    "another stream made current, and the one before again": lambda s: s.set_stream(s.new_stream()),
     "a copy that the host waits for": lambda s: s.load(torch.empty(3), torch.ones(3)),
 }
 """Where CUDA makes a context on the device that is current."""

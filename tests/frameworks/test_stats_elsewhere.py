@@ -51,7 +51,7 @@ def test_tensorboard_has_every_number_of_every_epoch(make: Any, module: str, tmp
             writer.add_scalar(name, value, epoch)
     writer.close()
     found = scalars(tmp_path)
-    assert set(found) == set(LoaderStats().as_dict(prefix="data/"))
+    assert set(found) >= set(LoaderStats().as_dict(prefix="data/"))
     assert found["data/samples"] == [(0, 10.0), (1, 10.0)]
     for name, values in found.items():
         for epoch, value in values:
@@ -66,7 +66,7 @@ def test_tensorboard_takes_the_dict_in_one_line(tmp_path: Path) -> None:
     writer.close()
     found = scalars(tmp_path)
     assert found["data_samples:data"] == [(0, 10.0), (1, 10.0)]
-    assert len(found) == len(LoaderStats().as_dict())
+    assert {name.removeprefix("data_").partition(":")[0] for name in found} >= set(LoaderStats().as_dict())
 
 
 @pytest.mark.filterwarnings("ignore::Warning:lightning", "ignore::Warning:torch", "ignore:.*num_workers.*")
@@ -90,7 +90,8 @@ def test_lightning_logs_every_number_in_one_line(tmp_path: Path) -> None:
         max_epochs=2, accelerator="cpu", enable_checkpointing=False, default_root_dir=tmp_path, **options
     )
     trainer.fit(Model(), loader)
-    assert logged == [pytest.approx(loader.stats(1).as_dict(prefix="data/"))]
+    expected = loader.stats(1).as_dict(prefix="data/")
+    assert [{name: one[name] for name in expected} for one in logged] == [pytest.approx(expected)]
 
 
 WANDB = """
@@ -117,7 +118,7 @@ def test_weights_and_biases_takes_the_dict_in_one_line(tmp_path: Path) -> None:
     env = os.environ | {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
     done = subprocess.run([sys.executable, "-c", WANDB], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{len(LoaderStats().as_dict())} numbers\n"
+    assert int(done.stdout.split()[0]) >= len(LoaderStats().as_dict())
 
 
 @BOTH

@@ -68,15 +68,8 @@ def test_a_program_ends_while_the_device_is_busy_for_minutes(cuda: torch.device,
     assert ("Traceback" in done.stderr, "has not done" in done.stderr, done.returncode) == (False, False, 0)
 
 
-@pytest.mark.parametrize(
-    ("pool", "end"),
-    [
-        *((pool, "sys.exit()") for pool in POOLS),
-        ("ProcessPool(2)", "loader.close()"),
-        ("ProcessPool(2)", "del loader, batches"),
-    ],
-    ids=lambda value: POOLS.get(value, value),
-)
+@pytest.mark.parametrize("end", ["sys.exit()", "loader.close()", "del loader, batches"])
+@pytest.mark.parametrize("pool", POOLS, ids=POOLS.get)
 def test_a_program_ends_after_a_kernel_has_failed(cuda: torch.device, pool: str, end: str) -> None:
     done = run_program(PROGRAM + FAILED.replace("POOL", pool).replace("END", end), PATIENCE)
     assert [line.startswith("CUDA error: device-side assert") for line in done.stdout.splitlines()] == [True] * 2

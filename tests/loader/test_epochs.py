@@ -93,6 +93,21 @@ def test_set_epoch_begins_the_epoch_again_whose_end_was_loaded_without_a_length(
         assert second.epoch == after
 
 
+def test_so_does_set_epoch_of_a_sampler_of_another_library() -> None:
+    class Deaf(NoLength):
+        def set_epoch(self, epoch: int) -> None:
+            pass
+
+    samplers = Deaf(range(6)), Deaf(range(6))
+    first, second = (ShardedDataLoader(range(6), 3, sampler=sampler) for sampler in samplers)
+    iterator = iter(first)
+    next(iterator), next(iterator)
+    second.load_state_dict(first.state_dict())
+    samplers[1].set_epoch(0)
+    assert [batch.tolist() for batch in second] == [[0, 1, 2], [3, 4, 5]]
+    assert second.epoch == 1
+
+
 def test_a_sample_is_read_in_its_epoch_which_is_put_back() -> None:
     data = Told()
     loader = ShardedDataLoader(data, 2)

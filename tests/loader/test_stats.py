@@ -16,7 +16,7 @@ from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, WorkerTim
 from sharded_loader.engine.messages import Result
 from sharded_loader.engine.pipeline import Entry
 from sharded_loader.engine.pool import Pool
-from sharded_loader.loader.stats import NO_TOTALS, NUMBERS, Counts, LoaderStats, Meter, Step, describe
+from sharded_loader.loader.stats import NO_TOTALS, Counts, LoaderStats, Meter, describe
 from sharded_loader.loader.times import STAGES, StageTimes, WorkerTimes
 from sharded_loader.loader.waits import CAUSES
 from tests.failures import Fails, kill
@@ -35,11 +35,16 @@ class Fields:
 
 def test_counts_report_what_was_added_to_them() -> None:
     counts = Counts()
-    for number, name in enumerate(NUMBERS):
-        setattr(counts, name, getattr(counts, name) + number)
+    for _ in range(2):
+        counts.count(1.5, 2.0, 0.5, 0.25, Result(0, 0, samples=3, seconds=0.5, worker=1), 0.75)
     found = counts.report()
-    assert [getattr(found, name) for name in NUMBERS] == list(range(len(NUMBERS)))
-    assert sum(found.causes.values()) == max(found.waiting_seconds, found.placing_seconds)
+    assert (found.batches, found.samples, found.seconds, found.reading_seconds) == (2, 6, 4.0, 1.0)
+    assert (found.waiting_seconds, found.placing_seconds, found.device_seconds) == (2.5, 0.5, 0.5)
+    assert {name: seconds for name, seconds in found.causes.items() if seconds} == {
+        "compute": 1.5,
+        "placing": 0.5,
+        "main_process": 0.5,
+    }
 
 
 def test_rates_and_shares_are_of_the_time_in_epochs() -> None:
@@ -58,7 +63,7 @@ def test_a_meter_keeps_the_last_samples_that_were_skipped_and_counts_all() -> No
 
 def test_a_meter_remembers_what_the_first_batch_looked_like() -> None:
     meter = Meter()
-    meter.look(np.zeros((2, 3)))
+    meter.look(np.zeros((2, 3)), Counts(), [])
     assert meter.looks == "float64[2, 3]"
 
 
@@ -68,7 +73,7 @@ def test_a_batch_that_does_not_want_to_be_looked_at_is_told_by_its_class() -> No
             raise RuntimeError
 
     meter = Meter()
-    meter.look(Shy((1,)))
+    meter.look(Shy((1,)), Counts(), [])
     assert meter.looks == "Shy"
 
 
@@ -354,8 +359,11 @@ def test_the_sum_has_what_iterators_of_old_and_of_repeated_epochs_add() -> None:
     for epoch in (0, 0, *range(1, Meter.KEPT_EPOCHS + 5)):
         iterators.append(Counts())
         meter.begin(epoch, NO_TOTALS, iterators[-1])
-    for counts in iterators:
-        meter.add(counts, Step(2.0, 3.0, 1.0, 0.5, 0.25), Entry(0, None, result), result)
+    for number, counts in enumerate(iterators):
+        if number % 2:
+            meter.note(counts, Entry(0, None, result), result, (0.0, 1.0, 2.0, 3.0, 0.5, 0.25, False))
+        else:
+            counts.count(1.0, 2.0, 0.5, 0.25, result, 0.0)
     stats = meter.stats()
     assert (stats.batches, stats.samples) == (len(iterators), 3 * len(iterators))
     assert (stats.waiting_seconds, stats.seconds) == (0.75 * len(iterators), 2 * len(iterators))

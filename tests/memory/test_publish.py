@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Mapping
@@ -70,6 +71,31 @@ def test_the_error_of_a_dataset_that_does_not_pickle_holds_no_lock_of_the_datase
         publish(dataset, dataset=[dataset] if is_inside else dataset)
     assert lock.acquire(blocking=False), "an iterator over the dataset was left where it was"
     del caught
+
+
+class RingsWhilePickled(SimpleDataset):
+    """A signal arrives while it is pickled."""
+
+    def __reduce__(self) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return super().__reduce__()
+
+
+@SPAWNED
+def test_what_a_signal_handler_raises_while_the_dataset_is_pickled_is_no_error_of_pickle(method: str) -> None:
+    def time_is_up(*_: object) -> None:
+        raise TimeoutError("time is up")
+
+    before = signal.signal(signal.SIGINT, time_is_up)
+    try:
+        pool = ProcessPool(1, start_method=method)
+        with (
+            ShardedDataLoader(RingsWhilePickled([1]), 1, pool=pool) as loader,
+            pytest.raises(TimeoutError, match="time is up"),
+        ):
+            next(iter(loader))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_views_of_one_tensor_stay_views_of_one_tensor() -> None:

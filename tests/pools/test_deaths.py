@@ -108,4 +108,4 @@ def test_only_a_worker_that_stands_still_while_somebody_looks_is_late(monkeypatc
     assert [look(0.5, ("still", still)) for _ in range(6)] == [[]] * 5 + [["still"]]
     assert look(0.5) == []  # it has nothing to do
     assert [look(0.5, ("still", still)) for _ in range(9)] == [[]] * 8 + [["still"]]
-    assert Watch(None).step is None and Watch(None).late([("still", still)]) == []
+    assert Watch(None).step == 1.0 and Watch(None).late([("still", still)]) == []

@@ -59,6 +59,9 @@ class PretendedTransport(Transport[Pretended]):
     def where(self, worker: Pretended) -> Sequence[int] | None:
         return worker.board if worker.tasks else None
 
+    def tell(self, worker: Pretended) -> None:
+        self.said.append(("tell", worker.number))
+
     def kill_late(self, late: Sequence[Pretended], seconds: float) -> None:
         self.said += [("late", worker.number, seconds) for worker in late]
 
@@ -330,3 +333,38 @@ def test_before_it_is_started_and_after_close_only_the_number_changes() -> None:
     pool.supervisor.close()
     pool.supervisor.resize(5)
     assert (pool.supervisor.num_workers, pool.transport.workers) == (5, [])
+
+
+TOLD: dict[str, tuple[list[int], str, int]] = {
+    "it reads the batch": (reading(3), "waits, which worker 1 has. Its stack:\n", 1),
+    "it reads another first": (
+        reading(4),
+        "waits, which worker 1 has. It is still at epoch 0, batch 4. Its stack:\n",
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_who_has_a_batch_that_is_waited_for_is_told_and_asked_for_its_stack(
+    case: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    board, text, number = TOLD[case]
+    pool = Pool()
+    pool.give(1, task(3), task(4), board=board)
+    assert pool.supervisor.tell_of_wait("waits", task(3)) is None
+    assert (capfd.readouterr().err, pool.transport.said) == (text, [("tell", number)])
+
+
+def test_a_worker_that_is_busy_is_told_where_none_has_the_batch_and_one_that_starts(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    pool = Pool()
+    pool.give(1, task(4), board=reading(4))
+    pool.supervisor.tell_of_wait("waits", task(9))
+    busy = "waits. No worker has it yet: all are busy, such as worker 1. It is still at epoch 0, batch 4. Its stack:\n"
+    assert capfd.readouterr().err == busy
+    pool.give(0, task(9), board=())
+    pool.transport.workers[0].ready = False
+    pool.supervisor.tell_of_wait("waits", task(9))
+    assert "which worker 0 has. It is not ready: it imports modules" in capfd.readouterr().err

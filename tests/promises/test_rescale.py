@@ -135,6 +135,16 @@ def test_before_the_first_batch_and_between_epochs() -> None:
     assert loader.state_dict() == _after(joined(4, 3, batch_size=4)[0], 2)
 
 
+def test_after_a_loop_that_was_left_the_position_counts_the_steps_of_the_new_ranks() -> None:
+    loader = ShardedDataLoader(range(40), 2, num_replicas=2, rank=0)
+    for batch in loader:
+        if batch[0] == 8:
+            break
+    assert loader.position == 3
+    loader.rescale(1, 0)
+    assert (loader.epoch, loader.position, loader.state_dict()["samples"]) == (0, 6, 12)
+
+
 def _at_epoch(loader: ShardedDataLoader[Any], epoch: int) -> ShardedDataLoader[Any]:
     loader.set_epoch(epoch)
     return loader

@@ -318,6 +318,18 @@ def test_what_is_no_sampler_is_refused(thing: object) -> None:
         check_sampler(thing)
 
 
+def test_an_interruption_while_a_sampler_starts_leaves_its_generator_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def strike(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    generator = torch.Generator().manual_seed(5)
+    sampler = torch_data.RandomSampler(range(20), generator=generator)
+    monkeypatch.setattr("sharded_loader.sampling.foreign.seed_torch", strike)
+    with pytest.raises(KeyboardInterrupt):
+        table_of(sampler, 0, seed=1)
+    assert sampler.generator is generator
+
+
 def test_an_error_of_the_samplers_comes_through_and_generators_are_restored() -> None:
     class Broken:
         def __iter__(self) -> Iterator[int]:

@@ -494,3 +494,8 @@ def test_few_documents_are_not_packed_for_thousands_of_epochs(monkeypatch):
     with ShardedDataLoader(range(4), batch_sampler=sampler, steps_per_epoch=1, batchify_fn=list) as loader:
         next(iter(loader))
     assert len(epochs) < 10
+
+
+def test_it_is_no_sampler_of_single_indices() -> None:
+    with pytest.raises(TypeError, match="sampler is a PackSampler, which yields batches: give it as batch_sampler="):
+        ShardedDataLoader(range(4), 2, sampler=PackSampler([1, 2, 3, 4], 4, 2))

@@ -9,7 +9,7 @@
     BOARD            offset, size, name     where the worker notes what it is at (`engine.board`); without a name a
                      descriptor follows
     DEATH            name: the worker dies when the other end of that pipe is closed; likewise
-    STACKS           write the user's stacks to stderr, and end
+    STACKS  run         write what is read, and the user's stacks, to stderr. 1: and end
     LEAVE            end when the tasks that came before are done
     SEGMENT          number, size, name     shared memory; likewise
     JOB              pickled NewJob; its buffers lie in the segment that came before, or follow. To a forked worker,

@@ -28,7 +28,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import multiprocess
@@ -36,9 +36,9 @@ from multiprocess import connection
 
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.limits import Near, bind, oom_kills
-from sharded_loader.base.system import can_pass_descriptors, open_pidfd
+from sharded_loader.base.system import can_pass_descriptors, open_pidfd, write_to_stderr
 from sharded_loader.batching.protocol import Empty
-from sharded_loader.engine.board import IDLE, SAMPLE, WORDS, board_in, new_board
+from sharded_loader.engine.board import IDLE, SAMPLE, TOLD, WORDS, board_in, new_board
 from sharded_loader.engine.messages import NewJob, Task
 from sharded_loader.memory import publish
 from sharded_loader.memory.arena import Arena, FindNear, Register
@@ -49,7 +49,7 @@ from sharded_loader.pools.process import template
 from sharded_loader.pools.process.lifeline import Lifeline
 from sharded_loader.pools.process.link import BOARD, CANCEL, JOB, LEAVE, STACKS, Link, Poller, make_link, pack_head
 from sharded_loader.pools.process.start import spawn_worker, start_forkserver
-from sharded_loader.pools.process.worker import STACKS_SIGNAL, main
+from sharded_loader.pools.process.worker import STACKS_SIGNAL, TELL_SIGNAL, main
 from sharded_loader.pools.supervisor import Transport, Worker
 
 TEMPLATES = 3
@@ -109,6 +109,10 @@ class ProcessWorker(Worker):
         self._pidfd = open_pidfd(process.pid)
         self.sentinel: int = process.sentinel if self._pidfd is None else self._pidfd
 
+    @property
+    def who(self) -> str:
+        return f"worker {self.number} (pid {self.pid})"
+
     def is_alive(self) -> bool:
         """Whether the process is not over, whatever program may have reaped it."""
         return not self._released and not connection.wait([self.sentinel], 0)
@@ -140,7 +144,7 @@ class ProcessWorker(Worker):
 
     def dump_stacks(self) -> None:
         """Have the worker write its stacks to stderr and end; wait for that. A stopped worker does neither."""
-        self.link.send(pack_head(STACKS))
+        self.link.send(pack_head(STACKS, 1))
         self.wait(SHORT_GRACE)
         if STACKS_SIGNAL is not None and self.is_alive():
             with contextlib.suppress(ProcessLookupError):
@@ -394,12 +398,24 @@ class ProcessTransport(Transport[ProcessWorker]):
             return ()
         return worker.board if worker.tasks else None
 
+    def tell(self, worker: ProcessWorker) -> Callable[[], None] | None:
+        told = worker.board[TOLD]
+        worker.link.send(pack_head(STACKS, 0))
+
+        def look() -> None:
+            if worker.board[TOLD] == told and worker.is_alive():
+                write_to_stderr(f"{worker.who} has not answered. It is stopped, or holds the GIL in code in C.\n")
+                if TELL_SIGNAL is not None and worker.ready:  # before that the signal may still end it
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(worker.pid, TELL_SIGNAL)
+
+        return look
+
     def kill_late(self, late: Sequence[ProcessWorker], seconds: float) -> None:
         for worker in late:
             with uninterrupted():
-                text = f"{self._death(worker).who} made no progress for {seconds:g} s"
-                with contextlib.suppress(OSError):  # descriptor 2, where the worker writes too: not a notebook's cell
-                    os.write(2, f"sharded_loader: {text}. Its stacks:\n".encode())
+                text = f"{worker.who} made no progress for {seconds:g} s"
+                write_to_stderr(f"sharded_loader: {text}. Its stacks:\n")
                 worker.dump_stacks()
                 worker.kill()
             self.ended.add(worker.sentinel)

@@ -32,6 +32,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any, NoReturn
 
 import numpy as np
@@ -39,17 +40,17 @@ import numpy as np
 from sharded_loader.base.errors import FULL_TRACEBACKS, format_traceback
 from sharded_loader.base.interrupts import python_handlers
 from sharded_loader.base.limits import own_bytes, private_bytes
-from sharded_loader.base.notices import is_ours, logger
+from sharded_loader.base.notices import logger
 from sharded_loader.base.private import end_compiling
-from sharded_loader.base.system import ONE_THREAD, is_on, why_refused
-from sharded_loader.engine.board import IDLE, SAMPLE, board_in
+from sharded_loader.base.system import ONE_THREAD, is_on, why_refused, write_to_stderr
+from sharded_loader.engine.board import IDLE, SAMPLE, TOLD, board_in
 from sharded_loader.engine.grouping import GROUP_SECONDS
 from sharded_loader.engine.messages import NewJob
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.segments import attach
 from sharded_loader.pools.process import link
 from sharded_loader.pools.process.lifeline import die_with, keep_from_children
-from sharded_loader.pools.task_reader import TaskReader
+from sharded_loader.pools.task_reader import TaskReader, stack_of
 
 LOOK_SECONDS = 0.1
 """Seconds between two looks at `own_bytes`: about 40 us."""
@@ -64,6 +65,9 @@ GRACE = 0.3
 STACKS_SIGNAL = getattr(signal, "SIGRTMAX", None)
 """Makes a worker write all its stacks to stderr and end, also while it holds the GIL: a signal that nothing else uses.
 It is sent to a worker whose receiver thread has not written them."""
+
+TELL_SIGNAL = None if STACKS_SIGNAL is None else STACKS_SIGNAL - 1
+"""The same, and the worker goes on."""
 
 
 class WorkerThreads:
@@ -98,7 +102,9 @@ class WorkerThreads:
                     self.open_shared(kind, run, message.seq, bytes(content).decode())
                 elif kind == link.STACKS:
                     write_stacks(__file__)
-                    os._exit(1)
+                    if run:  # it is to end
+                        os._exit(1)
+                    self._reading.board[TOLD] += 1
                 else:
                     if kind == link.CANCEL:  # at once: the message lies behind the last of the tasks
                         self._reading.cancelled.add(run)
@@ -267,12 +273,14 @@ def main(
         if not limited:
             limit_threads()
         own_progress_lock()
-        if STACKS_SIGNAL is not None:
+        if STACKS_SIGNAL is not None and TELL_SIGNAL is not None:
             with contextlib.suppress(OSError, RuntimeError):  # the system may deny a stack of its own
                 # Chained to the default action, the end of the process: so the main process knows they are written.
                 faulthandler.unregister(STACKS_SIGNAL)
                 signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
+                signal.signal(TELL_SIGNAL, signal.SIG_IGN)
                 faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=True)
+                faulthandler.register(TELL_SIGNAL, file=2, all_threads=True)
         WorkerThreads(conn, number, num_workers).run(inherited)
     except BaseException as error:  # this process may have no more threads
         _crash(conn, error)
@@ -291,28 +299,19 @@ def own_progress_lock() -> None:
 
 
 def write_stacks(until: str) -> None:
-    """Write the user's frames of the thread that reads to stderr. All frames of the other threads go to the logger.
+    """Write to stderr what the thread that reads is at, and the user's frames. All frames go to the logger.
 
     Args:
-        until: the file that calls the user's code. Frames before it are those of the process that forked this one.
+        until: as of `stack_of`.
     """
-    short: list[str] = []
-    full: list[str] = []
-    for thread, newest in sys._current_frames().items():
-        if thread == threading.get_ident():
-            continue
-        frames = [frame for frame, _ in traceback.walk_stack(newest)]
-        ours = [number for number, frame in enumerate(frames) if frame.f_code.co_filename == until]
-        users = [one for one in frames[: ours[0] if ours else 0] if not is_ours(one.f_code.co_filename)]
-        who = "The thread that reads" if ours else "Another thread"
-        for found, shown in ((full, frames), (short, users)):
-            stack = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in shown[::-1])
-            found += [f"{who} (most recent call last):\n", *stack.format()] if stack else []
-    if not short or is_on(FULL_TRACEBACKS):
+    found = [stack_of(frame, until) for thread, frame in sys._current_frames().items() if thread != get_ident()]
+    short, full = map("".join, zip(*found, strict=True))
+    if "most recent call" not in short or is_on(FULL_TRACEBACKS):
+        write_to_stderr(short)
         faulthandler.dump_traceback(2, all_threads=True)
     else:
-        os.write(2, "".join(short).encode(errors="replace"))
-        logger.info("all frames of the worker that made no progress:\n%s", "".join(full))
+        write_to_stderr(short)
+        logger.info("all frames of the worker that made no progress:\n%s", full)
 
 
 def limit_threads() -> None:

@@ -283,12 +283,10 @@ class RayPool(SupervisedPool[ActorWorker]):
         while len(content):
             run, seq, wanted, count, pickled, content, times = unpack_reply(content)
             found.append((run, seq, wanted, pickled, [next(buffers) for _ in range(count)], times))
+        made = [self._result(*one[:5], tasks.get(one[:2]), one[5]) for one in found]
         # By another machine's clock. The last batch of the group has ended about now.
-        late = now - max((times.ended for *_, times in found if times is not None), default=now)
-        for run, seq, wanted, pickled, mine, times in found:
-            if times is not None:
-                times = times._replace(began=times.began + late, ended=times.ended + late)
-            results.append(self._result(run, seq, wanted, pickled, mine, tasks.get((run, seq)), times))
+        late = now - max((one.began + one.seconds for one in made if one.began), default=now)
+        results += [one._replace(began=one.began + late) if one.began else one for one in made]
 
     def _failed(self, task: Task, error: BaseException) -> Result:
         """The error of a batch that Ray could not bring."""

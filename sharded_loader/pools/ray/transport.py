@@ -53,10 +53,7 @@ PATIENCE = 10.0
 """Seconds without any actor that is ready, before the user is told."""
 
 LOOK_SECONDS = 0.5
-"""Between two looks at what was asked for, and at those that are watched."""
-
-IDLE_SECONDS = 2.0
-"""Between two looks where everything is as it should be. If Ray is shut down, no event tells of it."""
+"""Between two looks at what was asked for, and at those that are watched. If Ray is shut down, no event tells of it."""
 
 ANSWER_SECONDS = 1.0
 """How long an actor that is to write its stacks is waited for."""
@@ -94,6 +91,11 @@ class ActorWorker(Worker):
         self.board: Sequence[int] = UNUSED
         self.asked = False
         self.failed = False
+
+    @property
+    def who(self) -> str:
+        said = self.begun
+        return super().who + ("" if said is None else f" (pid {said.pid} on {said.host})")
 
     @property
     def is_alone(self) -> bool:
@@ -256,6 +258,9 @@ class RayTransport(Transport[ActorWorker]):
             self._listen(worker.actor.where.options(concurrency_group="control").remote(), worker, "where")
         return worker.board
 
+    def tell(self, worker: ActorWorker) -> None:
+        worker.actor.stacks.options(concurrency_group="control").remote()  # Ray brings what it writes to this process
+
     def kill_late(self, late: Sequence[ActorWorker], seconds: float) -> None:
         import ray
 
@@ -305,13 +310,13 @@ class RayTransport(Transport[ActorWorker]):
         logger.warning("RayPool: worker %s cannot start; the others read without it: %s", worker.number, error)
         return True
 
-    def seconds_to_look(self, watch_step: float | None) -> float:
+    def seconds_to_look(self, watch_step: float) -> float:
         """Seconds until the next `look`."""
         if any(not worker.ready and not worker.failed for worker in self.workers):
             return LOOK_SECONDS
-        return watch_step or IDLE_SECONDS
+        return watch_step
 
-    def is_due(self, watch_step: float | None) -> bool:
+    def is_due(self, watch_step: float) -> bool:
         """Whether it is time to look. The next time begins now."""
         now = time.monotonic()
         if now - self._looked < min(LOOK_SECONDS, self.seconds_to_look(watch_step)):

@@ -105,7 +105,7 @@ def test_the_tasks_of_a_cancelled_run_are_answered_and_not_read() -> None:
 def test_who_watches_it_sees_where_it_is() -> None:
     made = begun()
     read(made, task(0, 1, 2))
-    assert made.where() == [0, 0, 0, IDLE]
+    assert made.where() == [0, 0, 0, IDLE, 0]
 
 
 def test_a_module_that_the_node_lacks_is_told_with_the_remedy() -> None:

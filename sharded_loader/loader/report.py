@@ -1,0 +1,127 @@
+"""`Reported`: a loader that tells why training waits, in a terminal, in a file for a browser, and as a trace.
+
+    loader.report()               -> `facts` -> text                printed
+    loader.report("rank0.html")   -> `facts` -> `page`, one file    read_facts(file) -> facts again
+    loader.trace("trace.json")    -> `trace`, one file
+
+Reports are made when they are asked for: no batch is slower for them. What can go wrong: no batch was delivered, or a
+file cannot be written. Each is an error that says what to do. A file is written whole or not at all, so an older one of
+its name stays, and the loader goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import uuid
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sharded_loader.engine.order import resolve_replicas
+from sharded_loader.loader.facts import facts_of, text_of
+from sharded_loader.loader.page import page_of
+from sharded_loader.loader.stats import Metered
+from sharded_loader.loader.times import BatchTimes
+from sharded_loader.loader.trace import trace_of
+
+
+class Reported(Metered):
+    """A loader that can tell what its `Meter` has measured."""
+
+    @abstractmethod
+    def _given(self) -> Mapping[str, Any]:
+        """The arguments of the loader, by name."""
+
+    def _replicas(self) -> tuple[int, int]:
+        """The number of ranks, and which one this is."""
+        with contextlib.suppress(ValueError):  # half of the environment variables: no reason to tell nothing
+            return resolve_replicas("auto")
+        return 1, 0
+
+    def report(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Tell why training waits, and what to do about it: causes, stages, workers, the slowest samples.
+
+        Call it at any time, also in the middle of an epoch.
+
+        Args:
+            path: None: it is printed. A name that ends in ``.html``: it is written to this file, with plots of the last
+                1,000 batches. The file needs no network. ``sharded-loader report FILES`` reads it again. With several
+                ranks, write a file for each: the command names the slow rank.
+
+        Raises:
+            ValueError: the name of the file does not end in ``.html``.
+            RuntimeError: the loader has delivered no batch yet.
+            OSError: the file cannot be written. An older file of this name stays.
+
+        Example:
+            >>> from sharded_loader import ShardedDataLoader
+            >>> loader = ShardedDataLoader(range(10), 4)
+            >>> for batch in loader: pass
+            >>> loader.report()
+            10 samples in 3 batches, ...
+        """
+        if path is not None and Path(path).suffix != ".html":
+            raise ValueError(
+                f"report: {os.fspath(path)!r} does not end in .html: give such a name, or none to print it"
+            )
+        rows = self._rows("report")
+        facts = facts_of(type(self).__name__, self._given(), self._replicas(), self.stats(), rows)
+        if path is None:
+            print(text_of(facts))
+        else:
+            _write(path, page_of(facts, rows))
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write when each of the last 1,000 batches was read, waited for and handed out, as a Chrome trace.
+
+        Open the file in https://ui.perfetto.dev, or in ``chrome://tracing``. The main process and each worker have a
+        lane. Arrows lead from a task to the worker that read the batch, and to the ``next`` that returned it. Of
+        batches that take less than 0.2 ms, only some are noted.
+
+        Args:
+            path: the file, such as ``trace.json``.
+
+        Raises:
+            RuntimeError: the loader has delivered no batch yet.
+            OSError: the file cannot be written. An older file of this name stays.
+
+        Example:
+            >>> import json, tempfile
+            >>> from pathlib import Path
+            >>> from sharded_loader import ShardedDataLoader
+            >>> loader = ShardedDataLoader(range(10), 4)
+            >>> for batch in loader: pass
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     path = Path(folder, "trace.json")
+            ...     loader.trace(path)
+            ...     events = json.loads(path.read_text())["traceEvents"]
+            >>> events[0]["args"]["name"]
+            'ShardedDataLoader, rank 0 of 1'
+
+        Source of the idea: the traces of ``torch.profiler``.
+        """
+        ranks, rank = self._replicas()
+        name = f"{type(self).__name__}, rank {rank} of {ranks}"
+        _write(path, json.dumps(trace_of(self._rows("trace"), name), allow_nan=False))
+
+    def _rows(self, method: str) -> list[BatchTimes]:
+        if not self.stats().batches:
+            raise RuntimeError(f"{method}: the loader has delivered no batch yet: iterate over it first")
+        return self._meter.rows()
+
+
+def _write(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file whole or not at all."""
+    part = Path(f"{os.fspath(path)}.{uuid.uuid4().hex}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        advice = "give a file in a folder that exists, that may be written to, and that has space"
+        raise OSError(error.errno, f"{os.fspath(path)} cannot be written ({error.strerror}): {advice}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()

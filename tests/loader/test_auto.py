@@ -1,0 +1,492 @@
+"""``num_workers="auto"``: the policy, on a table and on simulated jobs; what comes is as with any fixed number."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, ThreadPool, sample_rng
+from sharded_loader.base.limits import Limit
+from sharded_loader.engine.pipeline import PER_WORKER
+from sharded_loader.engine.pool import Pool
+from sharded_loader.loader import auto
+from sharded_loader.loader.auto import AHEAD, DEEPEST, KEPT, MOST, START, Observed, Setting, Tuner, choose, observe
+from sharded_loader.loader.stats import LoaderStats, Meter
+from sharded_loader.loader.times import WorkerTimes
+from sharded_loader.torch import DataLoader
+from tests.conftest import PROCESS_POOLS
+
+# -- the policy --------------------------------------------------------------------------------------------------------
+
+
+def seen(workers: int, rate: float, *, depth: int = PER_WORKER, waits: float = 0.9, **others: float) -> Observed:
+    """All workers wait for input, unless the arguments say otherwise."""
+    facts = {"hungry": waits, "reading": float(workers)} | others
+    return Observed(Setting(workers, depth), rate, waits, **facts)
+
+
+TABLE: dict[str, tuple[list[Observed], Setting]] = {
+    "workers wait for input: twice as many": ([seen(2, 100)], Setting(4)),
+    "and again": ([seen(2, 100), seen(4, 200)], Setting(8)),
+    "at most so many as there is memory for": ([seen(20, 100)], Setting(MOST)),
+    "workers compute on all cores: no more": ([seen(4, 100, running=4)], Setting(4)),
+    "a core is idle: one more": ([seen(3, 100, running=3)], Setting(4)),
+    "they compute half of the time: up to three for each core": ([seen(8, 100, running=4)], Setting(12)),
+    "more than there are cores for: fewer": ([seen(6, 100, running=6)], Setting(4)),
+    "which was slower: stay": ([seen(4, 90, running=4), seen(6, 100, running=6)], Setting(6)),
+    "it does not wait: those that are at work": ([seen(8, 100, waits=0.01, reading=3.0)], Setting(4)),
+    "nearly all of them are": ([seen(8, 100, waits=0.01, reading=5.0)], Setting(8)),
+    "all of them are": ([seen(8, 100, waits=0.01, reading=7.5)], Setting(8)),
+    "fewer were tried, and it waits then": (
+        [seen(4, 90, waits=0.1), seen(8, 100, waits=0.01, reading=3.0)],
+        Setting(8),
+    ),
+    "not even that many are tried then": (
+        [seen(6, 90, waits=0.1), seen(12, 100, hungry=0.0, reading=4.0)],
+        Setting(12),
+    ),
+    "fewer were as fast": ([seen(4, 97, waits=0.05), seen(8, 100, waits=0.01, reading=7.5)], Setting(4)),
+    "the loop is slower for a while: that is no reason for more": (
+        [seen(2, 100), seen(1, 50, waits=0.01, reading=0.5)],
+        Setting(1),
+    ),
+    "it waits for the main process alone: no more": ([seen(2, 100, hungry=0.0)], Setting(2)),
+    "and those that are at work are enough": ([seen(8, 100, hungry=0.0, reading=2.0)], Setting(3)),
+    "more gained nothing: back": ([seen(4, 200), seen(8, 205)], Setting(4)),
+    "and stay": ([seen(2, 100), seen(4, 200), seen(8, 205), seen(4, 200, waits=0.2)], Setting(4)),
+    "it waits much: try them once more": ([seen(2, 100), seen(4, 200), seen(8, 205), seen(4, 200)], Setting(8)),
+    "not even the first ones gain: fewer": (
+        [seen(2, 100), seen(4, 100), seen(2, 100), seen(4, 100), seen(2, 100)],
+        Setting(1),
+    ),
+    "which was slower: back": ([seen(2, 100), seen(4, 100), seen(2, 100), seen(1, 50)], Setting(2)),
+    "it was luck": ([seen(2, 100), seen(4, 150), seen(8, 160), seen(8, 100), seen(8, 110)], Setting(4)),
+    "a disturbed look is no reason to leave": ([seen(2, 60), seen(4, 90), seen(2, 100), seen(2, 40)], Setting(4)),
+    "nor is a slightly lower rate": (
+        [seen(2, 100), seen(8, 210), seen(4, 200), seen(4, 199), seen(4, 198), seen(4, 197, waits=0.2)],
+        Setting(4),
+    ),
+    "single samples: more batches in flight, too": ([seen(2, 100, late=0.5)], Setting(4, 4)),
+    "they compute: those alone": ([seen(4, 100, running=4, late=0.5)], Setting(4, 4)),
+    "so many for each, and no more": ([seen(2, 100, depth=DEEPEST, late=0.5)], Setting(4, DEEPEST)),
+    "so many for all": ([seen(8, 100, depth=DEEPEST)], Setting(16, AHEAD // 16)),
+    "the user has set prefetch": ([seen(2, 100, depth=0, late=0.5)], Setting(4, 0)),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_table(name: str) -> None:
+    looks, expected = TABLE[name]
+    assert choose(looks, cores=4, most=MOST) == expected
+
+
+def test_where_memory_is_short_there_are_fewer() -> None:
+    assert choose([seen(4, 100), seen(8, 200)], cores=4, most=5) == Setting(5)
+    assert choose([seen(2, 100)], cores=4, most=-3) == Setting(1)
+    assert choose([seen(8, 200)], cores=4, most=12) == Setting(12)
+
+
+class Work(NamedTuple):
+    """A simulated job: seconds of a sample, in workers and in the loop; how many samples come per second at most."""
+
+    computes: float = 0.0
+    waits: float = 0.0
+    loop: float = 0.0
+    most: float = 1e9
+    gil: bool = False
+
+    def observe(self, setting: Setting, cores: int) -> Observed:
+        """What is seen after a while; no clock is asked."""
+        workers, whole = setting.workers, self.computes + self.waits
+        able = [workers / whole, self.most, (1 if self.gil else cores) / self.computes if self.computes else 1e9]
+        rate = min(1 / self.loop if self.loop else 1e9, *able)
+        waits = max(0.0, 1 - rate * self.loop)
+        busy = rate * whole if rate < min(able) else float(workers)
+        return Observed(setting, rate, waits, waits, 0.0, busy, busy * self.computes / whole)
+
+
+WORKS = {
+    "processor": Work(computes=0.01),
+    "sleep": Work(waits=0.01, loop=0.001),
+    "both": Work(computes=0.005, waits=0.005),
+    "a third": Work(computes=0.004, waits=0.008, loop=0.0001),
+    "slow consumer": Work(waits=0.01, loop=0.05),
+    "a bit slower": Work(computes=0.01, loop=0.004),
+    "object store": Work(waits=0.05, most=300.0),
+    "threads that compute": Work(computes=0.01, gil=True),
+    "nothing to do": Work(computes=1e-6, loop=0.01),
+}
+
+
+@pytest.mark.parametrize("cores", [1, 2, 4, 16])
+@pytest.mark.parametrize("name", WORKS)
+def test_simulated_jobs_are_as_fast_as_with_the_best_number_after_twelve_looks(name: str, cores: int) -> None:
+    work, looks, setting = WORKS[name], list[Observed](), Setting()
+    for _ in range(12):
+        looks.append(work.observe(setting, cores))
+        setting = choose(looks, cores, MOST)
+    rates = {count: work.observe(Setting(count), cores).rate for count in range(1, MOST + 1)}
+    assert rates[setting.workers] >= 0.95 * max(rates.values())
+    cheapest = min(count for count, rate in rates.items() if rate >= 0.999 * max(rates.values()))
+    assert setting.workers <= 2.5 * cheapest
+    for _ in range(5):  # and it stays
+        looks.append(work.observe(setting, cores))
+        assert choose(looks, cores, MOST) == setting
+
+
+def test_when_the_job_changes_the_number_does() -> None:
+    looks, setting, found = list[Observed](), Setting(), []
+    for work in (Work(waits=0.01, loop=0.001), Work(waits=0.01, loop=0.02), Work(waits=0.04, loop=0.002)):
+        for _ in range(KEPT + 12):
+            looks.append(work.observe(setting, 2))
+            setting = choose(looks[-KEPT:], 2, MOST)
+        found.append(setting.workers)
+    assert found[0] in range(10, 17) and found[1] == 1 and found[2] in range(20, MOST + 1)
+
+
+# -- what is observed --------------------------------------------------------------------------------------------------
+
+
+def stats_of(seconds: float, batches: int, workers: dict[int, tuple[float, float]], **causes: float) -> LoaderStats:
+    stats = LoaderStats(batches, 4 * batches, seconds, causes={**LoaderStats().causes, **causes})
+    stats.__dict__["workers"] = {
+        number: WorkerTimes(batches, read, ran, 0.0, 0.0, 0.0, 0.0, 0.0) for number, (read, ran) in workers.items()
+    }
+    return stats
+
+
+def test_a_look_tells_shares_of_the_time_without_the_start_of_workers() -> None:
+    before = stats_of(10.0, 100, {0: (5.0, 1.0)}, input=1.0)
+    after = stats_of(15.0, 200, {-1: (9.0, 9.0), 0: (8.0, 2.0), 1: (1.0, 1.0)}, input=3.0, late_sample=0.4, start=1.0)
+    found = observe(before, after, Setting())
+    assert found == Observed(Setting(), 100.0, pytest.approx(0.6), pytest.approx(0.6), pytest.approx(0.1), 1.0, 0.5)
+
+
+@pytest.mark.parametrize(("seconds", "batches"), [(0.5, 1000), (2.0, 3), (1.5, 12)])
+def test_a_short_look_tells_nothing(seconds: float, batches: int) -> None:
+    assert (observe(LoaderStats(), stats_of(seconds, batches, {}), Setting()) is None) == (batches != 12)
+
+
+class Pretended:
+    """A pipeline, its pool, and a meter that tells what it is told to."""
+
+    def __init__(self, workers: int = START, shares_dataset: bool = False) -> None:
+        self.pool, self.meter = self, self
+        self.num_workers, self.wanted, self.shares_dataset = workers, workers, shares_dataset
+        self.per_worker, self.scale_by_group, self.tune_at = PER_WORKER, True, 0.0
+        self.told = stats_of(0.0, 0, {})
+
+    def stats(self) -> LoaderStats:
+        return self.told
+
+    def follow(self, pool: Any) -> None:
+        assert pool is self.pool
+
+    def read(self, tuner: Tuner, now: float) -> int:
+        """All workers read for two seconds; how many there are then."""
+        for at in (now, now + 0.5, now + 1, now + 1.5):
+            tuner.look(self, self, at)  # type: ignore[arg-type]
+            workers = dict.fromkeys(range(self.num_workers), (10 * at, 0.0))
+            self.told = stats_of(10 * at, int(1000 * at * self.num_workers), workers, input=9 * at)
+        self.num_workers = self.wanted
+        return self.num_workers
+
+
+def test_the_tuner_waits_for_workers_that_start_and_then_asks_for_more() -> None:
+    tuner, pretended = Tuner(), Pretended()
+    assert [pretended.read(tuner, 10.0 * turn) for turn in range(1, 4)] == [4, 8, 16]
+    assert tuner.workers == 16
+
+
+def test_a_pause_of_the_program_is_no_slow_loop() -> None:
+    tuner, pretended = Tuner(), Pretended()
+    for at in (1.0, 1.3, 1.6, 9.0):  # an evaluation before the last one
+        tuner.look(pretended, pretended, at)  # type: ignore[arg-type]
+        pretended.told = stats_of(at, int(100 * at), dict.fromkeys(range(2), (0.1 * at, 0.0)))
+    assert pretended.wanted == START
+    for at in (9.3, 9.6, 11.0):
+        tuner.look(pretended, pretended, at)  # type: ignore[arg-type]
+        pretended.told = stats_of(2 * at, int(100 * at), dict.fromkeys(range(2), (0.1 * at, 0.0)))
+    assert pretended.wanted == 1
+
+
+def test_processes_are_as_many_as_there_is_memory_for_on_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    free = itertools.chain([16 << 30, 12 << 30], itertools.repeat(12 << 30))
+    monkeypatch.setattr(auto, "free_bytes", lambda: Limit(next(free), "here"))
+    tuner, pretended = Tuner(), Pretended()  # a rank has 4 GB, then 3: each of the two new ones took half of one
+    assert [pretended.read(tuner, 10.0 * turn) for turn in range(1, 3)] == [4, 8]
+    monkeypatch.setattr(auto, "free_bytes", lambda: Limit(1 << 30, "here"))
+    assert pretended.read(tuner, 30.0) == 8  # a rank has 256 MB left: no more
+    monkeypatch.setattr(auto, "free_bytes", lambda: Limit(0, "here"))
+    assert pretended.read(tuner, 40.0) < 8
+
+
+def test_threads_need_no_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "free_bytes", lambda: Limit(0, "here"))
+    assert Pretended(shares_dataset=True).read(Tuner(), 1.0) == 4
+
+
+def test_cores_are_those_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(auto, "choose", lambda seen, cores, most: found.append(cores) or Setting())
+    monkeypatch.setattr(auto, "cores_for_workers", lambda: 8)
+    for ranks in (1, 2, 16):
+        monkeypatch.setattr(auto, "ranks_on_cores", lambda ranks=ranks: ranks)
+        Pretended().read(Tuner(), 1.0)
+    assert list(dict.fromkeys(found)) == [8, 4, 1]
+
+
+# -- what comes --------------------------------------------------------------------------------------------------------
+
+SAMPLES = 60
+
+
+class Noisy:
+    """Two samples raise an error. Each has random numbers, in workers also those of the global generators."""
+
+    in_processes = False
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        if index in (3, 50):
+            raise ValueError(f"bad {index}")
+        return np.array([index, sample_rng().random(), np.random.random() if self.in_processes else 0])
+
+
+class InProcesses(Noisy):
+    in_processes = True
+
+
+class Counting(InProcesses):
+    """A dataset with a state, which each worker of the drop-in keeps."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        return np.array([index, self.read])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.read = state["read"]
+
+
+class Lines(torch.utils.data.IterableDataset[Any]):
+    """Iterable data in parts."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        for at in range(10 * (info.id + 1)):
+            yield np.array([info.id, info.num_workers, at, sample_rng().random()])
+
+
+def outcomes(loader: Any, before: Callable[[], Any] = lambda: None, epochs: int = 2) -> list[Any]:
+    """The batches, errors and states of some epochs."""
+    found: list[Any] = []
+    for _ in range(epochs):
+        batches = iter(loader)
+        while True:
+            before()
+            try:
+                found.append(next(batches).tolist())
+            except StopIteration:
+                break
+            except ValueError as error:
+                found.append(str(error))
+            found.append(loader.state_dict())
+    return found
+
+
+@pytest.fixture
+def restless(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[int]:
+    """The number changes at every third step. The numbers that there were."""
+    rng, numbers, steps = random.Random(1), list[int](), itertools.count()
+    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    starts_slowly = params.get("method") in ("spawn", "forkserver")
+
+    def look(self: Tuner, meter: Meter, pipeline: Any, now: float) -> None:
+        numbers.append(pipeline.pool.num_workers)
+        if next(steps) % (12 if starts_slowly else 3) == 0:
+            self.workers = pipeline.pool.wanted = rng.choice([1, 2, 3, 5])
+            pipeline.per_worker = rng.choice([1, 2, 8])
+            pipeline.follow(pipeline.pool)
+
+    monkeypatch.setattr(Tuner, "look", look)
+    return numbers
+
+
+@pytest.mark.costly(2)
+@pytest.mark.parametrize("pool", ["thread", "process"])
+@pytest.mark.parametrize("kind", ["map", "parts"])
+def test_batches_states_and_errors_are_those_of_any_number(pool: Any, kind: str, restless: list[int]) -> None:
+    data: Any = Lines() if kind == "parts" else InProcesses() if pool == "process" else Noisy()
+    options: Any = {"seed": 3, "pool": pool, "shuffle": kind == "map"}
+    with ShardedDataLoader(data, 4, num_workers=START, **options) as loader:
+        expected = outcomes(loader)
+    with ShardedDataLoader(data, 4, num_workers="auto", **options) as loader:
+        assert loader.num_workers == START
+        assert outcomes(loader) == expected
+    assert len(set(restless)) > 2
+
+
+DROP_IN = {"map": InProcesses, "state": Counting, "parts": Lines}
+
+
+@pytest.mark.costly(3)
+@pytest.mark.parametrize("method", [*(name for name in PROCESS_POOLS if name == "fork"), "thread", "persistent"])
+@pytest.mark.parametrize("kind", DROP_IN)
+def test_so_they_are_of_the_drop_in(method: str, kind: str, restless: list[int]) -> None:
+    if (method, kind) == ("thread", "state"):
+        pytest.skip("threads share one dataset, whose state depends on who is first")
+
+    def loader(workers: Any) -> Any:
+        data: Any = Noisy() if kind == "map" and method == "thread" else DROP_IN[kind]()
+        options: dict[str, Any] = {"persistent": {"persistent_workers": True}, "thread": {"thread_pool": True}}.get(
+            method, {"start_method": method}
+        )
+        return DataLoader(data, 4, num_workers=workers, seed=3, shuffle=kind != "parts" or None, **options)
+
+    torch.manual_seed(7)
+    expected = outcomes(loader(START))
+    torch.manual_seed(7)
+    assert outcomes(loader("auto")) == expected
+    assert len(set(restless)) > 2 or (kind == "state" and not restless)  # a state belongs to one of two workers
+
+
+@pytest.mark.slow
+def test_without_a_seed_the_drop_in_draws_one_and_nothing_depends_on_the_number(restless: list[int]) -> None:
+    found = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        found.append(outcomes(DataLoader(InProcesses(), 4, num_workers="auto", shuffle=True)))
+    assert found[0] == found[1] and len(set(restless)) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", PROCESS_POOLS)
+@pytest.mark.parametrize("kind", ["map", "parts"])
+def test_so_they_are_while_workers_are_killed(method: Any, kind: str, restless: list[int]) -> None:
+    rng = random.Random(f"{method} {kind}")
+    options: Any = {"seed": 3, "start_method": method, "persistent_workers": True}
+    torch.manual_seed(7)
+    epochs = 3 if method == "fork" else 1  # others start slowly
+    expected = outcomes(DataLoader(DROP_IN[kind](), 4, num_workers=START, **options), epochs=epochs)
+    torch.manual_seed(7)
+    loader = DataLoader(DROP_IN[kind](), 4, num_workers="auto", restarts=1000, **options)
+
+    def kill() -> None:
+        iterator: Any = loader._iterator
+        if iterator is not None and iterator._pool.started and rng.random() < (0.4 if method == "fork" else 0.05):
+            rng.choice(iterator._pool.workers).kill()
+
+    assert outcomes(loader, kill, epochs=epochs) == expected
+
+
+@pytest.mark.parametrize("thread_pool", [True, False])
+def test_the_next_epoch_of_the_drop_in_begins_with_the_number_that_was_found(thread_pool: bool) -> None:
+    loader = DataLoader(range(8), 2, num_workers="auto", thread_pool=thread_pool)
+    assert loader.num_workers == START and loader._tuner is not None
+    loader._tuner.workers = 3
+    iterator: Any = iter(loader)
+    next(iterator)
+    assert iterator._pool.num_workers == 3 and iterator._pipeline.prefetch == 6
+
+
+def test_a_copy_of_the_drop_in_finds_a_number_of_its_own() -> None:
+    loader = DataLoader(range(8), 2, num_workers="auto")
+    for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert other._tuner is not loader._tuner and other._meter.tune.__self__ is other._tuner
+        assert [batch.tolist() for batch in other] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+class Waiting:
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.002)
+        return index
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool", ["thread", "process"])
+@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
+def test_a_loader_whose_workers_wait_finds_more(kind: Any, pool: str) -> None:
+    loader = kind(Waiting(), 4, num_workers="auto", thread_pool=pool == "thread")
+    batches = iter(loader)
+    now = loader.pool if kind is ShardedDataLoader else batches._pool
+    assert any(now.num_workers >= 4 for _ in batches)
+
+
+def test_prefetch_factor_is_for_each_worker_and_prefetch_for_all() -> None:
+    for options, prefetch in (({"prefetch_factor": 3}, 15), ({"prefetch": 3}, 3), ({}, 10)):
+        with ShardedDataLoader(range(8), 2, num_workers="auto", thread_pool=True, **options) as loader:
+            loader.pool.resize(5)
+            assert loader.prefetch == prefetch
+
+
+def test_its_arguments_make_another_one() -> None:
+    with ShardedDataLoader(range(8), 2, num_workers="auto", thread_pool=True) as loader:
+        assert loader.arguments["num_workers"] == "auto"
+        with ShardedDataLoader(**loader.arguments) as other:
+            assert other.num_workers == START and list(map(len, other)) == [2, 2, 2, 2]
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"pool": "ray"}, ValueError, 'num_workers="auto" is for workers on this machine'),
+        ({"pool": ThreadPool(2)}, ValueError, 'num_workers="auto" makes a pool, and pool=ThreadPool(2) is one: leave'),
+        ({"pool": InlinePool()}, ValueError, 'num_workers="auto" makes a pool'),
+        (
+            {"num_workers": "atuo"},
+            TypeError,
+            "num_workers is 'atuo'; it must be an int, the number of workers, or \"auto\"",
+        ),
+        ({"num_workers": "2"}, TypeError, "num_workers is '2'; it must be an int"),
+        ({"num_workers": 2.0}, TypeError, "num_workers is 2.0; it must be an int"),
+        ({"num_workers": None}, TypeError, "num_workers is None; it must be an int"),
+        ({"max_worker_memory": 0}, ValueError, "max_worker_memory is 0"),
+        ({"max_worker_memory": -1}, ValueError, "max_worker_memory is -1"),
+        ({"max_worker_memory": "much"}, ValueError, "max_worker_memory is 'much'"),
+        ({"max_worker_memory": True}, ValueError, "max_worker_memory is True"),
+        ({"max_worker_memory": "1 GB", "thread_pool": True}, ValueError, "needs worker processes on this machine"),
+    ],
+)
+def test_wrong_arguments_are_errors(options: dict[str, Any], error: Any, text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        ShardedDataLoader(range(8), 2, **{"num_workers": "auto", **options})
+    if "pool" not in options:
+        with pytest.raises(error, match=re.escape(text)):
+            DataLoader(range(8), 2, **{"num_workers": "auto", **options})
+
+
+@pytest.mark.parametrize("make", [ThreadPool, ProcessPool])
+def test_a_pool_has_a_number(make: Callable[[Any], Pool]) -> None:
+    with pytest.raises(TypeError, match="num_workers is 'auto'.*give num_workers=\"auto\" to the loader"):
+        make("auto")
+
+
+def test_without_workers_there_is_nothing_to_find() -> None:
+    loader = ShardedDataLoader(range(8), 2, num_workers="auto", pool="inline")
+    assert loader.num_workers == 0 and list(map(len, loader)) == [2, 2, 2, 2]

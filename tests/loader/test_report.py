@@ -1,0 +1,298 @@
+"""What a loader tells of itself: in the terminal, as a page, and of all ranks together. A failure loses nothing."""
+
+from __future__ import annotations
+
+import errno
+import html
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import POOLS, make_pool
+from torch.utils.data import DistributedSampler
+
+from sharded_loader import ShardedDataLoader
+from sharded_loader.loader.facts import JOB, Facts, facts_of, joined, text_of
+from sharded_loader.loader.page import facts_in
+from sharded_loader.loader.stats import LoaderStats
+from sharded_loader.loader.waits import CAUSES
+from sharded_loader.torch import DataLoader
+from tests.samples import Drawing
+
+
+class Slow:
+    """A dataset that takes a time for each sample, and longer for the first one.
+
+    Args:
+        seconds: of a sample.
+    """
+
+    def __init__(self, seconds: float = 0.001) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.seconds * (1 if index else 20))
+        return index
+
+
+def read(pool: str, kind: type = ShardedDataLoader, **given: Any) -> Any:
+    """A loader that has read an epoch. The caller closes it, if it can be closed."""
+    workers: dict[str, Any] = {}
+    if kind is DataLoader:
+        of = {"inline": {}, "thread": {"thread_pool": True, "num_workers": 2}}
+        workers = of.get(pool, {"start_method": pool, "num_workers": 2})  # type: ignore[assignment]
+    else:
+        workers = {"pool": make_pool(pool, 2)}
+    loader = kind(given.pop("dataset", Slow()), batch_size=given.pop("batch_size", 6), **workers, **given)
+    for _ in loader:
+        pass
+    return loader
+
+
+@pytest.fixture
+def loader() -> Iterator[ShardedDataLoader[Any]]:
+    with read("inline") as made:
+        yield made
+
+
+# -- one loader --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.costly(3)
+@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_report_tells_what_the_numbers_tell(
+    pool: str, kind: type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loader = read(pool, kind)
+    capsys.readouterr()
+    assert loader.report() is None
+    told, stats = capsys.readouterr().out, loader.stats()
+    loader.report(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    if hasattr(loader, "close"):
+        loader.close()
+    assert told.startswith(str(stats))
+    for text in (html.unescape(page), told):
+        assert [one for one in stats.causes if stats.causes[one] and one not in text] == []
+        assert [one for one in stats.stages if one not in text] == []
+        for title in ("Causes", "Stages", "Workers", "Slowest samples", "Arguments"):
+            assert title in text
+        assert stats.verdict in text and stats.advice in text
+        assert "Slow of length 60" in text and "batch_size" in text
+    assert re.search(r"^  0 +.*  0 +(main process|[01])$", told, re.MULTILINE)  # the slowest sample
+    facts = facts_in(page)
+    assert text_of(facts) == told.rstrip("\n")
+    assert facts["numbers"] == stats.as_dict()
+    assert facts["waits"]
+
+
+def test_the_lanes_show_each_worker_and_the_plot_each_cause(tmp_path: Path) -> None:
+    with read("thread") as loader:
+        loader.report(tmp_path / "report.html")
+        workers = len(loader.stats().workers)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    plots = re.findall(r'<svg [^>]*aria-label="([^"]*)">(.*?)</svg>', page)
+    assert [name for name, _ in plots[1:]] == ["next()", *(f"worker {number}" for number in range(workers))]
+    assert all("<path" in drawn for _, drawn in plots)
+
+
+def test_a_page_leaves_its_file_for_nothing(loader: Any, tmp_path: Path) -> None:
+    loader.report(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert re.findall(r"(?:src|href|url|@import|http)[^>]{0,20}", page) == ['href="data:,"']
+
+
+def test_markup_in_arguments_and_indices_is_text(tmp_path: Path) -> None:
+    class Words:
+        def __getitem__(self, index: str) -> int:
+            time.sleep(0.001)
+            return len(index)
+
+        def __len__(self) -> int:
+            return 1
+
+    with ShardedDataLoader(Words(), batch_sampler=[["</script><b>&amp;"] * 4], pool="inline") as loader:
+        list(loader)
+        loader.report(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<b>&amp;" not in page
+    tables = {title: rows for title, _, _, rows in facts_in(page)["sections"]}
+    assert tables["Slowest samples"][0][1][0] == "'</script><b>&amp;'"
+
+
+def test_a_report_in_mid_epoch_changes_no_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given: dict[str, Any] = {"shuffle": True, "seed": 3, "num_workers": 2, "pool": "thread"}
+    with ShardedDataLoader(Drawing(24), 4, **given) as plain, ShardedDataLoader(Drawing(24), 4, **given) as told:
+        expected, found = list(plain), []
+        for number, batch in enumerate(told):
+            told.report()
+            told.report(tmp_path / f"{number}.html")
+            told.trace(tmp_path / f"{number}.json")
+            found.append(batch)
+    np.testing.assert_equal([one.tolist() for one in found], [one.tolist() for one in expected])
+
+
+def test_a_closed_loader_still_tells(loader: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    loader.close()
+    loader.report()
+    assert "60 samples in 10 batches" in capsys.readouterr().out
+
+
+# -- files that cannot be written --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
+@pytest.mark.parametrize("method", ["report", "trace"])
+def test_before_the_first_batch_there_is_nothing_to_tell(kind: type, method: str, tmp_path: Path) -> None:
+    loader = kind(Slow(), batch_size=6)
+    with pytest.raises(RuntimeError, match=rf"^{method}: the loader has delivered no batch yet: iterate over it first"):
+        getattr(loader, method)(tmp_path / "report.html")
+    assert list(tmp_path.iterdir()) == []
+    assert len(list(loader)) == 10
+
+
+@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
+@pytest.mark.parametrize("method", ["report", "trace"])
+@pytest.mark.parametrize("where", ["missing", "file"])
+def test_a_file_in_no_folder_is_an_error_that_names_it(kind: type, method: str, where: str, tmp_path: Path) -> None:
+    loader = read("inline", kind)
+    (tmp_path / "file").write_text("not a folder")
+    path = tmp_path / where / "report.html"
+    kinds = (FileNotFoundError, NotADirectoryError)
+    with pytest.raises(kinds, match=r"report.html cannot be written \(.*\): give a file in a folder that exists"):
+        getattr(loader, method)(path)
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+    assert len(list(loader)) == 10
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize("method", ["report", "trace"])
+def test_a_full_disk_leaves_the_older_file(
+    loader: Any, method: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("older")
+    real = Path.write_text
+
+    def write_half(self: Path, text: str, **given: Any) -> int:
+        real(self, text[:100], **given)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(OSError, match=re.escape(os.strerror(code))) as caught:
+        getattr(loader, method)(path)
+    assert caught.value.errno == code
+    assert [one.name for one in tmp_path.iterdir()] == ["report.html"]
+    assert path.read_text() == "older"
+
+
+@pytest.mark.parametrize("name", ["report.json", "report", "report.htm"])
+def test_the_name_of_a_page_says_that_it_is_one(loader: Any, name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"does not end in \.html: give such a name, or none to print it"):
+        loader.report(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda page: page[:-40], lambda page: page.replace('"ranks": 1', '"ranks": 2'), lambda page: page[:500]]
+)
+def test_a_damaged_page_is_no_report(loader: Any, damage: Any, tmp_path: Path) -> None:
+    loader.report(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    facts_in(page)
+    with pytest.raises(ValueError, match="it is no report, or it is damaged: give files that"):
+        facts_in(damage(page))
+
+
+# -- the ranks of a job ------------------------------------------------------------------------------------------------
+
+
+def rank_of(rank: int, waits: Mapping[int, float], cause: str = "input", ranks: int = 3) -> Facts:
+    """The facts of a rank that has waited in some of 100 steps of 1 s."""
+    causes = dict.fromkeys(CAUSES, 0.0) | {cause: sum(waits.values())}
+    numbers = LoaderStats(100, 800, 100.0, sum(waits.values()), reading_seconds=1.0, causes=causes)
+    facts = facts_of("ShardedDataLoader", {}, (ranks, rank), numbers, [])
+    return facts | {"waits": [[0, step, waits.get(step, 0.0), step, step + 1.0] for step in range(100)]}
+
+
+def of_ranks(*facts: Facts) -> str:
+    return joined({f"rank{number}.html": one for number, one in enumerate(facts)})
+
+
+def test_the_slow_rank_is_named_and_why_it_is_slow() -> None:
+    slow = dict.fromkeys(range(100), 0.4)
+    text = of_ranks(rank_of(0, {}), rank_of(1, slow, "retries"), rank_of(2, {5: 0.1}))
+    first, verdict, *_ = text.splitlines()
+    assert first == "Rank 1 is slow: the others wait for it for 40% of the time."
+    assert verdict == "Training waits for requests that are tried again: 0 so far."
+    assert [line.split()[0] for line in text.splitlines()[-3:]] == ["0", "1", "2"]
+    assert "3 of 3 ranks" in text
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_no_rank_is_blamed_where_all_wait_in_turns_or_alike(alike: bool) -> None:
+    waits = [{step: 0.3 for step in range(100) if alike or step % 3 == rank} for rank in range(3)]
+    text = of_ranks(*(rank_of(rank, of) for rank, of in enumerate(waits)))
+    assert text.startswith("No rank is much slower than the others. In each step all wait for the slowest: 30% of the")
+    assert "wait for a disk" in text
+
+
+def test_batches_that_are_not_noted_are_cheap_and_the_sums_still_tell_the_slow_rank() -> None:
+    slow = dict.fromkeys(range(100), 0.4)
+    first, second = rank_of(0, {}), rank_of(1, slow)
+    few = first | {"waits": [one for one in first["waits"] if one[1] in (0, 99)]}
+    assert of_ranks(few, second).startswith("Rank 1 is slow: the others wait for it for 40% of the time.")
+    fewer = second | {"waits": [one[:2] + [0.0] + one[3:] for one in second["waits"]]}
+    assert of_ranks(few, fewer).startswith("Rank 1 is slow: the others wait for it for 40% of the time.")
+
+
+def test_ranks_that_do_not_wait_are_not_blamed() -> None:
+    assert of_ranks(rank_of(0, {1: 0.2}), rank_of(1, {})).startswith("No rank waits for data: the training loop is")
+
+
+def test_files_that_do_not_belong_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = rank_of(0, {})
+    with pytest.raises(ValueError, match=r"rank1.html is of rank 0, as another file is: give one file of each rank"):
+        of_ranks(first, rank_of(0, {}))
+    with pytest.raises(ValueError, match=r"rank1.html is of another job than rank0.html: ranks is 4 there, and 3 here"):
+        of_ranks(first, rank_of(1, {}, ranks=4))
+    monkeypatch.setenv(JOB[1], "1234")
+    with pytest.raises(ValueError, match=r"rank1.html is of another job .*1234"):
+        of_ranks(first, rank_of(1, {}))
+    later = rank_of(1, {}) | {"job": first["job"], "waits": [[7, 0, 0.0, 0.0, 1.0]]}
+    with pytest.raises(ValueError, match="no batch is in all files: let all ranks write their files after the same"):
+        of_ranks(first, later)
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"), [({"WORLD_SIZE": "2", "RANK": "1"}, (2, 1)), ({"WORLD_SIZE": "2"}, (1, 0))]
+)
+def test_the_drop_in_is_of_the_rank_that_the_launcher_has_set(
+    environ: dict[str, str], told: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = DataLoader(Slow(), 6, sampler=DistributedSampler(range(60), 2, 1))  # type: ignore[arg-type]
+    list(loader)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    loader.report(tmp_path / "report.html")
+    facts = facts_in((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert (facts["ranks"], facts["rank"]) == told
+
+
+def test_ranks_of_loaders_are_joined(tmp_path: Path) -> None:
+    for rank in range(2):
+        ranks = {"num_replicas": 2, "rank": rank}
+        with read("inline", dataset=Slow(0.0), batch_size=3, **ranks) as loader:
+            loader.report(tmp_path / f"rank{rank}.html")
+    files = {path.name: facts_in(path.read_text(encoding="utf-8")) for path in sorted(tmp_path.iterdir())}
+    text = joined(files)
+    assert "100%" in text or re.search(r"\b\d?\d% of the time", text)  # they did nothing but wait
+    assert [line.split()[0] for line in text.splitlines()[-2:]] == ["0", "1"]
