@@ -30,16 +30,18 @@ from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import called_by, counted_by_fabric, refuse_skipping
 from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
-from sharded_loader.drop_in.epoch import TorchEpoch
-from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, job_of, read_here
-from sharded_loader.drop_in.sampler import BegunEpoch, EpochCount, InOrderSampler, ShuffleSampler, look_up
-from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, at_named_epoch, stream_order
-from sharded_loader.drop_in.workers import check_arguments
+from sharded_loader.devices.names import find_devices
+from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, read_here
+from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
+from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, TorchSteps, at_named_epoch
+from sharded_loader.drop_in.workers import check_arguments, job_of, make_pool
 from sharded_loader.engine.messages import Job, OnError, Task
-from sharded_loader.engine.split import plain_indices
-from sharded_loader.loader.arguments import check_max_skipped
+from sharded_loader.engine.split import Split
+from sharded_loader.loader.arguments import check_max_skipped, make_split
 from sharded_loader.loader.auto import number_of_workers, tuned
-from sharded_loader.loader.epochs import check_one_epoch, fetch_epoch, in_epoch, shown_indices
+from sharded_loader.loader.check import LoaderCheck, check_loader
+from sharded_loader.loader.epochs import check_one_epoch, fetch_epoch, shown_indices
+from sharded_loader.loader.fingerprint import Fingerprint, fingerprint_of_epoch
 from sharded_loader.loader.iterator import Batch, BatchFuture
 from sharded_loader.loader.report import Reported
 from sharded_loader.loader.stats import Meter
@@ -333,7 +335,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
             >>> batches[1] == loader.indices(epoch=0, step=1)
             True
         """
-        return shown_indices(self.dataset, self._indices_of(epoch, step), epoch)
+        return shown_indices(self.dataset, self._known_steps.samples_of(epoch, step), epoch)
 
     def batch(self, epoch: int, step: int) -> Batch:
         """The batch of a step, past or to come, read here and now: starts no worker, changes no epoch.
@@ -348,12 +350,11 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
             >>> DataLoader(range(10), batch_size=4).batch(epoch=2, step=1)
             tensor([4, 5, 6, 7])
         """
-        planned = fetch_epoch(self.dataset, self._indices_of(epoch, step), epoch, step)
+        steps = self._known_steps
+        planned = fetch_epoch(self.dataset, steps.samples_of(epoch, step), epoch, step)
         task = planned.task(step)
         seeded = seeded_as_worker(job_of(self).seed, task) if isinstance(task, Task) else nullcontext()
-        reads = self._live is not None and self._live._pool.shares_dataset
-        set_epoch = None if self._named is None else getattr(self.dataset, "set_epoch", None)
-        with in_epoch(set_epoch, epoch, lambda: self._named or 0, [self._epoch] if reads else ()), seeded:
+        with steps.in_epoch(epoch), seeded:
             batch: Batch = read_here(self, planned, Meter(None, self._meter.notices)).result()
             return batch
 
@@ -394,6 +395,43 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         meter = Meter(None, self._meter.notices)  # it belongs to no epoch that is counted
         return read_here(self, planned, meter) if live is None else live.fetch(planned, meter)
 
+    def fingerprint(self, epoch: int | None = None) -> Fingerprint:
+        """A short hash of the order of an epoch and of three of its samples; see `ShardedDataLoader.fingerprint`.
+
+        The samples have the random numbers of ``seed=``; without it, those of seed 0. With a ``DistributedSampler``,
+        each rank has a fingerprint of its own. States of this loader do not get digests of samples.
+
+        Args:
+            epoch: As in `indices`. Default: the epoch that is read, or the one that begins next.
+
+        Raises:
+            TypeError: The dataset is iterable data, or the sampler has no length.
+            ValueError: The order is not known, as in `indices`.
+
+        Example:
+            >>> one, other = (DataLoader(range(8), 4, shuffle=True, seed=seed) for seed in (1, 2))
+            >>> str(one.fingerprint(0)) == str(other.fingerprint(0))  # the orders differ
+            False
+        """
+        return fingerprint_of_epoch(self._known_steps, self._epoch if epoch is None else epoch)
+
+    def check(self, samples: int = 12) -> LoaderCheck:
+        """Which samples differ each time, and why; what a worker costs; see `ShardedDataLoader.check`.
+
+        Args:
+            samples: How many samples of the epoch that is read, or of the one that begins next.
+
+        Raises:
+            TypeError: The dataset is iterable data.
+            ValueError: ``samples`` is no positive integer. The order is not known, as in `indices`.
+
+        Example:
+            >>> found = DataLoader(range(8), 4, num_workers=2, thread_pool=True).check()
+            >>> found.differing, found.failed
+            ((), None)
+        """
+        return check_loader(self._known_steps, self._epoch, samples, make_pool(self))
+
     def __len__(self) -> int:
         """Batches in the epoch, without those that ``skip`` leaves out."""
         whole = super().__len__()
@@ -413,22 +451,13 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         goes_on = self._loaded is None and point is not None and not point.finished
         return coming - 1 if goes_on and point is not None and point.epoch.number + 1 == coming else coming
 
-    def _indices_of(self, epoch: Any, step: Any) -> list[Any]:
-        epoch = check_int("epoch", epoch, 0, "epochs count from 0")
-        step = check_int("step", step, 0, "steps count from 0 in each epoch")
-        if isinstance(self.dataset, IterDataPipe | MapDataPipe):
-            raise TypeError("datapipes are read by torch's own workers: which samples a step has is not known")
-        if isinstance(self.dataset, IterableDataset):
-            raise TypeError(stream_order(self, 0).text_of_step(epoch, step))
-        begun, point = None, self._resume_point
-        if self._loaded is not None:
-            state = parsed(LoaderState, self._loaded, ADVICE)
-            assert state.sampler is not None  # it is one of map-style data
-            begun = BegunEpoch(state.epoch or 0, state.sampler, {}, state.finished)
-        elif point is not None and isinstance(point.epoch, TorchEpoch):
-            begun = point.epoch.begun(point.run.delivered)
-        item = look_up(self._index_sampler, self.dataset, epoch, step, begun)
-        return plain_indices(item if self._auto_collation else [item])
+    @property
+    def _known_steps(self) -> TorchSteps:
+        return TorchSteps(self)
+
+    @property
+    def _split(self) -> Split:
+        return make_split(*find_devices(self.device, self.devices), self.num_shards)
 
     @property
     def _length_of(self) -> Callable[[int], int]:

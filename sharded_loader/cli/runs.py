@@ -54,7 +54,7 @@ def replay(loader: str, state: Path | None, step: int, epoch: int | None, **opti
     """Read the batch of a step again, with its random numbers, and show its indices, shapes and values.
 
     MODULE:MAKE_LOADER is a function in a module, or path/to/file.py:MAKE_LOADER. It takes no arguments and returns the
-    ShardedDataLoader of the run. No worker is started.
+    loader of the run: a ShardedDataLoader, or a DataLoader of sharded_loader.torch. No worker is started.
     """
     files: list[Path] = [options[name] for name in ("grid", "save") if options[name] is not None]
     for file in files:
@@ -63,13 +63,13 @@ def replay(loader: str, state: Path | None, step: int, epoch: int | None, **opti
         raise CannotRun("--grid needs Pillow: pip install pillow")
     saved = None if state is None else read_state(state)
     made = find_loader(loader)
-    order: Any = getattr(getattr(made, "_epochs", None), "order", None)
-    if epoch is None and order is None:
-        raise CannotRun("the steps of PyTorch's loader are counted in each epoch: give --epoch")
+    steps: Any = getattr(made, "_known_steps", None)
+    if epoch is None and steps is None:
+        raise CannotRun("the steps of this loader are counted in each epoch: give --epoch")
     try:
         if state is not None:
             made.load_state_dict(saved)
-        number, place = order.place_of(step) if epoch is None else (epoch, step)
+        number, place = steps.place_of(step) if epoch is None else (epoch, step)
         indices, batch = made.indices(number, place), made.batch(number, place)
     except Exception as error:
         raise CannotRun(f"step {step} of {loader} cannot be read: {say_error(error)}") from None

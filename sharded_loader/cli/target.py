@@ -76,7 +76,10 @@ def find_loader(target: str) -> Any:
     if not (callable(getattr(made, "indices", None)) and callable(getattr(made, "batch", None))):
         from sharded_loader.base.described import an
 
-        raise CannotRun(f"{target} gives {an(type(made))}, not a loader of this library: return a ShardedDataLoader")
+        raise CannotRun(
+            f"{target} gives {an(type(made))}, not a loader of this library: return a ShardedDataLoader, or a "
+            f"DataLoader of sharded_loader.torch"
+        )
     return made
 
 

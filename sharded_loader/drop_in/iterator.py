@@ -37,7 +37,7 @@ from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.epoch import TorchEpoch
 from sharded_loader.drop_in.sampler import SamplerStart, SamplerState, set_generator
 from sharded_loader.drop_in.state import LoaderState, ResumePoint, stream_epoch
-from sharded_loader.drop_in.workers import WorkerView, in_torchs_words, make_pool
+from sharded_loader.drop_in.workers import WorkerView, in_torchs_words, job_of, make_pool
 from sharded_loader.engine.messages import Job, PartPoint, Task
 from sharded_loader.engine.order import FetchEpoch
 from sharded_loader.engine.pipeline import Pipeline, Run
@@ -394,15 +394,6 @@ def read_here(loader: DataLoader[Any], epoch: FetchEpoch, meter: Meter) -> Batch
     pipeline = Pipeline(pool, make_split(devices, sharded, loader.num_shards))
     job = replace(job_of(loader), keeps_state=False)
     return BatchFuture(pipeline, _iterate(epoch, pipeline, placement, meter, job), False)
-
-
-def job_of(loader: DataLoader[Any]) -> Job:
-    """The job of the newest epoch; before the first one, what is known of it."""
-    if loader._job is not None:
-        return loader._job
-    batched = loader._auto_collation
-    batchify = batchify_fn_of(loader.collate_fn, batched=batched)
-    return Job(loader.dataset, batchify, int(loader.seed or 0), loader.on_error, in_bulk=batched)
 
 
 def _start_of(loader: DataLoader[Any], state: LoaderState | None) -> SamplerStart | None:

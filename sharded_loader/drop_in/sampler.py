@@ -5,7 +5,7 @@
     EpochCount.next; named(sampler)                   the epoch, where the sampler that shuffles does not count
     SamplerState                                      what a state says of the sampler
     SamplerStart(sampler, state, finished, epochs)    starts a sampler; `started` is a `sampling.foreign.Start`
-    look_up(sampler, dataset, epoch, step, begun)     one item of an epoch, past or to come
+    look_up(sampler, dataset, epoch, steps, begun)    items of an epoch, past or to come
 
 What decides the order of an epoch of ``shuffle=True``:
 
@@ -30,8 +30,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import GeneratorType
 from typing import Any, NamedTuple
 
@@ -485,8 +486,10 @@ class BegunEpoch(NamedTuple):
     finished: bool = False
 
 
-def look_up(sampler: Any, dataset: Any, epoch: int, step: int, begun: BegunEpoch | None) -> Any:
-    """An item of an epoch, as the loader reads or has read it. The sampler is what it was, as after `undisturbed`.
+def look_up(
+    sampler: Any, dataset: Any, epoch: int, steps: range, begun: BegunEpoch | None, of: Callable[[Any], Any]
+) -> list[Any]:
+    """Items of an epoch, as the loader reads or has read them. The sampler is what it was, as after `undisturbed`.
 
     Items of the epoch that has begun are read again from the start of the sampler that is known. In another epoch, the
     order must be decided by its number alone.
@@ -494,64 +497,76 @@ def look_up(sampler: Any, dataset: Any, epoch: int, step: int, begun: BegunEpoch
     Args:
         sampler: of batches, or of single indices.
         dataset: what they are indices of.
-        epoch, step: which item. In the epoch that has begun, items that come one by one are known if they were drawn.
+        epoch, steps: which items. In the epoch that has begun, items that come one by one are known if they were drawn.
         begun: what has begun; None: nothing has.
+        of: what is wanted of an item. The items themselves of a whole epoch may be too many to keep.
+
+    Returns:
+        What is wanted of each item; less if the epoch has fewer steps.
 
     Raises:
-        IndexError: there is no such item.
-        ValueError: it is not known.
+        ValueError: an item is not known.
     """
     is_begun = begun is not None and epoch == begun.number
     with undisturbed(nested(sampler), but=dataset):
-        if begun is not None and is_begun and step in begun.drawn:
-            return begun.drawn[step]
+        if begun is not None and is_begun and all(step in begun.drawn for step in steps):
+            return [of(begun.drawn[step]) for step in steps]
         if begun is not None and is_begun and begun.state.own is None and not begun.finished:
             draws_once = all(type(one) in _DRAW_ONCE for one in nested(sampler))
-            if draws_once or step < begun.state.yielded:
-                return _only(_read_again(sampler, begun, step), epoch, step)
+            if draws_once or steps.stop <= begun.state.yielded:
+                return _read_again(sampler, begun, steps, of)
         try:
-            if begun is not None:
-                _check_by_number(sampler, begun)
-            found = read_twice(lambda turn: table_of(sampler, epoch, turn).slice(step, step + 1), sampler, epoch)
+            _check_by_number(sampler, epoch, begun)
+            return list(read_twice(partial(_by_number, sampler, epoch, steps, of), sampler, epoch))
         except ValueError as error:
             if begun is None or not is_begun:
                 raise
             drawn = max(begun.drawn, default=begun.state.yielded - 1) + 1
             raise ValueError(
-                f"step {step} of epoch {epoch} is not known yet: the sampler, {an(type(sampler))}, has yielded "
-                f"{drawn} steps of this epoch so far, and may draw the others from a global generator"
+                f"step {steps.start if len(steps) == 1 else drawn} of epoch {epoch} is not known yet: the sampler, "
+                f"{an(type(sampler))}, has yielded {drawn} steps of this epoch so far, and may draw the others from a "
+                f"global generator"
             ) from error
-        return _only(found, epoch, step)
 
 
-def _only(found: Any, epoch: int, step: int) -> Any:
-    if len(found) == 0:
-        raise IndexError(f"epoch {epoch} has no step {step}: it has fewer steps, which count from 0")
-    return found[0]
+def _by_number(sampler: Any, epoch: int, steps: range, of: Callable[[Any], Any], turn: int) -> list[Any]:
+    items = table_of(sampler, epoch, turn).items(steps.start)
+    return list(map(of, itertools.islice(items, len(steps))))
 
 
-def _read_again(sampler: Any, begun: BegunEpoch, number: int) -> list[Any]:
-    """Item ``number`` of the epoch that has begun, in a list of one; nothing behind the last one."""
-    state, found = begun.state, list[Any]()
+def _read_again(sampler: Any, begun: BegunEpoch, steps: range, of: Callable[[Any], Any]) -> list[Any]:
+    """What is wanted of items of the epoch that has begun."""
+    state = begun.state
     with seeded_globals(1):
         start = SamplerStart(sampler, state, False, EpochCount())
         start.settle()
         with start.started(Checkpoint(begun.number, 0, 0, None, False, None)) as started:
             items = ForeignItems(sampler, lambda mark: contextlib.nullcontext(started))
-            if number < state.yielded:
-                items.pass_over(number)
-                found = items.read(1)
+            items.pass_over(min(steps.start, state.yielded))
+            found = [of(item) for item in _up_to(items, min(steps.stop, state.yielded))]
             items.pass_over(state.yielded)
             if state.rank == rank_of(sampler) and items.checksum != state.checksum:
                 raise other_indices(sampler, begun.number)
-            if number >= state.yielded:
-                items.pass_over(number)
-                found = items.read(1)
-    return found
+            items.pass_over(steps.start)
+            return found + [of(item) for item in _up_to(items, steps.stop)]
 
 
-def _check_by_number(sampler: Any, begun: BegunEpoch) -> None:
+def _up_to(items: ForeignItems, count: int) -> Iterator[Any]:
+    while items.count < count and (found := items.read(1)):
+        yield found[0]
+
+
+def _check_by_number(sampler: Any, epoch: int, begun: BegunEpoch | None) -> None:
     """Refuse a sampler whose epochs do not have the loader's numbers: which order an epoch has is not known then."""
+    for one in nested(sampler):
+        draws = type(one) is ShuffleSampler and one.seed is None and one.generator is None
+        if draws and (begun is None or one._first is None):
+            raise ValueError(
+                f"epoch {epoch} cannot be looked up: shuffle=True draws the seed of its order with the first batch. "
+                f"Give the loader a seed=, or call next(iter(loader)) first"
+            )
+    if begun is None:
+        return
     kept = zip(keep_epochs(sampler), begun.state.epochs or (), strict=False)
     named = [epoch for one, epoch in kept if not isinstance(one, InOrderSampler)]
     if (begun.state.shuffle or {}).get("told", begun.number) != begun.number or set(named) - {begun.number}:

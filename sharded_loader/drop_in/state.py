@@ -1,39 +1,55 @@
-"""What ``state_dict`` of the drop-in returns, and where an epoch begins that goes on from it.
+"""What ``state_dict`` of the drop-in returns, where an epoch begins that goes on from it, and what any step has.
 
     LoaderState                                       the entries of a state, under the names that torchdata gives them
     ResumePoint(epoch, run, ...).state_dict()         the position of an epoch; the epoch and the run say how far it is
     at_named_epoch(state, sampler, count)             the state, or the beginning of the epoch that set_epoch has named
     next_epoch(position)                              the beginning of the epoch after a position
     stream_epoch(loader, seed, state, points)         iterable data from a state on
+    TorchSteps(loader)                                the samples of any step: `indices`, `fingerprint`, `check`
 
-What can go wrong: a state of another loader (ValueError).
+What can go wrong: a state of another loader (ValueError). Iterable data and datapipes have no known order (TypeError).
+Nor has an epoch whose order is drawn from generators of the program, unless it is the newest one (ValueError).
 """
 
 # ruff: noqa: RUF009 - entries make fields
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
-from sharded_loader.base.entries import anything, dict_of, entry, integer, optional, true_or_false, written
+from sharded_loader.base.checks import check_int
+from sharded_loader.base.entries import anything, dict_of, entry, integer, optional, parsed, true_or_false, written
 from sharded_loader.base.private import fetched_by_lightning
+from sharded_loader.data.known import Known
 from sharded_loader.drop_in.epoch import TorchEpoch
 from sharded_loader.drop_in.sampler import (
+    BegunEpoch,
     EpochCount,
     SamplerState,
     ShuffleSampler,
     generator_state,
     keep_epochs,
+    look_up,
     next_draws,
 )
-from sharded_loader.engine.messages import PartPoint
+from sharded_loader.drop_in.workers import job_of
+from sharded_loader.engine.messages import Job, PartPoint
 from sharded_loader.engine.order import Position
 from sharded_loader.engine.pipeline import Run
+from sharded_loader.engine.split import plain_indices
+from sharded_loader.loader.arguments import length
+from sharded_loader.loader.epochs import KnownSteps, in_epoch
 from sharded_loader.sampling.base import nested
+from sharded_loader.sampling.foreign import len_epoch
+from sharded_loader.sampling.order import LEFT_OUT, step_checksum
+from sharded_loader.sampling.state import Signature, arguments_of, dump, kind_of, seed_of
 from sharded_loader.streams.epoch import StreamEpoch
 from sharded_loader.streams.order import StreamOrder
 from sharded_loader.streams.state import differences
@@ -246,3 +262,87 @@ def stream_epoch(
     epoch = order.epoch(0, position)
     order.begun(epoch)
     return epoch
+
+
+# -- any step ----------------------------------------------------------------------------------------------------------
+
+
+class TorchSteps(KnownSteps):
+    """The steps of a loader, past or to come. It keeps nothing, and changes nothing in the loader.
+
+    A digest has the random numbers of ``seed=``; without one, those of seed 0: torch draws another seed in each run.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader, self._sampler = loader, loader._index_sampler
+        self.dataset, self.known = loader.dataset, Known(loader.dataset)
+
+    def job_now(self) -> Job:
+        loader = self._loader
+        is_told = loader._named is not None
+        seed = int(loader.seed or 0)
+        return replace(job_of(loader), seed=seed, base_seed=None, keeps_state=False, tells_epoch=is_told)
+
+    def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
+        loader, live = self._loader, self._loader._live
+        set_epoch = None if loader._named is None else getattr(self.dataset, "set_epoch", None)
+        reads = live is not None and live._pool.shares_dataset
+        return in_epoch(set_epoch, epoch, lambda: loader._named or 0, [loader._epoch] if reads else ())
+
+    def samples_of(self, epoch: int, step: int) -> list[Any]:
+        step = check_int("step", step, 0, "steps count from 0 in each epoch")
+        found = self._look_up(epoch, range(step, step + 1), list)
+        if not found:
+            raise IndexError(f"epoch {epoch} has no step {step}: it has fewer steps, which count from 0")
+        return list(found[0])
+
+    def checksums(self, epoch: int) -> list[str]:
+        found = self._look_up(epoch, range(sys.maxsize), lambda indices: step_checksum([indices]))
+        left_out = self._loader._left_out(epoch)
+        return [LEFT_OUT if any(step in one for one in left_out) else text for step, text in enumerate(found)]
+
+    def _look_up(self, epoch: Any, steps: range, of: Callable[[list[Any]], Any]) -> list[Any]:
+        """What is wanted of the indices of some steps."""
+        loader, epoch = self._loader, check_int("epoch", epoch, 0, "epochs count from 0")
+        if isinstance(self.dataset, IterDataPipe | MapDataPipe):
+            raise TypeError("datapipes are read by torch's own workers: which samples a step has is not known")
+        if isinstance(self.dataset, IterableDataset):
+            raise TypeError(stream_order(loader, 0).text_of_step(epoch, steps.start))
+        if len(steps) > 1:
+            self.length(epoch)  # a sampler without an end would be read for ever
+        begun, point = None, loader._resume_point
+        if loader._loaded is not None:
+            state = parsed(LoaderState, loader._loaded, ADVICE)
+            assert state.sampler is not None  # it is one of map-style data
+            begun = BegunEpoch(state.epoch or 0, state.sampler, {}, state.finished)
+        elif point is not None and isinstance(point.epoch, TorchEpoch):
+            begun = point.epoch.begun(point.run.delivered)
+        batched = loader._auto_collation
+        of_item = lambda item: of(plain_indices(item if batched else [item]))  # noqa: E731
+        return look_up(self._sampler, self.dataset, epoch, steps, begun, of_item)
+
+    def length(self, epoch: int) -> int:
+        return len_epoch(self._sampler, epoch)
+
+    def place_of(self, step: int) -> tuple[int, int]:
+        if isinstance(self.dataset, IterableDataset):
+            return stream_order(self._loader, 0).place_of(step)
+        try:
+            return self._loader._steps.place_of(step, self.length)
+        except TypeError as error:
+            raise ValueError(f"the steps are counted in each epoch: give --epoch. {error}") from error
+
+    def state_of(self, epoch: int) -> dict[str, Any]:
+        loader, samplers = self._loader, list(nested(self._sampler))
+        signature = Signature(
+            seed=int(loader.seed or 0),
+            dataset_length=length(self.dataset),
+            sampler=kind_of(self._sampler),
+            sampler_length=None,
+            sampler_seeds=tuple(map(seed_of, samplers)),
+            batch_size=loader.batch_size,
+            last_batch="discard" if loader.drop_last else "keep",
+            sampler_arguments=arguments_of(samplers),
+            skip=tuple(loader.skip),
+        )
+        return dump(Position(epoch), signature)

@@ -2,6 +2,7 @@
 
 check_arguments(loader)              rejects what would otherwise fail at the first batch
 make_pool(loader) -> Pool
+job_of(loader) -> Job                  what they read
 WorkerView(handle)                     a worker process as torch's iterator shows it
 in_torchs_words(error, timeout)      a dead or silent worker as the RuntimeError that torch raises
 """
@@ -18,6 +19,8 @@ from torch.utils.data import IterableDataset
 from sharded_loader.base.checks import check_int, refuse_class
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.devices.names import find_devices
+from sharded_loader.drop_in.collate import batchify_fn_of
+from sharded_loader.engine.messages import Job
 from sharded_loader.engine.pool import Pool
 from sharded_loader.loader.arguments import (
     check_batchify_fn,
@@ -92,6 +95,15 @@ def _processes(loader: DataLoader[Any], count: int) -> ProcessPool:
         numa=loader.numa,
         max_worker_memory=loader.max_worker_memory,
     )
+
+
+def job_of(loader: DataLoader[Any]) -> Job:
+    """The job of the newest epoch; before the first one, what is known of it."""
+    if loader._job is not None:
+        return loader._job
+    batched = loader._auto_collation
+    batchify = batchify_fn_of(loader.collate_fn, batched=batched)
+    return Job(loader.dataset, batchify, int(loader.seed or 0), loader.on_error, in_bulk=batched)
 
 
 class WorkerView:

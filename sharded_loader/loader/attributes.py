@@ -71,7 +71,8 @@ class LoaderAttributes(Reported):
 
     def __init__(self, epochs: Epochs, meter: Meter, batch_size: int | None, pin_memory: bool) -> None:
         self._count_with(meter)
-        self._epochs, self._progress = epochs, epochs.progress
+        self._epochs = self._known_steps = epochs
+        self._progress = epochs.progress
         self._batch_size, self._pin_memory = batch_size, pin_memory
         self._order, self._pipeline, self._placement = epochs.order, epochs.pipeline, epochs.placement
         self._workers, self._split = epochs.pipeline.pool, epochs.pipeline.split

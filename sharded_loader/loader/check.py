@@ -27,13 +27,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.data.known import digest_of, digest_of_read, look_in_worker, text_with_type
 from sharded_loader.data.seeding import generators
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.pool import Pool, PoolBroken
-from sharded_loader.loader.epochs import Epochs
+from sharded_loader.loader.epochs import KnownSteps
 from sharded_loader.memory.publish import publish
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.pools.threads import ThreadPool
@@ -98,33 +99,33 @@ class LoaderCheck:
         return "\n".join(lines)
 
 
-def check_loader(epochs: Epochs, samples: int) -> LoaderCheck:
-    """Read some samples of the loader's epoch again and again.
+def check_loader(steps: KnownSteps, number: int, samples: int, own: Pool) -> LoaderCheck:
+    """Read some samples of an epoch again and again. ``own``: the pool of the loader, or one that has not started.
 
     Raises:
-        TypeError, ValueError, IndexError: as of `Epochs.indices`.
+        TypeError, ValueError, IndexError: as of `KnownSteps`.
     """
-    number = epochs.progress.at()[0]
+    samples = check_int("samples", samples, 1, "give the number of samples to read")
     try:
-        last = max(epochs.order.length(number) - 1, 0)
+        last = max(steps.length(number) - 1, 0)
     except TypeError:  # it is not known
         last = 0
-    indices = epochs.some_indices(number, sorted({0, last // 2, last}), -(-samples // 3))[:samples]
-    pool = _pool_like(epochs.pipeline.pool)
+    indices = steps.some_indices(number, sorted({0, last // 2, last}), -(-samples // 3))[:samples]
+    pool = _pool_like(own)
     # First: a forked worker would share the files that a dataset opens when it is read.
-    there, worker_bytes, failed = _read_there(epochs, pool, indices[::-1], number)
+    there, worker_bytes, failed = _read_there(steps, pool, indices[::-1], number)
     ends = failed is not None and failed.startswith((WorkerDiedError.__name__, WorkerTimeoutError.__name__))
     here = [] if ends else indices  # otherwise this process would end, or hang
-    first = {index: epochs.digest(index, number) for index in here}
-    second = {index: epochs.digest(index, number, key=2) for index in reversed(here)}
+    first = {index: steps.digest(index, number) for index in here}
+    second = {index: steps.digest(index, number, key=2) for index in reversed(here)}
     differing = tuple(
-        (index, _why(epochs, index, number, first[index] == second[index]))
+        (index, _why(steps, index, number, first[index] == second[index]))
         for index in here
         if len({first[index], second[index], there.get(index, first[index])}) > 1
     )
     pickled: int | str
     try:
-        encoded = publish(epochs.dataset, dataset=epochs.dataset)
+        encoded = publish(steps.dataset, dataset=steps.dataset)
         pickled = len(encoded.head) + sum(buffer.nbytes for buffer in encoded.buffers)
     except TypeError as error:
         pickled = str(error).partition(". What to do")[0]
@@ -142,12 +143,14 @@ def _pool_like(own: Pool) -> Pool:
     return ProcessPool(1, start_method=method, worker_init_fn=own.worker_init_fn, timeout=own.timeout)
 
 
-def _read_there(epochs: Epochs, pool: Pool, indices: list[Any], number: int) -> tuple[dict[Any, Any], Any, str | None]:
+def _read_there(
+    steps: KnownSteps, pool: Pool, indices: list[Any], number: int
+) -> tuple[dict[Any, Any], Any, str | None]:
     """What a worker reads: the digests by index, the bytes that it takes, and why it could not."""
     results: Sequence[Result] = ()
     try:
-        with epochs.in_epoch(number):
-            pool.start(replace(epochs.job_now(), batchify_fn=look_in_worker, on_error="raise"))
+        with steps.in_epoch(number):
+            pool.start(replace(steps.job_now(), batchify_fn=look_in_worker, on_error="raise"))
             pool.submit([Task(0, 0, number, 0, (indices,), False)])
             while not results:
                 results = pool.wait()
@@ -167,14 +170,14 @@ def _read_there(epochs: Epochs, pool: Pool, indices: list[Any], number: int) -> 
 # -- reasons -----------------------------------------------------------------------------------------------------------
 
 
-def _why(epochs: Epochs, index: Any, number: int, same_here: bool) -> str:
+def _why(steps: KnownSteps, index: Any, number: int, same_here: bool) -> str:
     """Why a sample differs. ``same_here``: it does not if it is read here."""
-    own = {path: partial(_state_of, one) for path, one in generators(epochs.dataset, "dataset")}
+    own = {path: partial(_state_of, one) for path, one in generators(steps.dataset, "dataset")}
     with seeded_globals(1):
         before = {name: digest_of(state()) for name, state in (GLOBALS | own).items()}
-        first = digest_of_read(lambda: epochs.sample(index, number))
+        first = digest_of_read(lambda: steps.sample(index, number))
         drawn = [name for name, state in (GLOBALS | own).items() if digest_of(state()) != before[name]]
-    is_random = first != epochs.digest(index, number)
+    is_random = first != steps.digest(index, number)
     sources = [name for name in drawn if (name in own) is is_random]
     if sources:
         return f"Each draws from {' and '.join(sources)}. {ADVICE}"
@@ -182,7 +185,7 @@ def _why(epochs: Epochs, index: Any, number: int, same_here: bool) -> str:
         return "The worker reads others. They depend on the process: its number, hash() of a text, the environment"
     for name, functions in HELD.items() if is_random else ():
         with _replaced(functions):
-            if epochs.digest(index, number) == epochs.digest(index, number):
+            if steps.digest(index, number) == steps.digest(index, number):
                 return f"Each depends on {name}. {ADVICE}"
     return "Each depends on what was read before it, or on something that changes: a counter, datetime.now(), a file"
 

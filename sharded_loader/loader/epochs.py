@@ -33,7 +33,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -333,7 +333,64 @@ def check_one_epoch(reading: Iterable[int], epoch: int) -> None:
         )
 
 
-class Epochs:
+class KnownSteps(Protocol):
+    """A loader whose steps are known, and whose samples can be read here: for `fingerprint`, `check` and ``replay``.
+
+    Its methods raise a TypeError for iterable data, and a ValueError where the order is not known.
+
+    Attributes:
+        dataset: what is read.
+        known: what is known of it.
+    """
+
+    dataset: Any
+    known: Known
+
+    def job_now(self) -> Job:
+        """What is read, and how."""
+
+    def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
+        """Inside, the dataset is in ``epoch``; afterwards in the loader's. See the function."""
+
+    def samples_of(self, epoch: int, step: int) -> list[Any]:
+        """The indices of a step, as the first rank reads them: the same on every rank."""
+
+    def checksums(self, epoch: int) -> list[str]:
+        """Of each step of an epoch `step_checksum`, or `LEFT_OUT`."""
+
+    def length(self, epoch: int) -> int:
+        """The number of steps in an epoch, also those that are left out. A TypeError: it is not known."""
+
+    def place_of(self, step: int) -> tuple[int, int]:
+        """The epoch of a step that is counted since the first epoch, and its number there."""
+
+    def state_of(self, epoch: int) -> dict[str, Any]:
+        """A state, as of `sampling.state`, at the beginning of an epoch."""
+
+    def some_indices(self, epoch: int, steps: Iterable[int], each: int) -> list[Any]:
+        """The indices of the first samples of some steps."""
+        found = (self.samples_of(epoch, step)[:each] for step in steps)
+        return list(dict.fromkeys(itertools.chain.from_iterable(found)))
+
+    def sample(self, index: Hashable, epoch: int) -> Any:
+        """One sample, read here and now, as in ``epoch``."""
+        with self.in_epoch(epoch):
+            return reader_for(self.job_now(), readers=0).read_sample(index, epoch)
+
+    def digest(self, index: Any, epoch: int, seed: int | None = None, key: int = 1) -> str:
+        """The digest of one sample, read here; or its error as a text.
+
+        Args:
+            index, epoch: of the sample.
+            seed: of its random numbers; None: the loader's.
+            key: what the global generators are seeded with.
+        """
+        job = self.job_now() if seed is None else replace(self.job_now(), seed=seed)
+        with self.in_epoch(epoch), seeded_globals(key):
+            return digest_of_read(lambda: reader_for(job, readers=0).read_sample(index, epoch))
+
+
+class Epochs(KnownSteps):
     """The epochs of one loader.
 
     Args:
@@ -620,13 +677,25 @@ class Epochs:
         assert isinstance(task, Task)  # of what is looked up no step is left out
         return task
 
-    def some_indices(self, epoch: int, steps: Iterable[int], each: int) -> list[Any]:
-        """The indices of the first samples of some steps, as the first rank reads them: the same on every rank."""
-        found: dict[Any, None] = {}
-        for step in steps:
-            looked_up = self._looked_up(epoch, step, None if self.order.replicas()[0] == 1 else 0)
-            found |= dict.fromkeys(plain_indices(self._task_of(looked_up, step).shards[0])[:each])
-        return list(found)
+    def samples_of(self, epoch: int, step: int) -> list[Any]:
+        looked_up = self._looked_up(epoch, step, None if self.order.replicas()[0] == 1 else 0)
+        return plain_indices(self._task_of(looked_up, step).shards[0])
+
+    def checksums(self, epoch: int) -> list[str]:
+        order = self.order
+        if isinstance(order, StreamOrder):
+            raise TypeError(order.text_of_step(epoch, 0))
+        with order.undisturbed(but=self.dataset):
+            return order.checksums(epoch)
+
+    def length(self, epoch: int) -> int:
+        return self.order.length(epoch)
+
+    def place_of(self, step: int) -> tuple[int, int]:
+        return self.order.place_of(step)
+
+    def state_of(self, epoch: int) -> dict[str, Any]:
+        return self.order.epoch(epoch).state(Position(epoch))
 
     def indices(self, epoch: Any, step: Any, rank: Any) -> Any:
         """The indices of a step; with ``evaluate`` also how many are no fillers."""
@@ -668,23 +737,6 @@ class Epochs:
             self._drop(self._kept.run)
             self._kept = None
         return run, self.job_now(), renew
-
-    def sample(self, index: Hashable, epoch: int) -> Any:
-        """One sample, read here and now, as in ``epoch``."""
-        with self.in_epoch(epoch):
-            return reader_for(self.job_now(), readers=0).read_sample(index, epoch)
-
-    def digest(self, index: Any, epoch: int, seed: int | None = None, key: int = 1) -> str:
-        """The digest of one sample, read here; or its error as a text.
-
-        Args:
-            index, epoch: of the sample.
-            seed: of its random numbers; None: the loader's.
-            key: what the global generators are seeded with.
-        """
-        job = self.job_now() if seed is None else replace(self.job_now(), seed=seed)
-        with self.in_epoch(epoch), seeded_globals(key):
-            return digest_of_read(lambda: reader_for(job, readers=0).read_sample(index, epoch))
 
     # -- datasets that look ahead ---------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The fingerprint of an epoch, and the first step in which two runs differ.
 
-    fingerprint_of_epoch(epochs, number) -> Fingerprint    checksums of all steps, digests of three samples, a state
+    fingerprint_of_epoch(steps, number) -> Fingerprint     checksums of all steps, digests of three samples, a state
     Fingerprint.as_dict()                                  for a file of JSON: 8 bytes for each step
     SavedRun.read(path) -> SavedRun                        such a file, or a state that was saved as JSON
     first_difference(one, other) -> (epoch, step) | None   the first step that differs
@@ -21,11 +21,9 @@ from typing import Any
 
 from sharded_loader.base.described import brief
 from sharded_loader.base.private import blake2b
-from sharded_loader.engine.order import Position
-from sharded_loader.loader.epochs import Epochs
+from sharded_loader.loader.epochs import KnownSteps
 from sharded_loader.sampling.order import LEFT_OUT, MapOrder
 from sharded_loader.sampling.state import Signature, differences, other_arguments, parse
-from sharded_loader.streams.order import StreamOrder
 
 DIGITS = len(LEFT_OUT)
 
@@ -62,21 +60,16 @@ class Fingerprint:
         return {"fingerprint": str(self), **self.__dict__}
 
 
-def fingerprint_of_epoch(epochs: Epochs, number: int) -> Fingerprint:
+def fingerprint_of_epoch(known_steps: KnownSteps, number: int) -> Fingerprint:
     """The fingerprint of an epoch of a loader over data that are read by index. Its samples are read here.
 
     Raises:
-        TypeError, ValueError, IndexError: as of `Epochs.indices`.
+        TypeError, ValueError, IndexError: as of `KnownSteps`.
     """
-    order = epochs.order
-    if isinstance(order, StreamOrder):
-        raise TypeError(order.text_of_step(number, 0))
-    with order.undisturbed(but=epochs.dataset):
-        steps = order.checksums(number)
+    steps, known = known_steps.checksums(number), known_steps.known
     chosen = sorted({0, len(steps) // 2, len(steps) - 1} if steps else ())
-    epochs.known.look(epochs.some_indices(number, chosen, each=1), number, epochs.digest)
-    state = {**order.epoch(number).state(Position(number)), **epochs.known.entries()}
-    return Fingerprint(number, "".join(steps), state)
+    known.look(known_steps.some_indices(number, chosen, each=1), number, known_steps.digest)
+    return Fingerprint(number, "".join(steps), {**known_steps.state_of(number), **known.entries()})
 
 
 # -- two runs ----------------------------------------------------------------------------------------------------------
@@ -108,6 +101,7 @@ class SavedRun:
             OSError: the file cannot be read.
             ValueError: it is neither.
         """
+        content: Any = None
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             kept = content if isinstance(content, dict) and "fingerprint" in content else {"state": content}
@@ -116,7 +110,9 @@ class SavedRun:
             if steps is not None and (type(steps) is not str or len(steps) % DIGITS):
                 raise ValueError(f"its 'steps' is {brief(steps)}")
         except (TypeError, ValueError) as error:
-            advice = "give a file with json.dumps(loader.state_dict()), or json.dumps(loader.fingerprint().as_dict())"
+            advice = "give a file with json.dumps(loader.fingerprint().as_dict())"
+            if not (isinstance(content, dict) and "_num_yielded" in content):  # a state of the drop-in tells no order
+                advice += ", or json.dumps(loader.state_dict())"
             raise ValueError(f"{path} has no state and no fingerprint ({error}): {advice}") from None
         return cls(str(path), position.epoch, signature, kept["state"], steps)
 

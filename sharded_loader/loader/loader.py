@@ -488,7 +488,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             The pickled dataset has ... bytes.
         """
         self._pipeline.check_open()
-        return check_loader(self._epochs, check_int("samples", samples, 1, "give the number of samples to read"))
+        return check_loader(self._epochs, self.epoch, samples, self._pipeline.pool)
 
     def gather(self, shards: Sequence[Any], device: DeviceLike | None = None) -> Any:
         """Join the results of your program, one per shard, on one device.

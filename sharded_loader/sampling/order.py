@@ -72,6 +72,11 @@ LEFT_OUT = "--------"
 """Stands for a step that is left out among `MapOrder.checksums`."""
 
 
+def step_checksum(batches: Iterable[Any]) -> str:
+    """8 digits that depend on the indices of the batches of all ranks in a step."""
+    return f"{zlib.crc32(b''.join(map(bytes_of, batches))):08x}"
+
+
 class _Since(NamedTuple):
     """Where an order goes on since a state was loaded, or since the ranks have changed.
 
@@ -454,8 +459,7 @@ class MapOrder(Order[Signature]):
                 filter(None, map(epoch.batch, range(len(found) * in_step, (len(found) + 1) * in_step)))
             ):
                 skipped = any(len(found) in one for one in skips)
-                items = b"".join(bytes_of(batch) for batch, _ in batches)
-                found.append(LEFT_OUT if skipped else f"{zlib.crc32(items):08x}")
+                found.append(LEFT_OUT if skipped else step_checksum(batch for batch, _ in batches))
                 if epoch.keeps:
                     epoch.forget(len(found) * in_step)
             return found
@@ -465,9 +469,7 @@ class MapOrder(Order[Signature]):
 
     def place_of(self, step: Any) -> tuple[int, int]:
         """The epoch of a step that is counted since the first epoch, and its number there."""
-        step = check_int("step", step, 0, "steps count from 0")
-        epoch = self._count.epoch_of(step, self._whole_length)
-        return epoch, step - self._count.before(epoch, self._whole_length)
+        return self._count.place_of(check_int("step", step, 0, "steps count from 0"), self._whole_length)
 
     def _checked_rank(self, rank: Any) -> int | None:
         shared, replicas = rank_of(self._items), self.replicas()[0]

@@ -14,11 +14,13 @@ import torch
 from sharded_loader import ShardedDataLoader
 from sharded_loader.cli.main import main
 from sharded_loader.cli.runs import pictures_of, values_of
+from sharded_loader.torch import DataLoader
 
 Image = pytest.importorskip("PIL.Image")  # Pillow is optional
 
 SOURCE = """
 import numpy as np
+import torch.utils.data
 import sharded_loader.torch
 from sharded_loader import Dataset, ShardedDataLoader, sample_rng
 
@@ -39,9 +41,19 @@ def numbers(): return ShardedDataLoader(range(20), 4)
 def changed(): return ShardedDataLoader(range(1, 21), 4)
 def stream(): return ShardedDataLoader(lambda: iter(range(9)), 2, streams=3)
 def rounds(): return ShardedDataLoader(lambda: iter(range(9)), 2, streams=3, steps_per_epoch=4)
-class Torch:
+class Stranger:
     indices = batch = lambda self, epoch, step: [epoch, step]
-def torch(): return Torch()
+def stranger(): return Stranger()
+class Endless:
+    def __iter__(self): return iter(range(20))
+def drop_in(**given): return sharded_loader.torch.DataLoader(Scans(), **{**GIVEN, **given})
+def drop_in_shards(): return drop_in(num_shards=2)
+def drop_in_drawn(): return drop_in(seed=None)
+def drop_in_endless(): return drop_in(shuffle=False, sampler=Endless())
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self): return iter(range(9))
+def drop_in_stream(): return sharded_loader.torch.DataLoader(Stream(), 2, num_workers=2)
+def torchs(): return torch.utils.data.DataLoader(Scans(), 4)
 def nothing(): return None
 def needs(root): return make()
 def fails(): raise OSError("no such disk")
@@ -115,13 +127,39 @@ def test_shards_and_evaluations_name_their_samples(folder: Any, capsys: Any) -> 
     assert code == 0 and "indices  3, 4, 5\nbatch['scan']: torch.float32 (3, 1, 8, 8), from 3" in out
 
 
+def test_the_drop_in_is_replayed_too(folder: Any, capsys: Any) -> None:
+    import users_run
+
+    (folder[0] / "state.json").write_text(json.dumps(users_run.drop_in(seed=3).state_dict()))
+    loader = users_run.drop_in()
+    indices = ", ".join(map(str, loader.indices(1, 2)))
+    code, out, _ = run(capsys, "replay", "users_run:drop_in", "--step", 7, "--save", "batch.pt")
+    assert (code, out.splitlines()[:2]) == (0, ["step     2 of epoch 1", f"indices  {indices}"])
+    assert torch.equal(torch.load("batch.pt")["batch"]["scan"], loader.batch(1, 2)["scan"])
+    assert run(capsys, "replay", "users_run:drop_in", "--epoch", 1, "--step", 2)[1] == out.partition("written")[0]
+    code, out, _ = run(capsys, "replay", "users_run:drop_in_drawn", "--state", "state.json", "--step", 2)
+    assert (code, f"indices  {', '.join(map(str, users_run.drop_in(seed=3).indices(0, 2)))}\n" in out) == (0, True)
+    assert "batch[1]['label']: torch.int64 (2,)" in run(capsys, "replay", "users_run:drop_in_shards", "--step", 0)[1]
+    code, out, _ = run(capsys, "replay", "users_run:drop_in_endless", "--epoch", 3, "--step", 1)
+    assert (code, out.splitlines()[1]) == (0, "indices  4, 5, 6, 7")
+
+
 ROWS: dict[str, tuple[list[Any], str]] = {
     "no such step": (["users_run:make", "--epoch", 0, "--step", 5], "epoch 0 has no step 5: it has 5 steps"),
     "negative": (["users_run:make", "--step", -1], "-1 is not in the range"),
     "no step": (["users_run:make"], "Missing option '--step'"),
     "iterable": (["users_run:stream", "--epoch", 0, "--step", 4], "step 4 of epoch 0 is batch 1 of part 1 of 3"),
     "iterable, step of all": (["users_run:rounds", "--step", 6], "step 2 of epoch 1 is batch 2 of part 0 of 3"),
-    "no step of all": (["users_run:torch", "--step", 6], "counted in each epoch: give --epoch"),
+    "no step of all": (["users_run:stranger", "--step", 6], "counted in each epoch: give --epoch"),
+    "drop-in, no length": (["users_run:drop_in_endless", "--step", 6], "counted in each epoch: give --epoch"),
+    "drop-in, iterable": (["users_run:drop_in_stream", "--step", 3], "step 3 of epoch 0 is batch 1 of part 1 of 2"),
+    "drop-in, not known": (["users_run:drop_in_drawn", "--step", 6], "Give the loader a seed="),
+    "drop-in, no such step": (["users_run:drop_in", "--epoch", 0, "--step", 5], "epoch 0 has no step 5"),
+    "drop-in, state of ours": (["users_run:drop_in", "--state", "state.json", "--step", 0], "state_dict() of such a"),
+    "torch's own": (
+        ["users_run:torchs", "--epoch", 0, "--step", 0],
+        "gives a DataLoader, not a loader of",
+    ),
     "sample": (["users_run:numbers", "--step", 0, "--grid", "x.png"], "nothing in the batch looks like pictures"),
     "other loader": (["users_run:make", "--state", "other.json", "--step", 0], "batch_size was 5, and is 4"),
     "other data": (["users_run:changed", "--state", "print_of_other.json", "--step", 0], "saved with other data"),
@@ -197,6 +235,18 @@ def test_the_first_step_that_differs_is_named(tmp_path: Path, capsys: Any) -> No
     states = [write(tmp_path / f"{n}.json", loader.state_dict()) for n, loader in enumerate(loaders)]
     assert run(capsys, "diff", *states)[:2] == (1, out)
     assert run(capsys, "diff", states[0], states[0]) == (0, "No step differs.\n", "")
+
+
+def test_of_the_drop_in_fingerprints_are_compared_and_states_are_not(tmp_path: Path, capsys: Any) -> None:
+    loaders = [DataLoader(range(40), 4, shuffle=True, seed=1, skip=skip) for skip in (None, [(3, 3)])]
+    files = [write(tmp_path / f"{n}.json", loader.fingerprint(0).as_dict()) for n, loader in enumerate(loaders)]
+    code, out, err = run(capsys, "diff", *files)
+    assert (code, err) == (1, "")
+    assert out == "The first step that differs is step 3 of epoch 0.\nThe skip was (), and is ((3, 3),).\n"
+    assert run(capsys, "diff", files[0], files[0]) == (0, "No step differs.\n", "")
+    code, _, err = run(capsys, "diff", files[0], write(tmp_path / "state", loaders[1].state_dict()))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "give a file with json.dumps(loader.fingerprint().as_dict())\n" in err
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"fingerprint": 3}', '{"version": 99}'])
