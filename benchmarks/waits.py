@@ -98,10 +98,10 @@ def read(work: Work, *, num_workers: int = 2, threads: bool = False, prefetch: i
 
 
 def steady(stats: Any) -> tuple[float, float]:
-    """The rate and the waiting share after the first batches."""
-    rows = stats._batches[4:]
-    seconds = rows[-1].taken - rows[0].turn
-    return sum(row.samples for row in rows) / seconds, sum(row.waited for row in rows) / seconds
+    """The rate and the waiting share, without the beginning of the epoch."""
+    start = stats.causes["start"]
+    seconds = stats.seconds - start
+    return stats.samples / seconds, (stats.waiting_seconds - start) / seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

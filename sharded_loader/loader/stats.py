@@ -185,7 +185,8 @@ class LoaderStats:
 
         Returns:
             The waiting share and the samples per second. ``python -m benchmarks.waits`` compares them with what is
-            measured: where workers wait for input, they are at most 10 % apart.
+            measured: on a quiet machine they are about 15 % apart at most. Of cached samples that then take nearly no
+            time, you may get twice the rate that is predicted.
 
         Raises:
             TypeError, ValueError: A number is out of its range.
