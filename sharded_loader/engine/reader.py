@@ -253,7 +253,9 @@ class Reader:
         used = seconds - queued
         self._counted += weight
         self._seconds += weight * used
-        self._next = self._batches + 1 + int(MEASURED_SECONDS * self._counted / max(self._seconds, 1e-6))
+        # At most as many are left out as were counted, or 16: one odd measurement must not decide for long.
+        left_out = min(max(16, self._counted), int(MEASURED_SECONDS * self._counted / max(self._seconds, 1e-6)))
+        self._next = self._batches + 1 + left_out
         if at.is_alone:
             self._lone += weight * samples
             self._lone_seconds += weight * max(0.0, used - at.collating)

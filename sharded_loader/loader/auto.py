@@ -136,7 +136,9 @@ def choose(seen: Sequence[Observed], cores: int, most: int) -> Setting:
         return best
     need, tries = max(1, math.ceil(SPARE * now.reading)), list[Setting]()
     if now.hungry >= ENOUGH:
-        share = min(1.0, now.running / now.reading) if now.reading else 0.0
+        # At most the cores run, and what waits for a core neither computes nor waits for input.
+        ran = min(now.running, cores)
+        share = ran / (ran + max(0.0, now.reading - now.running)) if ran else 0.0
         room = math.floor(cores * (2 - share) / share) if share else most  # for those that only compute: the cores
         count = max(1, min(2 * workers, room, most))
         deep = min(2 * depth, DEEPEST) if 2 * now.late > now.hungry else depth

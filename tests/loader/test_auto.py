@@ -42,6 +42,7 @@ TABLE: dict[str, tuple[list[Observed], Setting]] = {
     "workers compute on all cores: no more": ([seen(4, 100, running=4)], Setting(4)),
     "a core is idle: one more": ([seen(3, 100, running=3)], Setting(4)),
     "they compute half of the time: up to three for each core": ([seen(8, 100, running=4)], Setting(12)),
+    "some wait for a core, and most for input: the cores have room": ([seen(12, 100, running=6)], Setting(16)),
     "more than there are cores for: fewer": ([seen(6, 100, running=6)], Setting(4)),
     "which was slower: stay": ([seen(4, 90, running=4), seen(6, 100, running=6)], Setting(6)),
     "it does not wait: those that are at work": ([seen(8, 100, waits=0.01, reading=3.0)], Setting(4)),
