@@ -322,7 +322,7 @@ def core_seconds() -> tuple[float, float]:
     """
     waited = 0
     # A file object: one that an interruption leaves behind closes itself.
-    with contextlib.suppress(OSError, ValueError), io.FileIO("/proc/thread-self/schedstat") as file:
+    with contextlib.suppress(OSError, ValueError, IndexError), io.FileIO("/proc/thread-self/schedstat") as file:
         waited = int(file.read(100).split()[1])
     return time.thread_time(), waited / 1e9
 

@@ -39,7 +39,11 @@ Section = tuple[str, str, Sequence[str], Rows]
 _TABLES = (
     ("Causes", "Why next() waited, as shares of the time of all epochs.", "cause time share"),
     ("Stages", "How long batches were in each stage: in all, quantiles, the longest.", "stage sum p50 p90 p99 longest"),
-    ("Workers", "Runs: of its busy time, on a core. Then: of one batch.", "worker batches busy runs p50 p99 longest"),
+    (
+        "Workers",
+        "Runs: part of its busy time in which it does not wait for input. Then: of one batch.",
+        "worker batches busy runs p50 p99 longest",
+    ),
     ("Slowest samples", "To read them took longest.", "index time epoch worker"),
     ("Arguments", "What the loader was given.", "name value"),
 )

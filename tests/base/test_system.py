@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import mmap
 import os
 import socket
@@ -147,3 +148,16 @@ def test_an_environment_variable_that_holds_no_such_number_is_named(value: str) 
 @pytest.mark.parametrize(("value", "on"), [(None, False), ("", False), ("0", False), (" 0 ", False), ("1", True)])
 def test_a_switch_is_off_where_it_is_0_or_empty(value: str | None, on: bool) -> None:
     assert system.is_on("X", {} if value is None else {"X": value}) == on
+
+
+@pytest.mark.parametrize("content", [b"", b"1\n", b"no numbers\n", None])
+def test_where_the_system_does_not_tell_of_waits_for_a_core_there_are_none(
+    monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
+    def opened(name: str) -> io.BytesIO:
+        if content is None:
+            raise FileNotFoundError(name)
+        return io.BytesIO(content)
+
+    monkeypatch.setattr(io, "FileIO", opened)
+    assert system.core_seconds()[1] == 0.0
