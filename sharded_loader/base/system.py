@@ -7,6 +7,7 @@
     with locked(fd):            lockf, else msvcrt: one process and one thread at a time; who dies loses the lock
 
     is_readable(fd)             whether a read would return at once
+    write_whole(path, data)     a file that appears when it is whole
     write_to_stderr(text)       straight to descriptor 2, where the processes of a program write side by side
     core_seconds()              how long this thread has run, and has waited for a core
     why_refused(error)          an OSError of these calls in words
@@ -32,7 +33,9 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from sharded_loader.base.private import posix_shared_memory
@@ -253,6 +256,21 @@ def read_at(fd: int, nbytes: int, offset: int) -> bytes:
     with _file_lock:
         os.lseek(fd, offset, os.SEEK_SET)
         return os.read(fd, nbytes)
+
+
+def write_whole(path: Any, data: bytes) -> None:
+    """Write a file whole or not at all: then an older file of this name stays.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    part = Path(f"{os.fspath(path)}.{uuid.uuid4().hex}.part")
+    try:
+        part.write_bytes(data)
+        os.replace(part, path)
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
 
 
 # -- descriptors ----------------------------------------------------------------------------------------------

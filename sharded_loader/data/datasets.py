@@ -71,7 +71,7 @@ from sharded_loader.data.seeding import (
     translated,
 )
 from sharded_loader.data.splits import split_sizes, stratified_parts
-from sharded_loader.memory.store import MISSING, Store, digest_of, open_store
+from sharded_loader.memory.store import MISSING, Store, exact_digest, open_store
 from sharded_loader.randomness import rng
 from sharded_loader.randomness.global_generators import global_states
 from sharded_loader.randomness.shuffle import IndexView, Selection, bound_of, composed, shuffled_parts, taken
@@ -636,7 +636,7 @@ class StoredDataset(Wrapper):
             samples.append(self._read([0])[0])
             moved.append([name for name, state in global_states().items() if state != before.get(name, state)])
         drawn = ", ".join(name for name in moved[0] if name in moved[1])
-        if not drawn and digest_of(samples[0]) != digest_of(samples[1]):
+        if not drawn and exact_digest(samples[0]) != exact_digest(samples[1]):
             held = ", ".join(held_generators(self._dataset)[:3])
             drawn = f"the generator of {held}" if held else "something of its own: two reads give two samples"
         if drawn:

@@ -14,12 +14,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import uuid
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sharded_loader.base.system import write_whole
 from sharded_loader.engine.order import resolve_replicas
 from sharded_loader.loader.facts import facts_of, text_of
 from sharded_loader.loader.page import page_of
@@ -115,13 +115,8 @@ class Reported(Metered):
 
 def _write(path: str | os.PathLike[str], text: str) -> None:
     """Write a file whole or not at all."""
-    part = Path(f"{os.fspath(path)}.{uuid.uuid4().hex}.part")
     try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
+        write_whole(path, text.encode())
     except OSError as error:
         advice = "give a file in a folder that exists, that may be written to, and that has space"
         raise OSError(error.errno, f"{os.fspath(path)} cannot be written ({error.strerror}): {advice}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink()

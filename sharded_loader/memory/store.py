@@ -442,7 +442,7 @@ def open_store(path: Any, max_bytes: Any, length: int, key: str | None, first: A
         raise FileNotFoundError(f"path={path!r} of the cache: there is no folder {folder}: create it first")
     bound = bound_of(max_bytes, place)
     rows = min(length, bound // max(1, sum(leaf.nbytes for leaf in leaves)))
-    about: dict[str, Any] = {"version": VERSION, "length": length, "key": key, "first": digest_of(first)}
+    about: dict[str, Any] = {"version": VERSION, "length": length, "key": key, "first": exact_digest(first)}
     about |= {"structure": structure, "leaves": specs, "rows": rows}
     if place is not None:
         return Store(open_file(place, about), place, bound, place)
@@ -455,11 +455,12 @@ def open_store(path: Any, max_bytes: Any, length: int, key: str | None, first: A
     return Store(fd, name, bound, None)
 
 
-def digest_of(sample: Any) -> str:
-    """A text that tells a sample from others.
+def exact_digest(sample: Any) -> str:
+    """A text that tells a sample from others, also by its types and paths; see `data.known.digest_of` for one that does
+    not.
 
     Example:
-        >>> digest_of([1, "a"]) == digest_of([1, "a"]) != digest_of([1, "b"])
+        >>> exact_digest([1, "a"]) == exact_digest([1, "a"]) != exact_digest([1, "b"])
         True
     """
     structure, leaves = flatten(sample)

@@ -12,12 +12,10 @@ What can go wrong: the shard cannot be indexed (see the formats).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import os
 import threading
-import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.base.notices import warn
+from sharded_loader.base.system import write_whole
 from sharded_loader.data.bulk import Int64s
 from sharded_loader.storage.files import ShardFile, Stat
 from sharded_loader.storage.parts import UNKNOWN
@@ -97,17 +96,13 @@ class Indexes:
         return found
 
     def _keep(self, path: Path, index: Index) -> None:
-        part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
         arrays: dict[str, Any] = dict(index)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             content = io.BytesIO()
             np.savez(content, **arrays)
-            part.write_bytes(content.getvalue() + hashlib.sha256(content.getvalue()).digest())
-            os.replace(part, path)
+            write_whole(path, content.getvalue() + hashlib.sha256(content.getvalue()).digest())
         except OSError as error:
-            with contextlib.suppress(OSError):
-                part.unlink()
             if self._has_warned:
                 return
             self._has_warned = True

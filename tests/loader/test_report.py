@@ -181,13 +181,13 @@ def test_a_full_disk_leaves_the_older_file(
 ) -> None:
     path = tmp_path / "report.html"
     path.write_text("older")
-    real = Path.write_text
+    real = Path.write_bytes
 
-    def write_half(self: Path, text: str, **given: Any) -> int:
-        real(self, text[:100], **given)
+    def write_half(self: Path, data: bytes) -> int:
+        real(self, data[:100])
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(Path, "write_text", write_half)
+    monkeypatch.setattr(Path, "write_bytes", write_half)
     with pytest.raises(OSError, match=re.escape(os.strerror(code))) as caught:
         getattr(loader, method)(path)
     assert caught.value.errno == code
