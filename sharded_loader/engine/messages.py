@@ -208,6 +208,10 @@ OnError = Literal["raise", "skip", "replace"] | Callable[[Any], Any]
 """What to do with a bad sample: ``"raise"``, ``"skip"``, ``"replace"``, or a function ``(SampleError) -> sample``."""
 
 
+PIECE = 1 << 40
+"""Pieces of batch n, which several workers read, have the numbers n + PIECE, n + 2 * PIECE, ... (`engine.pieces`)."""
+
+
 class Task(NamedTuple):
     """One batch to make. A named tuple, like `Result`: made and pickled in half the time of a frozen dataclass.
 
@@ -223,6 +227,8 @@ class Task(NamedTuple):
             dataset reads several at once.
         lane: tasks of one lane are read by one worker, number ``lane % num_workers``, in their order. None: by any.
         part: of iterable data; ``shards`` are `PartIndices` then.
+        limit: after this number of seconds the worker may answer with the samples that it has; None: it may not.
+        given: samples that others have read: the place of the first one in the batch, and what has come of them.
     """
 
     run: int
@@ -234,6 +240,13 @@ class Task(NamedTuple):
     careful: bool = False
     lane: int | None = None
     part: PartBatch | None = None
+    limit: float | None = None
+    given: tuple[tuple[int, Any], ...] = ()
+
+    @property
+    def number(self) -> int:
+        """The number of the batch, also where the task asks for a piece of it."""
+        return self.seq % PIECE if self.seq >= PIECE else self.seq
 
     @property
     def key(self) -> int:
@@ -247,7 +260,7 @@ class Result(NamedTuple):
     Attributes:
         run, seq: of the task.
         batch: the finished batch; `NOTHING` if ``on_error`` left no sample of it.
-        samples: how many samples are in it.
+        samples: how many samples are in it. Negative: it is so many samples, and no batch yet (`engine.pieces`).
         error: raised at the batch's place, instead of a batch.
         skipped: ``(index, error)`` of the samples that ``on_error`` left out or replaced.
         lost_shards: numbers of the shards that ``on_error`` left no sample of.

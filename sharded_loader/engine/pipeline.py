@@ -31,6 +31,7 @@ from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.base.private import is_owned
 from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
 from sharded_loader.engine.order import Epoch
+from sharded_loader.engine.pieces import Pieces
 from sharded_loader.engine.pool import Pool, PoolBroken
 from sharded_loader.engine.split import Split
 
@@ -222,6 +223,7 @@ class Pipeline:
         self._job: Job | None = None
         self._runs: dict[int, Run] = {}
         self._dropped: deque[int] = deque()
+        self._pieces = Pieces()
         self._slow: deque[float] = deque(maxlen=64)  # when tasks were sent whose batches found no room in shared memory
         self.pid = os.getpid()
 
@@ -308,6 +310,7 @@ class Pipeline:
             self.pool = pool
 
     def _drop_work(self) -> None:
+        self._pieces.forget()
         for run in self._runs.values():
             run.forget_window()
         self.pool.close()
@@ -330,6 +333,7 @@ class Pipeline:
         note_handlers()
         if renew or not self.pool.started:
             self._job = job
+            self._pieces.new_job()
             self.pool.start(job)
         self._runs[run.number] = run
 
@@ -357,6 +361,7 @@ class Pipeline:
             run = self._runs.pop(self._dropped.popleft(), None)
             if run is not None:
                 run.forget_window()
+                self._pieces.forget(run.number)
                 if self.pool.started:
                     self.pool.cancel(run.number)
 
@@ -498,7 +503,10 @@ class Pipeline:
         tasks: list[Task] = []
         room, splits = self.pool.room, self.split.num_shards is not None
         now = time.perf_counter() if self.pool.num_workers else 0.0
+        may_share = self.pool.shares_batches and self._pieces.may_share()
         while len(tasks) < room:
+            if may_share and not self._has_room(tasks):
+                break
             if len(self._runs) > 1:
                 run = min(self._runs.values(), key=_distance)
             if not run.waiting:
@@ -511,7 +519,10 @@ class Pipeline:
             try:
                 if splits:
                     entry.task = task = self.split.sharded(task)
-                tasks.append(task)
+                if may_share:
+                    tasks += self._shared(task)
+                else:
+                    tasks.append(task)
                 entry.sent = now
             except Exception as raised:
                 error = as_batch_error(raised, "while the batch was split into shards")
@@ -526,6 +537,25 @@ class Pipeline:
             self.pool.submit(tasks)
             if counts.get("slow_batches", 0) > before:
                 self._slow.append(now)
+
+    def _has_room(self, tasks: list[Task]) -> bool:
+        """Give pieces of slow batches to the workers first. Whether there is room for a batch."""
+        pieces, workers = self._pieces, self.pool.num_workers
+        room = pieces.room(self._busy(), workers)
+        while room > 0 and (piece := pieces.take()) is not None:
+            tasks.append(piece)
+            room -= 1
+        return room > 0
+
+    def _shared(self, task: Task) -> list[Task]:
+        """What the pool is given of a batch that may be slow."""
+        pool = self.pool
+        return self._pieces.shared(task, self._busy() - 1, pool.num_workers, by_any=pool.shares_dataset)
+
+    def _busy(self) -> int:
+        """How many batches the workers have, that of this moment included."""
+        runs = self._runs.values()
+        return sum(sum(entry.result is None for entry in run.window) - len(run.waiting) for run in runs)
 
     def poll(self, run: Run, job: Job, *, renew: bool = False, block: bool = False, seconds: float = 0.0) -> bool:
         """A step for a run: it is put in flight, and what has come from the pool is filed.
@@ -569,7 +599,12 @@ class Pipeline:
             self._runs.clear()
             return
         result: Result | None = None
+        pieces, workers = self._pieces, self.pool.num_workers
         for result in results:
+            if not pieces.open:
+                pieces.recent.append(result.seconds)
+            elif (result := pieces.came(result, workers)) is None:
+                continue
             filed = self._runs.get(result.run)
             window = () if filed is None else filed.window
             number = -1
@@ -581,7 +616,7 @@ class Pipeline:
                 window[number].result = result
         # Their errors lead to this frame, and from there to the loader, which would wait for the collector.
         came, results, result = bool(results), (), None
-        if came and (current.waiting or len(self._runs) > 1):
+        if came and (current.waiting or pieces.ready or len(self._runs) > 1):
             self._dispatch(current)
 
     # -- life -----------------------------------------------------------------------------------------------
@@ -605,6 +640,7 @@ class Pipeline:
     def shut(self) -> None:
         """Give back what the pool owns. Also at the end of a step in which the loader was closed."""
         self._runs.clear()
+        self._pieces.forget()
         self.pool.close()
         self.is_shut = True
 

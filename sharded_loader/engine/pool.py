@@ -63,6 +63,7 @@ class Pool(ABC):
         room: the number of tasks that `submit` takes now.
         notices: counts the workers that are replaced, and the batches that take a slow way. The loader sets it.
         shares_dataset: whether the samples are read from the main process's own dataset object.
+        shares_batches: whether several workers may read one batch (`engine.pieces`).
         is_here: whether the workers are on this machine, and see its files.
         empty: gives the memory that batches are put together in, where that is this process's own.
         worker_init_fn: called with its number in each worker when it starts.
@@ -76,6 +77,7 @@ class Pool(ABC):
     room: int = 0
     notices: Notices = Notices()
     shares_dataset: bool = True
+    shares_batches: bool = False
     is_here: bool = True
     waiting: bool = False
     worker_init_fn: Callable[[int], Any] | None = None

@@ -25,9 +25,11 @@ update may be lost: it decides on no batch.
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -53,7 +55,7 @@ from sharded_loader.data.arrays import as_bulk, as_items, takes_arrays
 from sharded_loader.data.bulk import NOT_IN_BULK, listed
 from sharded_loader.data.datasets import RETRIES
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board, phase
-from sharded_loader.engine.messages import NOTHING, Job, PartPoint, Result, Task, Times
+from sharded_loader.engine.messages import NOTHING, PIECE, Job, PartPoint, Result, Task, Times
 from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, philox, reading
 
 MEASURED_SECONDS = 2e-2
@@ -66,6 +68,14 @@ SAMPLE_SECONDS = 2e-5
 
 KEPT_SAMPLES = 20
 """The slowest samples of an epoch that a reader, and the loader, keep."""
+
+
+REST_SECONDS = 5e-3
+"""Work that is left in a batch, at least, for which a worker answers with the samples that it has."""
+
+
+def _as_it_is(one: Any) -> Any:
+    return one
 
 
 class BatchScope(SampleScope):
@@ -82,6 +92,7 @@ class BatchScope(SampleScope):
         is_alone: its samples are read one by one.
         collating: seconds in ``batchify_fn``.
         durations: seconds of each sample, if samples are timed.
+        given: samples that others have read, by their places; None: nobody has asked.
     """
 
     task: Task
@@ -97,6 +108,15 @@ class BatchScope(SampleScope):
     is_alone = False
     collating = 0.0
     durations: Sequence[float] = ()
+    given: dict[int, Any] | None = None
+
+    def given_to(self, taken: Callable[[Any], list[Any]]) -> dict[int, Any]:
+        """The samples that other workers have read, by their places in the batch."""
+        if self.given is None:
+            self.given = {}
+            for begin, left in self.task.given:
+                self.given.update(enumerate(taken(left), begin))
+        return self.given
 
     def set_index(self, index: Any) -> None:
         """The samples are not read one by one from here on: `sample_rng()` goes by ``index``."""
@@ -118,6 +138,35 @@ class BatchScope(SampleScope):
             place.note(error, found or None, samples=indices)
         shorten(error)
         return error
+
+
+class Enough(BaseException):
+    """A worker answers with samples, and not with a batch.
+
+    Attributes:
+        samples: what leaves the worker; None: they cannot.
+        count: how many they are.
+    """
+
+    def __init__(self, samples: Any, count: int) -> None:
+        self.samples, self.count = samples, 0 if samples is None else count
+
+
+class _Given:
+    """The dataset of a batch of which others have read samples. It is asked for each sample once, in order.
+
+    Args:
+        dataset: gives the samples that nobody has read.
+        given: samples, by their places in the batch.
+        place: of the first one that is asked for.
+    """
+
+    def __init__(self, dataset: Any, given: dict[int, Any], place: int) -> None:
+        self._dataset, self._given, self._places = dataset, given, itertools.count(place)
+
+    def __getitem__(self, index: Any) -> Any:
+        place = next(self._places)
+        return self._given[place] if place in self._given else self._dataset[index]
 
 
 class Bad:
@@ -145,7 +194,12 @@ class Reader:
 
     Attributes:
         free: of each worker that uses this reader, when it was done with its last batch.
+        leave: samples -> what leaves the worker; None: the worker has to keep them (`engine.pieces`).
+        taken: what has left a worker -> the samples.
     """
+
+    leave: Callable[[list[Any]], Any] = staticmethod(_as_it_is)
+    taken: Callable[[Any], list[Any]] = staticmethod(_as_it_is)
 
     def __init__(
         self, job: Job, *, tells_epoch: bool = False, notes_samples: bool = False, in_bulk: bool = True
@@ -205,6 +259,7 @@ class Reader:
             at.measure = measure
         batches: list[Any] = []
         error: BaseException | None = None
+        left, gone = None, 0
         before = reading.scope
         try:
             reading.scope = at
@@ -212,6 +267,8 @@ class Reader:
             if self._set_epoch is not None and task.epoch != self._epoch:
                 self._tell_epoch(task.epoch)
             batches, error = self._make_batches(at)
+        except Enough as enough:
+            batches, left, gone = [], enough.samples, enough.count
         except BaseException as raised:
             if at.passes(raised):
                 raise
@@ -220,11 +277,13 @@ class Reader:
             reading.scope = before
         batch = NOTHING if not batches else batches if task.sharded else batches[0]
         count = sum(map(len, task.shards)) - at.dropped if batches else 0
+        if gone:
+            batch, count = left, -gone
         ended = time.perf_counter()
         seconds, times = ended - began, None
         is_slow = at.durations and max(at.durations) > self._least
         if measure is not None or is_slow or seconds > MEASURED_SECONDS or len(RETRIES) > tried:
-            times = self._times(at, count, began, seconds, number, len(RETRIES) - tried)
+            times = self._times(at, abs(count), began, seconds, number, len(RETRIES) - tried)
         if number >= 0:
             self.free[number] = ended
         try:
@@ -313,11 +372,14 @@ class Reader:
 
     def _make_batches(self, at: BatchScope) -> tuple[list[Any], BaseException | None]:
         """The batches of all shards; with ``on_error``, perhaps the error to raise instead."""
+        if at.task.seq >= PIECE:
+            samples = self._read_one_by_one(0, at)
+            raise Enough(self.leave(samples), len(samples))
         if self._tolerant:
             return self._read_tolerantly(at)
         batches = []
         for number in range(len(at.task.shards)):
-            made = self._read_in_bulk(number, at) if self._in_bulk else NOT_IN_BULK
+            made = self._read_in_bulk(number, at) if self._in_bulk and not at.task.given else NOT_IN_BULK
             if made is NOT_IN_BULK:
                 made = self._make_batch(self._read_one_by_one(number, at), at)
             batches.append(made)
@@ -357,6 +419,7 @@ class Reader:
             return self._make_batch(samples, at)
         try:
             # Here, not above: its error would be told with this one, which is the same.
+            at.task = at.task._replace(limit=None)
             self._read_one_by_one(number, at)  # raises the error of the sample that is to blame, if it is one
             at.set_index(NO_SAMPLE)
             at.board[SAMPLE] = IN_BULK
@@ -370,15 +433,20 @@ class Reader:
 
         Measured (256 images of 3 KB, warm): 36 us; 85 with an index, a place and a generator noted for each sample.
         """
-        dataset, board = self._dataset, at.board
+        dataset, board, task, stop = self._dataset, at.board, at.task, math.inf
+        if task.given:
+            dataset = _Given(dataset, at.given_to(self.taken), sum(map(len, task.shards[:number])))
+        tolerant = self._tolerant and task.seq < PIECE
         at.indices = indices = plain_indices(at.task.shards[number])
         at.items = items = iter(indices)
         at.drawn = None
         board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
-        notes, stamps = self._notes_samples or at.task.careful, [time.perf_counter()] if self._times_samples else []
-        if at.measure is not None:
+        notes, stamps = self._notes_samples or task.careful, [time.perf_counter()] if self._times_samples else []
+        if stamps and task.limit is not None and not number:
+            stop = stamps[0] + task.limit
+        if at.measure is not None and not task.given:
             at.is_alone = True
-        if not (notes or self._tolerant or stamps):
+        if not (notes or tolerant or stamps):
             return [dataset[index] for index in items]
         samples: list[Any] = []
         while True:
@@ -388,15 +456,28 @@ class Reader:
                         board[SAMPLE] = len(samples)
                     samples.append(dataset[index])
                     if stamps:
-                        stamps.append(time.perf_counter())
+                        stamps.append(now := time.perf_counter())
+                        if now >= stop:
+                            stop = self._leave_rest(samples, now - stamps[0], at)
                 if stamps:
                     at.durations = [*at.durations, *map(operator.sub, stamps[1:], stamps)]
                 return samples
             except Exception as error:
-                if not self._tolerant or at.passes(error):
+                if not tolerant or at.passes(error):
                     raise
                 samples.append(self._in_place_of(index, error, at))
                 stamps += stamps[-1:]  # it is over, but has not been read
+
+    def _leave_rest(self, samples: list[Any], seconds: float, at: BatchScope) -> float:
+        """The first samples of a batch took so long: leave the others to all workers, if that is worth it.
+
+        Returns:
+            When to ask again: never.
+        """
+        rest = seconds * (sum(map(len, at.task.shards)) / len(samples) - 1)
+        if rest >= REST_SECONDS and not at.skipped and (left := self.leave(samples)) is not None:
+            raise Enough(left, len(samples))
+        return math.inf
 
     def _make_batch(self, samples: list[Any], at: BatchScope) -> Any:
         at.board[SAMPLE] = IN_BATCHIFY
@@ -531,7 +612,7 @@ def reading_in(frame: FrameType | None) -> str:
     if stamps and place >= 0:
         took = f"for {now - stamps[-1]:.0f} s"
     shard = f", shard {at.board[SHARD]}" if task.sharded else ""
-    return f"{doing} of epoch {task.epoch}, {name_of_batch(task.seq)}{shard}, {took}"
+    return f"{doing} of epoch {task.epoch}, {name_of_batch(task.number)}{shard}, {took}"
 
 
 def plain_indices(indices: Any) -> Any:

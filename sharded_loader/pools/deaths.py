@@ -80,7 +80,7 @@ class Deaths:
 
     def record_batch_death(self, task: Task) -> bool:
         """A worker died over the task. True if it has killed too many: it is given up."""
-        key = task.run, task.seq
+        key = task.run, task.number
         self._by_batch[key] += 1
         self.suspects.add(key)
         self.unsettled = True
@@ -305,15 +305,15 @@ def _stopped_too_many(
     doing = f"reading sample {sample[0]!r}" if sample else phase(words)
     again = "" if tries <= 1 else f", which has now stopped {tries} workers"
     error = make(
-        f"{what}. It was {doing}, in epoch {task.epoch}, batch {task.seq}{again}{fate}; "
+        f"{what}. It was {doing}, in epoch {task.epoch}, batch {task.number}{again}{fate}; "
         f"iteration goes on with the next batch",
-        batch=task.seq,
+        batch=task.number,
         epoch=task.epoch,
         index=sample[0] if sample else None,
     )
     shard = words[SHARD] if task.sharded else None
     indices = task.shards[min(words[SHARD], len(task.shards) - 1)]
-    Location(task.epoch, task.seq, shard, who).note(error, sample or None, samples=indices, but=but)
+    Location(task.epoch, task.number, shard, who).note(error, sample or None, samples=indices, but=but)
     return error
 
 

@@ -38,7 +38,7 @@ from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.engine.board import IN_BULK, ONE_BY_ONE, SAMPLE, is_at
-from sharded_loader.engine.messages import NOTHING, Job, NewJob, Result, Task
+from sharded_loader.engine.messages import NOTHING, PIECE, Job, NewJob, Result, Task
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.memory.codec import classes_of_main
 from sharded_loader.pools.deaths import (
@@ -324,6 +324,9 @@ class Supervisor(Generic[W]):
         """A worker died over a task. The results of those that are given up."""
         key, board = (task.run, task.seq), death.board or ()
         if not self.deaths.record_batch_death(task):
+            if task.seq >= PIECE:  # another worker reads these samples with the rest of the batch
+                del worker.tasks[key]
+                return [Result(*key, NOTHING)]
             if board[SAMPLE] in (IN_BULK, ONE_BY_ONE):
                 worker.tasks[key] = task._replace(careful=True)
             return []
@@ -335,7 +338,8 @@ class Supervisor(Generic[W]):
             error = died(death, task, board, tries)
         del worker.tasks[key]
         lost = unreachable_after(task, [*self.requeued, *worker.tasks.values()], self._new.job)
-        results = [Result(*key, error=error), *(Result(other.run, other.seq, NOTHING) for other in lost)]
+        results = [Result(task.run, task.number, error=error)]
+        results += [Result(other.run, other.seq, NOTHING) for other in lost]
         ended = {(result.run, result.seq) for result in results}
         self.requeued = deque(other for other in self.requeued if (other.run, other.seq) not in ended)
         for run, seq in ended:
@@ -353,7 +357,7 @@ class Supervisor(Generic[W]):
         if not worker.ready:
             text += ". It is not ready: it imports modules, unpickles the dataset, or runs worker_init_fn"
         elif at is not None and (at.run, at.seq) != key:
-            text += f". It is still at epoch {at.epoch}, {name_of_batch(at.seq)}"
+            text += f". It is still at epoch {at.epoch}, {name_of_batch(at.number)}"
         write_to_stderr(f"{text}. Its stack:\n")
         return self._transport.tell(worker)
 

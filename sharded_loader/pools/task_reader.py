@@ -26,11 +26,11 @@ from sharded_loader.base.errors import Location, add_note, as_exception
 from sharded_loader.base.imports import call_after_import
 from sharded_loader.base.notices import is_ours
 from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board
-from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pack_reply, pack_result, task_of
+from sharded_loader.engine.messages import PIECE, Job, NewJob, Reply, Result, Task, pack_reply, pack_result, task_of
 from sharded_loader.engine.reader import Reader, reading_in
-from sharded_loader.memory.codec import Encoded, End, Moving, SetApart, SlotWriter, encode, set_apart
+from sharded_loader.memory.codec import Encoded, End, Moving, SetApart, SlotWriter, decode, encode, set_apart
 from sharded_loader.memory.exceptions import encode_error
-from sharded_loader.randomness.global_generators import seed_as_torch, seed_globals, seeded_globals
+from sharded_loader.randomness.global_generators import global_states, seed_as_torch, seed_globals, seeded_globals
 from sharded_loader.randomness.rng import derive_key
 
 
@@ -113,6 +113,7 @@ class TaskReader:
         self.job: Job | None = None
         self.cancelled: set[int] = set()
         self._reader: Reader | None = None
+        self._generators: dict[str, bytes] = {}  # what they would draw when a batch began that may be shared out
 
     def explain(self, error: BaseException, *, in_start: bool) -> None:
         """Add to an error what is known of its cause here."""
@@ -154,6 +155,7 @@ class TaskReader:
             alone=True,
             seed=self._seed_globals,
         )
+        self._reader.leave, self._reader.taken = self._leave, _taken
 
     def answer(
         self, run: int, seq: int, fields: Any, memory: np.ndarray[Any, Any] | None
@@ -201,6 +203,7 @@ class TaskReader:
         if task.careful:
             self._reader.probe(task, board)
         self._seed_globals(task.epoch, task.position)
+        self._generators = global_states() if task.limit is not None or task.seq >= PIECE else {}
         empty = np.empty if memory is None else slot.empty
         if seq < 0 and self.job is not None and self.job.base_seed is not None:
             # It is fetched beside an epoch, whose next batches draw what they would have drawn without it.
@@ -219,6 +222,16 @@ class TaskReader:
         if self.job.base_seed is None:
             seed_globals(_globals_key(self.job.seed, epoch, position), whole=False)
 
+    def _leave(self, samples: list[Any]) -> list[np.ndarray[Any, Any]] | None:
+        """Samples as bytes. None: they cannot be pickled, or one has drawn from the global generators."""
+        try:
+            if global_states() != self._generators:
+                return None
+            encoded = encode(samples)
+        except Exception:
+            return None
+        return [np.frombuffer(one, np.uint8) for one in (encoded.head, *encoded.buffers)]
+
     def pack(self, result: Result, slot: SlotWriter, task: Task | None = None) -> Encoded:
         """What of a result leaves the worker; of one that cannot be pickled, an error that says so."""
         try:
@@ -233,6 +246,15 @@ class TaskReader:
             failure.__cause__ = unpicklable
             point = None if result.point is None or result.point.state is not None else result.point
             return _encode(Result(result.run, result.seq, error=failure, point=point), SlotWriter(None))
+
+
+def _taken(left: list[np.ndarray[Any, Any]]) -> list[Any]:
+    """The samples that another worker has left; none if they cannot be unpickled here."""
+    try:
+        head, *buffers = left
+        return list(decode(head.data, buffers))
+    except Exception:
+        return []
 
 
 def _encode(result: Result, slot: SlotWriter) -> Encoded:

@@ -168,6 +168,7 @@ class ThreadPool(WorkerPool):
         self, num_workers: int, *, worker_init_fn: Callable[[int], Any] | None = None, timeout: float | None = None
     ) -> None:
         super().__init__(num_workers, worker_init_fn, timeout)
+        self.shares_batches = True
         self._watch = Watch(self.timeout)
         self._reader: Any = None  # a `Reader` while the pool runs
         self._job: Job | None = None  # likewise
@@ -250,7 +251,7 @@ class ThreadPool(WorkerPool):
             if thread.task is task:
                 if task.part is not None:
                     shared.given_up.add((task.run, task.part.number))
-                shared.results.append(Result(task.run, task.seq, error=error))
+                shared.results.append(Result(task.run, task.number, error=error))
             if was_leaving:
                 shared.threads.remove(thread)
                 continue

@@ -175,11 +175,10 @@ def global_states() -> dict[str, bytes]:
         >>> [name for name, state in global_states().items() if state != before[name]]
         ['random']
     """
-    of_numpy = np.random.get_state(legacy=False)["state"]
-    found = {
-        "random": repr(random.getstate()).encode(),
-        "numpy.random": repr(of_numpy["pos"]).encode() + of_numpy["key"].tobytes(),
-    }
+    found = {"random": repr(random.getstate()).encode()}
+    if "numpy.random" in sys.modules:  # to import it takes 8 ms
+        of_numpy = np.random.get_state(legacy=False)["state"]
+        found["numpy.random"] = repr(of_numpy["pos"]).encode() + of_numpy["key"].tobytes()
     generator = getattr(sys.modules.get("torch"), "default_generator", None)
     if generator is not None:
         found["torch"] = generator.get_state().numpy().tobytes()

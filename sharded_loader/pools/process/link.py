@@ -117,7 +117,7 @@ def pack_tasks(tasks: Sequence[tuple[Slot | None, Task, bytes | None]]) -> bytes
         fields: Any = own or tuple(task)
         if own is None and type(indices := task.shards[0]) is np.ndarray:
             # As bytes: a tenth of the time that an array takes.
-            fields = (*task[:4], (indices.tobytes(),), task.sharded, task.careful)
+            fields = (*task[:4], (indices.tobytes(),), *task[5:])
         packed.append((task.run, task.seq, None if slot is None else tuple(slot), fields))
     return pickle.dumps(packed, protocol=5)
 

@@ -127,6 +127,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         max_worker_memory: int | str | None = None,
     ) -> None:
         super().__init__(num_workers, worker_init_fn, timeout, restarts, Grouping())
+        self.shares_batches = True
         chosen_backend()  # both ask the environment: what is wrong there is said now, not in mid-epoch
         if max_bytes is None:
             processes_here()

@@ -1,0 +1,250 @@
+"""Slow batches that several workers read, while there are fewer batches than workers. Policy as pure functions.
+
+    limit_of(usual, busy, workers) -> seconds      may the worker of a batch answer with the samples that it has?
+    cuts(begin, end, seconds, workers) -> places   where a batch is cut into pieces
+    Pieces                                         what has come of the batches that are shared out
+
+    task, with a limit      ->  a batch: it was cheap, or it has to be read by one worker
+                            ->  its first samples  ->  pieces, for all workers  ->  samples  ->  task, with these
+
+A task with a limit goes to one worker. If the worker sees that the batch takes long, it answers with the samples that
+it has. All workers then read a piece of the rest. At last one worker gets the samples, and puts the batch together as
+if it had read them all: `Reader` has no other way to make a batch. What it was not given it reads itself. So a piece in
+which anything goes wrong is just left out: a sample raises an error, a worker dies, a sample cannot be pickled. The
+error is then that of one reader.
+
+A worker keeps the whole batch if a sample has drawn from the global generators: samples that come later would draw
+other numbers in another worker. Samples go through the main process as bytes. It neither reads nor makes any.
+
+The pipeline's lock guards a `Pieces`. It owns samples until they are sent on. While any batch is shared out, a worker
+holds one task at a time: otherwise a piece would wait behind a batch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from sharded_loader.batching.pack import Packed
+from sharded_loader.engine.messages import PIECE, Result, Task
+
+SLOW_SECONDS = 2e-2
+"""A batch that takes less is read by one worker: to share it out costs three messages, 0.3 ms each."""
+
+FIRST_SECONDS = 1e-2
+"""Nothing is known of the first batches. A worker reads one for so long before it answers with what it has."""
+
+PIECE_SECONDS = 2e-3
+"""Work in a piece, at least."""
+
+NOTED = 16
+"""Batches whose median counts."""
+
+
+def limit_of(usual: float | None, busy: int, workers: int) -> float | None:
+    """After how many seconds the worker of a batch may answer with the samples that it has; None: it may not.
+
+    Args:
+        usual: seconds that batches took; None: none has come.
+        busy: how many batches other workers have.
+        workers: how many workers there are.
+
+    Example:
+        >>> limit_of(None, 0, 8), limit_of(1.3, 7, 8), limit_of(1.3, 8, 8), limit_of(0.001, 0, 8)
+        (0.01, 0.0, None, None)
+    """
+    if workers < 2 or busy >= workers:
+        return None
+    if usual is None:
+        return FIRST_SECONDS
+    return 0.0 if usual >= SLOW_SECONDS else None
+
+
+def cuts(begin: int, end: int, seconds: float, workers: int) -> list[int]:
+    """Where the rest of a batch is cut into equal pieces.
+
+    Args:
+        begin: the place of the first sample that has not been read.
+        end: how many samples the batch has.
+        seconds: what a sample took.
+        workers: how many workers there are.
+
+    Returns:
+        The places at which pieces begin, and the end.
+
+    Example:
+        >>> cuts(1, 64, 0.02, 8)
+        [1, 8, 16, 24, 32, 40, 48, 56, 64]
+        >>> cuts(4, 16, 0.0005, 8)
+        [4, 8, 12, 16]
+    """
+    count = max(1, min(workers, end - begin, math.ceil((end - begin) * seconds / PIECE_SECONDS)))
+    return [begin + (end - begin) * number // count for number in range(count + 1)]
+
+
+@dataclass
+class Shared:
+    """A batch that is shared out, or that may be.
+
+    Attributes:
+        task: the batch.
+        left: places of the pieces that have not come yet, by their numbers.
+        given: places, and the samples that have come.
+        out: how many of its tasks the workers have.
+        began: when a worker began with it; 0: none has.
+        seconds: of all workers.
+        is_whole: no piece was left out.
+    """
+
+    task: Task
+    left: dict[int, int] = field(default_factory=dict)
+    given: list[tuple[int, Any]] = field(default_factory=list)
+    out: int = 0
+    began: float = 0.0
+    seconds: float = 0.0
+    is_whole: bool = True
+
+
+class Pieces:
+    """The batches of one pool that are shared out.
+
+    Attributes:
+        recent: seconds of the last batches.
+        open: batches that are shared out, or may be, by run and number, until they have come.
+        ready: tasks that follow from what has come, the first batch first.
+    """
+
+    def __init__(self) -> None:
+        self.recent: deque[float] = deque(maxlen=NOTED)
+        self.open: dict[tuple[int, int], Shared] = {}
+        self.ready: list[Task] = []
+        self._sample_seconds = 0.0
+        self._is_trusted = False  # the last batch that was shared out came whole: the next one needs no limit
+
+    def forget(self, run: int | None = None) -> None:
+        """The batches of a run, or of all runs, are dropped."""
+        self.open = {} if run is None else {key: shared for key, shared in self.open.items() if key[0] != run}
+        self.ready = [task for task in self.ready if (task.run, task.number) in self.open]
+
+    def new_job(self) -> None:
+        """The workers read something else from now on: nothing is known of it."""
+        self.forget()
+        self.recent.clear()
+        self._is_trusted = False
+
+    def may_share(self) -> bool:
+        """Whether batches are slow, or nothing is known of them, or one is shared out."""
+        return bool(self.open) or not self.recent or self.recent[-1] >= SLOW_SECONDS
+
+    def room(self, busy: int, workers: int) -> int:
+        """How many tasks the workers may be given now.
+
+        Args:
+            busy: how many batches they have.
+            workers: how many there are.
+        """
+        if self.recent and not self.open:
+            return 1 << 30
+        return workers - busy + len(self.open) - sum(shared.out for shared in self.open.values())
+
+    def shared(self, task: Task, busy: int, workers: int, *, by_any: bool) -> list[Task]:
+        """The tasks that a batch is given to the workers as; none: they are `ready`.
+
+        Args:
+            task: the batch.
+            busy: how many batches the workers have.
+            workers: how many there are.
+            by_any: a batch may go to any worker, whatever its lane is.
+        """
+        is_free = task.part is None and (task.lane is None or by_any) and type(task.shards[0]) is not Packed
+        limit = limit_of(statistics.median(self.recent) if self.recent else None, busy, workers)
+        if limit is None or task.seq < 0 or not is_free or sum(map(len, task.shards)) < 2:
+            return [task]
+        shared = self.open[task.run, task.seq] = Shared(task)
+        if self._is_trusted and limit == 0:
+            self._cut(shared, 0, workers)
+            return []
+        shared.out = 1
+        return [task._replace(limit=limit)]
+
+    def take(self) -> Task | None:
+        """The first of the tasks that are ready. It is given to a worker now.
+
+        None: there is none, or a worker has just begun with a batch before it, whose pieces come first.
+        """
+        if not self.ready:
+            return None
+        key = self.ready[0].run, self.ready[0].number
+        if any(shared.out and not shared.began for other, shared in self.open.items() if other < key):
+            return None
+        self.open[key].out += 1
+        return self.ready.pop(0)
+
+    def came(self, result: Result, workers: int) -> Result | None:
+        """Take what has come from the pool, while there are open batches.
+
+        Returns:
+            The result of a batch; None: it was only a piece.
+        """
+        number = result.seq % PIECE if result.seq >= PIECE else result.seq
+        shared = self.open.get((result.run, number))
+        if result.seq < PIECE and result.samples >= 0:
+            self.recent.append(result.seconds if shared is None else shared.seconds + result.seconds)
+            if shared is not None:
+                result = self._done(shared, result)
+            return result
+        if shared is None:  # the batch was dropped or given up
+            return None
+        shared.out -= 1
+        shared.began = shared.began or result.began
+        shared.seconds += result.seconds
+        count, begin = -result.samples, shared.left.pop(result.seq, 0)
+        if count > 0:
+            shared.given.append((begin, result.batch))
+            self._sample_seconds = result.seconds / count
+        else:
+            shared.is_whole = False
+        if result.seq < PIECE:
+            self.recent.append(self._sample_seconds * sum(map(len, shared.task.shards)))
+            self._cut(shared, count, workers)
+        elif not shared.left:
+            # Careful, where a piece is lacking: a worker may have died over it.
+            whole = shared.task._replace(shards=tuple(map(_listed, shared.task.shards)), given=tuple(shared.given))
+            self._is_next(whole._replace(careful=not shared.is_whole))
+        return None
+
+    def _is_next(self, task: Task) -> None:
+        """A task is ready. The first batch comes first, and in front of its pieces."""
+        bisect.insort(self.ready, task, key=lambda one: (one.run, one.number, one.seq))
+
+    def _cut(self, shared: Shared, begin: int, workers: int) -> None:
+        """Make the pieces of the rest of a batch."""
+        indices = [index for shard in shared.task.shards for index in _listed(shard)]
+        places = cuts(begin, len(indices), self._sample_seconds, workers)
+        for number, (start, end) in enumerate(pairwise(places), 1):
+            seq = shared.task.seq + number * PIECE
+            piece = shared.task._replace(seq=seq, shards=(indices[start:end],), sharded=False, lane=None)
+            shared.left[seq] = start
+            self._is_next(piece)
+
+    def _done(self, shared: Shared, result: Result) -> Result:
+        del self.open[result.run, result.seq]
+        if not shared.began:
+            return result
+        self._is_trusted = shared.is_whole and result.error is None
+        if shared.left:  # it was given up
+            self.ready = [task for task in self.ready if (task.run, task.number) in self.open]
+            return result
+        return result._replace(began=shared.began, seconds=result.began + result.seconds - shared.began)
+
+
+def _listed(indices: Any) -> Sequence[Any]:
+    return indices.tolist() if isinstance(indices, np.ndarray) else indices
