@@ -42,6 +42,12 @@ SLOW_SECONDS = 2e-2
 FIRST_SECONDS = 1e-2
 """Nothing is known of the first batches. A worker reads one for so long before it answers with what it has."""
 
+LATE = 4
+"""A batch is late that takes this many times as long as the median."""
+
+LATE_SECONDS = 2e-2
+"""No worker is late before that: a core that is busy elsewhere explains it."""
+
 PIECE_SECONDS = 2e-3
 """Work in a piece, at least."""
 
@@ -90,6 +96,23 @@ def cuts(begin: int, end: int, seconds: float, workers: int) -> list[int]:
     return [begin + (end - begin) * number // count for number in range(count + 1)]
 
 
+def late_after(usual: float, samples: int) -> float:
+    """For how many seconds a worker stands still that is late.
+
+    Args:
+        usual: seconds that batches took.
+        samples: how many its batch has, if the worker is at a single sample; otherwise 0.
+
+    Returns:
+        4 times as long as a batch takes, or a sample. For a sample as long as a batch takes, at least: samples differ.
+
+    Example:
+        >>> late_after(0.1, 0), late_after(0.1, 64), late_after(0.1, 1), late_after(0.001, 0)
+        (0.4, 0.1, 0.4, 0.02)
+    """
+    return max(LATE_SECONDS, usual * (max(1.0, LATE / samples) if samples else LATE))
+
+
 @dataclass
 class Shared:
     """A batch that is shared out, or that may be.
@@ -119,6 +142,7 @@ class Pieces:
     Attributes:
         recent: seconds of the last batches.
         open: batches that are shared out, or may be, by run and number, until they have come.
+        twice: tasks that two workers read, by run and seq: the late one. None: an answer has come.
         ready: tasks that follow from what has come, the first batch first.
     """
 
@@ -126,6 +150,7 @@ class Pieces:
         self.recent: deque[float] = deque(maxlen=NOTED)
         self.open: dict[tuple[int, int], Shared] = {}
         self.ready: list[Task] = []
+        self.twice: dict[tuple[int, int], Any] = {}
         self._sample_seconds = 0.0
         self._is_trusted = False  # the last batch that was shared out came whole: the next one needs no limit
 
@@ -133,6 +158,11 @@ class Pieces:
         """The batches of a run, or of all runs, are dropped."""
         self.open = {} if run is None else {key: shared for key, shared in self.open.items() if key[0] != run}
         self.ready = [task for task in self.ready if (task.run, task.number) in self.open]
+        self.twice = {} if run is None else {key: came for key, came in self.twice.items() if key[0] != run}
+
+    def usual(self) -> float | None:
+        """The median of the seconds that batches took; None: none has come."""
+        return statistics.median(self.recent) if self.recent else None
 
     def new_job(self) -> None:
         """The workers read something else from now on: nothing is known of it."""
@@ -165,7 +195,7 @@ class Pieces:
             by_any: a batch may go to any worker, whatever its lane is.
         """
         is_free = task.part is None and (task.lane is None or by_any) and type(task.shards[0]) is not Packed
-        limit = limit_of(statistics.median(self.recent) if self.recent else None, busy, workers)
+        limit = limit_of(self.usual(), busy, workers)
         if limit is None or task.seq < 0 or not is_free or sum(map(len, task.shards)) < 2:
             return [task]
         shared = self.open[task.run, task.seq] = Shared(task)
@@ -204,6 +234,8 @@ class Pieces:
         if shared is None:  # the batch was dropped or given up
             return None
         shared.out -= 1
+        if result.seq >= PIECE and result.seq not in shared.left:  # two workers have read it
+            return None
         shared.began = shared.began or result.began
         shared.seconds += result.seconds
         count, begin = -result.samples, shared.left.pop(result.seq, 0)

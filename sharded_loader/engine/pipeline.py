@@ -31,7 +31,7 @@ from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.base.private import is_owned
 from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
 from sharded_loader.engine.order import Epoch
-from sharded_loader.engine.pieces import Pieces
+from sharded_loader.engine.pieces import LATE_SECONDS, Pieces
 from sharded_loader.engine.pool import Pool, PoolBroken
 from sharded_loader.engine.split import Split
 
@@ -372,7 +372,7 @@ class Pipeline:
 
         Returns an error instead where no batch is to blame: the loader was closed meanwhile, or the pool is broken."""
         window, least = run.window, self.min_ready
-        began = due = 0.0
+        began, due, late = 0.0, math.inf, math.inf
         look: Callable[[], None] | None = None
         while True:
             if self.closed:
@@ -395,7 +395,7 @@ class Pipeline:
                 blocks = not run.is_finished() if run.any_order else window[0].result is None
                 if blocks and not began and pool.num_workers:
                     began = time.perf_counter()
-                    due = began + PATIENCE
+                    due, late = began + PATIENCE, began + LATE_SECONDS
                 self._wait(run, block=blocks)
             if run.any_order and window:
                 run.advance()
@@ -405,8 +405,37 @@ class Pipeline:
                 if run.epoch.given_up and window[0].result.error is not None:  # it came before the error of its part
                     run.leave_out(window[0])
                 return window[0]
-            if began and time.perf_counter() >= due:
+            now = time.perf_counter() if began else 0.0
+            if now >= late:
+                self._read_late(now)
+                late = now + LATE_SECONDS
+            if now >= due:
                 due, look = self._tell_of_wait(run, began, look)
+
+    def _read_late(self, now: float) -> None:
+        """The consumer waits. Idle workers read what others are late with; the first answer counts."""
+        pieces, pool, job = self._pieces, self.pool, self._job
+        usual = pieces.usual()
+        if usual is None or job is None or job.stream is not None or getattr(job.dataset, "read_once", False):
+            return
+        for late, tasks in pool.late(usual, now):
+            for task in tasks:
+                key, is_free = (task.run, task.seq), task.lane is None or pool.shares_dataset
+                if key in pieces.twice or task.run not in self._runs or task.part is not None or not is_free:
+                    continue
+                pieces.twice[key] = late
+                pool.submit([task._replace(limit=None)])  # not with its first samples: those may have come by then
+                text = f"epoch {task.epoch}, {name_of_batch(task.number)} is late; another worker reads it too"
+                pool.notices.happened("second_reads", text)
+
+    def _second(self, result: Result) -> bool:
+        """Whether what has come from one of two workers has come from the other one before."""
+        late = self._pieces.twice.pop((result.run, result.seq))
+        if late is None:
+            return True
+        self._pieces.twice[result.run, result.seq] = None
+        self.pool.relieve(late, result.run, result.seq)
+        return False
 
     def _tell_of_wait(
         self, run: Run, began: float, look: Callable[[], None] | None
@@ -520,7 +549,7 @@ class Pipeline:
                 if splits:
                     entry.task = task = self.split.sharded(task)
                 if may_share:
-                    tasks += self._shared(task)
+                    tasks += self._shared(run, task)
                 else:
                     tasks.append(task)
                 entry.sent = now
@@ -545,11 +574,13 @@ class Pipeline:
         while room > 0 and (piece := pieces.take()) is not None:
             tasks.append(piece)
             room -= 1
-        return room > 0
+        return room > 0 and not pieces.ready
 
-    def _shared(self, task: Task) -> list[Task]:
-        """What the pool is given of a batch that may be slow."""
+    def _shared(self, run: Run, task: Task) -> list[Task]:
+        """What the pool is given of a batch that may be slow. One of many is shared out only before the first one."""
         pool = self.pool
+        if run.delivered > run.epoch.first and sum(entry.result is None for entry in run.window) >= pool.num_workers:
+            return [task]
         return self._pieces.shared(task, self._busy() - 1, pool.num_workers, by_any=pool.shares_dataset)
 
     def _busy(self) -> int:
@@ -601,6 +632,8 @@ class Pipeline:
         result: Result | None = None
         pieces, workers = self._pieces, self.pool.num_workers
         for result in results:
+            if pieces.twice and (result.run, result.seq) in pieces.twice and self._second(result):
+                continue
             if not pieces.open:
                 pieces.recent.append(result.seconds)
             elif (result := pieces.came(result, workers)) is None:

@@ -37,7 +37,9 @@ from sharded_loader.base.limits import Near
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.batching.protocol import Empty, new_array
+from sharded_loader.engine.board import SAMPLE, is_at
 from sharded_loader.engine.messages import Job, Result, Task
+from sharded_loader.engine.pieces import late_after
 from sharded_loader.memory.arena import FindNear, Register
 
 
@@ -134,6 +136,18 @@ class Pool(ABC):
         write_to_stderr(f"{text}\n")
         return None
 
+    def late(self, usual: float, now: float) -> list[tuple[Any, list[Task]]]:
+        """Workers that are late while others are idle, and their tasks; see `pieces.late_after`.
+
+        Args:
+            usual: the seconds that batches take.
+            now: by `time.perf_counter`. A worker stands still from the first of these calls that finds it so.
+        """
+        return []
+
+    def relieve(self, late: Any, run: int, seq: int) -> None:  # noqa: B027
+        """Another worker has answered a task. If one that `late` has named still has it, a new one takes its number."""
+
     def wake(self) -> None:  # noqa: B027
         """Make a `wait` in another thread return."""
 
@@ -191,6 +205,26 @@ class WorkerPool(Pool):
         check_init_fn(worker_init_fn)
         self.worker_init_fn = worker_init_fn
         self.timeout = check_timeout(timeout)
+        self._stands: dict[Any, tuple[tuple[int, ...], float]] = {}  # where each worker was, and since when
+
+    def late(self, usual: float, now: float) -> list[tuple[Any, list[Task]]]:
+        before, self._stands = self._stands, {}
+        found: list[tuple[Any, list[Task]]] = []
+        is_idle = False
+        for worker, board, tasks in self._at_work():
+            is_idle |= not tasks
+            at = tuple(board[: SAMPLE + 1])
+            task = next((task for task in tasks if is_at(at, task)), None)
+            if task is not None:
+                since = before[worker][1] if worker in before and before[worker][0] == at else now
+                self._stands[worker] = at, since
+                if now - since >= late_after(usual, sum(map(len, task.shards)) if at[SAMPLE] >= 0 else 0):
+                    found.append((worker, tasks))
+        return found if is_idle else []
+
+    def _at_work(self) -> list[tuple[Any, Sequence[int], list[Task]]]:
+        """The workers that read, or could: each with its board and its tasks."""
+        return []
 
     def resize(self, num_workers: int) -> None:
         """Have another number of workers from now on. The batches, their order, states and errors stay what they are.

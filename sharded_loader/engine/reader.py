@@ -452,7 +452,7 @@ class Reader:
         while True:
             try:
                 for index in items:
-                    if notes:
+                    if notes or stamps:
                         board[SAMPLE] = len(samples)
                     samples.append(dataset[index])
                     if stamps:

@@ -32,8 +32,8 @@ E = TypeVar("E", bound=BaseException)
 IDLE_DEATHS = 10
 """Deaths of workers of one number, between batches, that are too many if no batch has come from any worker since."""
 
-LOOK_SECONDS = 1.0
-"""Between two looks at the workers while `next` waits for them, at most."""
+LOOK_SECONDS = 0.02
+"""Between two looks at the workers while `next` waits for them, at most. A look takes 0.05 ms."""
 
 GROWN = 3
 """Workers of one number that take too much memory with their first batch: then it is no leak."""

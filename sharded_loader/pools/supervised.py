@@ -86,6 +86,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
         return self._supervisor.tell_of_wait(text, task)
 
     def close(self) -> None:
+        self._stands.clear()
         self._supervisor.close()
         self.room = 0
         self._rejected.clear()

@@ -43,6 +43,9 @@ from sharded_loader.engine.pool import PoolBroken, WorkerPool
 from sharded_loader.pools.deaths import Watch, timed_out
 from sharded_loader.pools.task_reader import reader_for, stack_of
 
+LEFT_BEHIND = 4
+"""Threads for each number that may be late with a sample. More of them would say that all samples are slow."""
+
 CLOSING_GRACE = 0.2
 """Seconds that `close` waits for threads that are in the user's code."""
 
@@ -63,6 +66,7 @@ class _Shared:
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.closing = False
         self.threads: list[_Thread] = []
+        self.left_behind: list[_Thread] = []  # late with a sample that another thread has read meanwhile
 
     def move(self, queues: int) -> None:
         """Have new queues. What waits in the old ones goes over, and so does each thread."""
@@ -255,12 +259,29 @@ class ThreadPool(WorkerPool):
             if was_leaving:
                 shared.threads.remove(thread)
                 continue
-            another = _Thread(shared, self._name, thread.number, self.worker_init_fn)
-            shared.threads = [another if one is thread else one for one in shared.threads]
-            another.start()
+            self._replace(shared, thread)
             self.notices.happened(
                 "replaced_workers", f"thread {thread.number} made no progress for {timeout:g} s. Another has its place"
             )
+
+    def _at_work(self) -> list[tuple[Any, Sequence[int], list[Task]]]:
+        threads = [thread for shared in self._running for thread in shared.threads]
+        return [(thread, thread.board, [thread.task] if thread.task else []) for thread in threads]
+
+    def relieve(self, late: Any, run: int, seq: int) -> None:
+        task = late.task
+        for shared in self._running:
+            shared.left_behind = [thread for thread in shared.left_behind if thread.is_alive()]
+            has_it = task is not None and (task.run, task.seq) == (run, seq) and late in shared.threads
+            if has_it and len(shared.left_behind) < LEFT_BEHIND * self.num_workers:
+                late.written_off = True
+                shared.left_behind.append(late)
+                self._replace(shared, late)
+
+    def _replace(self, shared: _Shared, thread: _Thread) -> None:
+        another = _Thread(shared, self._name, thread.number, self.worker_init_fn)
+        shared.threads = [another if one is thread else one for one in shared.threads]
+        another.start()
 
     def tell_of_wait(self, text: str, task: Task | None) -> None:
         busy = [thread for shared in self._running for thread in shared.threads if thread.task is not None]
@@ -282,6 +303,7 @@ class ThreadPool(WorkerPool):
 
     def close(self) -> None:
         self._job = self._reader = None
+        self._stands.clear()
         _end_all(self._running)
 
     def closer(self) -> Callable[[], None]:

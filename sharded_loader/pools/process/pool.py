@@ -56,6 +56,9 @@ from sharded_loader.pools.process.transport import ProcessTransport, ProcessWork
 from sharded_loader.pools.supervised import SupervisedPool, own_pickle
 from sharded_loader.pools.supervisor import Supervisor
 
+LEFT_BEHIND = 4
+"""Processes for each number that may be late with a sample. To start another one takes long, unless it is forked."""
+
 SLOT_BYTES = 32768
 """Batches below this go through the pipe: a slot saves them one copy, which costs less than its bookkeeping."""
 
@@ -217,6 +220,20 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             if worker.unsent:
                 worker.link.send(TASKS_HEAD + pack_tasks(worker.unsent))
                 worker.unsent.clear()
+
+    def _at_work(self) -> list[tuple[Any, Sequence[int], list[Task]]]:
+        # What has killed a worker, or may have, is read by one worker alone.
+        suspects, found = self._supervisor.deaths.suspects, []
+        for worker in self._transport.workers:
+            tasks = list(worker.tasks.values())
+            if worker.ready and not any((task.run, task.number) in suspects for task in tasks):
+                found.append((worker, worker.board, tasks))
+        return found
+
+    def relieve(self, late: Any, run: int, seq: int) -> None:
+        most = self.num_workers * (LEFT_BEHIND if self.start_method == "fork" else 1)
+        if late in self.workers and (run, seq) in late.tasks and len(self._transport.leaving) < most:
+            self._supervisor.renew(late)
 
     def _note_no_room(self, wanted: int) -> None:
         self.notices.happened(
