@@ -1,0 +1,220 @@
+"""Several workers read a slow batch, and nobody sees it but the clock."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, sample_rng
+from sharded_loader.engine.messages import PIECE, Result, Task
+from sharded_loader.engine.pieces import FIRST_SECONDS, Pieces, cuts, late_after, limit_of
+
+POOLS = ("thread", "fork", "spawn")
+
+
+def pool_of(kind: str, workers: int = 4, **options: Any) -> Any:
+    """A pool of this kind."""
+    return ThreadPool(workers, **options) if kind == "thread" else ProcessPool(workers, start_method=kind, **options)
+
+
+class Slow:
+    """Samples that take 5 ms. ``draws``: they draw from the global generators. ``marks``: a folder for who has read."""
+
+    def __init__(self, marks: Path, draws: bool = False, bad: tuple[int, ...] = (), kills: int = -1) -> None:
+        self.marks, self.draws, self.bad, self.kills = marks, draws, bad, kills
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.005)
+        if index == self.kills and not (done := self.marks / "killed").exists():
+            done.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index in self.bad:
+            raise ValueError(f"sample {index} is bad")
+        drawn = random.random() if self.draws else 0.0
+        return {"x": np.full(3, index + sample_rng().normal(), np.float32), "drawn": drawn, "text": str(index)}
+
+
+def numbers(loader: ShardedDataLoader) -> list[Any]:
+    """What comes of a loader: batches as lists, and errors as texts."""
+    found: list[Any] = []
+    batches = iter(loader)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return found
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            shards = batch if isinstance(batch, list) else [batch]
+            found.append([(one["x"].tolist(), one["drawn"].tolist(), one["text"]) for one in shards])
+
+
+def read(pool: Any, dataset: Slow, **options: Any) -> tuple[list[Any], int]:
+    """Two epochs, and how many pieces came."""
+    pieces = 0
+    came = Pieces.came
+
+    def spy(self: Pieces, result: Result, workers: int) -> Result | None:
+        nonlocal pieces
+        pieces += result.seq >= PIECE and result.samples < 0
+        return came(self, result, workers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pieces, "came", spy)
+        given = {"batch_size": 24, "seed": 3, "prefetch": 1, "shuffle": True, **options}
+        with ShardedDataLoader(dataset, pool=pool, **given) as loader:
+            return numbers(loader) + numbers(loader), pieces
+
+
+# -- policy ------------------------------------------------------------------------------------------------------------
+
+
+def test_only_slow_batches_are_shared_out_and_only_while_workers_are_idle() -> None:
+    assert limit_of(None, 0, 4) == FIRST_SECONDS
+    assert limit_of(1.0, 3, 4) == 0.0
+    assert limit_of(1.0, 4, 4) is None and limit_of(0.001, 0, 4) is None and limit_of(1.0, 0, 1) is None
+
+
+def test_pieces_cover_the_rest_of_a_batch_once() -> None:
+    for begin, end, seconds, workers in ((1, 64, 0.02, 8), (3, 5, 1.0, 8), (0, 100, 1e-5, 8), (9, 10, 1.0, 2)):
+        places = cuts(begin, end, seconds, workers)
+        assert places[0] == begin and places[-1] == end and places == sorted(set(places))
+        assert len(places) <= workers + 1
+
+
+def test_a_worker_is_late_at_four_times_the_median() -> None:
+    assert late_after(1.0, 0) == 4.0, "at no single sample"
+    assert late_after(1.0, 64) == 1.0 and late_after(1.0, 1) == 4.0
+
+
+def test_a_piece_that_fails_is_left_to_the_worker_that_puts_the_batch_together() -> None:
+    pieces = Pieces()
+    [task] = pieces.shared(Task(0, 5, 0, 0, (list(range(8)),), False), 0, 2, by_any=False)
+    assert task.limit == FIRST_SECONDS
+    assert pieces.came(Result(0, 5, ["a"], -1, seconds=0.02), 2) is None
+    first, second = pieces.take(), pieces.take()
+    assert first is not None and second is not None
+    assert (first.shards, second.shards, first.number) == (([1, 2, 3],), ([4, 5, 6, 7],), 5)
+    pieces.came(Result(0, first.seq, error=ValueError()), 2)
+    pieces.came(Result(0, second.seq, list("efgh"), -4, seconds=0.08), 2)
+    whole = pieces.take()
+    assert whole is not None and whole.seq == 5 and whole.careful
+    assert dict(whole.given) == {0: ["a"], 4: ["e", "f", "g", "h"]}
+
+
+# -- values, errors, deaths --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", POOLS)
+@pytest.mark.parametrize("options", [{}, {"num_shards": 2}, {"on_error": "skip"}, {"on_error": "replace"}])
+@pytest.mark.parametrize("bad", [(), (11, 40)])
+def test_values_and_errors_are_those_of_one_reader(
+    kind: str, options: dict[str, Any], bad: tuple[int, ...], tmp_path: Path
+) -> None:
+    dataset = Slow(tmp_path, bad=bad)
+    alone, _ = read(pool_of(kind, 1), dataset, **options)
+    found, pieces = read(pool_of(kind), dataset, **options)
+    assert found == alone
+    assert pieces
+
+
+@pytest.mark.parametrize("kind", ("fork", "spawn"))
+def test_samples_that_draw_from_the_global_generators_are_not_shared_out(kind: str, tmp_path: Path) -> None:
+    dataset = Slow(tmp_path, draws=True)
+    assert read(pool_of(kind), dataset) == read(pool_of(kind, 1), dataset)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+@pytest.mark.parametrize("restarts", (1, 3))
+def test_a_worker_that_is_killed_over_a_piece_changes_nothing_or_is_named(restarts: int, tmp_path: Path) -> None:
+    alone, _ = read(pool_of("fork", 1), Slow(tmp_path))
+    dataset = Slow(tmp_path, kills=50)
+    if restarts == 3:
+        found, pieces = read(pool_of("fork", restarts=restarts), dataset)
+        assert found == alone and pieces
+        return
+    with ShardedDataLoader(dataset, 24, pool=pool_of("fork", restarts=1), prefetch=1) as loader:
+        batches = iter(loader)
+        texts = []
+        for _ in range(4):
+            try:
+                texts.append(next(batches)["text"])
+            except RuntimeError as error:
+                assert "sample 50" in str(error) and "batch 2" in str(error)
+                texts.append([])
+        assert [len(one) for one in texts] == [24, 24, 0, 24]
+
+
+@pytest.mark.parametrize("kind", ("thread", "fork"))
+def test_a_state_in_mid_epoch_goes_on_with_the_same_batches(kind: str, tmp_path: Path) -> None:
+    with ShardedDataLoader(Slow(tmp_path), 24, pool=pool_of(kind), shuffle=True, seed=1, prefetch=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        rest = [batch["text"] for batch in batches]
+    with ShardedDataLoader(Slow(tmp_path), 24, pool=pool_of(kind), shuffle=True, seed=1, prefetch=1) as loader:
+        loader.load_state_dict(state)
+        assert [batch["text"] for batch in loader] == rest
+
+
+# -- late workers ------------------------------------------------------------------------------------------------------
+
+
+class Stuck:
+    """Sample 20 stands still for 30 s the first time that it is read, wherever that is."""
+
+    read_once = False
+
+    def __init__(self, marks: Path) -> None:
+        self.marks = marks
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        if index == 20 and not (mark := self.marks / "stuck").exists():
+            mark.touch()
+            for _ in range(3000):  # a thread ends soon after the test
+                if (self.marks / "over").exists():
+                    break
+                time.sleep(0.01)
+        return index
+
+
+@pytest.mark.parametrize("kind", ("thread", "fork"))
+def test_a_batch_that_stands_still_is_read_by_an_idle_worker_too(kind: str, tmp_path: Path) -> None:
+    began = time.perf_counter()
+    with ShardedDataLoader(Stuck(tmp_path), 4, pool=pool_of(kind, 2)) as loader:
+        found = [batch.tolist() for batch in loader]
+        took = time.perf_counter() - began
+        stats = loader.stats()
+        (tmp_path / "over").touch()
+    assert found == [list(range(first, first + 4)) for first in range(0, 64, 4)]
+    assert took < 25 and stats.second_reads >= 1 and stats.replaced_workers == 0
+
+
+def test_a_dataset_that_says_so_is_read_once(tmp_path: Path) -> None:
+    dataset = Stuck(tmp_path)
+    dataset.read_once = True
+    with ShardedDataLoader(dataset, 4, pool=ThreadPool(2)) as loader:
+        batches = iter(loader)
+        for _ in range(5):
+            next(batches)
+        future = loader.fetch([1])
+        future.result(30)
+        time.sleep(0.2)
+        (tmp_path / "over").touch()
+        assert len(list(batches)) == 11
+        assert loader.stats().second_reads == 0
