@@ -73,7 +73,8 @@ def main() -> None:
     for kind, pool in KINDS.items():
         for prefetch in (1, None):
             alone, shared = first_batch(pool(1), prefetch), first_batch(pool(8), prefetch)
-            print(f"{kind}, prefetch={prefetch}: first batch {alone:.3f} s, with 8 {shared:.3f} s: 1/{alone / shared:.1f}")
+            share = f"1/{alone / shared:.1f}"
+            print(f"{kind}, prefetch={prefetch}: first batch {alone:.3f} s, with 8 {shared:.3f} s: {share}")
         for batch_size, seconds in ((8, 0.0), (32, 0.0), (32, 0.03)):
             without, (late, twice) = rate(pool(4), batch_size, 0, seconds)[0], rate(pool(4), batch_size, 500, seconds)
             where = f"{kind}, batches of {batch_size}, a program that takes {seconds:g} s"

@@ -32,8 +32,11 @@ E = TypeVar("E", bound=BaseException)
 IDLE_DEATHS = 10
 """Deaths of workers of one number, between batches, that are too many if no batch has come from any worker since."""
 
-LOOK_SECONDS = 0.02
-"""Between two looks at the workers while `next` waits for them, at most. A look takes 0.05 ms."""
+LOOK_SECONDS = 1.0
+"""Between two looks at the workers while `next` waits for them, at most."""
+
+STEP_SECONDS = 0.02
+"""Seconds that a pool waits before `Pipeline.head` looks for late workers. To wake up and look takes 0.05 ms."""
 
 GROWN = 3
 """Workers of one number that take too much memory with their first batch: then it is no leak."""
@@ -154,7 +157,8 @@ class Watch:
 
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
-        self.step = LOOK_SECONDS if timeout is None else min(LOOK_SECONDS, timeout / 8)
+        self._most = LOOK_SECONDS if timeout is None else min(LOOK_SECONDS, timeout / 8)
+        self.step = min(STEP_SECONDS, self._most)
         self._looked = 0.0
         self._seen: dict[Any, tuple[tuple[int, ...], float]] = {}
 
@@ -169,7 +173,7 @@ class Watch:
             return []
         now = time.monotonic()
         # No more is counted between two looks: the main process may have been away.
-        passed, self._looked = min(now - self._looked, 2 * self.step), now
+        passed, self._looked = min(now - self._looked, 2 * self._most), now
         before, self._seen = self._seen, {}
         late = []
         for who, words in workers:

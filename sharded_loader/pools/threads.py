@@ -265,6 +265,8 @@ class ThreadPool(WorkerPool):
             )
 
     def _at_work(self) -> list[tuple[Any, Sequence[int], list[Task]]]:
+        if self.timeout is not None:
+            return []  # one that hangs is written off, and cannot be stopped: a second one would hang too
         threads = [thread for shared in self._running for thread in shared.threads]
         return [(thread, thread.board, [thread.task] if thread.task else []) for thread in threads]
 
