@@ -532,7 +532,7 @@ class Pipeline:
         tasks: list[Task] = []
         room, splits = self.pool.room, self.split.num_shards is not None
         now = time.perf_counter() if self.pool.num_workers else 0.0
-        may_share = self.pool.shares_batches and self._pieces.may_share()
+        may_share = self.pool.shares_batches and self.pool.num_workers > 1 and self._pieces.may_share()
         while len(tasks) < room:
             if may_share and not self._has_room(tasks):
                 break
