@@ -26,7 +26,6 @@ import bisect
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -278,5 +277,5 @@ class Pieces:
         return result._replace(began=shared.began, seconds=result.began + result.seconds - shared.began)
 
 
-def _listed(indices: Any) -> Sequence[Any]:
+def _listed(indices: Any) -> Any:
     return indices.tolist() if isinstance(indices, np.ndarray) else indices

@@ -230,7 +230,8 @@ class TaskReader:
             encoded = encode(samples)
         except Exception:
             return None
-        return [np.frombuffer(one, np.uint8) for one in (encoded.head, *encoded.buffers)]
+        parts: list[Any] = [encoded.head, *encoded.buffers]
+        return [np.frombuffer(one, np.uint8) for one in parts]
 
     def pack(self, result: Result, slot: SlotWriter, task: Task | None = None) -> Encoded:
         """What of a result leaves the worker; of one that cannot be pickled, an error that says so."""
