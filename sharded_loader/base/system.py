@@ -8,6 +8,7 @@
 
     is_readable(fd)             whether a read would return at once
     write_whole(path, data)     a file that appears when it is whole
+    with lock_at(path):         a file that only serves as a lock: one thread of one process at a time
     write_to_stderr(text)       straight to descriptor 2, where the processes of a program write side by side
     core_seconds()              how long this thread has run, and has waited for a core
     why_refused(error)          an OSError of these calls in words
@@ -51,6 +52,9 @@ PREFIX = "sharded_loader"
 
 ALLOCATED_AT_ONCE = 32 << 20
 """Bytes per `posix_fallocate`: 8 ms."""
+
+LOCK_POLL = 0.005
+"""Seconds between two looks at a lock that others hold."""
 
 _NO_ROOM = {getattr(errno, name) for name in ("ENOSPC", "ENOMEM", "EDQUOT", "EFBIG", "EIO") if hasattr(errno, name)}
 """Errors of an allocation that mean what they say: there is no room. All others mean that the call does not work."""
@@ -224,6 +228,17 @@ def close_locked(fd: int) -> None:
     """Close a descriptor of a file that `locked` is used for."""
     with _file_lock:
         os.close(fd)
+
+
+def lock_at(path: Any) -> Any:
+    """A lock that all processes of this machine share by the name of a file. Each call makes another lock object.
+
+    Raises:
+        OSError, NotImplementedError: when it is taken, if the file system has no locks, or the file cannot be made.
+    """
+    from filelock import FileLock
+
+    return FileLock(path, thread_local=False, poll_interval=LOCK_POLL)
 
 
 def write_at(fd: int, data: Any, offset: int) -> None:
