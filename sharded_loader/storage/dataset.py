@@ -6,7 +6,7 @@
 
 Opening reads no samples. If a list or an index file says how many samples a shard has, the shard is indexed when it is
 first read. Otherwise, it is indexed at opening, from its head or footer. The index of some formats is made by reading
-the whole shard (``scans``). If such a shard lies in a store, it is indexed when somebody asks for `lengths`, as a
+the whole shard (``scans``). If such a shard lies in a store, it is indexed when the program asks for `lengths`, as a
 loader does.
 
 Each shard is indexed once, and the indexes are kept (`indexes`). A process opens a shard when it first reads one of its
@@ -19,8 +19,8 @@ shard that was replaced or changed is an error, and no sample is cut out of it b
 With a cache, the loader tells the dataset which samples come (`follow`), and a thread of the main process fetches their
 shards ahead (`read_ahead`). Workers only open what is there, or fetch it themselves.
 
-What can go wrong: a shard that is missing, has changed, is of another format, or has another length than its list says
-(`ShardError`, which may also be a FileNotFoundError or PermissionError); the message names the shard. And what
+What can go wrong: a shard that is missing, has changed, is of another format, or has another length than its list says.
+All are a `ShardError` that names the shard, and may also be a FileNotFoundError or PermissionError. And what
 `find_shards` raises.
 """
 
@@ -39,7 +39,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from sharded_loader.base.checks import refuse_arguments
-from sharded_loader.base.notices import logger, warn
+from sharded_loader.base.notices import warn
 from sharded_loader.data.bulk import Int64s, bulk, checked_index, checked_indices
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.files import checksums, is_rewritten
@@ -48,7 +48,7 @@ from sharded_loader.storage.cache import TRIES, ShardCache
 from sharded_loader.storage.files import LocalFile, ShardError, ShardFile, Stat, local_path, local_stat, shown
 from sharded_loader.storage.indexes import Format, Index, Indexes, by_part, default_folder, dumped
 from sharded_loader.storage.lists import absolute, find_shards
-from sharded_loader.storage.parts import UNKNOWN, with_tags
+from sharded_loader.storage.parts import UNKNOWN, is_same, with_tags
 from sharded_loader.storage.read_ahead import ReadAhead
 from sharded_loader.storage.stores import ObjectStore, RemoteFile
 
@@ -154,7 +154,7 @@ class ShardDataset(Dataset):
         """
         lengths: Int64s = np.array(self._known_lengths, np.int64)
         uncounted = self._uncounted()
-        size = self._size_to_scan()
+        size = self._size_in_store(uncounted) if self._scans else 0
         if size > COSTLY:
             warn(
                 f"to count the samples, {size:,} bytes of {len(uncounted):,} shards are read once, such as "
@@ -173,11 +173,6 @@ class ShardDataset(Dataset):
     def _uncounted(self) -> list[int]:
         """The shards whose length is not known yet."""
         return [shard for shard, length in enumerate(self._known_lengths) if length < 0]
-
-    def _size_to_scan(self) -> int:
-        """How many bytes of a store are read to learn `lengths`."""
-        is_known = "lengths" in vars(self) or not self._scans
-        return 0 if is_known else self._size_in_store(self._uncounted())
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -216,7 +211,7 @@ class ShardDataset(Dataset):
         raise ShardError(f"{file.name} is written to again and again by another program: give another cache folder")
 
     def __repr__(self) -> str:
-        size = self._size_to_scan()
+        size = 0 if "lengths" in vars(self) else self._size_in_store(self._uncounted())
         count = f"not counted yet: len() reads {size:,} bytes" if size else f"{len(self)} samples"
         return f"ShardDataset({len(self._urls)} {self._format.name} shards, {count})"
 
@@ -312,11 +307,10 @@ class ShardDataset(Dataset):
         # May take long: other threads read other shards.
         file, index = self._file(shard, in_parts), self._index(shard, in_parts)
         self._check(shard, file, index)
-        length, expected = int(index["length"]), int(self.lengths[shard])
-        if length != expected:
+        if int(index["length"]) != self.lengths[shard]:
             is_listed = self._known_lengths[shard] >= 0
             since = "in the list that names it: correct the list, or give the names of shards" if is_listed else _SINCE
-            raise ShardError(f"{file.name} has {length} samples, and had {expected} {since}")
+            raise ShardError(f"{file.name} has {index['length']} samples, and had {self.lengths[shard]} {since}")
         with self._lock:
             found = self._open.setdefault(key, (file, index))
             while len(self._open) > OPEN:
@@ -334,32 +328,28 @@ class ShardDataset(Dataset):
         )
 
     def _make_index(self, shard: int, in_parts: bool) -> Index:
-        entry = self._entries.get(self._urls[shard])
-        if entry is not None:
-            try:
-                return self._described(shard, entry)
-            except index_file.Unusable as error:
-                self._entries = {}
-                logger.warning("%s. Until then, shards are indexed one by one", error)
         file = self._file(shard, in_parts)
         try:
-            return self._indexed(shard, file)
+            return self._described(shard, file) or self._indexed(shard, file)
         finally:
             self._check(shard, file)
             file.close()
 
-    def _described(self, shard: int, entry: index_file.ShardEntry) -> Index:
-        """The index of a shard in its index file."""
+    def _described(self, shard: int, file: ShardFile) -> Index | None:
+        """The index of a shard in its index file, if it has one."""
+        entry = self._entries.get(self._urls[shard])
+        if entry is None:
+            return None
         index = index_file.index_of(self._store, entry)
-        if local_path(self._urls[shard]) is not None:
-            file = self._file(shard)
-            is_same = _content(file).tolist() == index["checksums"].tolist()
-            file.close()
-            if not is_same:
-                raise ShardError(
-                    f"{file.name} has changed since {shown(entry.file)} was written: write that file again "
-                    "(sharded-loader index), and make the dataset again"
-                )
+        if index is None:
+            self._entries = {}  # nothing else is read from that file
+        elif not is_same(entry.stat.tag, self._stats[shard].tag) and not np.array_equal(
+            _content(file), index["checksums"]
+        ):
+            raise ShardError(
+                f"{file.name} has changed since {shown(entry.file)} was written: write that file again "
+                "(sharded-loader index), and make the dataset again"
+            )
         return index
 
     def _indexed(self, shard: int, file: ShardFile) -> Index:
@@ -398,12 +388,9 @@ class ShardDataset(Dataset):
             ...     os.path.basename(written), len(ShardDataset(written, index_folder=folder))
             ('shards.index', 4)
         """
-        where = index_file.place_of(self._urls) if url is None else absolute(os.fspath(url))
-        if where is None or not where.endswith(index_file.SUFFIX):
-            raise ValueError(
-                f"{where or 'the shards have no folder in common, so no place'} is no name of an index file: give one "
-                f"that ends in {index_file.SUFFIX}"
-            )
+        where = absolute(os.fspath(index_file.place_of(self._urls) or "" if url is None else url))
+        if not where.endswith(index_file.SUFFIX):
+            raise ValueError(f"give the index file a name that ends in {index_file.SUFFIX}, not {where!r}")
         with ThreadPoolExecutor(AT_ONCE) as threads:
             found = []
             for one in threads.map(self._portable_index, range(len(self._urls))):

@@ -10,8 +10,9 @@ The table has the name, size, tag and number of samples of each shard, and where
 for a shard. Table and indexes are arrays, each with its hash (`indexes.dumped`). Names are relative to the folder of
 the file, so shards and file can be copied to another place together.
 
-A shard is read by its entry only if it has the size and the tag of the entry. Shards on this machine have other tags on
-each machine. So their content is compared with checksums when they are first read: each index has a few.
+A shard is read by its entry only if it has the size and the tag of the entry. Shards that were indexed on a disk have
+no tag there, and tags of two kinds of stores cannot be compared. Then the content of a shard is compared when it is
+first read: each index has a few checksums.
 
 What can go wrong: a file that is no index file, is damaged or cut, or of another version of this library. All are a
 `ShardError` that names the file.
@@ -27,7 +28,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sharded_loader.storage.files import ShardError, Stat, joined, shown
+from sharded_loader.base.notices import logger
+from sharded_loader.storage.files import ShardError, Stat, joined, local_path, shown
 from sharded_loader.storage.indexes import VERSION, Index, dumped, loaded, packed, unpacked
 from sharded_loader.storage.stores import ObjectStore
 
@@ -41,10 +43,6 @@ FIRST = 512 << 10
 
 _HEAD = struct.Struct("<8sIQQ")
 _MARK = b"\x89SHARDS\n"
-
-
-class Unusable(ShardError):
-    """An index file cannot be used."""
 
 
 class ShardEntry(NamedTuple):
@@ -108,18 +106,15 @@ def entries_in(store: ObjectStore, url: str) -> dict[str, ShardEntry]:
     return dict(zip(joined(url, names), entries, strict=True))
 
 
-def index_of(store: ObjectStore, entry: ShardEntry) -> Index:
-    """The index of a shard, out of its index file.
-
-    Raises:
-        Unusable: the index file is gone, has changed or is damaged.
-    """
+def index_of(store: ObjectStore, entry: ShardEntry) -> Index | None:
+    """The index of a shard, out of its index file; None, and a line of the logger, if it is not there any more."""
     try:
         found = loaded(store.ranges(entry.file, [entry.begin], [entry.end])[0])
     except ShardError:
         found = None
     if found is None:
-        raise _unusable(entry.file, "was deleted, cut or written again since the dataset was made")
+        what = "was deleted, cut or written again since the dataset was made, so shards are indexed one by one"
+        logger.warning("%s %s: make the dataset again", shown(entry.file), what)
     return found
 
 
@@ -139,7 +134,7 @@ def content(
         {
             "format": packed([format]),
             "names": packed([url.removeprefix(folder) for url in urls]),
-            "tags": packed([stat.tag for stat in stats]),
+            "tags": packed(["" if local_path(url) else stat.tag for url, stat in zip(urls, stats, strict=True)]),
             "sizes": np.array([stat.size for stat in stats], np.int64),
             "lengths": np.array([length for length, _ in indexes], np.int64),
             "ends": np.cumsum(list(map(len, parts)), dtype=np.int64),
@@ -149,5 +144,5 @@ def content(
     return b"".join([_HEAD.pack(_MARK, VERSION, len(table), size), table, *parts])
 
 
-def _unusable(url: str, why: str) -> Unusable:
-    return Unusable(f"{shown(url)} {why}: write it again (sharded-loader index), or delete it")
+def _unusable(url: str, why: str) -> ShardError:
+    return ShardError(f"{shown(url)} {why}: write it again (sharded-loader index), or delete it")

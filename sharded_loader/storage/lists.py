@@ -8,7 +8,7 @@
     .index file  a request                                      all of it
 
 If no index file is given, the one beside the shards is used. It describes a shard only if both have the same size and
-tag. The sizes and tags of other shards are asked for.
+tag, as far as tags can be compared. The sizes and tags of other shards are asked for.
 
 Known lists of shards are MosaicML's ``index.json``, the lists of WebDataset's ``wids``, and a plain JSON list of names.
 Names that are no URLs lie beside the list.
@@ -28,16 +28,7 @@ from typing import Any, NamedTuple
 
 from sharded_loader.base.notices import warn
 from sharded_loader.base.private import path_of
-from sharded_loader.storage.files import (
-    ForbiddenShardError,
-    MissingShardError,
-    ShardError,
-    Stat,
-    joined,
-    local_path,
-    local_stat,
-    shown,
-)
+from sharded_loader.storage.files import ShardError, Stat, joined, local_path, local_stat, shown
 from sharded_loader.storage.index_file import SUFFIX, ShardEntry, entries_in, place_of
 from sharded_loader.storage.indexes import Format
 from sharded_loader.storage.parts import is_same
@@ -49,7 +40,7 @@ from sharded_loader.storage.tar import Tar
 LIST_SUFFIX = ".json"
 
 UNCOUNTED = -1
-"""The length of a shard whose samples nobody has counted."""
+"""The length of a shard whose samples were not counted yet."""
 
 
 class FoundShards(NamedTuple):
@@ -98,13 +89,20 @@ def find_shards(
         raise ValueError("ShardDataset was given no shards: give a pattern, or a list of URLs")
     kind = format_of(format, list(stats))
     entries = entries or _entries_beside(store, list(stats))
-    unknown = [url for url, stat in stats.items() if stat is None and (url not in entries or local_path(url))]
+    tagged = {url for url, entry in entries.items() if entry.stat.tag and not local_path(url)}
+    unknown = [url for url, stat in stats.items() if stat is None and url not in tagged]
     stats.update(zip(unknown, store.stats(unknown), strict=True))
     stats.update({url: local_stat(path) for url in stats if (path := local_path(url)) is not None})
     found = {url: stat or entries[url].stat for url, stat in stats.items()}
-    fitting = {url: entries[url] for url in found if url in entries and _describes(entries[url], url, found[url], kind)}
-    if entries and len(fitting) < len(found):
-        _note_others([url for url in found if url not in fitting], entries)
+    fitting = {url: entries[url] for url in found if url in entries and _describes(entries[url], found[url], kind)}
+    others = [url for url in found if url not in fitting]
+    if entries and others:
+        why = "it has changed since then, or has another format" if others[0] in entries else "it is not listed"
+        file = next(iter(entries.values())).file
+        warn(
+            f"the index file {shown(file)} does not describe {len(others):,} of the shards, such as {shown(others[0])} "
+            f"({why}): these are indexed one by one. Write it again: sharded-loader index"
+        )
     lengths = [fitting[url].length if url in fitting else counts.get(url, UNCOUNTED) for url in found]
     return FoundShards(kind, found, lengths, fitting)
 
@@ -116,29 +114,17 @@ def _entries_beside(store: ObjectStore, urls: Sequence[str]) -> dict[str, ShardE
         return {}
     try:
         return entries_in(store, place)
-    except (MissingShardError, ForbiddenShardError):  # S3 forbids what is missing, where lists are forbidden
+    except (FileNotFoundError, PermissionError):  # S3 forbids what is missing, where lists are forbidden
         return {}
     except ShardError as error:
         warn(f"{error}. Until then, shards are indexed one by one")
         return {}
 
 
-def _describes(entry: ShardEntry, url: str, stat: Stat, kind: Format) -> bool:
-    """Whether an entry is of this version of a shard. What lies on this machine is compared when it is first read."""
-    is_here = local_path(url) is not None
-    return (
-        entry.format == kind.name
-        and entry.stat.size == stat.size
-        and (is_here or bool(is_same(entry.stat.tag, stat.tag)))
-    )
-
-
-def _note_others(urls: Sequence[str], entries: Mapping[str, ShardEntry]) -> None:
-    why = "it has changed since then, or has another format" if urls[0] in entries else "it is not listed"
-    warn(
-        f"the index file {shown(next(iter(entries.values())).file)} does not describe {len(urls):,} of the shards, "
-        f"such as {shown(urls[0])} ({why}): these are indexed one by one. Write it again: sharded-loader index"
-    )
+def _describes(entry: ShardEntry, stat: Stat, kind: Format) -> bool:
+    """Whether an entry may be of this version of a shard. If tags tell nothing, its content is compared later."""
+    is_other = is_same(entry.stat.tag, stat.tag) is False
+    return entry.format == kind.name and entry.stat.size == stat.size and not is_other
 
 
 def absolute(url: str) -> str:

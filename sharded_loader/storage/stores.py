@@ -40,7 +40,6 @@ from sharded_loader.base.private import close_session, path_of
 from sharded_loader.base.system import write_whole
 from sharded_loader.data.datasets import note_retry
 from sharded_loader.storage.files import (
-    ForbiddenShardError,
     MissingShardError,
     ShardError,
     ShardFile,
@@ -138,10 +137,9 @@ class ObjectStore:
         system, path = self._open(pattern)
         try:
             found = self._try(pattern, lambda: system.glob(path, detail=True))
-        except ForbiddenShardError as error:
-            raise ForbiddenShardError(
-                f"{error}. If the server only forbids lists: give the names of the shards, or a file that lists them"
-            ) from None
+        except PermissionError as error:
+            advice = "If the server only forbids lists: give the names of the shards, or a file that lists them"
+            raise type(error)(f"{error}. {advice}") from None
         files = {name: info for name, info in sorted(found.items()) if info.get("type") != "directory"}
         if not files:
             raise MissingShardError(f"no files match {shown(pattern)}: check the pattern")
