@@ -153,8 +153,7 @@ class ShardDataset(Dataset):
         store, that reads all their bytes once.
         """
         lengths: Int64s = np.array(self._known_lengths, np.int64)
-        uncounted = self._uncounted()
-        size = self._size_in_store(uncounted) if self._scans else 0
+        uncounted, size = self._uncounted(), self._cost_of_length()
         if size > COSTLY:
             warn(
                 f"to count the samples, {size:,} bytes of {len(uncounted):,} shards are read once, such as "
@@ -173,6 +172,15 @@ class ShardDataset(Dataset):
     def _uncounted(self) -> list[int]:
         """The shards whose length is not known yet."""
         return [shard for shard, length in enumerate(self._known_lengths) if length < 0]
+
+    def _cost_of_length(self) -> int:
+        """How many bytes of a store are read to learn `lengths`."""
+        if not self._scans or "lengths" in vars(self):
+            return 0
+        name = self._format.name
+        return self._size_in_store(
+            [n for n in self._uncounted() if not self._indexes.path(name, self._urls[n], self._stats[n]).exists()]
+        )
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -211,7 +219,7 @@ class ShardDataset(Dataset):
         raise ShardError(f"{file.name} is written to again and again by another program: give another cache folder")
 
     def __repr__(self) -> str:
-        size = 0 if "lengths" in vars(self) else self._size_in_store(self._uncounted())
+        size = self._cost_of_length()
         count = f"not counted yet: len() reads {size:,} bytes" if size else f"{len(self)} samples"
         return f"ShardDataset({len(self._urls)} {self._format.name} shards, {count})"
 

@@ -129,6 +129,9 @@ def test_the_cost_of_the_length_is_told(served: Served, tmp_path: Path, monkeypa
     with pytest.warns(LoaderWarning, match=r"to count the samples, 6,\d+,\d+ bytes of 3 shards are read once.*index"):
         assert len(dataset) == TOTAL
     dataset.close()
+    again = ShardDataset(urls, index_folder=tmp_path / "indexes")
+    assert repr(again) == f"ShardDataset(3 tar shards, {TOTAL} samples)"  # without a warning: the indexes are kept
+    again.close()
 
 
 @pytest.mark.parametrize("kind", ["mosaic", "wids"])
