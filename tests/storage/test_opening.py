@@ -269,8 +269,8 @@ def test_ten_thousand_shards_open_with_one_small_request(memory: Any, tmp_path: 
 
 
 @pytest.mark.slow
-def test_ten_thousand_real_shards(memory: Any, tmp_path: Path) -> None:
-    count = 10_000
+def test_a_thousand_real_shards(memory: Any, tmp_path: Path) -> None:
+    count = 1_000
     lines(memory, count)
     ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "first").write_index()
     dataset = ShardDataset("memory://opening/shards.index", index_folder=tmp_path / "second")
