@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -441,6 +442,10 @@ def count_of(urls: list[str], folder: Path) -> int:
     return length
 
 
+def exit_with_count(urls: list[str], folder: Path) -> None:
+    sys.exit(count_of(urls, folder))
+
+
 def test_one_of_several_datasets_indexes_and_the_others_wait(served: Served, tmp_path: Path) -> None:
     urls, together = fill(served, tmp_path), threading.Barrier(4)
 
@@ -459,8 +464,14 @@ def test_one_of_several_datasets_indexes_and_the_others_wait(served: Served, tmp
 @pytest.mark.slow
 def test_one_of_several_processes_indexes_and_the_others_wait(served: Served, tmp_path: Path) -> None:
     urls = fill(served, tmp_path)
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        assert pool.starmap(count_of, [(urls, tmp_path / "indexes")] * 3, chunksize=1) == [TOTAL] * 3
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=exit_with_count, args=(urls, tmp_path / "indexes")) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == TOTAL
+        process.close()
     assert bytes_sent(served) == sum(map(len, served.files.values()))
 
 
