@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import random
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -442,10 +442,6 @@ def count_of(urls: list[str], folder: Path) -> int:
     return length
 
 
-def exit_with_count(urls: list[str], folder: Path) -> None:
-    sys.exit(count_of(urls, folder))
-
-
 def test_one_of_several_datasets_indexes_and_the_others_wait(served: Served, tmp_path: Path) -> None:
     urls, together = fill(served, tmp_path), threading.Barrier(4)
 
@@ -464,14 +460,10 @@ def test_one_of_several_datasets_indexes_and_the_others_wait(served: Served, tmp
 @pytest.mark.slow
 def test_one_of_several_processes_indexes_and_the_others_wait(served: Served, tmp_path: Path) -> None:
     urls = fill(served, tmp_path)
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=exit_with_count, args=(urls, tmp_path / "indexes")) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == TOTAL
-        process.close()
+    program = "import sys, sharded_loader as s; sys.exit(len(s.ShardDataset(sys.argv[2:], index_folder=sys.argv[1])))"
+    command = [sys.executable, "-c", program, str(tmp_path / "indexes"), *urls]
+    processes = [subprocess.Popen(command) for _ in range(3)]
+    assert [process.wait(100) for process in processes] == [TOTAL] * 3
     assert bytes_sent(served) == sum(map(len, served.files.values()))
 
 
