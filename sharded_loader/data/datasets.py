@@ -34,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+import re
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,6 +46,7 @@ import numpy as np
 
 from sharded_loader.base.described import brief, briefs
 from sharded_loader.base.limits import check_fits
+from sharded_loader.base.system import job_of_ranks
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.flat import batched
 from sharded_loader.batching.protocol import Empty, known_to, new_array
@@ -62,6 +64,7 @@ from sharded_loader.data.bulk import (
     read_many,
 )
 from sharded_loader.data.columns import check_dataset, is_dataset
+from sharded_loader.data.inspection import fingerprint_of
 from sharded_loader.data.seeding import (
     each_by_its_key,
     handed_out,
@@ -624,8 +627,10 @@ class StoredDataset(Wrapper):
                 "epoch: cache the datasets inside it"
             )
         self._length = len(dataset)
-        first = self._first_sample() if self._length else None
-        self._store: Store | None = open_store(path, max_bytes, self._length, key, first)
+        first, job = self._first_sample() if self._length else None, job_of_ranks()
+        told = re.sub(" at 0x[0-9a-fA-F]+", "", brief(dataset))  # the same in all processes
+        shared = None if job is None else f"{job} {fingerprint_of(dataset)} {told}"
+        self._store: Store | None = open_store(path, max_bytes, self._length, key, first, shared)
         self._bound = self._store.max_bytes
 
     def _first_sample(self) -> Any:
