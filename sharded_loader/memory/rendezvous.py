@@ -139,14 +139,19 @@ def meet(key: str, join: Callable[[int], Found | None], make: Callable[[], Found
     """
     if not os.path.exists("/proc/self/ns/pid"):
         return make()
-    place = f"{os.geteuid()} {os.stat('/proc/self/ns/pid').st_ino} {key}"
-    label = f"{PREFIX}/{blake2b(place.encode(errors='replace'), digest_size=16).hexdigest()}"
+    label = label_of(key)
     while True:
         if (found := _joined(label, join)) is not None:
             return found
         with _claimed(label) as alone:
             if alone:
                 return _joined(label, join) or _offered(label, make())
+
+
+def label_of(key: str) -> str:
+    """How the names of the sockets of a key begin: those of this user, for processes that see each other. Linux."""
+    place = f"{os.geteuid()} {os.stat('/proc/self/ns/pid').st_ino} {key}"
+    return f"{PREFIX}/{blake2b(place.encode(errors='replace'), digest_size=16).hexdigest()}"
 
 
 def _joined(label: str, join: Callable[[int], Found | None]) -> Found | None:
