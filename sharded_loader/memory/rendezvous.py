@@ -1,45 +1,39 @@
-"""Memory that other processes find: by its name, or by a key that the ranks of a machine have in common.
+"""Memory that other processes find: by its name, or by a label that the ranks of a machine have in common.
 
     open_nameless(label) -> (fd, name)    new memory; other processes of this user open it by its name
     open_named(name) -> fd
-    Opened(fd, name, is_temporary)        closes it; as long as it lives, it may offer its memory
-    meet(key, join, make) -> Opened       what another process offers under this key, or else what this one makes
+    Opened(fd, name, is_temporary)        closes it
+    links_of(label) -> names              of the memory with this label that processes of this user hold
+    meet(label, join, make) -> Opened     what another process holds under this label, or else what this one makes
 
-``meet`` leaves nothing behind, whoever is killed: all that it uses are sockets with abstract names (Linux), which the
-kernel drops with their last process.
+A process that holds memory has a link with its label in ``/proc/<pid>/fd``. So a newcomer finds it in any process that
+holds it, also if the one that made it has ended. `system.alone` lets one process at a time look, and make what it does
+not find. Nothing has a name in a folder, so nothing is left, whoever is killed: the kernel frees memory and links with
+their last process.
 
-    @sharded_loader/<key>                         *claimed*: its process looks, makes, and offers; others wait
-    @sharded_loader/<key>/<pid>/<fd>/<number>     *offered*: /proc/<pid>/fd/<fd> is memory of this key
-
-No process answers: a newcomer finds the names in /proc/net/unix, and opens the memory by itself. Each one that joins
-offers it too, so that it can be found when the first process has ended. A claim ends with its process. The kernel then
-ends the connections of those who wait, and the next one makes what is missing.
-
-What can go wrong: elsewhere than on Linux, and where a process may not open the other's memory (other containers or
-users), each process makes its own. Memory of another user is never opened.
+What can go wrong: elsewhere than on Linux, and where a process may not see the others (another container or user), each
+process makes its own. Memory that another user could write to is never opened.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import itertools
 import mmap
 import os
-import re
-import socket
-import struct
+import sys
 import tempfile
-import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from sharded_loader.base.private import blake2b
-from sharded_loader.base.system import MAP_OPTIONS, PREFIX, close_locked, open_memory
+from sharded_loader.base.system import MAP_OPTIONS, PREFIX, alone, close_locked, open_memory
 from sharded_loader.batching.protocol import Array
+from sharded_loader.memory.segments import chosen_backend
+
+HAS_LINKS = os.path.isdir("/proc/self/fd")
+"""Whether other processes can open what a process holds."""
 
 # -- by name -----------------------------------------------------------------------------------------------------------
 
@@ -61,12 +55,19 @@ def name_of(fd: int) -> str:
 def open_nameless(label: str) -> tuple[int, str]:
     """New memory, and the name by which other processes open it while this process has it open.
 
-    Where the system has no such names, the memory is a temporary file (see `Opened`).
+    Where the system has no such names, the memory is a temporary file (see `Opened`). Only this user can open it.
     """
-    if os.path.isdir("/proc/self/fd"):
-        fd, _ = open_memory(f"{PREFIX}-{label}")
+    if HAS_LINKS:
+        backend = chosen_backend()
+        fd, _ = open_memory(f"{PREFIX}-{label}", None if backend == "named" else backend)
+        os.fchmod(fd, 0o600)
         return fd, name_of(fd)
     return tempfile.mkstemp(prefix=f"{PREFIX}-{label}-")
+
+
+def is_private(found: os.stat_result) -> bool:
+    """Whether a file belongs to this user, and no other user may write to it."""
+    return sys.platform == "win32" or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
 
 
 class Opened:
@@ -78,9 +79,6 @@ class Opened:
         is_temporary: the name is that of a temporary file of this process.
     """
 
-    offer: Any = None
-    """The socket by which other processes find the memory."""
-
     def __init__(self, fd: int, name: str, is_temporary: bool) -> None:
         self.fd, self.name = fd, name
         if is_temporary and not name.startswith("/proc/"):
@@ -91,8 +89,6 @@ class Opened:
         return np.frombuffer(mmap.mmap(self.fd, nbytes, **MAP_OPTIONS), np.uint8)
 
     def __del__(self) -> None:
-        if self.offer is not None:
-            self.offer.close()
         close_locked(self.fd)
 
 
@@ -102,111 +98,59 @@ def _remove(name: str, pid: int) -> None:
             os.unlink(name)
 
 
-# -- by a key ----------------------------------------------------------------------------------------------------------
+# -- by a label --------------------------------------------------------------------------------------------------------
 
 Found = TypeVar("Found", bound=Opened)
 
-_numbers = itertools.count()
-_claims: set[socket.socket] = set()
+
+def links_of(label: str) -> Iterator[str]:
+    """By which names this process can open what processes of this user hold under a label."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            if os.stat(f"/proc/{pid}").st_uid == os.getuid():
+                for number in os.listdir(f"/proc/{pid}/fd"):
+                    with contextlib.suppress(OSError):
+                        if label in os.readlink(name := f"/proc/{pid}/fd/{number}"):
+                            yield name
 
 
-def _drop_claims() -> None:
-    """In a forked child: the claims are those of the process that may die."""
-    while _claims:
-        _claims.pop().close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_drop_claims)
-
-
-def meet(key: str, join: Callable[[int], Found | None], make: Callable[[], Found]) -> Found:
-    """What another process of this user offers under a key, or else what this one makes. Then this one offers it too.
+def meet(label: str, join: Callable[[int], Found | None], make: Callable[[str], Found]) -> Found:
+    """What another process of this user holds under a label, or else what this one makes.
 
     Args:
-        key: any text.
-        join: gets a descriptor of memory that is offered, and takes it over; None: it is not what was looked for.
-        make: makes the memory. It is called by one process at a time.
+        label: a word.
+        join: gets a descriptor, and takes it over; None: it is not what was looked for.
+        make: makes memory of this label. It is called by one process at a time.
 
     Raises:
         What ``make`` raises. The next process then calls its own.
 
     Example:
-        >>> one = meet("doctest", lambda fd: None, lambda: Opened(*open_nameless("one"), is_temporary=True))
-        >>> other = meet("doctest", lambda fd: Opened(fd, name_of(fd), False), lambda: one)
+        >>> def make(label):
+        ...     return Opened(*open_nameless(label), is_temporary=True)
+        >>> one = meet("doctest", lambda fd: None, make)
+        >>> other = meet("doctest", lambda fd: Opened(fd, name_of(fd), is_temporary=False), make)
         >>> os.path.sameopenfile(one.fd, other.fd)
         True
     """
-    if not os.path.exists("/proc/self/ns/pid"):
-        return make()
-    label = label_of(key)
-    while True:
-        if (found := _joined(label, join)) is not None:
-            return found
-        with _claimed(label) as alone:
-            if alone:
-                return _joined(label, join) or _offered(label, make())
-
-
-def label_of(key: str) -> str:
-    """How the names of the sockets of a key begin: those of this user, for processes that see each other. Linux."""
-    place = f"{os.geteuid()} {os.stat('/proc/self/ns/pid').st_ino} {key}"
-    return f"{PREFIX}/{blake2b(place.encode(errors='replace'), digest_size=16).hexdigest()}"
+    if not HAS_LINKS:
+        return make(label)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # in a sandbox without sockets, two processes may make it
+            stack.enter_context(alone(f"{PREFIX}-{label}-{os.getuid()}", lambda seconds, pid: None))
+        return _joined(label, join) or make(label)
 
 
 def _joined(label: str, join: Callable[[int], Found | None]) -> Found | None:
-    names = b""
-    with contextlib.suppress(OSError), open("/proc/net/unix", "rb") as file:
-        names = file.read()
-    for pid, number in re.findall(rf"@{label}/(\d+)/(\d+)/".encode(), names):
-        with contextlib.suppress(OSError):  # its process has ended
-            fd, found = open_named(f"/proc/{int(pid)}/fd/{int(number)}"), None
-            try:
-                if os.fstat(fd).st_uid == os.geteuid() and (found := join(fd)) is not None:
-                    return _offered(label, found)
-            finally:
-                if found is None:
-                    close_locked(fd)
-    return None
-
-
-def _offered(label: str, found: Found) -> Found:
-    with contextlib.suppress(OSError):
-        found.offer = socket.socket(socket.AF_UNIX)
-        found.offer.bind(f"\0{label}/{os.getpid()}/{found.fd}/{next(_numbers)}")
-    return found
-
-
-@contextlib.contextmanager
-def _claimed(label: str) -> Iterator[bool]:
-    """Give True to one process at a time. Another one waits until that is done, or has ended, and gets False."""
-    with contextlib.ExitStack() as stack:
+    for name in links_of(label):
         try:
-            own = stack.enter_context(socket.socket(socket.AF_UNIX))
-            own.bind(f"\0{label}")
-            own.listen()
-        except OSError as error:  # in a sandbox without sockets, each process makes its own
-            yield error.errno != errno.EADDRINUSE or not _has_waited(label)
-            return
-        _claims.add(own)
+            fd, found = open_named(name), None
+        except OSError:  # its process has ended
+            continue
         try:
-            yield True
+            if is_private(os.fstat(fd)) and (found := join(fd)) is not None:
+                return found
         finally:
-            _claims.discard(own)
-
-
-def _has_waited(label: str) -> bool:
-    """Wait for the end of a claim; False if it is that of another user.
-
-    Nobody accepts the connection. The kernel ends it with the claim.
-    """
-    with socket.socket(socket.AF_UNIX) as own:
-        try:
-            own.connect(f"\0{label}")
-            peer = struct.unpack("3i", own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-            if peer[1] != os.geteuid():
-                return False
-            own.recv(1)
-        except ConnectionError:  # it has ended already, or does not listen yet
-            time.sleep(0.001)
-    return True
+            if found is None:
+                close_locked(fd)
+    return None

@@ -45,7 +45,6 @@ import re
 import shutil
 import stat as modes
 import struct
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable
@@ -62,7 +61,7 @@ from sharded_loader.base.system import close_locked, locked, read_at, write_at
 from sharded_loader.batching.flat import fits_columns, flatten, unflatten
 from sharded_loader.batching.protocol import Array
 from sharded_loader.memory.codec import aligned
-from sharded_loader.memory.rendezvous import Opened, meet, name_of, open_named, open_nameless
+from sharded_loader.memory.rendezvous import Opened, is_private, meet, name_of, open_named, open_nameless
 
 VERSION = 1
 """Of the layout. A file of another version is rejected."""
@@ -389,15 +388,14 @@ def open_store(path: Any, max_bytes: Any, length: int, key: str | None, first: A
     about: dict[str, Any] = {"version": VERSION, "length": length, "key": key, "first": exact_digest(first)}
     about |= {"structure": structure, "leaves": specs}
 
-    def with_bound() -> tuple[dict[str, Any], int]:
-        bound = bound_of(max_bytes, place)
-        return about | {"rows": min(length, bound // max(1, sum(leaf.nbytes for leaf in leaves)))}, bound
+    def with_rows(bound: int) -> dict[str, Any]:
+        return about | {"rows": min(length, bound // max(1, sum(leaf.nbytes for leaf in leaves))), "bound": bound}
 
-    def make() -> Store:
-        wanted, bound = with_bound()
-        fd, name = open_nameless("cache")
+    def make(label: str) -> Store:
+        bound = bound_of(max_bytes, None)
+        fd, name = open_nameless(label)
         try:
-            make_header(fd, wanted | {"bound": bound})
+            make_header(fd, with_rows(bound))
         except BaseException:
             close_locked(fd)
             raise
@@ -412,13 +410,14 @@ def open_store(path: Any, max_bytes: Any, length: int, key: str | None, first: A
         return None if found is None else Store(fd, name_of(fd), found["bound"], None)
 
     if place is not None:
-        wanted, bound = with_bound()
-        return Store(open_file(place, wanted), place, bound, place)
+        bound = bound_of(max_bytes, place)
+        return Store(open_file(place, with_rows(bound)), place, bound, place)
     if shared is None:
-        return make()
+        return make("cache")
     asked = json.dumps([shared, about, str(max_bytes)])
     _calls[asked] += 1
-    return meet(f"cache {_calls[asked]} {asked}", join, make)
+    told = f"{_calls[asked]} {asked}".encode(errors="replace")
+    return meet(f"cache-{blake2b(told, digest_size=16).hexdigest()}", join, make)
 
 
 def exact_digest(sample: Any) -> str:
@@ -552,7 +551,7 @@ def check_private(fd: int, path: str) -> None:
     found = os.fstat(fd)
     if not modes.S_ISREG(found.st_mode):
         raise CacheMismatchError(f"{path} is no file: give another path for the cache")
-    if sys.platform != "win32" and (found.st_uid != os.getuid() or found.st_mode & 0o022):
+    if not is_private(found):
         raise PermissionError(
             f"the cache file {path} belongs to another user, or other users may write to it: give a path in a folder "
             "of your own"

@@ -34,7 +34,6 @@ from sharded_loader.data.arrays import as_bulk
 from sharded_loader.data.bulk import NOT_IN_BULK
 from sharded_loader.data.datasets import StoredDataset, counts_of
 from sharded_loader.memory import rendezvous
-from sharded_loader.memory import store as stores
 
 COUNT = 24
 
@@ -353,7 +352,7 @@ def test_a_copy_that_outlives_the_memory_reads_uncached(tmp_path: Path) -> None:
 
 
 def test_without_proc_the_memory_is_a_file_that_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(stores.os.path, "isdir", lambda path: False)
+    monkeypatch.setattr(rendezvous, "HAS_LINKS", False)
     monkeypatch.setattr(rendezvous.tempfile, "tempdir", str(tmp_path))
     cached = SimpleDataset(Files("tuple")).cache("1 MB")
     assert len(os.listdir(tmp_path)) == 2

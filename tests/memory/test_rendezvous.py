@@ -1,4 +1,4 @@
-"""Processes that name one key have one memory, whoever dies first, and leave nothing behind."""
+"""Processes that name one label have one memory, whoever dies first, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from sharded_loader.base import system
+from sharded_loader.base.system import PREFIX, alone
 from sharded_loader.memory import rendezvous
-from sharded_loader.memory.rendezvous import Opened, label_of, meet, name_of, open_nameless
+from sharded_loader.memory.rendezvous import Opened, links_of, meet, name_of, open_nameless
 
-LINUX_HERE = os.path.exists("/proc/self/ns/pid")
+LINUX_HERE = os.path.isdir("/proc/self/fd")
 LINUX = pytest.mark.skipif(not LINUX_HERE, reason="elsewhere each process makes its own")
 
 
@@ -24,23 +26,23 @@ def join(fd: int) -> Opened:
     return Opened(fd, name_of(fd), is_temporary=False)
 
 
-def make() -> Opened:
-    opened = Opened(*open_nameless("test"), is_temporary=True)
+def make(label: str) -> Opened:
+    opened = Opened(*open_nameless(label), is_temporary=True)
     os.write(opened.fd, b"made\n")
     return opened
 
 
-def refuse() -> Opened:
+def refuse(label: str) -> Opened:
     raise AssertionError("it is there")
 
 
-def noting(path: Path) -> Callable[[], Opened]:
+def noting(path: Path) -> Callable[[str], Opened]:
     """Makes memory, and notes it in a file."""
 
-    def made() -> Opened:
+    def made(label: str) -> Opened:
         with open(path, "a") as file:
             file.write("made\n")
-        return make()
+        return make(label)
 
     return made
 
@@ -85,16 +87,15 @@ class Processes:
 
 
 @pytest.fixture
-def key() -> Iterator[str]:
-    found = uuid.uuid4().hex
-    label = label_of(found) if LINUX_HERE else ""
+def label() -> Iterator[str]:
+    found = f"test-{uuid.uuid4().hex}"
     yield found
-    assert not label or label not in Path("/proc/net/unix").read_text()
+    assert not LINUX_HERE or (found not in Path("/proc/net/unix").read_text() and not list(links_of(found)))
 
 
 @pytest.fixture
-def processes(key: str) -> Iterator[Processes]:
-    """They are gone before it is looked what is left of the key."""
+def processes(label: str) -> Iterator[Processes]:
+    """They are gone before it is looked what is left of the label."""
     found = Processes()
     yield found
     for pid in list(found.pids):
@@ -104,11 +105,11 @@ def processes(key: str) -> Iterator[Processes]:
 
 
 @LINUX
-def test_the_second_process_opens_the_memory_of_the_first(processes: Processes, key: str) -> None:
-    mine = meet(key, join, make)
+def test_the_second_process_opens_the_memory_of_the_first(processes: Processes, label: str) -> None:
+    mine = meet(label, join, make)
 
     def other() -> None:
-        found = meet(key, join, refuse)
+        found = meet(label, join, refuse)
         assert os.pread(found.fd, 5, 0) == b"made\n"
         os.pwrite(found.fd, b"seen\n", 0)
 
@@ -117,9 +118,9 @@ def test_the_second_process_opens_the_memory_of_the_first(processes: Processes, 
 
 
 @LINUX
-def test_of_many_that_come_at_once_one_makes_it(processes: Processes, key: str, tmp_path: Path) -> None:
+def test_of_many_that_come_at_once_one_makes_it(processes: Processes, label: str, tmp_path: Path) -> None:
     def work() -> None:
-        found = meet(key, join, noting(tmp_path / "notes"))
+        found = meet(label, join, noting(tmp_path / "notes"))
         assert os.pread(found.fd, 5, 0) == b"made\n"
         processes.say_and_wait()  # keeps it until all have met
 
@@ -132,22 +133,22 @@ def test_of_many_that_come_at_once_one_makes_it(processes: Processes, key: str, 
 
 
 @LINUX
-def test_a_maker_that_is_killed_leaves_its_place_to_another(processes: Processes, key: str, tmp_path: Path) -> None:
-    def never() -> Opened:
+def test_a_maker_that_is_killed_leaves_its_place_to_another(processes: Processes, label: str, tmp_path: Path) -> None:
+    def never(label: str) -> Opened:
         processes.say_and_wait()
         raise AssertionError
 
-    first = processes.start(lambda: meet(key, join, never))
+    first = processes.start(lambda: meet(label, join, never))
     processes.hear()
-    second = processes.start(lambda: meet(key, join, noting(tmp_path / "notes")))
+    second = processes.start(lambda: meet(label, join, noting(tmp_path / "notes")))
     processes.kill(first)
     assert processes.wait(second) == 0
     assert (tmp_path / "notes").read_text() == "made\n"
 
 
 @LINUX
-def test_a_child_of_a_killed_maker_keeps_nobody_waiting(processes: Processes, key: str) -> None:
-    def never() -> Opened:
+def test_a_child_of_a_killed_maker_keeps_nobody_waiting(processes: Processes, label: str) -> None:
+    def never(label: str) -> Opened:
         pid = os.fork()
         if pid == 0:
             os.read(processes.goes_on, 1)
@@ -155,17 +156,17 @@ def test_a_child_of_a_killed_maker_keeps_nobody_waiting(processes: Processes, ke
         processes.say_and_wait()
         raise AssertionError
 
-    first = processes.start(lambda: meet(key, join, never))
+    first = processes.start(lambda: meet(label, join, never))
     processes.hear()
     processes.kill(first)
-    meet(key, join, make)
+    meet(label, join, make)
     os.write(processes.go_on, b".")
 
 
 @LINUX
-def test_the_memory_is_found_when_its_maker_has_ended(processes: Processes, key: str) -> None:
-    def hold(maker: Callable[[], Opened]) -> None:
-        found = meet(key, join, maker)
+def test_the_memory_is_found_when_its_maker_has_ended(processes: Processes, label: str) -> None:
+    def hold(maker: Callable[[str], Opened]) -> None:
+        found = meet(label, join, maker)
         processes.say_and_wait()
         assert os.pread(found.fd, 5, 0) == b"made\n"
 
@@ -180,30 +181,30 @@ def test_the_memory_is_found_when_its_maker_has_ended(processes: Processes, key:
 
 
 @LINUX
-def test_memory_that_nobody_has_is_made_again(processes: Processes, key: str) -> None:
+def test_memory_that_nobody_has_is_made_again(processes: Processes, label: str) -> None:
     for _ in range(3):
-        pid = processes.start(lambda: (meet(key, join, make), processes.say_and_wait()))
+        pid = processes.start(lambda: (meet(label, join, make), processes.say_and_wait()))
         processes.hear()
         processes.kill(pid)
-    meet(key, join, make)
+    meet(label, join, make)
 
 
 @LINUX
-def test_an_error_of_the_maker_is_raised_and_the_next_one_makes_it(key: str) -> None:
-    def fail() -> Opened:
+def test_an_error_of_the_maker_is_raised_and_the_next_one_makes_it(label: str) -> None:
+    def fail(label: str) -> Opened:
         raise PermissionError("no")
 
     for _ in range(2):
         with pytest.raises(PermissionError, match="no"):
-            meet(key, join, fail)
-    assert os.pread(meet(key, join, make).fd, 5, 0) == b"made\n"
+            meet(label, join, fail)
+    assert os.pread(meet(label, join, make).fd, 5, 0) == b"made\n"
 
 
 @LINUX
-def test_threads_make_it_once(key: str, tmp_path: Path) -> None:
+def test_threads_make_it_once(label: str, tmp_path: Path) -> None:
     found: list[Opened] = []
     maker = noting(tmp_path / "notes")
-    threads = [threading.Thread(target=lambda: found.append(meet(key, join, maker))) for _ in range(6)]
+    threads = [threading.Thread(target=lambda: found.append(meet(label, join, maker))) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -213,40 +214,44 @@ def test_threads_make_it_once(key: str, tmp_path: Path) -> None:
 
 
 @LINUX
-def test_memory_that_is_something_else_is_left_alone(key: str) -> None:
-    first = meet(key, join, make)
-    second = meet(key, lambda fd: None, make)
+def test_memory_that_is_something_else_is_left_alone(label: str) -> None:
+    first = meet(label, join, make)
+    second = meet(label, lambda fd: None, make)
     assert not os.path.sameopenfile(first.fd, second.fd)
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root becomes another user")
 @LINUX
-def test_what_another_user_offers_or_claims_is_not_used(
-    processes: Processes, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.geteuid()
-
+def test_what_another_user_holds_is_not_used(processes: Processes, label: str) -> None:
     def foreign() -> None:
-        """Another user, who knows the name of the key."""
+        """Another user, who knows the label, and keeps the others from being alone."""
         os.setuid(12345)
-        monkeypatch.setattr(rendezvous.os, "geteuid", lambda: real)
-        with meet(key, join, make).offer, rendezvous._claimed(label_of(key)):
+        kept = make(label)
+        os.fchmod(kept.fd, 0o666)
+        with alone(f"{PREFIX}-{label}-0", lambda seconds, pid: None):
             processes.say_and_wait()
 
     processes.start(foreign)
     processes.hear()
-    mine = meet(key, join, make)
-    assert os.fstat(mine.fd).st_uid == real
+    mine = meet(label, join, make)
+    assert os.fstat(mine.fd).st_uid == 0
+
+
+@LINUX
+def test_memory_that_others_may_write_to_is_not_used(label: str) -> None:
+    first = meet(label, join, make)
+    os.fchmod(first.fd, 0o666)
+    assert not os.path.sameopenfile(meet(label, join, make).fd, first.fd)
 
 
 @pytest.mark.parametrize("what", ["socket", "proc"])
-def test_where_processes_cannot_meet_each_makes_its_own(monkeypatch: pytest.MonkeyPatch, what: str, key: str) -> None:
+def test_where_processes_cannot_meet_each_makes_its_own(monkeypatch: pytest.MonkeyPatch, what: str, label: str) -> None:
     def deny(*_: Any) -> Any:
         raise OSError("denied")
 
     if what == "socket":
-        monkeypatch.setattr(rendezvous.socket, "socket", deny)
+        monkeypatch.setattr(system.socket, "socket", deny)
     else:
-        monkeypatch.setattr(rendezvous.os.path, "exists", lambda path: False)
+        monkeypatch.setattr(rendezvous, "HAS_LINKS", False)
     for _ in range(2):
-        assert os.pread(meet(key, join, make).fd, 5, 0) == b"made\n"
+        assert os.pread(meet(label, join, make).fd, 5, 0) == b"made\n"
