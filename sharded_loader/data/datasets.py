@@ -675,6 +675,11 @@ class StoredDataset(Wrapper):
         return 0 if self._store is None else int(np.count_nonzero(self._store.places))
 
     @property
+    def structure(self) -> Any:
+        """That of the samples that are kept as columns, as of `batching.flat`; None: this process has no cache."""
+        return None if self._store is None else self._store.node
+
+    @property
     def counts(self) -> tuple[int, int, int]:
         """How many samples were found, and not found, by all processes that share this object; the bytes stored."""
         if self._store is None:
