@@ -26,6 +26,9 @@ right. A writer sets it, so only samples of other programs are compared, once. O
 in another order than they were made, the first reader compares too. On others, memory needs no checksums. A wrong
 sample counts as missing.
 
+*Ranks.* With ``shared``, `rendezvous.meet` gives the ranks of a machine one memory: the first one makes it, within its
+bound, and the others map it. Each rank has a session of its own, so it counts its own hits.
+
 *Files.* A file gets its MAGIC last, under its lock. If the process that makes it dies, the next one makes it. A file
 that is no cache, that belongs to another user, or that other users may write to, is rejected with an error.
 
