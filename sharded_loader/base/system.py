@@ -289,7 +289,7 @@ def _holder_of(name: str) -> int:
         asking.setblocking(False)
         try:
             asking.connect(f"\0{name}")
-        except OSError:  # it is free by now, or nobody listens yet
+        except OSError:  # it is free by now, or its process does not listen yet
             return 0
         pid, uid, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid != os.getuid():

@@ -233,9 +233,9 @@ class Dataset:
     ) -> CachedDataset | StoredDataset:
         """Read each sample once, and keep it. Put what is random behind the cache: ``.cache(...).transform(augment)``.
 
-        With an argument, all workers of all loaders share one copy, and so do all ranks of a job on this machine (Linux;
-        elsewhere with ``path``). With ``path``, later runs share it too. Without arguments each process keeps the
-        objects themselves, as many as there are.
+        With an argument, all workers of all loaders share one copy, and so do all ranks of a job on this machine
+        (Linux; elsewhere with ``path``). With ``path``, later runs share it too. Without arguments each process keeps
+        the objects themselves, as many as there are.
 
         Args:
             max_bytes: What the samples may take: a number of bytes, a text such as "8 GB", or a share of what is free,
