@@ -50,11 +50,11 @@ def rank(way: str, method: str, rows: int, workers: int, key: str) -> None:
 
 
 def pss(process: psutil.Process) -> int:
-    """Bytes of a process and of all below it."""
+    """Bytes of a process and of all below it. Not those of files: other programs map the same libraries."""
     total = 0
     for one in (process, *process.children(recursive=True)):
         with contextlib.suppress(OSError, psutil.Error), open(f"/proc/{one.pid}/smaps_rollup") as file:
-            total += 1024 * next(int(line.split()[1]) for line in file if line.startswith("Pss:"))
+            total += 1024 * sum(int(line.split()[1]) for line in file if line.startswith(("Pss_Anon", "Pss_Shmem")))
     return total
 
 

@@ -12,8 +12,8 @@ stays in that worker. The pool owns the segment, until it publishes again or is 
 *Files.* A worker opens the file of a `numpy.memmap`, of its views and slices, itself, so 100 MB cost neither a copy nor
 a page. What is written to a file that was opened with ``"r+"`` is written to that file, as in the main process. A file
 goes by name only if the worker would find the same bytes. By value go a file that has been deleted or replaced since it
-was mapped, and one in mode ``"c"`` if this process has written to its pages: all of it is compared. A tensor over a
-memmap also goes by value: torch does not say where its memory is from.
+was mapped, and an array in mode ``"c"`` that this process has written to: all of it is compared. A tensor over a memmap
+also goes by value: torch does not say where its memory is from.
 
 *Memory of `shared.share`* is such a file, in mode ``"c"``. Tensors and Arrow's buffers over it are found by their
 addresses (`over_shared`), so they go by name too. Its name ends with this process. So it goes by value to other
@@ -319,7 +319,7 @@ class MappedFiles:
     def __init__(self, lasting: bool = False) -> None:
         self._lasting = lasting
         # By id of the mapping, which is kept beside its description, so that its id stays its own.
-        self._known: dict[int, tuple[Mapping | None, Any]] = {}
+        self._known: dict[int, tuple[Mapping | None, Any, Any]] = {}
 
     def reduce(self, array: Array) -> Any:
         """A reduction of an array over a file; NotImplemented if it is none, and has to go by value."""
@@ -328,21 +328,21 @@ class MappedFiles:
         found = memmap_of(array)
         if found is None:
             return NotImplemented
-        whole, start = found
+        whole, start, span = found
         key = id(whole._mmap)
         if key not in self._known:
             ends = self._lasting and any(whole._mmap is shared._mmap for shared in SHARED.values())
-            self._known[key] = None if ends else _describe(whole), whole._mmap
-        mapping, _ = self._known[key]
-        if mapping is not None:
+            self._known[key] = *((None, None) if ends else _describe(whole)), whole._mmap
+        mapping, again, _ = self._known[key]
+        if mapping is not None and (whole.mode != "c" or _is_same(whole, again, span)):
             layout = array.shape, array.dtype, start, array.strides
             return view_mapping, (mapping, type(array), array.flags.writeable, *layout)
         # NumPy itself would pickle its subclass in band.
         return (np.ndarray.view, (array.view(np.ndarray), np.memmap)) if type(array) is np.memmap else NotImplemented
 
 
-def _describe(whole: Any) -> Mapping | None:
-    """The part of the file under this memmap; None if opening the file again would not give the same."""
+def _describe(whole: Any) -> tuple[Mapping | None, Any]:
+    """The part of the file under this memmap, and a new memmap of it; None if that does not give the same."""
     # numpy.memmap maps whole pages, and keeps the offset that it was asked for.
     offset = whole.offset - whole.offset % mmap.ALLOCATIONGRANULARITY
     mode = "r+" if whole.mode == "w+" else whole.mode  # which would empty it
@@ -350,24 +350,31 @@ def _describe(whole: Any) -> Mapping | None:
     try:
         again = np.memmap(filename, np.uint8, "r", offset, shape)
     except (OSError, ValueError):  # it has gone, or is shorter
-        return None
+        return None, None
+    ends = () if mode == "c" else (range(len(again))[: mmap.PAGESIZE], range(len(again))[-mmap.PAGESIZE :])
+    is_same = all(_is_same(whole, again, end) for end in ends)
+    return (Mapping(filename, np.uint8, mode, offset, shape) if is_same else None), again
+
+
+def _is_same(whole: Any, again: Any, span: range) -> bool:
+    """Whether two memmaps have the same bytes in a span."""
     before = np.frombuffer(whole._mmap, np.uint8)
-    parts = [slice(mmap.PAGESIZE), slice(-mmap.PAGESIZE, None)]
-    if mode == "c":
-        parts = [slice(begin, begin + COMPARED) for begin in range(0, len(before), COMPARED)]
-    same = all(np.array_equal(before[part], again[part]) for part in parts)
-    return Mapping(filename, np.uint8, mode, offset, shape) if same else None
+    parts = (slice(begin, min(begin + COMPARED, span.stop)) for begin in range(span.start, span.stop, COMPARED))
+    return all(np.array_equal(before[part], again[part]) for part in parts)
 
 
-def memmap_of(array: Array) -> tuple[Any, int] | None:
-    """The memmap that ``array`` is, or is a view of, and the offset of its first element there; None if none.
+def memmap_of(array: Array) -> tuple[Any, int, range] | None:
+    """The memmap that ``array`` is, or is a view of; None if none.
+
+    Returns:
+        Also where the first element is there, and the bytes that the array reaches.
 
     Example:
         >>> import tempfile
         >>> with tempfile.NamedTemporaryFile() as file:
         ...     whole = np.memmap(file, np.int64, "w+", shape=(10, 2))
-        ...     memmap_of(np.asarray(whole)[3:, 1])[1]
-        56
+        ...     memmap_of(np.asarray(whole)[3:, 1])[1:]
+        (56, range(56, 160))
         >>> memmap_of(np.arange(3))
     """
     base: Any = array
@@ -381,7 +388,7 @@ def memmap_of(array: Array) -> tuple[Any, int] | None:
     reach = [stride * (size - 1) for size, stride in zip(array.shape, array.strides, strict=True)]
     low = start + sum(step for step in reach if step < 0)
     high = start + sum(step for step in reach if step > 0) + array.itemsize
-    return (base, start) if low >= 0 and high <= len(memory) else None
+    return (base, start, range(low, high)) if low >= 0 and high <= len(memory) else None
 
 
 SHARED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()

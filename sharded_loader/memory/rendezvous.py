@@ -8,8 +8,8 @@
 
 A process that holds memory has a link with its label in ``/proc/<pid>/fd``. So a newcomer finds it in any process that
 holds it, also if the one that made it has ended. `system.alone` lets one process at a time look, and make what it does
-not find. Nothing has a name in a folder, so nothing is left, whoever is killed: the kernel frees memory and links with
-their last process.
+not find. Nothing has a name in a folder, so nothing is left if processes are killed: the kernel frees memory and links
+with their last process.
 
 What can go wrong: elsewhere than on Linux, and where a process may not see the others (another container or user), each
 process makes its own. Memory that another user could write to is never opened.

@@ -79,6 +79,9 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), PurePath)
 _held: set[int] = set()
 """The locked descriptors of this process."""
 
+_kept: list[Memory] = []
+"""Memory without arrays, of objects that do not tell when they go: it stays as long as this process."""
+
 _building: dict[str, int] = {}
 """By label the thread that builds."""
 
@@ -165,6 +168,8 @@ def maker_of(make_dataset: Any) -> dict[str, str]:
     code = getattr(make_dataset, "__code__", None)
     if code is not None:
         name += f" ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
+        used = code.co_code, code.co_names, [one for one in code.co_consts if isinstance(one, _PLAIN)]
+        given.append(("the digest of its code", blake2b(repr(used).encode(), digest_size=4).hexdigest()))
     return {"make_dataset": name} | {where: repr(value) for where, value in given if isinstance(value, _PLAIN)}
 
 
@@ -332,9 +337,15 @@ def _rebuilt(whole: Memory, maker: dict[str, str], key: str) -> Any:
     sizes = [_HEAD.size + size, *about["sizes"]]
     _, head, *buffers = [whole[begin : begin + nbytes] for begin, nbytes in zip(_places(sizes), sizes, strict=False)]
     try:
-        return decode(head.data, buffers)
+        dataset = decode(head.data, buffers)
     except (AttributeError, ImportError) as error:
         raise TypeError(
             f"share(key={key!r}): this process cannot rebuild the dataset that another one has built ({error}): run "
             "the same program on all ranks, and define its classes and functions at the top level of a module"
         ) from error
+    try:
+        weakref.finalize(dataset, id, whole)  # until the dataset has gone, later processes find it
+    except TypeError:  # a list or a dict
+        if not buffers:
+            _kept.append(whole)
+    return dataset
