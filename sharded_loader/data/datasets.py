@@ -34,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+import re
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,6 +46,7 @@ import numpy as np
 
 from sharded_loader.base.described import brief, briefs
 from sharded_loader.base.limits import check_fits
+from sharded_loader.base.system import job_of_ranks
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.flat import batched
 from sharded_loader.batching.protocol import Empty, known_to, new_array
@@ -62,6 +64,7 @@ from sharded_loader.data.bulk import (
     read_many,
 )
 from sharded_loader.data.columns import check_dataset, is_dataset
+from sharded_loader.data.inspection import fingerprint_of
 from sharded_loader.data.seeding import (
     each_by_its_key,
     handed_out,
@@ -230,8 +233,9 @@ class Dataset:
     ) -> CachedDataset | StoredDataset:
         """Read each sample once, and keep it. Put what is random behind the cache: ``.cache(...).transform(augment)``.
 
-        With an argument, all workers of all loaders share one copy, and, with ``path``, all ranks of the machine and
-        later runs too. Without arguments each process keeps the objects themselves, as many as there are.
+        With an argument, all workers of all loaders share one copy, and so do all ranks of a job on this machine
+        (Linux; elsewhere with ``path``). With ``path``, later runs share it too. Without arguments each process keeps
+        the objects themselves, as many as there are.
 
         Args:
             max_bytes: What the samples may take: a number of bytes, a text such as "8 GB", or a share of what is free,
@@ -624,8 +628,10 @@ class StoredDataset(Wrapper):
                 "epoch: cache the datasets inside it"
             )
         self._length = len(dataset)
-        first = self._first_sample() if self._length else None
-        self._store: Store | None = open_store(path, max_bytes, self._length, key, first)
+        first, job = self._first_sample() if self._length else None, job_of_ranks()
+        told = re.sub(" at 0x[0-9a-fA-F]+", "", brief(dataset))  # the same in all processes
+        shared = None if job is None else f"{job} {fingerprint_of(dataset)} {told}"
+        self._store: Store | None = open_store(path, max_bytes, self._length, key, first, shared)
         self._bound = self._store.max_bytes
 
     def _first_sample(self) -> Any:
@@ -668,6 +674,11 @@ class StoredDataset(Wrapper):
     def cached(self) -> int:
         """The number of samples that are stored."""
         return 0 if self._store is None else int(np.count_nonzero(self._store.places))
+
+    @property
+    def structure(self) -> Any:
+        """That of the samples that are kept as columns, as of `batching.flat`; None: this process has no cache."""
+        return None if self._store is None else self._store.node
 
     @property
     def counts(self) -> tuple[int, int, int]:
