@@ -100,6 +100,7 @@ class ShardShuffleSampler(IndexSampler):
     """
 
     decided_by = (("lengths", "_signature"), ("window", "window"), ("lanes", "lanes"))
+    order_version = 2
     shown = (("shards", "_count"), ("window", "window"), ("lanes", "lanes"))
 
     def __init__(
