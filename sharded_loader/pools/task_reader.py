@@ -30,6 +30,7 @@ from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pac
 from sharded_loader.engine.reader import Reader, reading_in
 from sharded_loader.memory.codec import Encoded, End, Moving, SetApart, SlotWriter, encode, set_apart
 from sharded_loader.memory.exceptions import encode_error
+from sharded_loader.pools.process.link import unpack_tasks
 from sharded_loader.randomness.global_generators import seed_as_torch, seed_globals, seeded_globals
 from sharded_loader.randomness.rng import derive_key
 
@@ -155,6 +156,14 @@ class TaskReader:
             seed=self._seed_globals,
         )
 
+    def look_ahead(self, content: bytes | memoryview) -> None:
+        """Begin to await the samples of tasks (`link.pack_tasks`) before their turn, where samples are awaited."""
+        reader = self._reader
+        if reader is not None and reader.reads_ahead:
+            for run, _, _, fields in unpack_tasks(content):
+                if type(fields) is not bytes and run not in self.cancelled:  # no code of the user's runs here
+                    reader.begin(task_of(fields))
+
     def answer(
         self, run: int, seq: int, fields: Any, memory: np.ndarray[Any, Any] | None
     ) -> tuple[bytes, Encoded, SlotWriter]:
@@ -171,6 +180,8 @@ class TaskReader:
             result, slot, task = self.read(run, seq, fields, memory)
             if result.error is not None:
                 self.explain(result.error, in_start=False)
+        elif self._reader is not None:
+            self._reader.give_up(run, seq)
         encoded, times = self.pack(result, slot, task), result.times
         if times is not None and self._reader is not None:
             self._reader.free[self._number] = now = time.perf_counter()

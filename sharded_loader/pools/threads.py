@@ -36,8 +36,10 @@ from typing import Any
 from sharded_loader.base.errors import add_note, as_exception
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.batching.protocol import Empty
+from sharded_loader.data.awaiting import at_a_time
 from sharded_loader.data.inspection import warn_of_open_file
 from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
+from sharded_loader.engine.grouping import group_to_await
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.pool import PoolBroken, WorkerPool
 from sharded_loader.pools.deaths import Watch, timed_out
@@ -128,7 +130,9 @@ class _Thread(threading.Thread):
                 tasks.put(None)  # for the next thread
                 continue
             reader, task = taken
-            if task.run in shared.live:
+            if task.run not in shared.live:
+                reader.give_up(task.run, task.seq)
+            else:
                 board[RUN], board[SEQ], board[SAMPLE] = task.run, task.seq, BEGINNING
                 self.task = task
                 result = Result(task.run, task.seq, NOTHING)
@@ -172,6 +176,7 @@ class ThreadPool(WorkerPool):
         self._reader: Any = None  # a `Reader` while the pool runs
         self._job: Job | None = None  # likewise
         self._running: list[_Shared] = []  # one, or none
+        self._awaits = 0
 
     @property
     def started(self) -> bool:
@@ -179,6 +184,7 @@ class ThreadPool(WorkerPool):
 
     def start(self, job: Job) -> None:
         self._job, self._reader = job, reader_for(job, notes_samples=self._watch.timeout is not None)
+        self._awaits = at_a_time(job.dataset)
         if self.started:
             return
         if self.num_workers > 1:
@@ -215,6 +221,8 @@ class ThreadPool(WorkerPool):
         for shared in self._running:
             for task in tasks:
                 shared.live.add(task.run)
+                if self._awaits:
+                    self._reader.begin(task)
                 shared.queues[(task.lane or 0) % len(shared.queues)].put((self._reader, task))
 
     def wait(self, block: bool = True) -> Sequence[Result]:
@@ -235,6 +243,8 @@ class ThreadPool(WorkerPool):
                 self.close()
                 raise PoolBroken(result)
             results.append(result)
+            if self._awaits:
+                self.group = group_to_await(self._awaits, result.samples * self.num_workers)
         return results
 
     def _write_off(self, shared: _Shared, timeout: float) -> None:
@@ -251,6 +261,8 @@ class ThreadPool(WorkerPool):
                 if task.part is not None:
                     shared.given_up.add((task.run, task.part.number))
                 shared.results.append(Result(task.run, task.seq, error=error))
+            if self._reader is not None:
+                self._reader.give_up(task.run, task.seq)
             if was_leaving:
                 shared.threads.remove(thread)
                 continue
@@ -280,6 +292,8 @@ class ThreadPool(WorkerPool):
             shared.live.discard(run)
 
     def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
         self._job = self._reader = None
         _end_all(self._running)
 
