@@ -350,7 +350,10 @@ def resolved(found: Any) -> Any:
     if type(found) not in AWAITED:
         return found
     awaiter = Awaiter(1)  # while it lives nothing is cancelled
-    return outcome(awaiter.begin([Call(reading.get(), lambda found: found, found)])[0])[0]
+    try:
+        return outcome(awaiter.begin([Call(reading.get(), lambda found: found, found)])[0])[0]
+    finally:
+        del awaiter  # the traceback of an error has this frame
 
 
 def each_sample(dataset: Any) -> Iterator[Any]:

@@ -29,6 +29,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,6 +52,10 @@ CLOSING_GRACE = 0.2
 _pool_numbers = itertools.count()
 
 
+def _nothing() -> None:
+    """No reader."""
+
+
 class _Shared:
     """What the threads of one start of the pool see. They do not see the pool, so it can be collected."""
 
@@ -65,6 +70,7 @@ class _Shared:
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.closing = False
         self.threads: list[_Thread] = []
+        self.reader: Callable[[], Any] = _nothing  # a weak reference
 
     def move(self, queues: int) -> None:
         """Have new queues. What waits in the old ones goes over, and so does each thread."""
@@ -89,6 +95,8 @@ class _Shared:
         self.closing = True
         for tasks in self.queues:
             tasks.put(None)
+        if (reader := self.reader()) is not None:
+            reader.close()
         self.ring()
         left = [one for one in self.threads if one is not threading.current_thread() and one.ident is not None]
         deadline = time.monotonic() + CLOSING_GRACE
@@ -185,6 +193,8 @@ class ThreadPool(WorkerPool):
     def start(self, job: Job) -> None:
         self._job, self._reader = job, reader_for(job, notes_samples=self._watch.timeout is not None)
         self._awaits = at_a_time(job.dataset)
+        for shared in self._running:
+            shared.reader = weakref.ref(self._reader)
         if self.started:
             return
         if self.num_workers > 1:
@@ -193,6 +203,7 @@ class ThreadPool(WorkerPool):
         self.room = 1 << 30
         self._name = f"sharded_loader-{next(_pool_numbers)}-thread"
         shared = _Shared(self.empty, 1 if job.stream is None else self.num_workers)
+        shared.reader = weakref.ref(self._reader)
         self._running.append(shared)
         for number in range(self.num_workers):
             shared.threads.append(_Thread(shared, self._name, number, self.worker_init_fn))
@@ -292,8 +303,6 @@ class ThreadPool(WorkerPool):
             shared.live.discard(run)
 
     def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
         self._job = self._reader = None
         _end_all(self._running)
 
