@@ -55,7 +55,7 @@ class InterruptInParts(InterruptAt):
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         return (
             self
-            if text.startswith(("here.part = ", "reading.set(", "_, here.part = ")))
+            if text.startswith(("here.part = ", "reading.set(", "_, here.part = "))
             else super().__call__(frame, event, arg)
         )
 
