@@ -86,6 +86,9 @@ NextBatch = Callable[[], "int | None"]
 class Dataset:
     """Base of datasets: subclasses write ``__getitem__(index)`` and ``__len__()``.
 
+    ``__getitem__`` may be an ``async def``. Loaders then await many samples at a time: ``concurrency``, an attribute of
+    the dataset, or 64.
+
     Example:
         >>> class Squares(Dataset):
         ...     def __len__(self): return 10
