@@ -152,7 +152,7 @@ def at_a_time(dataset: Any) -> int:
 
 
 class EventLoop:
-    """An event loop in a thread. It ends when nobody has this object any more."""
+    """An event loop in a thread. It ends when this object is collected."""
 
     def __init__(self) -> None:
         import asyncio
@@ -207,7 +207,7 @@ class Read(NamedTuple):
     seconds: float
 
 
-class Call(NamedTuple):
+class ReadCall(NamedTuple):
     """What is to be read: ``get(index)``.
 
     Attributes:
@@ -221,7 +221,7 @@ class Call(NamedTuple):
     weight: int = 1
 
 
-async def _read(call: Call) -> Read:
+async def _read(call: ReadCall) -> Read:
     began, scope = time.perf_counter(), call.scope
     steps: list[Any] = []
     reading.set(scope)
@@ -240,10 +240,10 @@ class _Queue:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limit: int) -> None:
         self.loop, self.limit, self.used = loop, limit, 0
-        self.waiting: deque[tuple[Future[Read], Call]] = deque()
+        self.waiting: deque[tuple[Future[Read], ReadCall]] = deque()
         self.running: dict[Future[Read], asyncio.Task[Read]] = {}
 
-    def add(self, calls: Sequence[tuple[Future[Read], Call]]) -> None:
+    def add(self, calls: Sequence[tuple[Future[Read], ReadCall]]) -> None:
         self.waiting.extend(calls)
         self.start()
 
@@ -290,7 +290,7 @@ class Awaiter:
         self._queue = _Queue(self._events.loop, limit)
         weakref.finalize(self, _call, self._queue.loop, self._queue.cancel)
 
-    def begin(self, calls: Sequence[Call]) -> list[Future[Read]]:
+    def begin(self, calls: Sequence[ReadCall]) -> list[Future[Read]]:
         """Read these, when it is their turn. Any thread.
 
         Raises:
@@ -351,7 +351,7 @@ def resolved(found: Any) -> Any:
         return found
     awaiter = Awaiter(1)  # while it lives nothing is cancelled
     try:
-        return outcome(awaiter.begin([Call(reading.get(), lambda found: found, found)])[0])[0]
+        return outcome(awaiter.begin([ReadCall(reading.get(), lambda found: found, found)])[0])[0]
     finally:
         del awaiter  # the traceback of an error has this frame
 

@@ -54,7 +54,7 @@ from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.pack import Packed
 from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assembler, refuse_async
 from sharded_loader.data.arrays import as_bulk, as_items, takes_arrays
-from sharded_loader.data.awaiting import AWAITED, CONCURRENCY, Awaiter, Call, Read, at_a_time, outcome, resolved
+from sharded_loader.data.awaiting import AWAITED, CONCURRENCY, Awaiter, Read, ReadCall, at_a_time, outcome, resolved
 from sharded_loader.data.bulk import NOT_IN_BULK, listed
 from sharded_loader.data.datasets import RETRIES
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board, phase
@@ -237,7 +237,7 @@ class Reader:
         began = time.perf_counter()
         at = BatchScope(self._job.seed, task.epoch)
         at.task, at.worker, at.empty, at.board = task, worker, empty, list(UNUSED) if board is None else board
-        at.skipped, at.lost, at.awaited = [], [], {}
+        at.skipped, at.lost, at.awaited = [], [], self._begun_of(task) if self.reads_ahead else {}
         if measure is not None:
             at.measure = measure
         batches: list[Any] = []
@@ -246,10 +246,6 @@ class Reader:
         try:
             reading.set(at)
             at.indices = task.shards[0]
-            if self.reads_ahead:
-                if (task.run, task.seq) not in self._begun:
-                    self._begun[task.run, task.seq] = self._begin(task)
-                at.awaited = self._begun[task.run, task.seq]
             if self._set_epoch is not None and task.epoch != self._epoch:
                 self._tell_epoch(task.epoch)
             batches, error = self._make_batches(at)
@@ -260,8 +256,7 @@ class Reader:
         finally:
             reading.set(before)
             if at.awaited:
-                self._begun.pop((task.run, task.seq), None)
-                self._cancel(at.awaited)
+                self._cancel(at.awaited, task)
         batch = NOTHING if not batches else batches if task.sharded else batches[0]
         count = sum(map(len, task.shards)) - at.dropped if batches else 0
         ended = time.perf_counter()
@@ -356,8 +351,13 @@ class Reader:
         if self.reads_ahead and not task.careful:
             self._begun[task.run, task.seq] = self._begin(task)
 
+    def _begun_of(self, task: Task) -> Awaited:
+        if (task.run, task.seq) not in self._begun:
+            self._begun[task.run, task.seq] = self._begin(task)
+        return self._begun[task.run, task.seq]
+
     def give_up(self, run: int, seq: int) -> None:
-        """Nobody wants this task any more: cancel what is awaited for it. Any thread."""
+        """This task is not wanted any more: cancel what is awaited for it. Any thread."""
         self._cancel(self._begun.pop((run, seq), {}))
 
     def close(self) -> None:
@@ -365,7 +365,9 @@ class Reader:
         if self._awaiter is not None:
             self._awaiter.cancel()
 
-    def _cancel(self, awaited: Awaited) -> None:
+    def _cancel(self, awaited: Awaited, task: Task | None = None) -> None:
+        if task is not None:
+            self._begun.pop((task.run, task.seq), None)
         left = [future for futures in awaited.values() for future in futures if not future.done()]
         if self._awaiter is not None and left:
             self._awaiter.cancel(left)
@@ -374,7 +376,7 @@ class Reader:
 
     def _begin(self, task: Task) -> Awaited:
         in_bulk = self._get_items is not None
-        assert self._awaiter is not None  # it is read ahead
+        assert self._awaiter is not None  # see `reads_ahead`
         return {number: self._begin_shard(task, number, in_bulk, self._awaiter) for number in range(len(task.shards))}
 
     def _begin_shard(self, task: Task, number: int, in_bulk: bool, awaiter: Awaiter) -> list[Future[Read]]:
@@ -382,10 +384,10 @@ class Reader:
         owners: dict[int, Any] = {}  # what one sample has found of the transforms, the others need not look for
         if in_bulk and self._get_items is not None:
             scope = SampleScope(seed, task.epoch, indices=indices, owners=owners)
-            return awaiter.begin([Call(scope, self._get_items, indices, len(indices))])
+            return awaiter.begin([ReadCall(scope, self._get_items, indices, len(indices))])
         get = partial(operator.getitem, self._dataset)
         scopes = [SampleScope(seed, task.epoch, index, owners=owners) for index in indices]
-        return awaiter.begin([Call(scope, get, scope.index) for scope in scopes])
+        return awaiter.begin([ReadCall(scope, get, scope.index) for scope in scopes])
 
     def _awaited(self, number: int, at: BatchScope, in_bulk: bool = False) -> AwaitedSamples:
         """What is awaited of a shard. If a bulk read has failed, its samples are awaited one by one."""

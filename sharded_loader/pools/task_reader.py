@@ -30,7 +30,6 @@ from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pac
 from sharded_loader.engine.reader import Reader, reading_in
 from sharded_loader.memory.codec import Encoded, End, Moving, SetApart, SlotWriter, encode, set_apart
 from sharded_loader.memory.exceptions import encode_error
-from sharded_loader.pools.process.link import unpack_tasks
 from sharded_loader.randomness.global_generators import seed_as_torch, seed_globals, seeded_globals
 from sharded_loader.randomness.rng import derive_key
 
@@ -156,11 +155,15 @@ class TaskReader:
             seed=self._seed_globals,
         )
 
-    def look_ahead(self, content: bytes | memoryview) -> None:
-        """Begin to await the samples of tasks (`link.pack_tasks`) before their turn, where samples are awaited."""
+    def look_ahead(self, unpack: Callable[[], Any]) -> None:
+        """Begin to await the samples of tasks before their turn, where samples are awaited.
+
+        Args:
+            unpack: what `link.unpack_tasks` returns for them.
+        """
         reader = self._reader
         if reader is not None and reader.reads_ahead:
-            for run, _, _, fields in unpack_tasks(content):
+            for run, _, _, fields in unpack():
                 if type(fields) is not bytes and run not in self.cancelled:  # no code of the user's runs here
                     reader.begin(task_of(fields))
 

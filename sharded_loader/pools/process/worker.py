@@ -33,6 +33,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any, NoReturn
 
@@ -112,7 +113,7 @@ class WorkerThreads:
                         self._reading.cancelled.add(run)
                     self._jobs += kind == link.JOB
                     if kind == link.TASKS and self._jobs == self._taken:  # otherwise the reader is another one soon
-                        self._reading.look_ahead(content)
+                        self._reading.look_ahead(partial(link.unpack_tasks, content))
                     self._inbox.put((kind, run, content, message.buffers))
         except (EOFError, OSError):
             self._inbox.put(None)
