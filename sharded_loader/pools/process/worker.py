@@ -1,6 +1,7 @@
 """A worker process, from its first line to its last.
 
     receiver thread:  pipe -> inbox                            always drains, so the main process's sends never wait
+                           -> TaskReader.look_ahead            samples of an async def are awaited before their turn
     main thread:      inbox -> TaskReader -> slot, packed reply -> pipe
 
 The main thread notes on the board where it is. So a main process that finds it dead or silent can say in which batch,
@@ -32,6 +33,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any, NoReturn
 
@@ -88,6 +90,7 @@ class WorkerThreads:
         self._segments: dict[int, np.ndarray[Any, Any] | OSError] = {}
         self._max_memory: int | None = None
         self._batches, self._next_look = -1, 0.0  # since the start, which counts as one
+        self._jobs = self._taken = 0  # jobs that have come, and those that were taken
         self._enough, self._next_exact = 0, 0.0
 
     # -- receiver thread ------------------------------------------------------------------------------------
@@ -108,6 +111,9 @@ class WorkerThreads:
                 else:
                     if kind == link.CANCEL:  # at once: the message lies behind the last of the tasks
                         self._reading.cancelled.add(run)
+                    self._jobs += kind == link.JOB
+                    if kind == link.TASKS and self._jobs == self._taken:  # otherwise the reader is another one soon
+                        self._reading.look_ahead(partial(link.unpack_tasks, content))
                     self._inbox.put((kind, run, content, message.buffers))
         except (EOFError, OSError):
             self._inbox.put(None)
@@ -185,6 +191,7 @@ class WorkerThreads:
             return new
 
         failure = self._reading.begin(load)
+        self._taken += 1
         self._send(link.pack_head(link.READY) if failure is None else link.pack_head(link.FAILED) + failure)
         if failure is None and self._max_memory is not None:
             self._look_at_memory(self._max_memory)
