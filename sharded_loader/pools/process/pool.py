@@ -139,6 +139,8 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         self.start_method: Any = choose_start_method(start_method)
         self._transport = ProcessTransport(self.num_workers, self.start_method, max_bytes)
         self._supervisor = Supervisor(self._transport, self.restarts, self.timeout)
+        # False: they live for one epoch. A template takes as long as a worker, so there is none before one dies.
+        self.workers_last = True
 
     def use_memory(
         self, empty: Empty, register: Register, *, pinned: Empty | None = None, near: FindNear = Near
@@ -230,6 +232,8 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         workers, poller = transport.workers, transport.poller
         if not workers:
             return ()
+        if transport.lacks_template and self.workers_last and self._sizes.wanted and supervisor.new:
+            transport.make_template(supervisor.new)  # behind the first batch, which it would delay
         watched = [*workers, *transport.leaving]
         # Taken away while it is used: a signal handler may call `next`, and a poller cannot be used twice at a time.
         transport.poller = None

@@ -144,6 +144,7 @@ class Template:
 
     Attributes:
         finished: whether it has been told to end: it reaps its workers when it likes.
+        has_forked: whether there were any.
 
     Raises:
         OSError: the process cannot be forked.
@@ -161,7 +162,7 @@ class Template:
         finally:
             theirs.close()
         self._lost = ""  # why it can be asked no more
-        self.finished = False
+        self.finished = self.has_forked = False
 
     def fork(self, number: int, num_workers: int, conn: Any) -> ForkedWorker:
         """A new worker.
@@ -177,6 +178,7 @@ class Template:
         """
         # The worker holds the other end: where there is no pidfd, that is how its death is noticed.
         sentinel, held = os.pipe()
+        self.has_forked = True
         try:
             pid = self._ask(_FORK, number, num_workers, conn.fileno(), held)
             if pid < 0:
@@ -312,7 +314,6 @@ class _Serving:
         theirs.close()
         self.control.setblocking(True)  # whatever the user's socket.setdefaulttimeout says
         self._ignore_signals()
-        worker.limit_threads()
         try:
             while True:
                 data, descriptors, _, _ = socket.recv_fds(self.control, _REQUEST.size, 2)
@@ -370,7 +371,7 @@ class _Serving:
         for signal_number, handler in self.handlers.items():
             signal.signal(signal_number, handler)
         try:
-            worker.main(Connection(fd), number, num_workers, self.new_job, limited=True, held=held)
+            worker.main(Connection(fd), number, num_workers, self.new_job, held=held)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
