@@ -129,10 +129,9 @@ def main() -> None:
                 for kind in KINDS:
                     times = [found[f"{kind} {name}"] for name in LOADERS]
                     shown = [f"{1000 * statistics.median(one):.1f} ({1000 * min(one):.1f})" for one in times]
-                    shown += [
-                        f"{statistics.median(map(lambda t, o: t / o, times[2], one)):.2f} ({min(times[2]) / min(one):.2f})"
-                        for one in times[:2]
-                    ]
+                    for one in times[:2]:
+                        ratio = statistics.median(other / own for other, own in zip(times[2], one, strict=True))
+                        shown.append(f"{ratio:.2f} ({min(times[2]) / min(one):.2f})")
                     size = "500 MB" if heap else "small"
                     print(f"| {workers} {method} | {size} | {kind} | {' | '.join(shown)} |", flush=True)
 

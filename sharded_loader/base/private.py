@@ -352,7 +352,7 @@ def note_prepared(accelerator: Any, loader: Any) -> None:
         accelerator._dataloaders.append(loader)
 
 
-# -- threadpoolctl ---------------------------------------------------------------------------------------------------------
+# -- threadpoolctl -----------------------------------------------------------------------------------------------------
 
 
 def limit_to_one_thread(library: Any) -> None:

@@ -178,6 +178,12 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             warn_of_open_file(job.dataset, "forked processes")
         notes_samples = self.timeout is not None or self.restarts <= 1  # otherwise a task is read a second time
         self._start(NewJob(job, self.worker_init_fn, notes_samples, self.max_worker_memory))
+        self.unsettled = self.start_method == "fork" and self.workers_last
+
+    def settle(self) -> None:
+        super().settle()
+        if self._supervisor.new and self.started:
+            self._transport.make_template(self._supervisor.new)
 
     def resize(self, num_workers: int) -> None:
         if check_num_workers(num_workers) > self.num_workers:
@@ -232,8 +238,6 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         workers, poller = transport.workers, transport.poller
         if not workers:
             return ()
-        if transport.lacks_template and self.workers_last and self._sizes.wanted and supervisor.new:
-            transport.make_template(supervisor.new)  # behind the first batch, which it would delay
         watched = [*workers, *transport.leaving]
         # Taken away while it is used: a signal handler may call `next`, and a poller cannot be used twice at a time.
         transport.poller = None

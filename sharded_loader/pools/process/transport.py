@@ -199,7 +199,6 @@ class ProcessTransport(Transport[ProcessWorker]):
         wake_reader: the pipe that `wake` writes to.
         arena: the slots that batches lie in.
         template, published, inherited, boards, lifeline: what workers start with; None if there is none.
-        lacks_template: it is to be forked, but beside the first workers it would delay the first batch.
     """
 
     def __init__(self, num_workers: int, start_method: str, max_bytes: int | None) -> None:
@@ -225,7 +224,6 @@ class ProcessTransport(Transport[ProcessWorker]):
         self._publications = itertools.count(-1, -1)
         self._oom_kills: int | None = None
         self._is_up = False  # the workers have been started: one that is launched now joins them
-        self.lacks_template = False
         self._pid = os.getpid()
         _in_use[id(self)] = self
 
@@ -262,15 +260,15 @@ class ProcessTransport(Transport[ProcessWorker]):
                         self.launch_all(new)
             self._send_jobs()
         self._is_up = True
-        self.lacks_template = self.start_method == "fork" and can_pass_descriptors()
         return begun
 
     def make_template(self, new: NewJob) -> None:
-        """Fork the template."""
-        self.lacks_template = False
+        """Fork the template, if there is none."""
+        if self.template is not None or not can_pass_descriptors():
+            return
         try:
             with uninterrupted():
-                self.template = self.template or template.Template(new)
+                self.template = template.Template(new)
         except OSError as error:
             template.warn(f"the process that workers are forked from could not be forked ({error}); {_AS_IT_IS_NOW}")
 
@@ -500,7 +498,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         """End the workers, after `BUSY_GRACE` or `CLOSING_GRACE` by SIGKILL."""
         workers, self.workers, self.leaving = [*self.workers, *self.leaving], [], []
         self.poller = None
-        self._is_up = self.lacks_template = False
+        self._is_up = False
         ended, self.template = self.template, None
         self.ended.clear()
         for worker in workers:
