@@ -7,7 +7,9 @@
                  <--- exit code ------
 
 A worker that is replaced in the middle of training must not be forked from the main process: by then that has threads,
-locks and a GPU context, and its dataset may have changed. The template has one thread and the dataset as it was.
+locks and a GPU context, and its dataset may have changed. The template has one thread and the dataset as it was. The
+first workers are forked from the main process. The template follows in the step after the first batch, which it would
+delay. Where workers live for one epoch there is none before one of them dies.
 
 It reaps a child only when it is told to, so a pid that the main process knows is that of its worker until then. It ends
 with the pipe to the main process, when that shuts it or dies. Before, it reaps the workers that are left, which have
