@@ -1,4 +1,4 @@
-"""A store that answers after 20 ms, read by an ``async def __getitem__``: ``python -m benchmarks.awaited``. Half a minute.
+"""A store that answers after 20 ms, read by an ``async def __getitem__``: ``python -m benchmarks.awaited``. 30 s.
 
     bare        asyncio.gather of 64 samples at a time, and nothing else
     the rest    one worker of each pool, by the size of a batch

@@ -81,7 +81,9 @@ def make_pool(loader: DataLoader[Any]) -> Pool:
     timeout, count = loader.timeout or None, loader.num_workers if loader._tuner is None else loader._tuner.workers
     if loader.thread_pool:
         return ThreadPool(count, worker_init_fn=loader.worker_init_fn, timeout=timeout)
-    return _processes(loader, count)
+    pool = _processes(loader, count)
+    pool.workers_last = loader.persistent_workers
+    return pool
 
 
 def _processes(loader: DataLoader[Any], count: int) -> ProcessPool:

@@ -43,7 +43,7 @@ from sharded_loader.base.errors import FULL_TRACEBACKS, format_traceback
 from sharded_loader.base.interrupts import python_handlers
 from sharded_loader.base.limits import own_bytes, private_bytes
 from sharded_loader.base.notices import logger
-from sharded_loader.base.private import end_compiling
+from sharded_loader.base.private import end_compiling, limit_to_one_thread
 from sharded_loader.base.system import ONE_THREAD, is_on, why_refused, write_to_stderr
 from sharded_loader.engine.board import IDLE, SAMPLE, TOLD, board_in
 from sharded_loader.engine.grouping import GROUP_SECONDS
@@ -264,7 +264,7 @@ def main(
         number: number of the worker, from 0.
         num_workers: how many there are.
         inherited: the job under fork; otherwise None, and it comes as the first message.
-        limited: libraries have been limited to one thread, before any was loaded or in the `template`.
+        limited: libraries have been limited to one thread, before any was loaded.
         held: a descriptor that is open for as long as the worker lives, if it knows of one.
     """
     keep_from_children(conn, held)
@@ -321,16 +321,23 @@ def write_stacks(until: str) -> None:
         logger.info("all frames of the worker that made no progress:\n%s", full)
 
 
-def limit_threads() -> None:
-    """Limit libraries to one thread each, in this process and in those that it forks.
-
-    Once in the template, and not in each worker: there OpenBLAS would first start a thread for every core, and each
-    thread waits actively for 30 ms. Eight workers on two cores: 250 ms until the end of an epoch of no work, now 140.
-    """
+def find_libraries() -> None:
+    """Find the libraries that start threads, for the workers that this process forks: 9 ms beside torch, then 2."""
     import threadpoolctl  # 2 ms, where it has not been inherited
 
+    _libraries[:] = threadpoolctl.ThreadpoolController().lib_controllers
+
+
+_libraries: list[Any] = []
+
+
+def limit_threads() -> None:
+    """Limit libraries to one thread each, in this process and in those that it forks."""
     os.environ.update(ONE_THREAD)
-    threadpoolctl.threadpool_limits(1)
+    if not _libraries:
+        find_libraries()
+    for library in _libraries:
+        limit_to_one_thread(library)
 
 
 def _crash(conn: Any, error: BaseException) -> NoReturn:
