@@ -5,15 +5,18 @@
     allocate(fd, nbytes)        posix_fallocate, else zeros are written
     can_pass_descriptors()      False: the other process opens them by name, under /proc
     with locked(fd):            lockf, else msvcrt: one process and one thread at a time; who dies loses the lock
+    with alone(name, waiting):  a socket's name, else a file's lock: the same for a name; leaves nothing on Linux
 
     is_readable(fd)             whether a read would return at once
     write_whole(path, data)     a file that appears when it is whole
+    with lock_at(path):         a file that only serves as a lock: one thread of one process at a time
     write_to_stderr(text)       straight to descriptor 2, where the processes of a program write side by side
     core_seconds()              how long this thread has run, and has waited for a core
     why_refused(error)          an OSError of these calls in words
 
     integer("RANK", 0, least=0, advice="")   the number that an environment variable holds; an error names the variable
     is_on("SHARDED_LOADER_PORTABLE")         whether an environment variable switches something on
+    job_of_ranks()                           what the ranks of a job have in common
 
 A call is tried, and its twin is used when the call fails. ``hasattr`` tells only what Python was built with: an old
 kernel says ENOSYS, a seccomp profile of a container says EPERM, EACCES or what its author chose.
@@ -26,15 +29,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import itertools
 import os
 import select
 import socket
+import struct
 import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +56,9 @@ PREFIX = "sharded_loader"
 
 ALLOCATED_AT_ONCE = 32 << 20
 """Bytes per `posix_fallocate`: 8 ms."""
+
+LOCK_POLL = 0.005
+"""Seconds between two looks at a lock that others hold."""
 
 _NO_ROOM = {getattr(errno, name) for name in ("ENOSPC", "ENOMEM", "EDQUOT", "EFBIG", "EIO") if hasattr(errno, name)}
 """Errors of an allocation that mean what they say: there is no room. All others mean that the call does not work."""
@@ -91,7 +99,7 @@ def _open_shm(label: str) -> tuple[int, str]:
         shared = posix_shared_memory()
     except ImportError as error:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from error
-    name = f"/{PREFIX}-{os.getpid()}-{os.urandom(8).hex()}"
+    name = f"/{label}-{os.getpid()}-{os.urandom(8).hex()}"
     try:
         fd: int = shared.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
     finally:  # also when a Ctrl-C comes in between
@@ -164,11 +172,17 @@ _file_lock = threading.RLock()
 
 _has_lock = False
 
+_names: set[socket.socket] = set()
+"""Sockets whose names this process holds, or asks for."""
+
 
 def _begin_afresh() -> None:
-    """In a forked child: another thread, which is gone there, may have held the lock."""
+    """In a forked child: another thread, which is gone there, may have held the lock. The names are the parent's."""
     global _file_lock, _has_lock
     _file_lock, _has_lock = threading.RLock(), False
+    for name in _names:
+        name.close()
+    _names.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -224,6 +238,76 @@ def close_locked(fd: int) -> None:
     """Close a descriptor of a file that `locked` is used for."""
     with _file_lock:
         os.close(fd)
+
+
+def lock_at(path: Any) -> Any:
+    """A lock that all processes of this machine share by the name of a file. Each call makes another lock object.
+
+    Raises:
+        OSError, NotImplementedError: when it is taken, if the file system has no locks, or the file cannot be made.
+    """
+    from filelock import FileLock
+
+    return FileLock(path, thread_local=False, poll_interval=LOCK_POLL)
+
+
+POLLS_PER_SECOND = 100
+"""Tries to get a name that others hold: 0.1 % of a core."""
+
+
+@contextlib.contextmanager
+def alone(name: str, waiting: Callable[[int, int], object]) -> Iterator[None]:
+    """Hold a name inside the block: one process of this machine, and one of its threads, at a time.
+
+    A process that dies loses it. On Linux it is the name of a socket, which is in no folder. Elsewhere it is the lock
+    of an empty file in the folder for temporary files, and the file stays.
+
+    Args:
+        name: the name.
+        waiting: called each second until the name is free, with the seconds so far, and the process that holds it
+            (0: unknown).
+
+    Raises:
+        PermissionError: another user holds it.
+
+    Example:
+        >>> with alone("sharded_loader-example", print):
+        ...     pass
+    """
+    if not sys.platform.startswith("linux"):
+        with lock_at(os.path.join(tempfile.gettempdir(), f"{name}.lock")):
+            yield
+        return
+    with socket.socket(socket.AF_UNIX) as holder:
+        _names.add(holder)
+        try:
+            for tries in itertools.count():
+                try:
+                    holder.bind(f"\0{name}")
+                    holder.listen()
+                    break
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:
+                        raise
+                if tries % POLLS_PER_SECOND == 0:
+                    waiting(tries // POLLS_PER_SECOND, _holder_of(name))
+                time.sleep(1 / POLLS_PER_SECOND)
+            yield
+        finally:
+            _names.discard(holder)
+
+
+def _holder_of(name: str) -> int:
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.setblocking(False)
+        try:
+            asking.connect(f"\0{name}")
+        except OSError:  # it is free by now, or its process does not listen yet
+            return 0
+        pid, uid, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if uid != os.getuid():
+        raise PermissionError(f"another user (process {pid}) holds the name {name}: use another key")
+    return int(pid)
 
 
 def write_at(fd: int, data: Any, offset: int) -> None:
@@ -379,6 +463,31 @@ def integer(name: str, default: int, *, least: int, advice: str, environ: Mappin
     raise ValueError(
         f"the environment variable {name} is {given!r}; it must be an integer of at least {least}: {advice}"
     )
+
+
+JOB = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT")
+"""Environment variables that are the same for all ranks of a job, and differ between jobs."""
+
+LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+"""Environment variables that number the ranks of a machine."""
+
+
+def job_of_ranks(environ: Mapping[str, str] = os.environ) -> str | None:
+    """A text that the ranks of a job have in common on this machine; None if this process does not seem to be a rank.
+
+    Ranks have variables of torchrun, SLURM or MPI, or are started by multiprocessing, as by ``torch``'s ``mp.spawn``.
+
+    Example:
+        >>> job_of_ranks({"RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
+        'localhost 29500'
+        >>> job_of_ranks({}) is None
+        True
+    """
+    parent_process: Any = getattr(sys.modules.get("multiprocessing.process"), "parent_process", None)
+    is_child = parent_process is not None and parent_process() is not None
+    if not is_child and not any(environ.get(name) for name in ("RANK", *LOCAL_RANKS)):
+        return None
+    return " ".join(environ[name] for name in JOB if environ.get(name)) or f"of {os.getppid()}"
 
 
 def is_on(name: str, environ: Mapping[str, str] = os.environ) -> bool:

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, leave_frames, name_of_batch
 from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.base.private import is_owned
+from sharded_loader.data.inspection import is_read_once
 from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
 from sharded_loader.engine.order import Epoch
 from sharded_loader.engine.pieces import LATE_SECONDS, Pieces
@@ -254,6 +255,8 @@ class Pipeline:
         self.pool.waiting = False
         if self._dropped:
             self._drop()
+        if self.pool.unsettled:
+            self.pool.settle()
         return inside
 
     def end(self, inside: bool) -> None:
@@ -416,9 +419,11 @@ class Pipeline:
         """The consumer waits. Idle workers read what others are late with; the first answer counts."""
         pieces, pool, job = self._pieces, self.pool, self._job
         usual = pieces.usual()
-        if usual is None or job is None or job.stream is not None or getattr(job.dataset, "read_once", False):
+        if usual is None or job is None or job.stream is not None or not pool.shares_batches:
             return
-        for late, tasks in pool.late(usual, now):
+        if not (found := pool.late(usual, now)) or is_read_once(job.dataset):
+            return
+        for late, tasks in found:
             for task in tasks:
                 key, is_free = (task.run, task.seq), task.lane is None or pool.shares_dataset
                 if key in pieces.twice or task.run not in self._runs or task.part is not None or not is_free:

@@ -70,6 +70,7 @@ class Pool(ABC):
         empty: gives the memory that batches are put together in, where that is this process's own.
         worker_init_fn: called with its number in each worker when it starts.
         timeout: seconds that a worker may stand still; None: for ever.
+        unsettled: `settle` is to be called in the next step.
         waiting: `wait` only waits at this moment, or runs the user's code, and has changed nothing.
     """
 
@@ -81,6 +82,7 @@ class Pool(ABC):
     shares_dataset: bool = True
     shares_batches: bool = False
     is_here: bool = True
+    unsettled: bool = False
     waiting: bool = False
     worker_init_fn: Callable[[int], Any] | None = None
     timeout: float | None = None
@@ -107,6 +109,10 @@ class Pool(ABC):
     @abstractmethod
     def start(self, job: Job) -> None:
         """Start the workers; those that run already are sent the new job before any later task."""
+
+    def settle(self) -> None:
+        """Do what `start` has left for the step behind it, because it would delay the first batch."""
+        self.unsettled = False
 
     @abstractmethod
     def submit(self, tasks: Sequence[Task]) -> None:
@@ -205,10 +211,11 @@ class WorkerPool(Pool):
         check_init_fn(worker_init_fn)
         self.worker_init_fn = worker_init_fn
         self.timeout = check_timeout(timeout)
-        self._stands: dict[Any, tuple[tuple[int, ...], float]] = {}  # where each worker was, and since when
+        # Where each worker was, and since when. Weakly: a finalizer ends the workers, and this object may stay.
+        self._stands: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], float]] = weakref.WeakKeyDictionary()
 
     def late(self, usual: float, now: float) -> list[tuple[Any, list[Task]]]:
-        before, self._stands = self._stands, {}
+        before, self._stands = self._stands, weakref.WeakKeyDictionary()
         found: list[tuple[Any, list[Task]]] = []
         is_idle = False
         for worker, board, tasks in self._at_work():

@@ -29,6 +29,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,8 +37,10 @@ from typing import Any
 from sharded_loader.base.errors import add_note, as_exception
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.batching.protocol import Empty
+from sharded_loader.data.awaiting import at_a_time
 from sharded_loader.data.inspection import warn_of_open_file
 from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
+from sharded_loader.engine.grouping import group_to_await
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.pool import PoolBroken, WorkerPool
 from sharded_loader.pools.deaths import Watch, timed_out
@@ -50,6 +53,10 @@ CLOSING_GRACE = 0.2
 """Seconds that `close` waits for threads that are in the user's code."""
 
 _pool_numbers = itertools.count()
+
+
+def _nothing() -> None:
+    """No reader."""
 
 
 class _Shared:
@@ -67,6 +74,7 @@ class _Shared:
         self.closing = False
         self.threads: list[_Thread] = []
         self.left_behind: list[_Thread] = []  # late with a sample that another thread has read meanwhile
+        self.reader: Callable[[], Any] = _nothing  # a weak reference
 
     def move(self, queues: int) -> None:
         """Have new queues. What waits in the old ones goes over, and so does each thread."""
@@ -91,6 +99,8 @@ class _Shared:
         self.closing = True
         for tasks in self.queues:
             tasks.put(None)
+        if (reader := self.reader()) is not None:
+            reader.close()
         self.ring()
         left = [one for one in self.threads if one is not threading.current_thread() and one.ident is not None]
         deadline = time.monotonic() + CLOSING_GRACE
@@ -132,7 +142,9 @@ class _Thread(threading.Thread):
                 tasks.put(None)  # for the next thread
                 continue
             reader, task = taken
-            if task.run in shared.live:
+            if task.run not in shared.live:
+                reader.give_up(task.run, task.seq)
+            else:
                 board[RUN], board[SEQ], board[SAMPLE] = task.run, task.seq, BEGINNING
                 self.task = task
                 result = Result(task.run, task.seq, NOTHING)
@@ -172,11 +184,11 @@ class ThreadPool(WorkerPool):
         self, num_workers: int, *, worker_init_fn: Callable[[int], Any] | None = None, timeout: float | None = None
     ) -> None:
         super().__init__(num_workers, worker_init_fn, timeout)
-        self.shares_batches = True
         self._watch = Watch(self.timeout)
         self._reader: Any = None  # a `Reader` while the pool runs
         self._job: Job | None = None  # likewise
         self._running: list[_Shared] = []  # one, or none
+        self._awaits = 0
 
     @property
     def started(self) -> bool:
@@ -184,6 +196,10 @@ class ThreadPool(WorkerPool):
 
     def start(self, job: Job) -> None:
         self._job, self._reader = job, reader_for(job, notes_samples=self._watch.timeout is not None)
+        self._awaits = at_a_time(job.dataset)
+        self.shares_batches = not self._awaits
+        for shared in self._running:
+            shared.reader = weakref.ref(self._reader)
         if self.started:
             return
         if self.num_workers > 1:
@@ -192,6 +208,7 @@ class ThreadPool(WorkerPool):
         self.room = 1 << 30
         self._name = f"sharded_loader-{next(_pool_numbers)}-thread"
         shared = _Shared(self.empty, 1 if job.stream is None else self.num_workers)
+        shared.reader = weakref.ref(self._reader)
         self._running.append(shared)
         for number in range(self.num_workers):
             shared.threads.append(_Thread(shared, self._name, number, self.worker_init_fn))
@@ -220,6 +237,8 @@ class ThreadPool(WorkerPool):
         for shared in self._running:
             for task in tasks:
                 shared.live.add(task.run)
+                if self._awaits:
+                    self._reader.begin(task)
                 shared.queues[(task.lane or 0) % len(shared.queues)].put((self._reader, task))
 
     def wait(self, block: bool = True) -> Sequence[Result]:
@@ -240,6 +259,8 @@ class ThreadPool(WorkerPool):
                 self.close()
                 raise PoolBroken(result)
             results.append(result)
+            if self._awaits:
+                self.group = group_to_await(self._awaits, result.samples * self.num_workers)
         return results
 
     def _write_off(self, shared: _Shared, timeout: float) -> None:
@@ -256,6 +277,8 @@ class ThreadPool(WorkerPool):
                 if task.part is not None:
                     shared.given_up.add((task.run, task.part.number))
                 shared.results.append(Result(task.run, task.number, error=error))
+            if self._reader is not None:
+                self._reader.give_up(task.run, task.seq)
             if was_leaving:
                 shared.threads.remove(thread)
                 continue
@@ -305,7 +328,6 @@ class ThreadPool(WorkerPool):
 
     def close(self) -> None:
         self._job = self._reader = None
-        self._stands.clear()
         _end_all(self._running)
 
     def closer(self) -> Callable[[], None]:
