@@ -211,6 +211,9 @@ OnError = Literal["raise", "skip", "replace"] | Callable[[Any], Any]
 PIECE = 1 << 40
 """Pieces of batch n, which several workers read, have the numbers n + PIECE, n + 2 * PIECE, ... (`engine.pieces`)."""
 
+SECOND = 1 << 60
+"""What a second worker reads, because the first one is late, has the number n + SECOND; n is of a batch or a piece."""
+
 
 class Task(NamedTuple):
     """One batch to make. A named tuple, like `Result`: made and pickled in half the time of a frozen dataclass.
@@ -245,13 +248,18 @@ class Task(NamedTuple):
 
     @property
     def number(self) -> int:
-        """The number of the batch, also where the task asks for a piece of it."""
+        """The number of the batch, also where the task asks for a piece of it, or is read by a second worker."""
         return self.seq % PIECE if self.seq >= PIECE else self.seq
+
+    @property
+    def is_piece(self) -> bool:
+        """Whether it asks for a piece of a batch."""
+        return self.seq >= PIECE and self.seq % SECOND >= PIECE
 
     @property
     def key(self) -> int:
         """What the batch's own random numbers are keyed by. The seq of iterable data depends on what is known."""
-        return self.seq if self.part is None else self.position
+        return self.number if self.part is None else self.position
 
 
 class Result(NamedTuple):

@@ -2,7 +2,7 @@
 
     limit_of(usual, busy, workers) -> seconds      may the worker of a batch answer with the samples that it has?
     cuts(begin, end, seconds, workers) -> places   where a batch is cut into pieces
-    Pieces                                         what has come of the batches that are shared out
+    BatchPieces                                      what has come of the batches that are shared out
 
     task, with a limit      ->  a batch: it was cheap, or it has to be read by one worker
                             ->  its first samples  ->  pieces, for all workers  ->  samples  ->  task, with these
@@ -16,8 +16,12 @@ error is then that of one reader.
 A worker keeps the whole batch if a sample has drawn from the global generators: samples that come later would draw
 other numbers in another worker. Samples go through the main process as bytes. It neither reads nor makes any.
 
-The pipeline's lock guards a `Pieces`. It owns samples until they are sent on. While any batch is shared out, a worker
-holds one task at a time: otherwise a piece would wait behind a batch.
+The pipeline's lock guards a `BatchPieces`. It owns samples until they are sent on. While any batch is shared out, a
+worker holds one task at a time: otherwise a piece would wait behind a batch. Samples that are awaited are neither
+shared out nor read twice: one worker awaits many of them already.
+
+A task of a worker that is late is read by a second one too. It has a number of its own there (`SECOND`), so that both
+answer it, and both may die over it, as if these were two tasks. The pipeline takes the first answer.
 """
 
 from __future__ import annotations
@@ -113,7 +117,7 @@ def late_after(usual: float, samples: int) -> float:
 
 
 @dataclass
-class Shared:
+class SharedOut:
     """A batch that is shared out, or that may be.
 
     Attributes:
@@ -135,19 +139,20 @@ class Shared:
     is_whole: bool = True
 
 
-class Pieces:
+class BatchPieces:
     """The batches of one pool that are shared out.
 
     Attributes:
         recent: seconds of the last batches.
         open: batches that are shared out, or may be, by run and number, until they have come.
-        twice: tasks that two workers read, by run and seq: the late one. None: an answer has come.
+        twice: tasks that two workers read, by run and seq: the late one; () if it has since
+            come with its first samples. None: an answer has come.
         ready: tasks that follow from what has come, the first batch first.
     """
 
     def __init__(self) -> None:
         self.recent: deque[float] = deque(maxlen=NOTED)
-        self.open: dict[tuple[int, int], Shared] = {}
+        self.open: dict[tuple[int, int], SharedOut] = {}
         self.ready: list[Task] = []
         self.twice: dict[tuple[int, int], Any] = {}
         self._sample_seconds = 0.0
@@ -168,10 +173,6 @@ class Pieces:
         self.forget()
         self.recent.clear()
         self._is_trusted = False
-
-    def may_share(self) -> bool:
-        """Whether batches are slow, or nothing is known of them, or one is shared out."""
-        return bool(self.open) or not self.recent or self.recent[-1] >= SLOW_SECONDS
 
     def room(self, busy: int, workers: int) -> int:
         """How many tasks the workers may be given now.
@@ -197,7 +198,7 @@ class Pieces:
         limit = limit_of(self.usual(), busy, workers)
         if limit is None or task.seq < 0 or not is_free or sum(map(len, task.shards)) < 2:
             return [task]
-        shared = self.open[task.run, task.seq] = Shared(task)
+        shared = self.open[task.run, task.seq] = SharedOut(task)
         if self._is_trusted and limit == 0:
             self._cut(shared, 0, workers)
             return []
@@ -256,7 +257,7 @@ class Pieces:
         """A task is ready. The first batch comes first, and in front of its pieces."""
         bisect.insort(self.ready, task, key=lambda one: (one.run, one.number, one.seq))
 
-    def _cut(self, shared: Shared, begin: int, workers: int) -> None:
+    def _cut(self, shared: SharedOut, begin: int, workers: int) -> None:
         """Make the pieces of the rest of a batch."""
         indices = [index for shard in shared.task.shards for index in _listed(shard)]
         places = cuts(begin, len(indices), self._sample_seconds, workers)
@@ -266,13 +267,13 @@ class Pieces:
             shared.left[seq] = start
             self._is_next(piece)
 
-    def _done(self, shared: Shared, result: Result) -> Result:
+    def _done(self, shared: SharedOut, result: Result) -> Result:
         del self.open[result.run, result.seq]
+        self.ready = [task for task in self.ready if (task.run, task.number) in self.open]  # not needed any more
         if not shared.began:
             return result
         self._is_trusted = shared.is_whole and result.error is None
-        if shared.left:  # it was given up
-            self.ready = [task for task in self.ready if (task.run, task.number) in self.open]
+        if shared.left:  # it was given up, or a second worker has read all of it
             return result
         return result._replace(began=shared.began, seconds=result.began + result.seconds - shared.began)
 

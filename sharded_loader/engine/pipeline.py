@@ -22,7 +22,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,9 +30,9 @@ from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_err
 from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.base.private import is_owned
 from sharded_loader.data.inspection import is_read_once
-from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
+from sharded_loader.engine.messages import NOTHING, PIECE, SECOND, Job, Nothing, Result, Task
 from sharded_loader.engine.order import Epoch
-from sharded_loader.engine.pieces import LATE_SECONDS, Pieces
+from sharded_loader.engine.pieces import LATE_SECONDS, SLOW_SECONDS, BatchPieces
 from sharded_loader.engine.pool import Pool, PoolBroken
 from sharded_loader.engine.split import Split
 
@@ -224,7 +224,7 @@ class Pipeline:
         self._job: Job | None = None
         self._runs: dict[int, Run] = {}
         self._dropped: deque[int] = deque()
-        self._pieces = Pieces()
+        self._pieces = BatchPieces()
         self._slow: deque[float] = deque(maxlen=64)  # when tasks were sent whose batches found no room in shared memory
         self.pid = os.getpid()
 
@@ -421,26 +421,44 @@ class Pipeline:
         usual = pieces.usual()
         if usual is None or job is None or job.stream is not None or not pool.shares_batches:
             return
-        if not (found := pool.late(usual, now)) or is_read_once(job.dataset):
-            return
-        for late, tasks in found:
-            for task in tasks:
-                key, is_free = (task.run, task.seq), task.lane is None or pool.shares_dataset
-                if key in pieces.twice or task.run not in self._runs or task.part is not None or not is_free:
-                    continue
-                pieces.twice[key] = late
-                pool.submit([task._replace(limit=None)])  # not with its first samples: those may have come by then
-                text = f"epoch {task.epoch}, {name_of_batch(task.number)} is late; another worker reads it too"
-                pool.notices.happened("second_reads", text)
+        found, idle = pool.late(usual, now)
+        if idle and found and not is_read_once(job.dataset):
+            lanes = itertools.cycle(idle)
+            for late, tasks in found:
+                self._read_twice(late, tasks, lanes)
 
-    def _second(self, result: Result) -> bool:
-        """Whether what has come from one of two workers has come from the other one before."""
-        late = self._pieces.twice.pop((result.run, result.seq))
-        if late is None:
-            return True
-        self._pieces.twice[result.run, result.seq] = None
-        self.pool.relieve(late, result.run, result.seq)
-        return False
+    def _read_twice(self, late: Any, tasks: Sequence[Task], lanes: Iterator[int | None]) -> None:
+        """Have other workers, by these lanes, read tasks of a late one too."""
+        pool, twice = self.pool, self._pieces.twice
+        for task in tasks:
+            key, is_free = (task.run, task.seq), task.lane is None or pool.shares_dataset
+            is_known = key in twice or task.seq >= SECOND or task.seq < 0 or task.run not in self._runs
+            if is_known or task.part is not None or not is_free:
+                continue
+            twice[key] = late
+            # The whole batch, not its first samples.
+            pool.submit([task._replace(seq=task.seq + SECOND, limit=None, lane=next(lanes))])
+            text = f"epoch {task.epoch}, {name_of_batch(task.number)} is late; another worker reads it too"
+            pool.notices.happened("second_reads", text)
+
+    def _first(self, result: Result) -> Result | None:
+        """What has come from the first one of two workers; None: it has come from the other one before."""
+        twice, is_second = self._pieces.twice, result.seq >= SECOND
+        if is_second:
+            result = result._replace(seq=result.seq - SECOND)
+        key = result.run, result.seq
+        if key not in twice:
+            return None if is_second else result  # its run was dropped
+        if (late := twice[key]) is None:
+            del twice[key]
+            return None
+        if result.samples < 0 and result.seq < PIECE:  # the late one has come with its first samples
+            twice[key] = ()
+            return result
+        twice[key] = None
+        if late:
+            self._read_twice(late, self.pool.relieve(late, *key), itertools.repeat(None))
+        return result
 
     def _tell_of_wait(
         self, run: Run, began: float, look: Callable[[], None] | None
@@ -537,7 +555,9 @@ class Pipeline:
         tasks: list[Task] = []
         room, splits = self.pool.room, self.split.num_shards is not None
         now = time.perf_counter() if self.pool.num_workers else 0.0
-        may_share = self.pool.shares_batches and self.pool.num_workers > 1 and self._pieces.may_share()
+        pieces, may_share = self._pieces, self.pool.shares_batches and self.pool.num_workers > 1
+        if may_share and pieces.recent and pieces.recent[-1] < SLOW_SECONDS and not pieces.open:
+            may_share = False  # as always where batches are cheap, without a call
         while len(tasks) < room:
             if may_share and not self._has_room(tasks):
                 break
@@ -576,7 +596,7 @@ class Pipeline:
         """Give pieces of slow batches to the workers first. Whether there is room for a batch."""
         pieces, workers = self._pieces, self.pool.num_workers
         room = pieces.room(self._busy(), workers)
-        while room > 0 and (piece := pieces.take()) is not None:
+        while room > 0 and pieces.ready and (piece := pieces.take()) is not None:
             tasks.append(piece)
             room -= 1
         return room > 0 and not pieces.ready
@@ -637,7 +657,7 @@ class Pipeline:
         result: Result | None = None
         pieces, workers = self._pieces, self.pool.num_workers
         for result in results:
-            if pieces.twice and (result.run, result.seq) in pieces.twice and self._second(result):
+            if (pieces.twice or result.seq >= SECOND) and (result := self._first(result)) is None:
                 continue
             if not pieces.open:
                 pieces.recent.append(result.seconds)

@@ -142,17 +142,22 @@ class Pool(ABC):
         write_to_stderr(f"{text}\n")
         return None
 
-    def late(self, usual: float, now: float) -> list[tuple[Any, list[Task]]]:
-        """Workers that are late while others are idle, and their tasks; see `pieces.late_after`.
+    def late(self, usual: float, now: float) -> tuple[list[tuple[Any, list[Task]]], list[int]]:
+        """Workers that are late, with their tasks, and the numbers of those that are idle; see `pieces.late_after`.
 
         Args:
             usual: the seconds that batches take.
             now: by `time.perf_counter`. A worker stands still from the first of these calls that finds it so.
         """
-        return []
+        return [], []
 
-    def relieve(self, late: Any, run: int, seq: int) -> None:  # noqa: B027
-        """Another worker has answered a task. If one that `late` has named still has it, a new one takes its number."""
+    def relieve(self, late: Any, run: int, seq: int) -> list[Task]:
+        """Another worker has answered a task. If one that `late` has named still has it, a new one takes its number.
+
+        Returns:
+            The tasks that the one has which has lost its number.
+        """
+        return []
 
     def wake(self) -> None:  # noqa: B027
         """Make a `wait` in another thread return."""
@@ -214,12 +219,13 @@ class WorkerPool(Pool):
         # Where each worker was, and since when. Weakly: a finalizer ends the workers, and this object may stay.
         self._stands: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], float]] = weakref.WeakKeyDictionary()
 
-    def late(self, usual: float, now: float) -> list[tuple[Any, list[Task]]]:
+    def late(self, usual: float, now: float) -> tuple[list[tuple[Any, list[Task]]], list[int]]:
         before, self._stands = self._stands, weakref.WeakKeyDictionary()
         found: list[tuple[Any, list[Task]]] = []
-        is_idle = False
+        idle: list[int] = []
         for worker, board, tasks in self._at_work():
-            is_idle |= not tasks
+            if not tasks:
+                idle.append(worker.number)
             at = tuple(board[: SAMPLE + 1])
             task = next((task for task in tasks if is_at(at, task)), None)
             if task is not None:
@@ -227,7 +233,7 @@ class WorkerPool(Pool):
                 self._stands[worker] = at, since
                 if now - since >= late_after(usual, sum(map(len, task.shards)) if at[SAMPLE] >= 0 else 0):
                     found.append((worker, tasks))
-        return found if is_idle else []
+        return found, idle
 
     def _at_work(self) -> list[tuple[Any, Sequence[int], list[Task]]]:
         """The workers that read, or could: each with its board and its tasks."""

@@ -140,7 +140,7 @@ class BatchScope(SampleScope):
         """The exception as the error of the batch, with notes that say where the reader is."""
         task, indices, board = self.task, self.indices, self.board
         error = as_exception(error, "by the dataset or collate_fn")
-        place = Location(task.epoch, task.seq, board[SHARD] if task.sharded else None, self.worker)
+        place = Location(task.epoch, task.number, board[SHARD] if task.sharded else None, self.worker)
         found = [indices[position] for position in (self.misfit if self.items is None else (self.place,))]
         if len(found) == 2:
             place.note(error, misfit=(found[0], found[1]))
@@ -154,12 +154,13 @@ class Enough(BaseException):
     """A worker answers with samples, and not with a batch.
 
     Attributes:
-        samples: what leaves the worker; None: they cannot.
+        samples: what leaves the worker; `NOTHING`: they cannot.
         count: how many they are.
     """
 
     def __init__(self, samples: Any, count: int) -> None:
-        self.samples, self.count = samples, 0 if samples is None else count
+        self.samples: Any = NOTHING if samples is None else samples
+        self.count = 0 if samples is None else count
 
 
 class _Given:
@@ -285,18 +286,17 @@ class Reader:
         Exceptions become part of the result. Only in the caller's own thread a KeyboardInterrupt passes, and what a
         signal handler raises (`sharded_loader.base.interrupts.is_from_outside`).
         """
-        self._batches, tried, measure = self._batches + 1, len(RETRIES), None
-        if self._batches >= self._next:
-            measure = core_seconds()
+        self._batches, tried = self._batches + 1, len(RETRIES)
+        measure = core_seconds() if self._batches >= self._next else None
         began = time.perf_counter()
         at = BatchScope(self._job.seed, task.epoch)
         at.task, at.worker, at.empty, at.board = task, worker, empty, list(UNUSED) if board is None else board
         at.skipped, at.lost, at.awaited = [], [], self._begun_of(task) if self.reads_ahead else {}
-        if measure is not None:
-            at.measure = measure
+        at.measure = measure
         batches: list[Any] = []
         error: BaseException | None = None
-        left, gone = None, 0
+        batch: Any = NOTHING
+        count = 0
         before = reading.get()
         try:
             reading.set(at)
@@ -305,7 +305,7 @@ class Reader:
                 self._tell_epoch(task.epoch)
             batches, error = self._make_batches(at)
         except Enough as enough:
-            batches, left, gone = [], enough.samples, enough.count
+            batch, count = enough.samples, -enough.count
         except BaseException as raised:
             if at.passes(raised):
                 raise
@@ -314,10 +314,8 @@ class Reader:
             reading.set(before)
             if at.awaited:
                 self._cancel(at.awaited, task)
-        batch = NOTHING if not batches else batches if task.sharded else batches[0]
-        count = sum(map(len, task.shards)) - at.dropped if batches else 0
-        if gone:
-            batch, count = left, -gone
+        if batches:
+            batch, count = batches if task.sharded else batches[0], sum(map(len, task.shards)) - at.dropped
         ended = time.perf_counter()
         seconds, times = ended - began, None
         is_slow = at.durations and max(at.durations) > self._least
@@ -326,10 +324,9 @@ class Reader:
         if number >= 0:
             self.free[number] = ended
         try:
-            skipped, lost = tuple(at.skipped), tuple(at.lost)
-            numbers = seconds, at.point, 0, began, number, False, times
+            numbers = tuple(at.skipped), tuple(at.lost), seconds, at.point, 0, began, number, False, times
             # In half of the time of a call of `Result`.
-            return tuple.__new__(Result, (task.run, task.seq, batch, count, error, skipped, lost, *numbers))
+            return tuple.__new__(Result, (task.run, task.seq, batch, count, error, *numbers))
         finally:
             del error  # otherwise error -> traceback -> this frame -> error, and each frame waits for the collector
 
@@ -466,7 +463,7 @@ class Reader:
 
     def _make_batches(self, at: BatchScope) -> tuple[list[Any], BaseException | None]:
         """The batches of all shards; with ``on_error``, perhaps the error to raise instead."""
-        if at.task.seq >= PIECE:
+        if at.task.seq >= PIECE and at.task.is_piece:
             samples = self._read_one_by_one(0, at)
             raise Enough(self.leave(samples), len(samples))
         if self._tolerant:
@@ -536,7 +533,7 @@ class Reader:
         dataset: Any = self._dataset if awaited is None else awaited
         if task.given and awaited is None:
             dataset = _Given(dataset, at.given_to(self.taken), sum(map(len, task.shards[:number])))
-        tolerant = self._tolerant and task.seq < PIECE
+        tolerant = self._tolerant and not task.is_piece
         at.indices = indices = plain_indices(at.task.shards[number])
         at.items = items = iter(indices)
         at.drawn = None
@@ -595,7 +592,7 @@ class Reader:
     def _make_batch(self, samples: list[Any], at: BatchScope) -> Any:
         at.board[SAMPLE] = IN_BATCHIFY
         task = at.task
-        at.set_index(OfBatch(task.seq if task.part is None else task.key, at.board[SHARD]))
+        at.set_index(OfBatch(task.seq if task.part is None and task.seq < PIECE else task.key, at.board[SHARD]))
         at.misfit = ()
         began = 0.0 if at.measure is None else time.perf_counter()
         try:
@@ -704,7 +701,7 @@ class Reader:
         sample: Any = None
         if callable(on_error):
             shard = at.board[SHARD] if task.sharded else None
-            sample = on_error(SampleError(index, task.epoch, task.seq, shard, failed))
+            sample = on_error(SampleError(index, task.epoch, task.number, shard, failed))
         at.skipped.append((index, without_frames(failed)))
         return sample if callable(on_error) else Bad(at.skipped[-1])
 

@@ -38,7 +38,7 @@ from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.engine.board import IN_BULK, ONE_BY_ONE, SAMPLE, is_at
-from sharded_loader.engine.messages import NOTHING, PIECE, Job, NewJob, Result, Task
+from sharded_loader.engine.messages import NOTHING, Job, NewJob, Result, Task
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.memory.codec import classes_of_main
 from sharded_loader.pools.deaths import (
@@ -325,7 +325,7 @@ class Supervisor(Generic[W]):
         """A worker died over a task. The results of those that are given up."""
         key, board = (task.run, task.seq), death.board or ()
         if not self.deaths.record_batch_death(task):
-            if task.seq >= PIECE:  # another worker reads these samples with the rest of the batch
+            if task.is_piece:  # another worker reads these samples with the rest of the batch
                 del worker.tasks[key]
                 return [Result(*key, NOTHING)]
             if board[SAMPLE] in (IN_BULK, ONE_BY_ONE):

@@ -26,7 +26,7 @@ from sharded_loader.base.errors import Location, add_note, as_exception
 from sharded_loader.base.imports import call_after_import
 from sharded_loader.base.notices import is_ours
 from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board
-from sharded_loader.engine.messages import PIECE, Job, NewJob, Reply, Result, Task, pack_reply, pack_result, task_of
+from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pack_reply, pack_result, task_of
 from sharded_loader.engine.reader import Reader, reading_in
 from sharded_loader.memory.codec import Encoded, End, Moving, SetApart, SlotWriter, decode, encode, set_apart
 from sharded_loader.memory.exceptions import encode_error
@@ -217,7 +217,7 @@ class TaskReader:
         if task.careful:
             self._reader.probe(task, board)
         self._seed_globals(task.epoch, task.position)
-        self._generators = global_states() if task.limit is not None or task.seq >= PIECE else {}
+        self._generators = global_states() if task.limit is not None or task.is_piece else {}
         empty = np.empty if memory is None else slot.empty
         if seq < 0 and self.job is not None and self.job.base_seed is not None:
             # It is fetched beside an epoch, whose next batches draw what they would have drawn without it.
@@ -257,7 +257,7 @@ class TaskReader:
                 f"return arrays, tensors and plain objects, or read with threads (thread_pool=True)"
             )
             if task is not None:
-                Location(task.epoch, task.seq, None, self._name).note(failure, samples=task.shards[0])
+                Location(task.epoch, task.number, None, self._name).note(failure, samples=task.shards[0])
             failure.__cause__ = unpicklable
             point = None if result.point is None or result.point.state is not None else result.point
             return _encode(Result(result.run, result.seq, error=failure, point=point), SlotWriter(None))

@@ -293,7 +293,7 @@ class ThreadPool(WorkerPool):
         threads = [thread for shared in self._running for thread in shared.threads]
         return [(thread, thread.board, [thread.task] if thread.task else []) for thread in threads]
 
-    def relieve(self, late: Any, run: int, seq: int) -> None:
+    def relieve(self, late: Any, run: int, seq: int) -> list[Task]:
         task = late.task
         for shared in self._running:
             shared.left_behind = [thread for thread in shared.left_behind if thread.is_alive()]
@@ -302,6 +302,7 @@ class ThreadPool(WorkerPool):
                 late.written_off = True
                 shared.left_behind.append(late)
                 self._replace(shared, late)
+        return []
 
     def _replace(self, shared: _Shared, thread: _Thread) -> None:
         another = _Thread(shared, self._name, thread.number, self.worker_init_fn)

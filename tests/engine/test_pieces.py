@@ -14,7 +14,7 @@ import pytest
 
 from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, sample_rng
 from sharded_loader.engine.messages import PIECE, Result, Task
-from sharded_loader.engine.pieces import FIRST_SECONDS, Pieces, cuts, late_after, limit_of
+from sharded_loader.engine.pieces import FIRST_SECONDS, BatchPieces, cuts, late_after, limit_of
 
 POOLS = ("thread", "fork", "spawn")
 
@@ -63,15 +63,15 @@ def numbers(loader: ShardedDataLoader) -> list[Any]:
 def read(pool: Any, dataset: Slow, **options: Any) -> tuple[list[Any], int]:
     """Two epochs, and how many pieces came."""
     pieces = 0
-    came = Pieces.came
+    came = BatchPieces.came
 
-    def spy(self: Pieces, result: Result, workers: int) -> Result | None:
+    def spy(self: BatchPieces, result: Result, workers: int) -> Result | None:
         nonlocal pieces
         pieces += result.seq >= PIECE and result.samples < 0
         return came(self, result, workers)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pieces, "came", spy)
+        patch.setattr(BatchPieces, "came", spy)
         given = {"batch_size": 24, "seed": 3, "prefetch": 1, "shuffle": True, **options}
         with ShardedDataLoader(dataset, pool=pool, **given) as loader:
             return numbers(loader) + numbers(loader), pieces
@@ -99,7 +99,7 @@ def test_a_worker_is_late_at_four_times_the_median() -> None:
 
 
 def test_a_piece_that_fails_is_left_to_the_worker_that_puts_the_batch_together() -> None:
-    pieces = Pieces()
+    pieces = BatchPieces()
     [task] = pieces.shared(Task(0, 5, 0, 0, (list(range(8)),), False), 0, 2, by_any=False)
     assert task.limit == FIRST_SECONDS
     assert pieces.came(Result(0, 5, ["a"], -1, seconds=0.02), 2) is None

@@ -238,10 +238,12 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 found.append((worker, worker.board, tasks))
         return found
 
-    def relieve(self, late: Any, run: int, seq: int) -> None:
+    def relieve(self, late: Any, run: int, seq: int) -> list[Task]:
         most = self.num_workers * (LEFT_BEHIND if self.start_method == "fork" else 1)
         if late in self.workers and (run, seq) in late.tasks and len(self._transport.leaving) < most:
             self._supervisor.renew(late)
+            return list(late.tasks.values())
+        return []
 
     def _note_no_room(self, wanted: int) -> None:
         self.notices.happened(
