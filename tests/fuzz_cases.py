@@ -53,21 +53,34 @@ class BadSample(ValueError):
         self.index = index
 
 
+LATE_SECONDS = 0.2
+"""So long a late reading stands still."""
+
+CHANCE = random.SystemRandom()
+"""The global generators belong to the samples."""
+
+
 class Plain(Drawing):
     """Samples are (index, drawn number + version); those in ``bad`` raise.
 
     Attributes:
         version: of the data, which may change between two epochs.
         pause: seconds that some samples take.
+        slow: seconds that each sample takes.
+        late: the share of readings that stand still for `LATE_SECONDS`. Chance decides, not the sample.
     """
 
-    version, pause = 0, 0.0
+    version, pause, slow, late = 0, 0.0, 0.0, 0.0
 
     def read(self, index: int, rng: np.random.Generator) -> Any:
         if index in self.bad:
             raise BadSample(index, "is bad")
         if self.pause and index % 17 == 3:
             time.sleep(self.pause)
+        if self.slow:
+            time.sleep(self.slow)
+        if self.late and CHANCE.random() < self.late:
+            time.sleep(LATE_SECONDS)
         return super().read(index, rng) + [0, self.version]
 
 

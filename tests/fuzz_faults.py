@@ -57,12 +57,14 @@ class Disturbed(Case):
         super().__init__(seed, processes)
 
     def draw_kind(self) -> fuzz_cases.Kind:
+        self.slow, self.late = self.rng.choice([0.0, 0.0, 0.004]), self.rng.choice([0.0, 0.0, 0.02])
         return fuzz_cases.draw_kind(self.rng, self.length, wide=True)
 
     def make_dataset(self) -> Any:
         dataset = super().make_dataset()
         if isinstance(dataset, fuzz_cases.Plain):
             dataset.version, dataset.pause = self.version, 0.002
+            dataset.slow, dataset.late = self.slow, self.late
         return dataset
 
     def draw_pool(self) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -11,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils.data import ConcatDataset, Subset
 
-from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, sample_rng
-from sharded_loader.engine.messages import PIECE, Result, Task
+from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset, ThreadPool, WorkerTimeoutError, sample_rng
+from sharded_loader.data.inspection import is_read_once
+from sharded_loader.engine.messages import PIECE, SECOND, Result, Task
 from sharded_loader.engine.pieces import FIRST_SECONDS, BatchPieces, cuts, late_after, limit_of
 
 POOLS = ("thread", "fork", "spawn")
@@ -27,8 +30,10 @@ def pool_of(kind: str, workers: int = 4, **options: Any) -> Any:
 class Slow:
     """Samples that take 5 ms. ``draws``: they draw from the global generators. ``marks``: a folder for who has read."""
 
-    def __init__(self, marks: Path, draws: bool = False, bad: tuple[int, ...] = (), kills: int = -1) -> None:
-        self.marks, self.draws, self.bad, self.kills = marks, draws, bad, kills
+    def __init__(
+        self, marks: Path, draws: bool = False, bad: tuple[int, ...] = (), kills: int = -1, hangs: int = -1
+    ) -> None:
+        self.marks, self.draws, self.bad, self.kills, self.hangs = marks, draws, bad, kills, hangs
 
     def __len__(self) -> int:
         return 96
@@ -38,6 +43,8 @@ class Slow:
         if index == self.kills and not (done := self.marks / "killed").exists():
             done.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        while index == self.hangs and not (self.marks / "over").exists():
+            time.sleep(0.01)
         if index in self.bad:
             raise ValueError(f"sample {index} is bad")
         drawn = random.random() if self.draws else 0.0
@@ -218,3 +225,75 @@ def test_a_dataset_that_says_so_is_read_once(tmp_path: Path) -> None:
         (tmp_path / "over").touch()
         assert len(list(batches)) == 11
         assert loader.stats().second_reads == 0
+
+
+@pytest.mark.parametrize("wrap", (lambda one: SimpleDataset(one).transform(str), lambda one: Subset(one, range(9))))
+def test_the_innermost_dataset_says_whether_it_is_read_once(wrap: Any, tmp_path: Path) -> None:
+    dataset = Stuck(tmp_path)
+    assert not is_read_once(wrap(dataset)) and not is_read_once(ConcatDataset([wrap(dataset), [1, 2]]))
+    dataset.read_once = True
+    assert is_read_once(wrap(dataset)) and is_read_once(ConcatDataset([[1, 2], wrap(dataset)]))
+
+
+def test_the_pool_does_not_keep_workers_whose_loader_is_gone() -> None:
+    pool = pool_of("fork", 2)
+    assert len(list(ShardedDataLoader(Slow(Path()), 24, pool=pool, prefetch=1))) == 4
+    gc.collect()
+    assert pool._stands is not None and not pool.workers  # `nothing_left_behind` looks for their memory
+
+
+def test_both_answers_of_a_batch_that_two_workers_read_are_told_apart() -> None:
+    task = Task(0, 5 + 2 * PIECE, 0, 0, ([1],), False)
+    second = task._replace(seq=task.seq + SECOND)
+    assert task.is_piece and second.is_piece and second.number == task.number == 5
+    whole = task._replace(seq=5 + SECOND)
+    assert not whole.is_piece and whole.number == whole.key == 5
+
+
+# -- the end in the middle ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ("thread", "fork"))
+@pytest.mark.parametrize("end", ("close", "drop", "interrupt"))
+def test_an_epoch_may_end_while_pieces_are_out(kind: str, end: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"prefetch": 1, "seed": 1, "shuffle": True}
+    with ShardedDataLoader(Slow(tmp_path), 24, pool=pool_of(kind), **given) as loader:
+        batches = iter(loader)
+        first = next(batches)["text"]
+        time.sleep(0.01)  # pieces of the second batch are out, with luck
+        if end == "interrupt":
+            came = BatchPieces.came
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(BatchPieces, "came", _interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    next(batches)
+            assert BatchPieces.came is came
+            assert len(list(batches)) == 3
+        if end == "drop":
+            del batches
+        if end == "close":
+            loader.close()
+            return
+        assert next(iter(loader))["text"] != first
+        loader.set_epoch(0)
+        assert next(iter(loader))["text"] == first
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", ("thread", "fork"))
+def test_a_piece_that_stands_still_for_timeout_is_the_error_of_its_batch(kind: str, tmp_path: Path) -> None:
+    dataset = Slow(tmp_path, hangs=70)
+    options = {} if kind == "thread" else {"restarts": 1}
+    with ShardedDataLoader(dataset, 24, pool=pool_of(kind, timeout=1.0, **options), prefetch=1) as loader:
+        batches, found = iter(loader), []
+        for _ in range(4):
+            try:
+                found.append(len(next(batches)["text"]))
+            except WorkerTimeoutError as error:
+                assert "sample 70" in str(error) and error.batch == 2
+                found.append(0)
+        (tmp_path / "over").touch()
+    assert found == [24, 24, 0, 24]

@@ -57,7 +57,7 @@ from sharded_loader.pools.supervised import SupervisedPool, own_pickle
 from sharded_loader.pools.supervisor import Supervisor
 
 LEFT_BEHIND = 4
-"""Processes for each number that may be late with a sample. To start another one takes long, unless it is forked."""
+"""Forked processes for each number that may be late with a sample. To spawn another one would take too long."""
 
 SLOT_BYTES = 32768
 """Batches below this go through the pipe: a slot saves them one copy, which costs less than its bookkeeping."""
@@ -239,7 +239,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         return found
 
     def relieve(self, late: Any, run: int, seq: int) -> list[Task]:
-        most = self.num_workers * (LEFT_BEHIND if self.start_method == "fork" else 1)
+        most = LEFT_BEHIND * self.num_workers if self.start_method == "fork" else 0
         if late in self.workers and (run, seq) in late.tasks and len(self._transport.leaving) < most:
             self._supervisor.renew(late)
             return list(late.tasks.values())
