@@ -183,15 +183,14 @@ class Opened:
 
     def __init__(self, fd: int, name: str, is_temporary: bool) -> None:
         self.fd, self.name = fd, name
+        # No __del__: it would run when the interpreter ends, and what it calls is gone then.
+        weakref.finalize(self, close_locked, fd).atexit = False
         if is_temporary and not name.startswith("/proc/"):
             weakref.finalize(self, _remove, name, os.getpid())
 
     def map(self, nbytes: int) -> Array:
         """The first bytes, over the shared memory."""
         return np.frombuffer(mmap.mmap(self.fd, nbytes, **MAP_OPTIONS), np.uint8)
-
-    def __del__(self) -> None:
-        close_locked(self.fd)
 
 
 def _remove(name: str, pid: int) -> None:

@@ -381,6 +381,17 @@ def test_a_copy_that_outlives_the_memory_reads_uncached(tmp_path: Path) -> None:
     assert "StoredDataset" not in repr(again)
 
 
+def test_a_program_may_end_with_a_cache(tmp_path: Path) -> None:
+    """The interpreter clears modules before the last objects: here what the lock of files is made of."""
+    program = (
+        "from sharded_loader import SimpleDataset\nfrom sharded_loader.base import system\n"
+        f"caches = [SimpleDataset([1, 2]).cache(99), SimpleDataset([1]).cache(path={str(tmp_path / 'it')!r})]\n"
+        "print(caches[0][1])\nsystem._file_lock = None\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("2\n", "")
+
+
 def test_without_proc_the_memory_is_a_file_that_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(stores.os.path, "isdir", lambda path: False)
     monkeypatch.setattr(stores.tempfile, "tempdir", str(tmp_path))
