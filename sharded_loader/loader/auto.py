@@ -201,17 +201,20 @@ class Tuner:
         self._setting: Setting | None = None
         self._seen: deque[Observed] = deque(maxlen=KEPT)
         self._before = LoaderStats()
-        self._looked = 0.0
+        self._looked = self._since = 0.0  # the last look; the one that `_before` is of
         self._starts = math.inf  # until when workers may start; infinite: they have started
         self._memory, self._each = (0, 1 << 30), SMALL  # bytes that were free, with how many workers; bytes of one
 
     def look(self, meter: Meter, pipeline: Pipeline, now: float) -> None:
         """A step has ended, at ``now``. The next step makes the change."""
-        pool, stats, before = pipeline.pool, meter.stats(), self._before
+        pool, before = pipeline.pool, self._before
         setting = Setting(pool.num_workers, pipeline.per_worker if pipeline.scale_by_group else 0)
         gap, self._looked, meter.tune_at = now - self._looked, now, now + STARTING
-        if not pool.num_workers:
-            return
+        is_settled = setting == self._setting and self._starts == math.inf
+        if not pool.num_workers or (is_settled and gap <= PAUSE and now - self._since < WINDOW):
+            return  # `stats` takes 1 to 3 ms
+        stats, since = meter.stats(), self._since
+        self._since = now
         if setting != self._setting:
             added = 0 if self._setting is None else setting.workers - self._setting.workers
             self._setting, self._before, self._starts = setting, stats, now + PATIENCE * (added > 0)
@@ -220,7 +223,9 @@ class Tuner:
                 self._before, self._starts = stats, math.inf
         elif gap > max(PAUSE, PAUSES * stats.seconds / max(1, stats.batches)):
             self._before = stats
-        elif (observed := observe(before, stats, setting)) is not None:
+        elif (observed := observe(before, stats, setting)) is None:
+            self._since = since
+        else:
             self._before = stats
             self._seen.append(observed)
             cores = max(1, cores_for_workers() // ranks_on_cores())

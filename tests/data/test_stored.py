@@ -143,6 +143,7 @@ def augment(*fields: Any) -> Any:
 
 
 @covering(pool=("inline", "thread", *PROCESS_POOLS), kind=("tuple", "ragged"))
+@pytest.mark.costly
 def test_what_comes_behind_stays_random_and_the_same(pool: str, kind: str) -> None:
     plain = SimpleDataset(Files(kind))
     cut: list[Callable[[Any], Any]] = [

@@ -60,6 +60,7 @@ def test_an_interruption_after_the_registration_leaves_nothing_registered(machin
     assert (machine.registered, machine.faults) == ({}, [])
 
 
+@pytest.mark.slow
 def test_an_interruption_at_every_line_of_a_registration_leaves_nothing_registered(machine: Machine) -> None:
     line, fired, before = 0, True, sys.gettrace()
     while fired:
@@ -126,6 +127,7 @@ def test_every_segment_is_given_up_if_an_undo_raises(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "drop"])
+@pytest.mark.costly
 def test_a_loader_can_be_closed_after_a_kernel_has_failed(
     machine: Machine, pool: Pool, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
@@ -310,6 +312,7 @@ def test_no_context_is_made_on_the_first_device_by_a_loader_for_the_second(machi
     assert machine.blocked > 0 and machine.faults == []
 
 
+@pytest.mark.slow
 def test_no_more_than_a_few_slots_are_held_and_none_after_the_epoch(
     machine: Machine, process_pool: ProcessPool
 ) -> None:

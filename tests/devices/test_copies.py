@@ -166,6 +166,7 @@ def test_device_memory_stays_flat_under_a_host_that_runs_ahead(machine: Machine)
     assert machine.faults == []
 
 
+@pytest.mark.costly
 def test_device_memory_stays_flat_with_workers_that_are_ahead_too(machine: Machine, worker_pool: Pool) -> None:
     device = machine.devices[0]
     with ShardedDataLoader(dataset(), 8, device=device, pool=worker_pool) as loader:
@@ -301,6 +302,7 @@ def test_a_forked_child_does_not_wait_for_the_copies_of_its_parent(
     assert machine.blocked > 0
 
 
+@pytest.mark.costly
 def test_the_device_is_asked_for_by_the_consumer_s_thread_alone(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, worker_pool: Pool
 ) -> None:

@@ -333,6 +333,7 @@ def containers(samples: list[Any]) -> Any:
     return {"own": Encoding(values=values, sizes=values.clone())}
 
 
+@pytest.mark.slow
 def test_the_host_copies_them_once(
     machine: Machine, device: torch.device, process_pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

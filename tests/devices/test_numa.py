@@ -92,6 +92,7 @@ def test_slots_and_workers_are_at_the_node_of_the_gpu(
 
 @METHODS
 @pytest.mark.also_spawned
+@pytest.mark.costly
 def test_a_worker_that_replaces_another_is_bound_too(machine: Machine, cpus: list[int], method: str) -> None:
     pool = ProcessPool(1, start_method=method)
     options = {"device": machine.devices[1], "pool": pool, "prefetch_epochs": False}
@@ -105,6 +106,7 @@ def test_a_worker_that_replaces_another_is_bound_too(machine: Machine, cpus: lis
 
 
 @pytest.mark.parametrize("numa", [True, False])
+@pytest.mark.costly
 def test_an_argument_turns_it_off(machine: Machine, cpus: list[int], allocations: list[set[int]], numa: bool) -> None:
     pool, wanted = ProcessPool(1, numa=numa), {cpus[1]} if numa else set(cpus)
     with ShardedDataLoader(dataset(), SIZE, device=machine.devices[1], pool=pool) as loader:

@@ -42,6 +42,7 @@ def test_a_device_that_stays_full_is_not_waited_for_at_every_step(machine: Machi
     assert (machine.caches_emptied, machine.faults) == (3, [])
 
 
+@pytest.mark.slow
 def test_tries_that_fail_become_rare(machine: Machine) -> None:
     machine.blocks = 2
     placed = Placement([machine.devices[0]], pin_memory=False)
@@ -101,6 +102,7 @@ def test_all_devices_make_room(machine: Machine) -> None:
     assert machine.caches_emptied == 2
 
 
+@pytest.mark.costly
 def test_a_device_that_has_room_again_is_sent_batches_ahead_again(machine: Machine, worker_pool: Pool) -> None:
     machine.blocks = 2
     data = ArrayDataset(np.arange(4 * 4 * PAUSE))

@@ -172,6 +172,7 @@ def test_a_batch_that_cannot_be_pinned_is_one_batchs_error(pins: Pins, kind: str
 
 
 @pytest.mark.parametrize("kind", ["ours", "drop-in"])
+@pytest.mark.costly
 def test_where_no_more_memory_can_be_pinned_batches_stay_as_they_are(pins: Pins, kind: str) -> None:
     def refuse(value: float) -> None:
         if value >= 8.0:

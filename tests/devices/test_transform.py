@@ -233,6 +233,7 @@ def test_the_numbers_are_the_same_in_every_pool_and_on_every_device(machine: Mac
     assert not {tuple(numbers) for numbers in drawn(other_seed, 2)} & set(map(tuple, expected))
 
 
+@pytest.mark.slow
 def test_the_numbers_come_again_after_a_resume(pool: Pool) -> None:
     options: dict[str, Any] = {"shuffle": True, "device_transform": noisy, "pool": pool}
     whole = ShardedDataLoader(Rows(), 8, shuffle=True, seed=7, device_transform=noisy)
@@ -264,6 +265,7 @@ class Lines(torch.utils.data.IterableDataset[Any]):
             yield {"x": np.full(3, index)}
 
 
+@pytest.mark.slow
 def test_iterable_data_goes_through_it(pool: Pool) -> None:
     options: dict[str, Any] = {"streams": 2, "seed": 7, "device_transform": noisy}
     expected = drawn(ShardedDataLoader(Lines(), 8, **options))

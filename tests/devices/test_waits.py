@@ -179,6 +179,7 @@ def test_what_a_device_tells_of_an_epoch_that_is_not_kept_counts_in_the_sum(
     copies.drain()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_wait_for_a_device_that_hangs(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, new_pool: Callable[..., Pool]
 ) -> None:
@@ -234,6 +235,7 @@ def test_the_host_sleeps_while_it_waits(machine: Machine, monkeypatch: pytest.Mo
     assert rests and min(rests) > 1e-4 and max(rests) < 1e-2
 
 
+@pytest.mark.slow
 def test_an_interruption_leaves_no_event_that_was_never_recorded(machine: Machine) -> None:
     """At every line of the copies. To ask such an event for its time is an error, as in torch."""
     with ShardedDataLoader(np.arange(3000), 1, device=machine.devices[0]) as loader:

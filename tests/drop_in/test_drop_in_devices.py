@@ -225,6 +225,7 @@ def test_batches_in_host_memory_do_not_lie_in_what_a_device_has_left(machine: Ma
         assert not machine.holds(rows.data_ptr(), 1)
 
 
+@pytest.mark.slow
 def test_slots_of_batches_that_were_under_way_at_a_break_are_used_again(machine: Machine) -> None:
     loader, watched = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork")), Watched(machine)
     nbytes = []
@@ -235,6 +236,7 @@ def test_slots_of_batches_that_were_under_way_at_a_break_are_used_again(machine:
     assert (watched.wrong, machine.faults) == ([], [])
 
 
+@pytest.mark.slow
 def test_a_held_batch_stays_as_it_is_in_later_epochs(machine: Machine) -> None:
     """On the host, beside a device: the memory is the same, and is used again only when nobody holds it."""
     loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork"))
@@ -257,6 +259,7 @@ def things(samples: list[Any]) -> Any:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.slow
 def test_what_a_process_that_is_forked_between_two_epochs_holds_stays_as_it_is(machine: Machine) -> None:
     machine.refuse = 2  # so objects stay in the slots
     with pytest.warns(UserWarning, match="could not be pinned"):
@@ -319,6 +322,7 @@ def test_an_interruption_gives_the_memory_up(machine: Machine, monkeypatch: pyte
     assert len(watched.seen) == 12 and (watched.wrong, machine.faults) == ([], [])
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_loader_has_memory_of_its_own(machine: Machine) -> None:
     loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork"))
     labels(loader)

@@ -195,7 +195,7 @@ class Pretended:
 
     def read(self, tuner: Tuner, now: float) -> int:
         """All workers read for two seconds; how many there are then."""
-        for at in (now, now + 0.5, now + 1, now + 1.5):
+        for at in (now, now + 0.5, now + 1.2, now + 1.9):
             tuner.look(self, self, at)  # type: ignore[arg-type]
             workers = dict.fromkeys(range(self.num_workers), (10 * at, 0.0))
             self.told = stats_of(10 * at, int(1000 * at * self.num_workers), workers, input=9 * at)
@@ -211,11 +211,11 @@ def test_the_tuner_waits_for_workers_that_start_and_then_asks_for_more() -> None
 
 def test_a_pause_of_the_program_is_no_slow_loop() -> None:
     tuner, pretended = Tuner(), Pretended()
-    for at in (1.0, 1.3, 1.6, 9.0):  # an evaluation before the last one
+    for at in (1.0, 1.9, 2.8, 9.0):  # an evaluation before the last one
         tuner.look(pretended, pretended, at)  # type: ignore[arg-type]
         pretended.told = stats_of(at, int(100 * at), dict.fromkeys(range(2), (0.1 * at, 0.0)))
     assert pretended.wanted == START
-    for at in (9.3, 9.6, 11.0):
+    for at in (9.3, 9.9, 10.3):
         tuner.look(pretended, pretended, at)  # type: ignore[arg-type]
         pretended.told = stats_of(2 * at, int(100 * at), dict.fromkeys(range(2), (0.1 * at, 0.0)))
     assert pretended.wanted == 1

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="descriptors are
 KEPT = multiprocessing.get_context("spawn").Value("i", 0)
 
 
+@pytest.mark.slow
 def test_a_shared_value_counts_in_all_spawned_workers() -> None:
     dataset = Counting("spawn")
     with ShardedDataLoader(dataset, 3, pool=ProcessPool(2, start_method="spawn"), prefetch_epochs=False) as loader:

@@ -246,6 +246,7 @@ def test_a_later_run_finds_the_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.costly
 def test_damaged_bytes_are_never_samples(tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture) -> None:
     path, rng = tmp_path / "samples.cache", random.Random(seed)
     size = filled(path)

@@ -239,6 +239,7 @@ def mixed_net():
     return torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2).bfloat16())
 
 
+@pytest.mark.slow
 def test_copies_are_made_on_their_own_devices():
     model = mixed_net()
     with Transfers() as transfers:

@@ -16,6 +16,7 @@ def test_each_rank_has_exactly_its_samples() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6, 7, 8])
+@pytest.mark.costly
 def test_a_rank_that_has_another_sample_is_a_difference(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def other(track: Track, place: int) -> Any:
         return [-1] if track.job.in_batches else -1
@@ -27,6 +28,7 @@ def test_a_rank_that_has_another_sample_is_a_difference(seed: int, monkeypatch: 
     case.close()
 
 
+@pytest.mark.slow
 def test_a_sample_that_is_not_read_is_a_difference() -> None:
     case = next(run for run in map(Run, range(1000)) if closed_unless(run, run.tracks[0].job.whole and not run.stop))
     whole = case.tracks[0].job.whole

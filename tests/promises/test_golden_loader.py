@@ -53,6 +53,7 @@ def assert_epochs(loader: ShardedDataLoader, expected: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.costly
 def test_epochs_of_a_range(name: str) -> None:
     params = dict(CASES[name]["params"])
     with ShardedDataLoader(range(params.pop("n")), **params) as loader:

@@ -407,6 +407,7 @@ class FailsToBegin(Parts):
 
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("prefetch", [1, 20])
+@pytest.mark.costly
 def test_a_part_that_cannot_be_opened_is_one_error(pool: str, prefetch: int) -> None:
     with loader_of(FailsToBegin((9, 9, 9, 9)), pool, prefetch=prefetch) as loader:
         for _ in range(2):

@@ -54,6 +54,7 @@ def test_batches_come_in_the_samplers_order_whatever_finishes_first(pool: Pool, 
 
 
 @pytest.mark.parametrize("last_batch", ["keep", "discard", "rollover"])
+@pytest.mark.costly
 def test_every_index_comes_once(pool: Pool, last_batch: str) -> None:
     with ShardedDataLoader(range(23), 4, True, last_batch=last_batch, pool=pool, seed=5) as loader:
         epochs = [flat(loader) for _ in range(4)]
@@ -203,6 +204,7 @@ def test_an_idle_worker_that_is_killed_is_replaced_and_nothing_is_seen(process_p
 
 
 @pytest.mark.parametrize("fail", [boom, leave])
+@pytest.mark.costly
 def test_a_worker_that_cannot_start_is_one_clear_error(process_pool: ProcessPool, fail: Callable[[], Any]) -> None:
     pool = ProcessPool(2, start_method=process_pool.start_method, worker_init_fn=lambda number: fail())
     with ShardedDataLoader(range(6), 2, pool=pool) as loader:

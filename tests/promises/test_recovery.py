@@ -126,6 +126,7 @@ def test_restarts_is_how_many_workers_a_batch_may_kill(restarts: int, deaths: in
     assert (len(batches), len(errors), fail.count) == (7, 1, deaths)
 
 
+@pytest.mark.slow
 def test_two_bad_batches_are_two_errors(tmp_path: Path) -> None:
     class Two(Parents):
         def __getitem__(self, index: int) -> int:
@@ -140,6 +141,7 @@ def test_two_bad_batches_are_two_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
+@pytest.mark.costly
 def test_a_death_is_no_bad_sample(on_error: str, tmp_path: Path) -> None:
     arguments = loader_arguments("reading", Fails(kill, tmp_path / "count"))
     with ShardedDataLoader(**arguments, batch_size=BATCH_SIZE, pool=make_pool("fork"), on_error=on_error) as loader:

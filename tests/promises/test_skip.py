@@ -76,6 +76,7 @@ def within(epochs: list[list[Any]]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("ranks", [{}, {"num_replicas": 2, "rank": 1}], ids=["alone", "rank 1 of 2"])
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.costly
 def test_the_other_batches_stay_and_a_state_between_any_two_goes_on_exactly(order: str, ranks: Any) -> None:
     whole = epochs_of(loader_of(order, **ranks), 4)
     skip = within(whole)

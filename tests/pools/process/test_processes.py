@@ -29,6 +29,7 @@ from sharded_loader.pools.process.start import choose_start_method
 
 
 @SPAWN_FIRST
+@pytest.mark.slow
 def test_a_script_needs_no_guard_and_its_classes_and_lambdas_work(tmp_path: Path, method: str) -> None:
     done = run_script(
         tmp_path / "script.py",

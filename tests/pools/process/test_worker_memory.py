@@ -68,6 +68,7 @@ def test_a_dataset_that_leaks_reads_on_in_bounded_memory(method: str) -> None:
     assert growth < 200 * MB, "without the limit it is 800 MB"
 
 
+@pytest.mark.slow
 def test_those_that_are_replaced_are_counted_for_their_epoch_and_are_no_deaths(caplog: Any) -> None:
     pool = ProcessPool(
         1, max_worker_memory=fresh(PROCESS_POOLS[0]) + 60 * MB, start_method=PROCESS_POOLS[0], restarts=0
