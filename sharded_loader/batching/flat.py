@@ -107,9 +107,8 @@ def _leaf(value: Any, kind: Any) -> tuple[Any, ...]:
         return "array", value
     if isinstance(value, np.generic) and value.dtype.kind in _KEPT:
         array = np.asarray(value)
-        is_cut = isinstance(value, (np.str_, np.bytes_)) and len(array[()]) < len(
-            value
-        )  # NumPy drops zeros at the end of texts
+        # NumPy drops zeros at the end of texts.
+        is_cut = isinstance(value, (np.str_, np.bytes_)) and len(array[()]) < len(value)
         return (None, None) if is_cut else ("scalar", array)
     if is_tensor(value) and is_plain([value]):
         check_no_grad([value])
