@@ -169,8 +169,8 @@ def read_job(name: str, names: Sequence[str], options: argparse.Namespace) -> st
     """Measure all loaders in turns, and return the table."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        urls = stack.enter_context(serving(None))[0] if name == "object store" else []
-        job = make(name, folder, max(64, int(KINDS[name].count * options.scale)), urls)
+        url = stack.enter_context(serving(folder, None))[0] if name == "object store" else ""
+        job = make(name, folder, max(64, int(KINDS[name].count * options.scale)), url)
         found: Found = {one: [] for one in names}
         for number, one in itertools.product(range(options.rounds), names):
             if number and "rates" not in found[one][0]:

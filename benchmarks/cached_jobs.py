@@ -20,7 +20,7 @@ import os
 import tarfile
 import wave
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from benchmarks.remote import SAMPLES, SIZE
+from benchmarks.remote import SIZE
 
 RATE, BANDS = 16_000, 64
 """Of the sound: values per second, and bands of its spectrogram."""
@@ -95,10 +95,10 @@ class Kind:
     batch_size: int
 
 
-def make(name: str, folder: Path, count: int, urls: Iterable[str] = ()) -> Job:
-    """Write the files of a job, and decode each sample once."""
+def make(name: str, folder: Path, count: int, url: str = "") -> Job:
+    """Write the files of a job, and decode each sample once. The keys of an object store begin with its URL."""
     kind = KINDS[name]
-    keys = [f"{url}#{number}" for url in urls for number in range(SAMPLES)][:count] or kind.make(folder, count)
+    keys = [url + key for key in kind.make(folder, count)]
     arrays = [kind.decode(key) for key in keys]
     one_shape = len({array.shape for array in arrays}) == 1
     if one_shape:
@@ -201,15 +201,20 @@ _connections: dict[int, http.client.HTTPConnection] = {}
 """Of this process, by its number: a forked worker has its own."""
 
 
-def fetch(key: str) -> Any:
-    """A part of an object: the bytes of one file in a tar file."""
-    url, _, number = key.partition("#")
+def make_objects(folder: Path, count: int) -> list[str]:
+    """Files of random bytes, and their paths on a server of the folder."""
+    for number in range(count):
+        (folder / f"{number:06}.bin").write_bytes(np.random.default_rng(number).bytes(SIZE))
+    return [f"/{number:06}.bin" for number in range(count)]
+
+
+def fetch(url: str) -> Any:
+    """The bytes of an object."""
     parts = urlsplit(url)
-    begin = int(number) * (512 + -(-SIZE // 512) * 512) + 512
     connection = _connections.get(os.getpid())
     if connection is None:
         connection = _connections[os.getpid()] = http.client.HTTPConnection(parts.netloc)
-    connection.request("GET", parts.path, headers={"Range": f"bytes={begin}-{begin + SIZE - 1}"})
+    connection.request("GET", parts.path)
     return np.frombuffer(connection.getresponse().read(), np.uint8)
 
 
@@ -218,5 +223,5 @@ KINDS = {
     "1,024 x 768": Kind(photo_maker((1024, 768)), decode_photo, 500, 32),
     "audio": Kind(make_sounds, decode_sound, 1000, 32),
     "rows": Kind(make_rows, decode_row, 40_000, 256),
-    "object store": Kind(lambda folder, count: [], fetch, 400, 32),
+    "object store": Kind(make_objects, fetch, 400, 32),
 }

@@ -1,19 +1,31 @@
-"""Shards behind a slow network: ``python -m benchmarks.remote``. About a minute.
+"""Shards behind a slow network: ``python -m benchmarks.remote``. About two minutes. Half a minute: ``--opening``.
 
     a server in a process of its own: HTTP, 20 ms per request, and so many MB/s for each connection
+
+The first table shows what it costs to make a dataset, and to ask for its length: seconds, requests, and bytes of all
+bytes. Without pyarrow, Parquet and Arrow are left out. With ``--opening``, it is the only one.
+
+    cold          no index is kept; a list of URLs
+    index file    the same, with the file of ``sharded-loader index`` beside the shards
+    100 heads     the same as cold, for 100 shards that are indexed: the sizes are asked for, and nothing else
+
+The second table shows samples per second of one epoch, cold, and how many bytes were sent for each byte there is.
+
     bare          whole shards by four connections, and nothing else: the limit
     read ahead    ShardDataset with a cache of two windows, read by ShardedDataLoader in windows
     on demand     the same, and nobody fetches ahead
     in parts      no cache: the bytes of each sample are requested
-
-The table shows samples per second of one epoch, cold, and how many shards were requested for each shard there is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import io
+import json
 import multiprocessing
+import sys
 import tarfile
 import tempfile
 import time
@@ -27,45 +39,101 @@ import numpy as np
 
 from benchmarks.range_server import RangeHandler
 from sharded_loader import ShardCache, ShardDataset, ShardedDataLoader, ShardShuffleSampler
+from sharded_loader.recordio import MXRecordIO
 from sharded_loader.storage.stores import CONNECTIONS, ObjectStore
 
 SHARDS, SAMPLES, SIZE = 32, 512, 10_000
+OPENED = 8
+"""Shards of the first table."""
+
 WINDOW, BATCH = 4, 256
 LATENCY = 0.02
 SPEEDS = (None, 50e6)
 """Bytes per second of a connection; None: as fast as this machine copies."""
 
 
-def shard(number: int) -> bytes:
-    """A tar file of random samples."""
-    rng, file = np.random.default_rng(number), io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as tar:
-        for i in range(SAMPLES):
+# -- shards ------------------------------------------------------------------------------------------------------------
+
+
+def samples_of(number: int) -> list[bytes]:
+    """The random samples of a shard."""
+    rng = np.random.default_rng(number)
+    return [rng.bytes(SIZE) for _ in range(SAMPLES)]
+
+
+def write_tar(path: Path, number: int) -> None:
+    """A tar file."""
+    with tarfile.open(path, "w") as tar:
+        for i, sample in enumerate(samples_of(number)):
             member = tarfile.TarInfo(f"{number:03}{i:04}.bin")
             member.size = SIZE
-            tar.addfile(member, io.BytesIO(rng.bytes(SIZE)))
-    return file.getvalue()
+            tar.addfile(member, io.BytesIO(sample))
 
 
-def serve(speed: float | None, ports: Any, asked: Any) -> None:
-    """Answer requests for shards until the process is ended."""
-    shards = {f"/{number:03}.tar": shard(number) for number in range(SHARDS)}
+def write_rec(path: Path, number: int) -> None:
+    """A RecordIO file."""
+    with MXRecordIO(str(path), "w") as file:
+        for sample in samples_of(number):
+            file.write(sample)
+
+
+def write_mds(path: Path, number: int) -> None:
+    """An MDS file."""
+    columns = {"column_names": ["bin"], "column_encodings": ["bytes"], "column_sizes": [None]}
+    text, sizes = json.dumps(columns).encode(), [SIZE + 4] * SAMPLES
+    offsets = np.cumsum([4 * (SAMPLES + 2) + len(text), *sizes]).astype("<u4")
+    samples = [np.array(SIZE, "<u4").tobytes() + sample for sample in samples_of(number)]
+    path.write_bytes(b"".join([np.array(SAMPLES, "<u4").tobytes(), offsets.tobytes(), text, *samples]))
+
+
+def write_table(path: Path, number: int) -> None:
+    """A Parquet or an Arrow file of four groups."""
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"bin": samples_of(number)})
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=SAMPLES // 4)
+        return
+    with pyarrow.ipc.new_file(path, table.schema) as file:
+        file.write_table(table, max_chunksize=SAMPLES // 4)
+
+
+WRITERS = {"tar": write_tar, "rec": write_rec, "mds": write_mds, "parquet": write_table, "arrow": write_table}
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+def serve(folder: Path, speed: float | None, ports: Any, sent: Any) -> None:
+    """Answer requests for the files of a folder until the process is ended."""
+
+    @functools.cache
+    def content_of(path: str, changed: float) -> bytes:
+        return Path(path).read_bytes()
 
     class Handler(RangeHandler):
         def answer(self, with_bytes: bool) -> None:
-            content = memoryview(shards[self.path])
+            path = folder / self.path.lstrip("/")
+            with sent.get_lock():
+                sent[1] += 1
+            time.sleep(LATENCY)
+            if not path.exists():
+                return self.head(404, 0)
+            content = memoryview(content_of(str(path), path.stat().st_mtime))
             size = len(content)
             begin, end = self.asked(size) or (0, size)
             self.head(206 if (begin, end) != (0, size) else 200, end - begin, f"{begin}-{end - 1}/{size}")
-            if with_bytes:
-                with asked.get_lock():
-                    asked.value += end - begin
-                time.sleep(LATENCY)
-                for at in range(begin, end, 1 << 18):
-                    piece = content[at : min(at + (1 << 18), end)]
-                    self.wfile.write(piece)
-                    if speed:
-                        time.sleep(len(piece) / speed)
+            if not with_bytes:
+                return None
+            with sent.get_lock():
+                sent[0] += end - begin
+            for at in range(begin, end, 1 << 18):
+                piece = content[at : min(at + (1 << 18), end)]
+                self.wfile.write(piece)
+                if speed:
+                    time.sleep(len(piece) / speed)
+            return None
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     ports.put(server.server_address[1])
@@ -73,18 +141,78 @@ def serve(speed: float | None, ports: Any, asked: Any) -> None:
 
 
 @contextlib.contextmanager
-def serving(speed: float | None) -> Iterator[tuple[list[str], Any]]:
-    """The URLs of the shards, and the number of bytes that were sent."""
+def serving(folder: Path, speed: float | None) -> Iterator[tuple[str, Any]]:
+    """The URL of a folder, and how many bytes were sent and requests were answered."""
     context = multiprocessing.get_context("spawn")
-    ports, asked = context.SimpleQueue(), context.Value("q", 0)
-    server = context.Process(target=serve, args=(speed, ports, asked), daemon=True)
+    ports, sent = context.SimpleQueue(), context.Array("q", 2)
+    server = context.Process(target=serve, args=(folder, speed, ports, sent), daemon=True)
     server.start()
     port = ports.get()
     try:
-        yield [f"http://127.0.0.1:{port}/{number:03}.tar" for number in range(SHARDS)], asked
+        yield f"http://127.0.0.1:{port}", sent
     finally:
         server.terminate()
         server.join()
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+def cost(sent: Any, whole: int, work: Callable[..., Any], *arguments: Any, **named: Any) -> tuple[Any, str]:
+    """What a piece of work gives, and its cells: seconds, requests, bytes."""
+    before, began = list(sent), time.perf_counter()
+    found = work(*arguments, **named)
+    seconds, (nbytes, requests) = (
+        time.perf_counter() - began,
+        (now - then for now, then in zip(sent, before, strict=True)),
+    )
+    return found, f"{seconds:.2f} | {requests} | {100 * nbytes / whole:.3f} %"
+
+
+def opening(url: str, folder: Path, sent: Any) -> None:
+    """Print a row for each format and way."""
+    print("| shards | way | opening, s | requests | bytes | `len`, s | requests | bytes |")
+    print("|---|---|---|---|---|---|---|---|")
+    store = ObjectStore()
+    store.stat(f"{url}/{next(folder.iterdir()).name}")  # the modules of the client are loaded now
+    store.close()
+    kinds = [kind for kind in WRITERS if kind not in ("parquet", "arrow") or importlib.util.find_spec("pyarrow")]
+    for kind in kinds:
+        names = [f"{number:03}.{kind}" for number in range(OPENED)]
+        for name in names:
+            if not (folder / name).exists():
+                WRITERS[kind](folder / name, int(name[:3]))
+        urls, whole = [f"{url}/{name}" for name in names], sum((folder / name).stat().st_size for name in names)
+        for way in ("cold", "index file"):
+            with tempfile.TemporaryDirectory() as kept:
+                dataset, opened = cost(sent, whole, ShardDataset, urls, index_folder=kept)
+                length, counted = cost(sent, whole, len, dataset)
+                print(f"| {OPENED} {kind}, {whole / 1e6:.0f} MB | {way} | {opened} | {counted} |", flush=True)
+                assert length == OPENED * SAMPLES
+                if way == "cold":
+                    dataset.write_index(folder / "written.index")
+                    (folder / "written.index").rename(folder / "shards.index")
+                dataset.close()
+        (folder / "shards.index").unlink()
+    heads(url, folder, sent)
+
+
+def heads(url: str, folder: Path, sent: Any) -> None:
+    """Print the row of 100 shards whose indexes are kept."""
+    for number in range(100):
+        (folder / f"{number:03}.txt").write_text("a line\n")
+    urls = [f"{url}/{number:03}.txt" for number in range(100)]
+    with tempfile.TemporaryDirectory() as kept:
+        first = ShardDataset(urls, index_folder=kept)
+        assert len(first) == 100
+        first.close()
+        dataset, opened = cost(sent, 700, ShardDataset, urls, index_folder=kept)
+        _, counted = cost(sent, 700, len, dataset)
+        print(f"| 100 text | 100 heads | {opened} | {counted} |", flush=True)
+        dataset.close()
+
+
+# -- an epoch ----------------------------------------------------------------------------------------------------------
 
 
 def bare(urls: list[str], folder: Path) -> float:
@@ -124,9 +252,9 @@ def _first_byte(sample: dict[str, Any]) -> int:
     return int(sample["bin"][0])
 
 
-def ways(urls: list[str], folder: Path, speed: float | None) -> dict[str, Callable[[], float]]:
+def ways(urls: list[str], folder: Path, speed: float | None, size: int) -> dict[str, Callable[[], float]]:
     """What is measured, by name. On a slow network the requests for single samples are left out."""
-    room = 2 * WINDOW * len(shard(0))
+    room = 2 * WINDOW * size
     found: dict[str, Callable[[], float]] = {
         "bare": lambda: bare(urls, folder),
         "read ahead": lambda: epoch(urls, folder, ShardCache(folder / "ahead", room), True),
@@ -136,22 +264,38 @@ def ways(urls: list[str], folder: Path, speed: float | None) -> dict[str, Callab
     return {way: measure for way, measure in found.items() if way != "in parts" or speed is None}
 
 
+def epochs(urls: list[str], speed: float | None, size: int, sent: Any) -> None:
+    """Print the rows of one server."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        first = ShardDataset(urls, index_folder=folder / "indexes")
+        assert len(first) == SHARDS * SAMPLES  # they are indexed now
+        first.close()
+        limit = 0.0
+        for way, measure in ways(urls, folder, speed, size).items():
+            before = sent[0]
+            rate = SHARDS * SAMPLES / measure()
+            limit = limit or rate
+            what = f"{speed / 1e6:.0f} MB/s per connection" if speed else "20 ms per request"
+            share = (sent[0] - before) / (SHARDS * size)
+            print(f"| {what} | {way} | {rate:,.0f} | {rate / limit:.2f} | {share:.2f} |", flush=True)
+
+
 def main() -> None:
-    """Print the table."""
-    print("| server | how | samples/s | of bare | bytes sent, of all shards |\n|---|---|---|---|---|")
-    whole = SHARDS * len(shard(0))
-    for speed in SPEEDS:
-        with serving(speed) as (urls, asked), tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            ShardDataset(urls, index_folder=folder / "indexes").close()
-            limit = 0.0
-            for way, measure in ways(urls, folder, speed).items():
-                before = asked.value
-                rate = SHARDS * SAMPLES / measure()
-                limit = limit or rate
-                what = f"{speed / 1e6:.0f} MB/s per connection" if speed else "20 ms per request"
-                sent = (asked.value - before) / whole
-                print(f"| {what} | {way} | {rate:,.0f} | {rate / limit:.2f} | {sent:.2f} |", flush=True)
+    """Print the tables."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, names = Path(name), [f"{number:03}.tar" for number in range(SHARDS)]
+        only_opening = "--opening" in sys.argv
+        for tar in names[: OPENED if only_opening else None]:
+            write_tar(folder / tar, int(tar[:3]))
+        with serving(folder, SPEEDS[-1]) as (url, sent):
+            opening(url, folder, sent)
+        if only_opening:
+            return
+        print("\n| server | how | samples/s | of bare | bytes sent, of all shards |\n|---|---|---|---|---|")
+        for speed in SPEEDS:
+            with serving(folder, speed) as (url, sent):
+                epochs([f"{url}/{tar}" for tar in names], speed, (folder / names[0]).stat().st_size, sent)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ _HOMES = {
     "loader.loader": "ShardedDataLoader",
     "loader.lockstep": "Lockstep",
     "loader.stats": "LoaderStats",
+    "memory.shared": "share",
     "memory.store": "CacheMismatchError",
     "parallel": "Replicas split_and_load split_data",
     "pools.inline": "InlinePool",

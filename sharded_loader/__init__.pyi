@@ -23,6 +23,7 @@ from sharded_loader.data.tokens import TokenWindows as TokenWindows
 from sharded_loader.loader.loader import ShardedDataLoader as ShardedDataLoader
 from sharded_loader.loader.lockstep import Lockstep as Lockstep
 from sharded_loader.loader.stats import LoaderStats as LoaderStats
+from sharded_loader.memory.shared import share as share
 from sharded_loader.memory.store import CacheMismatchError as CacheMismatchError
 from sharded_loader.parallel import Replicas as Replicas
 from sharded_loader.parallel import split_and_load as split_and_load

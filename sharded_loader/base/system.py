@@ -5,9 +5,11 @@
     allocate(fd, nbytes)        posix_fallocate, else zeros are written
     can_pass_descriptors()      False: the other process opens them by name, under /proc
     with locked(fd):            lockf, else msvcrt: one process and one thread at a time; who dies loses the lock
+    with alone(name, waiting):  a socket's name, else a file's lock: the same for a name; leaves nothing on Linux
 
     is_readable(fd)             whether a read would return at once
     write_whole(path, data)     a file that appears when it is whole
+    with lock_at(path):         a file that only serves as a lock: one thread of one process at a time
     write_to_stderr(text)       straight to descriptor 2, where the processes of a program write side by side
     core_seconds()              how long this thread has run, and has waited for a core
     why_refused(error)          an OSError of these calls in words
@@ -26,15 +28,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import itertools
 import os
 import select
 import socket
+import struct
 import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +55,9 @@ PREFIX = "sharded_loader"
 
 ALLOCATED_AT_ONCE = 32 << 20
 """Bytes per `posix_fallocate`: 8 ms."""
+
+LOCK_POLL = 0.005
+"""Seconds between two looks at a lock that others hold."""
 
 _NO_ROOM = {getattr(errno, name) for name in ("ENOSPC", "ENOMEM", "EDQUOT", "EFBIG", "EIO") if hasattr(errno, name)}
 """Errors of an allocation that mean what they say: there is no room. All others mean that the call does not work."""
@@ -91,7 +98,7 @@ def _open_shm(label: str) -> tuple[int, str]:
         shared = posix_shared_memory()
     except ImportError as error:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from error
-    name = f"/{PREFIX}-{os.getpid()}-{os.urandom(8).hex()}"
+    name = f"/{label}-{os.getpid()}-{os.urandom(8).hex()}"
     try:
         fd: int = shared.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
     finally:  # also when a Ctrl-C comes in between
@@ -164,11 +171,17 @@ _file_lock = threading.RLock()
 
 _has_lock = False
 
+_names: set[socket.socket] = set()
+"""Sockets whose names this process holds, or asks for."""
+
 
 def _begin_afresh() -> None:
-    """In a forked child: another thread, which is gone there, may have held the lock."""
+    """In a forked child: another thread, which is gone there, may have held the lock. The names are the parent's."""
     global _file_lock, _has_lock
     _file_lock, _has_lock = threading.RLock(), False
+    for name in _names:
+        name.close()
+    _names.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -224,6 +237,76 @@ def close_locked(fd: int) -> None:
     """Close a descriptor of a file that `locked` is used for."""
     with _file_lock:
         os.close(fd)
+
+
+def lock_at(path: Any) -> Any:
+    """A lock that all processes of this machine share by the name of a file. Each call makes another lock object.
+
+    Raises:
+        OSError, NotImplementedError: when it is taken, if the file system has no locks, or the file cannot be made.
+    """
+    from filelock import FileLock
+
+    return FileLock(path, thread_local=False, poll_interval=LOCK_POLL)
+
+
+POLLS_PER_SECOND = 100
+"""Tries to get a name that others hold: 0.1 % of a core."""
+
+
+@contextlib.contextmanager
+def alone(name: str, waiting: Callable[[int, int], object]) -> Iterator[None]:
+    """Hold a name inside the block: one process of this machine, and one of its threads, at a time.
+
+    A process that dies loses it. On Linux it is the name of a socket, which is in no folder. Elsewhere it is the lock
+    of an empty file in the folder for temporary files, and the file stays.
+
+    Args:
+        name: the name.
+        waiting: called each second until the name is free, with the seconds so far, and the process that holds it
+            (0: unknown).
+
+    Raises:
+        PermissionError: another user holds it.
+
+    Example:
+        >>> with alone("sharded_loader-example", print):
+        ...     pass
+    """
+    if not sys.platform.startswith("linux"):
+        with lock_at(os.path.join(tempfile.gettempdir(), f"{name}.lock")):
+            yield
+        return
+    with socket.socket(socket.AF_UNIX) as holder:
+        _names.add(holder)
+        try:
+            for tries in itertools.count():
+                try:
+                    holder.bind(f"\0{name}")
+                    holder.listen()
+                    break
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:
+                        raise
+                if tries % POLLS_PER_SECOND == 0:
+                    waiting(tries // POLLS_PER_SECOND, _holder_of(name))
+                time.sleep(1 / POLLS_PER_SECOND)
+            yield
+        finally:
+            _names.discard(holder)
+
+
+def _holder_of(name: str) -> int:
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.setblocking(False)
+        try:
+            asking.connect(f"\0{name}")
+        except OSError:  # it is free by now, or its holder does not listen yet
+            return 0
+        pid, uid, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if uid != os.getuid():
+        raise PermissionError(f"another user (process {pid}) holds the name {name}: use another key")
+    return int(pid)
 
 
 def write_at(fd: int, data: Any, offset: int) -> None:

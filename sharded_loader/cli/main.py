@@ -58,12 +58,13 @@ def make_command() -> click.Group:
     from sharded_loader.cli.cache import cache
     from sharded_loader.cli.demo import demo
     from sharded_loader.cli.doctor import doctor
+    from sharded_loader.cli.index import index
     from sharded_loader.cli.output import print_help
     from sharded_loader.cli.records import records
     from sharded_loader.cli.runs import diff, replay, report
 
     command = click.Group(
-        commands=[demo, doctor, bench, records, report, replay, diff, cache],
+        commands=[demo, doctor, bench, records, report, replay, diff, cache, index],
         callback=print_help,
         invoke_without_command=True,
         help="A data loader for PyTorch: try it, check this machine, measure a dataset, pack files, compare runs.",

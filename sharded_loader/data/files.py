@@ -117,6 +117,11 @@ def checksums(read: Callable[[int, int], bytes], size: int, end: int | None = No
         size: of the file.
         end: only of the parts before it.
     """
-    width = min(CHECKED, -(-size // CHECKS))
-    begins = [part * (size - width) // (CHECKS - 1) for part in range(CHECKS)]
+    begins, width = checked_parts(size)
     return [zlib.crc32(read(begin, width)) for begin in begins if end is None or begin + width <= end]
+
+
+def checked_parts(size: int) -> tuple[list[int], int]:
+    """Where the parts of a file begin that have a checksum, and how long each is."""
+    width = min(CHECKED, -(-size // CHECKS))
+    return [part * (size - width) // (CHECKS - 1) for part in range(CHECKS)], width

@@ -12,8 +12,12 @@ stays in that worker. The pool owns the segment, until it publishes again or is 
 *Files.* A worker opens the file of a `numpy.memmap`, of its views and slices, itself, so 100 MB cost neither a copy nor
 a page. What is written to a file that was opened with ``"r+"`` is written to that file, as in the main process. A file
 goes by name only if the worker would find the same bytes. By value go a file that has been deleted or replaced since it
-was mapped, and one in mode ``"c"``: there is no portable way to see whether its pages were written to. A tensor over a
-memmap also does: torch does not say where its memory is from.
+was mapped, and an array in mode ``"c"`` that this process has written to: all of it is compared. A tensor over a memmap
+also goes by value: torch does not say where its memory is from.
+
+*Memory of `shared.share`* is such a file, in mode ``"c"``. Tensors and Arrow's buffers over it are found by their
+addresses (`over_shared`), so they go by name too. Its name ends with this process. So it goes by value to other
+machines, and into other shared memory (`Lasting`).
 
 *Locks.* ``multiprocessing`` pickles a ``Value``, a ``Lock`` or a ``Queue`` only while it starts a process, because the
 process inherits the descriptors behind them. Our workers get the dataset after their start. So such a dataset is
@@ -38,6 +42,7 @@ import os
 import sys
 import threading
 import types
+import weakref
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -68,6 +73,9 @@ SHARED_BYTES = 65536
 """Below this the buffers of a job go through the pipe to each worker: a segment costs as much."""
 
 
+COMPARED = 1 << 20
+"""Bytes of a file that are compared at once: as many stay in a processor's cache."""
+
 SCRIPT = "__mp_main__"
 """What ``multiprocessing`` calls the user's script in a process that it has spawned, or forked from a forkserver."""
 
@@ -97,17 +105,22 @@ def script_by_value() -> Iterator[None]:
                 cloudpickle.unregister_pickle_by_value(script)
 
 
-class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
+class Publisher(cloudpickle.Pickler):  # type: ignore[misc]
     """Tensors go as views of their storage, which goes once: views of one tensor stay views of one tensor.
 
     Arrays over files likewise, as views of the file.
+
+    Attributes:
+        lasting: by name goes only what has a name that lasts longer than this process.
     """
+
+    lasting = False
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.modules: set[str] = set()
         self._storages: dict[tuple[int, int], Array] = {}
-        self._files = MappedFiles()
+        self._files = MappedFiles(self.lasting)
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.ModuleType) and obj is sys.modules.get(SCRIPT):
@@ -118,6 +131,8 @@ class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
         if reduced is NotImplemented and is_plain_tensor(obj):
             self.modules.add("torch")
             reduced = self._reduce_view(obj.resolve_conj().resolve_neg())
+        if reduced is NotImplemented and SHARED and type(obj).__module__ == "pyarrow.lib":
+            reduced = _reduce_arrow(obj)
         if reduced is NotImplemented:
             reduced = reduced_lock(obj)
         if reduced is NotImplemented:
@@ -142,21 +157,29 @@ class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
         storage = tensor.untyped_storage()
         key = storage.data_ptr(), storage.nbytes()
         if key not in self._storages:  # the array keeps the storage alive, and so the address its own
-            self._storages[key] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+            raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+            self._storages[key] = over_shared(raw, raw)
         raw = self._storages[key]
         return rebuild_tensor, (raw, dtype_name(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+
+
+class Lasting(Publisher):
+    """Pickles for processes that cannot open what only this process holds, or may live longer."""
+
+    lasting = True
 
 
 class NeedsInheritanceError(TypeError):
     """The job has objects that a worker can only inherit when it is started."""
 
 
-def publish(job: Any, inherited: Inherited | None = None, **parts: Any) -> Encoded:
+def publish(job: Any, inherited: Inherited | None = None, elsewhere: bool = False, **parts: Any) -> Encoded:
     """Pickle ``job`` for all workers.
 
     Args:
         job: what the workers get.
         inherited: takes what the workers have to be started with.
+        elsewhere: whether workers may be on other machines.
         **parts: the user's objects in it, by the name that the user knows, for the error message.
 
     Raises:
@@ -164,15 +187,12 @@ def publish(job: Any, inherited: Inherited | None = None, **parts: Any) -> Encod
     """
     try:
         with contextlib.nullcontext() if inherited is None else inherited:
-            return _dump(job)
+            return dump(job, Lasting if elsewhere else Publisher)
     except Exception as error:
         if is_from_outside(error):
             raise
         kind = NeedsInheritanceError if inherited is None and needs_inheritance(error) else TypeError
-        try:
-            culprit = next(filter(None, (_culprit(part, name, set()) for name, part in parts.items())), "it")
-        except RecursionError:  # too deep for pickle, and so for us
-            culprit = "it"
+        culprit = culprit_in(parts)
         fork = "" if sys.platform == "win32" else ' and forked workers (ProcessPool(start_method="fork"))'
         raise kind(
             f"cannot send the dataset to worker processes: {culprit} cannot be pickled ({error}). "
@@ -227,25 +247,42 @@ def share(encoded: Encoded, number: int) -> Published:
     return Published(encoded.head, encoded.places, encoded.buffers, number)
 
 
-def _dump(obj: Any) -> Encoded:
+def dump(obj: Any, pickler: type[Publisher] = Publisher) -> Encoded:
+    """Pickle an object, its arrays and tensors out of band."""
     with script_by_value():
-        return encode(obj, pickler=_Publisher)
+        return encode(obj, pickler=pickler)
 
 
-def _culprit(obj: Any, path: str, seen: set[int]) -> str | None:
-    """The first of the innermost attributes below ``obj`` that do not pickle, as the user would write it."""
+def culprit_in(parts: abc.Mapping[str, Any], pickler: type[Publisher] = Publisher) -> str:
+    """The first of the innermost parts of these objects that cannot be pickled, as the user would write it.
+
+    Args:
+        parts: the objects, by their names.
+        pickler: see `dump`.
+
+    Example:
+        >>> culprit_in({"dataset": {"x": 1, "stop": threading.Event()}})
+        "dataset['stop']._cond._lock (lock)"
+    """
+    try:
+        return next(filter(None, (_culprit(part, name, set(), pickler) for name, part in parts.items())), "it")
+    except RecursionError:  # too deep for pickle, and so for us
+        return "it"
+
+
+def _culprit(obj: Any, path: str, seen: set[int], pickler: type[Publisher]) -> str | None:
     if id(obj) in seen:
         return None
     seen.add(id(obj))
     try:
-        _dump(obj)
+        dump(obj, pickler)
     except Exception:
-        below = (_culprit(child, where, seen) for where, child in _children(obj, path))
+        below = (_culprit(child, where, seen, pickler) for where, child in children(obj, path))
         return next(filter(None, below), f"{path} ({type(obj).__name__})")
     return None
 
 
-def _children(obj: Any, path: str) -> list[tuple[str, Any]]:
+def children(obj: Any, path: str) -> list[tuple[str, Any]]:
     """The parts of an object. A list: a traceback would keep a generator, and the lock that HDF5 holds in one."""
     if isinstance(obj, abc.Mapping):
         return [(f"{path}[{key!r}]", value) for key, value in list(obj.items())]
@@ -273,11 +310,16 @@ class Mapping:
 
 
 class MappedFiles:
-    """The files under the arrays of one dataset, each described once, so that views of one stay views of one."""
+    """The files under the arrays of one dataset, each described once, so that views of one stay views of one.
 
-    def __init__(self) -> None:
+    Args:
+        lasting: see `Publisher`.
+    """
+
+    def __init__(self, lasting: bool = False) -> None:
+        self._lasting = lasting
         # By id of the mapping, which is kept beside its description, so that its id stays its own.
-        self._known: dict[int, tuple[Mapping | None, Any]] = {}
+        self._known: dict[int, tuple[Mapping | None, Any, Any]] = {}
 
     def reduce(self, array: Array) -> Any:
         """A reduction of an array over a file; NotImplemented if it is none, and has to go by value."""
@@ -286,45 +328,53 @@ class MappedFiles:
         found = memmap_of(array)
         if found is None:
             return NotImplemented
-        whole, start = found
+        whole, start, span = found
         key = id(whole._mmap)
         if key not in self._known:
-            self._known[key] = _describe(whole), whole._mmap
-        mapping, _ = self._known[key]
-        if mapping is not None:
+            ends = self._lasting and any(whole._mmap is shared._mmap for shared in SHARED.values())
+            self._known[key] = *((None, None) if ends else _describe(whole)), whole._mmap
+        mapping, again, _ = self._known[key]
+        if mapping is not None and (whole.mode != "c" or _is_same(whole, again, span)):
             layout = array.shape, array.dtype, start, array.strides
             return view_mapping, (mapping, type(array), array.flags.writeable, *layout)
         # NumPy itself would pickle its subclass in band.
         return (np.ndarray.view, (array.view(np.ndarray), np.memmap)) if type(array) is np.memmap else NotImplemented
 
 
-def _describe(whole: Any) -> Mapping | None:
-    """The part of the file under this memmap; None if opening the file again would not give the same."""
+def _describe(whole: Any) -> tuple[Mapping | None, Any]:
+    """The part of the file under this memmap, and a new memmap of it; None if that does not give the same."""
     # numpy.memmap maps whole pages, and keeps the offset that it was asked for.
     offset = whole.offset - whole.offset % mmap.ALLOCATIONGRANULARITY
     mode = "r+" if whole.mode == "w+" else whole.mode  # which would empty it
-    if mode == "c":
-        return None
     filename, shape = os.fspath(whole.filename), (len(whole._mmap),)
     try:
         again = np.memmap(filename, np.uint8, "r", offset, shape)
     except (OSError, ValueError):  # it has gone, or is shorter
-        return None
+        return None, None
+    ends = () if mode == "c" else (range(len(again))[: mmap.PAGESIZE], range(len(again))[-mmap.PAGESIZE :])
+    is_same = all(_is_same(whole, again, end) for end in ends)
+    return (Mapping(filename, np.uint8, mode, offset, shape) if is_same else None), again
+
+
+def _is_same(whole: Any, again: Any, span: range) -> bool:
+    """Whether two memmaps have the same bytes in a span."""
     before = np.frombuffer(whole._mmap, np.uint8)
-    ends = slice(mmap.PAGESIZE), slice(-mmap.PAGESIZE, None)
-    same = all(np.array_equal(before[end], again[end]) for end in ends)
-    return Mapping(filename, np.uint8, mode, offset, shape) if same else None
+    parts = (slice(begin, min(begin + COMPARED, span.stop)) for begin in range(span.start, span.stop, COMPARED))
+    return all(np.array_equal(before[part], again[part]) for part in parts)
 
 
-def memmap_of(array: Array) -> tuple[Any, int] | None:
-    """The memmap that ``array`` is, or is a view of, and the offset of its first element there; None if none.
+def memmap_of(array: Array) -> tuple[Any, int, range] | None:
+    """The memmap that ``array`` is, or is a view of; None if none.
+
+    Returns:
+        Also where the first element is there, and the bytes that the array reaches.
 
     Example:
         >>> import tempfile
         >>> with tempfile.NamedTemporaryFile() as file:
         ...     whole = np.memmap(file, np.int64, "w+", shape=(10, 2))
-        ...     memmap_of(np.asarray(whole)[3:, 1])[1]
-        56
+        ...     memmap_of(np.asarray(whole)[3:, 1])[1:]
+        (56, range(56, 160))
         >>> memmap_of(np.arange(3))
     """
     base: Any = array
@@ -338,7 +388,28 @@ def memmap_of(array: Array) -> tuple[Any, int] | None:
     reach = [stride * (size - 1) for size, stride in zip(array.shape, array.strides, strict=True)]
     low = start + sum(step for step in reach if step < 0)
     high = start + sum(step for step in reach if step > 0) + array.itemsize
-    return (base, start) if low >= 0 and high <= len(memory) else None
+    return (base, start, range(low, high)) if low >= 0 and high <= len(memory) else None
+
+
+SHARED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+"""The memory that this process shares with others of its machine, by label (`shared.share`)."""
+
+
+def over_shared(raw: Array, default: Any) -> Any:
+    """Bytes as an array over the shared memory that they lie in; otherwise the default."""
+    for whole in SHARED.values():
+        start = array_address(raw) - array_address(whole)
+        if 0 <= start <= whole.nbytes - raw.nbytes:
+            return whole[start : start + raw.nbytes].view(np.ndarray)
+    return default
+
+
+def _reduce_arrow(obj: Any) -> Any:
+    arrow = sys.modules["pyarrow"]
+    if not isinstance(obj, arrow.Buffer) or not obj.is_cpu:
+        return NotImplemented
+    raw = over_shared(np.frombuffer(obj, np.uint8), None)
+    return NotImplemented if raw is None else (arrow.py_buffer, (raw,))
 
 
 # -- locks and shared values -------------------------------------------------------------------------------------------

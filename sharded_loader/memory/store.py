@@ -72,6 +72,7 @@ from sharded_loader.base.system import (
 from sharded_loader.batching.flat import fits_columns, flatten, unflatten
 from sharded_loader.batching.protocol import Array
 from sharded_loader.memory.codec import aligned
+from sharded_loader.memory.segments import chosen_backend
 
 VERSION = 1
 """Of the layout. A file of another version is rejected."""
@@ -167,7 +168,8 @@ def open_nameless(label: str) -> tuple[int, str]:
     Where the system has no such names, the memory is a temporary file (see `Opened`).
     """
     if os.path.isdir("/proc/self/fd"):
-        fd, _ = open_memory(f"{PREFIX}-{label}")
+        backend = chosen_backend()
+        fd, _ = open_memory(f"{PREFIX}-{label}", None if backend == "named" else backend)
         return fd, f"/proc/{os.getpid()}/fd/{fd}"
     return tempfile.mkstemp(prefix=f"{PREFIX}-{label}-")
 
@@ -580,6 +582,11 @@ def entries_of(fd: int, about: dict[str, Any]) -> Array:
     return np.frombuffer(read_at(fd, about["length"] * _ENTRY.itemsize, layout_of(about)[0][0]), _ENTRY)
 
 
+def is_private(found: os.stat_result) -> bool:
+    """Whether a file belongs to this user, and no other user may write to it."""
+    return sys.platform == "win32" or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
+
+
 def check_private(fd: int, path: str) -> None:
     """Reject a file that is not this user's own.
 
@@ -590,7 +597,7 @@ def check_private(fd: int, path: str) -> None:
     found = os.fstat(fd)
     if not modes.S_ISREG(found.st_mode):
         raise CacheMismatchError(f"{path} is no file: give another path for the cache")
-    if sys.platform != "win32" and (found.st_uid != os.getuid() or found.st_mode & 0o022):
+    if not is_private(found):
         raise PermissionError(
             f"the cache file {path} belongs to another user, or other users may write to it: give a path in a folder "
             "of your own"

@@ -38,13 +38,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from sharded_loader.base.checks import bytes_of_text, refuse_arguments
+from sharded_loader.base.system import lock_at
 from sharded_loader.storage.files import LocalFile, ShardError, Stat, shown
 
 LOCKS = 64
 """Lock files. Two shards may share one: then they are fetched one after the other."""
-
-POLL = 0.005
-"""Seconds between two looks at a lock that others hold."""
 
 TRIES = 10
 """How often a shard is fetched that others delete before it could be opened."""
@@ -314,9 +312,7 @@ class ShardCache:
             raise ShardError(f"{shown(url)}: the cache folder {self.folder} cannot be used ({error})") from None
 
     def _lock(self, name: str) -> Any:
-        from filelock import FileLock
-
-        return FileLock(self.folder / "locks" / name, thread_local=False, poll_interval=POLL)
+        return lock_at(self.folder / "locks" / name)
 
 
 def _lock_of(name: str) -> str:

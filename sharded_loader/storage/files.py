@@ -6,6 +6,7 @@
     ShardError            a shard cannot be read; also MissingShardError, ForbiddenShardError
     shown(url)            without user, password and query
     redacted(text, ...)   without the values of options, and without what URLs in the text hide
+    local_path(url)       where a URL lies on this machine; joined(url, names): names in a file, as URLs
 
 Formats see nothing else, so each of them reads local shards, cached ones and remote ones in the same way. A local file
 is held by a descriptor: if it is deleted meanwhile, it can still be read (not on Windows, where it cannot be
@@ -66,6 +67,11 @@ class ShardFile(ABC):
     @abstractmethod
     def ranges(self, begins: Sequence[int], ends: Sequence[int]) -> list[bytes]:
         """Parts of the file, in the order in which they are asked for."""
+
+    @property
+    def guess(self) -> int:
+        """How many bytes of a head or a footer are read at first, before its length is known: 0.03 % of the file."""
+        return min(self.size, 64 + min(self.size >> 12, 1 << 14))
 
     def close(self) -> None:
         """Give the file back."""
@@ -220,6 +226,29 @@ def missing_or_forbidden(name: str, error: Exception, said: str) -> ShardError |
             f"{name}: this process may not read the shard ({said}). Check its permissions, or storage_options="
         )
     return None
+
+
+def local_path(url: str) -> str | None:
+    """Where a URL lies on this machine; None if it does not.
+
+    Example:
+        >>> local_path("/data/a.tar"), local_path("file:///data/a.tar"), local_path("s3://bucket/a.tar")
+        ('/data/a.tar', '/data/a.tar', None)
+    """
+    if "://" not in url:
+        return url
+    return url.removeprefix("file://") if url.startswith("file://") else None
+
+
+def joined(url: str, names: Iterable[str]) -> list[str]:
+    """The names in a file as URLs: names that are no URLs lie beside the file.
+
+    Example:
+        >>> joined("s3://bucket/set/index.json", ["a.tar", "s3://other/b.tar"])
+        ['s3://bucket/set/a.tar', 's3://other/b.tar']
+    """
+    folder = url.rpartition("/")[0] + "/" if "://" in url else os.path.dirname(url)
+    return [name if "://" in name or os.path.isabs(name) else os.path.join(folder, name) for name in names]
 
 
 def shown(url: str) -> str:

@@ -7,16 +7,20 @@ shard. So a shard that has changed has another index, and two processes that mak
 file appears by being renamed: half of one is never read. It ends with a hash of its bytes, so a damaged one is found,
 and replaced. If the folder cannot be written to, indexes are made in memory, with one warning.
 
+Of the processes that share a folder, one makes an index and the others wait for it. A process that dies loses its lock.
+Where the file system has no locks, each process makes its own.
+
 What can go wrong: the shard cannot be indexed (see the formats).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.base.notices import warn
-from sharded_loader.base.system import write_whole
+from sharded_loader.base.system import lock_at, write_whole
 from sharded_loader.data.bulk import Int64s
 from sharded_loader.storage.files import ShardFile, Stat
 from sharded_loader.storage.parts import UNKNOWN
@@ -44,8 +48,8 @@ def _after_fork_in_child() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
-VERSION = 4
-"""Of what the formats put into an index. Another one makes all of them again."""
+VERSION = 5
+"""Of what the formats put into an index, and of index files. Another one makes all of them again."""
 
 
 class Format(Protocol):
@@ -54,6 +58,9 @@ class Format(Protocol):
     Attributes:
         name: of the format; part of the name of each kept index.
         suffixes: of file names, by which the format is found.
+
+    A format may have an attribute ``scans``: whether `index` reads the whole shard, or only a small part of it, such as
+    a footer. Without it, True.
     """
 
     name: str
@@ -87,21 +94,30 @@ class Indexes:
         """The index of a shard; it is made if there is none."""
         path = self.path(name, url, stat)
         found = self._unkept.get(path) or load(path)
-        if found is None:
-            found = make()
-            if stat.tag.startswith(UNKNOWN):
-                self._unkept[path] = found
-            else:
+        if found is not None:
+            return found
+        if stat.tag.startswith(UNKNOWN):
+            return self._unkept.setdefault(path, make())
+        with self._locked(path):
+            found = load(path)  # another process may have made it
+            if found is None:
+                found = make()
                 self._keep(path, found)
         return found
 
+    @contextlib.contextmanager
+    def _locked(self, path: Path) -> Iterator[None]:
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError, NotImplementedError):  # a folder that is read-only, or has no locks
+                (self._folder / "locks").mkdir(parents=True, exist_ok=True)
+                held.enter_context(lock_at(self._folder / "locks" / path.name[:3]))  # 4,096 locks
+            yield
+
     def _keep(self, path: Path, index: Index) -> None:
-        arrays: dict[str, Any] = dict(index)
+        content = dumped(index)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            content = io.BytesIO()
-            np.savez(content, **arrays)
-            write_whole(path, content.getvalue() + hashlib.sha256(content.getvalue()).digest())
+            write_whole(path, content)
         except OSError as error:
             if self._has_warned:
                 return
@@ -121,12 +137,31 @@ def default_folder() -> Path:
 def load(path: Path) -> Index | None:
     """An index from its file; None if there is none, or it is damaged."""
     try:
-        content = path.read_bytes()
-        if hashlib.sha256(content[:-32]).digest() != content[-32:]:
-            return None  # NumPy does not find all damage: it may load arrays that are empty
+        return loaded(path.read_bytes())
+    except OSError:
+        return None
+
+
+def dumped(index: Index) -> bytes:
+    """An index as bytes, which end with their hash.
+
+    Example:
+        >>> loaded(dumped({"length": np.array(2)}))
+        {'length': array(2)}
+    """
+    content, arrays = io.BytesIO(), dict[str, Any](index)
+    np.savez_compressed(content, **arrays)
+    return content.getvalue() + hashlib.sha256(content.getvalue()).digest()
+
+
+def loaded(content: bytes) -> Index | None:
+    """The index of `dumped`; None if the bytes are damaged."""
+    if hashlib.sha256(content[:-32]).digest() != content[-32:]:
+        return None  # NumPy does not find all damage: it may load arrays that are empty
+    try:
         with _one_at_a_time, np.load(io.BytesIO(content[:-32]), allow_pickle=False) as found:
             return dict(found)
-    except (OSError, ValueError):  # a ValueError: arrays of objects, of a format of the user's
+    except ValueError:  # arrays of objects, of a format of the user's
         return None
 
 

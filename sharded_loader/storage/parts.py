@@ -29,9 +29,10 @@ import threading
 import uuid
 from collections.abc import Mapping
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
-from sharded_loader.base.notices import warn
+from sharded_loader.base.notices import logger, warn
 from sharded_loader.base.private import reader_of, s3_caller
 from sharded_loader.storage.files import Stat, shown
 
@@ -153,8 +154,20 @@ async def _http_part(system: Any, url: str, begin: int, end: int, stat: Stat | N
     if seen and seen[0] == 200:  # a server that does not know requests for parts sends the whole file
         if stat is not None and len(found) != stat.size:
             raise Unfit(f"{len(found):,} bytes came for the whole file, which has {stat.size:,}")
+        if len(found) > end - begin:
+            _note_whole_files(shown(url).rpartition("/")[0])
         found = found[begin:end]
     return found, bool(seen and seen[1])
+
+
+@lru_cache
+def _note_whole_files(folder: str) -> None:
+    """Say it once for each folder."""
+    logger.warning(
+        "the server of %s ignores requests for parts of a file and sends whole files, so each sample costs a shard. "
+        "Give the dataset a ShardCache, or let the server answer ranges",
+        folder,
+    )
 
 
 def http_tag(system: Any, url: str, seconds: float) -> str:

@@ -54,6 +54,7 @@ class RecordIO:
 
     name = "records"
     suffixes: tuple[str, ...] = (".rec",)
+    scans = True
 
     def index(self, file: ShardFile) -> Index:
         """The offset of each record, and the end of the file."""
@@ -105,20 +106,24 @@ class MDS:
 
     name = "mds"
     suffixes: tuple[str, ...] = (".mds",)
+    scans = False
 
     def index(self, file: ShardFile) -> Index:
         """Where each sample lies, and what its columns are."""
         offset = 0
         try:
-            count = int(np.frombuffer(file.ranges([0], [4])[0], "<u4")[0])
+            [head] = file.ranges([0], [file.guess])
+            count, first = np.frombuffer(head, "<u4", 2).tolist()
             offset, table = 4, 4 * (count + 2)
-            if table > file.size:
+            if not table <= first <= file.size:
                 raise ValueError(f"{count} samples in {file.size} bytes")
-            offsets = np.frombuffer(file.ranges([4], [table])[0], "<u4").astype(np.int64)
-            if (np.diff(offsets) < 0).any() or not table <= offsets[0] <= offsets[-1] == file.size:
+            if first > len(head):
+                head += file.ranges([len(head)], [first])[0]
+            offsets = np.frombuffer(head, "<u4", count + 1, 4).astype(np.int64)
+            if (np.diff(offsets) < 0).any() or offsets[-1] != file.size:
                 raise ValueError(f"the offsets of its samples do not fit its {file.size} bytes")
             offset = table
-            columns = json.loads(file.ranges([table], [int(offsets[0])])[0])
+            columns = json.loads(head[table:first])
             names, encodings, sizes = (columns[f"column_{what}"] for what in ("names", "encodings", "sizes"))
             for name, encoding, size in zip(names, encodings, sizes, strict=True):
                 decoder(encoding, f"{file.name}, at byte {offset},")
@@ -255,6 +260,7 @@ class Lines:
 
     name = "lines"
     suffixes: tuple[str, ...] = (".txt", ".tsv", ".jsonl", ".ndjson")
+    scans = True
 
     def index(self, file: ShardFile) -> Index:
         """Where each line begins, and where the last one ends."""

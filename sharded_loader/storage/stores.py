@@ -2,6 +2,8 @@
 
     ObjectStore(options).find("s3://bucket/train-*.tar") -> {url: Stat}
     store.stat(url)                        -> Stat(size, tag): another tag means another file
+    store.stats(urls)                      -> the same of many files, by lists of their folders or side by side
+    store.beginning(url, nbytes)           -> the first bytes of a file of unknown size
     store.ranges(url, begins, ends, stat)  -> a list of bytes; neighbours are one request, requests run side by side
     store.fetch(url, file, stat)           -> the whole file, in pieces
 
@@ -21,24 +23,28 @@ a password, a key or the query of a URL, and none has the library's own error as
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, TypeVar
 
 from sharded_loader.base.private import close_session, path_of
+from sharded_loader.base.system import write_whole
 from sharded_loader.data.datasets import note_retry
 from sharded_loader.storage.files import (
     MissingShardError,
     ShardError,
     ShardFile,
     Stat,
+    local_path,
     missing_or_forbidden,
     redacted,
     shown,
@@ -60,6 +66,9 @@ PIECE = 8 << 20
 
 CONNECTIONS = 4
 """Requests for one file that run side by side."""
+
+LISTED = 16
+"""Files of a folder, above which its list is asked for: that takes one request for each 1,000 files."""
 
 GAP = 64 << 10
 """Neighbours are read in one request if no more bytes than these lie between them."""
@@ -123,19 +132,36 @@ class ObjectStore:
         Raises:
             FileNotFoundError: there are none.
         """
-        system, path = self._open(pattern)
-        if not any(
-            sign in path for sign in ("*[" if re.match("https?:", pattern) else "*?[")
-        ):  # ? begins a query there
+        if not is_pattern(pattern):
             return {pattern: self.stat(pattern)}
-        found = self._try(pattern, lambda: system.glob(path, detail=True))
+        system, path = self._open(pattern)
+        try:
+            found = self._try(pattern, lambda: system.glob(path, detail=True))
+        except PermissionError as error:
+            advice = "If the server only forbids lists: give the names of the shards, or a file that lists them"
+            raise type(error)(f"{error}. {advice}") from None
         files = {name: info for name, info in sorted(found.items()) if info.get("type") != "directory"}
         if not files:
             raise MissingShardError(f"no files match {shown(pattern)}: check the pattern")
         stats = {_url_like(pattern, system, name): _stat_of(info) for name, info in files.items()}
         vague = [url for url, stat in stats.items() if stat.size < 0]  # lists of http say no sizes
+        return {**stats, **dict(zip(vague, self._stats(vague), strict=True))}
+
+    def stats(self, urls: Sequence[str]) -> list[Stat]:
+        """The sizes and tags of files. Of many in one folder, they come from its list, if the server has one."""
+        listed: dict[str, Stat] = {}
+        for folder, count in Counter(url.rpartition("/")[0] for url in urls).items():
+            if count > LISTED and not is_pattern(folder) and re.match("(?!https?|file)[a-z0-9+.-]+://", folder):
+                with contextlib.suppress(ShardError):  # a bucket may forbid lists
+                    found = self.find(f"{folder}/*").items()
+                    listed.update({f"{folder}/{url.rpartition('/')[2]}": stat for url, stat in found})
+        left = [url for url in urls if url not in listed]
+        listed.update(zip(left, self._stats(left), strict=True))
+        return [listed[url] for url in urls]
+
+    def _stats(self, urls: Sequence[str]) -> list[Stat]:
         with ThreadPoolExecutor(4 * CONNECTIONS) as threads:
-            return {**stats, **dict(zip(vague, threads.map(self.stat, vague), strict=True))}
+            return list(threads.map(self.stat, urls))
 
     def stat(self, url: str) -> Stat:
         """The size and the tag of a file."""
@@ -148,6 +174,23 @@ class ObjectStore:
         return found
 
     # -- bytes --------------------------------------------------------------------------------------------------------
+
+    def beginning(self, url: str, nbytes: int) -> bytes:
+        """The first bytes of a file of any version; fewer if it is shorter. One request."""
+        return self._part(url, 0, nbytes, None, may_be_shorter=True)[0]
+
+    def write(self, url: str, content: bytes) -> None:
+        """Write a file whole, or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path = local_path(url)
+        if path is not None:
+            write_whole(path, content)
+            return
+        system, there = self._open(url)
+        self._try(url, lambda: system.pipe_file(there, content))
 
     def ranges(self, url: str, begins: Sequence[int], ends: Sequence[int], stat: Stat | None = None) -> list[bytes]:
         """Parts of a file, in the order in which they are asked for.
@@ -207,7 +250,9 @@ class ObjectStore:
         if now.size != stat.size or is_same(stat.tag, now.tag) is False:
             raise _changed(url, "another version is there now")
 
-    def _part(self, url: str, begin: int, end: int, stat: Stat | None) -> tuple[bytes, bool]:
+    def _part(
+        self, url: str, begin: int, end: int, stat: Stat | None, may_be_shorter: bool = False
+    ) -> tuple[bytes, bool]:
         """A part, and whether its answer said that it is of this version."""
         if begin == end:  # which no request can say
             return b"", True
@@ -218,7 +263,7 @@ class ObjectStore:
             found, is_sure = part(system, path, begin, end, stat, STALL) if fast is None else fast
             if len(found) > end - begin:  # a file system that does not know requests for parts
                 found = found[begin:end]
-            if len(found) != end - begin:
+            if len(found) != end - begin and not may_be_shorter:
                 raise Unfit(
                     f"{len(found):,} bytes came where {end - begin:,} were asked for: the file may have been cut"
                 )
@@ -309,8 +354,21 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
+def is_pattern(url: str) -> bool:
+    """Whether a URL stands for all files that match it.
+
+    Example:
+        >>> is_pattern("s3://bucket/train-*.tar"), is_pattern("https://host/a.tar?key=1")
+        (True, False)
+    """
+    return any(sign in url for sign in ("*[" if re.match("https?:", url) else "*?["))  # ? begins a query there
+
+
 def _changed(url: str, how: str) -> ShardError:
-    return ShardError(f"{shown(url)} has changed since the dataset was made ({how}): make the dataset again")
+    return ShardError(
+        f"{shown(url)} has changed since the dataset was made ({how}): make the dataset again. If the shards have an "
+        "index file, write that again before: sharded-loader index"
+    )
 
 
 def pause(number: int, asked: float) -> float:

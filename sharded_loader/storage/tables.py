@@ -14,7 +14,7 @@ that it has decoded. Files are read, and not mapped: a mapped file that is cut e
 pyarrow takes each buffer of an Arrow file from where the file says: damage gives it other bytes. So this module finds
 and checks the messages of the file by itself:
 
-    messages(stream, size)  -> rows of kind, begin, end, number, adds: one for each message
+    messages(_Pieces(file)) -> rows of kind, begin, end, number, adds: one for each message
     needed(messages, batch) -> the rows that decode a record batch: the schema, its dictionaries, the batch
     check_layout(message)   -> ValueError if the buffers of a message do not lie end to end
     check_nulls(message, columns) -> ValueError if a column has nulls, and its damaged head says that it has none
@@ -28,11 +28,12 @@ names the rows.
 
 from __future__ import annotations
 
+import io
 import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -55,6 +56,7 @@ class _TableFormat:
 
     name = ""
     suffixes: tuple[str, ...] = ()
+    scans = False
 
     def index(self, file: ShardFile) -> Index:
         """How many rows each group has."""
@@ -123,22 +125,23 @@ class Parquet(_TableFormat):
     name = "parquet"
     suffixes: tuple[str, ...] = (".parquet", ".pq")
 
-    def _open(self, file: ShardFile) -> Any:
-        if "table" not in file.kept:
-            from pyarrow import parquet
-
-            file.kept["table"] = parquet.ParquetFile(file.stream(), page_checksum_verification=True)
-        return file.kept["table"]
-
     def _counted(self, file: ShardFile) -> tuple[Any, Index]:
-        metadata = self._open(file).metadata
+        from pyarrow import parquet  # first: without it, no byte is read
+
+        tail = footer(file, b"PAR1")
+        metadata = parquet.read_metadata(io.BytesIO(b"PAR1" + tail))
         counts = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         if sum(counts) != metadata.num_rows or min(counts, default=0) < 0:
             raise ValueError(f"its groups have {sum(counts)} rows, and the whole {metadata.num_rows}")
-        return np.array(counts, np.int64), {}
+        return np.array(counts, np.int64), {"footer": np.frombuffer(tail, np.uint8)}
 
     def _take(self, file: ShardFile, index: Index, number: int) -> Any:
-        return self._open(file).read_row_group(number, use_threads=False)
+        if "table" not in file.kept:
+            from pyarrow import parquet
+
+            metadata = parquet.read_metadata(io.BytesIO(b"PAR1" + index["footer"].tobytes()))
+            file.kept["table"] = parquet.ParquetFile(file.stream(), metadata=metadata, page_checksum_verification=True)
+        return file.kept["table"].read_row_group(number, use_threads=False)
 
 
 class Arrow(_TableFormat):
@@ -150,12 +153,12 @@ class Arrow(_TableFormat):
     def _counted(self, file: ShardFile) -> tuple[Any, Index]:
         import pyarrow
 
-        found = messages(file.stream(), file.size)
-        [head] = file.ranges(*found[:1, 1:3].T.tolist())
-        schema = pyarrow.ipc.read_schema(pyarrow.py_buffer(head))
-        if file.ranges([0], [len(MAGIC)]) == [MAGIC]:
-            footer = pyarrow.ipc.open_file(file.stream())
-            if footer.schema != schema or footer.num_record_batches != (found[:, 0] == BATCH).sum():
+        pieces = _Pieces(file)
+        found = messages(pieces)
+        schema = pyarrow.ipc.read_schema(pyarrow.py_buffer(pieces.at(*found[0, 1:3].tolist())))
+        if pieces.is_file:
+            whole = pyarrow.ipc.open_file(pyarrow.py_buffer(MAGIC.ljust(8, b"\0") + pieces.footer))
+            if whole.schema != schema or whole.num_record_batches != (found[:, 0] == BATCH).sum():
                 raise ValueError("its footer does not fit")
         counts = found[found[:, 0] == BATCH, 3]
         for number in np.flatnonzero(counts == 0).tolist():  # they are not read later: a damaged length may be 0
@@ -186,25 +189,85 @@ def _column(column: Any, name: str) -> Any:
         return column.to_pylist()
 
 
+# -- heads and footers -------------------------------------------------------------------------------------------------
+
+
+def footer(file: ShardFile, mark: bytes) -> bytes:
+    """The end of a file: a footer, its length in four bytes, and a mark."""
+    [tail] = file.ranges([file.size - file.guess], [file.size])
+    length = int.from_bytes(tail[-4 - len(mark) : -len(mark)], "little") + 4 + len(mark)
+    if not tail.endswith(mark) or length > file.size:
+        raise ValueError(f"its end is missing at byte {file.size}")
+    return tail[-length:] if length <= len(tail) else file.ranges([file.size - length], [file.size])[0]
+
+
+class _Pieces:
+    """The heads of the messages of an Arrow file, without what lies between them.
+
+    Of an IPC file, the footer says where they are, so they are read at once. In a stream, each message says where the
+    next one begins.
+
+    Attributes:
+        is_file: whether it is an IPC file; otherwise a stream.
+        begin, end: where the messages lie.
+        footer: of an IPC file, with its length and mark.
+    """
+
+    def __init__(self, file: ShardFile) -> None:
+        self._file, self.begin, self.end, self.footer = file, 0, file.size, b""
+        self._known = {0: file.ranges([0], [file.guess])[0]}
+        self.is_file = self._known[0].startswith(MAGIC)
+        if self.is_file:
+            self.footer = footer(file, MAGIC)
+            self.begin, self.end = 8, file.size - len(self.footer)
+            spans = [(begin, end) for begin, end in _blocks(self.footer) if 0 <= begin < end <= self.end]
+            begins, ends = [begin for begin, _ in spans], [end for _, end in spans]
+            self._known.update(zip(begins, file.ranges(begins, ends), strict=True))
+
+    def at(self, begin: int, end: int) -> bytes:
+        """These bytes, as far as they lie before the end of the messages."""
+        end = min(end, self.end)
+        for known in (begin, 0):
+            piece = self._known.get(known, b"")
+            if end <= known + len(piece):
+                return piece[begin - known : end - known]
+        return self._file.ranges([begin], [end])[0]
+
+
+def _blocks(tail: bytes) -> list[tuple[int, int]]:
+    """Where the heads of batches and dictionaries lie, as the footer of an IPC file says."""
+    (root,) = struct.unpack_from("<I", tail)
+    found: list[tuple[int, int]] = []
+    for field in (2, 3):
+        if _field(tail, root, field):
+            vector = _inside(tail, root, field)
+            (count,) = struct.unpack_from("<I", tail, vector)
+            rows = np.frombuffer(
+                tail, [("begin", "<i8"), ("head", "<i4"), ("", "<i4"), ("body", "<i8")], count, vector + 4
+            )
+            found += zip(rows["begin"].tolist(), (rows["begin"] + rows["head"]).tolist(), strict=True)
+    return found
+
+
 # -- messages of Arrow files -------------------------------------------------------------------------------------------
 
 
-def messages(stream: BinaryIO, size: int) -> Int64s:
+def messages(pieces: _Pieces) -> Int64s:
     """One row for each message: kind, begin, end, number, adds.
 
     The number is that of the rows of a batch, or the id of a dictionary. ``adds`` is 1 if it adds to the dictionary.
     """
-    is_file = stream.read(6) == MAGIC
-    offset, end = (8, _end(stream, size)) if is_file else (0, size)
+    offset, end, guess = pieces.begin, pieces.end, 512
     found: list[tuple[int, ...]] = []
     while offset < end:
-        stream.seek(offset)
-        first = stream.read(8)
-        begin, length = _head(first)
+        head = pieces.at(offset, offset + guess)
+        begin, length = _head(head)
         if found and length == 0 and offset + begin == end:
             return np.array(found, np.int64).reshape(-1, 5)
-        stream.seek(offset + begin)
-        head = stream.read(length) if 0 < length < end - offset else b""
+        if 0 < length < end - offset and begin + length > len(head):
+            head = pieces.at(offset, offset + begin + length)
+        guess = begin + max(0, min(length, 1 << 16))  # the heads of most batches are equally long
+        head = head[begin : begin + max(0, length)]
         if len(head) != length or not head:
             break
         kind, table, body = _message(head)
@@ -214,7 +277,7 @@ def messages(stream: BinaryIO, size: int) -> Int64s:
             break
         found.append((kind, offset, after, number if kind != SCHEMA else 0, int(adds)))
         offset = after
-    if found and is_file and offset == end:  # old writers end without a mark
+    if found and pieces.is_file and offset == end:  # old writers end without a mark
         return np.array(found, np.int64).reshape(-1, 5)
     raise ValueError(f"there is no whole message at byte {offset}")
 
@@ -265,16 +328,6 @@ def check_nulls(message: bytes, columns: Sequence[Any]) -> None:
             bits = np.unpackbits(np.frombuffer(message, np.uint8, size, body + offset), bitorder="little")
             if not bits[: len(column)].all():
                 raise ValueError("its head says that a column has no nulls, but it has some")
-
-
-def _end(stream: BinaryIO, size: int) -> int:
-    """Where the footer of an IPC file begins."""
-    stream.seek(max(0, size - 10))
-    tail = stream.read(10)
-    end = size - 10 - int.from_bytes(tail[:4], "little")
-    if tail[4:] != MAGIC or end < 8:
-        raise ValueError(f"its end is missing at byte {size}")
-    return end
 
 
 def _head(message: bytes) -> tuple[int, int]:

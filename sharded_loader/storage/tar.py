@@ -62,6 +62,7 @@ class Tar:
 
     name = "tar"
     suffixes: tuple[str, ...] = (".tar",)
+    scans = True
 
     def index(self, file: ShardFile) -> Index:
         """Where the members of each sample lie. Reads the headers of the whole file, once."""

@@ -161,3 +161,38 @@ def test_where_the_system_does_not_tell_of_waits_for_a_core_there_are_none(
 
     monkeypatch.setattr(io, "FileIO", opened)
     assert system.core_seconds()[1] == 0.0
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere it is a file's lock")
+def test_a_name_that_another_user_holds_is_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"sharded_loader-test-{os.getpid()}"
+    asked: list[tuple[int, int]] = []
+
+    def ask(seconds: int, pid: int) -> None:
+        asked.append((seconds, pid))
+        monkeypatch.setattr(os, "getuid", lambda: 12345)  # the holder is another user from now on
+
+    with (
+        system.alone(name, print),
+        pytest.raises(PermissionError, match=f"process {os.getpid()}. holds the name {name}"),
+        system.alone(name, ask),
+    ):
+        pass
+    assert asked == [(0, os.getpid())]
+    with system.alone(name, print):  # it is free again
+        pass
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_child_does_not_keep_its_parent_s_name() -> None:
+    name, (reader, writer) = f"sharded_loader-test-{os.getpid()}", os.pipe()
+    with system.alone(name, print):
+        child = os.fork()
+        if child == 0:
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(0)
+    os.close(reader)
+    with system.alone(name, lambda *_: pytest.fail("the child has it")):
+        os.close(writer)
+    os.waitpid(child, 0)

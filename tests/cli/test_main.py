@@ -60,6 +60,7 @@ def test_the_verbs_are_listed_with_a_sentence() -> None:
         "demo",
         "diff",
         "doctor",
+        "index",
         "records",
         "replay",
         "report",

@@ -189,7 +189,7 @@ def read_by_index(path: str) -> list[Any]:
     folder = Path(path).parent
     shard, indexes = folder / "a.tar", folder / "indexes"
     ShardDataset(shard, index_folder=indexes).close()
-    [index] = indexes.iterdir()
+    [index] = indexes.glob("*.npz")
     index.write_bytes(Path(path).read_bytes())
     found = ShardDataset(shard, index_folder=indexes)
     samples = found.__getitems__(range(len(found)))
@@ -201,7 +201,7 @@ def read_by_index(path: str) -> list[Any]:
 def index_subject(folder: Path) -> Subject:
     """A kept index, and its shard."""
     ShardDataset(write(folder / "a.tar", tar_of("pax")), index_folder=folder / "indexes").close()
-    [index] = (folder / "indexes").iterdir()
+    [index] = (folder / "indexes").glob("*.npz")
     content = index.read_bytes()
     return Subject("a.npz", content, read=read_by_index, beside=(("a.tar", tar_of("pax")),))
 

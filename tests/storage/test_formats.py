@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sharded_loader import ShardError
-from sharded_loader.storage.dataset import format_of, urls_in
+from sharded_loader.storage.lists import format_of, urls_in
 
 
 def test_the_format_is_that_of_the_names_or_the_one_that_was_given() -> None:
@@ -35,13 +35,13 @@ def test_the_format_is_that_of_the_names_or_the_one_that_was_given() -> None:
 
 def test_names_lie_beside_the_list_and_urls_where_they_say() -> None:
     listed = json.dumps(["a.tar", "more/b.tar", "gs://other/c.tar"]).encode()
-    assert urls_in("s3://bucket/set/index.json", listed) == [
+    assert list(urls_in("s3://bucket/set/index.json", listed)) == [
         "s3://bucket/set/a.tar",
         "s3://bucket/set/more/b.tar",
         "gs://other/c.tar",
     ]
     local = os.path.join("set", "index.json")
-    assert urls_in(local, listed)[0] == os.path.join("set", "a.tar")
+    assert next(iter(urls_in(local, listed))) == os.path.join("set", "a.tar")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from mutations import Subject, assert_noticed
 from served import serving
 
 from sharded_loader import ShardDataset, ShardedDataLoader
-from sharded_loader.storage.files import LocalFile, ShardError
+from sharded_loader.storage.files import LocalFile, ShardError, ShardFile
 from sharded_loader.storage.stores import ObjectStore, RemoteFile
 from sharded_loader.storage.tables import (
     BATCH,
@@ -23,6 +23,7 @@ from sharded_loader.storage.tables import (
     Arrow,
     Parquet,
     _column,
+    _Pieces,
     check_layout,
     check_nulls,
     messages,
@@ -199,6 +200,22 @@ def other_reader(content: bytes) -> list[Any] | None:
         return None
 
 
+class InMemory(ShardFile):
+    """A shard of these bytes."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__()
+        self.name, self.size, self.content = "in memory", len(content), content
+
+    def ranges(self, begins: Any, ends: Any) -> list[bytes]:
+        return [self.content[begin:end] for begin, end in zip(begins, ends, strict=True)]
+
+
+def found_in(content: bytes) -> Any:
+    """The messages of an Arrow file or stream."""
+    return messages(_Pieces(InMemory(content)))
+
+
 def subject(folder: Path, kind: str, has_checksums: bool) -> Subject:
     path = folder / f"a.{KINDS[kind].name}"
     write(path, kind, rows=40, group=10, has_checksums=has_checksums)
@@ -206,7 +223,7 @@ def subject(folder: Path, kind: str, has_checksums: bool) -> Subject:
     if kind == "parquet":
         footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
         return Subject(path.name, content, [] if has_checksums else [(4, footer)], other_reader)
-    rows = messages(io.BytesIO(content), len(content))
+    rows = found_in(content)
     bodies = [(at + 8 + int.from_bytes(content[at + 4 : at + 8], "little"), end) for _, at, end, _, _ in rows]
     return Subject(path.name, content, bodies, other_reader)
 
@@ -227,7 +244,7 @@ def test_damage_is_noticed(tmp_path: Path, kind: str, has_checksums: bool, seeds
 @pytest.mark.parametrize("content", [b"", b"ARROW1\0\0", b"nonsense" * 20, b"\xff" * 4 + b"\0" * 4, b"ARROW1" * 20])
 def test_what_is_no_arrow_file_is_an_error_with_a_place(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"byte \d+"):
-        messages(io.BytesIO(content), len(content))
+        found_in(content)
 
 
 def test_a_batch_needs_the_schema_and_its_dictionaries() -> None:
@@ -250,16 +267,16 @@ def stream() -> tuple[Any, bytes]:
 
 def test_messages_are_found_with_their_rows() -> None:
     _, content = stream()
-    found = messages(io.BytesIO(content), len(content))
+    found = found_in(content)
     assert found[:, 0].tolist() == [SCHEMA, BATCH, BATCH] and found[1:, 3].tolist() == [20, 7]
     assert found[1:, 1].tolist() == found[:-1, 2].tolist() and found[-1, 2] == len(content) - 8
     with pytest.raises(ValueError, match=f"no whole message at byte {found[-1, 2]}"):
-        messages(io.BytesIO(content[:-8]), len(content) - 8)
+        found_in(content[:-8])
 
 
 def test_a_buffer_in_another_place_is_an_error() -> None:
     _, content = stream()
-    begin, end = messages(io.BytesIO(content), len(content))[1, 1:3].tolist()
+    begin, end = found_in(content)[1, 1:3].tolist()
     whole = content[begin:end]
     check_layout(whole)
     place = whole.index(np.array([0, 160], "<i8").tobytes())  # the buffer of x
@@ -279,8 +296,8 @@ def test_a_count_of_nulls_that_damage_has_made_0_is_an_error() -> None:
         writer.write_batch(batch)
     content = sink.getvalue()
     schema, (begin, end) = (
-        content[: messages(io.BytesIO(content), len(content))[0, 2]],
-        messages(io.BytesIO(content), len(content))[1, 1:3].tolist(),
+        content[: found_in(content)[0, 2]],
+        found_in(content)[1, 1:3].tolist(),
     )
     whole = content[begin:end]
     check_nulls(whole, batch.columns)

@@ -83,7 +83,7 @@ def test_a_loader_reads_shards_in_every_pool(folder: Path, pool: str) -> None:
 
 def test_indexes_are_made_once_and_lie_where_they_are_wanted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(folder)
-    assert len(list((folder / "indexes").iterdir())) == len(LENGTHS)
+    assert len(list((folder / "indexes").glob("*.npz"))) == len(LENGTHS)
 
     class Unreadable:
         name = "tar"
@@ -97,7 +97,7 @@ def test_indexes_are_made_once_and_lie_where_they_are_wanted(folder: Path, monke
     assert len(make(folder, format=Unreadable())) == TOTAL
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     make(folder, index_folder=None)
-    assert len(list((folder / "cache" / "sharded_loader" / "indexes").iterdir())) == len(LENGTHS)
+    assert len(list((folder / "cache" / "sharded_loader" / "indexes").glob("*.npz"))) == len(LENGTHS)
 
 
 def test_many_shards_are_not_all_open(tmp_path: Path) -> None:
@@ -170,9 +170,9 @@ def test_requests_that_were_tried_again_are_counted(folder: Path, served: Served
 
 
 LISTS = {
-    "plain": lambda names: names,
-    "mosaic": lambda names: {"version": 2, "shards": [{"raw_data": {"basename": one}, "samples": 9} for one in names]},
-    "wids": lambda names: {"wids_version": 1, "shardlist": [{"url": one, "nsamples": 9} for one in names]},
+    "plain": lambda found: list(found),
+    "mosaic": lambda found: {"shards": [{"raw_data": {"basename": one}, "samples": n} for one, n in found.items()]},
+    "wids": lambda found: {"wids_version": 1, "shardlist": [{"url": one, "nsamples": n} for one, n in found.items()]},
 }
 
 
@@ -180,7 +180,7 @@ LISTS = {
 @pytest.mark.parametrize("kind", LISTS)
 def test_a_file_that_lists_shards_stands_for_them(folder: Path, served: Served, kind: str) -> None:
     names = sorted(path.name for path in folder.glob("*.tar"))
-    content = json.dumps(LISTS[kind](names)).encode()
+    content = json.dumps(LISTS[kind](dict(zip(names, LENGTHS, strict=True)))).encode()
     (folder / "index.json").write_bytes(content)
     assert [to_number(one) for one in make(folder, urls=folder / "index.json")] == list(range(TOTAL))
     served.files["/index.json"] = content
@@ -208,6 +208,7 @@ def test_a_shard_that_is_missing_is_named(folder: Path, served: Served) -> None:
 def test_a_shard_that_is_deleted_while_it_is_read_is_named(folder: Path, served: Served, workers: int) -> None:
     for here in (False, True):
         dataset = make(folder) if here else make(folder, urls=urls(served))
+        assert len(dataset) == TOTAL
         os.remove(folder / "s-2.tar") if here else served.files.pop("/s-2.tar")
         with ShardedDataLoader(dataset, 1, num_workers=workers) as loader:
             with pytest.raises(ShardError, match=r"s-2\.tar: the shard is missing .*make the dataset again") as caught:
@@ -219,7 +220,7 @@ def test_a_shard_that_is_deleted_while_it_is_read_is_named(folder: Path, served:
 def test_a_shard_that_must_not_be_read_is_named(folder: Path, served: Served) -> None:
     served.fail, served.status = 1000, 403
     with pytest.raises(ShardError, match=r"s-0\.tar: this process may not read the shard") as caught:
-        make(folder, urls=urls(served))
+        len(make(folder, urls=urls(served)))
     assert isinstance(caught.value, PermissionError)
 
 

@@ -280,7 +280,7 @@ def put_job(new: NewJob) -> Any:
     """
     import ray
 
-    encoded = publish.publish(new, **new.parts)
+    encoded = publish.publish(new, elsewhere=True, **new.parts)
     buffers = [np.frombuffer(buffer, np.uint8) for buffer in encoded.buffers]
     try:
         return ray.put((encoded.head, buffers))

@@ -1,0 +1,200 @@
+"""Which shards there are, of which format, and what is known of each before it is read.
+
+    find_shards(store, ["s3://bucket/train-*.tar"], None) -> FoundShards(format, urls, stats, lengths, entries)
+
+    pattern      one list of the store                          names, sizes, tags
+    URL, path    a question for each, or a list of the folder   size, tag
+    .json list   a request                                      names; numbers of samples, if they are in the list
+    .index file  a request                                      all of it
+
+If no index file is given, the one beside the shards is used. It describes a shard only if both have the same size and
+tag, as far as tags can be compared. The sizes and tags of other shards are asked for.
+
+Known lists of shards are MosaicML's ``index.json``, the lists of WebDataset's ``wids``, and a plain JSON list of names.
+Names that are no URLs lie beside the list.
+
+What can go wrong: a shard that is missing or must not be read (`ShardError`, also a FileNotFoundError or
+PermissionError). A file that is no list of shards, or a list of compressed ones (`ShardError`). A format that is
+unknown, or file names that do not tell one format (ValueError). An index file that cannot be used: a `ShardError` if
+it was given, a warning if it only lies there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sharded_loader.base.notices import warn
+from sharded_loader.base.private import path_of
+from sharded_loader.storage.files import ShardError, Stat, joined, local_path, local_stat, shown
+from sharded_loader.storage.index_file import SUFFIX, ShardEntry, entries_in, place_of
+from sharded_loader.storage.indexes import Format
+from sharded_loader.storage.parts import is_same
+from sharded_loader.storage.records import MDS, Lines, RecordIO
+from sharded_loader.storage.stores import ObjectStore, is_pattern
+from sharded_loader.storage.tables import Arrow, Parquet
+from sharded_loader.storage.tar import Tar
+
+LIST_SUFFIX = ".json"
+
+UNCOUNTED = -1
+"""The length of a shard whose samples were not counted yet."""
+
+
+class FoundShards(NamedTuple):
+    """Shards, in their order.
+
+    Attributes:
+        format: of all of them.
+        stats: size and tag of each, by its URL.
+        lengths: how many samples each has, as far as it is known without reading it; `UNCOUNTED`.
+        entries: what an index file says of some of them, by their URLs.
+    """
+
+    format: Format
+    stats: dict[str, Stat]
+    lengths: list[int]
+    entries: dict[str, ShardEntry]
+
+
+def find_shards(
+    store: ObjectStore, patterns: Iterable[str | os.PathLike[str]], format: str | Format | None
+) -> FoundShards:
+    """The shards that patterns, names and lists mean.
+
+    Raises:
+        ShardError: see above.
+        ValueError: there are none, or their format is not known.
+    """
+    stats: dict[str, Stat | None] = {}
+    counts: dict[str, int] = {}
+    entries: dict[str, ShardEntry] = {}
+    for pattern in patterns:
+        name = absolute(os.fspath(pattern))
+        named: Iterable[tuple[str, Stat | None]] = store.find(name).items() if is_pattern(name) else [(name, None)]
+        for url, stat in named:
+            if url.endswith(SUFFIX):
+                entries.update(entries_in(store, url))
+                stats.update(dict.fromkeys(entries))
+            elif url.endswith(LIST_SUFFIX):
+                stat = stat or store.stat(url)
+                listed = urls_in(url, store.ranges(url, [0], [stat.size], stat)[0])
+                counts.update({absolute(name): count for name, count in listed.items()})
+                stats.update(dict.fromkeys(counts))
+            else:
+                stats[url] = stat
+    if not stats:
+        raise ValueError("ShardDataset was given no shards: give a pattern, or a list of URLs")
+    kind = format_of(format, list(stats))
+    entries = entries or _entries_beside(store, list(stats))
+    tagged = {url for url, entry in entries.items() if entry.stat.tag and not local_path(url)}
+    unknown = [url for url, stat in stats.items() if stat is None and url not in tagged]
+    stats.update(zip(unknown, store.stats(unknown), strict=True))
+    stats.update({url: local_stat(path) for url in stats if (path := local_path(url)) is not None})
+    found = {url: stat or entries[url].stat for url, stat in stats.items()}
+    fitting = {url: entries[url] for url in found if url in entries and _describes(entries[url], found[url], kind)}
+    others = [url for url in found if url not in fitting]
+    if entries and others:
+        why = "it has changed since then, or has another format" if others[0] in entries else "it is not listed"
+        file = next(iter(entries.values())).file
+        warn(
+            f"the index file {shown(file)} does not describe {len(others):,} of the shards, such as {shown(others[0])} "
+            f"({why}): these are indexed one by one. Write it again: sharded-loader index"
+        )
+    lengths = [fitting[url].length if url in fitting else counts.get(url, UNCOUNTED) for url in found]
+    return FoundShards(kind, found, lengths, fitting)
+
+
+def _entries_beside(store: ObjectStore, urls: Sequence[str]) -> dict[str, ShardEntry]:
+    """What the index file beside shards says, if there is one that can be used."""
+    place = place_of(urls)
+    if place is None:
+        return {}
+    try:
+        return entries_in(store, place)
+    except (FileNotFoundError, PermissionError):  # S3 forbids what is missing, where lists are forbidden
+        return {}
+    except ShardError as error:
+        warn(f"{error}. Until then, shards are indexed one by one")
+        return {}
+
+
+def _describes(entry: ShardEntry, stat: Stat, kind: Format) -> bool:
+    """Whether an entry may be of this version of a shard. If tags tell nothing, its content is compared later."""
+    is_other = is_same(entry.stat.tag, stat.tag) is False
+    return entry.format == kind.name and entry.stat.size == stat.size and not is_other
+
+
+def absolute(url: str) -> str:
+    """A path as it is from any folder; another URL as it is."""
+    if local_path(url) is None:
+        return url
+    from fsspec.implementations.local import LocalFileSystem
+
+    return path_of(LocalFileSystem, url)
+
+
+FORMATS: tuple[type[Format], ...] = (Tar, Parquet, Arrow, MDS, RecordIO, Lines)
+
+
+def format_of(format: str | Format | None, urls: Sequence[str]) -> Format:
+    """The format that was named, or the one of the file names.
+
+    Raises:
+        ValueError: it is unknown, or the shards are of several formats.
+    """
+    names = [kind.name for kind in FORMATS]
+    if isinstance(format, str) and format not in names:
+        raise ValueError(f"format {format!r} is unknown: give one of {names}, or an object with index() and read()")
+    if isinstance(format, str):
+        return FORMATS[names.index(format)]()
+    if format is not None:
+        return format
+    kinds = {next((kind for kind in FORMATS if shown(url).endswith(kind.suffixes)), None) for url in urls}
+    if len(kinds) > 1 or None in kinds:
+        raise ValueError(
+            f"the names of the shards, such as {shown(urls[0])}, do not tell one format: give format=, one of {names}. "
+            "Compressed files, such as .tar.gz, must be decompressed first"
+        )
+    [kind] = kinds
+    assert kind is not None
+    return kind()
+
+
+def urls_in(url: str, content: bytes) -> dict[str, int]:
+    """The shards that a file lists, and how many samples each has; `UNCOUNTED` if the list does not say it.
+
+    Raises:
+        ShardError: it lists none that can be read.
+
+    Example:
+        >>> urls_in("s3://bucket/set/index.json", b'["a.tar", "s3://other/b.tar"]')
+        {'s3://bucket/set/a.tar': -1, 's3://other/b.tar': -1}
+    """
+    try:
+        shards = _shards(json.loads(content))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ShardError(
+            f"{shown(url)} is no list of shards ({type(error).__name__}: {error}): give a JSON list of names, the "
+            f"index.json of MosaicML, or a list of WebDataset's wids"
+        ) from None
+    if not shards:
+        raise ShardError(f"{shown(url)} lists no shards")
+    return dict(zip(joined(url, [name for name, _ in shards]), [count for _, count in shards], strict=True))
+
+
+def _shards(listed: Any) -> list[tuple[str, int]]:
+    """The names of shards in a list, as it was parsed, and their numbers of samples."""
+    if not isinstance(listed, Mapping):
+        shards = [(name, UNCOUNTED) for name in listed]
+    elif "shardlist" in listed:  # of WebDataset's wids
+        shards = [(shard["url"], int(shard.get("nsamples", UNCOUNTED))) for shard in listed["shardlist"]]
+    else:
+        if any(shard.get("raw_data") is None or shard.get("zip_data") for shard in listed["shards"]):
+            raise ValueError("its shards are compressed, or of several files each: decompress them first")
+        shards = [(shard["raw_data"]["basename"], int(shard.get("samples", UNCOUNTED))) for shard in listed["shards"]]
+    if not all(isinstance(name, str) for name, _ in shards):
+        raise TypeError("a name is no string")
+    return shards

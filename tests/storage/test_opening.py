@@ -1,0 +1,478 @@
+"""A dataset opens without reading data: heads and footers, a list, or one index file beside the shards."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from conftest import POOLS, make_pool
+from served import Served, serving
+from shards import write_mds, write_tar
+
+from sharded_loader import LoaderWarning, ShardCache, ShardDataset, ShardedDataLoader
+from sharded_loader.recordio import MXRecordIO
+from sharded_loader.storage import dataset as dataset_module
+from sharded_loader.storage import index_file, stores
+from sharded_loader.storage import indexes as indexes_module
+from sharded_loader.storage.files import ForbiddenShardError, ShardError, Stat
+from sharded_loader.storage.indexes import VERSION, dumped
+from sharded_loader.storage.stores import ObjectStore
+
+SHARDS, LENGTH, SIZE = 3, 32, 64 << 10
+TOTAL = SHARDS * LENGTH
+
+
+def value(number: int) -> bytes:
+    return random.Random(number).randbytes(SIZE)
+
+
+def tar(path: Path, numbers: range) -> None:
+    write_tar(path, {f"{number:04}.bin": value(number) for number in numbers})
+
+
+def rec(path: Path, numbers: range) -> None:
+    with MXRecordIO(str(path), "w") as file:
+        for number in numbers:
+            file.write(value(number))
+
+
+def txt(path: Path, numbers: range) -> None:
+    path.write_text("".join(f"{value(number).hex()}\n" for number in numbers))
+
+
+def mds(path: Path, numbers: range) -> None:
+    write_mds(path, {"bin": ("bytes", None)}, [[value(number)] for number in numbers])
+
+
+def table(path: Path, numbers: range) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    found = pyarrow.table({"bin": [value(number) for number in numbers]})
+    if path.suffix == ".parquet":
+        parquet.write_table(found, path, row_group_size=LENGTH // 2)
+        return
+    new = pyarrow.ipc.new_file if path.suffix == ".arrow" else pyarrow.ipc.new_stream
+    with new(path, found.schema) as file:
+        file.write_table(found, max_chunksize=LENGTH // 2)
+
+
+WRITE: dict[str, Callable[[Path, range], None]] = {
+    ".tar": tar, ".rec": rec, ".txt": txt, ".mds": mds, ".parquet": table, ".arrow": table, ".feather": table
+}  # fmt: skip
+SCANNED = (".tar", ".rec", ".txt")
+
+
+def content(sample: Any) -> bytes:
+    if isinstance(sample, dict):
+        return bytes(sample["bin"])
+    return bytes.fromhex(sample) if isinstance(sample, str) else sample
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setattr(stores, "PAUSE", 0.01)
+    with serving() as found:
+        yield found
+
+
+def fill(served: Served, folder: Path, suffix: str = ".tar", shards: int = SHARDS) -> list[str]:
+    """Have shards served; their URLs."""
+    for shard in range(shards):
+        path = folder / f"{shard}{suffix}"
+        WRITE[suffix](path, range(shard * LENGTH, (shard + 1) * LENGTH))
+        served.files[f"/{path.name}"] = path.read_bytes()
+    return [f"{served.url}{name}" for name in served.files]
+
+
+def bytes_sent(served: Served) -> int:
+    """How many bytes of shards were sent."""
+    sent = 0
+    for path, wanted in served.asked:
+        begin, end = (wanted or f"bytes=0-{1 << 40}").removeprefix("bytes=").split("-")
+        sent += max(0, min(int(end) + 1, len(served.files.get(path, b""))) - int(begin))
+    return sent
+
+
+# -- what opening reads ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.costly(4)
+@pytest.mark.parametrize("room", [None, "1 GB"], ids=["in parts", "cache for all"])
+@pytest.mark.parametrize("suffix", WRITE)
+def test_opening_reads_no_data_whatever_the_cache_could_hold(
+    served: Served, tmp_path: Path, suffix: str, room: str | None
+) -> None:
+    urls = fill(served, tmp_path, suffix)
+    cache = None if room is None else ShardCache(tmp_path / "cache", room)
+    with_cache = {"cache": cache, "index_folder": tmp_path / "indexes"}
+    dataset = ShardDataset(urls, **with_cache)  # type: ignore[arg-type]
+    assert bytes_sent(served) <= (0 if suffix in SCANNED else sum(map(len, served.files.values())) / 1000)
+    assert cache is None or cache.fetched == 0
+    assert ("not counted yet: len() reads" in repr(dataset)) == (suffix in SCANNED)
+    assert dataset.lengths.tolist() == [LENGTH] * SHARDS
+    assert [content(dataset[number]) == value(number) for number in (TOTAL - 1, 0, 40)] == [True] * 3
+    assert repr(dataset).endswith(f"{TOTAL} samples)")
+    dataset.close()
+
+
+def test_the_cost_of_the_length_is_told(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = fill(served, tmp_path)
+    monkeypatch.setattr(dataset_module, "COSTLY", 1 << 20)
+    dataset = ShardDataset(urls, index_folder=tmp_path / "indexes")
+    with pytest.warns(LoaderWarning, match=r"to count the samples, 6,\d+,\d+ bytes of 3 shards are read once.*index"):
+        assert len(dataset) == TOTAL
+    dataset.close()
+    again = ShardDataset(urls, index_folder=tmp_path / "indexes")
+    assert repr(again) == f"ShardDataset(3 tar shards, {TOTAL} samples)"  # without a warning: the indexes are kept
+    again.close()
+
+
+@pytest.mark.parametrize("kind", ["mosaic", "wids"])
+def test_lengths_of_a_list_are_believed_until_the_shard_is_read(served: Served, tmp_path: Path, kind: str) -> None:
+    urls = fill(served, tmp_path)
+    counts = dict.fromkeys(urls, LENGTH)
+    for correct in (True, False):
+        counts[urls[1]] = LENGTH if correct else 7
+        shards = [{"raw_data": {"basename": url}, "samples": n, "url": url, "nsamples": n} for url, n in counts.items()]
+        served.files["/index.json"] = json.dumps({"shards" if kind == "mosaic" else "shardlist": shards}).encode()
+        served.asked.clear()
+        dataset = ShardDataset(f"{served.url}/index.json", index_folder=tmp_path / "indexes")
+        assert dataset.lengths.tolist() == [*counts.values()]
+        assert [path for path, _ in served.asked if path.endswith(".tar")] == []
+        if correct:
+            assert content(dataset[TOTAL - 1]) == value(TOTAL - 1)
+        else:
+            with pytest.raises(
+                ShardError, match=r"1\.tar has 32 samples, and had 7 in the list that names it: correct"
+            ):
+                dataset[LENGTH]
+        dataset.close()
+
+
+# -- heads of shards ---------------------------------------------------------------------------------------------------
+
+
+def test_sixteen_heads_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(16, timeout=60)  # passes only when sixteen wait
+
+    def stat(store: ObjectStore, url: str) -> Stat:
+        together.wait()
+        return Stat(5, "tag")
+
+    monkeypatch.setattr(ObjectStore, "stat", stat)
+    monkeypatch.setattr(ObjectStore, "beginning", lambda store, url, nbytes: (_ for _ in ()).throw(ForbiddenShardError))
+    dataset = ShardDataset([f"http://host/{number}.tar" for number in range(32)])
+    assert dataset._stats == [Stat(5, "tag")] * 32
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """A folder in a store that lists: memory://opening."""
+    system = fsspec.filesystem("memory")
+    yield system
+    if system.exists("/opening"):
+        system.rm("/opening", recursive=True)
+
+
+def lines(memory: Any, count: int, first: int = 0) -> list[str]:
+    """Shards of two lines each."""
+    for shard in range(first, count):
+        memory.pipe_file(f"/opening/{shard:05}.txt", b"%d\n%d\n" % (2 * shard, 2 * shard + 1))
+    return [f"memory://opening/{shard:05}.txt" for shard in range(count)]
+
+
+@pytest.mark.parametrize("may_list", [True, False])
+def test_sizes_come_from_the_list_of_the_folder_if_there_may_be_one(
+    memory: Any, monkeypatch: pytest.MonkeyPatch, may_list: bool
+) -> None:
+    urls = lines(memory, 40)
+    if not may_list:
+
+        def forbidden(*_: Any, **__: Any) -> Any:
+            raise PermissionError("AccessDenied: s3:ListBucket")
+
+        monkeypatch.setattr(type(memory), "glob", forbidden)
+        with pytest.raises(ForbiddenShardError, match=r"only forbids lists: give the names of the shards, or a file"):
+            ShardDataset("memory://opening/*.txt")
+    dataset = ShardDataset(urls)
+    assert dataset._store.requests == 2 if may_list else 42  # one for the index file, which is not there
+    assert [stat.size for stat in dataset._stats] == [len(memory.cat_file(url)) for url in urls]
+
+
+# -- one index file ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.costly(3)
+@pytest.mark.parametrize("suffix", WRITE)
+def test_with_an_index_file_opening_is_one_request(served: Served, tmp_path: Path, suffix: str) -> None:
+    urls = fill(served, tmp_path, suffix)
+    first = ShardDataset(urls, index_folder=tmp_path / "indexes")
+    expected = list(first)
+    written = first.write_index(tmp_path / "shards.index")
+    first.close()
+    served.files["/shards.index"] = Path(written).read_bytes()
+    for given in (urls, f"{served.url}/shards.index"):
+        served.asked.clear()
+        dataset = ShardDataset(given, index_folder=tmp_path / f"other {type(given)}")
+        assert dataset.lengths.tolist() == [LENGTH] * SHARDS and dataset._store.requests == 1
+        assert [path for path, _ in served.asked] == ["/shards.index"]
+        assert list(map(content, dataset)) == list(map(content, expected))
+        assert sum(path == "/shards.index" for path, _ in served.asked) == 1 + SHARDS  # a part of it for each shard
+        dataset.close()
+
+
+@pytest.mark.costly(2)
+@pytest.mark.parametrize("method", POOLS)
+def test_workers_read_by_the_index_file(served: Served, tmp_path: Path, method: str) -> None:
+    made = ShardDataset(fill(served, tmp_path), index_folder=tmp_path / "indexes")
+    served.files["/shards.index"] = Path(made.write_index(tmp_path / "remote.index")).read_bytes()
+    made.close()
+    dataset = ShardDataset(f"{served.url}/shards.index", index_folder=tmp_path / "others")
+    with ShardedDataLoader(dataset.transform(key), 5, pool=make_pool(method), shuffle=True, seed=1) as loader:
+        for _ in range(2):
+            assert sorted(number for batch in loader for number in batch.tolist()) == list(range(TOTAL))
+    dataset.close()
+
+
+def key(sample: dict[str, Any]) -> int:
+    return int(sample["__key__"])
+
+
+def test_an_index_file_lies_beside_its_shards_and_is_found(memory: Any, tmp_path: Path) -> None:
+    lines(memory, 5)
+    for number, pattern in enumerate(("memory://opening/*.txt", "memory://opening/shards.index")):
+        written = ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "first").write_index()
+        assert written == "memory:///opening/shards.index"
+        dataset = ShardDataset(pattern, index_folder=tmp_path / f"new {number}")
+        assert dataset.lengths.tolist() == [2] * 5 and not (tmp_path / f"new {number}").exists()
+        assert list(dataset) == [str(number) for number in range(10)]
+
+
+def test_ten_thousand_shards_open_with_one_small_request(memory: Any, tmp_path: Path) -> None:
+    count, index = 10_000, dumped({"offsets": np.array([0, 2, 4]), "length": np.array(2)})
+    urls = [f"memory://opening/{shard:05}.txt" for shard in range(count)]
+    stats = [Stat(4, random.Random(shard).randbytes(16).hex()) for shard in range(count)]
+    place = index_file.place_of(urls)
+    assert place == "memory://opening/shards.index"
+    memory.pipe_file(place, index_file.content(place, "lines", urls, stats, [(2, index)] * count))
+    for given in (place, urls):
+        dataset = ShardDataset(given, index_folder=tmp_path)
+        assert len(dataset) == 2 * count and dataset._store.requests == 1
+    assert len(memory.cat_file(place)) > 5 * index_file.FIRST
+
+
+@pytest.mark.slow
+def test_a_thousand_real_shards(memory: Any, tmp_path: Path) -> None:
+    count = 1_000
+    lines(memory, count)
+    ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "first").write_index()
+    dataset = ShardDataset("memory://opening/shards.index", index_folder=tmp_path / "second")
+    assert len(dataset) == 2 * count and dataset._store.requests == 1
+    chosen = random.Random(0).sample(range(2 * count), 300)
+    assert dataset.__getitems__(chosen) == [str(number) for number in chosen]
+
+
+def test_shards_that_were_added_are_added_to_the_index_file(
+    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines(memory, 3)
+    ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "first").write_index()
+    lines(memory, 5, 3)
+    indexed: list[str] = []
+    index = dataset_module.ShardDataset._indexed
+    monkeypatch.setattr(ShardDataset, "_indexed", lambda self, *of: indexed.append(of[1].name) or index(self, *of))
+    text = r"shards\.index does not describe 2 of the shards, such as .*00003\.txt \(it is not listed\).*loader index"
+    with pytest.warns(LoaderWarning, match=text):
+        dataset = ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "second")
+    dataset.write_index()
+    assert sorted(indexed) == ["memory:///opening/00003.txt", "memory:///opening/00004.txt"]
+    assert len(ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "third")) == 10
+
+
+def test_a_folder_is_copied_with_its_index_file(memory: Any, tmp_path: Path) -> None:
+    lines(memory, 3)
+    ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "first").write_index()
+    memory.get("/opening", str(tmp_path / "copy"), recursive=True)
+    dataset = ShardDataset(tmp_path / "copy" / "*.txt", index_folder=tmp_path / "second")
+    assert dataset._entries.keys() == set(dataset._urls) and list(dataset) == [str(number) for number in range(6)]
+    (tmp_path / "copy" / "00001.txt").write_bytes(b"x\n\ny\n"[:4])
+    changed = ShardDataset(tmp_path / "copy" / "*.txt", index_folder=tmp_path / "second")
+    with pytest.raises(
+        ShardError, match=r"00001\.txt has changed since .*shards\.index was written.*sharded-loader index"
+    ):
+        changed[2]
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_shards_are_uploaded_with_their_index_file(served: Served, tmp_path: Path, changed: bool) -> None:
+    urls = fill(served, tmp_path)
+    written = ShardDataset(tmp_path / "*.tar", index_folder=tmp_path / "first").write_index()
+    served.files["/shards.index"] = Path(written).read_bytes()
+    if changed:
+        served.files["/0.tar"] = served.files["/0.tar"][::-1]
+    dataset = ShardDataset(urls, index_folder=tmp_path / "second")
+    assert dataset.lengths.tolist() == [LENGTH] * SHARDS and bytes_sent(served) == len(served.files["/shards.index"])
+    assert content(dataset[TOTAL - 1]) == value(TOTAL - 1)
+    if changed:
+        with pytest.raises(ShardError, match=r"0\.tar has changed since .*shards\.index was written"):
+            dataset[0]
+    dataset.close()
+
+
+# -- index files that do not fit ---------------------------------------------------------------------------------------
+
+
+def test_a_shard_that_changed_after_it_was_indexed_is_named(served: Served, tmp_path: Path) -> None:
+    made = ShardDataset(fill(served, tmp_path), index_folder=tmp_path / "indexes")
+    served.files["/shards.index"] = Path(made.write_index(tmp_path / "shards.index")).read_bytes()
+    served.tag = "second"
+    dataset = ShardDataset(f"{served.url}/shards.index", index_folder=tmp_path / "others")
+    with pytest.raises(
+        ShardError, match=r"0\.tar has changed since the dataset was made.*again before: sharded-loader index"
+    ):
+        dataset[0]
+    made.close()
+    dataset.close()
+
+
+def test_a_changed_shard_is_indexed_again_if_the_store_tells(memory: Any, tmp_path: Path) -> None:
+    lines(memory, 3)
+    ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "first").write_index()
+    memory.pipe_file("/opening/00001.txt", b"x\n\n\n")
+    with pytest.warns(LoaderWarning, match=r"1 of the shards, such as .*00001\.txt \(it has changed since then"):
+        dataset = ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "second")
+    assert dataset.lengths.tolist() == [2, 3, 2] and list(dataset) == ["0", "1", "x", "", "", "4", "5"]
+
+
+DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda whole: b"", "is no index file"),
+    "nonsense": (lambda whole: b"<html>" * 50, "is no index file"),
+    "older": (
+        lambda whole: whole[:8] + bytes([VERSION - 1]) + whole[9:],
+        f"is an index file of version {VERSION - 1}, and this library",
+    ),
+    "cut": (lambda whole: whole[:-10], "is cut or damaged: it has"),
+    "head only": (lambda whole: whole[:20], "is cut or damaged|is no index file"),
+    "one bit": (lambda whole: whole[:60] + bytes([whole[60] ^ 1]) + whole[61:], "is damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_an_index_file_that_cannot_be_used_is_named(memory: Any, tmp_path: Path, damage: str) -> None:
+    lines(memory, 3)
+    place = ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "first").write_index()
+    change, text = DAMAGE[damage]
+    memory.pipe_file(place, change(memory.cat_file(place)))
+    with pytest.raises(
+        ShardError, match=rf"shards\.index ({text}).*write it again \(sharded-loader index\), or delete it"
+    ):
+        ShardDataset(place)
+    with pytest.warns(LoaderWarning, match=rf"shards\.index ({text}).*shards are indexed one by one"):
+        dataset = ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "second")
+    assert list(dataset) == [str(number) for number in range(6)]
+
+
+@pytest.mark.parametrize("later", ["cut", "deleted", "of others"])
+def test_an_index_file_that_changes_under_way_is_done_without(
+    memory: Any, tmp_path: Path, later: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "PAUSE", 0.001)
+    lines(memory, 3)
+    place = ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "first").write_index()
+    dataset = ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "second")
+    whole = memory.cat_file(place)
+    memory.rm(place)
+    if later != "deleted":
+        memory.pipe_file(place, whole[:80] if later == "cut" else whole[::-1])
+    assert list(dataset) == [str(number) for number in range(6)]
+    assert len(caplog.records) == 1
+    assert "was deleted, cut or written again since the dataset was made" in caplog.text
+
+
+def test_shards_without_a_version_have_no_index_file(served: Served, tmp_path: Path) -> None:
+    served.tag = None
+    with pytest.warns(LoaderWarning, match="neither an ETag"):
+        dataset = ShardDataset(fill(served, tmp_path, ".mds"), index_folder=tmp_path / "indexes")
+    with pytest.raises(ShardError, match=r"0\.mds: its server names no versions, so an index file cannot tell"):
+        dataset.write_index(tmp_path / "shards.index")
+    dataset.close()
+
+
+def test_the_place_of_an_index_file_must_be_known(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("one")
+    dataset = ShardDataset([tmp_path / "a.txt", tmp_path / "b.txt"], index_folder=tmp_path / "indexes")
+    with pytest.raises(ValueError, match=r"give the index file a name that ends in \.index, not"):
+        dataset.write_index(tmp_path / "shards.json")
+    assert index_file.place_of(["/a/x/1.tar", "/a/x-y/1.tar", "/a/x/z/1.tar"]) == "/a/shards.index"
+    assert (
+        index_file.place_of(["s3://b/1.tar?key=1"]) is None
+        and index_file.place_of(["s3://b/1.tar", "/b/2.tar"]) is None
+    )
+
+
+def test_a_server_that_ignores_ranges_is_named_once(
+    served: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = ShardDataset(fill(served, tmp_path, ".mds"), index_folder=tmp_path / "indexes")
+    dataset.close()
+    served.knows_parts = False
+    dataset = ShardDataset([f"{served.url}{name}" for name in served.files], index_folder=tmp_path / "others")
+    assert [content(sample) for sample in dataset] == [value(number) for number in range(TOTAL)]
+    [record] = caplog.records
+    assert f"the server of {served.url} ignores requests for parts" in record.message and "ShardCache" in record.message
+    dataset.close()
+
+
+# -- one process of a machine indexes ----------------------------------------------------------------------------------
+
+
+def count_of(urls: list[str], folder: Path) -> int:
+    dataset = ShardDataset(urls, index_folder=folder)
+    length = len(dataset)
+    dataset.close()
+    return length
+
+
+def test_one_of_several_datasets_indexes_and_the_others_wait(served: Served, tmp_path: Path) -> None:
+    urls, together = fill(served, tmp_path), threading.Barrier(4)
+
+    def count() -> None:
+        together.wait()
+        assert count_of(urls, tmp_path / "indexes") == TOTAL
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert bytes_sent(served) == sum(map(len, served.files.values()))
+
+
+@pytest.mark.slow
+def test_one_of_several_processes_indexes_and_the_others_wait(served: Served, tmp_path: Path) -> None:
+    urls = fill(served, tmp_path)
+    program = "import sys, sharded_loader as s; sys.exit(len(s.ShardDataset(sys.argv[2:], index_folder=sys.argv[1])))"
+    command = [sys.executable, "-c", program, str(tmp_path / "indexes"), *urls]
+    processes = [subprocess.Popen(command) for _ in range(3)]
+    assert [process.wait(100) for process in processes] == [TOTAL] * 3
+    assert bytes_sent(served) == sum(map(len, served.files.values()))
+
+
+def test_a_folder_without_locks_is_used_without_them(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path) -> Any:
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr(indexes_module, "lock_at", refused)
+    assert [count_of(fill(served, tmp_path), tmp_path / "indexes") for _ in range(2)] == [TOTAL] * 2
+    assert bytes_sent(served) == sum(map(len, served.files.values()))
