@@ -172,7 +172,7 @@ def _time_close(loader: str, plan: Plan) -> dict[str, Any]:
     began = time.perf_counter()
     del batches
     stream.close()
-    while _workers() and time.perf_counter() < began + PATIENCE:
+    while workers_alive() and time.perf_counter() < began + PATIENCE:
         time.sleep(0.001)
     return {"value": time.perf_counter() - began, **result}
 
@@ -295,7 +295,7 @@ def descendants() -> list[int]:
     return found
 
 
-def _workers() -> list[int]:
+def workers_alive() -> list[int]:
     found = []
     for pid in descendants():
         try:

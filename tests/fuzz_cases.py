@@ -148,6 +148,15 @@ def as_item(number: int) -> Any:
     return Item(f"{number}", np.uint8([number % 256] * 3))
 
 
+def as_pair(number: int) -> Any:
+    return np.full(3, number, np.float32), number
+
+
+def as_record(number: int) -> Any:
+    """Each third one has another structure than the first."""
+    return {"x": np.full(4, number), "name": "even" if number % 3 else f"sample {number}"}
+
+
 def is_even(number: int) -> bool:
     return number % 2 == 0
 
@@ -227,6 +236,11 @@ WITHOUT_ERRORS: dict[str, Callable[[int], Any]] = {
     "part": lambda n: SimpleDataset(list(range(2 * n + 4))).filter(is_even).take(n),
     "shard": lambda n: SimpleDataset(list(range(2 * n))).shard(2, 1).transform(drawn),
     "cached": lambda n: SimpleDataset(list(range(n))).transform(as_point).cache(),
+    "stored": lambda n: SimpleDataset(list(range(n))).transform(as_pair).cache("1 MB"),
+    "stored, not all": lambda n: SimpleDataset(list(range(n))).transform(as_pair).cache(300),
+    "stored records": lambda n: SimpleDataset(list(range(n))).transform(as_record).cache("1 MB"),
+    "stored below draws": lambda n: SimpleDataset(range(n)).cache("1 MB").transform(drawn_from_globals, seeded=True),
+    "shard of what is stored": lambda n: SimpleDataset(list(range(2 * n))).cache("1 MB").shard(2, 1).transform(drawn),
     "named tuples": lambda n: SimpleDataset(list(range(n))).transform(as_point),
     "dataclasses": lambda n: SimpleDataset(list(range(n))).transform(as_item),
 }

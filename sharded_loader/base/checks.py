@@ -25,6 +25,16 @@ _UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
 _UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
 
 
+def refuse_async_iterable(dataset: Any) -> None:
+    """Reject data that has only ``__aiter__``: it would have to be read in one order, one sample after the other."""
+    if hasattr(type(dataset), "__aiter__") and not any(hasattr(type(dataset), n) for n in ("__getitem__", "__iter__")):
+        raise TypeError(
+            f"the dataset, {type(dataset).__name__}, is an async iterable (__aiter__), which the loader does not read: "
+            f"write __len__ and async def __getitem__(self, index), which is awaited for many samples at a time, or "
+            f"an ordinary __iter__ that reads it with an event loop of its own"
+        )
+
+
 def check_int(name: str, value: Any, least: float, advice: str, wrong_type: type[Exception] = TypeError) -> int:
     """``value`` as an int that is at least ``least``; otherwise an error that names the argument."""
     try:

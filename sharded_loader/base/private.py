@@ -8,7 +8,9 @@ torch's loader stay with the pools and with the drop-in.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
+import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -348,6 +350,25 @@ def note_prepared(accelerator: Any, loader: Any) -> None:
     """Add a loader to those that ``accelerator.save_state()`` saves."""
     if loader not in accelerator._dataloaders:
         accelerator._dataloaders.append(loader)
+
+
+# -- threadpoolctl -----------------------------------------------------------------------------------------------------
+
+
+def limit_to_one_thread(library: Any) -> None:
+    """Limit a library to one thread, in a process that was just forked.
+
+    There OpenBLAS would start a thread for every core before it takes the limit, and each waits actively for 30 ms.
+    Without the name: it does.
+
+    Args:
+        library: as a controller of threadpoolctl has it.
+    """
+    if library.internal_api == "openblas" and library.threading_layer == "pthreads":
+        with contextlib.suppress(ValueError):  # no such symbol
+            ctypes.c_int.in_dll(library.dynlib, "blas_cpu_number").value = 1
+            return
+    library.set_num_threads(1)
 
 
 # -- fsspec ------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@
 
     integer("RANK", 0, least=0, advice="")   the number that an environment variable holds; an error names the variable
     is_on("SHARDED_LOADER_PORTABLE")         whether an environment variable switches something on
+    job_of_ranks()                           what the ranks of a job have in common
 
 A call is tried, and its twin is used when the call fails. ``hasattr`` tells only what Python was built with: an old
 kernel says ENOSYS, a seccomp profile of a container says EPERM, EACCES or what its author chose.
@@ -301,7 +302,7 @@ def _holder_of(name: str) -> int:
         asking.setblocking(False)
         try:
             asking.connect(f"\0{name}")
-        except OSError:  # it is free by now, or its holder does not listen yet
+        except OSError:  # it is free by now, or its process does not listen yet
             return 0
         pid, uid, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid != os.getuid():
@@ -462,6 +463,31 @@ def integer(name: str, default: int, *, least: int, advice: str, environ: Mappin
     raise ValueError(
         f"the environment variable {name} is {given!r}; it must be an integer of at least {least}: {advice}"
     )
+
+
+JOB = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT")
+"""Environment variables that are the same for all ranks of a job, and differ between jobs."""
+
+LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+"""Environment variables that number the ranks of a machine."""
+
+
+def job_of_ranks(environ: Mapping[str, str] = os.environ) -> str | None:
+    """A text that the ranks of a job have in common on this machine; None if this process does not seem to be a rank.
+
+    Ranks have variables of torchrun, SLURM or MPI, or are started by multiprocessing, as by ``torch``'s ``mp.spawn``.
+
+    Example:
+        >>> job_of_ranks({"RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
+        'localhost 29500'
+        >>> job_of_ranks({}) is None
+        True
+    """
+    parent_process: Any = getattr(sys.modules.get("multiprocessing.process"), "parent_process", None)
+    is_child = parent_process is not None and parent_process() is not None
+    if not is_child and not any(environ.get(name) for name in ("RANK", *LOCAL_RANKS)):
+        return None
+    return " ".join(environ[name] for name in JOB if environ.get(name)) or f"of {os.getppid()}"
 
 
 def is_on(name: str, environ: Mapping[str, str] = os.environ) -> bool:

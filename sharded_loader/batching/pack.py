@@ -123,7 +123,8 @@ class Pack(Batchify):
         """The batch as NumPy arrays in memory from ``empty``."""
         check_not_empty(samples)
         tokens = [_ids_of(sample, "input_ids", position) for position, sample in enumerate(samples)]
-        planned = None if reading.scope is None else reading.scope.indices
+        scope = reading.get()
+        planned = None if scope is None else scope.indices
         if isinstance(planned, Packed) and len(planned) == len(samples):
             _check_lengths(tokens, planned)
         else:

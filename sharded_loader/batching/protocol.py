@@ -151,7 +151,7 @@ def in_fields(
 
 
 def refuse_async(values: Sequence[Any], what: str) -> None:
-    """Reject what an ``async def`` returns with a TypeError: the loader does not await it.
+    """Reject what an ``async def`` returns with a TypeError, where the loader does not await it.
 
     Args:
         values: samples or batches, of which the first one is looked at.
@@ -165,9 +165,9 @@ def refuse_async(values: Sequence[Any], what: str) -> None:
             if type(one) is CoroutineType:
                 one.close()  # or Python warns of each that it was never awaited
         raise TypeError(
-            f"{what} is async: it gives {type(values[0]).__name__} objects, and the loader does not await them. Write "
-            f"it with def instead of async def, and read there with asyncio.run(). "
-            f"Many threads (num_workers=16, thread_pool=True) wait for a network side by side"
+            f"{what} is async: it gives {type(values[0]).__name__} objects, and the loader does not await them there. "
+            f"Write it with def instead of async def. Only async def __getitem__ and __getitems__, and functions of "
+            f"dataset.transform(), are awaited"
         )
 
 

@@ -205,7 +205,7 @@ def as_bulk(dataset: Any) -> Gather | None:
         >>> as_bulk([1, 2, 3]) is None
         True
     """
-    if (inside := _inside(dataset)) is not None:
+    if (inside := part_of(dataset)) is not None:
         return _translated(as_bulk(inside[0]), inside[1])
     read = batch_reader(dataset)
     if read is not None:
@@ -247,7 +247,7 @@ def as_rows(dataset: Any) -> Rows | None:
         >>> as_rows(ArrayDataset([1, 2]).transform(str)) is None
         True
     """
-    if (inside := _inside(dataset)) is not None:
+    if (inside := part_of(dataset)) is not None:
         rows, translate = as_rows(inside[0]), inside[1]
         return rows and rows._replace(length=len(dataset), find=lambda indices: rows.find(translate(indices)))
     if type(dataset) is ArrayDataset and "get_batch" not in vars(dataset):
@@ -301,8 +301,14 @@ def _reads_like(dataset: Any, module: str, name: str) -> bool:
     return all(getattr(kind, how, None) is getattr(base, how, None) for how in ("__getitem__", "__getitems__"))
 
 
-def _inside(dataset: Any) -> tuple[Any, Callable[[Any], Any]] | None:
-    """Of a part of another dataset, that one, and the function that translates indices; otherwise None."""
+def part_of(dataset: Any) -> tuple[Any, Callable[[Any], Any]] | None:
+    """Of a part of another dataset, that one, and the function that translates indices; otherwise None.
+
+    Example:
+        >>> inner, translate = part_of(SubsetDataset([5, 6, 7], [2, 0]))
+        >>> inner, translate([0, 1])
+        ([5, 6, 7], array([2, 0]))
+    """
     if type(dataset) in (SimpleDataset, SubsetDataset) and "get_batch" not in vars(dataset):
         return dataset._dataset, dataset._inner
     if _reads_like(dataset, "torch.utils.data", "Subset") and batch_reader(dataset) is None:

@@ -35,7 +35,8 @@ from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Empty, call_with_empty, known_to
 from sharded_loader.batching.tensors import as_numpy, check_no_grad, empty_tensor, is_column
 from sharded_loader.batching.tree import is_tensor
-from sharded_loader.data.seeding import each_by_its_key, handed_out
+from sharded_loader.data.awaiting import at_a_time, resolved, then, together
+from sharded_loader.data.seeding import each_by_its_key, handed_out, keys_of
 
 Indices = Sequence[int] | np.ndarray[Any, Any]
 """The positions of samples in a dataset: a sequence of integers, or an array of integers."""
@@ -167,18 +168,18 @@ def listed(found: Any) -> list[Any]:
     return list(found)
 
 
-def read_many(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    """The samples at these indices, in bulk where the dataset can.
+def read_many(dataset: Any, indices: Sequence[int]) -> Any:
+    """The samples at these indices, in bulk where the dataset can; still to be awaited where it has an ``async def``.
 
     Example:
         >>> read_many("abc", [2, 0])
         ['c', 'a']
     """
     read = bulk_method(dataset, "__getitems__")
-    return _one_by_one(dataset, indices) if read is None else listed(read(handed_out(indices)))
+    return _one_by_one(dataset, indices) if read is None else then(read(handed_out(indices)), listed)
 
 
-def _one_by_one(dataset: Any, indices: Sequence[int]) -> list[Any]:
+def _one_by_one(dataset: Any, indices: Sequence[int]) -> Any:
     if type(dataset) in _DRAW_NOTHING:
         return [dataset[index] for index in indices]
     samples = []
@@ -186,7 +187,8 @@ def _one_by_one(dataset: Any, indices: Sequence[int]) -> list[Any]:
         for position, index in enumerate(indices):
             turn_to(position)
             samples.append(dataset[index])
-    return samples
+    limit = at_a_time(dataset)
+    return together(samples, keys_of(indices), limit) if limit else samples
 
 
 def batch_reader(dataset: Any) -> Gather | None:
@@ -279,7 +281,7 @@ def _other_rows(column: Any, where: Int64s, empty: Empty) -> Any:
     read = batch_reader(column)
     if read is not None:
         return read(where, empty)
-    return default_batchify_fn.assemble(read_many(column, where.tolist()), empty)
+    return default_batchify_fn.assemble(resolved(read_many(column, where.tolist())), empty)
 
 
 # -- checked indices ---------------------------------------------------------------------------------------------------

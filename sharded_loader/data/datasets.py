@@ -34,10 +34,12 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+import re
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from inspect import iscoroutinefunction
 from itertools import accumulate
 from typing import Any
 
@@ -45,9 +47,11 @@ import numpy as np
 
 from sharded_loader.base.described import brief, briefs
 from sharded_loader.base.limits import check_fits
+from sharded_loader.base.system import job_of_ranks
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.flat import batched
 from sharded_loader.batching.protocol import Empty, known_to, new_array
+from sharded_loader.data.awaiting import AWAITED, each_sample, resolved, then, together
 from sharded_loader.data.bulk import (
     NOT_IN_BULK,
     Indices,
@@ -62,10 +66,12 @@ from sharded_loader.data.bulk import (
     read_many,
 )
 from sharded_loader.data.columns import check_dataset, is_dataset
+from sharded_loader.data.inspection import fingerprint_of
 from sharded_loader.data.seeding import (
     each_by_its_key,
     handed_out,
     held_generators,
+    keys_of,
     next_level,
     transform_seed,
     translated,
@@ -82,6 +88,9 @@ NextBatch = Callable[[], "int | None"]
 
 class Dataset:
     """Base of datasets: subclasses write ``__getitem__(index)`` and ``__len__()``.
+
+    ``__getitem__`` may be an ``async def``. Loaders then await many samples at a time: ``concurrency``, an attribute of
+    the dataset, or 64.
 
     Example:
         >>> class Squares(Dataset):
@@ -124,7 +133,7 @@ class Dataset:
             >>> list(SimpleDataset(range(10)).filter(lambda x: x % 3 == 0))
             [0, 3, 6, 9]
         """
-        kept = [index for index in range(len(self)) if fn(self[index])]
+        kept = [index for index, sample in enumerate(each_sample(self)) if fn(sample)]
         return SubsetDataset(self, np.array(kept, np.int64))
 
     def shard(self, num_shards: int, index: int) -> SubsetDataset:
@@ -230,8 +239,9 @@ class Dataset:
     ) -> CachedDataset | StoredDataset:
         """Read each sample once, and keep it. Put what is random behind the cache: ``.cache(...).transform(augment)``.
 
-        With an argument, all workers of all loaders share one copy, and, with ``path``, all ranks of the machine and
-        later runs too. Without arguments each process keeps the objects themselves, as many as there are.
+        With an argument, all workers of all loaders share one copy, and so do all ranks of a job on this machine
+        (Linux; elsewhere with ``path``). With ``path``, later runs share it too. Without arguments each process keeps
+        the objects themselves, as many as there are.
 
         Args:
             max_bytes: What the samples may take: a number of bytes, a text such as "8 GB", or a share of what is free,
@@ -300,7 +310,7 @@ class Dataset:
 
     def __iter__(self) -> Iterator[Any]:
         """The samples in order."""
-        return (self[index] for index in range(len(self)))
+        return each_sample(self)
 
     def __repr__(self) -> str:
         try:
@@ -350,9 +360,9 @@ class View(Wrapper):
         return self._one(index)
 
     @bulk
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[int]) -> Any:
         """Many samples at once."""
-        return listed(self._dataset.__getitems__(translated(self._inner(indices).tolist(), indices)))
+        return then(self._dataset.__getitems__(translated(self._inner(indices).tolist(), indices)), listed)
 
     @bulk
     def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
@@ -495,13 +505,22 @@ class TransformDataset(Wrapper):
         if not callable(fn):
             raise TypeError(f"transform was given {fn!r}, which is not callable: give a function of a sample")
         self._fn = fn
+        self._is_async = iscoroutinefunction(fn)
+        if self._is_async and seeded:
+            raise TypeError(
+                f"transform({fn!r}, seeded=True): an async def cannot be seeded: draw from sample_rng() there"
+            )
         self._level = next_level(dataset, TransformDataset) if seeded else None
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self._part(index)
         check_one_index(index)
-        return self._apply(self._dataset[index])
+        found = self._dataset[index]
+        return self._apply_async(found) if self._is_async else then(found, self._apply)
+
+    async def _apply_async(self, found: Any) -> Any:
+        return await self._apply(await found if type(found) in AWAITED else found)
 
     def _apply(self, sample: Any) -> Any:
         fields = sample if isinstance(sample, tuple) else (sample,)
@@ -511,15 +530,18 @@ class TransformDataset(Wrapper):
             return self._fn(*fields)
 
     @bulk
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[int]) -> Any:
         """Many samples: read at once, then transformed one by one."""
         indices = translated(indices, indices)
-        samples = read_many(self._dataset, indices)  # which hands out a copy: these are looked at again
+        found = read_many(self._dataset, indices)  # which hands out a copy: these are looked at again
+        return then(found, partial(self._apply_each, indices))
+
+    def _apply_each(self, indices: Sequence[int], samples: list[Any]) -> Any:
         with each_by_its_key(indices) as turn_to:
             for position, sample in enumerate(samples):
                 turn_to(position)
                 samples[position] = self._apply(sample)
-        return samples
+        return together(samples, keys_of(indices)) if self._is_async else samples
 
     def __repr__(self) -> str:
         return f"{brief(self._dataset)}.transform({self._fn!r}{'' if self._level is None else ', seeded=True'})"
@@ -581,11 +603,13 @@ class CachedDataset(Wrapper):
             return self._part(index)
         index = checked_index(index, len(self._dataset))
         sample = self._store.entries.get(index, MISSING)
+        if sample is not MISSING:
+            return sample
         # Returns the one that is kept, if another thread was faster.
-        return self._store.entries.setdefault(index, self._dataset[index]) if sample is MISSING else sample
+        return then(self._dataset[index], partial(self._store.entries.setdefault, index))
 
     @bulk
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[int]) -> Any:
         """Many samples: those not yet kept are read at once."""
         where = checked_indices(indices, len(self._dataset)).tolist()
         entries = self._store.entries
@@ -594,9 +618,13 @@ class CachedDataset(Wrapper):
             if index not in entries:
                 first.setdefault(index, position)
         fresh = self._dataset.__getitems__(translated(first, indices, list(first.values()))) if first else []
-        for index, sample in zip(first, fresh, strict=True):
-            entries.setdefault(index, sample)
-        return [entries[index] for index in where]
+
+        def kept(fresh: Iterable[Any]) -> list[Any]:
+            for index, sample in zip(first, fresh, strict=True):
+                entries.setdefault(index, sample)
+            return [entries[index] for index in where]
+
+        return then(fresh, kept)
 
     def __repr__(self) -> str:
         return f"{brief(self._dataset)}.cache()"
@@ -624,8 +652,10 @@ class StoredDataset(Wrapper):
                 "epoch: cache the datasets inside it"
             )
         self._length = len(dataset)
-        first = self._first_sample() if self._length else None
-        self._store: Store | None = open_store(path, max_bytes, self._length, key, first)
+        first, job = self._first_sample() if self._length else None, job_of_ranks()
+        told = re.sub(" at 0x[0-9a-fA-F]+", "", brief(dataset))  # the same in all processes
+        shared = None if job is None else f"{job} {fingerprint_of(dataset)} {told}"
+        self._store: Store | None = open_store(path, max_bytes, self._length, key, first, shared)
         self._bound = self._store.max_bytes
 
     def _first_sample(self) -> Any:
@@ -633,7 +663,7 @@ class StoredDataset(Wrapper):
         moved, samples = [], []
         for _ in range(2):
             before = global_states()
-            samples.append(self._read([0])[0])
+            samples.append(resolved(self._read([0]))[0])
             moved.append([name for name, state in global_states().items() if state != before.get(name, state)])
         drawn = ", ".join(name for name in moved[0] if name in moved[1])
         if not drawn and exact_digest(samples[0]) != exact_digest(samples[1]):
@@ -646,14 +676,16 @@ class StoredDataset(Wrapper):
             )
         return samples[0]
 
-    def _read(self, indices: list[int]) -> list[Any]:
+    def _read(self, indices: list[int]) -> Any:
         """Samples that are not stored. To draw random numbers is an error meanwhile."""
-        before = rng.reading.scope
+        before = rng.reading.get()
         try:
-            rng.reading.scope = _KEPT
-            return read_many(self._dataset, indices) if len(indices) > 1 else [self._dataset[indices[0]]]
+            rng.reading.set(_KEPT)
+            one = len(indices) == 1
+            found = self._dataset[indices[0]] if one else read_many(self._dataset, indices)
+            return then(found, _alone if one else list, _KEPT)
         finally:
-            rng.reading.scope = before
+            rng.reading.set(before)
 
     def _checked(self) -> int:
         length = len(self._dataset)
@@ -670,6 +702,11 @@ class StoredDataset(Wrapper):
         return 0 if self._store is None else int(np.count_nonzero(self._store.places))
 
     @property
+    def structure(self) -> Any:
+        """That of the samples that are kept as columns, as of `batching.flat`; None: this process has no cache."""
+        return None if self._store is None else self._store.node
+
+    @property
     def counts(self) -> tuple[int, int, int]:
         """How many samples were found, and not found, by all processes that share this object; the bytes stored."""
         if self._store is None:
@@ -680,26 +717,29 @@ class StoredDataset(Wrapper):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self._part(index)
-        return self._samples([checked_index(index, self._checked())])[0]
+        return then(self._samples([checked_index(index, self._checked())]), operator.itemgetter(0))
 
-    def _samples(self, where: list[int]) -> list[Any]:
+    def _samples(self, where: list[int]) -> Any:
         store = self._store
         if store is None:  # it is in memory that this process cannot reach
             return self._read(where)
         found = {index: store.read(index) for index in where}
         missing = [index for index, sample in found.items() if sample is MISSING]
         store.session.count(len(where) - len(missing), len(missing))
-        if missing:
-            for index, sample in zip(missing, self._read(missing), strict=True):
+
+        def stored(samples: list[Any]) -> list[Any]:
+            for index, sample in zip(missing, samples, strict=True):
                 found[index] = sample
                 try:
                     store.write(index, sample)
                 except TypeError as error:
                     raise TypeError(f"sample {index} cannot be cached: {error}") from None
-        return [found[index] for index in where]
+            return [found[index] for index in where]
+
+        return then(self._read(missing) if missing else [], stored)
 
     @bulk
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[int]) -> Any:
         """Many samples: those not yet stored are read at once."""
         return self._samples(checked_indices(indices, self._checked()).tolist())
 
@@ -718,7 +758,7 @@ class StoredDataset(Wrapper):
         batch = self.gather(indices, empty)
         if batch is NOT_IN_BULK:
             where = checked_indices(indices, self._checked()).tolist()
-            batch = default_batchify_fn.assemble(self._samples(where), empty)
+            batch = default_batchify_fn.assemble(resolved(self._samples(where)), empty)
         return batch
 
     def _follow(self, batches: Batches, position: NextBatch, later: Batches) -> None:
@@ -734,6 +774,10 @@ class StoredDataset(Wrapper):
 
 
 _KEPT = rng.SampleScope(0, 0, is_cached=True)
+
+
+def _alone(sample: Any) -> list[Any]:
+    return [sample]
 
 
 def counts_of(dataset: Any) -> tuple[int, int, int]:
@@ -798,17 +842,21 @@ class ConcatDataset(Wrapper):
         return [(self._parts[number], where[chosen] - self._begins[number], chosen) for number, chosen in positions]
 
     @bulk
-    def __getitems__(self, indices: Indices) -> list[Any]:
+    def __getitems__(self, indices: Indices) -> Any:
         """Many samples: each part reads its own at once."""
         outer = handed_out(indices)
         outer = translated(outer, outer)
-        samples: list[Any] = [None] * len(outer)
-        for part, inner, positions in self._chunks(indices):
-            chosen = positions.tolist()
-            found = read_many(part, translated(inner.tolist(), outer, chosen))
-            for position, sample in zip(chosen, found, strict=True):
-                samples[position] = sample
-        return samples
+        chunks = [(part, inner.tolist(), positions.tolist()) for part, inner, positions in self._chunks(indices)]
+        found = [read_many(part, translated(inner, outer, positions)) for part, inner, positions in chunks]
+
+        def in_place(found: list[Any]) -> list[Any]:
+            samples: list[Any] = [None] * len(outer)
+            for (_, _, positions), of_part in zip(chunks, found, strict=True):
+                for position, sample in zip(positions, of_part, strict=True):
+                    samples[position] = sample
+            return samples
+
+        return then(together(found) if any(type(one) in AWAITED for one in found) else found, in_place)
 
     @bulk
     def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
@@ -816,7 +864,7 @@ class ConcatDataset(Wrapper):
         chunks = self._chunks(indices)
         if len(chunks) == 1:
             return gather(chunks[0][0], chunks[0][1], empty)
-        return default_batchify_fn.assemble(ConcatDataset.__getitems__(self, indices), empty)
+        return default_batchify_fn.assemble(resolved(ConcatDataset.__getitems__(self, indices)), empty)
 
     def _follow(self, batches: Batches, position: NextBatch, later: Batches) -> None:
         for part in filter(can_follow, self._parts):

@@ -72,7 +72,7 @@ def keys_of(indices: Sequence[Any]) -> Sequence[rng.SampleScope] | None:
     """The keys of these samples, each the scope of one; None outside a loader, where nothing is keyed."""
     if isinstance(indices, KeyedIndices) and tuple(indices) == indices.made:  # it was not sorted or cut
         return indices.keys
-    scope = rng.reading.scope
+    scope = rng.reading.get()
     if scope is None or scope.is_cached:
         return None
     return [rng.SampleScope(scope.seed, scope.epoch, index, owners=scope.owners) for index in indices]
@@ -111,16 +111,16 @@ def handed_out(indices: Any) -> list[Any]:
 @contextmanager
 def each_by_its_key(indices: Sequence[Any]) -> Iterator[Callable[[int], None]]:
     """Inside the block, call the given function with k before touching sample k, so that it draws its own numbers."""
-    before, keys = rng.reading.scope, keys_of(indices)
+    before, keys = rng.reading.get(), keys_of(indices)
 
     def turn_to(position: int) -> None:
         if keys is not None:
-            rng.reading.scope = keys[position]
+            rng.reading.set(keys[position])
 
     try:
         yield turn_to
     finally:
-        rng.reading.scope = before
+        rng.reading.set(before)
 
 
 # -- what an object refers to ------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def transform_seed(fn: Callable[..., Any], level: int) -> Iterator[None]:
         ValueError: several samples are read at once.
         Exception: what the ``set_random_seed`` of an object raises.
     """
-    scope = rng.reading.scope
+    scope = rng.reading.get()
     if scope is None:
         yield
         return

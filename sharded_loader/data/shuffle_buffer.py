@@ -183,12 +183,12 @@ class ShuffledIterator(Iterator[Any]):
 
     def _fill(self, count: int) -> None:
         """Read samples of the next block, until there are ``count`` of them."""
-        scope, source, part = rng.reading.scope, self._source, _part()
+        scope, source, part = rng.reading.get(), self._source, _part()
         try:
             while len(self._coming) < count:
                 if scope is not None:
                     index = part, source.taken, self._at.epoch
-                    rng.reading.scope = replace(scope, index=index, items=None, drawn=None)
+                    rng.reading.set(replace(scope, index=index, items=None, drawn=None))
                 try:
                     sample = source.read()
                 except Exception as error:
@@ -199,7 +199,7 @@ class ShuffledIterator(Iterator[Any]):
                     return
                 self._coming.append(sample)
         finally:
-            rng.reading.scope = scope
+            rng.reading.set(scope)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration is: a small dict, without samples."""
@@ -226,5 +226,5 @@ class ShuffledIterator(Iterator[Any]):
 
 def _part() -> int:
     """The number of the part that is read. Inside a loader this does not count as a question of the dataset's."""
-    part = getattr(getattr(rng.reading.scope, "indices", None), "part", None)
+    part = getattr(getattr(rng.reading.get(), "indices", None), "part", None)
     return int((this_worker() or (0, 1))[0] if part is None else part)

@@ -23,6 +23,7 @@ import numpy as np
 from sharded_loader.base.described import an
 from sharded_loader.batching.protocol import known_to
 from sharded_loader.batching.tensors import as_numpy, is_column
+from sharded_loader.data.awaiting import each_sample
 from sharded_loader.data.columns import as_column
 from sharded_loader.randomness.shuffle import Indices, shuffled
 
@@ -132,7 +133,7 @@ def _classes(dataset: Any, labels: Any) -> Indices:
     if isinstance(labels, str):
         labels = _field(dataset, labels)
     elif callable(labels) and not hasattr(labels, "__getitem__"):
-        labels = [labels(dataset[index]) for index in range(len(dataset))]
+        labels = [labels(sample) for sample in each_sample(dataset)]
     labels = as_column(labels, name)
     if is_column(labels):
         labels = as_numpy(labels)
@@ -167,8 +168,7 @@ def _field(dataset: Any, name: str) -> Any:
     if column is not None:
         return column
     found = []
-    for index in range(len(dataset)):
-        sample = dataset[index]
+    for index, sample in enumerate(each_sample(dataset)):
         try:
             found.append(sample[name])
         except (TypeError, KeyError, IndexError):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from sharded_loader.base.described import an
+from sharded_loader.base.system import LOCAL_RANKS
 
 DeviceLike = str | int | torch.device
 """A device: a name such as ``"cuda:1"``, the number of an accelerator, or a ``torch.device``."""
@@ -116,9 +117,6 @@ def _listed(devices: Any, hint: str = "") -> list[torch.device]:
     return [find_device(one) for one in devices]
 
 
-_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-
-
 def warn_of_rank(name: torch.device, found: torch.device) -> None:
     """Warn if ``cuda`` without a number means the first device, and this is not the first process of the machine.
 
@@ -147,7 +145,7 @@ def warn_of_rank(name: torch.device, found: torch.device) -> None:
 
 def _local_rank() -> tuple[int, str]:
     """The number of this process on its machine, and where it stands; 0 if it is unknown."""
-    for variable in _LOCAL_RANKS:
+    for variable in LOCAL_RANKS:
         value = os.environ.get(variable, "")
         if value.isdecimal():
             return int(value), f"{variable} is {value}"

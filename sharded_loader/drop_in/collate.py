@@ -1,7 +1,7 @@
 """torch's ``default_collate`` in bulk: the same batches, put together at the speed of this library.
 
     Collate().assemble(samples, empty) -> TensorBatch, or whatever ``default_collate`` returns
-    Collate().bulk_of(dataset)         -> reads whole batches of tensors' rows, without samples
+    Collate().bulk_of(dataset)         -> reads whole batches of rows of tensors or of a cache, without samples
     OneSample(fn)                      -> ``fn(sample)``: what ``batch_size=None`` means
 
 Most samples are arrays, tensors and numbers, or tuples and lists of them. They are stacked into memory from ``empty``.
@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.batching.default import JOINABLE, Batchify, stack_arrays
+from sharded_loader.batching.flat import fits_columns
 from sharded_loader.batching.protocol import BatchifyError, Empty, assembler
 from sharded_loader.batching.tensors import dtype_of, is_plain, stack_tensors
-from sharded_loader.batching.tree import TensorBatch, to_torch
-from sharded_loader.data.arrays import as_bulk
+from sharded_loader.batching.tree import TensorBatch, to_torch, torch_has
+from sharded_loader.data.arrays import as_bulk, part_of
 from sharded_loader.data.bulk import NOT_IN_BULK, Gather
+from sharded_loader.data.datasets import StoredDataset
 
 _NUMBERS = {int: np.dtype(np.int64), float: np.dtype(np.float64), bool: np.dtype(bool)}
 
@@ -57,7 +59,7 @@ class Collate:
         return self(samples)
 
     def bulk_of(self, dataset: Any) -> Gather | None:
-        """How to read finished batches of a dataset, if it is a tensor, a TensorDataset, or a Subset of one.
+        """How to read finished batches of a dataset: of a tensor, a TensorDataset, a cache of arrays, or a part of one.
 
         Args:
             dataset: of the loader.
@@ -67,9 +69,11 @@ class Collate:
         """
         data: Any = sys.modules.get("torch.utils.data")
         inner = dataset
-        while data is not None and type(inner) is data.Subset:
-            inner = inner.dataset
-        if data is None or type(inner) not in (data.TensorDataset, sys.modules["torch"].Tensor):
+        while (part := part_of(inner)) is not None:
+            inner = part[0]
+        is_tensors = data is not None and type(inner) in (data.TensorDataset, sys.modules["torch"].Tensor)
+        is_stored = type(inner) is StoredDataset and fits_columns(inner.structure) and _is_collated(inner.structure)
+        if not is_tensors and not is_stored:
             return None
         gather = as_bulk(dataset)
         if gather is None:
@@ -102,6 +106,18 @@ def _stacked(column: Sequence[Any], types: set[type], empty: Empty) -> Any:
     if torch is not None and kind is torch.Tensor and is_plain(column) and len(set(map(dtype_of, column))) == 1:
         return None if any(tensor.requires_grad for tensor in column) else stack_tensors(column, empty)
     return None
+
+
+def _is_collated(node: Any) -> bool:
+    """Whether torch's function makes of samples of this structure (`batching.flat`) what their columns are."""
+    if type(node) is not list:
+        return False
+    kind, first, *rest = node
+    if kind in ("dict", "tuple"):
+        parts = rest[0] if kind == "dict" else first
+        return bool(parts) and all(map(_is_collated, parts))
+    is_known = kind in ("array", "scalar", "tensor", "int", "float", "bool")
+    return is_known and np.dtype(first).isnative and torch_has(np.dtype(first))
 
 
 def _is_changed() -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset
 
-from sharded_loader.base.checks import check_int, refuse_class
+from sharded_loader.base.checks import check_int, refuse_async_iterable, refuse_class
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in.collate import batchify_fn_of
@@ -60,6 +60,7 @@ def check_arguments(loader: DataLoader[Any]) -> None:
         if not isinstance(loader.dataset, IterableDataset):
             refuse_streams(loader.streams, loader.dataset)
     refuse_class("the dataset", loader.dataset)
+    refuse_async_iterable(loader.dataset)
     if not any(hasattr(loader.dataset, name) for name in ("__getitem__", "__getitems__", "__iter__")):
         raise TypeError(f"a dataset needs __getitem__, and {type(loader.dataset).__name__} has none")
     if loader.start_method and loader.multiprocessing_context is not None:
@@ -80,7 +81,9 @@ def make_pool(loader: DataLoader[Any]) -> Pool:
     timeout, count = loader.timeout or None, loader.num_workers if loader._tuner is None else loader._tuner.workers
     if loader.thread_pool:
         return ThreadPool(count, worker_init_fn=loader.worker_init_fn, timeout=timeout)
-    return _processes(loader, count)
+    pool = _processes(loader, count)
+    pool.workers_last = loader.persistent_workers
+    return pool
 
 
 def _processes(loader: DataLoader[Any], count: int) -> ProcessPool:

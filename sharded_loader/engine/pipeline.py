@@ -252,6 +252,8 @@ class Pipeline:
         self.pool.waiting = False
         if self._dropped:
             self._drop()
+        if self.pool.unsettled:
+            self.pool.settle()
         return inside
 
     def end(self, inside: bool) -> None:

@@ -67,6 +67,7 @@ class Pool(ABC):
         empty: gives the memory that batches are put together in, where that is this process's own.
         worker_init_fn: called with its number in each worker when it starts.
         timeout: seconds that a worker may stand still; None: for ever.
+        unsettled: `settle` is to be called in the next step.
         waiting: `wait` only waits at this moment, or runs the user's code, and has changed nothing.
     """
 
@@ -77,6 +78,7 @@ class Pool(ABC):
     notices: Notices = Notices()
     shares_dataset: bool = True
     is_here: bool = True
+    unsettled: bool = False
     waiting: bool = False
     worker_init_fn: Callable[[int], Any] | None = None
     timeout: float | None = None
@@ -103,6 +105,10 @@ class Pool(ABC):
     @abstractmethod
     def start(self, job: Job) -> None:
         """Start the workers; those that run already are sent the new job before any later task."""
+
+    def settle(self) -> None:
+        """Do what `start` has left for the step behind it, because it would delay the first batch."""
+        self.unsettled = False
 
     @abstractmethod
     def submit(self, tasks: Sequence[Task]) -> None:

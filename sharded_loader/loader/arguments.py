@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sharded_loader.base.checks import CLOSE, check_int, refuse_class
+from sharded_loader.base.checks import CLOSE, check_int, refuse_async_iterable, refuse_class
 from sharded_loader.base.described import an
 from sharded_loader.base.errors import add_note
 from sharded_loader.base.notices import logger
@@ -158,6 +158,7 @@ def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
             f"object, or list(text) for the characters of a text. The recipes show how to read files"
         )
     refuse_class("the dataset", dataset)
+    refuse_async_iterable(dataset)
     if isinstance(dataset, Iterator) and kind.__module__ in ("builtins", "itertools"):
         raise TypeError(
             f"the dataset is {an(kind)}, which can be read once, and every epoch reads it from its beginning: "

@@ -19,12 +19,10 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.base.described import brief
+from sharded_loader.base.system import JOB
 from sharded_loader.loader.stats import LoaderStats
 from sharded_loader.loader.times import BatchTimes
 from sharded_loader.loader.waits import CAUSES, ENOUGH, time_text
-
-JOB = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "MASTER_ADDR", "MASTER_PORT")
-"""Environment variables that are the same for all ranks of a job, and differ between jobs."""
 
 _WAITED = attrgetter("epoch", "step", "waited", "turn", "taken")
 

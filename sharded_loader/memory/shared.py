@@ -56,7 +56,8 @@ from sharded_loader.base.private import blake2b
 from sharded_loader.base.system import PREFIX, alone, read_at, write_at
 from sharded_loader.memory.codec import Encoded, aligned, decode, is_findable
 from sharded_loader.memory.publish import SHARED, Lasting, children, culprit_in, dump
-from sharded_loader.memory.store import Store, is_private, open_named, open_nameless
+from sharded_loader.memory.rendezvous import HAS_LINKS, is_private, links_of, name_of, open_named, open_nameless
+from sharded_loader.memory.store import Store
 
 VERSION = 1
 """Of the layout. Processes with other versions, of Python and NumPy too, do not find each other's memory."""
@@ -66,9 +67,6 @@ PATIENCE = 60
 
 MOST_PICKLED = 32 << 20
 """Bytes of Python objects, which cannot be shared, that are worth a warning."""
-
-HAS_LINKS = os.path.isdir("/proc/self/fd")
-"""Whether other processes can open what a process holds."""
 
 MOST_PARTS = 100
 """Parts of an object of which it is asked how large they are, to name the largest in that warning."""
@@ -225,8 +223,6 @@ def _build(label: str, seal: bytes, maker: dict[str, str], encoded: Encoded) -> 
     check_fits(end, "share(...) keeps one copy of the dataset", "share less, or keep the data in files that are mapped")
     fd, name = open_nameless(label)
     try:
-        if hasattr(os, "fchmod"):
-            os.fchmod(fd, 0o600)
         os.ftruncate(fd, end)
         for begin, part in zip(begins, parts, strict=True):
             write_at(fd, part, begin)
@@ -267,13 +263,7 @@ def _names(label: str) -> Iterator[str]:
                 os.unlink(_file_of(label))  # this succeeds if no process has it open
         yield _file_of(label)
         return
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended
-            if os.stat(f"/proc/{pid}").st_uid == os.getuid():
-                for number in os.listdir(f"/proc/{pid}/fd"):
-                    with contextlib.suppress(OSError):
-                        if label in os.readlink(name := f"/proc/{pid}/fd/{number}"):
-                            yield name
+    yield from links_of(label)
 
 
 def _file_of(label: str) -> str:
@@ -301,7 +291,7 @@ def _join(fd: int) -> bool:
 
 def _open(fd: int, name: str) -> Memory:
     """Map memory that is locked. The descriptor goes with the last array over the memory."""
-    name = f"/proc/{os.getpid()}/fd/{fd}" if HAS_LINKS else name
+    name = name_of(fd) if HAS_LINKS else name
     whole = np.memmap(name, np.uint8, "c")
     _held.add(fd)
     weakref.finalize(whole, _let_go, fd, name)

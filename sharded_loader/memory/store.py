@@ -26,6 +26,9 @@ right. A writer sets it, so only samples of other programs are compared, once. O
 in another order than they were made, the first reader compares too. On others, memory needs no checksums. A wrong
 sample counts as missing.
 
+*Ranks.* With ``shared``, `rendezvous.meet` gives the ranks of a machine one memory: the first one makes it, within its
+bound, and the others map it. Each rank has a session of its own, so it counts its own hits.
+
 *Files.* A file gets its MAGIC last, under its lock. If the process that makes it dies, the next one makes it. A file
 that is no cache, that belongs to another user, or that other users may write to, is rejected with an error.
 
@@ -40,16 +43,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import mmap
 import os
 import re
 import shutil
 import stat as modes
 import struct
-import sys
-import tempfile
-import weakref
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -60,19 +60,11 @@ from sharded_loader.base.checks import bytes_of_text
 from sharded_loader.base.limits import SMALL, free_bytes
 from sharded_loader.base.notices import logger
 from sharded_loader.base.private import blake2b
-from sharded_loader.base.system import (
-    MAP_OPTIONS,
-    PREFIX,
-    close_locked,
-    locked,
-    open_memory,
-    read_at,
-    write_at,
-)
+from sharded_loader.base.system import close_locked, locked, read_at, write_at
 from sharded_loader.batching.flat import fits_columns, flatten, unflatten
 from sharded_loader.batching.protocol import Array
 from sharded_loader.memory.codec import aligned
-from sharded_loader.memory.segments import chosen_backend
+from sharded_loader.memory.rendezvous import Opened, is_private, meet, name_of, open_named, open_nameless
 
 VERSION = 1
 """Of the layout. A file of another version is rejected."""
@@ -148,57 +140,6 @@ def checksum(leaves: Iterable[Array]) -> int:
             raw = raw[words:]
         found = zlib.crc32(raw.data, found)
     return found
-
-
-# -- memory that processes find by name --------------------------------------------------------------------------------
-
-
-def open_named(name: str) -> int:
-    """A descriptor of a file, or of another process's memory.
-
-    Raises:
-        OSError: there is none of this name.
-    """
-    return os.open(name, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
-
-
-def open_nameless(label: str) -> tuple[int, str]:
-    """New memory, and the name by which other processes open it while this process has it open.
-
-    Where the system has no such names, the memory is a temporary file (see `Opened`).
-    """
-    if os.path.isdir("/proc/self/fd"):
-        backend = chosen_backend()
-        fd, _ = open_memory(f"{PREFIX}-{label}", None if backend == "named" else backend)
-        return fd, f"/proc/{os.getpid()}/fd/{fd}"
-    return tempfile.mkstemp(prefix=f"{PREFIX}-{label}-")
-
-
-class Opened:
-    """A descriptor that is closed with this object, and its mapping. A temporary file is deleted with it.
-
-    Args:
-        fd: taken over.
-        name: see `open_nameless`.
-        is_temporary: the name is that of a temporary file of this process.
-    """
-
-    def __init__(self, fd: int, name: str, is_temporary: bool) -> None:
-        self.fd, self.name = fd, name
-        # No __del__: it would run when the interpreter ends, and what it calls is gone then.
-        weakref.finalize(self, close_locked, fd).atexit = False
-        if is_temporary and not name.startswith("/proc/"):
-            weakref.finalize(self, _remove, name, os.getpid())
-
-    def map(self, nbytes: int) -> Array:
-        """The first bytes, over the shared memory."""
-        return np.frombuffer(mmap.mmap(self.fd, nbytes, **MAP_OPTIONS), np.uint8)
-
-
-def _remove(name: str, pid: int) -> None:
-    if pid == os.getpid():  # not in a forked child
-        with contextlib.suppress(OSError):
-            os.unlink(name)
 
 
 class Session(Opened):
@@ -425,8 +366,12 @@ def layout_of(about: dict[str, Any]) -> tuple[list[int], int]:
 # -- making and opening ------------------------------------------------------------------------------------------------
 
 
-def open_store(path: Any, max_bytes: Any, length: int, key: str | None, first: Any) -> Store:
-    """The store of a dataset: new, or that of the file.
+_calls: Counter[str] = Counter()
+"""How often this process has asked for memory, by what it asked for. On all ranks the n-th calls mean the same."""
+
+
+def open_store(path: Any, max_bytes: Any, length: int, key: str | None, first: Any, shared: str | None = None) -> Store:
+    """The store of a dataset: new, or that of the file, or that of another rank.
 
     Args:
         path: of a file, which is made if it does not exist; None: in memory.
@@ -434,6 +379,8 @@ def open_store(path: Any, max_bytes: Any, length: int, key: str | None, first: A
         length: of the dataset.
         key: the user's name for what the loader cannot see.
         first: sample 0 of the dataset.
+        shared: a text that the ranks of this machine have in common, and no other dataset of theirs has. They share one
+            memory then. None: it is not shared.
 
     Raises:
         CacheMismatchError: the file belongs to another dataset, or is no cache.
@@ -446,19 +393,39 @@ def open_store(path: Any, max_bytes: Any, length: int, key: str | None, first: A
     place = None if path is None else os.path.abspath(os.fspath(path))
     if place is not None and not os.path.isdir(folder := os.path.dirname(place)):
         raise FileNotFoundError(f"path={path!r} of the cache: there is no folder {folder}: create it first")
-    bound = bound_of(max_bytes, place)
-    rows = min(length, bound // max(1, sum(leaf.nbytes for leaf in leaves)))
     about: dict[str, Any] = {"version": VERSION, "length": length, "key": key, "first": exact_digest(first)}
-    about |= {"structure": structure, "leaves": specs, "rows": rows}
+    about |= {"structure": structure, "leaves": specs}
+
+    def with_rows(bound: int) -> dict[str, Any]:
+        return about | {"rows": min(length, bound // max(1, sum(leaf.nbytes for leaf in leaves))), "bound": bound}
+
+    def make(label: str) -> Store:
+        bound = bound_of(max_bytes, None)
+        fd, name = open_nameless(label)
+        try:
+            make_header(fd, with_rows(bound))
+        except BaseException:
+            close_locked(fd)
+            raise
+        return Store(fd, name, bound, None)
+
+    def join(fd: int) -> Store | None:
+        found = read_about(fd)
+        try:
+            check_same("memory", MAGIC, found, about, os.fstat(fd).st_size)
+        except CacheMismatchError:
+            return None
+        return None if found is None else Store(fd, name_of(fd), found["bound"], None)
+
     if place is not None:
-        return Store(open_file(place, about), place, bound, place)
-    fd, name = open_nameless("cache")
-    try:
-        make_header(fd, about)
-    except BaseException:
-        close_locked(fd)
-        raise
-    return Store(fd, name, bound, None)
+        bound = bound_of(max_bytes, place)
+        return Store(open_file(place, with_rows(bound)), place, bound, place)
+    if shared is None:
+        return make("cache")
+    asked = json.dumps([shared, about, str(max_bytes)])
+    _calls[asked] += 1
+    told = f"{_calls[asked]} {asked}".encode(errors="replace")
+    return meet(f"cache-{blake2b(told, digest_size=16).hexdigest()}", join, make)
 
 
 def exact_digest(sample: Any) -> str:
@@ -580,11 +547,6 @@ def _count_again(fd: int, about: Any) -> None:
 def entries_of(fd: int, about: dict[str, Any]) -> Array:
     """The entries of the samples, as they are now."""
     return np.frombuffer(read_at(fd, about["length"] * _ENTRY.itemsize, layout_of(about)[0][0]), _ENTRY)
-
-
-def is_private(found: os.stat_result) -> bool:
-    """Whether a file belongs to this user, and no other user may write to it."""
-    return sys.platform == "win32" or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
 
 
 def check_private(fd: int, path: str) -> None:

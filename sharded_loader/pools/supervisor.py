@@ -167,6 +167,7 @@ class Supervisor(Generic[W]):
         deaths: what workers have died of.
         notices: is told of each worker that is replaced.
         rebuilt: run and seq of the tasks that a worker had when it ended, until they are done.
+        new: what the workers start with; None: none run.
     """
 
     def __init__(self, transport: Transport[W], restarts: int, timeout: float | None) -> None:
@@ -177,13 +178,13 @@ class Supervisor(Generic[W]):
         self.rebuilt: set[tuple[int, int]] = set()
         self._transport = transport
         self._restarts = restarts
-        self._new: NewJob | None = None
+        self.new: NewJob | None = None
         self._classes: list[type] = []
         self._cancelled: set[int] = set()
 
     def start(self, new: NewJob) -> None:
         """Start the workers. Those that run already get the new job before any later task."""
-        self._new, self._classes = new, classes_of_main()
+        self.new, self._classes = new, classes_of_main()
         self.deaths.new_job()
         try:
             self.take_back(self._transport.start(new))
@@ -194,7 +195,7 @@ class Supervisor(Generic[W]):
     @property
     def job(self) -> Job | None:
         """What the workers read; None: none run."""
-        return None if self._new is None else self._new.job
+        return None if self.new is None else self.new.job
 
     @property
     def num_workers(self) -> int:
@@ -207,7 +208,7 @@ class Supervisor(Generic[W]):
         self.requeued.clear()
         self.rebuilt.clear()
         self.deaths = Deaths(self._restarts)
-        self._new, self._classes = None, []
+        self.new, self._classes = None, []
         self._cancelled.clear()
 
     def record_start(self, worker: W) -> None:
@@ -221,7 +222,7 @@ class Supervisor(Generic[W]):
         Raises:
             Exception: another one cannot be started. There are as many as the transport says.
         """
-        transport, new, before = self._transport, self._new, self._transport.num_workers
+        transport, new, before = self._transport, self.new, self._transport.num_workers
         transport.num_workers = num_workers
         if new is None or not transport.workers:
             return
@@ -240,9 +241,9 @@ class Supervisor(Generic[W]):
 
     def renew(self, worker: W) -> None:
         """Another worker takes the number of one that lives."""
-        assert self._new is not None  # its workers run
+        assert self.new is not None  # its workers run
         with uninterrupted():
-            self._transport.workers[worker.number] = self._transport.launch(worker.number, self._new)
+            self._transport.workers[worker.number] = self._transport.launch(worker.number, self.new)
             self._retire(worker)
 
     def _retire(self, worker: W) -> None:
@@ -282,7 +283,7 @@ class Supervisor(Generic[W]):
         is_leaving = worker in transport.leaving
         if not is_leaving and worker not in transport.workers:
             return []
-        assert self._new is not None  # its workers run
+        assert self.new is not None  # its workers run
         with uninterrupted():
             death = transport.last_words(worker, error)
         results: list[Result] = []
@@ -303,7 +304,7 @@ class Supervisor(Generic[W]):
             if is_leaving:
                 transport.leaving.remove(worker)
             else:
-                transport.workers[worker.number] = transport.launch(worker.number, self._new)
+                transport.workers[worker.number] = transport.launch(worker.number, self.new)
             self.take_back(worker.tasks.values())
         if not is_leaving:
             self.notices.happened("replaced_workers", f"{death.fate}. Another worker has its place")
@@ -327,14 +328,14 @@ class Supervisor(Generic[W]):
             if board[SAMPLE] in (IN_BULK, ONE_BY_ONE):
                 worker.tasks[key] = task._replace(careful=True)
             return []
-        assert self._new is not None  # its workers read
+        assert self.new is not None  # its workers read
         tries, timeout = max(1, self._restarts), self.watch.timeout
         if death.hung and timeout is not None:
             error: Exception = timed_out(death.who, timeout, task, board, tries, killed=True)
         else:
             error = died(death, task, board, tries)
         del worker.tasks[key]
-        lost = unreachable_after(task, [*self.requeued, *worker.tasks.values()], self._new.job)
+        lost = unreachable_after(task, [*self.requeued, *worker.tasks.values()], self.new.job)
         results = [Result(*key, error=error), *(Result(other.run, other.seq, NOTHING) for other in lost)]
         ended = {(result.run, result.seq) for result in results}
         self.requeued = deque(other for other in self.requeued if (other.run, other.seq) not in ended)

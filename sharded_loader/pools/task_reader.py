@@ -155,6 +155,18 @@ class TaskReader:
             seed=self._seed_globals,
         )
 
+    def look_ahead(self, unpack: Callable[[], Any]) -> None:
+        """Begin to await the samples of tasks before their turn, where samples are awaited.
+
+        Args:
+            unpack: what `link.unpack_tasks` returns for them.
+        """
+        reader = self._reader
+        if reader is not None and reader.reads_ahead:
+            for run, _, _, fields in unpack():
+                if type(fields) is not bytes and run not in self.cancelled:  # no code of the user's runs here
+                    reader.begin(task_of(fields))
+
     def answer(
         self, run: int, seq: int, fields: Any, memory: np.ndarray[Any, Any] | None
     ) -> tuple[bytes, Encoded, SlotWriter]:
@@ -171,6 +183,8 @@ class TaskReader:
             result, slot, task = self.read(run, seq, fields, memory)
             if result.error is not None:
                 self.explain(result.error, in_start=False)
+        elif self._reader is not None:
+            self._reader.give_up(run, seq)
         encoded, times = self.pack(result, slot, task), result.times
         if times is not None and self._reader is not None:
             self._reader.free[self._number] = now = time.perf_counter()

@@ -2,6 +2,7 @@
 
     seed_globals(key)                     seeded, and left so: a worker process has them to itself
     with seeded_globals(key):             seeded for one thread, and put back: the others wait
+    with lent():                          this thread waits for another one, which may seed them meanwhile
     seed_torch(generator, key)            the same seed for a torch generator of one's own
     global_states()                       what they would draw next, to compare
 
@@ -29,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.base.imports import call_after_import
-from sharded_loader.base.private import SEED_BYTES, WORD_BYTES
+from sharded_loader.base.private import SEED_BYTES, WORD_BYTES, is_owned
 
 if TYPE_CHECKING:
     import torch
@@ -164,6 +165,23 @@ def seeded_globals(key: int, *, whole: bool = True) -> Iterator[None]:
         except BaseException:  # also a Ctrl-C that comes while they are restored
             put_back()
             raise
+
+
+@contextmanager
+def lent() -> Iterator[None]:
+    """Inside, other threads may seed the generators, though this one has seeded them: it waits for such a thread.
+
+    They find the states that this thread has left, and put these back.
+    """
+    lock, count = _lock, 0
+    while is_owned(lock):
+        lock.release()
+        count += 1
+    try:
+        yield
+    finally:
+        for _ in range(count):
+            lock.acquire()
 
 
 def global_states() -> dict[str, bytes]:

@@ -51,7 +51,7 @@ random numbers. A test compares this table with the code.
     costs                          the steps of costs=
     device transform               the rng of device_transform, for each batch and shard
 
-While a batch is read, the thread that reads it has a `SampleScope` that says which sample it is at;
+While a batch is read, the thread or the task that reads it has a `SampleScope` that says which sample it is at;
 `sample_rng`, `sample_generator` and `sample_seed` look it up. torch is imported only where a generator or a seed
 of its own is asked for.
 
@@ -64,9 +64,9 @@ from __future__ import annotations
 import operator
 import os
 import re
-import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -81,20 +81,15 @@ if TYPE_CHECKING:
     import torch
 
 
-class _Reading(threading.local):
-    """Which batch this thread reads.
+reading: ContextVar[SampleScope | None] = ContextVar("reading", default=None)
+"""Which sample this thread reads, or this task of an event loop.
 
-    Who sets ``scope`` puts back what was there before (loaders may nest) in a ``finally`` clause, by a plain
-    assignment. A Ctrl-C can strike where the ``__exit__`` of a context manager begins, and the scope would stay.
-    """
-
-    scope: SampleScope | None = None
-
-
-reading = _Reading()
+Who sets it puts back what was there before (loaders may nest) in a ``finally`` clause, by a plain call of ``set``. A
+Ctrl-C can strike where the ``__exit__`` of a context manager begins, and the scope would stay.
+"""
 
 if hasattr(os, "register_at_fork"):  # what the parent's thread is reading is not the child's sample
-    os.register_at_fork(after_in_child=lambda: setattr(reading, "scope", None))
+    os.register_at_fork(after_in_child=lambda: reading.set(None))
 
 
 def derive_key(*parts: Hashable) -> int:
@@ -307,7 +302,7 @@ def sample_rng(index: Hashable | None = None) -> np.random.Generator:
         >>> bool((a == b).all())
         True
     """
-    scope = reading.scope
+    scope = reading.get()
     if scope is None:
         return np.random.default_rng()
     if index is not None:  # kept, it would go on where an equal index earlier in the batch has stopped
@@ -339,7 +334,7 @@ def sample_generator(index: Hashable | None = None) -> torch.Generator:
     """
     import torch
 
-    scope = reading.scope
+    scope = reading.get()
     generator = torch.Generator()
     if scope is None:
         generator.seed()
@@ -370,7 +365,7 @@ def sample_seed(index: Hashable | None = None) -> Iterator[None]:
         >>> 0 <= value < 1
         True
     """
-    scope = reading.scope
+    scope = reading.get()
     with nullcontext() if scope is None else seeded_globals(derive_key(*key_parts(scope, "sample globals", index))):
         yield
 

@@ -167,6 +167,8 @@ class Sampler(Described, Generic[Item_co]):
     seed: int | None = None
     ranks: int | None = None
     """The number of ranks that the order is made for; None: the order is the same for any number of ranks."""
+    order_version: int = 1
+    """Of the order. States have it, so that one from the middle of an epoch in an older order is rejected."""
 
     @property
     def epoch(self) -> int:

@@ -483,8 +483,8 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
         >>> sampler = ClassBalancedBatchSampler(labels, classes=2, samples=2, batches=3, seed=0)
         >>> for batch in sampler:
         ...     print([labels[index] for index in batch])
-        ['owl', 'owl', 'dog', 'dog']
-        ['owl', 'owl', 'dog', 'dog']
+        ['owl', 'owl', 'cat', 'cat']
+        ['owl', 'owl', 'cat', 'cat']
         ['cat', 'cat', 'dog', 'dog']
 
     Source of the idea: ``MPerClassSampler`` of pytorch-metric-learning, which draws the samples of each batch
@@ -494,6 +494,7 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
 
     _numbers = (("classes", "classes"), ("samples", "samples"), ("batches", "_batches"), ("repeat", "_repeat"))
     decided_by = (("labels", "_members"), ("sizes of the classes", "_counts"), *_numbers)
+    order_version = 2
     shown = (("labels", "dataset_length"), *_numbers)
 
     def __init__(

@@ -437,12 +437,14 @@ class GroupedBatchSampler(FixedBucketSampler):
     Example:
         >>> shapes = ["wide", "tall", "wide", "wide", "tall"]
         >>> list(GroupedBatchSampler(by=shapes, batch_size={"wide": 2, "tall": 3}, seed=0))
-        [[4, 1], [0], [3, 2]]
+        [[4, 1], [0], [2, 3]]
 
     Source of the idea: torchvision's ``GroupedBatchSampler``, aspect ratio buckets of NovelAI (2022).
     """
 
     shown = (("by", "bucket_keys"), *FixedBucketSampler.shown[2:])
+
+    order_version = 2
 
     def __init__(
         self,

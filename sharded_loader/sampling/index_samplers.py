@@ -4,9 +4,9 @@ In: how many samples there are (or keys, indices, weights), and a seed where ord
 indices per epoch, a pure function of (seed, epoch). Any position takes the same time. Shuffles of up to 16 M indices
 are made whole when the epoch is opened.
 
-With replacement each draw by weight is a random number of its own, and nothing is kept but the weights. A draw among
-groups takes two numbers: for the group, and for the sample in it. Without replacement the epoch's draws are made when
-it is opened.
+With replacement each draw by weight is a random number that depends on its position alone, and nothing is kept but the
+weights. So a rank computes its own draws only. A draw among groups takes two numbers: for the group, and for the sample
+in it. Without replacement the epoch's draws are made when it is opened.
 
 What can go wrong: arguments, all rejected in the constructors; keys that Python cannot compare (its TypeError), and
 keys or weights that do not fit into memory (MemoryError).
@@ -30,7 +30,16 @@ from sharded_loader.data.columns import as_dataset
 from sharded_loader.data.interleave import InterleavedDataset, has_shuffled, mixture_of
 from sharded_loader.data.schedule import Plan, whole_numbers
 from sharded_loader.randomness.rng import repeated_index
-from sharded_loader.randomness.shuffle import MAX_LENGTH, IndexView, Indices, Selection, shuffle, taken, uniforms
+from sharded_loader.randomness.shuffle import (
+    MAX_LENGTH,
+    IndexView,
+    Indices,
+    Selection,
+    shuffle,
+    taken,
+    uniforms,
+    uniforms_at,
+)
 from sharded_loader.sampling.base import Sampler, WrapperSampler, resolve_seed, underscored
 from sharded_loader.sampling.foreign import len_epoch, table_of
 from sharded_loader.sampling.state import WEIGHTS_SET
@@ -419,10 +428,6 @@ class SortedSampler(_ListedSampler):
 # -- drawn by weight ---------------------------------------------------------------------------------------------------
 
 
-DRAWS = 2**15
-"""Draws are keyed in blocks of this size. Another size would be another order."""
-
-
 LEAST, GREATEST = 1e-300, 1e290
 """Of the positive weights without replacement: no quotient of a random number and a weight leaves float64."""
 
@@ -509,6 +514,7 @@ class WeightedRandomSampler(IndexSampler):
         self._weights = array
         self._signature = array if self._lengths is None else [array, self._lengths]
         self._replacement = bool(replacement)
+        self.order_version = 2 if replacement else 1
         self.seed = resolve_seed(seed)
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
@@ -519,25 +525,20 @@ class WeightedRandomSampler(IndexSampler):
         # Rounding may put a draw on the very end: it belongs to the last index that can be drawn.
         last = np.flatnonzero(self._weights if lengths is None else self._shares)[-1:]
         firsts = None if lengths is None else np.cumsum(lengths) - lengths
-        per_draw = 1 if lengths is None else 2
+        draw, draw_inside = uniforms_at(*key, "choice"), uniforms_at(*key, "inside")
 
         def at(positions: Indices) -> Indices:
-            # Draws are keyed in blocks: a rank that needs one draw of a block makes the block (0.1 ms).
-            draws = np.empty((per_draw, len(positions)))
-            blocks = positions // DRAWS
-            for block in np.unique(blocks):
-                here = blocks == block
-                found = uniforms(per_draw * DRAWS, *key, int(block)).reshape(per_draw, DRAWS)
-                draws[:, here] = found[:, positions[here] % DRAWS]
-            chosen: Indices = np.asarray(
-                np.minimum(np.searchsorted(bounds, draws[0] * bounds[-1], side="right"), last), np.int64
-            )
-            if lengths is None or firsts is None:
-                return chosen
-            # A second draw inside the group: one number of 53 bits would not reach each of 10**16 samples.
-            inside: Indices = (draws[1] * lengths[chosen]).astype(np.int64)
-            found_at: Indices = firsts[chosen] + np.minimum(inside, lengths[chosen] - 1)
-            return found_at
+            draws = draw(positions) * bounds[-1]
+            # In ascending order they are found four times as fast among a million bounds.
+            ascending = np.argsort(draws)
+            chosen = np.minimum(np.searchsorted(bounds, draws[ascending], side="right"), last)
+            if lengths is not None and firsts is not None:
+                # A second draw inside the group: one number of 53 bits would not reach each of 10**16 samples.
+                inside = (draw_inside(positions[ascending]) * lengths[chosen]).astype(np.int64)
+                chosen = firsts[chosen] + np.minimum(inside, lengths[chosen] - 1)
+            found = np.empty(len(positions), np.int64)
+            found[ascending] = chosen
+            return found
 
         return at
 
@@ -611,10 +612,10 @@ class MixtureSampler(IndexSampler):
 
     Example:
         >>> from sharded_loader import interleave
-        >>> mixed = interleave([[*"abcd"], [*"xy"]], stop="each_once", shuffle=True)
+        >>> mixed = interleave([[*"abcd"], [*"xy"]], stop="each_once", shuffle=True, seed=1)
         >>> sampler = MixtureSampler(mixed)
         >>> [mixed[number] for number in sampler], [mixed[number] for number in sampler]
-        (['y', 'a', 'c', 'x', 'b', 'd'], ['x', 'c', 'a', 'y', 'b', 'd'])
+        (['c', 'y', 'd', 'a', 'x', 'b'], ['c', 'y', 'a', 'b', 'x', 'd'])
     """
 
     decided_by = (
@@ -624,6 +625,7 @@ class MixtureSampler(IndexSampler):
         ("shuffle", "_on"),
         ("sizes", "_sizes"),
     )
+    order_version = 2
 
     def __init__(self, mixture: InterleavedDataset) -> None:
         self._mixture, self._length = mixture, len(mixture)

@@ -4,7 +4,8 @@
 
 The shards of an epoch are put in shuffled order, one after the other. That makes a *line* of all samples. The line is
 cut into ``lanes`` equal stretches, which are read in turns: position p is in lane ``p % lanes``. Each lane is cut into
-windows of some shards, and samples change positions within their window:
+windows of some shards, and samples change positions within their window. The windows of a lane grow by a fixed rule
+(`windows_of`), so that the first batch of an epoch needs one shard of each lane:
 
     position -> lane, position in it -> position in the line -> window -> another position in it -> shard -> index
 
@@ -74,6 +75,9 @@ class ShardShuffleSampler(IndexSampler):
     A batch holds samples of ``window`` shards. So while it is read, ``window`` shards have to be at hand, instead of
     all of them, and each shard is needed during one short stretch of the epoch.
 
+    An epoch begins with windows of 1, 2, 4, ... shards. So the first batch needs one shard of each lane, and the others
+    are fetched while you train. If a lane has no more than ``window`` shards, it is one window.
+
     With ranks (``num_replicas``), choose ``lanes`` so that the number of ranks divides it. Each rank then meets only
     the shards of its own lanes, so all ranks together fetch each shard once. With one lane, each rank meets all shards.
     The order of samples does not depend on the number of ranks: choose lanes once, such as 64, and train on 1, 2, 4, 8,
@@ -82,7 +86,7 @@ class ShardShuffleSampler(IndexSampler):
     Args:
         lengths: the number of samples in each shard, in the order of the dataset's indices; a sequence of integers, or
             `EqualShards`.
-        window: the number of shards that are mixed.
+        window: the number of shards that are mixed, after the beginning of the epoch.
         lanes: the number of windows that are read in turns.
         seed: with the epoch it decides the order. None draws one from torch's default generator.
 
@@ -100,6 +104,7 @@ class ShardShuffleSampler(IndexSampler):
     """
 
     decided_by = (("lengths", "_signature"), ("window", "window"), ("lanes", "lanes"))
+    order_version = 2
     shown = (("shards", "_count"), ("window", "window"), ("lanes", "lanes"))
 
     def __init__(
@@ -119,7 +124,8 @@ class ShardShuffleSampler(IndexSampler):
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
         key = self.seed, "shard order", epoch
-        lengths, lanes, window, count = self._lengths, self.lanes, self.window, self._count
+        lengths, lanes, count = self._lengths, self.lanes, self._count
+        window = min(self.window, max(count, 1))  # a number that fits into int64
         line = _EqualLine(lengths, *key) if isinstance(lengths, EqualShards) else _ListedLine(lengths, *key)
         mix = Bijections(self.seed, "shard window", epoch)
         size, longer = divmod(self._length, lanes)  # the first lanes have one sample more where it must be
@@ -130,14 +136,49 @@ class ShardShuffleSampler(IndexSampler):
             row = positions // lanes
             lane = positions - row * lanes  # a seventh of the time of np.divmod
             begin = lane * size + np.minimum(lane, longer)
+            end = begin + size + (lane < longer)
             first = line.shard(begin)
-            low_shard = first + (line.shard(begin + row) - first) // window * window
-            low = np.maximum(line.begin(low_shard), begin)
-            high = np.minimum(line.begin(np.minimum(low_shard + window, count)), begin + size + (lane < longer))
+            starts, ends = windows_of(
+                line.shard(begin + row) - first, lambda at: line.shard(end[at] - 1) - first[at], window
+            )
+            low = np.maximum(line.begin(first + starts), begin)
+            high = np.minimum(line.begin(np.minimum(first + ends, count)), end)
             # Windows are told apart by where they begin: no two begin at one position.
             return line.index(low + mix(begin + row - low, high - low, low))
 
         return at
+
+
+def windows_of(shards: Indices, last: Callable[[Indices], Indices], window: int) -> tuple[Indices, Indices]:
+    """Where the windows that shards of a lane lie in begin and end, in shards from the beginning of the lane.
+
+    They have 1, 2, 4, ... shards, up to ``window``. As soon as no more than ``window`` shards are left, these are one
+    window: so lanes of ``window`` shards are mixed as a whole.
+
+    Args:
+        shards: number of each shard in its lane, from 0 on.
+        last: says the number of the last shard in the lanes of some of them, by their positions in ``shards``.
+        window: the number of shards in a whole window.
+
+    Example:
+        >>> def sizes(count, window):
+        ...     shards = np.arange(count)
+        ...     starts, ends = windows_of(shards, lambda at: np.full(len(at), count - 1), window)
+        ...     return np.bincount(starts)[np.unique(starts)].tolist()
+        >>> sizes(16, 4), sizes(20, 16), sizes(4, 4)
+        ([1, 2, 4, 4, 4, 1], [1, 2, 4, 13], [4])
+    """
+    growing = (1 << np.arange((window - 1).bit_length() + 1)) - 1  # where they begin, up to the first whole one
+    whole = int(growing[-1])
+    starts = whole + (shards - whole) // window * window
+    ends = starts + window
+    early = np.flatnonzero(shards < whole + window)
+    if len(early):
+        own = growing[np.searchsorted(growing, shards[early], side="right") - 1]
+        rest = growing[np.minimum(np.searchsorted(growing, last(early) + 1 - window), len(growing) - 1)]
+        starts[early] = np.minimum(own, rest)
+        ends[early] = np.where(own < rest, 2 * own + 1, starts[early] + window)
+    return starts, ends
 
 
 def _simplified(lengths: Indices | EqualShards) -> Indices | EqualShards:

@@ -46,6 +46,9 @@ WEIGHTS_SET = "set_weights"
 SUM = "crc32 "
 """How the checksum of an array among the ``sampler_arguments`` begins."""
 
+ORDER_VERSION = "order_version"
+"""What ``sampler_arguments`` calls the version of an order, if it is not 1."""
+
 _ADVICE = "give what state_dict() of a ShardedDataLoader returned"
 _BEGINNING = Position(0)
 
@@ -284,15 +287,20 @@ def other_arguments(saved: Signature, own: Signature) -> list[str]:
         >>> other_arguments(one, other)
         ['interval of the IntervalSampler was 3, and is 2']
     """
-    now = dict(own.sampler_arguments)
-    phrases = []
-    for name, was in saved.sampler_arguments:
+    before, phrases = dict(saved.sampler_arguments), []
+    for name, now in own.sampler_arguments:
         sampler, _, argument = name.partition(".")
-        if name in now and now[name] != was and argument != WEIGHTS_SET:
-            if isinstance(was, str) and was.startswith(SUM):
+        was = before.get(name, 1 if argument == ORDER_VERSION and before else now)
+        if was != now and argument != WEIGHTS_SET:
+            if argument == ORDER_VERSION:
+                phrases.append(
+                    f"the order of the {sampler} was another one in the version of this library that saved it, so "
+                    "begin the epoch again, or finish it with that version"
+                )
+            elif isinstance(was, str) and was.startswith(SUM):
                 phrases.append(f"{argument} of the {sampler} changed after the state was saved")
             else:
-                phrases.append(f"{argument} of the {sampler} was {was!r}, and is {now[name]!r}")
+                phrases.append(f"{argument} of the {sampler} was {was!r}, and is {now!r}")
     return phrases
 
 
@@ -302,7 +310,7 @@ def arguments_of(samplers: Iterable[Any]) -> tuple[tuple[str, Any], ...]:
         (f"{type(sampler).__name__}.{name}", _summary(getattr(sampler, attribute)))
         for sampler in samplers
         if isinstance(sampler, Sampler) and is_own(sampler)
-        for name, attribute in sampler.decided_by
+        for name, attribute in (*sampler.decided_by, *([(ORDER_VERSION,) * 2] if sampler.order_version > 1 else []))
     )
 
 

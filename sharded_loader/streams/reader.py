@@ -72,9 +72,9 @@ class StreamReader(Reader):
         if not 0 <= part < stream.parts or place < 0:
             raise missing
         opened = OpenPart(Copies(self._dataset).make(), part, stream.parts, self._part_seed(part, epoch))
-        scope, before, told = self._scope(passes), reading.scope, here.part
+        scope, before, told = self._scope(passes), reading.get(), here.part
         try:
-            reading.scope = scope
+            reading.set(scope)
             _at_first(scope, part)
             opened.begin(passes)
             scope.indices, scope.items = PartIndices(part, range(place + 1)), iter(range(place + 1))
@@ -91,7 +91,7 @@ class StreamReader(Reader):
         except StopIteration:
             raise missing from None
         finally:
-            reading.scope, here.part = before, told
+            _, here.part = reading.set(before), told
         return sample
 
     def prime(self, task: Task) -> PartPoint:

@@ -185,14 +185,17 @@ def test_a_name_that_another_user_holds_is_an_error_and_not_a_hang(monkeypatch: 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_forked_child_does_not_keep_its_parent_s_name() -> None:
-    name, (reader, writer) = f"sharded_loader-test-{os.getpid()}", os.pipe()
+    name, (reader, writer), (told, tell) = f"sharded_loader-test-{os.getpid()}", os.pipe(), os.pipe()
     with system.alone(name, print):
         child = os.fork()
         if child == 0:
             os.close(writer)
+            os.write(tell, b".")
             os.read(reader, 1)
             os._exit(0)
-    os.close(reader)
+        os.read(told, 1)  # the child runs
+    for fd in (reader, told, tell):
+        os.close(fd)
     with system.alone(name, lambda *_: pytest.fail("the child has it")):
         os.close(writer)
     os.waitpid(child, 0)

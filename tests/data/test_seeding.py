@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -176,10 +176,10 @@ def test_circles_and_long_data_end() -> None:
 
 
 @pytest.fixture
-def scope(monkeypatch: pytest.MonkeyPatch) -> SampleScope:
-    made = SampleScope(5, 2)
-    monkeypatch.setattr(reading, "scope", made, raising=False)
-    return made
+def scope() -> Iterator[SampleScope]:
+    reading.set(made := SampleScope(5, 2))
+    yield made
+    reading.set(None)
 
 
 def test_each_object_gets_seeds_of_its_own_that_depend_on_the_sample_alone(scope: SampleScope) -> None:
@@ -242,11 +242,11 @@ def test_a_method_that_takes_only_small_seeds_gets_one(scope: SampleScope, kind:
     assert len(set(own.seeds)) == 4
 
 
-def test_outside_a_loader_and_without_seeded_nothing_is_seeded(scope: SampleScope, monkeypatch: Any) -> None:
+def test_outside_a_loader_and_without_seeded_nothing_is_seeded(scope: SampleScope) -> None:
     own = Owns()
     scope.index = 0
     SimpleDataset(range(4)).transform(own)[0]
-    monkeypatch.setattr(reading, "scope", None)
+    reading.set(None)
     SimpleDataset(range(4)).transform(own, seeded=True)[0]
     assert not own.seeds
 

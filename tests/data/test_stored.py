@@ -33,7 +33,7 @@ from sharded_loader import (
 from sharded_loader.data.arrays import as_bulk
 from sharded_loader.data.bulk import NOT_IN_BULK
 from sharded_loader.data.datasets import StoredDataset, counts_of
-from sharded_loader.memory import store as stores
+from sharded_loader.memory import rendezvous
 
 COUNT = 24
 
@@ -288,7 +288,7 @@ def test_one_sample_that_is_too_large_does_not_keep_the_others_out() -> None:
 def test_a_full_cache_costs_nothing(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cached = SimpleDataset(Files("image")).cache(room)
     expected = list(map(repr, cached))
-    monkeypatch.setattr(stores, "flatten", None)  # no sample is looked at any more
+    monkeypatch.setattr("sharded_loader.memory.store.flatten", None)  # no sample is looked at any more
     assert list(map(repr, cached)) == expected and cached.cached == room // 192
 
 
@@ -394,8 +394,8 @@ def test_a_program_may_end_with_a_cache(tmp_path: Path) -> None:
 
 
 def test_without_proc_the_memory_is_a_file_that_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(stores.os.path, "isdir", lambda path: False)
-    monkeypatch.setattr(stores.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(rendezvous, "HAS_LINKS", False)
+    monkeypatch.setattr(rendezvous.tempfile, "tempdir", str(tmp_path))
     cached = SimpleDataset(Files("tuple")).cache("1 MB")
     assert len(os.listdir(tmp_path)) == 2
     again = pickle.loads(pickle.dumps(cached))
@@ -451,3 +451,9 @@ def test_it_is_shown_as_it_was_made(tmp_path: Path) -> None:
     assert repr(base.cache(99, tmp_path / "it")).endswith(f".cache(99, path={str(tmp_path / 'it')!r})")
     assert len(base.cache(9)) == 2 and base.cache(9)[1:][0] == 2
     assert ArrayDataset([1, 2]).cache(9).get_batch([1]).tolist() == [2]  # type: ignore[union-attr]
+
+
+def test_a_program_that_ends_with_a_cache_says_nothing() -> None:
+    program = "from sharded_loader import SimpleDataset\ncached = SimpleDataset([1, 2]).cache('1 MB')\nlist(cached)\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

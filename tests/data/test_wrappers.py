@@ -195,18 +195,20 @@ def noisier(x, before):
         lambda d: d.transform(noisy).cache().transform(noisier, seeded=True),
     ],
 )
-def test_samples_draw_the_same_one_by_one_and_in_bulk(wrap, monkeypatch):
+def test_samples_draw_the_same_one_by_one_and_in_bulk(wrap):
     indices = [3, 0, 3, 1]
     single = []
     dataset = wrap(ArrayDataset(np.arange(10)))
-    monkeypatch.setattr(reading, "scope", SampleScope(5, 2), raising=False)
-    for index in indices:
-        reading.scope = SampleScope(5, 2, index)
-        single.append(dataset[index])
-    dataset = wrap(ArrayDataset(np.arange(10)))
-    monkeypatch.setattr(reading, "scope", SampleScope(5, 2))
-    assert dataset.__getitems__(indices) == single
-    assert reading.scope.index is NO_SAMPLE
+    try:
+        for index in indices:
+            reading.set(SampleScope(5, 2, index))
+            single.append(dataset[index])
+        dataset = wrap(ArrayDataset(np.arange(10)))
+        reading.set(SampleScope(5, 2))
+        assert dataset.__getitems__(indices) == single
+        assert reading.get().index is NO_SAMPLE
+    finally:
+        reading.set(None)
     assert single[0][1] != single[0][2]
 
 

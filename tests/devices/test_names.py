@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from sharded_loader.base.system import LOCAL_RANKS
 from sharded_loader.devices import names
 from sharded_loader.devices.names import device_list, find_device, find_devices, indexed
 
@@ -18,7 +19,7 @@ CPU, CUDA, FIRST, SECOND = (torch.device(name) for name in ("cpu", "cuda", "cuda
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     found = [FIRST, SECOND]
     monkeypatch.setattr(names, "accelerators", lambda: found)
-    for variable in names._LOCAL_RANKS:
+    for variable in LOCAL_RANKS:
         monkeypatch.delenv(variable, raising=False)
     return found
 
@@ -107,7 +108,7 @@ def test_devices_in_a_list_have_their_numbers(two_gpus: Any) -> None:
 # -- one process per GPU --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variable", names._LOCAL_RANKS)
+@pytest.mark.parametrize("variable", LOCAL_RANKS)
 def test_the_gpu_of_another_rank_is_warned_of(
     two_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:

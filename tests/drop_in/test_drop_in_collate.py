@@ -16,6 +16,7 @@ from hypothesis import example, given
 from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from sharded_loader import SimpleDataset
 from sharded_loader.batchify import Pad, Stack
 from sharded_loader.batching.tree import TensorBatch
 from sharded_loader.drop_in.collate import Assembled, Collate, OneSample, batchify_fn_of
@@ -342,6 +343,56 @@ def test_rows_of_tensors_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(TensorDataset, "__getitem__", fail)
     [batch] = DataLoader(Subset(TensorDataset(torch.arange(10)), [3, 1]), 4)
     assert batch[0].tolist() == [3, 1]
+
+
+CACHED: dict[str, tuple[Callable[[int], Any], bool]] = {
+    "array": (lambda i: np.full((3, 2), i, np.float32), True),
+    "image and label": (lambda i: (np.full((2, 2, 3), i, np.uint8), i), True),
+    "dict in a tuple": (lambda i: ({"x": torch.full((3,), i), "y": np.int16(i)}, i / 7, i % 2 == 0), True),
+    "numbers of NumPy": (lambda i: (np.float32(i), np.bool_(i % 2), np.float64(i), np.array(i)), True),
+    "tensor without dimensions": (lambda i: torch.tensor(i * 0.5), True),
+    "nothing in it": (lambda i: (np.zeros((0, 3)), i), True),
+    "bool": (lambda i: i % 2 == 0, True),
+    "complex arrays": (lambda i: np.full(2, i * 1j), True),
+    "text": (lambda i: (np.full(2, i), "train"), False),
+    "text in a dict": (lambda i: {"x": i, "split": "train"}, False),
+    "list": (lambda i: [np.full(2, i), i], False),
+    "foreign bytes": (lambda i: np.full(2, i, ">i4"), False),
+    "none": (lambda i: (i, None), False),
+    "complex": (lambda i: i * 1j, False),
+    "no dtype of torch's": (lambda i: np.full(2, i, "U3"), False),
+    "bfloat16": (lambda i: torch.full((2,), i, dtype=torch.bfloat16), False),
+    "other shapes": (lambda i: np.zeros(1 + i // 9), True),
+}
+"""Samples, and whether there is a way to read them at once."""
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.costly(2))])
+@pytest.mark.parametrize("kind", CACHED)
+def test_what_is_cached_is_torchs_batches(kind: str, num_workers: int) -> None:
+    make, at_once = CACHED[kind]
+    plain = SimpleDataset(range(12)).transform(make)
+    for part in (lambda one: one, lambda one: Subset(one, [5, 1, 11, 3]), lambda one: one.take(9)[2:]):
+        cached = part(plain.cache("1 MB"))
+        assert (Collate().bulk_of(cached) is not None) == at_once
+        loader = DataLoader(cached, 4, num_workers=num_workers, persistent_workers=num_workers > 0)
+        expected, error = outcome(lambda part=part: list(TORCHS(part(plain), 4)))  # type: ignore[misc]
+        for _ in range(2):
+            found, ours = outcome(lambda loader=loader: list(loader))  # type: ignore[misc]
+            assert type(ours) is type(error), ours
+            if error is None:
+                assert_same(found, expected)
+
+
+def test_what_is_cached_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = SimpleDataset(range(8)).transform(CACHED["image and label"][0]).cache("1 MB")
+    loader = DataLoader(Subset(cached, [3, 1]), 4)
+    list(loader)
+    monkeypatch.setattr(type(cached), "_samples", None)
+    [batch] = loader
+    assert batch[1].tolist() == [3, 1] and cached.counts[:2] == (2, 2)  # type: ignore[union-attr]
+    with pytest.raises(TypeError):
+        list(DataLoader(cached, 4))
 
 
 def test_a_dataset_that_changes_the_rows_is_read_sample_by_sample() -> None:

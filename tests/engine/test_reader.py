@@ -140,7 +140,7 @@ def test_random_numbers_belong_to_the_sample_and_to_the_batch() -> None:
     again = read(Draws(), [1], [3], batchify_fn=batchify).batch
     assert [again[1][0], again[0][0]] == [samples[:1], samples[1:]]
     assert again[0][1] == own != again[1][1]  # shard 0 of this batch, shard 1
-    assert reading.scope is None
+    assert reading.get() is None
 
 
 def test_one_sample_has_the_numbers_that_it_has_in_a_batch() -> None:
@@ -150,7 +150,7 @@ def test_one_sample_has_the_numbers_that_it_has_in_a_batch() -> None:
 
     reader = Reader(Job(Draws(), None, 7))
     assert reader.read_sample(3, 2) == reader.read(task_of([5, 3], epoch=2)).batch[1]
-    assert reading.scope is None
+    assert reading.get() is None
 
 
 # -- how many calls it takes ----------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_a_ctrl_c_passes_in_the_callers_own_thread_only() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         read(Interrupted(), [3, 1], worker=None)
-    assert reading.scope is None
+    assert reading.get() is None
     error = read(Interrupted(), [3, 1]).error
     assert isinstance(error, SampleReadError) and "sample 3" in notes_of(error)[0]
 
@@ -333,11 +333,11 @@ def test_which_sample_is_read_is_known_at_every_moment(on_error: str, notes: boo
 
     class Asks(Squares):
         def sample(self, index: int) -> Any:
-            scope = reading.scope
+            scope = reading.get()
             assert scope is not None
             seen.append((scope.indices[scope.place], scope.place, sample_rng() is sample_rng()))
             inner = Reader(Job(range(50), None, 7)).read(task_of([7, 8]), WORKER)  # a loader inside the dataset
-            assert inner.error is None and reading.scope is scope
+            assert inner.error is None and reading.get() is scope
             seen.append((scope.indices[scope.place], scope.place, sample_rng().integers(1 << 60)))
             return index
 

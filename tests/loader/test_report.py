@@ -17,7 +17,8 @@ from conftest import POOLS, make_pool
 from torch.utils.data import DistributedSampler
 
 from sharded_loader import ShardedDataLoader
-from sharded_loader.loader.facts import JOB, Facts, facts_of, joined, text_of
+from sharded_loader.base.system import JOB
+from sharded_loader.loader.facts import Facts, facts_of, joined, text_of
 from sharded_loader.loader.page import facts_in
 from sharded_loader.loader.stats import LoaderStats
 from sharded_loader.loader.waits import CAUSES

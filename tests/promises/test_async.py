@@ -1,45 +1,422 @@
-"""What an ``async def`` returns is awaited by nobody: the first batch is a TypeError that says so, in every pool."""
+"""Samples of an ``async def`` are awaited, many at a time, and everything else is as with ``def``, over every pool."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import random
+import threading
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from conftest import covering
+from conftest import POOLS, covering, make_pool, until
 
-from sharded_loader import ShardedDataLoader, SimpleDataset
+from sharded_loader import (
+    InlinePool,
+    ShardedDataLoader,
+    SimpleDataset,
+    SubsetDataset,
+    ThreadPool,
+    WorkerTimeoutError,
+    sample_rng,
+    sample_seed,
+)
+from sharded_loader.base.errors import notes_of
+from sharded_loader.engine.pool import Pool
 from sharded_loader.torch import DataLoader
 
+INDICES = np.arange(40)
 
-class Items:
+
+class Store:
+    """Later samples are there sooner."""
+
     def __len__(self) -> int:
-        return 8
+        return 40
+
+    async def __getitem__(self, index: int) -> tuple[int, float]:
+        first = sample_rng().random()
+        await asyncio.sleep((index % 4 == 0) / 500)
+        return int(index), first + sample_rng().random()
+
+
+class Direct(Store):
+    """The same, read by an ordinary method."""
+
+    def __getitem__(self, index: int) -> tuple[int, float]:  # type: ignore[override]
+        return int(index), sample_rng().random() + sample_rng().random()
+
+
+class Returns(Store):
+    """An ordinary method that returns a coroutine."""
+
+    def __getitem__(self, index: int) -> Any:
+        return Store.__getitem__(self, index)
+
+
+class Many(Store):
+    async def __getitems__(self, indices: list[int]) -> list[Any]:
+        await asyncio.sleep(0.001)
+        return [(int(index), sample_rng(index).random()) for index in indices]
+
+
+class ManyDirect(Many):
+    def __getitem__(self, index: int) -> Any:
+        return int(index), sample_rng().random()
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [(int(index), sample_rng(index).random()) for index in indices]
+
+
+def noisy(index: Any, value: Any) -> tuple[Any, float]:
+    return index, value + sample_rng().random()
+
+
+def globally(index: Any, value: Any) -> tuple[Any, float]:
+    return index, value + random.random() + np.random.rand() + float(torch.rand(()))
+
+
+async def noisy_later(index: Any, value: Any) -> tuple[Any, float]:
+    await asyncio.sleep(0)
+    return noisy(index, value)
+
+
+def doubled(index: Any, value: Any) -> tuple[Any, float]:
+    return index, 2.0
+
+
+def epochs(dataset: Any, pool: Pool | None = None, **options: Any) -> list[Any]:
+    with closing(ShardedDataLoader(dataset, 6, seed=3, shuffle=True, pool=pool, **options)) as loader:
+        return [[batch[0].tolist(), batch[1].tolist()] for _ in range(2) for batch in loader]
+
+
+STACKS: dict[str, Callable[[Any], Any]] = {
+    "bare": lambda d: d,
+    "transform": lambda d: SimpleDataset(d).transform(noisy),
+    "seeded": lambda d: SimpleDataset(d).transform(globally, seeded=True).transform(globally, seeded=True),
+    "async transform": lambda d: SimpleDataset(d).transform(noisy_later).transform(noisy),
+    "part": lambda d: SubsetDataset(d, range(30)).take(20)[::-1] + SimpleDataset(d).shard(3, 1),
+    "subset": lambda d: torch.utils.data.Subset(d, range(5, 29)),
+    "cache": lambda d: SimpleDataset(d).transform(doubled).cache().transform(noisy),
+}
+
+
+@covering(name=[*STACKS], pool=POOLS)
+def test_all_is_what_an_ordinary_method_reads_in_the_same_order(name: str, pool: str) -> None:
+    stack = STACKS[name]
+    assert epochs(stack(Store()), make_pool(pool)) == epochs(stack(Direct()), InlinePool())
+
+
+@covering(name=["bare", "transform", "seeded", "async transform", "part", "subset"], pool=POOLS)
+def test_many_at_once_are_awaited_too(name: str, pool: str) -> None:
+    stack = STACKS[name]
+    assert epochs(stack(Many()), make_pool(pool)) == epochs(stack(ManyDirect()), InlinePool())
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_method_that_returns_a_coroutine_is_awaited(pool: str) -> None:
+    assert epochs(Returns(), make_pool(pool)) == epochs(Direct(), InlinePool())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_drop_in_awaits_too(workers: int) -> None:
+    found = [
+        [batch[0].tolist() for batch in DataLoader(dataset, 6, num_workers=workers, seed=3)]  # type: ignore[arg-type]
+        for dataset in (Store(), Many(), Direct())
+    ]
+    assert found[0] == found[1] == found[2]
+
+
+@covering(pool=POOLS, shards=[None, 3])
+def test_parts_of_batches_and_evaluation_are_awaited(pool: str, shards: int | None) -> None:
+    with closing(ShardedDataLoader(Store(), 6, num_shards=shards, pool=make_pool(pool))) as loader:
+        found = list(loader)
+    flat = [index for batch in found for part in (batch if shards else [batch]) for index in part[0].tolist()]
+    assert flat == list(range(40))
+
+
+# -- how many at a time ------------------------------------------------------------------------------------------------
+
+
+class Together:
+    """No sample is there before as many are awaited as fit; a thread says whether more were."""
+
+    def __init__(self, at_a_time: int | None = None) -> None:
+        self.most = self.now = 0
+        if at_a_time is not None:
+            self.concurrency = at_a_time
+        self.enough = at_a_time or 64
+
+    def __len__(self) -> int:
+        return 128
 
     async def __getitem__(self, index: int) -> int:
-        return index
+        self.now += 1
+        self.most = max(self.most, self.now)
+        while self.most < self.enough:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.001)
+        self.now -= 1
+        return int(index)
 
 
-class ItemsOfTorch(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
-        return 8
-
-    async def __getitem__(self, index: int) -> int:
-        return index
+@covering(batch=[16, 64, 128], pool=["thread", "fork"])
+def test_64_samples_are_awaited_at_a_time_whatever_the_batch(batch: int, pool: str) -> None:
+    with closing(ShardedDataLoader(Together(), batch, pool=make_pool(pool, 1), prefetch=4)) as loader:
+        assert [index for samples in loader for index in samples.tolist()] == list(range(128))
 
 
-class Many:
-    def __len__(self) -> int:
-        return 8
+def test_the_dataset_says_how_many() -> None:
+    dataset = Together(5)
+    with closing(ShardedDataLoader(SimpleDataset(dataset).take(100), 50)) as loader:
+        assert sum(map(len, loader)) == 100
+    assert dataset.most == 5
 
-    def __getitem__(self, index: int) -> int:
-        return index
 
-    async def __getitems__(self, indices: list[int]) -> list[int]:
-        return indices
+@pytest.mark.parametrize(
+    ("number", "kind", "text"),
+    [
+        (0, ValueError, "concurrency of the dataset must be at least 1, got 0"),
+        (2.5, TypeError, "concurrency of the dataset must be an integer, got 2.5"),
+        ("64", TypeError, "concurrency of the dataset must be an integer, got '64'"),
+    ],
+)
+@pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
+def test_a_number_that_is_none_is_an_error(number: Any, kind: type[Exception], text: str, pool: str) -> None:
+    dataset = Together()
+    dataset.concurrency = number
+    with closing(ShardedDataLoader(dataset, 4, pool=make_pool(pool))) as loader, pytest.raises(kind, match=text):
+        next(iter(loader))
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+class Fails(Store):
+    async def __getitem__(self, index: int) -> Any:
+        await asyncio.sleep(0 if index == 9 else 0.002)
+        if index in (8, 9):
+            raise ValueError(f"bad {index}")
+        if index == 20:
+            raise SystemExit(3)
+        return int(index)
+
+
+class FailsInBulk(Fails):
+    async def __getitems__(self, indices: list[int]) -> list[Any]:
+        return await asyncio.gather(*[self[index] for index in indices])
+
+
+@covering(dataset=[Fails(), FailsInBulk(), SimpleDataset(Fails()).transform(lambda i: i)], pool=POOLS)
+def test_an_error_names_the_first_sample_that_fails_and_the_epoch_goes_on(dataset: Any, pool: str) -> None:
+    found: list[Any] = []
+    with closing(ShardedDataLoader(dataset, 6, pool=make_pool(pool))) as loader:
+        batches = iter(loader)
+        while True:
+            try:
+                found.append(next(batches).tolist())
+            except StopIteration:
+                break
+            except Exception as error:
+                found.append(error)
+    errors = {number: one for number, one in enumerate(found) if isinstance(one, Exception)}
+    assert [*errors] == [1, 3] and len(found) == 7
+    assert str(errors[1]) == "bad 8" and "epoch 0, batch 1, sample 8" in "\n".join(notes_of(errors[1]))
+    assert "SystemExit" in str(errors[3]) and "sample 20" in "\n".join(notes_of(errors[3]))
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_bad_samples_are_skipped_and_replaced(pool: str) -> None:
+    dataset = SubsetDataset(Fails(), range(20))
+    with closing(ShardedDataLoader(dataset, 6, pool=make_pool(pool), on_error="skip")) as loader:
+        assert [batch.tolist() for batch in loader][1] == [6, 7, 10, 11]
+        assert sorted(index for index, _ in loader.skipped) == [8, 9]
+    with closing(ShardedDataLoader(dataset, 6, pool=make_pool(pool), on_error=lambda error: -1)) as loader:
+        assert [batch.tolist() for batch in loader][1] == [6, 7, -1, -1, 10, 11]
+
+
+class Hangs(Store):
+    async def __getitem__(self, index: int) -> Any:
+        if index == 8:
+            await asyncio.Event().wait()
+        return int(index)
+
+
+@pytest.mark.parametrize("pool", POOLS[1:])
+def test_a_coroutine_that_never_ends_is_late_as_any_sample(pool: str) -> None:
+    options = {} if pool == "thread" else {"restarts": 1}
+    with closing(ShardedDataLoader(Hangs(), 6, pool=make_pool(pool, timeout=1.0, **options))) as loader:
+        batches = iter(loader)
+        assert next(batches).tolist() == list(range(6))
+        with pytest.raises(WorkerTimeoutError, match="reading sample 8, in epoch 0, batch 1"):
+            next(batches)
+        assert [one for batch in batches for one in batch.tolist()] == list(range(12, 40))
+        assert loader.stats().replaced_workers >= 1
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_close_cancels_what_is_awaited(pool: str) -> None:
+    loader = ShardedDataLoader(Hangs(), 6, pool=make_pool(pool, 1))
+    batches = iter(loader)
+    next(batches)
+    loader.close()  # the fixture of all tests looks for threads
+
+
+class Cancelled(Store):
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.over: list[int] = []
+
+    async def __getitem__(self, index: int) -> Any:
+        try:
+            if index == 3:
+                await asyncio.sleep(0)
+                raise ValueError("bad")
+            if index > 3:
+                self.begun.set()
+                await asyncio.Event().wait()
+        finally:
+            self.over.append(int(index))
+        return int(index)
+
+
+def test_an_error_cancels_the_rest_of_its_batch_and_a_collected_loader_all() -> None:
+    dataset = Cancelled()
+    with closing(ShardedDataLoader(dataset, 6)) as loader:
+        with pytest.raises(ValueError, match="bad"):
+            next(iter(loader))
+        assert until(lambda: sorted(dataset.over) == list(range(6)))
+    dataset = Cancelled()
+    left = ShardedDataLoader(dataset, 3, pool=ThreadPool(1))
+    batches = iter(left)
+    next(batches)
+    assert dataset.begun.wait(60)
+    del left, batches
+    gc.collect()
+    assert until(lambda: 4 in dataset.over)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.filterwarnings("error")
+def test_nobody_is_told_that_samples_were_never_awaited(pool: str, capfd: pytest.CaptureFixture[str]) -> None:
+    for dataset in (Fails(), Returns(), SimpleDataset(Returns()).transform(noisy), Hangs()):
+        with closing(ShardedDataLoader(dataset, 4, pool=make_pool(pool), on_error="skip")) as loader:
+            next(iter(loader))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gc.collect()
+    assert "never awaited" not in capfd.readouterr().err
+
+
+# -- without workers, and beside the epoch -----------------------------------------------------------------------------
+
+
+def test_a_loop_that_runs_already_is_left_alone() -> None:
+    async def in_a_notebook() -> list[Any]:
+        return epochs(SimpleDataset(Store()).transform(noisy)) + [list(SimpleDataset(Store()).take(2))]
+
+    *found, samples = asyncio.run(in_a_notebook())
+    assert found == epochs(SimpleDataset(Direct()).transform(noisy)) and [index for index, _ in samples] == [0, 1]
+
+
+def test_wrappers_can_be_awaited_by_the_user_too() -> None:
+    dataset = SimpleDataset(Store()).transform(doubled).transform(doubled)
+
+    async def read() -> Any:
+        return await dataset[3]
+
+    assert asyncio.run(read()) == (3, 2.0)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+def test_a_dataset_that_awaits_by_itself_does_so_in_vain_on_the_loop() -> None:
+    class Nested(Store):
+        async def __getitem__(self, index: int) -> Any:
+            return list(SimpleDataset(Store()).take(2))[index]
+
+    with closing(ShardedDataLoader(Nested(), 2)) as loader, pytest.raises(RuntimeError, match="await dataset"):
+        next(iter(loader))
+
+
+class Seeds(Store):
+    async def __getitem__(self, index: int) -> tuple[int, float]:
+        await asyncio.sleep(0.001)
+        with sample_seed():
+            return int(index), random.random()
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
+def test_what_reads_one_sample_or_batch_awaits_and_draws_the_same(pool: str) -> None:
+    with closing(ShardedDataLoader(Seeds(), 4, shuffle=True, seed=5, pool=make_pool(pool))) as loader:
+        first = [one.tolist() for one in next(iter(loader))]
+        assert [one.tolist() for one in loader.batch(0, 0)] == first
+        assert list(loader.read(int(first[0][2]), epoch=0)) == [first[0][2], first[1][2]]
+        assert [one.tolist() for one in loader.fetch(first[0], epoch=0).result()] == first
+        assert loader.fingerprint(0) == loader.fingerprint(0)
+        assert loader.check(samples=3).differing == ()
+
+
+def test_methods_that_read_all_samples_await_them() -> None:
+    dataset = SimpleDataset(Fails()).take(8)
+    assert list(dataset) == list(range(8)) and list(map(int, dataset.transform(str, lazy=False))) == list(range(8))
+    kept = dataset.filter(lambda index: index % 2 == 0)
+    assert list(kept.indices) == [0, 2, 4, 6]
+    parts = dataset.split([0.5, 0.5], seed=1, stratify=lambda index: index < 4)
+    assert [sum(index < 4 for index in part) for part in parts] == [2, 2]
+
+
+class Plain(Store):
+    async def __getitem__(self, index: int) -> tuple[int, float]:
+        await asyncio.sleep(0)
+        return int(index), 1.0
+
+
+class ManyPlain(Plain):
+    async def __getitems__(self, indices: list[int]) -> list[Any]:
+        return await asyncio.gather(*[self[index] for index in indices])
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_cache_awaits_each_sample_once(pool: str, tmp_path: Any) -> None:
+    stored = SimpleDataset(Plain()).transform(doubled).cache("1 MB", path=tmp_path / "cache")
+    kept = SimpleDataset(ManyPlain()).transform(doubled).cache()
+    for dataset in (stored, kept, stored + kept, stored.transform(noisy)):
+        with closing(ShardedDataLoader(dataset, 6, pool=make_pool(pool))) as loader:
+            found = [[int(index) for batch in loader for index in batch[0]] for _ in range(2)]
+        assert found[0] == found[1] == list(range(40)) * (len(dataset) // 40)
+    assert stored.cached == 40
+
+
+def test_below_a_cache_nothing_is_drawn() -> None:
+    with pytest.raises(ValueError, match=r"sample_rng\(\) is called below cache"):
+        SimpleDataset(Store()).cache("1 MB")
+
+
+# -- what waiting is called --------------------------------------------------------------------------------------------
+
+
+class Slow(Store):
+    async def __getitem__(self, index: int) -> Any:
+        await asyncio.sleep(0.05 if index == 30 else 0.02)
+        return int(index)
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
+def test_waits_are_for_input_and_slow_samples_are_known(pool: str) -> None:
+    with closing(ShardedDataLoader(Slow(), 10, pool=make_pool(pool, 1))) as loader:
+        assert sum(map(len, loader)) == 40
+        stats = loader.stats()
+    assert stats.causes["compute"] < stats.causes["input"] + 0.05
+    assert stats.causes["late_sample"] == 0.0
+    assert stats.slowest[0].index == 30 and stats.slowest[0].seconds >= 0.05
+
+
+# -- what is not awaited -----------------------------------------------------------------------------------------------
 
 
 class Stream(torch.utils.data.IterableDataset[int]):
@@ -53,21 +430,18 @@ class Coroutine(torch.utils.data.IterableDataset[int]):
         return iter(range(8))
 
 
-async def doubled(sample: int) -> int:
-    return 2 * sample
+class Yields(Store):
+    async def __getitem__(self, index: int) -> Any:
+        yield index
 
 
 async def collated(samples: list[int]) -> list[int]:
     return samples
 
 
-CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "item": (Items(), {}, "dataset[index]"),
-    "item of torch's": (ItemsOfTorch(), {}, "dataset[index]"),
-    "inside": (SimpleDataset(Items()).take(4), {}, "dataset[index]"),
-    "subset": (torch.utils.data.Subset(Items(), [1, 2]), {}, "dataset[index]"),  # type: ignore[arg-type]
-    "items": (Many(), {}, "dataset.__getitems__"),
-    "transform": (SimpleDataset(range(8)).transform(doubled), {}, "dataset[index]"),
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "generator": (Yields(), {}, "dataset[index]"),
+    "field": (SimpleDataset([(1, 2), (3, 4)]).transform_first(collated), {}, "a field of the samples"),
     "stream": (Stream(), {}, "the dataset"),
     "coroutine": (Coroutine(), {}, "the dataset"),
     "collate": (SimpleDataset(range(8)), {"collate_fn": collated}, "collate_fn"),
@@ -75,34 +449,31 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-@covering(case=CASES, kind=["inline", "threads", "processes", "drop-in"])
-def test_async_methods_are_an_error_at_the_first_batch(case: str, kind: str) -> None:
-    dataset, arguments, where = CASES[case]
+@covering(case=REFUSED, kind=["inline", "threads", "processes", "drop-in"])
+def test_other_async_methods_are_an_error_at_the_first_batch(case: str, kind: str) -> None:
+    dataset, arguments, where = REFUSED[case]
     known: dict[str, Any] = {"processes": {"num_workers": 1}, "threads": {"num_workers": 2, "thread_pool": True}}
     workers = known.get(kind, {})
     with pytest.raises(TypeError) as caught:
         if kind == "drop-in":
-            next(iter(DataLoader(dataset, 4, **arguments)))
+            next(iter(DataLoader(dataset, 2, **arguments)))
         else:
-            with closing(ShardedDataLoader(dataset, 4, **workers, **arguments)) as loader:
+            with closing(ShardedDataLoader(dataset, 2, **workers, **arguments)) as loader:
                 next(iter(loader))
     assert f"{where} is async" in str(caught.value) and "def instead of async def" in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-def test_a_field_that_is_async_and_one_sample_are_errors_too() -> None:
-    dataset = SimpleDataset([(1, 2), (3, 4)]).transform_first(doubled)
-    with (
-        closing(ShardedDataLoader(dataset, 2)) as loader,
-        pytest.raises(TypeError, match="a field .* is async"),
-    ):
-        next(iter(loader))
-    with closing(ShardedDataLoader(Items(), 2)) as loader, pytest.raises(TypeError, match="is async"):
-        loader.read(3)
+class AsyncIterable:
+    async def __aiter__(self) -> AsyncIterator[int]:
+        yield 1
 
 
-def test_nobody_is_told_that_samples_were_never_awaited() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with closing(ShardedDataLoader(Items(), 8)) as loader, pytest.raises(TypeError, match="is async"):
-            next(iter(loader))
+@pytest.mark.parametrize("make", [ShardedDataLoader, DataLoader])
+def test_an_async_iterable_is_an_error_that_says_what_to_write(make: Any) -> None:
+    with pytest.raises(TypeError, match=r"__aiter__.*async def __getitem__"):
+        make(AsyncIterable(), 2)
+
+
+def test_an_async_transform_cannot_be_seeded() -> None:
+    with pytest.raises(TypeError, match=r"draw from sample_rng\(\)"):
+        SimpleDataset(range(3)).transform(noisy_later, seeded=True)

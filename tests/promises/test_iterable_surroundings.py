@@ -55,7 +55,7 @@ class InterruptInParts(InterruptAt):
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         return (
             self
-            if text.startswith(("here.part = ", "reading.scope = ", "reading.scope, here.part = "))
+            if text.startswith(("here.part = ", "reading.set(", "_, here.part = "))
             else super().__call__(frame, event, arg)
         )
 
@@ -78,7 +78,7 @@ def test_a_ctrl_c_at_any_line_of_next_loses_no_batch(pool: str, kind: Callable[.
             got, fired = next_interrupted(iterator, line, InterruptInParts)
             for batch in got:
                 assert values(batch) == next(expected), line
-            assert reading.scope is None and worker_info() is None, line
+            assert reading.get() is None and worker_info() is None, line
             if not fired:
                 break
             for _ in range(2):

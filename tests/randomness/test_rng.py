@@ -72,11 +72,11 @@ def test_a_batch_and_an_index_that_looks_like_it_have_different_keys() -> None:
 
 
 @pytest.fixture
-def scope(monkeypatch: pytest.MonkeyPatch) -> SampleScope:
+def scope() -> Iterator[SampleScope]:
     """This thread reads sample 3 of epoch 2, under seed 5."""
-    made = SampleScope(5, 2, 3)
-    monkeypatch.setattr(reading, "scope", made)
-    return made
+    reading.set(made := SampleScope(5, 2, 3))
+    yield made
+    reading.set(None)
 
 
 def test_a_sample_has_one_generator_until_the_next_one_is_read(scope: SampleScope) -> None:
@@ -106,10 +106,10 @@ def test_several_samples_at_once_need_an_index(scope: SampleScope) -> None:
 
 def test_each_thread_has_a_scope_of_its_own(scope: SampleScope) -> None:
     seen: list[Any] = []
-    thread = threading.Thread(target=lambda: seen.append(reading.scope))
+    thread = threading.Thread(target=lambda: seen.append(reading.get()))
     thread.start()
     thread.join()
-    assert seen == [None] and reading.scope is scope
+    assert seen == [None] and reading.get() is scope
 
 
 def test_outside_a_loader_numbers_are_fresh() -> None:
@@ -124,13 +124,13 @@ def test_outside_a_loader_numbers_are_fresh() -> None:
 def test_a_forked_child_reads_nothing(scope: SampleScope) -> None:
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if reading.scope is None else 1)
+        os._exit(0 if reading.get() is None else 1)
     assert os.waitpid(pid, 0)[1] == 0
-    assert reading.scope is scope
+    assert reading.get() is scope
 
 
+@pytest.mark.usefixtures("scope")
 def test_samples_whose_seeds_agree_in_32_bits_draw_different_torch_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "scope", SampleScope(0, 0))
     monkeypatch.setattr("sharded_loader.randomness.rng.derive_key", lambda *parts: 7 + (parts[-1] << 32))
     assert len({torch.rand((), generator=sample_generator(index)).item() for index in range(20)}) == 20
 

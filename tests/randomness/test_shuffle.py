@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 import zlib
 from typing import Any
@@ -140,6 +141,18 @@ def test_over_many_numbers_every_index_comes_everywhere_equally_often(length: in
         assert abs(chi_square_z(np.bincount((orders[1:] - orders[:-1]).ravel() % length))) < 6
 
 
+@pytest.mark.parametrize("length", range(2, shuffle.FEW + 1))
+def test_all_orders_of_few_indices_are_equally_likely(length: int) -> None:
+    count, orders = 40_000, math.factorial(length)
+    of_each = np.full(count * length, length)
+    mixed = shuffle.Bijections("few")(np.tile(np.arange(length), count), of_each, np.repeat(np.arange(count), length))
+    seen = np.zeros(orders, np.int64)
+    found = np.unique(mixed.reshape(count, length), axis=0, return_counts=True)[1]
+    seen[: len(found)] = found
+    assert abs(chi_square_z(seen)) < 5
+    assert sorted(set(mixed.tolist())) == list(range(length))
+
+
 @pytest.mark.parametrize("length", [1000, 2**14, 160_000, 2**33 + 1])
 def test_windows_show_no_structure_between_neighbours(length: int) -> None:
     count = min(length, 100_000)
@@ -156,6 +169,18 @@ def test_uniforms_fill_the_unit_interval() -> None:
     assert draws.dtype == np.float64
     assert 0 <= draws.min() < draws.max() < 1
     assert abs(chi_square_z(np.histogram(draws, bins=100, range=(0, 1))[0])) < 6
+
+
+def test_a_random_number_depends_on_its_position_alone() -> None:
+    draws = shuffle.uniforms_at("draws")
+    positions = np.array([0, 10**15, 7, 2**62 - 1])
+    assert draws(positions).tolist() == [float(draws(positions[i : i + 1])[0]) for i in range(4)]
+    for stride in (1, 2, 64, 4096, 2**32):
+        found = draws(np.arange(50_000) * stride)
+        assert 0 <= found.min() < found.max() < 1
+        assert abs(chi_square_z(np.histogram(found, bins=100, range=(0, 1))[0])) < 6
+        for lag in (1, 2, 16, 4096):
+            assert abs(chi_square_z(np.histogram((found[lag:] - found[:-lag]) % 1, bins=64, range=(0, 1))[0])) < 6
 
 
 def test_the_order_is_the_same_in_every_release() -> None:

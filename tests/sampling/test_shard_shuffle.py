@@ -86,16 +86,59 @@ def test_shards_and_samples_are_both_shuffled() -> None:
     orders = []
     for epoch in (0, 1):
         found = np.array(list(sampler.iter_epoch(epoch)))
-        first_window = found[:500]
-        shards = set(shards_of(first_window, lengths).tolist())
-        assert len(shards) == 5 and shards != set(range(5))
-        assert not (np.diff(first_window) > 0).all()
+        window = found[700:1200]  # after windows of 1, 2 and 4 shards
+        shards = set(shards_of(window, lengths).tolist())
+        assert len(shards) == 5 and shards != set(range(7, 12))
+        assert not (np.diff(window) > 0).all()
         # In the middle of a window, all of its shards come.
-        assert len(set(shards_of(found[1100:1200], lengths).tolist())) == 5
+        assert len(set(shards_of(found[1400:1500], lengths).tolist())) == 5
         orders.append(found.tolist())
     assert orders[0] != orders[1]
     assert orders[0] != list(ShardShuffleSampler(lengths, window=5, seed=3).iter_epoch(0))
     assert orders[0] == list(ShardShuffleSampler(lengths, window=5, seed=2).iter_epoch(0))
+
+
+@pytest.mark.parametrize(
+    ("count", "window", "sizes"),
+    [
+        (20, 4, [1, 2, 4, 4, 4, 4, 1]),
+        (16, 5, [1, 2, 4, 5, 4]),
+        (20, 16, [1, 2, 4, 13]),
+        (9, 8, [1, 8]),
+        (8, 8, [8]),
+        (5, 1, [1, 1, 1, 1, 1]),
+        (3, 10**30, [3]),
+    ],
+)
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_the_windows_of_a_lane_grow(count: int, window: int, sizes: list[int], lanes: int) -> None:
+    sampler = ShardShuffleSampler([50] * count * lanes, window, lanes, seed=2)
+    for epoch in range(2):
+        found = shards_of(list(sampler.iter_epoch(epoch)), [50] * count * lanes)
+        for lane in range(lanes):
+            begin, of_lane = 0, found[lane::lanes]
+            for size in sizes:
+                assert len(set(of_lane[begin : begin + 50 * size].tolist())) == size
+                # All of its shards come at once.
+                assert size > 5 or len(set(of_lane[begin : begin + 50].tolist())) == size
+                begin += 50 * size
+            assert begin == len(of_lane)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_the_first_batch_of_each_rank_needs_one_shard_of_each_of_its_lanes(ranks: int) -> None:
+    sampler = ShardShuffleSampler(EqualShards(10**12, 10**4), window=16, lanes=8, seed=2)
+    for rank in range(ranks):
+        first = list(itertools.islice(rank_of(sampler, ranks, rank).iter_epoch(3), 256))
+        assert len({index // 10**4 for index in first}) == 8 // ranks
+
+
+def test_all_orders_of_a_few_samples_are_equally_likely() -> None:
+    sampler, epochs = ShardShuffleSampler([2, 2], window=2, seed=1), 4000
+    orders = [sampler.epoch_table(epoch).at(np.arange(4)) for epoch in range(epochs)]
+    counts = np.unique(orders, axis=0, return_counts=True)[1]
+    assert len(counts) == 24
+    assert ((counts - epochs / 24) ** 2).sum() / (epochs / 24) / 23 < 2
 
 
 def test_a_window_of_all_shards_is_a_full_shuffle() -> None:
@@ -137,8 +180,8 @@ def test_the_order_is_the_same_in_every_release() -> None:
     assert list(ShardShuffleSampler(EqualShards(12, 4), window=2, seed=7)) == PINNED_EQUAL
 
 
-PINNED_LISTED = [2, 8, 6, 7, 0, 10, 4, 11, 5, 3, 1, 9]
-PINNED_EQUAL = [1, 10, 11, 8, 9, 2, 3, 0, 5, 4, 6, 7]
+PINNED_LISTED = [0, 11, 6, 9, 1, 8, 2, 10, 5, 3, 4, 7]
+PINNED_EQUAL = [9, 8, 10, 11, 1, 5, 6, 7, 0, 3, 4, 2]
 
 
 # -- in a loader -------------------------------------------------------------------------------------------------------

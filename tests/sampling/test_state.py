@@ -23,12 +23,15 @@ from hypothesis import strategies as st
 from sharded_loader import (
     BatchSampler,
     BoundedBudgetSampler,
+    ClassBalancedBatchSampler,
     FixedBucketSampler,
+    GroupedBatchSampler,
     IntervalSampler,
     LoaderClosedError,
     RandomSampler,
     SequentialSampler,
     ShardedDataLoader,
+    ShardShuffleSampler,
     SortedSampler,
     WeightedRandomSampler,
 )
@@ -178,6 +181,33 @@ def test_a_sampler_with_other_arguments_is_refused_in_mid_epoch_by_name(was: Any
     other.load_state_dict(begin)
     older = {key: value for key, value in state.items() if key != "sampler_arguments"}
     other.load_state_dict(older)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        WeightedRandomSampler([1] * 24, 24, seed=1),
+        ShardShuffleSampler([8, 8, 8], window=2, seed=1),
+        GroupedBatchSampler([0, 1] * 12, 4, seed=1),
+        ClassBalancedBatchSampler([0, 1, 2] * 8, classes=2, samples=2, seed=1),
+    ],
+)
+def test_a_state_of_an_older_order_is_refused_in_mid_epoch_by_name(sampler: Any) -> None:
+    batches = {"batch_sampler": sampler} if "Batch" in type(sampler).__name__ else {"sampler": sampler, "batch_size": 4}
+    loader = ShardedDataLoader(range(24), **batches, seed=1)
+    begin, state = loader.state_dict(), state_of(loader)
+    name = type(sampler).__name__
+    assert state["sampler_arguments"].pop(f"{name}.order_version") == 2
+    with pytest.raises(ValueError, match=f"the order of the {name} was another one in the version of this library"):
+        loader.load_state_dict(state)
+    loader.load_state_dict(state, strict=False)
+    begin["sampler_arguments"].pop(f"{name}.order_version")
+    loader.load_state_dict(begin)
+
+
+def test_the_order_of_draws_without_replacement_has_not_changed() -> None:
+    loader = ShardedDataLoader(range(24), 4, sampler=WeightedRandomSampler([1] * 24, 24, False, seed=1), seed=1)
+    assert "WeightedRandomSampler.order_version" not in state_of(loader)["sampler_arguments"]
 
 
 def test_strict_false_does_not_take_batches_for_samples() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from sharded_loader import WeightedRandomSampler
 from sharded_loader.base import limits
 from sharded_loader.base.limits import Limit
-from sharded_loader.sampling.tables import BLOCK
+from sharded_loader.randomness.shuffle import Bijection
+from sharded_loader.sampling.tables import BLOCK, Dealt
 
 
 def test_weighted_draws_follow_the_weights() -> None:
@@ -84,6 +86,45 @@ def test_weighted_epoch_jumps_across_blocks() -> None:
         assert list(sampler.iter_epoch(0, start)) == whole[start:]
 
 
+@pytest.mark.parametrize("options", [{}, {"lengths": [7, 10**12, 30]}, {"replacement": False}])
+def test_ranks_together_read_the_draws_of_one_rank(options: dict[str, Any]) -> None:
+    sampler = WeightedRandomSampler([1, 2, 3], 3 if "replacement" in options else 1000, seed=5, **options)
+    whole = list(sampler.iter_epoch(2))
+    for ranks in (1, 3, 7):
+        parts = [list(Dealt(sampler.epoch_table(2), ranks, rank).items()) for rank in range(ranks)]
+        together = [index for step in zip(*parts, strict=True) for index in step]
+        assert together[: len(whole)] == whole
+
+
+@pytest.mark.parametrize("options", [{}, {"lengths": [7, 10**12, 30]}])
+def test_a_rank_computes_its_own_draws_only(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    asked: list[int] = []
+    draw = Bijection.__call__
+    monkeypatch.setattr(
+        Bijection, "__call__", lambda self, positions: asked.append(len(positions)) or draw(self, positions)
+    )
+    table = Dealt(WeightedRandomSampler([1, 2, 3], 10**12, seed=5, **options).epoch_table(0), 4096, 4095)
+    assert len(table.at(np.arange(10**6, 10**6 + 256))) == 256
+    assert asked == [256] * (2 if options else 1)
+
+
+def test_draws_of_ranks_and_epochs_do_not_resemble_each_other() -> None:
+    sampler = WeightedRandomSampler(np.ones(64), 10**9, seed=5)
+    by_epoch = [
+        np.array(Dealt(sampler.epoch_table(epoch), 4096, rank).at(np.arange(20_000)))
+        for epoch, rank in ((0, 0), (0, 1), (1, 0))
+    ]
+    for one, other in itertools.combinations(by_epoch, 2):
+        pairs = np.bincount(one * 64 + other, minlength=64 * 64)
+        expected = len(one) / 64**2
+        assert abs(((pairs - expected) ** 2).sum() / expected / (64**2 - 1) - 1) < 0.15
+
+
+def test_the_draws_are_the_same_in_every_release() -> None:
+    assert list(WeightedRandomSampler([1, 2, 3], 8, seed=7)) == PINNED
+    assert list(WeightedRandomSampler([1, 2, 3], 3, seed=7, lengths=[5, 10**15, 2])) == PINNED_GROUPS
+
+
 # -- groups of samples -------------------------------------------------------------------------------------------------
 
 
@@ -127,3 +168,7 @@ def test_more_weights_than_fit_into_memory_are_refused_at_once(monkeypatch: pyte
     monkeypatch.setattr(limits, "free_bytes", lambda: Limit(10**9, "the machine's memory"))
     with pytest.raises(MemoryError, match="1,000,000,000 weights.*lengths="):
         WeightedRandomSampler(range(10**9), 5, seed=1)
+
+
+PINNED = [0, 1, 1, 2, 1, 2, 1, 1]
+PINNED_GROUPS = [975303329364038, 364412869467593, 589562212809623]

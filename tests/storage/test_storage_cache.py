@@ -147,6 +147,22 @@ def test_threads_that_want_one_shard_fetch_it_once(tmp_path: Path) -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_ranks_fetch_each_shard_once(tmp_path: Path) -> None:
+    """Each with an object of its own, in an order of its own."""
+    pids = []
+    for rank in range(3):
+        pid = os.fork()
+        if pid == 0:
+            cache = ShardCache(tmp_path / "cache", "10 kB")
+            for number in range(6):
+                put(cache, (number + 2 * rank) % 6)
+            os._exit(10 + cache.fetched)
+        pids.append(pid)
+    fetched = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) - 10 for pid in pids]
+    assert min(fetched) >= 0 and sum(fetched) == 6
+
+
 def test_more_threads_than_there_is_room_for_wait_for_each_other(tmp_path: Path) -> None:
     cache = ShardCache(tmp_path, 2 * SIZE)
     threads = [

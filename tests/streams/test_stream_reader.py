@@ -46,7 +46,7 @@ def task_of(
 
 def read(reader: Any, *which: Any, worker: str | None = WORKER, board: Any = None, **options: Any) -> Result:
     result: Result = reader.read(task_of(*which, **options), worker, board=board)
-    assert reading.scope is None and here.part is None
+    assert reading.get() is None and here.part is None
     return result
 
 
@@ -203,7 +203,7 @@ def test_an_interrupt_passes_and_the_batch_is_read_again_from_its_beginning() ->
     assert read(reader, 1, 0, worker=None).batch == [100, 101, 102, 103]
     with pytest.raises(KeyboardInterrupt):
         read(reader, 1, 1, worker=None)
-    assert reading.scope is None and here.part is None
+    assert reading.get() is None and here.part is None
     assert read(reader, 1, 1, worker=None).batch == [104, 105, 106, 107]
 
 
@@ -264,7 +264,7 @@ def test_one_sample_and_what_is_none() -> None:
         with pytest.raises(TypeError, match=r"as \(part, position\)"):
             reader.read_sample(odd, 0)
     assert reader_of(Parts((2, 3)), endless=True).read_sample((1, 7), 3) == 101
-    assert reading.scope is None and here.part is None
+    assert reading.get() is None and here.part is None
 
 
 def test_an_open_part_says_where_it_is() -> None:

@@ -139,6 +139,8 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         self.start_method: Any = choose_start_method(start_method)
         self._transport = ProcessTransport(self.num_workers, self.start_method, max_bytes)
         self._supervisor = Supervisor(self._transport, self.restarts, self.timeout)
+        # False: they live for one epoch. A template takes as long as a worker, so there is none before one dies.
+        self.workers_last = True
 
     def use_memory(
         self, empty: Empty, register: Register, *, pinned: Empty | None = None, near: FindNear = Near
@@ -176,6 +178,12 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             warn_of_open_file(job.dataset, "forked processes")
         notes_samples = self.timeout is not None or self.restarts <= 1  # otherwise a task is read a second time
         self._start(NewJob(job, self.worker_init_fn, notes_samples, self.max_worker_memory))
+        self.unsettled = self.start_method == "fork" and self.workers_last
+
+    def settle(self) -> None:
+        super().settle()
+        if self._supervisor.new and self.started:
+            self._transport.make_template(self._supervisor.new)
 
     def resize(self, num_workers: int) -> None:
         if check_num_workers(num_workers) > self.num_workers:

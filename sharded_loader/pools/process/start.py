@@ -23,7 +23,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import multiprocess
-import threadpoolctl  # noqa: F401 - forked workers inherit it
 from multiprocess import forkserver, resource_tracker, spawn, util
 from multiprocess.context import SpawnProcess
 
@@ -135,6 +134,7 @@ def _without_script(data: dict[str, Any]) -> dict[str, Any]:
 
 
 change_preparation_data(_without_script)
+worker.find_libraries()  # what has been found once is found fast
 
 if _HAS_INTERPRETER:
     from multiprocess import popen_spawn_posix

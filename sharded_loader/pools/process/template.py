@@ -7,7 +7,9 @@
                  <--- exit code ------
 
 A worker that is replaced in the middle of training must not be forked from the main process: by then that has threads,
-locks and a GPU context, and its dataset may have changed. The template has one thread and the dataset as it was.
+locks and a GPU context, and its dataset may have changed. The template has one thread and the dataset as it was. The
+first workers are forked from the main process. The template follows in the step after the first batch, which it would
+delay. Where workers live for one epoch there is none before one of them dies.
 
 It reaps a child only when it is told to, so a pid that the main process knows is that of its worker until then. It ends
 with the pipe to the main process, when that shuts it or dies. Before, it reaps the workers that are left, which have
@@ -144,6 +146,7 @@ class Template:
 
     Attributes:
         finished: whether it has been told to end: it reaps its workers when it likes.
+        has_forked: whether there were any.
 
     Raises:
         OSError: the process cannot be forked.
@@ -161,7 +164,7 @@ class Template:
         finally:
             theirs.close()
         self._lost = ""  # why it can be asked no more
-        self.finished = False
+        self.finished = self.has_forked = False
 
     def fork(self, number: int, num_workers: int, conn: Any) -> ForkedWorker:
         """A new worker.
@@ -177,6 +180,7 @@ class Template:
         """
         # The worker holds the other end: where there is no pidfd, that is how its death is noticed.
         sentinel, held = os.pipe()
+        self.has_forked = True
         try:
             pid = self._ask(_FORK, number, num_workers, conn.fileno(), held)
             if pid < 0:
@@ -312,7 +316,6 @@ class _Serving:
         theirs.close()
         self.control.setblocking(True)  # whatever the user's socket.setdefaulttimeout says
         self._ignore_signals()
-        worker.limit_threads()
         try:
             while True:
                 data, descriptors, _, _ = socket.recv_fds(self.control, _REQUEST.size, 2)
@@ -370,7 +373,7 @@ class _Serving:
         for signal_number, handler in self.handlers.items():
             signal.signal(signal_number, handler)
         try:
-            worker.main(Connection(fd), number, num_workers, self.new_job, limited=True, held=held)
+            worker.main(Connection(fd), number, num_workers, self.new_job, held=held)
         except BaseException:
             traceback.print_exc()
             os._exit(1)

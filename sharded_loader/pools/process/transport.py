@@ -49,7 +49,7 @@ from sharded_loader.pools.process import template
 from sharded_loader.pools.process.lifeline import Lifeline
 from sharded_loader.pools.process.link import BOARD, CANCEL, JOB, LEAVE, STACKS, Link, Poller, make_link, pack_head
 from sharded_loader.pools.process.start import spawn_worker, start_forkserver
-from sharded_loader.pools.process.worker import STACKS_SIGNAL, TELL_SIGNAL, main
+from sharded_loader.pools.process.worker import STACKS_SIGNAL, TELL_SIGNAL, find_libraries, main
 from sharded_loader.pools.supervisor import Transport, Worker
 
 TEMPLATES = 3
@@ -236,6 +236,8 @@ class ProcessTransport(Transport[ProcessWorker]):
             return []
         if self.start_method == "forkserver":
             start_forkserver(self._publish(new))
+        elif self.start_method == "fork":
+            find_libraries()
         # Forked workers hold the dataset as it was: new ones are born with the new one, and do what was begun.
         begun = [task for worker in (*self.leaving, *self.workers) for task in worker.tasks.values()]
         with uninterrupted():
@@ -259,6 +261,16 @@ class ProcessTransport(Transport[ProcessWorker]):
             self._send_jobs()
         self._is_up = True
         return begun
+
+    def make_template(self, new: NewJob) -> None:
+        """Fork the template, if there is none."""
+        if self.template is not None or not can_pass_descriptors():
+            return
+        try:
+            with uninterrupted():
+                self.template = template.Template(new)
+        except OSError as error:
+            template.warn(f"the process that workers are forked from could not be forked ({error}); {_AS_IT_IS_NOW}")
 
     def open(self) -> None:
         """Make what workers need to start. Twice does nothing."""
@@ -324,7 +336,7 @@ class ProcessTransport(Transport[ProcessWorker]):
     def _start_process(self, number: int, new: NewJob, *, directly: bool = False) -> tuple[Any, Link]:
         """The process of a worker, and the link to it."""
         forks = self.start_method == "fork"
-        if forks and self.template is None and can_pass_descriptors() and not directly:
+        if forks and self._is_up and self.template is None and can_pass_descriptors() and not directly:
             # Before the pipe is made: it would keep the worker's end, and hide that the worker has died.
             self.template = template.Template(new)
         # A pipe for every try: a template that is killed may have forked a worker before, which holds its end.
@@ -491,6 +503,8 @@ class ProcessTransport(Transport[ProcessWorker]):
         self.ended.clear()
         for worker in workers:
             worker.link.close()
+        if ended is not None and not ended.has_forked:
+            ended.finish()
         began = time.monotonic()
         for grace, reluctant in ((BUSY_GRACE, ProcessWorker.is_busy), (CLOSING_GRACE, ProcessWorker.is_alive)):
             for worker in workers:

@@ -1,6 +1,7 @@
 """A worker process, from its first line to its last.
 
     receiver thread:  pipe -> inbox                            always drains, so the main process's sends never wait
+                           -> TaskReader.look_ahead            samples of an async def are awaited before their turn
     main thread:      inbox -> TaskReader -> slot, packed reply -> pipe
 
 The main thread notes on the board where it is. So a main process that finds it dead or silent can say in which batch,
@@ -32,6 +33,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any, NoReturn
 
@@ -41,7 +43,7 @@ from sharded_loader.base.errors import FULL_TRACEBACKS, format_traceback
 from sharded_loader.base.interrupts import python_handlers
 from sharded_loader.base.limits import own_bytes, private_bytes
 from sharded_loader.base.notices import logger
-from sharded_loader.base.private import end_compiling
+from sharded_loader.base.private import end_compiling, limit_to_one_thread
 from sharded_loader.base.system import ONE_THREAD, is_on, why_refused, write_to_stderr
 from sharded_loader.engine.board import IDLE, SAMPLE, TOLD, board_in
 from sharded_loader.engine.grouping import GROUP_SECONDS
@@ -88,6 +90,7 @@ class WorkerThreads:
         self._segments: dict[int, np.ndarray[Any, Any] | OSError] = {}
         self._max_memory: int | None = None
         self._batches, self._next_look = -1, 0.0  # since the start, which counts as one
+        self._jobs = self._taken = 0  # jobs that have come, and those that were taken
         self._enough, self._next_exact = 0, 0.0
 
     # -- receiver thread ------------------------------------------------------------------------------------
@@ -108,6 +111,9 @@ class WorkerThreads:
                 else:
                     if kind == link.CANCEL:  # at once: the message lies behind the last of the tasks
                         self._reading.cancelled.add(run)
+                    self._jobs += kind == link.JOB
+                    if kind == link.TASKS and self._jobs == self._taken:  # otherwise the reader is another one soon
+                        self._reading.look_ahead(partial(link.unpack_tasks, content))
                     self._inbox.put((kind, run, content, message.buffers))
         except (EOFError, OSError):
             self._inbox.put(None)
@@ -185,6 +191,7 @@ class WorkerThreads:
             return new
 
         failure = self._reading.begin(load)
+        self._taken += 1
         self._send(link.pack_head(link.READY) if failure is None else link.pack_head(link.FAILED) + failure)
         if failure is None and self._max_memory is not None:
             self._look_at_memory(self._max_memory)
@@ -257,7 +264,7 @@ def main(
         number: number of the worker, from 0.
         num_workers: how many there are.
         inherited: the job under fork; otherwise None, and it comes as the first message.
-        limited: libraries have been limited to one thread, before any was loaded or in the `template`.
+        limited: libraries have been limited to one thread, before any was loaded.
         held: a descriptor that is open for as long as the worker lives, if it knows of one.
     """
     keep_from_children(conn, held)
@@ -314,16 +321,23 @@ def write_stacks(until: str) -> None:
         logger.info("all frames of the worker that made no progress:\n%s", full)
 
 
-def limit_threads() -> None:
-    """Limit libraries to one thread each, in this process and in those that it forks.
-
-    Once in the template, and not in each worker: there OpenBLAS would first start a thread for every core, and each
-    thread waits actively for 30 ms. Eight workers on two cores: 250 ms until the end of an epoch of no work, now 140.
-    """
+def find_libraries() -> None:
+    """Find the libraries that start threads, for the workers that this process forks: 9 ms beside torch, then 2."""
     import threadpoolctl  # 2 ms, where it has not been inherited
 
+    _libraries[:] = threadpoolctl.ThreadpoolController().lib_controllers
+
+
+_libraries: list[Any] = []
+
+
+def limit_threads() -> None:
+    """Limit libraries to one thread each, in this process and in those that it forks."""
     os.environ.update(ONE_THREAD)
-    threadpoolctl.threadpool_limits(1)
+    if not _libraries:
+        find_libraries()
+    for library in _libraries:
+        limit_to_one_thread(library)
 
 
 def _crash(conn: Any, error: BaseException) -> NoReturn:

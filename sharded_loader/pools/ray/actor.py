@@ -101,6 +101,7 @@ class LoaderActor:
     def read(self, content: bytes) -> Group:
         """Read a group of tasks (`link.pack_tasks`)."""
         reading, tasks = self._reading, unpack_tasks(content)
+        reading.look_ahead(lambda: tasks)
         nbytes = max(self._sizes.wanted * len(tasks), self._groups.wanted)
         if not nbytes <= self._memory.nbytes <= SPARE * SPARE * nbytes:  # new memory takes four times as long to fill
             self._memory = np.empty(SPARE * nbytes, np.uint8)

@@ -68,6 +68,7 @@ def test_if_templates_are_gone_a_few_times_the_worker_is_forked_directly(monkeyp
 
     monkeypatch.setattr(template, "Template", Gone)
     owner = ProcessTransport(1, "fork", None)
+    owner._is_up = True  # the first workers do not come from a template
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         owner.workers.append(owner.launch(0, NewJob(Job(range(3), None, 0), None)))

@@ -182,7 +182,9 @@ def test_close_does_not_wait_for_a_template_that_hangs(monkeypatch: pytest.Monke
     monkeypatch.setattr(template, "STEP", 3600.0)  # otherwise the test itself would hang
     pool = ProcessPool(2, start_method="fork")
     loader = ShardedDataLoader(range(40), 4, pool=pool)
-    next(iter(loader))
+    iterator = iter(loader)
+    next(iterator)
+    next(iterator)  # the template is made behind the first batch
     os.kill(template_pid(pool), signal.SIGSTOP)
     loader.close()
 

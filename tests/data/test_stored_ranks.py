@@ -1,0 +1,336 @@
+"""``cache(max_bytes)`` in the ranks of one machine: they share one memory without more words, whoever dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import until
+
+from sharded_loader import CacheMismatchError, SimpleDataset
+from sharded_loader.base.system import JOB, job_of_ranks
+from sharded_loader.memory.rendezvous import HAS_LINKS, links_of
+
+pytestmark = pytest.mark.skipif(not HAS_LINKS, reason="elsewhere each rank has its own")
+
+COUNT, RANKS, EPOCHS = 60, 3, 3  # as in the program
+
+RANK = """
+import json, os, sys, time
+sys.path[:0] = sys.argv[1].split(os.pathsep)
+import numpy as np
+from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
+
+notes, how = sys.argv[2], json.loads(sys.argv[3])
+
+def decode(index):
+    with open(notes, "a") as file:
+        file.write(f"{index}\\n")
+    return np.full((20, 30), index), index, f"name {index}" if how.get("ragged") else "name"
+
+def main():
+    cached = SimpleDataset(range(60)).transform(decode).cache(how.get("max_bytes", "1 MB"), key=how.get("key"))
+    with open(notes + ".labels", "a") as file:
+        print(os.path.basename(os.readlink(cached._store.name)).split()[0], file=file)
+    say("made")
+    pool = ProcessPool(2, start_method=how["method"]) if how["method"] != "inline" else None
+    with ShardedDataLoader(cached, 4, shuffle=True, seed=1, num_replicas="auto", pool=pool, num_workers=0) as loader:
+        for epoch in range(3):
+            for pixels, labels, names in loader:
+                assert (pixels == labels[:, None, None]).all()
+                assert not how.get("ragged") or names == [f"name {index}" for index in labels.tolist()]
+            say(f"epoch {epoch}")
+    print(cached.cached, *cached.counts[:2], flush=True)
+
+def say(what):
+    print(what, flush=True)
+    if how["waits"]:
+        sys.stdin.readline()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+class Job:
+    """Ranks with the variables that torchrun gives them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.script, self.notes = folder / "rank.py", folder / "notes"
+        self.script.write_text(RANK)
+        self.notes.touch()
+        self.port = str(uuid.uuid4().int % 60000)
+        self.running: list[subprocess.Popen[str]] = []
+
+    def start(self, rank: int, method: str = "inline", waits: bool = False, **how: Any) -> subprocess.Popen[str]:
+        given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "localhost"}
+        environ = {name: value for name, value in os.environ.items() if name not in JOB}
+        environ |= {name: str(value) for name, value in given.items()} | {"MASTER_PORT": self.port}
+        arguments = [os.pathsep.join(sys.path), str(self.notes), json.dumps({"method": method, "waits": waits, **how})]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        started = subprocess.Popen([sys.executable, str(self.script), *arguments], env=environ, **pipes)
+        self.running.append(started)
+        return started
+
+    def end(self) -> None:
+        for rank in self.running:
+            rank.kill()
+            rank.communicate()
+
+    def reads(self) -> Counter[int]:
+        return Counter(map(int, self.notes.read_text().split()))
+
+
+def hear(rank: subprocess.Popen[str], what: str) -> None:
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == f"{what}\n"
+
+
+def go_on(rank: subprocess.Popen[str]) -> None:
+    assert rank.stdin is not None
+    rank.stdin.write("\n")
+
+
+def finish(rank: subprocess.Popen[str]) -> list[int]:
+    """Let it run to its end: how many samples are stored, and how many it has found, and not found."""
+    with contextlib.suppress(BrokenPipeError):
+        for _ in range(EPOCHS + 1):
+            go_on(rank)
+    told = rank.communicate()[0].splitlines()[-1:]
+    assert rank.returncode == 0
+    return list(map(int, told[0].split()))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    found = Job(tmp_path)
+    yield found
+    found.end()
+    labels = Path(f"{found.notes}.labels").read_text().split()
+    assert labels and all("sharded_loader-cache-" in label for label in labels)
+    assert until(lambda: not any(list(links_of(label)) for label in labels))  # its workers end
+
+
+PART = COUNT // RANKS
+"""How many samples a rank reads in an epoch."""
+
+MADE = 2
+"""How often each rank reads sample 0 when it makes the cache."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ragged", [False, True], ids=["columns", "records"])
+@pytest.mark.parametrize("method", ["inline", "fork", "forkserver", "spawn"])
+def test_ranks_decode_each_sample_once(job: Job, method: str, ragged: bool) -> None:
+    ranks = [job.start(number, method, waits=True, ragged=ragged) for number in range(RANKS)]
+    for what in ("made", *(f"epoch {epoch}" for epoch in range(EPOCHS))):
+        for rank in ranks:
+            hear(rank, what)
+            go_on(rank)
+    found = [finish(rank) for rank in ranks]
+    assert [stored for stored, _, _ in found] == [COUNT] * RANKS
+    # Two ranks read the same one now and then: of what is prefetched of the next epoch.
+    assert COUNT <= sum(missed for _, _, missed in found) == job.reads().total() - RANKS * MADE <= COUNT + 12
+
+
+@pytest.mark.slow
+def test_a_rank_that_comes_later_finds_what_is_there(job: Job) -> None:
+    first = job.start(0, waits=True)
+    hear(first, "made")
+    go_on(first)
+    hear(first, "epoch 0")
+    assert job.reads().total() == MADE + PART
+    stored, hits, misses = finish(job.start(1))
+    assert stored == PART + misses and hits + misses == EPOCHS * PART and hits > 0
+    assert job.reads().total() == 2 * MADE + PART + misses
+    finish(first)
+
+
+@pytest.mark.slow
+def test_the_others_go_on_when_the_first_rank_is_killed(job: Job) -> None:
+    """Also a rank that is started in its place finds what is there."""
+    first = job.start(0, "fork", waits=True)
+    hear(first, "made")
+    other = job.start(1, "fork", waits=True)
+    hear(other, "made")
+    go_on(first)
+    hear(first, "epoch 0")
+    first.kill()
+    first.wait()
+    before = set(job.reads())
+    assert len(before) >= PART
+    stored, hits, misses = finish(job.start(0))
+    assert hits >= PART and stored >= len(before)
+    reads = job.reads().total()
+    stored, hits, misses = finish(other)
+    assert hits > 0 and job.reads().total() == reads + misses
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_leave_nothing(job: Job) -> None:
+    ranks = [job.start(number, "fork", waits=True) for number in range(RANKS)]
+    for rank in ranks:
+        hear(rank, "made")
+        go_on(rank)
+    for rank in ranks:
+        hear(rank, "epoch 0")
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_ranks_of_another_job_have_their_own(job: Job) -> None:
+    first = job.start(0, waits=True)
+    hear(first, "made")
+    go_on(first)
+    hear(first, "epoch 0")
+    job.port = "1"
+    stored, _, misses = finish(job.start(0))
+    assert stored == misses < COUNT
+    finish(first)
+
+
+# -- in one process, which plays several ranks -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """This process becomes another rank of one job."""
+    from sharded_loader.memory import store
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_PORT", uuid.uuid4().hex)
+    return store._calls.clear
+
+
+def decoded(index: int) -> Any:
+    return np.zeros(3) if index == 0 else np.full(3, float(index))
+
+
+def several(index: int) -> Any:
+    return decoded(index), str(index)
+
+
+DIFFERENT: dict[str, tuple[Any, Any]] = {
+    "shards whose first samples are equal": (
+        lambda: SimpleDataset([0.0] * 4 + [1.0] * 4).shard(2, 0),
+        lambda: SimpleDataset([0.0] * 4 + [1.0] * 4).take(8)[4:],
+    ),
+    "files": (
+        lambda: SimpleDataset(["a.jpg", "b.jpg"]).transform(lambda name: 1),
+        lambda: SimpleDataset(["a.jpg", "c.jpg"]).transform(lambda name: 1),
+    ),
+    "functions": (
+        lambda: SimpleDataset(range(3)).transform(decoded),
+        lambda: SimpleDataset(range(3)).transform(np.zeros),
+    ),
+}
+
+
+ARGUMENTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "key": (decoded, {"max_bytes": "1 MB", "key": "b"}),
+    "bound": (decoded, {"max_bytes": "2 MB"}),
+    "sample": (several, {"max_bytes": "1 MB"}),
+}
+
+
+@pytest.mark.parametrize(("fn", "arguments"), ARGUMENTS.values(), ids=ARGUMENTS)
+def test_ranks_that_ask_for_something_else_have_their_own(
+    as_rank: Callable[[], None], fn: Any, arguments: dict[str, Any]
+) -> None:
+    first = SimpleDataset(range(9)).transform(decoded).cache("1 MB")
+    list(first)
+    as_rank()
+    other = SimpleDataset(range(9)).transform(fn).cache(**arguments)
+    assert other.cached == 0 and len(list(other)) == 9 and other.counts[:2] == (0, 9)
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT.values(), ids=DIFFERENT)
+def test_other_datasets_are_not_taken_for_the_same(
+    as_rank: Callable[[], None], one: Callable[[], Any], other: Callable[[], Any]
+) -> None:
+    first = one().cache("1 MB")
+    as_rank()
+    second = other().cache("1 MB")
+    assert not os.path.sameopenfile(first._store.fd, second._store.fd)
+    as_rank()
+    third = one().cache("1 MB")
+    assert os.path.sameopenfile(first._store.fd, third._store.fd)
+
+
+def test_the_second_cache_of_each_rank_is_another_one(as_rank: Callable[[], None]) -> None:
+    found = []
+    for _ in range(2):
+        found.append([SimpleDataset(range(3)).transform(decoded).cache("1 MB") for _ in range(2)])
+        as_rank()
+    (one, two), (three, four) = [[cached._store.fd for cached in row] for row in found]
+    assert os.path.sameopenfile(one, three) and os.path.sameopenfile(two, four)
+    assert not os.path.sameopenfile(one, two)
+
+
+def test_all_ranks_together_keep_within_the_bound(as_rank: Callable[[], None]) -> None:
+    ranks = []
+    for number in range(4):
+        ranks.append(SimpleDataset(range(100)).transform(decoded).cache(50 * 24))
+        for index in range(number, 100, 4):
+            ranks[-1][index]
+        as_rank()
+    assert [rank.cached for rank in ranks] == [50] * 4
+    assert all((rank[index] == decoded(index)).all() for rank in ranks for index in range(100))
+
+
+def test_each_rank_counts_its_own(as_rank: Callable[[], None]) -> None:
+    one = SimpleDataset(range(10)).transform(decoded).cache("1 MB")
+    list(one)
+    as_rank()
+    other = SimpleDataset(range(10)).transform(decoded).cache("1 MB")
+    assert other[3][0] == 3
+    assert one.counts == (0, 10, 240) and other.counts == (1, 0, 240)
+
+
+def test_a_bound_that_is_no_number_is_an_error_on_each_rank(as_rank: Callable[[], None]) -> None:
+    first = SimpleDataset(range(3)).cache("1 MB")
+    as_rank()
+    with pytest.raises(ValueError, match="such as '50%'"):
+        SimpleDataset(range(3)).cache("1 NB")
+    assert len(first) == 3
+
+
+def test_ranks_with_different_keys_of_one_file_are_an_error(as_rank: Callable[[], None], tmp_path: Path) -> None:
+    first = SimpleDataset(range(3)).cache(path=tmp_path / "it", key="a")
+    as_rank()
+    with pytest.raises(CacheMismatchError, match="with key='a', and now key='b' is given"):
+        SimpleDataset(range(3)).cache(path=tmp_path / "it", key="b")
+    assert list(first) == [0, 1, 2]
+
+
+RANK_OF: dict[str, tuple[dict[str, str], bool]] = {
+    "torchrun": ({"RANK": "0", "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, True),
+    "srun": ({"SLURM_LOCALID": "1", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, True),
+    "mpirun": ({"OMPI_COMM_WORLD_LOCAL_RANK": "0", "PMIX_NAMESPACE": "n"}, True),
+    "only a rank": ({"RANK": "0"}, True),
+    "none": ({"MASTER_ADDR": "a"}, False),
+}
+
+
+@pytest.mark.parametrize(("environ", "is_rank"), RANK_OF.values(), ids=RANK_OF)
+def test_ranks_are_known_by_what_started_them(environ: dict[str, str], is_rank: bool) -> None:
+    assert (job_of_ranks(environ) is not None) == is_rank
+
+
+def test_what_is_no_rank_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", *JOB):
+        monkeypatch.delenv(name, raising=False)
+    one, other = (SimpleDataset(range(3)).cache("1 MB") for _ in range(2))
+    assert not os.path.sameopenfile(one._store.fd, other._store.fd)  # type: ignore[union-attr]

@@ -1,0 +1,183 @@
+"""Ranks that share a cache, in memory or in a file, while they are killed at random and the disk is full at random.
+
+    python -m tests.soak_cached --minutes 10 [--seed N]
+
+    round -> a dataset, a bound, memory or a file -> ranks (forked processes), each with its own loader and workers
+          -> the ranks compare every sample; the parent kills some, and starts others in their place
+          -> at the end: every rank that was not killed has exit status 0, no process holds memory of a cache, and the
+             folder has the file alone, from which another process reads the same samples
+
+Prints a line for each ten rounds. Exit status 1: a sample was wrong, or something was left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import logging
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
+from sharded_loader.memory.rendezvous import links_of
+from sharded_loader.torch import DataLoader
+from tests import conftest
+
+RANKS = 3
+
+
+def column(index: int) -> Any:
+    return np.full((50, 20), index, np.int32), index
+
+
+def record(index: int) -> Any:
+    """Every third one is like the first, a row; the others have a length and a text of their own."""
+    return np.full(1000 if index % 3 == 0 else 500 + index, index, np.int32), "a" if index % 3 == 0 else f"{index}"
+
+
+def held() -> list[str]:
+    """The memory of caches that this program's processes hold."""
+    found = []
+    for link in links_of("sharded_loader-cache"):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(int(link.split("/")[2])) == os.getpgrp():
+                found.append(link)
+    return found
+
+
+class Round:
+    """What the ranks of one round do, drawn from a seed."""
+
+    def __init__(self, seed: int, folder: str) -> None:
+        rng = random.Random(seed)
+        self.seed, self.count = seed, rng.choice([50, 200, 600])
+        self.decode = rng.choice([column, record])
+        self.path = rng.choice([None, f"{folder}/it.cache"])
+        self.max_bytes = rng.choice([100_000, 4 * 1000 * self.count // 2, "20 MB"])
+        self.workers, self.epochs = rng.choice([0, 1, 2]), rng.choice([2, 5])
+        self.full = rng.choice([None, None, 200_000]) if self.path else None
+        self.drop_in = rng.random() < 0.3
+        self.rng, self.running, self.counts = rng, dict[int, int](), Counter[str]()
+
+    def __str__(self) -> str:
+        shown = ("seed", "count", "path", "max_bytes", "workers", "epochs", "full", "drop_in")
+        return f"{self.decode.__name__}, " + ", ".join(f"{name}={getattr(self, name)}" for name in shown)
+
+    def dataset(self) -> Any:
+        return SimpleDataset(range(self.count)).transform(self.decode).cache(self.max_bytes, self.path)
+
+    def check(self, numbers: Any, other: Any) -> None:
+        numbers = np.asarray(numbers)
+        wanted = self.decode(int(numbers.flat[0]))
+        if not np.array_equal(numbers, wanted[0]) or other != wanted[1]:
+            raise AssertionError(f"{numbers} with {other}")
+
+    def read(self, rank: int) -> None:
+        """One rank, to its end."""
+        os.environ |= {"RANK": str(rank), "MASTER_PORT": f"soak {os.getppid()} {self.seed}"}
+        cached = self.dataset()
+        if self.full:
+            size = os.stat(str(self.path)).st_size + self.full // 10
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        if self.drop_in:
+            loader: Any = DataLoader(cached, 7, shuffle=True, collate_fn=list, num_workers=self.workers)
+        else:
+            pool = ProcessPool(self.workers, start_method="fork") if self.workers else None
+            options: dict[str, Any] = {"shuffle": True, "num_replicas": RANKS, "rank": rank, "seed": self.seed}
+            loader = ShardedDataLoader(cached, 7, pool=pool, num_workers=0, batchify_fn=list, **options)
+        for _ in range(self.epochs):
+            for batch in loader:
+                for numbers, other in batch:
+                    self.check(numbers, other)
+        if not self.drop_in:
+            loader.close()
+        for index in range(self.count):
+            self.check(*cached[index])
+
+    def start(self, rank: int) -> None:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                self.read(rank)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        self.running[pid] = rank
+
+    def run(self) -> None:
+        for rank in range(RANKS):
+            self.start(rank)
+        for _ in range(self.rng.choice([0, 2, 5])):
+            time.sleep(self.rng.random() * 0.3)
+            pid = self.rng.choice(list(self.running))
+            os.kill(pid, signal.SIGKILL)
+            self.end(pid, (signal.SIGKILL, 0))
+            self.counts["killed"] += 1
+            self.start(self.rng.randrange(RANKS))
+        for pid in list(self.running):
+            self.end(pid, (0,))
+        self.counts["rounds"] += 1
+
+    def end(self, pid: int, allowed: tuple[int, ...]) -> None:
+        del self.running[pid]
+        status = os.waitpid(pid, 0)[1]
+        if status not in allowed:
+            raise AssertionError(f"a rank has ended with status {status}")
+
+    def check_left(self, folder: str) -> None:
+        gc.collect()
+        if not conftest.until(lambda: not held(), 30):
+            raise AssertionError(f"left: {held()}")
+        found = os.listdir(folder)
+        if found != ([] if self.path is None else ["it.cache"]):
+            raise AssertionError(f"left: {found}")
+        if self.path is not None:
+            for index, sample in enumerate(self.dataset()):
+                assert self.decode(index)[1] == sample[1]
+                self.check(*sample)
+            Path(self.path).unlink()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak_cached", description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 20))
+    options = parser.parse_args()
+    logging.getLogger("sharded_loader").addHandler(logging.NullHandler())  # of full caches and killed workers
+    until, counts, seed = time.monotonic() + 60 * options.minutes, Counter[str](), 1000 * options.seed
+    with tempfile.TemporaryDirectory() as folder:
+        while time.monotonic() < until:
+            seed += 1
+            one = Round(seed, folder)
+            try:
+                one.run()
+                one.check_left(folder)
+            except AssertionError as error:
+                print(f"DIFFERENCE in {one}: {error}", flush=True)
+                for pid in one.running:
+                    os.kill(pid, signal.SIGKILL)
+                return 1
+            counts.update(one.counts)
+            if counts["rounds"] % 10 == 0:
+                print(dict(counts), flush=True)
+    print(f"{dict(counts)}, 0 differences, nothing left")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
