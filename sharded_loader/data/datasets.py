@@ -517,9 +517,9 @@ class TransformDataset(Wrapper):
             return self._part(index)
         check_one_index(index)
         found = self._dataset[index]
-        return self._applied_later(found) if self._is_async else then(found, self._apply)
+        return self._apply_async(found) if self._is_async else then(found, self._apply)
 
-    async def _applied_later(self, found: Any) -> Any:
+    async def _apply_async(self, found: Any) -> Any:
         return await self._apply(await found if type(found) in AWAITED else found)
 
     def _apply(self, sample: Any) -> Any:
