@@ -102,7 +102,6 @@ STACKS: dict[str, Callable[[Any], Any]] = {
     "async transform": lambda d: SimpleDataset(d).transform(noisy_later).transform(noisy),
     "part": lambda d: SubsetDataset(d, range(30)).take(20)[::-1] + SimpleDataset(d).shard(3, 1),
     "subset": lambda d: torch.utils.data.Subset(d, range(5, 29)),
-    "cache": lambda d: SimpleDataset(d).transform(doubled).cache().transform(noisy),
 }
 
 
