@@ -116,7 +116,8 @@ class WorkerThreads:
                         self._reading.look_ahead(partial(link.unpack_tasks, content))
                     self._inbox.put((kind, run, content, message.buffers))
         except (EOFError, OSError):
-            if self._inbox.empty() and self._jobs == self._taken and self._reading.board[SAMPLE] == IDLE:
+            waits = self._inbox.empty() and self._jobs == self._taken and self._reading.board[SAMPLE] == IDLE
+            if waits and not self._finished.is_set():
                 _leave(0)  # here: to wake the main thread for it takes a turn of a busy processor
             self._inbox.put(None)
             if not self._finished.wait(GRACE):
