@@ -13,8 +13,8 @@ to begin. A job that cannot be taken is the answer (`FAILED`), and so is what st
 A worker that takes more memory than it may says so (`GROWN`). One that is told to leave (`LEAVE`) does the tasks that
 came before, and ends.
 
-The process ends when the pipe does: the main process closed it, or is gone. A main thread that is in the user's code
-then gets `GRACE` seconds. Where that code holds the GIL (in C), the kernel ends the process (`lifeline`), but not on
+The process ends when the pipe does: the main process closed it, or is gone. If the main thread waits, the receiver ends
+the process. A main thread that is in the user's code gets `GRACE` seconds. Where that code holds the GIL (in C), the kernel ends the process (`lifeline`), but not on
 macOS: there `close` kills the worker, and without a `close` it ends after that call.
 
 SIGINT is handled by the main process and is ignored here. BLAS and OpenMP are limited to one thread. Nothing here
