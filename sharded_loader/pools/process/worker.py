@@ -14,8 +14,9 @@ A worker that takes more memory than it may says so (`GROWN`). One that is told 
 came before, and ends.
 
 The process ends when the pipe does: the main process closed it, or is gone. If the main thread waits, the receiver ends
-the process. A main thread that is in the user's code gets `GRACE` seconds. Where that code holds the GIL (in C), the kernel ends the process (`lifeline`), but not on
-macOS: there `close` kills the worker, and without a `close` it ends after that call.
+the process. A main thread that is in the user's code gets `GRACE` seconds. Where that code holds the GIL (in C), the
+kernel ends the process (`lifeline`), but not on macOS: there `close` kills the worker, and without a `close` it ends
+after that call.
 
 SIGINT is handled by the main process and is ignored here. BLAS and OpenMP are limited to one thread. Nothing here
 imports torch.
