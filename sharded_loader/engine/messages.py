@@ -211,9 +211,6 @@ OnError = Literal["raise", "skip", "replace"] | Callable[[Any], Any]
 PIECE = 1 << 40
 """Pieces of batch n, which several workers read, have the numbers n + PIECE, n + 2 * PIECE, ... (`engine.pieces`)."""
 
-SECOND = 1 << 60
-"""What a second worker reads, because the first one is late, has the number n + SECOND; n is of a batch or a piece."""
-
 
 class Task(NamedTuple):
     """One batch to make. A named tuple, like `Result`: made and pickled in half the time of a frozen dataclass.
@@ -248,13 +245,13 @@ class Task(NamedTuple):
 
     @property
     def number(self) -> int:
-        """The number of the batch, also where the task asks for a piece of it, or is read by a second worker."""
+        """The number of the batch, also where the task asks for a piece of it."""
         return self.seq % PIECE if self.seq >= PIECE else self.seq
 
     @property
     def is_piece(self) -> bool:
         """Whether it asks for a piece of a batch."""
-        return self.seq >= PIECE and self.seq % SECOND >= PIECE
+        return self.seq >= PIECE
 
     @property
     def key(self) -> int:
@@ -268,7 +265,7 @@ class Result(NamedTuple):
     Attributes:
         run, seq: of the task.
         batch: the finished batch; `NOTHING` if ``on_error`` left no sample of it.
-        samples: how many samples are in it. Negative: it is so many samples, and no batch yet (`engine.pieces`).
+        samples: how many samples are in it. Negative: ``batch`` holds samples, and is no batch yet (`engine.pieces`).
         error: raised at the batch's place, instead of a batch.
         skipped: ``(index, error)`` of the samples that ``on_error`` left out or replaced.
         lost_shards: numbers of the shards that ``on_error`` left no sample of.

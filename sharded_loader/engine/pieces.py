@@ -20,8 +20,8 @@ The pipeline's lock guards a `BatchPieces`. It owns samples until they are sent 
 worker holds one task at a time: otherwise a piece would wait behind a batch. Samples that are awaited are neither
 shared out nor read twice: one worker awaits many of them already.
 
-A task of a worker that is late is read by a second one too. It has a number of its own there (`SECOND`), so that both
-answer it, and both may die over it, as if these were two tasks. The pipeline takes the first answer.
+A task whose worker is late is read by a second one too. `BatchPieces.is_first` lets the first answer through. As long
+as second answers come first, a late worker is replaced at once. Otherwise a worker has to be idle.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.batching.pack import Packed
-from sharded_loader.engine.messages import PIECE, Result, Task
+from sharded_loader.engine.messages import PIECE, Result, Task, Times
 
 SLOW_SECONDS = 2e-2
 """A batch that takes less is read by one worker: to share it out costs three messages, 0.3 ms each."""
@@ -51,8 +51,14 @@ LATE = 4
 LATE_SECONDS = 2e-2
 """No worker is late before that: a core that is busy elsewhere explains it."""
 
+PAYS = 3
+"""As often in a row a first worker has to answer first, at most, until a second one has to be idle again."""
+
 PIECE_SECONDS = 2e-3
 """Work in a piece, at least."""
+
+MANY = 1 << 30
+"""More tasks than there are."""
 
 NOTED = 16
 """Batches whose median counts."""
@@ -99,21 +105,22 @@ def cuts(begin: int, end: int, seconds: float, workers: int) -> list[int]:
     return [begin + (end - begin) * number // count for number in range(count + 1)]
 
 
-def late_after(usual: float, samples: int) -> float:
+def late_after(usual: float, samples: int, *, pays: bool) -> float:
     """For how many seconds a worker stands still that is late.
 
     Args:
         usual: seconds that batches took.
         samples: how many its batch has, if the worker is at a single sample; otherwise 0.
+        pays: see `BatchPieces`.
 
     Returns:
-        4 times as long as a batch takes, or a sample. For a sample as long as a batch takes, at least: samples differ.
+        4 times as long as a batch or a sample takes. Unless it pays, as long as a batch at least: samples differ.
 
     Example:
-        >>> late_after(0.1, 0), late_after(0.1, 64), late_after(0.1, 1), late_after(0.001, 0)
-        (0.4, 0.1, 0.4, 0.02)
+        >>> [late_after(0.1, samples, pays=False) for samples in (0, 64, 1)], late_after(0.1, 16, pays=True)
+        ([0.4, 0.1, 0.4], 0.025)
     """
-    return max(LATE_SECONDS, usual * (max(1.0, LATE / samples) if samples else LATE))
+    return max(LATE_SECONDS, usual * max(LATE / (samples or 1), 0.0 if pays else 1.0))
 
 
 @dataclass
@@ -127,6 +134,7 @@ class SharedOut:
         out: how many of its tasks the workers have.
         began: when a worker began with it; 0: none has.
         seconds: of all workers.
+        retries, times: of its pieces; see `Result`.
         is_whole: no piece was left out.
     """
 
@@ -136,6 +144,8 @@ class SharedOut:
     out: int = 0
     began: float = 0.0
     seconds: float = 0.0
+    retries: int = 0
+    times: list[Times] = field(default_factory=list)
     is_whole: bool = True
 
 
@@ -145,8 +155,8 @@ class BatchPieces:
     Attributes:
         recent: seconds of the last batches.
         open: batches that are shared out, or may be, by run and number, until they have come.
-        twice: tasks that two workers read, by run and seq: the late one; () if it has since
-            come with its first samples. None: an answer has come.
+        twice: when a second worker was given a task, by run and seq; None: one of the two has answered.
+        pays: how often more, lately, the second worker has answered first; at most `PAYS`.
         ready: tasks that follow from what has come, the first batch first.
     """
 
@@ -154,7 +164,8 @@ class BatchPieces:
         self.recent: deque[float] = deque(maxlen=NOTED)
         self.open: dict[tuple[int, int], SharedOut] = {}
         self.ready: list[Task] = []
-        self.twice: dict[tuple[int, int], Any] = {}
+        self.twice: dict[tuple[int, int], float | None] = {}
+        self.pays = 0
         self._sample_seconds = 0.0
         self._is_trusted = False  # the last batch that was shared out came whole: the next one needs no limit
 
@@ -172,7 +183,19 @@ class BatchPieces:
         """The workers read something else from now on: nothing is known of it."""
         self.forget()
         self.recent.clear()
-        self._is_trusted = False
+        self._is_trusted, self.pays = False, 0
+
+    def is_first(self, result: Result) -> bool:
+        """Whether no other worker has answered this task before."""
+        key = result.run, result.seq
+        if key not in self.twice or (result.samples < 0 and result.seq < PIECE):  # or it is to be shared out
+            return True
+        asked, self.twice[key] = self.twice[key], None
+        if asked is None:
+            del self.twice[key]
+            return False
+        self.pays = max(0, min(PAYS, self.pays + (1 if result.began >= asked else -1)))
+        return True
 
     def room(self, busy: int, workers: int) -> int:
         """How many tasks the workers may be given now.
@@ -182,7 +205,7 @@ class BatchPieces:
             workers: how many there are.
         """
         if self.recent and not self.open:
-            return 1 << 30
+            return MANY
         return workers - busy + len(self.open) - sum(shared.out for shared in self.open.values())
 
     def shared(self, task: Task, busy: int, workers: int, *, by_any: bool) -> list[Task]:
@@ -205,15 +228,13 @@ class BatchPieces:
         shared.out = 1
         return [task._replace(limit=limit)]
 
-    def take(self) -> Task | None:
+    def take(self, waits: bool) -> Task | None:
         """The first of the tasks that are ready. It is given to a worker now.
 
-        None: there is none, or a worker has just begun with a batch before it, whose pieces come first.
+        None: a worker has just begun with a batch before it, whose pieces come first, as the consumer waits for them.
         """
-        if not self.ready:
-            return None
         key = self.ready[0].run, self.ready[0].number
-        if any(shared.out and not shared.began for other, shared in self.open.items() if other < key):
+        if waits and any(shared.out and not shared.began for other, shared in self.open.items() if other < key):
             return None
         self.open[key].out += 1
         return self.ready.pop(0)
@@ -238,7 +259,11 @@ class BatchPieces:
             return None
         shared.began = shared.began or result.began
         shared.seconds += result.seconds
+        shared.retries += result.retries
         count, begin = -result.samples, shared.left.pop(result.seq, 0)
+        if result.times is not None:
+            slow = [(begin + place, seconds) for place, seconds in result.times.slow]
+            shared.times.append(result.times._replace(slow=tuple(slow)))
         if count > 0:
             shared.given.append((begin, result.batch))
             self._sample_seconds = result.seconds / count
@@ -275,7 +300,26 @@ class BatchPieces:
         self._is_trusted = shared.is_whole and result.error is None
         if shared.left:  # it was given up, or a second worker has read all of it
             return result
-        return result._replace(began=shared.began, seconds=result.began + result.seconds - shared.began)
+        times = _joined([*shared.times, result.times or Times()])
+        seconds = result.began + result.seconds - shared.began
+        retries = shared.retries + result.retries
+        return result._replace(began=shared.began, seconds=seconds, times=times, retries=retries)
+
+
+def _joined(times: list[Times]) -> Times:
+    """What was measured of a batch, from that of its pieces; the last one made the batch."""
+    known = [one for one in times if one.processor >= 0]
+    return Times(
+        times[0].idle,
+        sum(one.processor for one in known) if known else -1.0,
+        sum(one.queued for one in known),
+        times[-1].collate,
+        times[-1].write,
+        max(one.longest for one in times),
+        sum(one.retries for one in times),
+        is_first=any(one.is_first for one in times),
+        slow=tuple(one for some in times for one in some.slow),
+    )
 
 
 def _listed(indices: Any) -> Any:

@@ -22,7 +22,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,9 +30,9 @@ from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_err
 from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.base.private import is_owned
 from sharded_loader.data.inspection import is_read_once
-from sharded_loader.engine.messages import NOTHING, PIECE, SECOND, Job, Nothing, Result, Task
+from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
 from sharded_loader.engine.order import Epoch
-from sharded_loader.engine.pieces import LATE_SECONDS, SLOW_SECONDS, BatchPieces
+from sharded_loader.engine.pieces import LATE_SECONDS, MANY, SLOW_SECONDS, BatchPieces
 from sharded_loader.engine.pool import Pool, PoolBroken
 from sharded_loader.engine.split import Split
 
@@ -416,49 +416,22 @@ class Pipeline:
                 due, look = self._tell_of_wait(run, began, look)
 
     def _read_late(self, now: float) -> None:
-        """The consumer waits. Idle workers read what others are late with; the first answer counts."""
+        """The consumer waits. Other workers read what some are late with; the first answer counts."""
         pieces, pool, job = self._pieces, self.pool, self._job
         usual = pieces.usual()
-        if usual is None or job is None or job.stream is not None or not pool.shares_batches:
+        if usual is None or job is None or job.stream is not None or job.keeps_state or not pool.shares_batches:
             return
-        found, idle = pool.late(usual, now)
-        if idle and found and not is_read_once(job.dataset):
-            lanes = itertools.cycle(idle)
-            for late, tasks in found:
-                self._read_twice(late, tasks, lanes)
-
-    def _read_twice(self, late: Any, tasks: Sequence[Task], lanes: Iterator[int | None]) -> None:
-        """Have other workers, by these lanes, read tasks of a late one too."""
-        pool, twice = self.pool, self._pieces.twice
-        for task in tasks:
-            key, is_free = (task.run, task.seq), task.lane is None or pool.shares_dataset
-            is_known = key in twice or task.seq >= SECOND or task.seq < 0 or task.run not in self._runs
-            if is_known or task.part is not None or not is_free:
+        found, idle = pool.late(usual, now, pays=pieces.pays > 0)
+        for late, (task, *behind) in found:
+            key, run = (task.run, task.seq), self._runs.get(task.run)
+            is_free = run is not None and task.seq >= 0 and (pool.shares_dataset or not run.epoch.takes_turns)
+            again = [task._replace(limit=None)] if key not in pieces.twice else []
+            if not is_free or not (again or behind) or is_read_once(job.dataset):
                 continue
-            twice[key] = late
-            # The whole batch, not its first samples.
-            pool.submit([task._replace(seq=task.seq + SECOND, limit=None, lane=next(lanes))])
-            text = f"epoch {task.epoch}, {name_of_batch(task.number)} is late; another worker reads it too"
-            pool.notices.happened("second_reads", text)
-
-    def _first(self, result: Result) -> Result | None:
-        """What has come from the first one of two workers; None: it has come from the other one before."""
-        twice, is_second = self._pieces.twice, result.seq >= SECOND
-        if is_second:
-            result = result._replace(seq=result.seq - SECOND)
-        key = result.run, result.seq
-        if key not in twice:
-            return None if is_second else result  # its run was dropped
-        if (late := twice[key]) is None:
-            del twice[key]
-            return None
-        if result.samples < 0 and result.seq < PIECE:  # the late one has come with its first samples
-            twice[key] = ()
-            return result
-        twice[key] = None
-        if late:
-            self._read_twice(late, self.pool.relieve(late, *key), itertools.repeat(None))
-        return result
+            if pool.read_again(late, again, behind, idle, replace=pieces.pays > 0) and again:
+                pieces.twice[key] = now
+                text = f"epoch {task.epoch}, {name_of_batch(task.number)} is late; another worker reads it too"
+                pool.notices.happened("second_reads", text)
 
     def _tell_of_wait(
         self, run: Run, began: float, look: Callable[[], None] | None
@@ -547,11 +520,16 @@ class Pipeline:
                 window.append(entry)
                 run.planned = seq + 1
             planned = entry = None  # as in `_wait`
-        if run.waiting:
-            self._dispatch(run)
+        if run.waiting or self._pieces.ready:
+            self._dispatch(run, waits=least > 0)
 
-    def _dispatch(self, run: Run) -> None:
-        """Give waiting tasks to the pool. Of several runs, those tasks that are needed soonest go first."""
+    def _dispatch(self, run: Run, *, waits: bool = True) -> None:
+        """Give waiting tasks to the pool. Of several runs, those tasks that are needed soonest go first.
+
+        Args:
+            run: whose tasks.
+            waits: the consumer waits. Otherwise the workers get enough to do until it comes back.
+        """
         tasks: list[Task] = []
         room, splits = self.pool.room, self.split.num_shards is not None
         now = time.perf_counter() if self.pool.num_workers else 0.0
@@ -559,7 +537,7 @@ class Pipeline:
         if may_share and pieces.recent and pieces.recent[-1] < SLOW_SECONDS and not pieces.open:
             may_share = False  # as always where batches are cheap, without a call
         while len(tasks) < room:
-            if may_share and not self._has_room(tasks):
+            if may_share and not self._has_room(tasks, waits):
                 break
             if len(self._runs) > 1:
                 run = min(self._runs.values(), key=_distance)
@@ -592,11 +570,11 @@ class Pipeline:
             if counts.get("slow_batches", 0) > before:
                 self._slow.append(now)
 
-    def _has_room(self, tasks: list[Task]) -> bool:
+    def _has_room(self, tasks: list[Task], waits: bool) -> bool:
         """Give pieces of slow batches to the workers first. Whether there is room for a batch."""
         pieces, workers = self._pieces, self.pool.num_workers
-        room = pieces.room(self._busy(), workers)
-        while room > 0 and pieces.ready and (piece := pieces.take()) is not None:
+        room = pieces.room(self._busy(), workers) if waits else MANY
+        while room > 0 and pieces.ready and (piece := pieces.take(waits)) is not None:
             tasks.append(piece)
             room -= 1
         return room > 0 and not pieces.ready
@@ -657,7 +635,7 @@ class Pipeline:
         result: Result | None = None
         pieces, workers = self._pieces, self.pool.num_workers
         for result in results:
-            if (pieces.twice or result.seq >= SECOND) and (result := self._first(result)) is None:
+            if pieces.twice and not pieces.is_first(result):
                 continue
             if not pieces.open:
                 pieces.recent.append(result.seconds)

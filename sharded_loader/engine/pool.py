@@ -142,22 +142,29 @@ class Pool(ABC):
         write_to_stderr(f"{text}\n")
         return None
 
-    def late(self, usual: float, now: float) -> tuple[list[tuple[Any, list[Task]]], list[int]]:
-        """Workers that are late, with their tasks, and the numbers of those that are idle; see `pieces.late_after`.
+    def late(self, usual: float, now: float, *, pays: bool) -> tuple[list[tuple[Any, list[Task]]], list[int]]:
+        """Workers that are late, each with its tasks, first the one that it is at; and the numbers of idle workers.
 
         Args:
-            usual: the seconds that batches take.
+            usual, pays: see `pieces.late_after`.
             now: by `time.perf_counter`. A worker stands still from the first of these calls that finds it so.
         """
         return [], []
 
-    def relieve(self, late: Any, run: int, seq: int) -> list[Task]:
-        """Another worker has answered a task. If one that `late` has named still has it, a new one takes its number.
+    def read_again(self, late: Any, again: list[Task], behind: list[Task], idle: list[int], *, replace: bool) -> bool:
+        """Have another worker read what a late one has.
+
+        Args:
+            late: the late one.
+            again: the task that it is at, to be read by both; empty: it has been given to another one before.
+            behind: the tasks that it has not begun, to be read by the other one.
+            idle: numbers of workers that are idle.
+            replace: if the pool can, a new worker takes the number of the late one, which ends after its task.
 
         Returns:
-            The tasks that the one has which has lost its number.
+            Whether there is another worker.
         """
-        return []
+        return False
 
     def wake(self) -> None:  # noqa: B027
         """Make a `wait` in another thread return."""
@@ -219,7 +226,7 @@ class WorkerPool(Pool):
         # Where each worker was, and since when. Weakly: a finalizer ends the workers, and this object may stay.
         self._stands: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], float]] = weakref.WeakKeyDictionary()
 
-    def late(self, usual: float, now: float) -> tuple[list[tuple[Any, list[Task]]], list[int]]:
+    def late(self, usual: float, now: float, *, pays: bool) -> tuple[list[tuple[Any, list[Task]]], list[int]]:
         before, self._stands = self._stands, weakref.WeakKeyDictionary()
         found: list[tuple[Any, list[Task]]] = []
         idle: list[int] = []
@@ -231,8 +238,9 @@ class WorkerPool(Pool):
             if task is not None:
                 since = before[worker][1] if worker in before and before[worker][0] == at else now
                 self._stands[worker] = at, since
-                if now - since >= late_after(usual, sum(map(len, task.shards)) if at[SAMPLE] >= 0 else 0):
-                    found.append((worker, tasks))
+                samples = sum(map(len, task.shards)) if at[SAMPLE] >= 0 else 0
+                if now - since >= late_after(usual, samples, pays=pays):
+                    found.append((worker, [task, *(one for one in tasks if one is not task)]))
         return found, idle
 
     def _at_work(self) -> list[tuple[Any, Sequence[int], list[Task]]]:

@@ -101,7 +101,7 @@ class BatchScope(SampleScope):
         is_alone: its samples are read one by one.
         collating: seconds in ``batchify_fn``.
         durations: seconds of each sample, if samples are timed.
-        given: samples that others have read, by their places; None: nobody has asked.
+        given: samples that others have read, by their places; None: not unpacked yet.
     """
 
     task: Task
@@ -167,7 +167,7 @@ class _Given:
     """The dataset of a batch of which others have read samples. It is asked for each sample once, in order.
 
     Args:
-        dataset: gives the samples that nobody has read.
+        dataset: gives the samples that no other worker has read.
         given: samples, by their places in the batch.
         place: of the first one that is asked for.
     """
@@ -286,7 +286,7 @@ class Reader:
         Exceptions become part of the result. Only in the caller's own thread a KeyboardInterrupt passes, and what a
         signal handler raises (`sharded_loader.base.interrupts.is_from_outside`).
         """
-        self._batches, tried = self._batches + 1, len(RETRIES)
+        self._batches, tried = self._batches + (not task.given), len(RETRIES)
         measure = core_seconds() if self._batches >= self._next else None
         began = time.perf_counter()
         at = BatchScope(self._job.seed, task.epoch)
@@ -306,6 +306,7 @@ class Reader:
             batches, error = self._make_batches(at)
         except Enough as enough:
             batch, count = enough.samples, -enough.count
+            self._batches -= 1
         except BaseException as raised:
             if at.passes(raised):
                 raise
@@ -557,7 +558,7 @@ class Reader:
                     if stamps:
                         stamps.append(now := time.perf_counter())
                         if now >= stop:
-                            stop = self._leave_rest(samples, now - stamps[0], at)
+                            stop = self._leave_rest(samples, stamps, at)
                 break
             except Exception as error:
                 if not tolerant or at.passes(error):
@@ -579,15 +580,16 @@ class Reader:
         self._awaiter = Awaiter(CONCURRENCY)
         return self._read_one_by_one(number, at)
 
-    def _leave_rest(self, samples: list[Any], seconds: float, at: BatchScope) -> float:
+    def _leave_rest(self, samples: list[Any], stamps: list[float], at: BatchScope) -> float:
         """The first samples of a batch took so long: leave the others to all workers, if that is worth it.
 
         Returns:
             When to ask again: never.
         """
-        rest = seconds * (sum(map(len, at.task.shards)) / len(samples) - 1)
+        rest = (stamps[-1] - stamps[0]) * (sum(map(len, at.task.shards)) / len(samples) - 1)
         is_worth_it = rest >= REST_SECONDS and not at.skipped and type(samples[0]) not in AWAITED
         if is_worth_it and (left := self.leave(samples)) is not None:
+            at.durations = list(map(operator.sub, stamps[1:], stamps))
             raise Enough(left, len(samples))
         return math.inf
 

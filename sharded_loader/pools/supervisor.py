@@ -261,8 +261,11 @@ class Supervisor(Generic[W]):
                 self._transport.send_cancel(worker, run)
 
     def take_back(self, tasks: Iterable[Task]) -> None:
-        """Tasks that were sent wait again. They are older than all that wait."""
-        self.requeued.extendleft(reversed([task for task in tasks if task.run not in self._cancelled]))
+        """Tasks that were sent wait again, unless a second worker has them. They are older than all that wait."""
+        others = [worker.tasks for worker in (*self._transport.workers, *self._transport.leaving)]
+        lost = [task for task in tasks if task.run not in self._cancelled]
+        lost = [task for task in lost if not any((task.run, task.seq) in other for other in others)]
+        self.requeued.extendleft(reversed(lost))
 
     # -- workers that end, or stand still -------------------------------------------------------------------
 

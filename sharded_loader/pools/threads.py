@@ -76,9 +76,11 @@ class _Shared:
         self.left_behind: list[_Thread] = []  # late with a sample that another thread has read meanwhile
         self.reader: Callable[[], Any] = _nothing  # a weak reference
 
-    def move(self, queues: int) -> None:
-        """Have new queues. What waits in the old ones goes over, and so does each thread."""
+    def move(self, queues: int, *first: tuple[Any, Task]) -> None:
+        """Have new queues. What waits in the old ones goes over, behind what comes first, and so does each thread."""
         before, self.queues = self.queues, [queue.SimpleQueue() for _ in range(queues)]
+        for one in first:
+            self.queues[0].put(one)
         for tasks in before:
             with contextlib.suppress(queue.Empty):
                 while (taken := tasks.get_nowait()) is not None:
@@ -293,16 +295,17 @@ class ThreadPool(WorkerPool):
         threads = [thread for shared in self._running for thread in shared.threads]
         return [(thread, thread.board, [thread.task] if thread.task else []) for thread in threads]
 
-    def relieve(self, late: Any, run: int, seq: int) -> list[Task]:
-        task = late.task
-        for shared in self._running:
+    def read_again(self, late: Any, again: list[Task], behind: list[Task], idle: list[int], *, replace: bool) -> bool:
+        for shared in self._running if again else ():
             shared.left_behind = [thread for thread in shared.left_behind if thread.is_alive()]
-            has_it = task is not None and (task.run, task.seq) == (run, seq) and late in shared.threads
-            if has_it and len(shared.left_behind) < LEFT_BEHIND * self.num_workers:
+            replace = replace and len(shared.left_behind) < LEFT_BEHIND * self.num_workers
+            if replace:
                 late.written_off = True
                 shared.left_behind.append(late)
                 self._replace(shared, late)
-        return []
+            if replace or idle:
+                shared.move(1, *[(self._reader, task) for task in again])
+        return replace or bool(idle)
 
     def _replace(self, shared: _Shared, thread: _Thread) -> None:
         another = _Thread(shared, self._name, thread.number, self.worker_init_fn)

@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset, ThreadPool, WorkerTimeoutError, sample_rng
 from sharded_loader.data.inspection import is_read_once
-from sharded_loader.engine.messages import PIECE, SECOND, Result, Task
+from sharded_loader.engine.messages import PIECE, Result, Task
 from sharded_loader.engine.pieces import FIRST_SECONDS, BatchPieces, cuts, late_after, limit_of
 
 POOLS = ("thread", "fork", "spawn")
@@ -101,8 +101,9 @@ def test_pieces_cover_the_rest_of_a_batch_once() -> None:
 
 
 def test_a_worker_is_late_at_four_times_the_median() -> None:
-    assert late_after(1.0, 0) == 4.0, "at no single sample"
-    assert late_after(1.0, 64) == 1.0 and late_after(1.0, 1) == 4.0
+    assert late_after(1.0, 0, pays=False) == 4.0, "at no single sample"
+    assert late_after(1.0, 64, pays=False) == 1.0 and late_after(1.0, 1, pays=False) == 4.0
+    assert late_after(1.0, 64, pays=True) == 4 / 64 and late_after(1.0, 0, pays=True) == 4.0
 
 
 def test_a_piece_that_fails_is_left_to_the_worker_that_puts_the_batch_together() -> None:
@@ -110,12 +111,12 @@ def test_a_piece_that_fails_is_left_to_the_worker_that_puts_the_batch_together()
     [task] = pieces.shared(Task(0, 5, 0, 0, (list(range(8)),), False), 0, 2, by_any=False)
     assert task.limit == FIRST_SECONDS
     assert pieces.came(Result(0, 5, ["a"], -1, seconds=0.02), 2) is None
-    first, second = pieces.take(), pieces.take()
+    first, second = pieces.take(True), pieces.take(True)
     assert first is not None and second is not None
     assert (first.shards, second.shards, first.number) == (([1, 2, 3],), ([4, 5, 6, 7],), 5)
     pieces.came(Result(0, first.seq, error=ValueError()), 2)
     pieces.came(Result(0, second.seq, list("efgh"), -4, seconds=0.08), 2)
-    whole = pieces.take()
+    whole = pieces.take(True)
     assert whole is not None and whole.seq == 5 and whole.careful
     assert dict(whole.given) == {0: ["a"], 4: ["e", "f", "g", "h"]}
 
@@ -242,12 +243,17 @@ def test_the_pool_does_not_keep_workers_whose_loader_is_gone() -> None:
     assert pool._stands is not None and not pool.workers  # `nothing_left_behind` looks for their memory
 
 
-def test_both_answers_of_a_batch_that_two_workers_read_are_told_apart() -> None:
-    task = Task(0, 5 + 2 * PIECE, 0, 0, ([1],), False)
-    second = task._replace(seq=task.seq + SECOND)
-    assert task.is_piece and second.is_piece and second.number == task.number == 5
-    whole = task._replace(seq=5 + SECOND)
-    assert not whole.is_piece and whole.number == whole.key == 5
+def test_the_first_of_two_answers_counts_and_says_whether_a_second_reading_pays() -> None:
+    pieces = BatchPieces()
+    late, second = Result(0, 5, "late", 4, began=1.0), Result(0, 5, "second", 4, began=3.1)
+    for answers, pays in (([second, late], 1), ([second, late], 2), ([late, second], 1), ([late, second], 0)):
+        pieces.twice[0, 5] = 3.0
+        assert [pieces.is_first(one) for one in answers] == [True, False]
+        assert pieces.pays == pays and not pieces.twice
+    assert pieces.is_first(late)
+    pieces.twice[0, 5] = 3.0
+    assert pieces.is_first(late._replace(samples=-1)), "its first samples: the others are shared out"
+    assert pieces.is_first(second) and not pieces.is_first(late)
 
 
 # -- the end in the middle ---------------------------------------------------------------------------------------------

@@ -230,20 +230,28 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 worker.unsent.clear()
 
     def _at_work(self) -> list[tuple[Any, Sequence[int], list[Task]]]:
-        # What has killed a worker, or may have, is read by one worker alone.
+        # What has killed a worker, or may have, is read by one worker alone. So is the last try that is left then.
         suspects, found = self._supervisor.deaths.suspects, []
-        for worker in self._transport.workers:
+        for worker in self._transport.workers if self.restarts > 2 else ():
             tasks = list(worker.tasks.values())
             if worker.ready and not any((task.run, task.number) in suspects for task in tasks):
                 found.append((worker, worker.board, tasks))
         return found
 
-    def relieve(self, late: Any, run: int, seq: int) -> list[Task]:
-        most = LEFT_BEHIND * self.num_workers if self.start_method == "fork" else 0
-        if late in self.workers and (run, seq) in late.tasks and len(self._transport.leaving) < most:
+    def read_again(self, late: Any, again: list[Task], behind: list[Task], idle: list[int], *, replace: bool) -> bool:
+        transport = self._transport
+        if replace and self.start_method == "fork" and len(transport.leaving) < LEFT_BEHIND * self.num_workers:
             self._supervisor.renew(late)
-            return list(late.tasks.values())
-        return []
+            idle = [late.number]
+        if not idle:
+            return False
+        for task in behind:
+            del late.tasks[task.run, task.seq]
+        for run in {task.run for task in behind}:
+            transport.send_cancel(late, run)
+        lanes = itertools.cycle(idle)
+        self.submit([task._replace(lane=next(lanes)) for task in (*again, *behind)])
+        return True
 
     def _note_no_room(self, wanted: int) -> None:
         self.notices.happened(
@@ -346,4 +354,5 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 if slot is not None:
                     # Also if nothing lies in it: then it comes back at once.
                     buffers = self._transport.arena.lend(slot, buffers)
-                results.append(self._result(run, seq, wanted, pickled, buffers, task, times))
+                if task is not None:  # otherwise another worker has it now
+                    results.append(self._result(run, seq, wanted, pickled, buffers, task, times))
