@@ -1,27 +1,30 @@
-"""Slow batches that several workers read, while there are fewer batches than workers. Policy as pure functions.
+"""Slow batches: several workers read pieces of one, or two read the same one. Policy as pure functions.
 
     limit_of(usual, busy, workers) -> seconds      may the worker of a batch answer with the samples that it has?
     cuts(begin, end, seconds, workers) -> places   where a batch is cut into pieces
-    BatchPieces                                      what has come of the batches that are shared out
+    late_after(usual, samples) -> seconds          how long a worker stands still that is late
+    BatchPieces                                    what has come of such batches
+
+**Pieces**, while there are fewer batches than workers:
 
     task, with a limit      ->  a batch: it was cheap, or it has to be read by one worker
                             ->  its first samples  ->  pieces, for all workers  ->  samples  ->  task, with these
 
-A task with a limit goes to one worker. If the worker sees that the batch takes long, it answers with the samples that
-it has. All workers then read a piece of the rest. At last one worker gets the samples, and puts the batch together as
-if it had read them all: `Reader` has no other way to make a batch. What it was not given it reads itself. So a piece in
-which anything goes wrong is just left out: a sample raises an error, a worker dies, a sample cannot be pickled. The
-error is then that of one reader.
+A task with a limit goes to one worker. If the batch takes long there, the worker answers with the samples that it has.
+All workers then read a piece of the rest. At last one worker gets the samples, and puts the batch together as if it had
+read them all: `Reader` has no other way to make a batch. It reads what it was not given. So a piece in which anything
+goes wrong is left out: a sample raises an error, a worker dies, a sample cannot be pickled. The error is then that of
+one reader. A worker keeps the whole batch if a sample has drawn from the global generators: samples that come later
+would draw other numbers in another worker. Samples go through the main process as bytes. It neither reads nor makes
+any. While the consumer waits for such a batch, a worker holds one task: otherwise a piece would wait behind a batch.
 
-A worker keeps the whole batch if a sample has drawn from the global generators: samples that come later would draw
-other numbers in another worker. Samples go through the main process as bytes. It neither reads nor makes any.
+**Late workers.** If a worker stands still while the consumer waits, another one reads its task too. Both answer it, and
+`BatchPieces.is_first` lets the first answer through. At first the other one is a worker that is idle. As long as such
+workers answer first (`pays`), or if all workers are late, a new worker takes the place of the late one, which ends
+after its sample.
 
-The pipeline's lock guards a `BatchPieces`. It owns samples until they are sent on. While any batch is shared out, a
-worker holds one task at a time: otherwise a piece would wait behind a batch. Samples that are awaited are neither
+The pipeline's lock guards a `BatchPieces`. It owns samples until they are sent on. Samples that are awaited are neither
 shared out nor read twice: one worker awaits many of them already.
-
-A task whose worker is late is read by a second one too. `BatchPieces.is_first` lets the first answer through. As long
-as second answers come first, a late worker is replaced at once. Otherwise a worker has to be idle.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ LATE_SECONDS = 2e-2
 """No worker is late before that: a core that is busy elsewhere explains it."""
 
 PAYS = 3
-"""As often in a row a first worker has to answer first, at most, until a second one has to be idle again."""
+"""If the late worker answers first this number of times in a row, second readings do not pay any more."""
 
 PIECE_SECONDS = 2e-3
 """Work in a piece, at least."""
@@ -156,7 +159,7 @@ class BatchPieces:
         recent: seconds of the last batches.
         open: batches that are shared out, or may be, by run and number, until they have come.
         twice: when a second worker was given a task, by run and seq; None: one of the two has answered.
-        pays: how often more, lately, the second worker has answered first; at most `PAYS`.
+        pays: how many more second workers than late ones have answered first, lately; 0 to `PAYS`.
         ready: tasks that follow from what has come, the first batch first.
     """
 

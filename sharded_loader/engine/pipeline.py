@@ -428,7 +428,8 @@ class Pipeline:
             again = [task._replace(limit=None)] if key not in pieces.twice else []
             if not is_free or not (again or behind) or is_read_once(job.dataset):
                 continue
-            if pool.read_again(late, again, behind, idle, replace=pieces.pays > 0) and again:
+            replace = bool(again) and (pieces.pays > 0 or len(found) == pool.num_workers)
+            if pool.read_again(late, again, behind, idle, replace=replace) and again:
                 pieces.twice[key] = now
                 text = f"epoch {task.epoch}, {name_of_batch(task.number)} is late; another worker reads it too"
                 pool.notices.happened("second_reads", text)

@@ -305,8 +305,7 @@ class Reader:
                 self._tell_epoch(task.epoch)
             batches, error = self._make_batches(at)
         except Enough as enough:
-            batch, count = enough.samples, -enough.count
-            self._batches -= 1
+            batch, count, self._batches = enough.samples, -enough.count, self._batches - 1
         except BaseException as raised:
             if at.passes(raised):
                 raise

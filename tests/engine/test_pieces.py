@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset, Thread
 from sharded_loader.data.inspection import is_read_once
 from sharded_loader.engine.messages import PIECE, Result, Task
 from sharded_loader.engine.pieces import FIRST_SECONDS, BatchPieces, cuts, late_after, limit_of
+from sharded_loader.torch import DataLoader
 
 POOLS = ("thread", "fork", "spawn")
 
@@ -48,7 +50,8 @@ class Slow:
         if index in self.bad:
             raise ValueError(f"sample {index} is bad")
         drawn = random.random() if self.draws else 0.0
-        return {"x": np.full(3, index + sample_rng().normal(), np.float32), "drawn": drawn, "text": str(index)}
+        x, reader = np.full(3, index + sample_rng().normal(), np.float32), threading.get_native_id()
+        return {"x": x, "drawn": drawn, "text": str(index), "reader": reader}
 
 
 def numbers(loader: ShardedDataLoader) -> list[Any]:
@@ -124,7 +127,7 @@ def test_a_piece_that_fails_is_left_to_the_worker_that_puts_the_batch_together()
 # -- values, errors, deaths --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("kind", POOLS)
 @pytest.mark.parametrize("options", [{}, {"num_shards": 2}, {"on_error": "skip"}, {"on_error": "replace"}])
 @pytest.mark.parametrize("bad", [(), (11, 40)])
@@ -165,14 +168,28 @@ def test_a_worker_that_is_killed_over_a_piece_changes_nothing_or_is_named(restar
         assert [len(one) for one in texts] == [24, 24, 0, 24]
 
 
-@pytest.mark.parametrize("kind", ("thread", "fork"))
+def test_workers_read_the_shards_of_one_batch(tmp_path: Path) -> None:
+    with ShardedDataLoader(Slow(tmp_path), 24, pool=pool_of("fork"), num_shards=2, prefetch=1) as loader:
+        shards = next(iter(loader))
+    assert [text for shard in shards for text in shard["text"]] == [str(index) for index in range(24)]
+    assert len({reader for shard in shards for reader in shard["reader"].tolist()}) > 1
+
+
+def test_threads_of_the_drop_in_share_out_a_batch(tmp_path: Path) -> None:
+    loader = DataLoader(Slow(tmp_path), 24, num_workers=2, prefetch_factor=1, thread_pool=True)
+    batches = list(loader)
+    assert [batch["text"] for batch in batches] == [[str(i) for i in range(n, n + 24)] for n in range(0, 96, 24)]
+    assert len(set(batches[0]["reader"].tolist())) > 1
+
+
+@pytest.mark.parametrize("kind", ("thread", pytest.param("spawn", marks=pytest.mark.slow)))
 def test_a_state_in_mid_epoch_goes_on_with_the_same_batches(kind: str, tmp_path: Path) -> None:
-    with ShardedDataLoader(Slow(tmp_path), 24, pool=pool_of(kind), shuffle=True, seed=1, prefetch=1) as loader:
+    with ShardedDataLoader(Slow(tmp_path), 24, pool=pool_of(kind, 2), shuffle=True, seed=1, prefetch=1) as loader:
         batches = iter(loader)
         next(batches)
         state = loader.state_dict()
         rest = [batch["text"] for batch in batches]
-    with ShardedDataLoader(Slow(tmp_path), 24, pool=pool_of(kind), shuffle=True, seed=1, prefetch=1) as loader:
+    with ShardedDataLoader(Slow(tmp_path), 24, pool=pool_of("thread"), shuffle=True, seed=1, prefetch=1) as loader:
         loader.load_state_dict(state)
         assert [batch["text"] for batch in loader] == rest
 
@@ -181,21 +198,30 @@ def test_a_state_in_mid_epoch_goes_on_with_the_same_batches(kind: str, tmp_path:
 
 
 class Stuck:
-    """Sample 20 stands still for 30 s the first time that it is read, wherever that is."""
+    """Samples that stand still for 30 s the first time that they are read, wherever that is.
+
+    Args:
+        marks: a folder for what has been read.
+        stuck: these samples.
+        kills: before that they kill a worker.
+    """
 
     read_once = False
 
-    def __init__(self, marks: Path) -> None:
-        self.marks = marks
+    def __init__(self, marks: Path, stuck: tuple[int, ...] = (20,), kills: bool = False) -> None:
+        self.marks, self.stuck, self.kills = marks, stuck, kills
 
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> int:
-        if index == 20 and not (mark := self.marks / "stuck").exists():
+        if index in self.stuck and self.kills and not (mark := self.marks / "killed").exists():
             mark.touch()
-            for _ in range(3000):  # a thread ends soon after the test
-                if (self.marks / "over").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index in self.stuck and not (mark := self.marks / f"stuck{index}").exists():
+            mark.touch()
+            for _ in range(50 if self.kills else 3000):
+                if (self.marks / "over").exists():  # a thread ends soon after the test
                     break
                 time.sleep(0.01)
         return index
@@ -211,6 +237,32 @@ def test_a_batch_that_stands_still_is_read_by_an_idle_worker_too(kind: str, tmp_
         (tmp_path / "over").touch()
     assert found == [list(range(first, first + 4)) for first in range(0, 64, 4)]
     assert took < 25 and stats.second_reads >= 1 and stats.replaced_workers == 0
+
+
+@pytest.mark.parametrize("kind", ("thread", "fork"))
+def test_late_workers_are_replaced_while_that_pays(kind: str, tmp_path: Path) -> None:
+    began = time.perf_counter()
+    with ShardedDataLoader(Stuck(tmp_path, (10, 20, 30, 40, 50)), 4, pool=pool_of(kind, 2)) as loader:
+        found = [batch.tolist() for batch in loader]  # without new workers, none would read after the second one
+        took = time.perf_counter() - began
+        stats = loader.stats()
+        (tmp_path / "over").touch()
+    assert found == [list(range(first, first + 4)) for first in range(0, 64, 4)]
+    assert took < 25 and stats.second_reads >= 5 and stats.replaced_workers == 0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+@pytest.mark.parametrize(("restarts", "kills"), [(2, False), (3, True)])
+def test_the_last_tries_of_a_batch_are_those_of_one_worker(restarts: int, kills: bool, tmp_path: Path) -> None:
+    pool = pool_of("fork", 2, restarts=restarts)
+    with ShardedDataLoader(Stuck(tmp_path, kills=kills), 4, pool=pool) as loader:
+        batches = iter(loader)
+        for _ in range(5):
+            next(batches)
+        if not kills:
+            threading.Timer(0.2, (tmp_path / "over").touch).start()
+        assert len(list(batches)) == 11
+        assert loader.stats().second_reads == 0 and loader.stats().replaced_workers == kills
 
 
 def test_a_dataset_that_says_so_is_read_once(tmp_path: Path) -> None:
