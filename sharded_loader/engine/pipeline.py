@@ -418,8 +418,8 @@ class Pipeline:
     def _read_late(self, now: float) -> None:
         """The consumer waits. Other workers read what some are late with; the first answer counts."""
         pieces, pool, job = self._pieces, self.pool, self._job
-        usual = pieces.usual()
-        if usual is None or job is None or job.stream is not None or job.keeps_state or not pool.shares_batches:
+        usual = pieces.usual() if pool.shares_batches and pool.num_workers > 1 else None
+        if usual is None or job is None or job.stream is not None or job.keeps_state:
             return
         found, idle = pool.late(usual, now, pays=pieces.pays > 0)
         for late, (task, *behind) in found:

@@ -80,7 +80,7 @@ class LoaderStats:
             the devices. The devices measure it themselves; a batch counts when they have reached it. The first batch of
             a loader does not count.
         recycled_workers: workers that took more memory than ``max_worker_memory``, and were replaced.
-        second_reads: batches that an idle worker read too, because another worker was late with them.
+        second_reads: batches that another worker read too, because one was late with them.
         cache_hits, cache_misses: samples that workers found in the caches of the dataset, and those that they read
             instead (``dataset.cache(max_bytes)``). They count when a worker reads, also what is prefetched. All loaders
             over one cached dataset count together.
