@@ -303,19 +303,24 @@ class BatchPieces:
         self._is_trusted = shared.is_whole and result.error is None
         if shared.left:  # it was given up, or a second worker has read all of it
             return result
-        times = _joined([*shared.times, result.times or Times()])
         seconds = result.began + result.seconds - shared.began
+        times = _joined([*shared.times, result.times or Times()], min(1.0, seconds / (shared.seconds + result.seconds)))
         retries = shared.retries + result.retries
         return result._replace(began=shared.began, seconds=seconds, times=times, retries=retries)
 
 
-def _joined(times: list[Times]) -> Times:
-    """What was measured of a batch, from that of its pieces; the last one made the batch."""
+def _joined(times: list[Times], share: float) -> Times:
+    """What was measured of a batch, from that of its pieces.
+
+    Args:
+        times: of the pieces; the last one made the batch.
+        share: how long the batch took, of the seconds of all its workers.
+    """
     known = [one for one in times if one.processor >= 0]
     return Times(
         times[0].idle,
-        sum(one.processor for one in known) if known else -1.0,
-        sum(one.queued for one in known),
+        share * sum(one.processor for one in known) if known else -1.0,
+        share * sum(one.queued for one in known),
         times[-1].collate,
         times[-1].write,
         max(one.longest for one in times),
