@@ -288,7 +288,7 @@ def test_one_sample_that_is_too_large_does_not_keep_the_others_out() -> None:
 def test_a_full_cache_costs_nothing(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cached = SimpleDataset(Files("image")).cache(room)
     expected = list(map(repr, cached))
-    monkeypatch.setattr("sharded_loader.memory.store.flatten", None)  # no sample is looked at any more
+    monkeypatch.setattr("sharded_loader.memory.store.flat", None)  # no sample is looked at any more
     assert list(map(repr, cached)) == expected and cached.cached == room // 192
 
 
