@@ -27,7 +27,7 @@ import numpy as np
 
 from sharded_loader.base.described import an
 from sharded_loader.batching.protocol import Array
-from sharded_loader.batching.tensors import NUMPY_NAMES, as_numpy, check_no_grad, dtype_name, is_plain
+from sharded_loader.batching.tensors import NUMPY_NAMES, as_numpy, dtype_name, is_plain
 from sharded_loader.batching.tree import is_tensor
 
 MANY = 8
@@ -118,6 +118,8 @@ def _kind(value: Any) -> str:
     kind = type(value)
     if kind is dict:
         return f"a dict with {an(type(next(key for key in value if type(key) not in _KEYS)))} as a key"
+    if is_tensor(value) and value.requires_grad:
+        return f"{an(kind)} that requires grad (call .detach())"
     names = ("dtype", "layout", "device") if is_tensor(value) else ("dtype",)
     details = ", ".join(str(getattr(value, name)) for name in names if hasattr(value, name))
     return f"{an(kind)} ({details})" if details else an(kind)
@@ -144,8 +146,7 @@ def _leaf(value: Any, kind: Any) -> tuple[Any, ...]:
         # NumPy drops zeros at the end of texts.
         is_cut = isinstance(value, (np.str_, np.bytes_)) and len(array[()]) < len(value)
         return (None, None) if is_cut else ("scalar", array)
-    if is_tensor(value) and is_plain([value]):
-        check_no_grad([value])
+    if is_tensor(value) and is_plain([value]) and not value.requires_grad:
         return "tensor", as_numpy(value.resolve_conj().resolve_neg().contiguous()), dtype_name(value.dtype)
     return None, None
 
