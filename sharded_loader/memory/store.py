@@ -14,9 +14,9 @@ One layout, in memory without a name (`system.open_memory`) or in a file:
     columns    one for each leaf of the first sample: samples of the same structure are rows
     log        all other samples, one after the other: structure and leaves (`batching.flat`). No pickle.
 
-The place is 0: the sample is missing. r + 1: row r. -1 - o: byte o of the log. Nothing is ever moved or evicted. Rows and
-log are holes until they are written, and take no room. The entries are written at once, since they are changed through
-the mapping: if the disk is full, a hole that is changed so is a SIGBUS.
+The place is 0: the sample is missing. r + 1: row r. -1 - o: byte o of the log. Nothing is ever moved or evicted. Rows
+and log are holes until they are written, and take no room. The entries are written at once, since they are changed
+through the mapping: on a full disk, to change a hole so is a SIGBUS.
 
 *Writers.* A writer has the lock of the file, which ends with its process. It writes the sample, then its checksum,
 takes the row or the piece of the log, and then writes the place, in one store of 8 bytes. A writer that dies loses one
