@@ -62,7 +62,7 @@ from sharded_loader.base.limits import SMALL, free_bytes
 from sharded_loader.base.notices import logger
 from sharded_loader.base.private import blake2b
 from sharded_loader.base.system import close_locked, locked, read_at, write_at
-from sharded_loader.batching.flat import fits_columns, flat, flatten, text_of, unflatten
+from sharded_loader.batching.flat import fits_columns, flat, flatten, parsed, text_of, unflatten
 from sharded_loader.batching.protocol import Array
 from sharded_loader.memory.codec import aligned
 from sharded_loader.memory.rendezvous import Opened, is_private, meet, name_of, open_named, open_nameless
@@ -208,7 +208,7 @@ class Store(Opened):
         assert about is not None  # it was made, or looked at
         self._about, self.length = about, about["length"]
         self.node, self._most_rows = json.loads(about["structure"]), about["rows"]
-        self._row_node, _ = flat(unflatten(self.node, lambda dtype, shape: np.empty(shape, dtype)))
+        self._row_node = parsed(about["structure"])
         self._in_bulk = fits_columns(self.node)
         (entries, *self._begins), self._log = layout_of(about)
         memory = self.map(self._log)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.flat import batched, fits_columns, flatten, unflatten
+from sharded_loader.batching.flat import batched, fits_columns, flat, flatten, parsed, text_of, unflatten
 
 Point = namedtuple("Point", "x y")
 
@@ -68,6 +68,12 @@ def test_a_sample_comes_back_with_its_types_and_values(sample: Any) -> None:
     found = there_and_back(sample)
     assert same(found, there_and_back(found))
     assert same(found, sample)
+    node = flat(sample)[0]
+    assert node == parsed(flatten(sample)[0]) and text_of(node) == flatten(sample)[0]
+
+
+def test_keys_that_are_equal_and_differ_are_told_apart() -> None:
+    assert flat({1: 2})[0] != flat({True: 2})[0] and flat({"1": 2})[0] != flat({1: 2})[0]
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
