@@ -8,10 +8,12 @@ A `ReadAhead` runs a thread that looks at the batches to come and keeps three li
 
     looked at  -->  asked for, as far as their shards fit into the cache  -->  passed by the user
 
-Other threads fetch what is asked for, `CONNECTIONS` shards at a time. The cache learns which shards are needed (they
-stay), which were passed, and when a passed shard will be needed again, in this epoch or in the next. So the cache can
-delete the shard that is needed last. That is the best rule there is (L. A. Belady, 1966). If the cache has room for all
-shards, the next epoch is not looked at.
+Other threads fetch what is asked for: at most `IN_ALL` shards at a time, and fewer if a shard is fetched in several
+pieces, so that about `IN_ALL` requests run side by side.
+
+The cache learns which shards are needed (they stay), which were passed, and when a passed shard will be needed again,
+in this epoch or in the next. So the cache can delete the shard that is needed last. That is the best rule there is
+(L. A. Belady, 1966). If the cache has room for all shards, the next epoch is not looked at.
 
 A worker that needs a shard earlier fetches the shard itself. It waits only if the shard is being fetched already.
 
@@ -31,7 +33,7 @@ from sharded_loader.base.limits import processes_here
 from sharded_loader.base.notices import warn
 from sharded_loader.storage.cache import ShardCache
 from sharded_loader.storage.files import Stat
-from sharded_loader.storage.stores import CONNECTIONS, ObjectStore
+from sharded_loader.storage.stores import CONNECTIONS, IN_ALL, ObjectStore, pieces_of
 
 PAUSE = 0.005
 """Seconds between two looks at the position."""
@@ -105,7 +107,9 @@ class ReadAhead:
         self.error: Exception | None = None
         self._stopped = threading.Event()
         self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._fetch_all, daemon=True) for _ in range(CONNECTIONS)]
+        pieces = pieces_of(self._size_of(range(len(shards))) // max(1, len(shards)))
+        at_once = IN_ALL // max(1, min(pieces, CONNECTIONS))
+        self._threads = [threading.Thread(target=self._fetch_all, daemon=True) for _ in range(at_once)]
         self._threads.append(threading.Thread(target=self._walk, name="sharded_loader-read-ahead", daemon=True))
 
     def start(self) -> None:
@@ -116,9 +120,10 @@ class ReadAhead:
     def stop(self, timeout: float = 1.0) -> None:
         """End; what is being fetched is waited for no longer than ``timeout`` seconds."""
         self._stopped.set()
+        until = time.monotonic() + timeout
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.is_alive():
-                thread.join(timeout)
+                thread.join(max(0.0, until - time.monotonic()))
 
     # -- fetching ---------------------------------------------------------------------------------------------
 
@@ -152,7 +157,7 @@ class ReadAhead:
         except Exception as error:  # an order that cannot be read twice: each shard is fetched when it is needed
             self.error = error
         finally:
-            for _ in range(CONNECTIONS):
+            for _ in self._threads:
                 self._wanted.put(None)
 
     def _walk_on(self) -> None:

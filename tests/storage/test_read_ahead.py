@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 import types
@@ -23,7 +24,7 @@ from sharded_loader import (
     ShardedDataLoader,
     ShardShuffleSampler,
 )
-from sharded_loader.storage import read_ahead
+from sharded_loader.storage import read_ahead, stores
 from sharded_loader.storage.files import Stat
 from sharded_loader.storage.read_ahead import ReadAhead
 from sharded_loader.storage.stores import ObjectStore
@@ -335,6 +336,22 @@ def test_a_full_shuffle_over_a_small_cache_reads_samples_and_says_so_once(tmp_pa
     assert len(told) == 1
     assert dataset._cache is not None and dataset._cache.fetched == 0
     loader.close()
+    dataset.close()
+
+
+@pytest.mark.slow
+def test_a_store_that_refuses_a_third_of_all_requests_gives_all_samples(
+    tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "PAUSE", 0.01)
+    dataset = make(served, tmp_path, shards=6.5)
+    chance = random.Random(1)
+    monkeypatch.setattr(served, "takes", lambda name: name == "fail" and chance.random() < 0.3)
+    order = ShardShuffleSampler(dataset.lengths, window=3, seed=5)
+    with ShardedDataLoader(dataset.transform(number), 10, sampler=order) as loader:
+        assert [i for batch in loader for i in batch.tolist()] == list(order.iter_epoch(0))
+        assert loader.stats().retries > 0
+    assert downloads(served) == SHARDS + dataset.retries  # a refused request is asked for once more, and no other
     dataset.close()
 
 
