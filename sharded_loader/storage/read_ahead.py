@@ -15,6 +15,9 @@ The cache learns which shards are needed (they stay), which were passed, and whe
 in this epoch or in the next. So the cache can delete the shard that is needed last. That is the best rule there is
 (L. A. Belady, 1966). If the cache has room for all shards, the next epoch is not looked at.
 
+Several readers may use one cache, each with its own shards. Each takes the same share of the room. Once a second, it
+looks how many there are (`register`). If others have come, it gives back what it needs last.
+
 A worker that needs a shard earlier fetches the shard itself. It waits only if the shard is being fetched already.
 
 All threads are daemons. They end with `stop`, with the epoch, or when the epoch is not read any more. Errors are not
@@ -28,11 +31,14 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 
 from sharded_loader.base.limits import processes_here
 from sharded_loader.base.notices import warn
 from sharded_loader.storage.cache import ShardCache
 from sharded_loader.storage.files import Stat
+from sharded_loader.storage.register import is_settling, reading
 from sharded_loader.storage.stores import CONNECTIONS, IN_ALL, ObjectStore, pieces_of
 
 PAUSE = 0.005
@@ -76,6 +82,7 @@ class ReadAhead:
         needs: the order of this epoch.
         position: see above.
         later: the order of the next epoch, from 0 on.
+        register: the folder in which the readers of the cache know each other. None: this one is alone.
 
     Attributes:
         error: the last one, of a fetch or of the order, which has ended the thread; None: nothing has gone wrong.
@@ -89,10 +96,13 @@ class ReadAhead:
         needs: Needs,
         position: Callable[[], int | None],
         later: Needs = lambda number: None,
+        register: Path | None = None,
     ) -> None:
         self._cache, self._store, self._shards = cache, store, shards
         self._needs, self._position, self._later = needs, position, later
-        self._room = cache.max_bytes // processes_here()
+        self._register, self._processes, self._readers = register, processes_here(), 1
+        self._whole = self._size_of(range(len(shards)))
+        self._room = cache.max_bytes // self._processes
         self._returns = 0  # to shards of this epoch that had to go
         self._looked: deque[_BatchRange] = deque()  # looked at, and not asked for
         self._window: deque[_BatchRange] = deque()  # asked for, and not passed
@@ -107,7 +117,7 @@ class ReadAhead:
         self.error: Exception | None = None
         self._stopped = threading.Event()
         self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        pieces = pieces_of(self._size_of(range(len(shards))) // max(1, len(shards)))
+        pieces = pieces_of(self._whole // max(1, len(shards)))
         at_once = IN_ALL // max(1, min(pieces, CONNECTIONS))
         self._threads = [threading.Thread(target=self._fetch_all, daemon=True) for _ in range(at_once)]
         self._threads.append(threading.Thread(target=self._walk, name="sharded_loader-read-ahead", daemon=True))
@@ -153,25 +163,29 @@ class ReadAhead:
 
     def _walk(self) -> None:
         try:
-            self._walk_on()
+            with nullcontext(lambda: 1) if self._register is None else reading(self._register) as count:
+                self._walk_on(count)
         except Exception as error:  # an order that cannot be read twice: each shard is fetched when it is needed
             self.error = error
         finally:
+            for shard in self._needed:
+                self._cache.let_go(*self._shards[shard], 0)
             for _ in self._threads:
                 self._wanted.put(None)
 
-    def _walk_on(self) -> None:
+    def _walk_on(self, count: Callable[[], int]) -> None:
         number = self._position()
         if number is None:
             return
         self._next, young = number, time.monotonic()
-        all_fit = self._size_of(range(len(self._shards))) <= self._room
+        self._divide(count())
         while not self._stopped.is_set():
             now = self._position()
             if now is None:
                 return
             self._pass(now)
             for _ in range(LOOKS):
+                all_fit = self._whole <= self._room
                 if self._all_is_known or self._uses > MOST_USES or (all_fit and self._end is not None):
                     break
                 self._look()
@@ -181,9 +195,33 @@ class ReadAhead:
                 return
             if time.monotonic() - young > YOUNG:
                 young = time.monotonic()
+                self._divide(count())
                 for shard in list(self._needed):  # others may have deleted it
                     self._ask_for(shard)
             self._stopped.wait(PAUSE)
+
+    def _divide(self, readers: int) -> None:
+        """Take the share of the room that this reader has. What was asked for beyond it is asked for later."""
+        before, self._readers = self._readers, readers
+        share = self._cache.max_bytes // max(before, readers, self._processes)  # a reader may be between two epochs
+        if self._register is not None and self._whole > self._cache.max_bytes and is_settling(self._register):
+            share = 0  # the first range is always asked for
+        self._room = share
+        while self._used > share and len(self._window) > 1:
+            batches = self._window.pop()
+            for shard in batches.next:
+                self._unneed(shard, batches.first)
+            self._looked.appendleft(batches)
+
+    def _unneed(self, shard: int, again: int | None) -> bool:
+        """One range of the window does not need this shard any more. Returns whether none does."""
+        self._needed[shard] -= 1
+        if self._needed[shard]:
+            return False
+        del self._needed[shard]
+        self._used -= self._size_of([shard])
+        self._cache.let_go(*self._shards[shard], again)
+        return True
 
     def _look(self) -> None:
         """Take the next batch of the order into the line of those that were looked at."""
@@ -233,13 +271,8 @@ class ReadAhead:
             for shard, again in batches.next.items():
                 if self._latest.get(shard) is batches:
                     del self._latest[shard]
-                self._needed[shard] -= 1
-                if not self._needed[shard]:
-                    del self._needed[shard]
-                    self._used -= self._size_of([shard])
-                    self._cache.let_go(*self._shards[shard], again)
-                    if again is not None and (self._end is None or again < self._end):
-                        self._note_return(again)
+                if self._unneed(shard, again) and again is not None and (self._end is None or again < self._end):
+                    self._note_return(again)
 
     def _note_return(self, number: int) -> None:
         """This epoch comes back to a shard that was let go. If that goes on, the cache is too small for the order."""
