@@ -11,9 +11,10 @@
 A shard is renamed when the disk has all of it: half of one is never read. Of several processes that want the same
 shard, one fetches it and the others wait. To make room, the cache deletes first the shard that is needed last, as far
 as a loader has said so (`ShardCache.let_go`). Then it deletes the one that was not needed for the longest time, or a
-part that no process locks. A shard whose time is in the future is needed: it goes last, and never for a shard that is
-fetched ahead. It never touches files with other names. A shard that is open somewhere can be read to its
-end after it has gone (on Windows it cannot go). A damaged shard is deleted and fetched again.
+part that no process locks. A shard whose time is in the future is needed now: it goes last, and a line of the logger
+says so. A shard that is fetched ahead takes the place of no shard that is needed, or was opened a short time ago. The
+cache never touches files with other names. A shard that is open somewhere can be read to its end after it has gone (on
+Windows it cannot go). A damaged shard is deleted and fetched again.
 
 `seal` gives a new shard its name, and notes its checksum. `is_sound` compares. A shard has the time `UNTOUCHED`, so
 each write to it leaves another time. The time of its last change is noted too: no program can set that one back. The
@@ -278,7 +279,7 @@ class ShardCache:
                 missing = sum(taken for _, taken, _ in files) + size - self.max_bytes
                 unwritten = sum(taken - _on_disk(path) for path, taken, _ in files if path.suffix == ".part")
                 missing = max(missing, unwritten + size - disk.free if disk.total else 0)  # 0: the system does not know
-                if is_ahead and missing > sum(taken for _, taken, used in files if used <= now):
+                if is_ahead and missing > sum(taken for _, taken, used in files if used < now - HELD):
                     return False
                 is_waiting, stuck = False, ""
                 for path, taken, used in files:
@@ -310,8 +311,8 @@ class ShardCache:
             self._has_warned = True
             logger.warning(
                 "a shard was deleted from the cache that a reader still needs, and is fetched again: %s, and its "
-                "readers need more together. Give a larger max_bytes, free some space on the disk, or give ShardShuffleSampler "
-                "a smaller window (this is shown once)",
+                "readers need more together. Give a larger max_bytes, free some space on the disk, or give "
+                "ShardShuffleSampler a smaller window (this is shown once)",
                 self.limit_text,
             )
 

@@ -43,7 +43,9 @@ class Walk:
 
     limit_text = "the cache has no more"
 
-    def __init__(self, batches: list[list[int]], room: int, later: Sequence[list[int]] = ()) -> None:
+    def __init__(
+        self, batches: list[list[int]], room: int, later: Sequence[list[int]] = (), register: Path | None = None
+    ) -> None:
         self.max_bytes = room
         self.fetched: list[int] = []
         self.there: set[int] = set()
@@ -57,6 +59,7 @@ class Walk:
             lambda number: batches[number] if number < len(batches) else None,
             lambda: self.position,
             lambda number: later[number] if number < len(later) else None,
+            register,
         )
         self.ahead.start()
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -255,6 +257,75 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ShardError, match=r"1\.tar cannot be written to .*No space left.*free some space"):
         ShardCache(tmp_path, "1 GB").open("s3://b/1.tar", Stat(SIZE, "tag"), fetch)
+
+
+def test_a_disk_that_fills_up_under_way_has_the_cache_delete_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, free, calls = ShardCache(tmp_path, "1 GB"), [10 * SIZE], []
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: types.SimpleNamespace(total=10 * SIZE, free=free[0]))
+    for number in (1, 2):
+        put(cache, number)
+
+    def fetch(file: BinaryIO) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            free[0] = 0  # another program has written
+            raise OSError(errno.ENOSPC, "No space left on device")
+        file.write(b"x" * SIZE)
+
+    cache.open("s3://b/3.tar", Stat(SIZE, "tag"), fetch).close()
+    assert len(calls) == 2 and cache.evicted == 1 and cache.used_bytes == 2 * SIZE
+
+
+def test_what_others_are_about_to_write_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, other = ShardCache(tmp_path, "1 GB"), ShardCache(tmp_path, "1 GB")
+    put(cache, 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: types.SimpleNamespace(total=1, free=3 * SIZE // 2))
+
+    def fetch(file: BinaryIO) -> None:
+        put(other, 3)  # 1,500 bytes are free, and 1,000 of them are for the shard that is being fetched here
+        file.write(b"x" * SIZE)
+
+    cache.open("s3://b/2.tar", Stat(SIZE, "tag"), fetch).close()
+    assert other.evicted == 1
+
+
+def test_a_shard_that_is_needed_goes_last_and_that_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, calls = ShardCache(tmp_path, 2 * SIZE), []
+    for number in (1, 2):
+        put(cache, number)
+    cache.let_go("s3://b/2.tar", Stat(SIZE, "tag"))
+    assert cache.keep("s3://b/1.tar", Stat(SIZE, "tag"))
+    put(cache, 1)  # to open it does not make it needed less
+    put(cache, 3, calls)
+    assert cache.keep("s3://b/1.tar", Stat(SIZE, "tag")) and not caplog.messages
+    cache.prepare("s3://b/4.tar", Stat(SIZE, "tag"), writes(b"x" * SIZE, calls), lambda: True)
+    assert len(calls) == 1  # there is no room for what is fetched ahead
+    for _ in range(2):
+        assert cache.keep("s3://b/3.tar", Stat(SIZE, "tag"))
+        put(cache, 5)
+        put(cache, 3)
+    [said] = caplog.messages
+    assert "a reader still needs" in said and f"{tmp_path} may take 2,000" in said and "larger max_bytes" in said
+
+
+def test_a_folder_that_is_deleted_again_and_again_is_made_again(tmp_path: Path) -> None:
+    cache, ended = ShardCache(tmp_path / "cache", "10 kB"), threading.Event()
+
+    def delete() -> None:
+        while not ended.is_set():
+            shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+            ended.wait(0.01)
+
+    other = threading.Thread(target=delete)
+    other.start()
+    for number in range(20):
+        put(cache, number)
+    ended.set()
+    other.join()
 
 
 @pytest.mark.slow
