@@ -3,12 +3,12 @@
     with reading(folder) as count:      this reader is in the register
         count()                         -> how many readers there are, this one included
 
-    <folder>/<hex>     a file for each reader, which the reader keeps locked: who dies loses his lock
+    <folder>/<hex>     a file for each reader, which the reader keeps locked until it ends or dies
     <folder>/all       the lock for a look at the register
 
 Readers divide the room of the cache by their number. So they need not be told how many processes a launcher has
-started. A file that nobody locks is of a dead reader, and whoever counts deletes it. If another program deletes the
-folder, the next count makes it again.
+started. A file without a holder of its lock is of a dead reader, and the next count deletes it. If another program
+deletes the folder, the next count makes it again.
 
 The lock is a local variable of the thread that reads. A forked child has no such thread, so the child never gives the
 lock of its parent back.
@@ -53,7 +53,7 @@ def reading(folder: Path) -> Iterator[Callable[[], int]]:
 
     def count() -> int:
         found = 1
-        with contextlib.suppress(OSError):  # another program deletes the folder, or nobody can write to it
+        with contextlib.suppress(OSError):  # another program deletes the folder, or it cannot be written to
             folder.mkdir(parents=True, exist_ok=True)
             with lock_at(folder / "all"):
                 if not path.exists():
