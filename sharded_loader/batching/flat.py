@@ -69,12 +69,22 @@ def _flat(value: Any, path: str, leaves: list[Array]) -> Any:
         return [kind.__name__, [_flat(part, f"{path}[{number}]", leaves) for number, part in enumerate(value)]]
     if name is None:
         raise TypeError(
-            f"{f'field {path} of the sample' if path else 'the sample'} is {an(kind)}, which a cache cannot store: "
+            f"{f'field {path} of the sample' if path else 'the sample'} is {_told(value)}, which a cache cannot store: "
             "make it an array, a tensor, a number, a string, bytes, or a dict, list or tuple of these, before "
             "cache(...). cache() without arguments keeps any object, in each process"
         )
     leaves.append(np.asarray(array, order="C"))
     return [name, array.dtype.str, list(array.shape), *rest]
+
+
+def _told(value: Any) -> str:
+    """What a value is, if it cannot be stored: also why, if others of its type can."""
+    kind = type(value)
+    if kind is dict:
+        return f"a dict with {an(type(next(key for key in value if type(key) not in _KEYS)))} as a key"
+    told = ("dtype", "layout", "device") if is_tensor(value) else ("dtype",)
+    details = ", ".join(str(getattr(value, name)) for name in told if hasattr(value, name))
+    return f"{an(kind)} ({details})" if details else an(kind)
 
 
 def _leaf(value: Any, kind: Any) -> tuple[Any, ...]:
@@ -96,7 +106,10 @@ def _leaf(value: Any, kind: Any) -> tuple[Any, ...]:
     if kind in (np.ndarray, np.memmap) and value.dtype.kind in _KEPT:
         return "array", value
     if isinstance(value, np.generic) and value.dtype.kind in _KEPT:
-        return "scalar", np.asarray(value)
+        array = np.asarray(value)
+        # NumPy drops zeros at the end of texts.
+        is_cut = isinstance(value, (np.str_, np.bytes_)) and len(array[()]) < len(value)
+        return (None, None) if is_cut else ("scalar", array)
     if is_tensor(value) and is_plain([value]):
         check_no_grad([value])
         return "tensor", as_numpy(value.resolve_conj().resolve_neg().contiguous()), dtype_name(value.dtype)

@@ -329,18 +329,16 @@ def gain_of_cache(
     from sharded_loader.data.datasets import StoredDataset
 
     count = min(len(dataset), max(batch_size, int(seconds * fastest.samples_per_second)))
-    try:
-        part = SimpleDataset(dataset).take(count).cache("50%")
-    except (ValueError, TypeError, OSError) as error:
-        return f"A cache cannot keep the samples: {say_error(error)}"
-    assert isinstance(part, StoredDataset)
-    arguments: dict[str, Any] = {"dataset": part, "batch_size": batch_size, "shuffle": True}
-    arguments["batchify_fn"] = batchify_fn
+    arguments: dict[str, Any] = {"batch_size": batch_size, "shuffle": True, "batchify_fn": batchify_fn}
     pool: Any = fastest.pool
-    with ShardedDataLoader(num_workers=fastest.workers, pool=pool, **arguments) as loader:
-        for _ in loader:
-            pass
-    times = _turn(fastest, seconds, arguments)[0] / fastest.samples_per_second
+    try:
+        arguments["dataset"] = part = StoredDataset(SimpleDataset(dataset).take(count), "50%")
+        with ShardedDataLoader(num_workers=fastest.workers, pool=pool, **arguments) as loader:
+            for _ in loader:
+                pass
+        times = _turn(fastest, seconds, arguments)[0] / fastest.samples_per_second
+    except Exception as error:  # without a cache, the same samples were read
+        return f"A cache cannot keep the samples: {say_error(error)}"
     if times < WORTH:
         return f"A cache of the samples gains nothing: later epochs are {times:.2f} times as fast."
     nbytes = part.counts[2] / max(1, part.cached) * len(dataset)

@@ -479,6 +479,8 @@ class Reader:
         samples: list[Any] = []
         if not (notes or self._tolerant or stamps):
             samples = [dataset[index] for index in items]
+            if not samples or type(samples[0]) not in AWAITED:
+                return samples
         while True:
             try:
                 for index in items:

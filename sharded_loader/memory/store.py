@@ -255,7 +255,7 @@ class Store(Opened):
     def _row(self, index: int, row: int) -> Any:
         if row >= self._about["rows"]:
             return MISSING
-        leaves = [np.array(column[row]) for column in self.columns]
+        leaves = [column[row, ...].copy() for column in self.columns]
         if not self._is_sound(index, leaves):
             return MISSING
         rest = iter(leaves)
@@ -294,14 +294,19 @@ class Store(Opened):
         Raises:
             TypeError: it cannot be stored; names the field.
         """
+        if self.session.full[0]:
+            return
         structure, leaves = flatten(sample)
         is_row = structure == self._structure and int(self._counters[0]) < self._about["rows"]
         if not is_row:
             text = structure.encode()
             parts: list[Any] = [_SIZE.pack(len(text)), text, *map(bytes_of, leaves)]
             leaves = [np.frombuffer(b"".join(parts), np.uint8)]
-        nbytes = sum(leaf.nbytes for leaf in leaves)
-        if self.session.full[0] or self.used_bytes + nbytes > self.max_bytes:
+        nbytes, before = sum(leaf.nbytes for leaf in leaves), self.used_bytes
+        if before + nbytes > self.max_bytes:
+            usual = self._row_bytes if self._counters[0] else 0
+            if self.max_bytes - before <= max(usual, before // 64):  # to ask for each sample takes 20 to 60 us
+                self.session.full[0] = 1
             return
         found = checksum(leaves) if self._compares else 0
         with locked(self.fd) as alone:  # the system writes for one process at a time, in any case

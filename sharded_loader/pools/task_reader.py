@@ -155,6 +155,11 @@ class TaskReader:
             seed=self._seed_globals,
         )
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether samples are awaited before the turn of their task."""
+        return self._reader is not None and self._reader.reads_ahead
+
     def look_ahead(self, unpack: Callable[[], Any]) -> None:
         """Begin to await the samples of tasks before their turn, where samples are awaited.
 
@@ -162,7 +167,7 @@ class TaskReader:
             unpack: what `link.unpack_tasks` returns for them.
         """
         reader = self._reader
-        if reader is not None and reader.reads_ahead:
+        if reader is not None and self.reads_ahead:
             for run, _, _, fields in unpack():
                 if type(fields) is not bytes and run not in self.cancelled:  # no code of the user's runs here
                     reader.begin(task_of(fields))

@@ -394,7 +394,8 @@ class ShardDataset(Dataset):
             ...     for name in ("a.txt", "b.txt"):
             ...         with open(os.path.join(folder, name), "w") as file:
             ...             _ = file.write("one line\\nanother\\n")
-            ...     written = ShardDataset(os.path.join(folder, "*.txt"), index_folder=folder).write_index()
+            ...     dataset = ShardDataset(os.path.join(folder, "*.txt"), index_folder=folder)
+            ...     written = dataset.write_index()
             ...     os.path.basename(written), len(ShardDataset(written, index_folder=folder))
             ('shards.index', 4)
         """

@@ -100,7 +100,7 @@ def test_private_names_of_others_stand_in_one_module() -> None:
     nodes = {path: list(ast.walk(ast.parse(path.read_text()))) for path in root.rglob("*.py")}
     ours = {"_replace", "_asdict", "_make", "_fields", "_getframe", "_current_frames", "_exit"}
     for node in itertools.chain(*nodes.values()):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             ours.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             ours.add(node.attr)

@@ -72,15 +72,17 @@ def test_a_sample_comes_back_with_its_types_and_values(sample: Any) -> None:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "object": ({"a": [0, object()]}, r"field \['a'\]\[1\] of the sample is an object"),
-    "objects in an array": ((1, np.array([None])), r"field \[1\] of the sample is an? ndarray"),
-    "structured array": (np.zeros(1, "i4,f4"), "the sample is an? ndarray"),
+    "objects in an array": ((1, np.array([None])), r"field \[1\] of the sample is an? ndarray \(object\)"),
+    "structured array": (np.zeros(1, "i4,f4"), r"the sample is an? ndarray \(\[\('f0', '<i4'\)"),
+    "text that ends with a zero": (np.bytes_(b"ab\0"), "the sample is a bytes_"),
     "masked array": (np.ma.array([1], mask=[True]), "the sample is a MaskedArray"),
     "namedtuple": ([Point(1, 2)], r"field \[0\] of the sample is a Point"),
     "subclass": (OrderedDict(a=1), "the sample is an OrderedDict"),
     "set": ({1}, "the sample is a set"),
-    "key": ({(1, 2): 3}, "the sample is a dict"),
+    "key": ({"a": {(1, 2): 3}}, r"field \['a'\] of the sample is a dict with a tuple as a key"),
     "parameter": (torch.nn.Parameter(torch.zeros(1)), "the sample is a Parameter"),
-    "sparse": (torch.eye(2).to_sparse(), "the sample is a Tensor"),
+    "sparse": (torch.eye(2).to_sparse(), r"the sample is a Tensor \(torch.float32, torch.sparse_coo, cpu\)"),
+    "without values": (torch.zeros(2, device="meta"), r"the sample is a Tensor \(torch.float32, torch.strided, meta\)"),
     "class": (int, "the sample is a type"),
 }
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.utils.data import get_worker_info
 
@@ -363,7 +364,7 @@ class Slow:
 
 
 def test_it_says_what_a_cache_gains() -> None:
-    text = bench.gain_of_cache(Slow(), Measurement("inline", 0, 400.0, 1.0), 0.05, 16)
+    text = bench.gain_of_cache(Slow(), Measurement("inline", 0, 40.0, 1.0), 0.05, 16)
     found = re.fullmatch(
         r"With dataset.cache.*, epochs after the first are (\d+\.\d) times as fast; .* 512 bytes.", text
     )
@@ -373,3 +374,14 @@ def test_it_says_what_a_cache_gains() -> None:
 def test_it_says_why_a_cache_cannot_keep_the_samples() -> None:
     text = bench.gain_of_cache(SimpleDataset([object()]), Measurement("inline", 0, 400.0, 1.0), 0.05, 16)
     assert text.startswith("A cache cannot keep the samples: TypeError: the sample is an object")
+
+
+class OneObject(Slow):
+    def __getitem__(self, index: int) -> object:
+        return {"x": np.array(index if index != 9 else None)}
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread"])
+def test_it_says_so_too_if_a_later_sample_cannot_be_kept(pool: str) -> None:
+    text = bench.gain_of_cache(OneObject(), Measurement(pool, int(pool != "inline"), 4000.0, 1.0), 0.05, 16, list)
+    assert "sample 9 cannot be cached: field ['x'] of the sample is a ndarray (object)" in text

@@ -270,6 +270,36 @@ def test_small_datasets_and_bounds_work(tmp_path: Path) -> None:
     assert list(SimpleDataset([{}, {"a": 1}, ()]).cache("1 MB")) == [{}, {"a": 1}, ()]
 
 
+class Sizes(Files):
+    """Sample 0 is large."""
+
+    def __getitem__(self, index: int) -> Any:
+        return np.zeros(4000) if index == 0 else np.full(10, index)
+
+
+def test_one_sample_that_is_too_large_does_not_keep_the_others_out() -> None:
+    cached = SimpleDataset(Sizes("image")).cache(10_000)
+    for _ in range(2):
+        assert [len(sample) for sample in cached] == [4000] + [10] * (COUNT - 1)
+    assert cached.cached == COUNT - 1 and cached.counts[:2] == (COUNT - 1, COUNT + 1)
+
+
+@pytest.mark.parametrize("room", [0, 9 * 192 + 191])
+def test_a_full_cache_costs_nothing(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = SimpleDataset(Files("image")).cache(room)
+    expected = list(map(repr, cached))
+    monkeypatch.setattr("sharded_loader.memory.store.flatten", None)  # no sample is looked at any more
+    assert list(map(repr, cached)) == expected and cached.cached == room // 192
+
+
+def test_the_dtype_of_a_single_text_is_that_of_its_array(tmp_path: Path) -> None:
+    texts = SimpleDataset([np.array("ab", "U9"), np.array("abcdefghi")])
+    for _ in range(2):
+        cached = texts.cache(path=tmp_path / "it")
+        assert [[sample.dtype.str for sample in cached] for _ in range(2)] == [["<U9", "<U9"]] * 2
+    assert cached.counts[:2] == (4, 0)
+
+
 # -- who shares it -----------------------------------------------------------------------------------------------------
 
 RANK = """
@@ -350,6 +380,17 @@ def test_a_copy_that_outlives_the_memory_reads_uncached(tmp_path: Path) -> None:
     again = pickle.loads(pickled)
     assert again[3] == KINDS["ragged"](3) and again.cached == 0 and again.counts == (0, 0, 0)
     assert "StoredDataset" not in repr(again)
+
+
+def test_a_program_may_end_with_a_cache(tmp_path: Path) -> None:
+    """The interpreter clears modules before the last objects: here what the lock of files is made of."""
+    program = (
+        "from sharded_loader import SimpleDataset\nfrom sharded_loader.base import system\n"
+        f"caches = [SimpleDataset([1, 2]).cache(99), SimpleDataset([1]).cache(path={str(tmp_path / 'it')!r})]\n"
+        "print(caches[0][1])\nsystem._file_lock = None\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("2\n", "")
 
 
 def test_without_proc_the_memory_is_a_file_that_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

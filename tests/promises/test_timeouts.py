@@ -331,6 +331,7 @@ def test_a_worker_that_not_even_a_kill_ends_is_left_behind(
 ) -> None:
     """As one inside the kernel, with a network file system that does not answer."""
     monkeypatch.setattr(template.ForkedWorker, "kill", lambda worker: None)
+    monkeypatch.setattr(template._ForkedProcess, "kill", lambda worker: None)
     monkeypatch.setattr(transport.ProcessWorker, "dump_stacks", lambda worker: None)  # it takes no signal at all
     monkeypatch.setattr(transport, "KILLED_GRACE", 0.1)
     fail = Fails(hangs_with_the_gil, tmp_path / "count")

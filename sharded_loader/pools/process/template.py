@@ -120,6 +120,13 @@ def start_forked(name: str, target: Callable[..., None], *args: Any, daemon: boo
     return forked
 
 
+def work(conn: Any, number: int, num_workers: int, new_job: NewJob) -> None:
+    """What a worker does that the main process has forked itself. `Connection` sends with fewer calls than ``conn``."""
+    taken = Connection(os.dup(conn.fileno()))
+    conn.close()
+    worker.main(taken, number, num_workers, new_job)
+
+
 def warn(text: str) -> None:
     """A warning that costs no batch where the user has made warnings errors."""
     try:
