@@ -6,7 +6,7 @@
     <hash>-<size>.sum      its checksum; the time of this file says when the shard is needed
     <hash>-<size>.part     a shard that a process fetches; its whole size counts
     locks/                 one lock for a few shards each, and one for the room: who dies loses his locks
-    readers/               who fetches ahead (`register`)
+    readers/               who fetches ahead (`read_ahead`)
 
 A shard is renamed when the disk has all of it: half of one is never read. Of several processes that want the same
 shard, one fetches it and the others wait. To make room, the cache deletes first the shard that is needed last, as far

@@ -16,7 +16,13 @@ in this epoch or in the next. So the cache can delete the shard that is needed l
 (L. A. Belady, 1966). If the cache has room for all shards, the next epoch is not looked at.
 
 Several readers may use one cache, each with its own shards. Each takes the same share of the room. Once a second, it
-looks how many there are (`register`). If others have come, it gives back what it needs last.
+looks how many there are. If others have come, it gives back what it needs last. The register of readers is a folder:
+
+    <hex>     a file for each reader, which the reader keeps locked until it ends or dies
+    all       the lock for a look at the register
+
+A file without a holder of its lock is of a dead reader, and the next count deletes it. The lock is a local variable of
+the thread that reads. A forked child has no such thread, so the child never gives the lock of its parent back.
 
 A worker that needs a shard earlier fetches the shard itself. It waits only if the shard is being fetched already.
 
@@ -26,19 +32,22 @@ raised here: the reader of the shard meets them.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
+import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import lru_cache
 from pathlib import Path
 
 from sharded_loader.base.limits import processes_here
 from sharded_loader.base.notices import warn
+from sharded_loader.base.system import job_of_ranks, lock_at
 from sharded_loader.storage.cache import ShardCache
 from sharded_loader.storage.files import Stat
-from sharded_loader.storage.register import is_settling, reading
 from sharded_loader.storage.stores import CONNECTIONS, IN_ALL, ObjectStore, pieces_of
 
 PAUSE = 0.005
@@ -52,6 +61,9 @@ LOOKS = 50
 
 MOST_USES = 200_000
 """How far the thread looks at most: uses of shards by ranges, about 100 bytes each."""
+
+SETTLE = 2.0
+"""Seconds in which the ranks of a machine join, after the first read."""
 
 Needs = Callable[[int], "Sequence[int] | None"]
 """The shards of a batch, by its number; None after the last batch."""
@@ -288,3 +300,67 @@ class ReadAhead:
 
     def _size_of(self, shards: Iterable[int]) -> int:
         return sum(self._shards[shard][1].size for shard in shards)
+
+
+# -- who reads ahead into one cache, in all processes ------------------------------------------------------------------
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[Callable[[], int]]:
+    """Be in the register inside the block.
+
+    Args:
+        folder: of the register. It is made if it does not exist.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as name, reading(Path(name)) as count:
+        ...     with reading(Path(name)) as other:
+        ...         _ = other(), count()
+        ...         both = count()
+        ...     both, count()
+        (2, 1)
+    """
+    path = folder / uuid.uuid4().hex
+    mine = lock_at(path)
+
+    def count() -> int:
+        found = 1
+        with suppress(OSError):  # another program deletes the folder, or it cannot be written to
+            folder.mkdir(parents=True, exist_ok=True)
+            with lock_at(folder / "all"):
+                if not path.exists():
+                    mine.release(force=True)
+                    mine.acquire()
+                found += sum(_lives(other) for other in folder.iterdir() if other not in (path, folder / "all"))
+        return found
+
+    try:
+        yield count
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        mine.release(force=True)
+
+
+def _lives(path: Path) -> bool:
+    """Whether a reader holds the lock of its file. The file of a dead one is deleted."""
+    try:
+        with lock_at(path).acquire(timeout=0), suppress(OSError):
+            path.unlink()
+    except TimeoutError:
+        return True
+    return False
+
+
+def is_settling(folder: Path, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether other ranks of this machine may still join the register. torchrun says how many there are."""
+    if environ.get("LOCAL_WORLD_SIZE") or job_of_ranks(environ) is None:
+        return False
+    return time.monotonic() < _first_read(folder, os.getpid()) + SETTLE
+
+
+@lru_cache
+def _first_read(folder: Path, pid: int) -> float:
+    """When this process asked first."""
+    return time.monotonic()

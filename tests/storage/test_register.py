@@ -17,13 +17,13 @@ from shards import write_tar
 from test_read_ahead import Walk, until
 
 from sharded_loader import ShardCache, ShardDataset
-from sharded_loader.storage import read_ahead, register
-from sharded_loader.storage.register import is_settling, reading
+from sharded_loader.storage import read_ahead
+from sharded_loader.storage.read_ahead import is_settling, reading
 
 READER = """
 import sys
 from pathlib import Path
-from sharded_loader.storage.register import reading
+from sharded_loader.storage.read_ahead import reading
 
 with reading(Path(sys.argv[1])) as count:
     print(count(), flush=True)
@@ -98,7 +98,7 @@ def test_ranks_that_are_not_counted_wait_for_each_other(
     tmp_path: Path, environ: dict[str, str], settles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert is_settling(tmp_path, environ) == settles
-    monkeypatch.setattr(register, "SETTLE", 0.0)
+    monkeypatch.setattr(read_ahead, "SETTLE", 0.0)
     assert not is_settling(tmp_path, environ)
 
 
