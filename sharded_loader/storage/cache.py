@@ -12,7 +12,7 @@ A shard is renamed when the disk has all of it: half of one is never read. Of se
 shard, one fetches it and the others wait. To make room, the cache deletes first the shard that is needed last, as far
 as a loader has said so (`ShardCache.let_go`). Then it deletes the one that was not needed for the longest time, or a
 part that no process locks. A shard whose time is in the future is needed now: it goes last, and a line of the logger
-says so. A shard that is fetched ahead takes the place of no shard that is needed, or was opened a short time ago. The
+says so. A shard that is fetched ahead takes the place of no shard that is needed. The
 cache never touches files with other names. A shard that is open somewhere can be read to its end after it has gone (on
 Windows it cannot go). A damaged shard is deleted and fetched again.
 
@@ -279,7 +279,7 @@ class ShardCache:
                 missing = sum(taken for _, taken, _ in files) + size - self.max_bytes
                 unwritten = sum(taken - _on_disk(path) for path, taken, _ in files if path.suffix == ".part")
                 missing = max(missing, unwritten + size - disk.free if disk.total else 0)  # 0: the system does not know
-                if is_ahead and missing > sum(taken for _, taken, used in files if used < now - HELD):
+                if is_ahead and missing > sum(taken for _, taken, used in files if used <= now):
                     return False
                 is_waiting, stuck = False, ""
                 for path, taken, used in files:
