@@ -15,6 +15,13 @@ The second table shows samples per second of one epoch, cold, and how many bytes
     read ahead    ShardDataset with a cache of two windows, read by ShardedDataLoader in windows
     on demand     the same, and nobody fetches ahead
     in parts      no cache: the bytes of each sample are requested
+
+With ``--tables``, only a table of rows per second is printed: Parquet and Arrow files of this machine, in windows of 16
+groups, beside the same table in memory.
+
+    in memory     `ArrayDataset`
+    columns       `ShardDataset`, as it is
+    rows          the same with a transform, which needs a dict of each row
 """
 
 from __future__ import annotations
@@ -38,7 +45,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.range_server import RangeHandler
-from sharded_loader import ShardCache, ShardDataset, ShardedDataLoader, ShardShuffleSampler
+from sharded_loader import ArrayDataset, ShardCache, ShardDataset, ShardedDataLoader, ShardShuffleSampler
 from sharded_loader.recordio import MXRecordIO
 from sharded_loader.storage.stores import CONNECTIONS, ObjectStore
 
@@ -281,8 +288,51 @@ def epochs(urls: list[str], speed: float | None, size: int, sent: Any) -> None:
             print(f"| {what} | {way} | {rate:,.0f} | {rate / limit:.2f} | {share:.2f} |", flush=True)
 
 
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+ROWS, GROUP = 50_000, 5_000
+"""Rows of a file of the last table, and of a group."""
+
+
+def rows_per_second(dataset: Any, order: ShardShuffleSampler) -> float:
+    """The best of three epochs."""
+    best = 0.0
+    with ShardedDataLoader(dataset, BATCH, sampler=order) as loader:
+        for _ in range(3):
+            began = time.perf_counter()
+            rows = sum(len(batch["id"]) for batch in loader)
+            best = max(best, rows / (time.perf_counter() - began))
+    return best
+
+
+def tables(folder: Path) -> None:
+    """Print the table of rows per second."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rng, count = np.random.default_rng(0), OPENED * ROWS
+    columns = {"id": np.arange(count), "x": rng.random(count, np.float32), "label": rng.integers(0, 10, count)}
+    table = pyarrow.table({**columns, "y": rng.random(count)})
+    for number in range(OPENED):
+        part = table.slice(number * ROWS, ROWS)
+        pyarrow.parquet.write_table(part, folder / f"{number}.parquet", row_group_size=GROUP)
+        with pyarrow.ipc.new_file(folder / f"{number}.arrow", part.schema) as file:
+            file.write_table(part, max_chunksize=GROUP)
+    print("| format | in memory | columns | rows |\n|---|---|---|---|")
+    for kind in ("parquet", "arrow"):
+        dataset = ShardDataset(str(folder / f"*.{kind}"), index_folder=folder)
+        order = ShardShuffleSampler(dataset.group_lengths, seed=1)
+        of = [rows_per_second(one, order) for one in (ArrayDataset(table), dataset, dataset.transform(dict))]
+        print(f"| {kind} |", " | ".join(f"{rate:,.0f}" for rate in of), "|", flush=True)
+        dataset.close()
+
+
 def main() -> None:
     """Print the tables."""
+    if "--tables" in sys.argv:
+        with tempfile.TemporaryDirectory() as name:
+            tables(Path(name))
+        return
     with tempfile.TemporaryDirectory() as name:
         folder, names = Path(name), [f"{number:03}.tar" for number in range(SHARDS)]
         only_opening = "--opening" in sys.argv

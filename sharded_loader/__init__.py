@@ -30,6 +30,7 @@ _HOMES = {
     "data.tokens": "TokenWindows",
     "loader.loader": "ShardedDataLoader",
     "loader.lockstep": "Lockstep",
+    "loader.report": "RankStats",
     "loader.stats": "LoaderStats",
     "memory.shared": "share",
     "memory.store": "CacheMismatchError",

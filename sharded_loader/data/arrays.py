@@ -11,6 +11,7 @@
 | torch ``TensorDataset`` | one gather per tensor |
 | Hugging Face ``datasets.Dataset`` | ``dataset[indices]``, then each column by the default rules |
 | our `StoredDataset` | one gather per column, if all samples of the batch are stored |
+| our `ShardDataset` over tables | the rows of each column, out of decoded groups |
 | torch ``Subset``, our `SimpleDataset` and `SubsetDataset` over any of these | the same |
 
 The batch is what the default batchify makes of the samples, value by value: same structure, dtypes, shapes. Where that
@@ -36,11 +37,12 @@ import numpy as np
 
 from sharded_loader.base.described import an
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.protocol import Empty, in_fields, new_array
+from sharded_loader.batching.protocol import Empty, in_fields, known_to, new_array
 from sharded_loader.batching.tensors import is_column
 from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.bulk import (
     NOT_IN_BULK,
+    READS,
     Gather,
     Indices,
     Int64s,
@@ -210,6 +212,9 @@ def as_bulk(dataset: Any) -> Gather | None:
     read = batch_reader(dataset)
     if read is not None:
         return dataset.gather if type(dataset) is StoredDataset else read
+    if isinstance(dataset, Dataset) and known_to(type(dataset), "_in_columns", READS) is not None:
+        in_columns: Gather = dataset._in_columns
+        return in_columns
     if (found := _arrays_of(dataset)) is not None:
         return _of_columns(*found)
     if _reads_like(dataset, "datasets.arrow_dataset", "Dataset"):

@@ -101,6 +101,7 @@ class Dataset:
     """
 
     _inside: Any = ()  # the datasets that this one is made of
+    _in_columns: Any = None  # of a dataset that reads some batches in bulk: gather(indices, empty), see `as_bulk`
 
     def __getitem__(self, index: Any) -> Any:
         """The sample at ``index``."""

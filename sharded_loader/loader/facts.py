@@ -2,6 +2,7 @@
 
     facts_of(loader's class, arguments, ranks, stats, rows) -> facts
     text_of(facts), joined({file: facts}) -> text for a terminal
+    compared({rank: facts}) -> the slowest rank, and text for a terminal
 
 A file keeps the facts, so that they can be read where no loader is. Nothing is counted or timed here: the loader's
 `Meter` has done that. What can go wrong: the files are not of the ranks of one job, or not of the same time.
@@ -134,7 +135,16 @@ def joined(files: Mapping[str, Facts]) -> str:
                 )
         if ranks.setdefault(facts["rank"], facts) is not facts:
             raise ValueError(f"{name} is of rank {facts['rank']}, as another file is: give one file of each rank")
-    rows = []
+    return compared(ranks)[1]
+
+
+def compared(ranks: Mapping[int, Facts]) -> tuple[int | None, str]:
+    """Which rank holds up the others, and a text that says why and has a row of each. None: no rank does.
+
+    Raises:
+        ValueError: they are not of the same time.
+    """
+    first, rows = next(iter(ranks.values())), []
     for rank, facts in sorted(ranks.items()):
         of = facts["numbers"]
         sample = time_text(of["reading_seconds"] / (of["samples"] or 1.0))
@@ -143,16 +153,20 @@ def joined(files: Mapping[str, Facts]) -> str:
         rows.append((str(rank), facts["host"], f"{of['samples_per_second']:,.0f}", share, sample, cause))
     headings = ("rank", "host", "samples/s", "waiting", "to read a sample", "waits for")
     title = f"{len(ranks)} of {first['ranks']} ranks"
-    return f"{_judged(ranks)}\n\n{_table(title, headings, rows)}"
+    slow, text = _judged(ranks) if len(ranks) > 1 else (None, f"{first['verdict']}\n{first['advice']}".strip())
+    return slow, f"{text}\n\n{_table(title, headings, rows)}"
 
 
-def _judged(ranks: Mapping[int, Facts]) -> str:
-    """Which rank holds up the others, and why. All ranks end a step together, so the step waits for the slowest one."""
+def _judged(ranks: Mapping[int, Facts]) -> tuple[int | None, str]:
+    """Which rank holds up the others, if one does, and why they wait.
+
+    All ranks end a step together, so the step waits for the slowest one.
+    """
     noted = [{(epoch, step): times for epoch, step, *times in facts["waits"]} for facts in ranks.values()]
     first, last = max(min(of, default=(0, 0)) for of in noted), min(max(of, default=(0, 0)) for of in noted)
     steps = [step for step in set[Any]().union(*noted) if first <= step <= last]
     if not steps:
-        raise ValueError("no batch is in all files: let all ranks write their files after the same step")
+        raise ValueError("no batch is in all reports: let all ranks report after the same step")
     waited = np.array([[of.get(step, [0.0])[0] for step in steps] for of in noted])  # cheap batches are not noted
     spans = [[stamp for step in steps for stamp in of.get(step, ())[1:]] for of in noted]
     seconds = max(max(span, default=0.0) - min(span, default=0.0) for span in spans) or 1.0
@@ -161,13 +175,14 @@ def _judged(ranks: Mapping[int, Facts]) -> str:
     alone = np.bincount(waited.argmax(0), most - second, len(ranks)) / seconds
     shares = np.array([facts["numbers"]["waiting_share"] for facts in ranks.values()])
     alone[shares.argmax()] = max(alone[shares.argmax()], shares.max() - np.sort(shares)[-2])
-    together, slow = max(min(1.0, most.sum() / seconds), shares.max()), list(ranks)[alone.argmax()]
-    if alone.max() >= max(ENOUGH, together / 2):
+    together, about = max(min(1.0, most.sum() / seconds), shares.max()), list(ranks)[alone.argmax()]
+    slow = about if alone.max() >= max(ENOUGH, together / 2) else None
+    if slow is not None:
         text = f"Rank {slow} is slow: the others wait for it for {alone.max():.0%} of the time."
     elif together >= ENOUGH:
-        slow = list(ranks)[shares.argmax()]
+        about = list(ranks)[shares.argmax()]
         text = "No rank is much slower than the others. In each step all wait for the slowest: "
         text += f"{together:.0%} of the time."
     else:
-        return "No rank waits for data: the training loop is the limit."
-    return "\n".join(filter(None, [text, ranks[slow]["verdict"], ranks[slow]["advice"]]))
+        return None, "No rank waits for data: the training loop is the limit."
+    return slow, "\n".join(filter(None, [text, ranks[about]["verdict"], ranks[about]["advice"]]))

@@ -34,6 +34,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,17 +42,19 @@ import numpy as np
 
 from sharded_loader.base.checks import refuse_arguments
 from sharded_loader.base.notices import warn
-from sharded_loader.data.bulk import Int64s, bulk, checked_index, checked_indices
+from sharded_loader.batching.protocol import Empty
+from sharded_loader.data.bulk import NOT_IN_BULK, Int64s, bulk, bulk_method, checked_index, checked_indices
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.files import checked_parts, is_rewritten
 from sharded_loader.storage import index_file
 from sharded_loader.storage.cache import TRIES, ShardCache
 from sharded_loader.storage.files import LocalFile, ShardError, ShardFile, Stat, local_path, local_stat, shown
-from sharded_loader.storage.indexes import Format, Index, Indexes, by_part, default_folder, dumped
+from sharded_loader.storage.indexes import Format, Index, Indexes, ascending_by_part, by_part, default_folder, dumped
 from sharded_loader.storage.lists import absolute, find_shards
 from sharded_loader.storage.parts import UNKNOWN, is_same, with_tags
 from sharded_loader.storage.read_ahead import ReadAhead
 from sharded_loader.storage.stores import ObjectStore, RemoteFile
+from sharded_loader.storage.tables import TableFormat, batch_of
 
 OPEN = 32
 """Shards that a process keeps open."""
@@ -76,6 +79,8 @@ class ShardDataset(Dataset):
         storage_options: for the file system, as fsspec takes them.
         cache: where whole shards of an object store are kept. None: the bytes of each sample are read by themselves.
         index_folder: where indexes are kept. None: beside the cache, or in the user's cache folder.
+        columns: of Parquet and Arrow files, the names of the columns to read. None: all. Of a Parquet file, no bytes of
+            other columns are read.
 
     Attributes:
         retries: how many requests of this process had to be tried again.
@@ -83,6 +88,7 @@ class ShardDataset(Dataset):
     Raises:
         ShardError: a shard cannot be indexed. Also a FileNotFoundError if no file matches or a shard is missing, and a
             PermissionError if a shard must not be read.
+        TypeError, ValueError: ``columns`` is no list of names, or the shards are no tables.
 
     Example:
         >>> import io, os, tarfile, tempfile
@@ -105,6 +111,7 @@ class ShardDataset(Dataset):
         storage_options: Mapping[str, Any] | None = None,
         cache: ShardCache | None = None,
         index_folder: str | os.PathLike[str] | None = None,
+        columns: Iterable[str] | None = None,
         **unknown: NoReturn,
     ) -> None:
         refuse_arguments("ShardDataset", unknown, type(self).__init__)
@@ -113,6 +120,12 @@ class ShardDataset(Dataset):
         self._store, self._cache = ObjectStore(storage_options), cache
         patterns = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
         self._format, stats, self._known_lengths, self._entries = find_shards(self._store, patterns, format)
+        if columns is not None:
+            if not isinstance(self._format, TableFormat):
+                raise ValueError(
+                    f"columns={columns!r}: shards of the format {self._format.name} have no columns; leave it out"
+                )
+            self._format = self._format.with_columns(columns)
         self._urls, self._stats = list(stats), with_tags(stats)
         self._scans = getattr(self._format, "scans", True)
         folder = cache.folder / "indexes" if cache is not None else default_folder()
@@ -125,9 +138,11 @@ class ShardDataset(Dataset):
         self._pid, self._lock = os.getpid(), threading.Lock()
         self._open: OrderedDict[tuple[int, bool], tuple[ShardFile, Index]] = OrderedDict()
         self._ahead: ReadAhead | None = None
+        self._shared: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: value for name, value in vars(self).items() if name not in ("_pid", "_lock", "_open", "_ahead")}
+        own = ("_pid", "_lock", "_open", "_ahead", "_shared")
+        kept = {name: value for name, value in vars(self).items() if name not in own}
         return {**kept, "_machine": platform.node()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -144,7 +159,9 @@ class ShardDataset(Dataset):
         """For `data.inspection`: names and sizes of the shards, and tags of stores. Folders and times may change."""
         names = [url.split("?")[0].replace("\\", "/").rsplit("/", 1)[-1] for url in self._urls]
         tags = [stat.tag if local_path(url) is None else "" for url, stat in zip(self._urls, self._stats, strict=True)]
-        return repr([*zip(names, tags, [stat.size for stat in self._stats], self.lengths.tolist(), strict=True)])
+        columns = getattr(self._format, "columns", None)
+        shards = zip(names, tags, [stat.size for stat in self._stats], self.lengths.tolist(), strict=True)
+        return repr([*shards, *(() if columns is None else columns)])
 
     @cached_property
     def lengths(self) -> Int64s:
@@ -165,6 +182,19 @@ class ShardDataset(Dataset):
             found = threads.map(lambda shard: int(self._index(shard, self._index_in_parts)["length"]), uncounted)
             lengths[uncounted] = list(found)
         return lengths
+
+    @property
+    def group_lengths(self) -> Int64s:
+        """The number of samples in each row group or record batch of all shards; for `ShardShuffleSampler`.
+
+        With them, the sampler mixes the rows of ``window`` groups, and not of ``window`` files. Of a format without
+        groups, these are the `lengths`. The indexes of all shards are read.
+        """
+        if not isinstance(self._format, TableFormat):
+            return self.lengths
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            indexes = threads.map(lambda shard: self._index(shard, self._index_in_parts), range(len(self._urls)))
+            return np.concatenate(list(map(self._format.group_lengths, indexes)))
 
     @cached_property
     def _ends(self) -> Int64s:
@@ -189,7 +219,9 @@ class ShardDataset(Dataset):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self._part(index)
-        return self.__getitems__([checked_index(index, len(self))])[0]
+        # Of a subclass with a __getitem__ of its own, which calls this one, __getitems__ would call that again.
+        read = type(self).__getitems__ if bulk_method(self, "__getitems__") else ShardDataset.__getitems__
+        return read(self, [checked_index(index, len(self))])[0]
 
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
@@ -199,16 +231,29 @@ class ShardDataset(Dataset):
         rows_by_shard = by_part(where, self._ends)
         in_parts = self._excess([shard for shard, _, _ in rows_by_shard]) is not None
         for shard, positions, rows in rows_by_shard:
-            for position, sample in zip(positions, self._read(shard, in_parts, rows), strict=True):
+            for position, sample in zip(positions, self._read(shard, in_parts, rows, self._format.read), strict=True):
                 samples[position] = sample
         return samples
 
-    def _read(self, shard: int, in_parts: bool, rows: list[int]) -> list[Any]:
-        """The samples at these rows of a shard."""
+    def _in_columns(self, indices: Any, empty: Empty) -> Any:
+        """A finished batch of tables, in memory from ``empty``: the default batchify of its samples."""
+        where = checked_indices(indices, len(self))
+        if not isinstance(self._format, TableFormat) or not len(where):
+            return NOT_IN_BULK
+        order = where.argsort(kind="stable")
+        rows_by_shard = ascending_by_part(where[order], self._ends)
+        in_parts = self._excess([shard for shard, _ in rows_by_shard]) is not None
+        picked = (self._read(shard, in_parts, rows, self._format.pick) for shard, rows in rows_by_shard)
+        return batch_of(list(chain.from_iterable(picked)), order, empty)
+
+    def _read(
+        self, shard: int, in_parts: bool, rows: Any, read: Callable[[ShardFile, Index, Any], list[Any]]
+    ) -> list[Any]:
+        """What a method of the format reads at these rows of a shard."""
         for _ in range(TRIES):
             file, index = self._shard(shard, in_parts)
             try:
-                found = self._format.read(file, index, rows)
+                found = read(file, index, rows)
             except Exception:
                 if self._check(shard, file, index):  # first: what a changed shard raises, or gives, says nothing
                     raise
@@ -297,7 +342,7 @@ class ShardDataset(Dataset):
         """Close the open shards and the connections. A sample that is read later opens its shard again."""
         self._stop_following()
         with self._lock:
-            opened, self._open = self._open, OrderedDict()
+            opened, self._open, self._shared = self._open, OrderedDict(), {}
         for file, _ in opened.values():
             file.close()
         self._store.close()
@@ -316,6 +361,7 @@ class ShardDataset(Dataset):
                 return found
         # May take long: other threads read other shards.
         file, index = self._file(shard, in_parts), self._index(shard, in_parts)
+        file.shared = self._shared
         self._check(shard, file, index)
         if int(index["length"]) != self.lengths[shard]:
             is_listed = self._known_lengths[shard] >= 0

@@ -54,6 +54,7 @@ class ShardFile(ABC):
         size: in bytes.
         path: where it lies on this machine; None if it does not.
         kept: what a format keeps of the file while it is open.
+        shared: what a format keeps for all open files of a dataset in a process.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ShardFile(ABC):
 
     def __init__(self) -> None:
         self.kept: dict[str, Any] = {}
+        self.shared: dict[str, Any] = {}
 
     @abstractmethod
     def ranges(self, begins: Sequence[int], ends: Sequence[int]) -> list[bytes]:

@@ -184,6 +184,19 @@ def by_part(where: Int64s, ends: Int64s) -> list[tuple[int, list[int], list[int]
     return [(part, here.tolist(), (where[here] - begins[part]).tolist()) for part, here in positions.items()]
 
 
+def ascending_by_part(where: Int64s, ends: Int64s) -> list[tuple[int, Int64s]]:
+    """As `by_part`, of numbers in ascending order: each part, and the rows in it.
+
+    Example:
+        >>> [(part, rows.tolist()) for part, rows in ascending_by_part(np.array([0, 1, 4, 5]), np.array([2, 6]))]
+        [(0, [0, 1]), (1, [2, 3])]
+    """
+    parts = np.searchsorted(ends, where, side="right")
+    cuts = [0, *((parts[1:] != parts[:-1]).nonzero()[0] + 1).tolist(), len(where)]
+    found = zip(parts[cuts[:-1]].tolist(), cuts, cuts[1:], strict=False)
+    return [(part, where[begin:end] - (ends[part - 1] if part else 0)) for part, begin, end in found]
+
+
 def packed(texts: list[str]) -> npt.NDArray[np.uint8]:
     """Many texts as one array of bytes.
 

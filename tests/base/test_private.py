@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copyreg
+import ctypes
 import hashlib
 import importlib
 import itertools
@@ -20,7 +21,9 @@ import multiprocess.forkserver
 import multiprocess.popen_fork
 import multiprocess.resource_tracker
 import multiprocess.util
+import numpy
 import pytest
+import threadpoolctl
 import torch
 
 from sharded_loader import ShardedDataLoader
@@ -193,6 +196,40 @@ def test_torch_without_the_names_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
 def test_a_class_without_a_tracker_is_named_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle.cloudpickle", types.ModuleType("cloudpickle"))
     assert private.tracker_of(int) is None and private.tracked_class("mark") is None
+
+
+class Library:
+    """A library as threadpoolctl has it, that knows the number of its threads."""
+
+    internal_api, threading_layer, dynlib = "openblas", "pthreads", ctypes.CDLL(None)
+
+    def __init__(self, **others: str) -> None:
+        self.threads = 0
+        vars(self).update(others)
+
+    def set_num_threads(self, number: int) -> None:
+        self.threads = number
+
+
+def test_openblas_takes_a_limit_without_being_called() -> None:
+    """The name is there: OpenBLAS says that it has one thread."""
+    numpy.ones((2, 2)) @ numpy.ones((2, 2))
+    controllers = threadpoolctl.ThreadpoolController().lib_controllers
+    found = [one for one in controllers if getattr(one, "threading_layer", "") == "pthreads"]
+    if not found:
+        pytest.skip("NumPy has no OpenBLAS with threads of its own")
+    for library in found:
+        before = library.num_threads
+        private.limit_to_one_thread(library)
+        assert library.num_threads == 1
+        library.set_num_threads(before)
+
+
+@pytest.mark.parametrize("others", [{}, {"threading_layer": "openmp"}, {"internal_api": "mkl"}], ids=str)
+def test_a_library_without_the_name_is_called(others: dict[str, str]) -> None:
+    library = Library(**others)
+    private.limit_to_one_thread(library)
+    assert library.threads == 1
 
 
 def test_a_file_system_without_the_names_stays_open() -> None:

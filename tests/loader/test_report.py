@@ -6,6 +6,8 @@ import errno
 import html
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -269,7 +271,7 @@ def test_files_that_do_not_belong_together_are_refused(monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match=r"rank1.html is of another job .*1234"):
         of_ranks(first, rank_of(1, {}))
     later = rank_of(1, {}) | {"job": first["job"], "waits": [[7, 0, 0.0, 0.0, 1.0]]}
-    with pytest.raises(ValueError, match="no batch is in all files: let all ranks write their files after the same"):
+    with pytest.raises(ValueError, match="no batch is in all reports: let all ranks report after the same step"):
         of_ranks(first, later)
 
 
@@ -297,3 +299,28 @@ def test_ranks_of_loaders_are_joined(tmp_path: Path) -> None:
     text = joined(files)
     assert "100%" in text or re.search(r"\b\d?\d% of the time", text)  # they did nothing but wait
     assert [line.split()[0] for line in text.splitlines()[-2:]] == ["0", "1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_gather_their_numbers_and_name_the_slowest(ranks: int, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("reporting_ranks.py")
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path), str(ranks), str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    told = [one.communicate(timeout=300)[0] for one in started]
+    assert all(text.endswith("told\n") for text in told), "\n".join(told)
+
+
+def test_without_a_process_group_a_rank_has_its_own_numbers(loader: Any) -> None:
+    found = loader.stats_of_ranks()
+    assert found.stats == {0: loader.stats()} and found.slowest is None
+    assert "1 of 1 ranks" in str(found)
+    with pytest.raises(RuntimeError, match="stats_of_ranks: rank 0 has delivered no batch yet: iterate over its"):
+        ShardedDataLoader(range(4), 2).stats_of_ranks()

@@ -210,11 +210,11 @@ def test_workers_of_a_killed_template_end_with_the_trainer(tmp_path: Path) -> No
         pool = ProcessPool(2, start_method="fork")
         loader = ShardedDataLoader(range(8), 1, pool=pool)
         iterator = iter(loader)
-        next(iterator)
+        next(iterator), next(iterator)  # the template is made behind the first batch
         first = pool._transport.template._process.pid
         os.kill(first, signal.SIGKILL)
         os.kill(pool.pids[0], signal.SIGKILL)
-        assert len(list(iterator)) == 7
+        assert len(list(iterator)) == 6
         while pool._transport.template._process.pid == first:  # until the kernel has got round to it
             assert len(list(loader)) == 8
         print(pool._transport.template._process.pid, *pool.pids, flush=True)

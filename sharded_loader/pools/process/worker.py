@@ -13,9 +13,10 @@ to begin. A job that cannot be taken is the answer (`FAILED`), and so is what st
 A worker that takes more memory than it may says so (`GROWN`). One that is told to leave (`LEAVE`) does the tasks that
 came before, and ends.
 
-The process ends when the pipe does: the main process closed it, or is gone. A main thread that is in the user's code
-then gets `GRACE` seconds. Where that code holds the GIL (in C), the kernel ends the process (`lifeline`), but not on
-macOS: there `close` kills the worker, and without a `close` it ends after that call.
+The process ends when the pipe does: the main process closed it, or is gone. If the main thread waits, the receiver ends
+the process. A main thread that is in the user's code gets `GRACE` seconds. Where that code holds the GIL (in C), the
+kernel ends the process (`lifeline`), but not on macOS: there `close` kills the worker, and without a `close` it ends
+after that call.
 
 SIGINT is handled by the main process and is ignored here. BLAS and OpenMP are limited to one thread. Nothing here
 imports torch.
@@ -116,6 +117,9 @@ class WorkerThreads:
                         self._reading.look_ahead(partial(link.unpack_tasks, content))
                     self._inbox.put((kind, run, content, message.buffers))
         except (EOFError, OSError):
+            waits = self._inbox.empty() and self._jobs == self._taken and self._reading.board[SAMPLE] == IDLE
+            if waits and not self._finished.is_set():
+                _leave(0)  # here: to wake the main thread for it takes a turn of a busy processor
             self._inbox.put(None)
             if not self._finished.wait(GRACE):
                 os._exit(1)

@@ -1,0 +1,230 @@
+"""Batches of Parquet and Arrow shards are read in columns, and are what the default rules make of the samples."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import POOLS, make_pool
+from served import serving
+from test_shard_tables import KINDS, write_table
+
+from sharded_loader import ShardDataset, ShardedDataLoader, ShardShuffleSampler
+from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.data.arrays import as_bulk
+from sharded_loader.data.bulk import NOT_IN_BULK
+from sharded_loader.storage import tables
+from sharded_loader.storage.files import ShardError
+
+ROWS, GROUP = 10, 4
+
+
+def columns_of(kind: str) -> Any:
+    """A column of ten rows, as pyarrow takes it."""
+    pyarrow = pytest.importorskip("pyarrow")
+    numbers = list(range(ROWS))
+    day = datetime.datetime(2024, 1, 1)
+    return {
+        "int8": pyarrow.array(numbers, "int8"),
+        "uint64": pyarrow.array(numbers, "uint64"),
+        "float16": pyarrow.array(np.arange(ROWS, dtype=np.float16)),
+        "float32": pyarrow.array(numbers, "float32"),
+        "bool": pyarrow.array([i % 2 == 0 for i in numbers]),
+        "some nulls": pyarrow.array([None if i % 3 else i for i in numbers]),
+        "nulls in one group": pyarrow.array([None if i == 9 else i for i in numbers]),
+        "all null": pyarrow.nulls(ROWS),
+        "strings": [f"row {i}" for i in numbers],
+        "strings and nulls": [None if i % 3 else str(i) for i in numbers],
+        "bytes": [bytes([i]) * i for i in numbers],
+        "lists of one length": [[i, i + 1] for i in numbers],
+        "lists of lengths": [list(range(i)) for i in numbers],
+        "lists of strings": [["a", str(i)] for i in numbers],
+        "fixed lists": pyarrow.array([[i, i + 1] for i in numbers], pyarrow.list_(pyarrow.float32(), 2)),
+        "structs": [{"a": i, "b": {"c": [str(i)]}} for i in numbers],
+        "dictionary": pyarrow.array([f"kind {i % 2}" for i in numbers]).dictionary_encode(),
+        "dictionary of numbers": pyarrow.array([i % 2 for i in numbers]).dictionary_encode(),
+        "timestamps": [day + datetime.timedelta(days=i) for i in numbers],
+        "decimals": [decimal.Decimal(i) / 4 for i in numbers],
+    }[kind]
+
+
+def made_of(batch: Any) -> Any:
+    """What is compared: types, dtypes, shapes and values."""
+    if hasattr(batch, "dtype"):
+        return type(batch), batch.dtype, tuple(batch.shape), np.asarray(batch).tolist()
+    if isinstance(batch, dict):
+        return {name: made_of(field) for name, field in batch.items()}
+    return (type(batch), [made_of(one) for one in batch]) if isinstance(batch, (list, tuple)) else (type(batch), batch)
+
+
+def outcome(make: Any) -> Any:
+    """What comes out: a batch, or an error."""
+    try:
+        return made_of(make())
+    except Exception as error:
+        return type(error), str(error)
+
+
+COLUMNS = [
+    *("int8", "uint64", "float16", "float32", "bool", "some nulls", "nulls in one group", "all null", "strings"),
+    *("strings and nulls", "bytes", "lists of one length", "lists of lengths", "lists of strings", "fixed lists"),
+    *("structs", "dictionary", "dictionary of numbers", "timestamps", "decimals"),
+]
+
+
+@pytest.mark.parametrize("format", KINDS)
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_a_batch_of_columns_is_the_default_batch_of_its_samples(tmp_path: Path, format: str, kind: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    if format == "parquet" and kind == "float16" and int(pyarrow.__version__.split(".")[0]) < 15:
+        pytest.skip("this pyarrow writes no float16")
+    table = pyarrow.table({"x": columns_of(kind), "y": np.arange(ROWS)})
+    for shard in range(2):
+        write_table(table, tmp_path / f"{shard}.{KINDS[format].name}", format, GROUP)
+    dataset = ShardDataset(str(tmp_path / f"*.{KINDS[format].name}"), index_folder=tmp_path)
+    read = as_bulk(dataset)
+    assert read is not None
+    for indices in ([3], [19, 0, 7, 8, 9, 0, -1], list(range(20))):
+        found = outcome(partial(read, indices, np.empty))
+        expected = outcome(partial(default_batchify_fn.assemble, [dataset[i] for i in indices], np.empty))
+        # Numbers and None in one column: the samples are read, and their error names them.
+        assert found == (made_of(NOT_IN_BULK) if found == made_of(NOT_IN_BULK) else expected)
+        assert found == expected or kind == "nulls in one group"
+    order = list(range(19, -1, -1))
+    with ShardedDataLoader(dataset, 4, sampler=order) as loader:
+        batches = outcome(lambda: list(loader))
+    expected = outcome(lambda: [default_batchify_fn([dataset[i] for i in order[j : j + 4]]) for j in range(0, 20, 4)])
+    assert batches[0] == expected[0] and (batches == expected or issubclass(batches[0], Exception))
+    dataset.close()
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_windows_of_groups_are_read_whole_in_every_pool(tmp_path: Path, pool: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    for shard in range(3):
+        rows = np.arange(shard * 100, shard * 100 + 100)
+        write_table(
+            pyarrow.table({"id": rows, "s": list(map(str, rows))}), tmp_path / f"{shard}.parquet", "parquet", 30
+        )
+    dataset = ShardDataset(str(tmp_path / "*.parquet"), index_folder=tmp_path)
+    assert dataset.group_lengths.tolist() == [30, 30, 30, 10] * 3
+    order = ShardShuffleSampler(dataset.group_lengths, window=2, seed=3)
+    with ShardedDataLoader(dataset, 16, sampler=order, pool=make_pool(pool, 2)) as loader:
+        found = [(int(i), s) for batch in loader for i, s in zip(batch["id"], batch["s"], strict=True)]
+    assert [i for i, _ in found] == list(order.iter_epoch(0)) and all(s == str(i) for i, s in found)
+    dataset.close()
+
+
+def test_no_samples_are_made_for_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    write_table(pyarrow.table({"x": np.arange(10)}), tmp_path / "a.parquet", "parquet", 4)
+    dataset = ShardDataset(tmp_path / "a.parquet", index_folder=tmp_path)
+    doubled = dataset.transform(lambda sample: sample["x"] * 2)
+    with ShardedDataLoader(doubled, 5) as loader:
+        assert [batch.tolist() for batch in loader] == [[0, 2, 4, 6, 8], [10, 12, 14, 16, 18]]
+    with monkeypatch.context() as patched:
+        patched.setattr(tables.TableFormat, "read", None)
+        with ShardedDataLoader(dataset.take(8), 5) as loader:
+            assert [batch["x"].tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7]]
+    dataset.close()
+
+
+def test_a_subclass_that_reads_in_its_own_way_is_read_by_it(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    write_table(pyarrow.table({"x": np.arange(10)}), tmp_path / "a.parquet", "parquet", 4)
+
+    class Negative(ShardDataset):
+        def __getitem__(self, index: Any) -> Any:
+            return -super().__getitem__(index)["x"]
+
+    dataset = Negative(tmp_path / "a.parquet", index_folder=tmp_path)
+    with ShardedDataLoader(dataset, 5) as loader:
+        assert next(iter(loader)).tolist() == [0, -1, -2, -3, -4]
+    dataset.close()
+
+
+def test_shards_with_other_columns_are_told_as_before(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    write_table(pyarrow.table({"x": [1, 2], "y": [3, 4]}), tmp_path / "a.parquet", "parquet", 4)
+    write_table(pyarrow.table({"y": [5.0, 6.0], "x": [7, 8]}), tmp_path / "b.parquet", "parquet", 4)
+    write_table(pyarrow.table({"x": [9, 9]}), tmp_path / "c.parquet", "parquet", 4)
+    dataset = ShardDataset(str(tmp_path / "*.parquet"), index_folder=tmp_path)
+    with ShardedDataLoader(dataset, 2, sampler=[0, 3, 1, 4]) as loader:
+        batches = iter(loader)
+        first = next(batches)
+        assert {name: field.tolist() for name, field in first.items()} == {"x": [1, 8], "y": [3.0, 6.0]}
+        with pytest.raises(ValueError, match="samples of different keys"):
+            next(batches)
+    dataset.close()
+
+
+def test_groups_are_kept_up_to_a_number_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    write_table(pyarrow.table({"x": np.arange(1000)}), tmp_path / "a.parquet", "parquet", 100)
+    dataset = ShardDataset(tmp_path / "a.parquet", index_folder=tmp_path)
+    read = as_bulk(dataset)
+    assert read is not None
+    for limit, kept in ((1 << 20, 10), (4 * 800, 4), (1, tables.KEPT)):
+        monkeypatch.setattr(tables, "KEPT_BYTES", limit)
+        assert read(range(999, -1, -1), np.empty)["x"].tolist() == list(range(999, -1, -1))
+        assert len(dataset._shared["groups"]) == kept
+        dataset.close()
+
+
+# -- columns= ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_only_chosen_columns_are_read(tmp_path: Path, format: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / f"a.{KINDS[format].name}"
+    rng = np.random.default_rng(1)
+    table = pyarrow.table({"x": np.arange(2000), "big": [rng.bytes(500) for _ in range(2000)], "y": rng.random(2000)})
+    write_table(table, path, format, 1000)
+    with serving() as served:
+        served.files[f"/{path.name}"] = path.read_bytes()
+        dataset = ShardDataset(f"{served.url}/{path.name}", index_folder=tmp_path, columns=["y", "x"])
+        served.asked.clear()
+        with ShardedDataLoader(dataset, 1000) as loader:
+            batches = list(loader)
+        assert [list(batch) for batch in batches] == [["y", "x"]] * 2
+        assert np.concatenate([batch["x"] for batch in batches]).tolist() == list(range(2000))
+        assert dataset[3] == {"y": table["y"][3].as_py(), "x": 3}
+        spans = [part.removeprefix("bytes=").split("-") for _, part in served.asked if part]
+        read = sum(int(end) - int(begin) + 1 for begin, end in spans)
+        assert read < 50_000 or format != "parquet"  # of 1 MB; the record batches of Arrow files are read whole
+        dataset.close()
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_an_unknown_column_is_named(tmp_path: Path, format: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / f"a.{KINDS[format].name}"
+    write_table(pyarrow.table({"x": [1, 2], "s": [{"a": 1}, {"a": 2}]}), path, format, 4)
+    for name in ("z", "s.a", ""):
+        dataset = ShardDataset(path, index_folder=tmp_path, columns=["x", name])
+        with pytest.raises(ShardError, match=rf"has no column '{name}': give columns= names of its columns, s, x"):
+            dataset[0]
+        dataset.close()
+
+
+@pytest.mark.parametrize("columns", ["x", [], [1], 3])
+def test_columns_that_are_no_names_are_rejected(tmp_path: Path, columns: Any) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    write_table(pyarrow.table({"x": [1, 2]}), tmp_path / "a.parquet", "parquet", 4)
+    with pytest.raises(TypeError, match="give a list of the names of columns"):
+        ShardDataset(tmp_path / "a.parquet", index_folder=tmp_path, columns=columns)
+
+
+def test_shards_that_are_no_tables_have_no_columns_and_one_group_each(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    with pytest.raises(ValueError, match=r"columns=\['x'\]: shards of the format lines have no columns"):
+        ShardDataset(tmp_path / "a.txt", index_folder=tmp_path, columns=["x"])
+    dataset = ShardDataset(tmp_path / "a.txt", index_folder=tmp_path)
+    assert dataset.group_lengths.tolist() == dataset.lengths.tolist() == [2]
+    dataset.close()
