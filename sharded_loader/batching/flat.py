@@ -69,7 +69,7 @@ def _flat(value: Any, path: str, leaves: list[Array]) -> Any:
         return [kind.__name__, [_flat(part, f"{path}[{number}]", leaves) for number, part in enumerate(value)]]
     if name is None:
         raise TypeError(
-            f"{f'field {path} of the sample' if path else 'the sample'} is {_told(value)}, which a cache cannot store: "
+            f"{f'field {path} of the sample' if path else 'the sample'} is {_kind(value)}, which a cache cannot store: "
             "make it an array, a tensor, a number, a string, bytes, or a dict, list or tuple of these, before "
             "cache(...). cache() without arguments keeps any object, in each process"
         )
@@ -77,13 +77,13 @@ def _flat(value: Any, path: str, leaves: list[Array]) -> Any:
     return [name, array.dtype.str, list(array.shape), *rest]
 
 
-def _told(value: Any) -> str:
+def _kind(value: Any) -> str:
     """What a value is, if it cannot be stored: also why, if others of its type can."""
     kind = type(value)
     if kind is dict:
         return f"a dict with {an(type(next(key for key in value if type(key) not in _KEYS)))} as a key"
-    told = ("dtype", "layout", "device") if is_tensor(value) else ("dtype",)
-    details = ", ".join(str(getattr(value, name)) for name in told if hasattr(value, name))
+    names = ("dtype", "layout", "device") if is_tensor(value) else ("dtype",)
+    details = ", ".join(str(getattr(value, name)) for name in names if hasattr(value, name))
     return f"{an(kind)} ({details})" if details else an(kind)
 
 

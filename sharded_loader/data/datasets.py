@@ -654,8 +654,8 @@ class StoredDataset(Wrapper):
             )
         self._length = len(dataset)
         first, job = self._first_sample() if self._length else None, job_of_ranks()
-        told = re.sub(" at 0x[0-9a-fA-F]+", "", brief(dataset))  # the same in all processes
-        shared = None if job is None else f"{job} {fingerprint_of(dataset)} {told}"
+        text = re.sub(" at 0x[0-9a-fA-F]+", "", brief(dataset))  # the same in all processes
+        shared = None if job is None else f"{job} {fingerprint_of(dataset)} {text}"
         self._store: Store | None = open_store(path, max_bytes, self._length, key, first, shared)
         self._bound = self._store.max_bytes
 

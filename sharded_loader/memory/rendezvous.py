@@ -4,6 +4,7 @@
     open_named(name) -> fd
     Opened(fd, name, is_temporary)        closes it
     links_of(label) -> names              of the memory with this label that processes of this user hold
+    joined(names, join) -> what is there  the first of these that fits
     meet(label, join, make) -> Opened     what another process holds under this label, or else what this one makes
 
 A process that holds memory has a link with its label in ``/proc/<pid>/fd``. So a newcomer finds it in any process that
@@ -98,7 +99,7 @@ def _remove(name: str, pid: int) -> None:
 
 # -- by a label --------------------------------------------------------------------------------------------------------
 
-Found = TypeVar("Found", bound=Opened)
+Found = TypeVar("Found")
 
 
 def links_of(label: str) -> Iterator[str]:
@@ -136,11 +137,12 @@ def meet(label: str, join: Callable[[int], Found | None], make: Callable[[str], 
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # in a sandbox without sockets, two processes may make it
             stack.enter_context(alone(f"{PREFIX}-{label}-{os.getuid()}", lambda seconds, pid: None))
-        return _joined(label, join) or make(label)
+        return joined(links_of(label), join) or make(label)
 
 
-def _joined(label: str, join: Callable[[int], Found | None]) -> Found | None:
-    for name in links_of(label):
+def joined(names: Iterator[str], join: Callable[[int], Found | None]) -> Found | None:
+    """The first memory under these names that is this user's own, and that ``join`` takes over; None: there is none."""
+    for name in names:
         try:
             fd, found = open_named(name), None
         except OSError:  # its process has ended

@@ -56,7 +56,7 @@ from sharded_loader.base.private import blake2b
 from sharded_loader.base.system import PREFIX, alone, read_at, write_at
 from sharded_loader.memory.codec import Encoded, aligned, decode, is_findable
 from sharded_loader.memory.publish import SHARED, Lasting, children, culprit_in, dump
-from sharded_loader.memory.rendezvous import HAS_LINKS, is_private, links_of, name_of, open_named, open_nameless
+from sharded_loader.memory.rendezvous import HAS_LINKS, joined, links_of, name_of, open_nameless
 from sharded_loader.memory.store import Store
 
 VERSION = 1
@@ -244,15 +244,10 @@ def _places(sizes: Iterable[int]) -> Iterator[int]:
 
 
 def _find(label: str, seal: bytes) -> Memory | None:
-    for name in _names(label):
-        try:
-            fd = open_named(name)
-        except OSError:  # it has gone
-            continue
-        if is_private(os.fstat(fd)) and _join(fd) and read_at(fd, len(seal), 0) == seal:
-            return _open(fd, name)
-        os.close(fd)
-    return None
+    def join(fd: int) -> Memory | None:
+        return _open(fd, _file_of(label)) if _join(fd) and read_at(fd, len(seal), 0) == seal else None
+
+    return joined(_names(label), join)
 
 
 def _names(label: str) -> Iterator[str]:

@@ -80,19 +80,20 @@ def seed_globals(key: int, *, whole: bool = True) -> None:
         >>> first == (random.random(), np.random.rand())
         True
     """
-    random.seed(key)
-    for_numpy: Any = _numpy_words(key) if whole else key >> 64 & 0xFFFFFFFF
-    if "numpy.random" in sys.modules:
-        np.random.seed(for_numpy)
-    else:  # as soon as the user's code draws from it; to import it takes 8 ms
-        call_after_import("numpy.random", lambda: sys.modules["numpy.random"].seed(for_numpy))
-    torch_module = sys.modules.get("torch")
-    generator = getattr(torch_module, "default_generator", None)
-    if generator is not None:
-        if whole:
-            seed_torch(generator, key)
-        else:
-            generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
+    with _lock:  # an event loop in this process may have seeded them for a sample
+        random.seed(key)
+        for_numpy: Any = _numpy_words(key) if whole else key >> 64 & 0xFFFFFFFF
+        if "numpy.random" in sys.modules:
+            np.random.seed(for_numpy)
+        else:  # as soon as the user's code draws from it; to import it takes 8 ms
+            call_after_import("numpy.random", lambda: sys.modules["numpy.random"].seed(for_numpy))
+        torch_module = sys.modules.get("torch")
+        generator = getattr(torch_module, "default_generator", None)
+        if generator is not None:
+            if whole:
+                seed_torch(generator, key)
+            else:
+                generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
 
 
 def _numpy_words(key: int) -> npt.NDArray[np.uint32]:

@@ -451,9 +451,3 @@ def test_it_is_shown_as_it_was_made(tmp_path: Path) -> None:
     assert repr(base.cache(99, tmp_path / "it")).endswith(f".cache(99, path={str(tmp_path / 'it')!r})")
     assert len(base.cache(9)) == 2 and base.cache(9)[1:][0] == 2
     assert ArrayDataset([1, 2]).cache(9).get_batch([1]).tolist() == [2]  # type: ignore[union-attr]
-
-
-def test_a_program_that_ends_with_a_cache_says_nothing() -> None:
-    program = "from sharded_loader import SimpleDataset\ncached = SimpleDataset([1, 2]).cache('1 MB')\nlist(cached)\n"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")

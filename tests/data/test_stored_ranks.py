@@ -102,6 +102,13 @@ def go_on(rank: subprocess.Popen[str]) -> None:
     rank.stdin.write("\n")
 
 
+def read_an_epoch(rank: subprocess.Popen[str]) -> None:
+    """It has made the cache: let it read the first epoch."""
+    hear(rank, "made")
+    go_on(rank)
+    hear(rank, "epoch 0")
+
+
 def finish(rank: subprocess.Popen[str]) -> list[int]:
     """Let it run to its end: how many samples are stored, and how many it has found, and not found."""
     with contextlib.suppress(BrokenPipeError):
@@ -147,9 +154,7 @@ def test_ranks_decode_each_sample_once(job: Job, method: str, ragged: bool) -> N
 @pytest.mark.slow
 def test_a_rank_that_comes_later_finds_what_is_there(job: Job) -> None:
     first = job.start(0, waits=True)
-    hear(first, "made")
-    go_on(first)
-    hear(first, "epoch 0")
+    read_an_epoch(first)
     assert job.reads().total() == MADE + PART
     stored, hits, misses = finish(job.start(1))
     assert stored == PART + misses and hits + misses == EPOCHS * PART and hits > 0
@@ -192,9 +197,7 @@ def test_ranks_that_are_killed_leave_nothing(job: Job) -> None:
 @pytest.mark.slow
 def test_ranks_of_another_job_have_their_own(job: Job) -> None:
     first = job.start(0, waits=True)
-    hear(first, "made")
-    go_on(first)
-    hear(first, "epoch 0")
+    read_an_epoch(first)
     job.port = "1"
     stored, _, misses = finish(job.start(0))
     assert stored == misses < COUNT
