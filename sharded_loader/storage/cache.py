@@ -101,8 +101,9 @@ class ShardCache:
             (self.folder / "locks").mkdir(parents=True, exist_ok=True)
             with self._lock("room"):
                 pass
-        except OSError as error:
-            self.read_only = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and any(self._files())
+        except (OSError, NotImplementedError) as error:  # the second one: a file system without locks
+            refused = getattr(error, "errno", 0) in (errno.EACCES, errno.EPERM, errno.EROFS)
+            self.read_only = refused and any(self._files())
             if not self.read_only:
                 raise ShardError(
                     f"the cache folder {self.folder} cannot be written to ({error}): give another one"
@@ -173,8 +174,8 @@ class ShardCache:
             with self._named(url), self._lock(_lock_of(path.name)):
                 if is_wanted() and not path.exists():
                     self._fetch(path, url, stat, fetch, is_ahead=True)
-                    if is_wanted():
-                        self.keep(url, stat)
+        if is_wanted():  # also one that a worker has fetched meanwhile
+            self.keep(url, stat)
 
     def keep(self, url: str, stat: Stat) -> bool:
         """Note that a shard is needed for `HELD` seconds: others go first.
@@ -252,6 +253,8 @@ class ShardCache:
                 if not os.path.samestat(os.fstat(file.fileno()), os.stat(part)):
                     return  # the locks were deleted, and another process fetches this shard too
             seal(part, path)
+            if is_ahead:
+                self.keep(url, stat)  # at once: others may look for room
             _sync_folder(self.folder)
         except BaseException as error:
             with contextlib.suppress(OSError):
@@ -279,7 +282,9 @@ class ShardCache:
                 missing = sum(taken for _, taken, _ in files) + size - self.max_bytes
                 unwritten = sum(taken - _on_disk(path) for path, taken, _ in files if path.suffix == ".part")
                 missing = max(missing, unwritten + size - disk.free if disk.total else 0)  # 0: the system does not know
-                if is_ahead and missing > sum(taken for _, taken, used in files if used <= now):
+                if is_ahead and missing > sum(
+                    taken for path, taken, used in files if used <= now and self._may_go(path, part)
+                ):
                     return False
                 is_waiting, stuck = False, ""
                 for path, taken, used in files:

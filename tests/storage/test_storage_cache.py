@@ -312,6 +312,36 @@ def test_a_shard_that_is_needed_goes_last_and_that_is_said_once(
     assert "a reader still needs" in said and f"{tmp_path} may take 2,000" in said and "larger max_bytes" in said
 
 
+def test_what_is_fetched_ahead_waits_for_what_others_fetch_and_deletes_nothing_needed(tmp_path: Path) -> None:
+    cache, calls = ShardCache(tmp_path, 2 * SIZE), []
+    put(cache, 1)
+    assert cache.keep("s3://b/1.tar", Stat(SIZE, "tag"))
+
+    def fetch(file: BinaryIO) -> None:
+        cache.prepare("s3://b/3.tar", Stat(SIZE, "tag"), writes(b"x" * SIZE, calls), lambda: True)
+        file.write(b"x" * SIZE)
+
+    cache.open("s3://b/2.tar", Stat(SIZE, "tag"), fetch).close()
+    assert not calls and cache.keep("s3://b/1.tar", Stat(SIZE, "tag"))
+
+
+def test_what_a_worker_fetched_before_its_turn_came_is_needed_too(tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path, SIZE)
+    put(cache, 1)
+    cache.prepare("s3://b/1.tar", Stat(SIZE, "tag"), writes(b""), lambda: True)
+    cache.prepare("s3://b/2.tar", Stat(SIZE, "tag"), writes(b""), lambda: True)
+    assert cache.fetched == 1
+
+
+def test_a_folder_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> Any:
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr("sharded_loader.storage.cache.lock_at", refused)
+    with pytest.raises(ShardError, match=r"cannot be written to \(FileSystem does not appear to support flock\): give"):
+        ShardCache(tmp_path, "1 kB")
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be deleted there")
 def test_a_folder_that_is_deleted_while_a_shard_is_fetched_is_made_again(tmp_path: Path) -> None:
     cache, calls = ShardCache(tmp_path / "cache", "10 kB"), []
