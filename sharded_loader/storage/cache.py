@@ -327,7 +327,7 @@ class ShardCache:
             return True
         try:
             with self._lock(_lock_of(path.name)).acquire(timeout=0):
-                return True
+                return path.exists()  # otherwise it has become a shard meanwhile
         except TimeoutError:
             return False
 

@@ -92,6 +92,21 @@ def test_a_shard_that_gets_its_name_now_is_not_the_first_to_go(tmp_path: Path, m
     assert [cache.keep(f"s3://b/{number}.tar", Stat(SIZE, "tag")) for number in (1, 2, 3)] == [False, True, True]
 
 
+def test_a_part_that_becomes_a_shard_while_another_looks_for_room_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, files = ShardCache(tmp_path, 2 * SIZE), ShardCache._files
+    put(cache, 1)
+    put(cache, 2)
+    cache.let_go("s3://b/2.tar", Stat(SIZE, "tag"))
+    whole = cache._path("s3://b/2.tar", Stat(SIZE, "tag"))
+    before = [(whole.with_suffix(".part") if path == whole else path, *rest) for path, *rest in files(cache)]
+    monkeypatch.setattr(ShardCache, "_files", lambda self: before)
+    put(cache, 3)
+    monkeypatch.setattr(ShardCache, "_files", files)
+    assert [cache.keep(f"s3://b/{number}.tar", Stat(SIZE, "tag")) for number in (1, 2, 3)] == [False, True, True]
+
+
 def test_a_shard_that_is_open_is_read_to_its_end(tmp_path: Path) -> None:
     cache = ShardCache(tmp_path, SIZE)
     file = cache.open("s3://b/1.tar", Stat(SIZE, "tag"), writes(b"x" * SIZE))
