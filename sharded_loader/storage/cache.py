@@ -177,6 +177,8 @@ class ShardCache:
                     self._fetch(path, url, stat, fetch, is_ahead=True)
         if is_wanted():  # also one that a worker has fetched meanwhile
             self.keep(url, stat)
+            if not is_wanted():  # the user has passed it at this moment
+                self.let_go(url, stat)
 
     def keep(self, url: str, stat: Stat) -> bool:
         """Note that a shard is needed for `HELD` seconds: others go first.
@@ -254,9 +256,6 @@ class ShardCache:
                 if not os.path.samestat(os.fstat(file.fileno()), os.stat(part)):
                     return  # the locks were deleted, and another process fetches this shard too
             seal(part, path)
-            if is_ahead:
-                self.keep(url, stat)  # at once: others may look for room
-            _sync_folder(self.folder)
         except BaseException as error:
             with contextlib.suppress(OSError):
                 part.unlink()
@@ -380,16 +379,6 @@ def _delete(path: Path) -> None:
     path.unlink(missing_ok=True)  # first: if it must stay, its checksum stays too
     if not path.exists():  # no process has fetched it again
         beside(path).unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Have the names in a folder written to the disk, where the system can."""
-    with contextlib.suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 # -- whether a shard still has the content that was fetched ------------------------------------------------------------
