@@ -45,8 +45,9 @@ from sharded_loader.base.notices import logger
 from sharded_loader.base.system import lock_at
 from sharded_loader.storage.files import LocalFile, ShardError, Stat, shown
 
-LOCKS = 64
-"""Lock files. Two shards may share one: then they are fetched one after the other."""
+LOCKS = 1024
+"""Lock files. Two shards may share one: then they are fetched one after the other. Among 16 shards that are fetched side
+by side, there are 0.1 such pairs. With 64 files there were 1.9, and each cost the time of a shard."""
 
 TRIES = 10
 """How often a shard is fetched that others delete before it could be opened."""
