@@ -12,9 +12,9 @@ A shard is renamed when the disk has all of it: half of one is never read. Of se
 shard, one fetches it and the others wait. To make room, the cache deletes first the shard that is needed last, as far
 as a loader has said so (`ShardCache.let_go`). Then it deletes the one that was not needed for the longest time, or a
 part that no process locks. A shard whose time is in the future is needed now: it goes last, and a line of the logger
-says so. A shard that is fetched ahead takes the place of no shard that is needed. The
-cache never touches files with other names. A shard that is open somewhere can be read to its end after it has gone (on
-Windows it cannot go). A damaged shard is deleted and fetched again.
+says so. A shard that is fetched ahead takes the place of no shard that is needed. The cache never touches files with
+other names. A shard that is open somewhere can be read to its end after it has gone (on Windows it cannot go). A
+damaged shard is deleted and fetched again.
 
 `seal` gives a new shard its name, and notes its checksum. `is_sound` compares. A shard has the time `UNTOUCHED`, so
 each write to it leaves another time. The time of its last change is noted too: no program can set that one back. The
@@ -46,8 +46,8 @@ from sharded_loader.base.system import lock_at
 from sharded_loader.storage.files import LocalFile, ShardError, Stat, shown
 
 LOCKS = 1024
-"""Lock files. Two shards may share one: then they are fetched one after the other. Among 16 shards that are fetched side
-by side, there are 0.1 such pairs. With 64 files there were 1.9, and each cost the time of a shard."""
+"""Lock files. Two shards may share one: then they are fetched one after the other. Of 16 shards that are fetched side
+by side, 0.1 pairs do so. With 64 files there were 1.9, and each pair took the time of two shards."""
 
 TRIES = 10
 """How often a shard is fetched that others delete before it could be opened."""
