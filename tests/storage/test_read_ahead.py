@@ -20,6 +20,7 @@ from shards import write_tar
 from sharded_loader import (
     ProcessPool,
     RandomSampler,
+    RayPool,
     SequentialSampler,
     ShardCache,
     ShardDataset,
@@ -444,4 +445,47 @@ def test_what_is_fetched_for_the_indexes_is_kept_if_there_is_room(
     cache = ShardCache(tmp_path / "cache", shards * size)
     dataset = ShardDataset(urls, cache=cache)
     assert len(dataset) == SHARDS * LENGTH and cache.fetched == kept
+    dataset.close()
+
+
+# -- with actors of Ray: `make test-ray` -------------------------------------------------------------------------------
+
+
+def batches_of(order: ShardShuffleSampler, epoch: int) -> list[list[int]]:
+    """The batches of an epoch."""
+    return np.array(list(order.iter_epoch(epoch))).reshape(-1, 10).tolist()  # type: ignore[no-any-return]
+
+
+class Waits:
+    """A sample is ready when a file is there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, sample: dict[str, Any]) -> int:
+        until(self.path.exists)
+        return number(sample)
+
+
+@pytest.mark.ray
+def test_an_actor_fetches_what_others_need_later_and_each_epoch_gets_its_batches(
+    ray_here: Any, tmp_path: Path, served: Served
+) -> None:
+    dataset = make(served, tmp_path, shards=6.5)
+    order = ShardShuffleSampler(dataset.lengths, window=3, seed=5)
+    first, second, third = (batches_of(order, epoch) for epoch in range(3))
+    two_windows = {f"/{index // LENGTH:02}.tar" for batch in first[:12] for index in batch}
+    served.after = lambda: two_windows <= {path for path, _ in served.asked} and (tmp_path / "all").touch()
+    pool = RayPool(2, num_cpus=0)
+    with ShardedDataLoader(dataset.transform(Waits(tmp_path / "all")), 10, sampler=order, prefetch=2, pool=pool) as one:
+        batches = iter(one)
+        assert next(batches).tolist() == first[0]  # no sample was ready before six shards had been asked for
+        assert [next(batches).tolist() for _ in range(5)] == first[1:6]
+        state = one.state_dict()
+        ray_here.kill(next(iter(pool._transport._readers.values())).actor)  # the one that fetches
+        assert [batch.tolist() for batch in batches] == first[6:]
+        assert [next(iter(one)).tolist() for _ in range(2)] == [second[0], third[0]]
+    with ShardedDataLoader(dataset.transform(number), 10, sampler=order, pool=RayPool(2, num_cpus=0)) as other:
+        other.load_state_dict(state)
+        assert [batch.tolist() for batch in other] == first[6:]
     dataset.close()
