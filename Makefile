@@ -69,7 +69,7 @@ RAY = .venv-ray
 test-ray:
 	$(MAKE) $(RAY)/ray.stamp VENV=$(RAY)
 	SHARDED_LOADER_TEST_POOLS=ray $(RAY)/bin/python -m pytest -m "not slow" $(RAY_PROMISES)
-	$(RAY)/bin/python -m pytest -m ray tests/pools/ray/test_on_ray.py
+	$(RAY)/bin/python -m pytest -m ray tests/pools/ray/test_on_ray.py tests/storage/test_read_ahead.py
 	$(RAY)/bin/python -m pytest -m ray tests/pools/ray/test_cluster.py
 	$(RAY)/bin/python -m pytest -m ray tests/pools/ray/test_ray_train.py tests/pools/ray/test_machines_page.py
 

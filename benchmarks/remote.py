@@ -22,6 +22,9 @@ groups, beside the same table in memory.
     in memory     `ArrayDataset`
     columns       `ShardDataset`, as it is
     rows          the same with a transform, which needs a dict of each row
+
+With ``--sizes``, only a table of an epoch in shards of several sizes is printed, 1 GB in all. With ``--ray``, only one
+of epochs with two workers of `ProcessPool` and of `RayPool`, at 20 MB/s per connection.
 """
 
 from __future__ import annotations
@@ -45,7 +48,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.range_server import RangeHandler
-from sharded_loader import ArrayDataset, ShardCache, ShardDataset, ShardedDataLoader, ShardShuffleSampler
+from sharded_loader import (
+    ArrayDataset,
+    ProcessPool,
+    RayPool,
+    ShardCache,
+    ShardDataset,
+    ShardedDataLoader,
+    ShardShuffleSampler,
+)
 from sharded_loader.recordio import MXRecordIO
 from sharded_loader.storage.stores import CONNECTIONS, ObjectStore
 
@@ -59,21 +70,25 @@ SPEEDS = (None, 50e6)
 """Bytes per second of a connection; None: as fast as this machine copies."""
 
 
+SLOW = 20e6
+"""The same, where pools are compared."""
+
+
 # -- shards ------------------------------------------------------------------------------------------------------------
 
 
-def samples_of(number: int) -> list[bytes]:
+def samples_of(number: int, count: int = SAMPLES, size: int = SIZE) -> list[bytes]:
     """The random samples of a shard."""
     rng = np.random.default_rng(number)
-    return [rng.bytes(SIZE) for _ in range(SAMPLES)]
+    return [rng.bytes(size) for _ in range(count)]
 
 
-def write_tar(path: Path, number: int) -> None:
+def write_tar(path: Path, number: int, count: int = SAMPLES, size: int = SIZE) -> None:
     """A tar file."""
     with tarfile.open(path, "w") as tar:
-        for i, sample in enumerate(samples_of(number)):
+        for i, sample in enumerate(samples_of(number, count, size)):
             member = tarfile.TarInfo(f"{number:03}{i:04}.bin")
-            member.size = SIZE
+            member.size = size
             tar.addfile(member, io.BytesIO(sample))
 
 
@@ -239,20 +254,26 @@ def bare(urls: list[str], folder: Path) -> float:
     return seconds
 
 
-def epoch(urls: list[str], folder: Path, cache: ShardCache | None, ahead: bool) -> float:
-    """Seconds to read all samples once."""
+def epoch(
+    urls: list[str], folder: Path, cache: ShardCache | None, ahead: bool, pool: Any = None, batch: int = BATCH
+) -> tuple[float, float]:
+    """Seconds to read all samples once, and until the first batch. The workers have started."""
     dataset = ShardDataset(urls, cache=cache, index_folder=folder / "indexes")
     if not ahead:
         dataset.follow = lambda *_: None  # type: ignore[method-assign]
     order = ShardShuffleSampler(dataset.lengths, WINDOW, seed=1)
-    loader = ShardedDataLoader(dataset.transform(_first_byte), BATCH, sampler=order)
+    loader = ShardedDataLoader(dataset.transform(_first_byte), batch, sampler=order, pool=pool)
+    if pool is not None:
+        loader.fetch([0]).result()
     began = time.perf_counter()
-    count = sum(len(batch) for batch in loader)
+    batches = iter(loader)
+    count, first = len(next(batches)), time.perf_counter() - began
+    count += sum(len(batch) for batch in batches)
     seconds = time.perf_counter() - began
-    assert count == SHARDS * SAMPLES
+    assert count == len(dataset)
     loader.close()
     dataset.close()
-    return seconds
+    return seconds, first
 
 
 def _first_byte(sample: dict[str, Any]) -> int:
@@ -264,9 +285,9 @@ def ways(urls: list[str], folder: Path, speed: float | None, size: int) -> dict[
     room = 2 * WINDOW * size
     found: dict[str, Callable[[], float]] = {
         "bare": lambda: bare(urls, folder),
-        "read ahead": lambda: epoch(urls, folder, ShardCache(folder / "ahead", room), True),
-        "on demand": lambda: epoch(urls, folder, ShardCache(folder / "demand", room), False),
-        "in parts": lambda: epoch(urls, folder, None, False),
+        "read ahead": lambda: epoch(urls, folder, ShardCache(folder / "ahead", room), True)[0],
+        "on demand": lambda: epoch(urls, folder, ShardCache(folder / "demand", room), False)[0],
+        "in parts": lambda: epoch(urls, folder, None, False)[0],
     }
     return {way: measure for way, measure in found.items() if way != "in parts" or speed is None}
 
@@ -286,6 +307,44 @@ def epochs(urls: list[str], speed: float | None, size: int, sent: Any) -> None:
             what = f"{speed / 1e6:.0f} MB/s per connection" if speed else "20 ms per request"
             share = (sent[0] - before) / (SHARDS * size)
             print(f"| {what} | {way} | {rate:,.0f} | {rate / limit:.2f} | {share:.2f} |", flush=True)
+
+
+# -- other tables of epochs --------------------------------------------------------------------------------------------
+
+
+def pools(urls: list[str], folder: Path, size: int) -> None:
+    """Print how long an epoch takes with two workers of each pool, and a cache for half of the shards."""
+    import ray
+
+    ray.init("local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    print("| pool | epoch, s | first batch, s |\n|---|---|---|")
+    for turn in range(3):
+        for pool in (ProcessPool(2), RayPool(2, num_cpus=0)):
+            name = type(pool).__name__
+            cache = ShardCache(folder / f"{turn} {name}", SHARDS // 2 * size)
+            seconds, first = epoch(urls, folder, cache, True, pool, BATCH // 4)
+            print(f"| {name} | {seconds:.1f} | {first:.1f} |", flush=True)
+
+
+MEGABYTES = 1024
+"""Of all shards in the table of sizes."""
+
+
+def sizes() -> None:
+    """Print what an epoch costs in shards of several sizes, with an index file. Samples have 100 KB."""
+    print("| shards | requests | first batch, s | epoch, s |\n|---|---|---|---|")
+    for megabytes in (4, 64, 256):
+        with tempfile.TemporaryDirectory() as name:
+            folder, count = Path(name), MEGABYTES // megabytes
+            (folder / "shards").mkdir()
+            for number in range(count):
+                write_tar(folder / "shards" / f"{number:03}.tar", number, megabytes * 10, 100_000)
+            ShardDataset(f"{folder}/shards/*.tar", index_folder=folder / "local").write_index()
+            with serving(folder / "shards", SPEEDS[-1]) as (url, sent):
+                before = sent[1]
+                cache = ShardCache(folder / "cache", 2 * MEGABYTES << 20)
+                seconds, first = epoch([f"{url}/shards.index"], folder, cache, True, batch=BATCH // 8)
+                print(f"| {count} of {megabytes} MB | {sent[1] - before} | {first:.2f} | {seconds:.1f} |", flush=True)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -329,15 +388,22 @@ def tables(folder: Path) -> None:
 
 def main() -> None:
     """Print the tables."""
+    if "--sizes" in sys.argv:
+        sizes()
+        return
     if "--tables" in sys.argv:
         with tempfile.TemporaryDirectory() as name:
             tables(Path(name))
         return
     with tempfile.TemporaryDirectory() as name:
         folder, names = Path(name), [f"{number:03}.tar" for number in range(SHARDS)]
-        only_opening = "--opening" in sys.argv
+        only_opening, with_ray = "--opening" in sys.argv, "--ray" in sys.argv
         for tar in names[: OPENED if only_opening else None]:
-            write_tar(folder / tar, int(tar[:3]))
+            write_tar(folder / tar, int(tar[:3]), size=16_000 if with_ray else SIZE)
+        if with_ray:
+            with serving(folder, SLOW) as (url, _), tempfile.TemporaryDirectory() as caches:
+                pools([f"{url}/{tar}" for tar in names], Path(caches), (folder / names[0]).stat().st_size)
+            return
         with serving(folder, SPEEDS[-1]) as (url, sent):
             opening(url, folder, sent)
         if only_opening:

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -22,7 +23,7 @@ ROW = 250_000
 SMALL = 200
 """Rows of the small dataset: as many as all batches in flight."""
 
-WAYS = ("own", "share")
+WAYS = ("own", "share", "memmap")
 
 
 def build(rows: int) -> Any:
@@ -33,12 +34,19 @@ def build(rows: int) -> Any:
     return ArrayDataset(image=images, name=PackedList([f"{number:0{ROW // 2}}" for number in range(rows)]))
 
 
+def mapped(path: str) -> Any:
+    """The array of a file."""
+    from sharded_loader import ArrayDataset
+
+    return ArrayDataset(image=np.load(path, mmap_mode="r"))
+
+
 def rank(way: str, method: str, rows: int, workers: int, key: str) -> None:
     """One rank: build or map, read an epoch, and wait until stdin ends."""
     from sharded_loader import ProcessPool, ShardedDataLoader, share
 
     began = time.perf_counter()
-    dataset = build(rows) if way == "own" else share(lambda: build(rows), key)
+    dataset: Any = mapped(key) if way == "memmap" else build(rows) if way == "own" else share(lambda: build(rows), key)
     took = time.perf_counter() - began
     order = {"shuffle": True, "seed": 0}
     with ShardedDataLoader(dataset, 4, pool=ProcessPool(workers, start_method=method), **order) as loader:
@@ -50,19 +58,24 @@ def rank(way: str, method: str, rows: int, workers: int, key: str) -> None:
 
 
 def pss(process: psutil.Process) -> int:
-    """Bytes of a process and of all below it. Not those of files: other programs map the same libraries."""
+    """Bytes of a process and of all below it. Of files only arrays: other programs map the same libraries."""
     total = 0
     for one in (process, *process.children(recursive=True)):
         with contextlib.suppress(OSError, psutil.Error), open(f"/proc/{one.pid}/smaps_rollup") as file:
             total += 1024 * sum(int(line.split()[1]) for line in file if line.startswith(("Pss_Anon", "Pss_Shmem")))
+        with contextlib.suppress(OSError, psutil.Error):
+            total += sum(found.pss for found in one.memory_maps() if found.path.endswith(".npy"))
     return total
 
 
 def measure(way: str, method: str, rows: int, ranks: int, workers: int) -> tuple[int, float, float]:
     """PSS of all ranks; the longest seconds until one had the dataset, and in which one has read an epoch."""
     arguments = [way, method, str(rows), str(workers), f"benchmark {time.time()}"]
-    command = [sys.executable, "-m", "benchmarks.shared", "--rank", *arguments]
     with contextlib.ExitStack() as stack:  # which ends their stdin, and waits for them
+        if way == "memmap":
+            arguments[-1] = f"{stack.enter_context(tempfile.TemporaryDirectory())}/images.npy"
+            np.save(arguments[-1], np.zeros((rows, ROW), np.uint8))
+        command = [sys.executable, "-m", "benchmarks.shared", "--rank", *arguments]
         started = [
             stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
             for _ in range(ranks)

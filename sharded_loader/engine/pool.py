@@ -169,6 +169,15 @@ class Pool(ABC):
     def wake(self) -> None:  # noqa: B027
         """Make a `wait` in another thread return."""
 
+    def follow(self, run: int, ahead: Any, position: Callable[[], int | None]) -> None:  # noqa: B027
+        """Tell datasets on other machines which samples come. Called if the workers are not here (`is_here`).
+
+        Args:
+            run: whose order it is.
+            ahead: ``batches`` and ``later`` of `data.datasets.follow`, in an object that can be pickled.
+            position: as there.
+        """
+
     def cancel(self, run: int) -> None:  # noqa: B027
         """Drop the tasks of this run that have not begun."""
 

@@ -50,13 +50,13 @@ from sharded_loader.engine.messages import NOTHING, Job, Task
 from sharded_loader.engine.order import Epoch, FetchEpoch, Position
 from sharded_loader.engine.pipeline import Pipeline, Run, ShownRun
 from sharded_loader.engine.reader import Reader
-from sharded_loader.engine.split import is_sharded, plain_indices
+from sharded_loader.engine.split import plain_indices
 from sharded_loader.loader.arguments import length
 from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
 from sharded_loader.randomness.global_generators import seeded_globals
 from sharded_loader.sampling.base import nested
-from sharded_loader.sampling.epoch import MapEpoch
+from sharded_loader.sampling.epoch import Ahead, MapEpoch
 from sharded_loader.sampling.order import MapOrder
 from sharded_loader.sampling.state import has_weights
 from sharded_loader.streams.order import StreamOrder
@@ -742,28 +742,22 @@ class Epochs(KnownSteps):
 
     def _tell_order(self, run: Run, iterator: Any) -> None:
         """Tell the dataset, if it wants to know, which samples come, and how far the user is."""
-        if not self._workers.is_here:
-            return  # each of their machines has a cache of its own
         epoch, order = run.epoch, self.order
         if isinstance(order, StreamOrder) or not isinstance(epoch, MapEpoch) or not can_follow(self.dataset):
             return
         if order.facts(epoch.number) is None:
             return
-        again, held = epoch.again(), weakref.ref(iterator)
-        following = order.epoch(epoch.number + 1)
-
-        def batch(number: int, epoch: MapEpoch = again) -> Any:
-            found = epoch.batch(number)
-            if found is None or not (order.given_batches and is_sharded(found[0])):
-                return found and found[0]
-            return [index for shard in found[0] for index in shard]
+        ahead, held = Ahead(epoch.again(), order.epoch(epoch.number + 1)), weakref.ref(iterator)
 
         def position() -> int | None:
             reader = held()
             seen = None if reader is None else reader.run
             return None if seen is None or seen.ended or seen.dead is not None else int(seen.delivered)
 
-        follow(self.dataset, batch, position, lambda number: batch(following.first + number, following))
+        if self._workers.is_here:
+            follow(self.dataset, ahead.batches, position, ahead.later)
+        else:  # each of their machines has a cache of its own
+            self._workers.follow(run.number, ahead, position)
 
     # -- datasets with set_epoch ----------------------------------------------------------------------------
 

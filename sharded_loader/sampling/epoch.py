@@ -31,7 +31,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -144,6 +144,13 @@ class MapEpoch(Epoch):
     def again(self) -> MapEpoch:
         """The same batches once more, for a dataset that looks ahead. Not of a sampler of another library."""
         return MapEpoch(self._source, self.number, self._position if self.resumed else None)
+
+    def indices(self, number: int) -> Any:
+        """The indices of a batch, those of all its shards together; None after the last batch. See `batch`."""
+        found = self.batch(number)
+        if found is None or not (self._source.given_batches and is_sharded(found[0])):
+            return found and found[0]
+        return [index for shard in found[0] for index in shard]
 
     # -- tasks ----------------------------------------------------------------------------------------------
 
@@ -409,6 +416,26 @@ class MapEpoch(Epoch):
         if mark is None or begin.mark is not None or (mark.state is None and not self._source.rollover):
             return begin
         return replace(begin, mark=mark)
+
+
+class Ahead(NamedTuple):
+    """Which samples come, for a dataset that looks ahead (`data.datasets.follow`). It can be sent to other machines.
+
+    Attributes:
+        epoch: the epoch that is read.
+        following: the next one.
+    """
+
+    epoch: MapEpoch
+    following: MapEpoch
+
+    def batches(self, number: int) -> Any:
+        """The indices of a batch of the epoch; None after the last one."""
+        return self.epoch.indices(number)
+
+    def later(self, number: int) -> Any:
+        """The same of the next epoch, counted from 0."""
+        return self.following.indices(self.following.first + number)
 
 
 class _SeparateSpan:

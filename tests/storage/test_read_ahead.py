@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import shutil
+import sys
 import threading
 import time
 import types
@@ -17,13 +20,14 @@ from shards import write_tar
 from sharded_loader import (
     ProcessPool,
     RandomSampler,
+    RayPool,
     SequentialSampler,
     ShardCache,
     ShardDataset,
     ShardedDataLoader,
     ShardShuffleSampler,
 )
-from sharded_loader.storage import read_ahead
+from sharded_loader.storage import read_ahead, stores
 from sharded_loader.storage.files import Stat
 from sharded_loader.storage.read_ahead import ReadAhead
 from sharded_loader.storage.stores import ObjectStore
@@ -42,7 +46,9 @@ class Walk:
 
     limit_text = "the cache has no more"
 
-    def __init__(self, batches: list[list[int]], room: int, later: Sequence[list[int]] = ()) -> None:
+    def __init__(
+        self, batches: list[list[int]], room: int, later: Sequence[list[int]] = (), register: Path | None = None
+    ) -> None:
         self.max_bytes = room
         self.fetched: list[int] = []
         self.there: set[int] = set()
@@ -56,6 +62,7 @@ class Walk:
             lambda number: batches[number] if number < len(batches) else None,
             lambda: self.position,
             lambda number: later[number] if number < len(later) else None,
+            register,
         )
         self.ahead.start()
 
@@ -87,6 +94,28 @@ def test_it_goes_as_far_as_there_is_room() -> None:
     until(lambda: sorted(walk.fetched) == [0, 1, 2, 3, 9])
     walk.position = 4
     until(lambda: walk.fetched.count(1) == 2)
+    walk.ahead.stop()
+
+
+@pytest.mark.parametrize("by", ["read ahead", "a worker"])
+def test_no_other_shard_is_asked_for_until_the_first_batch_has_its_shards(by: str) -> None:
+    asked, come = [], threading.Event()
+
+    class Slow(Walk):
+        def prepare(self, url: str, stat: Stat, fetch: object, is_needed: Callable[[], bool]) -> None:
+            asked.append(int(url))
+            assert come.wait(60)
+            super().prepare(url, stat, fetch, is_needed)
+
+    walk = Slow([[0, 1], [2], [3]], room=9)
+    until(lambda: len(walk.ahead._looked) == 2 and len(asked) == 2)
+    assert sorted(asked) == [0, 1]
+    if by == "a worker":
+        walk.position = 1
+    else:
+        come.set()
+    until(lambda: sorted(asked) == [0, 1, 2, 3])
+    come.set()
     walk.ahead.stop()
 
 
@@ -323,6 +352,40 @@ def test_a_run_that_goes_on_in_mid_epoch_fetches_what_is_left(tmp_path: Path, se
     dataset.close()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be deleted there")
+def test_a_cache_folder_that_vanishes_in_mid_epoch_is_made_again(tmp_path: Path, served: Served) -> None:
+    dataset = make(served, tmp_path, shards=6.5)
+    order = ShardShuffleSampler(dataset.lengths, window=3, seed=5)
+    with ShardedDataLoader(dataset.transform(number), 10, sampler=order) as loader:
+        found = []
+        for count, batch in enumerate(loader):
+            found += batch.tolist()
+            if count == 5:
+                shutil.rmtree(tmp_path / "cache", ignore_errors=True)  # a shard may come meanwhile
+        assert found == list(order.iter_epoch(0))
+    assert downloads(served) <= 2 * SHARDS
+    dataset.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="its locks are others")
+def test_two_machines_on_a_folder_whose_locks_each_sees_alone_read_all_samples(
+    tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on some network file systems: a lock keeps nobody else out."""
+    monkeypatch.setattr("fcntl.flock", lambda fd, how: None)
+    datasets = [make(served, tmp_path, shards=6.5) for _ in range(2)]
+    orders = [ShardShuffleSampler(dataset.lengths, window=3, seed=seed) for seed, dataset in enumerate(datasets)]
+    loaders = [
+        ShardedDataLoader(dataset.transform(number), 10, sampler=order)
+        for dataset, order in zip(datasets, orders, strict=True)
+    ]
+    found = np.concatenate([np.stack(batches) for batches in zip(*loaders, strict=True)], axis=1)
+    assert found.tolist() == [list(order.iter_epoch(0)) for order in orders]
+    for loader, dataset in zip(loaders, datasets, strict=True):
+        loader.close()
+        dataset.close()
+
+
 @pytest.mark.slow
 def test_a_full_shuffle_over_a_small_cache_reads_samples_and_says_so_once(tmp_path: Path, served: Served) -> None:
     dataset = make(served, tmp_path, shards=2)
@@ -335,6 +398,22 @@ def test_a_full_shuffle_over_a_small_cache_reads_samples_and_says_so_once(tmp_pa
     assert len(told) == 1
     assert dataset._cache is not None and dataset._cache.fetched == 0
     loader.close()
+    dataset.close()
+
+
+@pytest.mark.slow
+def test_a_store_that_refuses_a_third_of_all_requests_gives_all_samples(
+    tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "PAUSE", 0.01)
+    dataset = make(served, tmp_path, shards=6.5)
+    chance = random.Random(1)
+    monkeypatch.setattr(served, "takes", lambda name: name == "fail" and chance.random() < 0.3)
+    order = ShardShuffleSampler(dataset.lengths, window=3, seed=5)
+    with ShardedDataLoader(dataset.transform(number), 10, sampler=order) as loader:
+        assert [i for batch in loader for i in batch.tolist()] == list(order.iter_epoch(0))
+        assert loader.stats().retries > 0
+    assert downloads(served) == SHARDS + dataset.retries  # a refused request is asked for once more, and no other
     dataset.close()
 
 
@@ -366,4 +445,47 @@ def test_what_is_fetched_for_the_indexes_is_kept_if_there_is_room(
     cache = ShardCache(tmp_path / "cache", shards * size)
     dataset = ShardDataset(urls, cache=cache)
     assert len(dataset) == SHARDS * LENGTH and cache.fetched == kept
+    dataset.close()
+
+
+# -- with actors of Ray: `make test-ray` -------------------------------------------------------------------------------
+
+
+def batches_of(order: ShardShuffleSampler, epoch: int) -> list[list[int]]:
+    """The batches of an epoch."""
+    return np.array(list(order.iter_epoch(epoch))).reshape(-1, 10).tolist()  # type: ignore[no-any-return]
+
+
+class Waits:
+    """A sample is ready when a file is there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, sample: dict[str, Any]) -> int:
+        until(self.path.exists)
+        return number(sample)
+
+
+@pytest.mark.ray
+def test_an_actor_fetches_what_others_need_later_and_each_epoch_gets_its_batches(
+    ray_here: Any, tmp_path: Path, served: Served
+) -> None:
+    dataset = make(served, tmp_path, shards=6.5)
+    order = ShardShuffleSampler(dataset.lengths, window=3, seed=5)
+    first, second, third = (batches_of(order, epoch) for epoch in range(3))
+    two_windows = {f"/{index // LENGTH:02}.tar" for batch in first[:12] for index in batch}
+    served.after = lambda: two_windows <= {path for path, _ in served.asked} and (tmp_path / "all").touch()
+    pool = RayPool(2, num_cpus=0)
+    with ShardedDataLoader(dataset.transform(Waits(tmp_path / "all")), 10, sampler=order, prefetch=2, pool=pool) as one:
+        batches = iter(one)
+        assert next(batches).tolist() == first[0]  # no sample was ready before six shards had been asked for
+        assert [next(batches).tolist() for _ in range(5)] == first[1:6]
+        state = one.state_dict()
+        ray_here.kill(next(iter(pool._transport._readers.values())).actor)  # the one that fetches
+        assert [batch.tolist() for batch in batches] == first[6:]
+        assert [next(iter(one)).tolist() for _ in range(2)] == [second[0], third[0]]
+    with ShardedDataLoader(dataset.transform(number), 10, sampler=order, pool=RayPool(2, num_cpus=0)) as other:
+        other.load_state_dict(state)
+        assert [batch.tolist() for batch in other] == first[6:]
     dataset.close()

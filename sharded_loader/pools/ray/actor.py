@@ -1,7 +1,8 @@
 """A worker on Ray, from its first call to its last.
 
     begin(published) -> Begun                       it has the dataset, over memory that its node's workers share
-    read(tasks) -> head, places, memory, rest       the group's batches, which Ray puts into its object store
+    follow(run, position, published)                its dataset fetches ahead by this order, for all actors of the node
+    read(tasks, run, position) -> Group             the group's batches, which Ray puts into its object store
     where() -> words of the board                   answered by a second thread, while the first one reads
     stacks(), cancel(run)                           likewise
 
@@ -16,11 +17,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from sharded_loader.base.errors import add_note
+from sharded_loader.data.datasets import follow
 from sharded_loader.engine.board import IDLE, SAMPLE
 from sharded_loader.memory.arena import RecentSizes
 from sharded_loader.memory.codec import SIZE, decode
@@ -89,17 +92,43 @@ class LoaderActor:
         self._reading = _ActorReader(number, num_workers, f"worker {number} (pid {os.getpid()} on {self._host})")
         self._memory: np.ndarray[Any, Any] = np.empty(0, np.uint8)
         self._sizes, self._groups = RecentSizes(), RecentSizes()
+        self._positions: dict[int, int] = {}  # by run, of the order that the dataset fetches ahead by
 
     def begin(self, published: tuple[bytes, Sequence[np.ndarray[Any, Any]]]) -> Begun:
         """Take a job: its pickle and its buffers, which lie in the object store and cannot be written to."""
         import threadpoolctl
 
         threadpoolctl.threadpool_limits(self._threads)  # of this thread, which reads
+        self._positions.clear()
         failure = self._reading.begin(lambda: decode(*published))
         return Begun(os.getpid(), self._node, self._host, failure)
 
-    def read(self, content: bytes) -> Group:
-        """Read a group of tasks (`link.pack_tasks`)."""
+    def follow(self, run: int, position: int, published: tuple[bytes, Sequence[np.ndarray[Any, Any]]]) -> None:
+        """Tell the dataset which samples come, on all machines together, so that it fetches them ahead.
+
+        Args:
+            run: whose order it is. If it is cancelled, or another one comes, the dataset ends that.
+            position: the number of the batch that the user receives next.
+            published: an `Ahead`.
+        """
+        job = self._reading.job
+        assert job is not None  # it comes first
+        ahead = decode(*published)
+        self._positions.clear()
+        self._positions[run] = position
+        if run in self._reading.cancelled:
+            self._positions.clear()
+        follow(job.dataset, ahead.batches, partial(self._positions.get, run), ahead.later)
+
+    def read(self, content: bytes, run: int = -1, position: int = 0) -> Group:
+        """Read a group of tasks (`link.pack_tasks`).
+
+        Args:
+            content: the tasks.
+            run, position: of the order that is fetched ahead by, how far the user is.
+        """
+        if run in self._positions:
+            self._positions[run] = position
         reading, tasks = self._reading, unpack_tasks(content)
         reading.look_ahead(lambda: tasks)
         nbytes = max(self._sizes.wanted * len(tasks), self._groups.wanted)
@@ -132,6 +161,7 @@ class LoaderActor:
     def cancel(self, run: int) -> None:
         """Drop the tasks of this run that have not begun."""
         self._reading.cancelled.add(run)
+        self._positions.pop(run, None)
 
 
 def _place() -> tuple[str, str]:

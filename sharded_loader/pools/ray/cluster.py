@@ -7,7 +7,7 @@
     stop(actors)                kill them
     cause_of(error) -> text     what Ray says about a death, in one line
     is_of_node, is_of_call, is_lost(error)  whether a node has gone, a call has failed, or a reply has gone
-    put_job(new) -> reference   the dataset, and how it is read, once for all actors
+    put(value, parts) -> reference  once for all actors: the dataset, and how it is read; the order of an epoch
     Lent.take(memory) -> bytes  a batch in the object store, which may be written to: mapped where it is, or copied out
 
 Ray maps the object store into the driver and gives read-only arrays over it. No other process reads the object of a
@@ -38,7 +38,6 @@ import numpy as np
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import is_thread_of_others
 from sharded_loader.batching.protocol import Empty, new_array
-from sharded_loader.engine.messages import NewJob
 from sharded_loader.memory import publish
 from sharded_loader.memory.leases import Leases
 
@@ -271,8 +270,12 @@ def store_bytes() -> int:
     return int(stores[0]) if stores else 0
 
 
-def put_job(new: NewJob) -> Any:
-    """Pickle a job and put it into the object store, once for all actors.
+def put(value: Any, parts: dict[str, Any]) -> Any:
+    """Pickle something and put it into the object store, once for all actors.
+
+    Args:
+        value: a `NewJob`, or the order of an epoch.
+        parts: the user's objects in it, by the names that the user knows.
 
     Raises:
         TypeError: it cannot be pickled; names the attribute.
@@ -280,15 +283,15 @@ def put_job(new: NewJob) -> Any:
     """
     import ray
 
-    encoded = publish.publish(new, elsewhere=True, **new.parts)
+    encoded = publish.publish(value, elsewhere=True, **parts)
     buffers = [np.frombuffer(buffer, np.uint8) for buffer in encoded.buffers]
     try:
         return ray.put((encoded.head, buffers))
     except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as full:
         nbytes = len(encoded.head) + sum(buffer.nbytes for buffer in buffers)
         raise MemoryError(
-            f"the dataset has {nbytes:,} bytes, and Ray's object store on this node {store_bytes():,}: start Ray "
-            f"with a larger object_store_memory, or let the dataset open its data in the worker"
+            f"the dataset or its order has {nbytes:,} bytes, and Ray's object store on this node {store_bytes():,}: "
+            f"start Ray with a larger object_store_memory, or let the dataset open its data in the worker"
         ) from full
 
 

@@ -53,7 +53,7 @@ from sharded_loader.pools.ray.cluster import (
     is_of_call,
     store_bytes,
 )
-from sharded_loader.pools.ray.transport import ActorWorker, RayTransport
+from sharded_loader.pools.ray.transport import ActorWorker, Followed, RayTransport
 from sharded_loader.pools.supervised import SupervisedPool, own_pickle
 from sharded_loader.pools.supervisor import Supervisor
 
@@ -218,6 +218,13 @@ class RayPool(SupervisedPool[ActorWorker]):
             if group:
                 transport.send(worker, group, alone=False)
         self._count_room()
+
+    def follow(self, run: int, ahead: Any, position: Callable[[], int | None]) -> None:
+        self._transport.follow(Followed(run, ahead, position))
+
+    def cancel(self, run: int) -> None:
+        super().cancel(run)
+        self._transport.leave(run)
 
     def wait(self, block: bool = True) -> Sequence[Result]:
         transport, supervisor = self._transport, self._supervisor

@@ -2,6 +2,7 @@
 
     start(new_job)            the dataset lies in the object store once; actors are asked for, or sent the new job
     choose(task), send(...)   a group of tasks is one call; when it has ended, however it has, that is an event
+    follow(order)             one actor of each node fetches shards ahead by it, and is told how far the user is
     last_words(worker, error) what Ray says about its end, and what it read
     look()                    a cluster without room for any actor; a Ray that was shut down
 
@@ -11,6 +12,10 @@ where it is before it was killed for its silence. A node that dies is no batch's
 
 The tasks of a lane (a part of iterable data, or workers that take turns) stay with one actor, which keeps the part
 open. To give a lane to another actor costs the opening of a part, and changes no batch.
+
+Under an order that datasets fetch ahead by, the first actor of a node that gets tasks is the one that fetches, for all
+actors of the node. With each group of tasks it is told the position, so it costs no call. If it has died, the next one
+that gets tasks takes its place.
 
 Owns the actors and the dataset in the object store. What can go wrong: no actor can begin, or there is never room for
 one. Where others read, they go on without an actor that cannot begin.
@@ -32,7 +37,7 @@ from sharded_loader.base.errors import add_note
 from sharded_loader.base.notices import logger
 from sharded_loader.engine.board import IN_BATCH, UNUSED, is_at
 from sharded_loader.engine.grouping import HELD
-from sharded_loader.engine.messages import NewJob, Task
+from sharded_loader.engine.messages import Job, NewJob, Task
 from sharded_loader.pools.deaths import Death
 from sharded_loader.pools.process.link import pack_tasks
 from sharded_loader.pools.ray.actor import Begun, LoaderActor
@@ -41,7 +46,7 @@ from sharded_loader.pools.ray.cluster import (
     alive,
     cause_of,
     is_of_node,
-    put_job,
+    put,
     session,
     stop,
     stop_from_anywhere,
@@ -111,6 +116,14 @@ class ActorWorker(Worker):
         return tasks
 
 
+class Followed(NamedTuple):
+    """An order that is read, for datasets that fetch ahead; see `Pool.follow`."""
+
+    run: int
+    ahead: Any
+    position: Callable[[], int | None]
+
+
 Event = tuple[ActorWorker, "int | str", "Future[Any]"]
 """A call that has ended: of which actor, its number (or its name, if it was no group), and how."""
 
@@ -141,6 +154,10 @@ class RayTransport(Transport[ActorWorker]):
         self._holders: dict[int, ActorWorker] = {}  # by lane, the actor that reads its tasks
         self._numbers = itertools.count()
         self._published: Any = None
+        self._job: Job | None = None
+        self._followed: Followed | None = None
+        self._ahead: Any = None  # the order in the object store
+        self._readers: dict[str, ActorWorker] = {}  # by node, the actor whose dataset fetches ahead
         self._none_ready_since = time.monotonic()
         self._looked = 0.0
         self._session: str | None = None
@@ -165,7 +182,10 @@ class RayTransport(Transport[ActorWorker]):
             begun = [task for worker in self.workers for task in worker.tasks.values()]
             self.close()
         self._session = session()
-        self._published = put_job(new)
+        self._published = put(new, new.parts)
+        if new.job is not self._job:  # otherwise an interrupted step has closed the pool, and the run goes on
+            self._job, self._followed = new.job, None
+        self._readers.clear()
         for worker in self.workers:
             self._begin(worker)
         self.launch_all(new)
@@ -204,7 +224,8 @@ class RayTransport(Transport[ActorWorker]):
         self.workers = []
         stop(self.actors)
         self._holders.clear()
-        self._published = None
+        self._published = self._ahead = None
+        self._readers.clear()
         # Calls that are under way may end yet: no event tells of it any more. Who waits in an outer step goes on.
         self.bell.put(None)
         self.events, self.bell = deque(), queue.SimpleQueue()
@@ -237,7 +258,7 @@ class RayTransport(Transport[ActorWorker]):
         number, content = next(self._numbers), pack_tasks([(None, task, own) for task, own in tasks])
         worker.calls[number] = Call([task for task, _ in tasks], alone)
         worker.tasks.update({(task.run, task.seq): task for task, _ in tasks})
-        self._listen(worker.actor.read.remote(content), worker, number)
+        self._listen(worker.actor.read.remote(content, *self._progress_for(worker)), worker, number)
 
     def retire(self, worker: ActorWorker) -> None:
         stop(self.actors, worker.actor)
@@ -246,6 +267,39 @@ class RayTransport(Transport[ActorWorker]):
     def send_cancel(self, worker: ActorWorker, run: int) -> None:
         # Ray's own ``cancel`` can hold up an actor for half a minute.
         worker.actor.cancel.options(concurrency_group="control").remote(run)
+
+    # -- fetching ahead -------------------------------------------------------------------------------------
+
+    def follow(self, followed: Followed) -> None:
+        """Have one actor of each node fetch ahead by this order, and by no other one."""
+        self._followed, self._ahead = followed, None
+        self._readers.clear()
+
+    def leave(self, run: int) -> None:
+        """A run is not read any more."""
+        if self._followed is not None and self._followed.run == run:
+            for worker in self._readers.values():
+                if worker in self.workers:
+                    self.send_cancel(worker, run)
+            self._followed = self._ahead = None
+            self._readers.clear()
+
+    def _progress_for(self, worker: ActorWorker) -> tuple[int, ...]:
+        """The run and its position, for the actor that fetches ahead on its node. If none lives, it is this one."""
+        followed = self._followed
+        position = None if followed is None else followed.position()
+        if followed is None or position is None or worker.begun is None:
+            return ()
+        if self._readers.get(worker.begun.node) not in self.workers:
+            try:
+                self._ahead = self._ahead or put(followed.ahead, {})
+            except (TypeError, MemoryError) as error:
+                logger.warning("RayPool: no actor fetches shards ahead, as the order cannot be sent: %s", error)
+                self._followed = None
+                return ()
+            self._readers[worker.begun.node] = worker
+            worker.actor.follow.remote(followed.run, position, self._ahead)
+        return (followed.run, position) if self._readers[worker.begun.node] is worker else ()
 
     # -- actors that end, or stand still --------------------------------------------------------------------
 

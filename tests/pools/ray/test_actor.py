@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sharded_loader import ShardedDataLoader
 from sharded_loader.engine.board import IDLE
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
 from sharded_loader.memory.codec import decode, encode
@@ -16,6 +17,7 @@ from sharded_loader.pools.process.link import pack_tasks
 from sharded_loader.pools.ray import actor
 from sharded_loader.pools.ray.actor import LoaderActor
 from sharded_loader.pools.supervised import decode_result
+from sharded_loader.sampling.epoch import Ahead
 
 
 class Images:
@@ -100,6 +102,35 @@ def test_the_tasks_of_a_cancelled_run_are_answered_and_not_read() -> None:
     (result,), _ = read(made, task(0, 13))
     assert result.error is None
     assert result.batch is None
+
+
+class Shards(Images):
+    """Notes what it is told of the order."""
+
+    told: Any = None
+
+    def follow(self, *told: Any) -> None:
+        Shards.told = told
+
+
+def test_a_dataset_that_fetches_ahead_is_told_the_order_and_how_far_the_user_is() -> None:
+    order_of_all = ShardedDataLoader(range(6), 2)._epochs.order
+    encoded = encode(Ahead(order_of_all.epoch(0), order_of_all.epoch(1)))
+    made, order = begun(Shards()), (encoded.head, encoded.buffers)
+    made.follow(7, 2, order)
+    batches, position, later = Shards.told
+    assert (batches(2).tolist(), later(0).tolist(), later(9)) == ([4, 5], [0, 1], None)
+    assert position() == 2
+    made.read(pack_tasks([task(3, 1)]), 7, 3)
+    assert position() == 3
+    made.read(pack_tasks([task(4, 1)]), 6, 9)  # of an order that is not read any more
+    assert position() == 3
+    made.follow(8, 0, order)
+    assert (position(), Shards.told[1]()) == (None, 0)
+    made.cancel(8)
+    assert Shards.told[1]() is None
+    made.follow(8, 0, order)  # it came behind its end
+    assert Shards.told[1]() is None
 
 
 def test_who_watches_it_sees_where_it_is() -> None:

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.ray
 PAGE = Path(__file__).parents[3] / "docs/guides/machines.md"
 
 
-@pytest.mark.timeout(110)
 def test_the_simulated_cluster_runs_as_pasted(tmp_path: Path) -> None:
     [block] = [block for block in blocks(PAGE, "python") if "import ray\n" in block]
     assert kept(block, run_block(block, tmp_path)) == promised(block)

@@ -55,7 +55,6 @@ def dealt(told: list[dict[str, Any]]) -> list[int]:
     return [index for row in zip(*ranks, strict=True) for index in row]
 
 
-@pytest.mark.timeout(110)
 @pytest.mark.filterwarnings("default")  # Ray warns of itself
 def test_two_trainers_save_and_three_continue(ray_here: Any, tmp_path: Path) -> None:
     with ShardedDataLoader(range(LENGTH), BATCH, shuffle=True, seed=5) as loader:

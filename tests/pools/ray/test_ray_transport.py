@@ -15,7 +15,7 @@ from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.pools.ray import transport as transport_module
 from sharded_loader.pools.ray.actor import Begun
 from sharded_loader.pools.ray.cluster import Wanted
-from sharded_loader.pools.ray.transport import ActorWorker, Call, RayTransport
+from sharded_loader.pools.ray.transport import ActorWorker, Call, Followed, RayTransport
 from sharded_loader.pools.supervisor import Supervisor
 
 NODE, HOST = "node", "10.0.0.1"
@@ -40,7 +40,7 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> Transport:
     monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(exceptions=errors, is_initialized=lambda: False))
     monkeypatch.setattr(transport_module, "alive", lambda: {NODE})
     monkeypatch.setattr(transport_module, "session", lambda: "session")
-    monkeypatch.setattr(transport_module, "put_job", lambda new: None)
+    monkeypatch.setattr(transport_module, "put", lambda value, parts: value)
     return Transport(2, Wanted(0, {}, None, "SPREAD"), 600)
 
 
@@ -102,6 +102,72 @@ def test_a_call_that_has_ended_takes_its_tasks_along(transport: Transport) -> No
     assert [one.seq for one in worker.end_call(0)] == [1, 2]
     assert list(worker.tasks) == [(0, 3)]
     assert worker.end_call("begin") == []
+
+
+# -- fetching ahead --------------------------------------------------------------------------------------------
+
+
+class Actor:
+    """Notes what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        call = types.SimpleNamespace(remote=lambda *given: self.calls.append((name, *given)))
+        call.options = lambda concurrency_group: call
+        return call
+
+
+def test_one_actor_of_each_node_fetches_ahead_and_another_one_if_it_dies(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    position: list[int | None] = [0]
+    monkeypatch.setattr(transport, "_listen", lambda *_: None)
+    transport.num_workers = 3
+    supervisor = supervised(transport, 3)
+    for worker in transport.workers:
+        worker.actor = Actor()
+    first, second, elsewhere = transport.workers
+    elsewhere.begun = Begun(73, "another node", HOST)
+    transport.follow(Followed(7, "the order", lambda: position[0]))
+
+    def sent(worker: ActorWorker) -> list[tuple[Any, ...]]:
+        transport.send(worker, [(task(1), None)], alone=False)
+        calls, worker.actor.calls = worker.actor.calls, []
+        return [call if call[0] != "read" else call[2:] for call in calls]
+
+    assert sent(second) == [("follow", 7, 0, "the order"), (7, 0)]
+    assert sent(first) == [()]  # it reads
+    assert sent(elsewhere) == [("follow", 7, 0, "the order"), (7, 0)]
+    position[0] = 5
+    assert sent(second) == [(7, 5)]
+    supervisor.replace(second, KILLED)
+    assert sent(first) == [("follow", 7, 5, "the order"), (7, 5)]
+    transport.leave(6)  # another run
+    assert first.actor.calls == []
+    transport.leave(7)
+    assert first.actor.calls == elsewhere.actor.calls == [("cancel", 7)]
+    first.actor.calls = []
+    assert sent(first) == [()]
+
+
+def test_an_order_that_cannot_be_sent_is_told_once_and_the_batches_come(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def put(value: Any, parts: Any) -> None:
+        raise TypeError("it has a lock")
+
+    monkeypatch.setattr(transport, "_listen", lambda *_: None)
+    supervised(transport, 3)
+    monkeypatch.setattr(transport_module, "put", put)
+    worker = transport.workers[0]
+    worker.actor = Actor()
+    transport.follow(Followed(7, "the order", lambda: 0))
+    for _ in range(2):
+        transport.send(worker, [(task(1), None)], alone=False)
+    assert [call[0] for call in worker.actor.calls] == ["read", "read"]
+    assert [record.message.count("it has a lock") for record in caplog.records] == [1]
 
 
 # -- last words ------------------------------------------------------------------------------------------------
