@@ -106,13 +106,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             chosen[apart.isdisjoint(mark.name for mark in item.iter_markers())].append(item)
         config.hook.pytest_deselected(items=chosen[False])
         items[:] = chosen[True]
+    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, Any, None]:
     """Choose the quick ones of a test's combinations of arguments. The quick tests do not even make the slow ones.
 
-    Of a test that is marked `costly`, as many combinations stay quick as the mark says, evenly spread.
+    Of a test that is marked `costly`, as many combinations stay quick as the mark says, evenly spread. Of several
+    `parametrize` of a test, so many that each value of each argument is among them. `covering` asks for more.
     """
     yield
     calls, whole = metafunc._calls, [*metafunc.definition.iter_markers()]
@@ -129,8 +131,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, Any, Non
     quick = {len(costly) * (2 * number + 1) // (2 * keep) for number in range(keep)}
     for call in (call for number, call in enumerate(costly) if number not in quick):
         call.marks.append(pytest.mark.slow.mark)
+    quickly = [call for call in calls if not mark(call, "slow")]
+    chosen = _cover([{*call.indices.items()} for call in quickly])
+    for call in (call for number, call in enumerate(quickly) if number not in chosen and not WITH_RAY):
+        call.marks.append(pytest.mark.slow.mark)
     if _quick:
         metafunc._calls = [call for call in calls if not mark(call, "slow")] or calls[:1]
+
+
+def _cover(parts: list[set[Any]]) -> set[int]:
+    """Numbers of few sets that have together what all of them have."""
+    missing, chosen = set().union(*parts), set()
+    while missing:
+        best = max(range(len(parts)), key=lambda number: len(parts[number] & missing))
+        chosen.add(best)
+        missing -= parts[best]
+    return chosen
 
 
 def _starts_late(names: str, first: dict[str, str], also_spawned: bool) -> bool:
@@ -161,11 +177,7 @@ def covering(strength: int = 1, spawned: bool = False, **parameters: Iterable[An
         else set()
         for row in rows
     ]
-    missing, quick = set().union(*parts), set()
-    while missing:
-        best = max(range(len(rows)), key=lambda number: len(parts[number] & missing))
-        quick.add(best)
-        missing -= parts[best]
+    quick = _cover(parts)
     slow = () if _quick and quick else pytest.mark.slow
     marked = [pytest.param(*row, marks=() if n in quick else slow) for n, row in enumerate(rows) if n in quick or slow]
     return pytest.mark.parametrize(tuple(parameters), marked)
