@@ -365,7 +365,7 @@ def limit_to_one_thread(library: Any) -> None:
         library: as a controller of threadpoolctl has it.
     """
     if library.internal_api == "openblas" and library.threading_layer == "pthreads":
-        with contextlib.suppress(ValueError):  # no such symbol
+        with contextlib.suppress(AttributeError, ValueError):  # an old threadpoolctl, no such symbol
             ctypes.c_int.in_dll(library.dynlib, "blas_cpu_number").value = 1
             return
     library.set_num_threads(1)

@@ -45,6 +45,9 @@ from typing import Any
 
 from sharded_loader.base.private import posix_shared_memory
 
+if sys.platform != "win32":
+    import fcntl
+
 MAP_OPTIONS: dict[str, Any] = {} if sys.version_info < (3, 13) else {"trackfd": False}
 """For ``mmap.mmap``: it makes no duplicate of the descriptor, where that can be said."""
 
@@ -229,8 +232,6 @@ def _set_lock(fd: int, is_taken: bool) -> None:
         os.lseek(fd, LOCKED_BYTE, os.SEEK_SET)
         msvcrt.locking(fd, msvcrt.LK_LOCK if is_taken else msvcrt.LK_UNLCK, 1)
     else:
-        import fcntl
-
         fcntl.lockf(fd, fcntl.LOCK_EX if is_taken else fcntl.LOCK_UN, 1, LOCKED_BYTE)
 
 

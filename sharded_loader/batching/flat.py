@@ -1,12 +1,13 @@
 """A sample as a short text and flat arrays, and back. Nothing that is read here can run code, as a pickle can.
 
-    flatten(sample) -> (structure, leaves)        structure: JSON; leaves: C-contiguous arrays, in its order
+    flat(sample) -> (node, leaves)                leaves: C-contiguous arrays, in the order of the node
+    flatten(sample) -> (structure, leaves)        structure: the node as JSON. To compare nodes takes less time
     unflatten(node, take) -> sample               node: the parsed JSON; ``take(dtype, shape)`` gives the leaves
     fits_columns(node), batched(node, columns)    the batch of samples of one structure, by the default rules
 
 A node of the structure is a text or None that stands for itself, or a list that begins with its kind:
 
-    ["dict", keys, nodes]   ["list", nodes]   ["tuple", nodes]   ["big", digits]
+    ["dict", keys, nodes]   ["list", nodes]   ["tuple", nodes]   ["big", digits]      keys: texts, or JSON of others too
     [kind, dtype, shape]    an array, a tensor (with its dtype as torch calls it), bytes, a number, or a list of numbers
 
 Samples of one structure have leaves of the same dtypes and shapes, so their leaves can be kept as columns. A sample
@@ -19,21 +20,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from sharded_loader.base.described import an
 from sharded_loader.batching.protocol import Array
-from sharded_loader.batching.tensors import NUMPY_NAMES, as_numpy, check_no_grad, dtype_name, is_plain
+from sharded_loader.batching.tensors import NUMPY_NAMES, as_numpy, dtype_name, is_plain
 from sharded_loader.batching.tree import is_tensor
 
 MANY = 8
 """Numbers of one type from which on a list of them is one leaf."""
 
-_as_json = json.JSONEncoder(separators=(",", ":")).encode  # `json.dumps` would make one for each sample
+text_of = json.JSONEncoder(separators=(",", ":"), default=attrgetter("str")).encode
+"""The structure of a node. `json.dumps` would make an encoder for each sample."""
+
 
 _NUMBERS: dict[type, Any] = {int: np.int64, float: np.float64, bool: np.bool_, complex: np.complex128}
+_ARRAYS = (np.ndarray, np.memmap)
+_LISTS = (list, tuple)
+_TEXT = {str}
 _KEYS = {str, int, bool, type(None)}
 _KEPT = "biufcSUmM"
 _STACKED = "biufc"
@@ -49,32 +56,83 @@ def flatten(sample: Any) -> tuple[str, list[Array]]:
         >>> flatten({"x": np.zeros(2, np.float32), "name": "a", "label": 3})
         ('["dict",["x","name","label"],[["array","<f4",[2]],"a",["int","<i8",[]]]]', [array([0., 0.], ...), array(3)])
     """
+    node, leaves = flat(sample)
+    return text_of(node), leaves
+
+
+def flat(sample: Any) -> tuple[Any, list[Array]]:
+    """The node of a sample, with dtypes and shapes as they are, and its leaves. Equal nodes have equal structures.
+
+    Raises:
+        TypeError: a field is of another kind; names the field.
+
+    Example:
+        >>> flat((np.zeros(2), 3))[0] == flat((np.ones(2), 4))[0] != flat((np.ones(2), 4.0))[0]
+        True
+    """
     leaves: list[Array] = []
-    return _as_json(_flat(sample, "", leaves)), leaves
+    return _flat(sample, (), leaves), leaves
 
 
-def _flat(value: Any, path: str, leaves: list[Array]) -> Any:
+def parsed(structure: str) -> Any:
+    """The node of a structure, as `flat` has it.
+
+    Example:
+        >>> parsed(flatten((1, "a"))[0]) == flat((2, "a"))[0]
+        True
+    """
+    return _with_dtypes(json.loads(structure))
+
+
+def _with_dtypes(node: Any) -> Any:
+    if type(node) is not list or node[0] == "big":
+        return node
+    kind, first, *rest = node
+    if kind == "dict":
+        return [kind, first, [_with_dtypes(part) for part in rest[0]]]
+    if kind in ("list", "tuple"):
+        return [kind, [_with_dtypes(part) for part in first]]
+    shape, *extra = rest
+    return [kind, np.dtype(first), tuple(shape), *extra]
+
+
+def _flat(value: Any, path: Any, leaves: list[Array]) -> Any:
+    """A node. After a JPEG was decoded, the processor has none of this code at hand: 0.5 us become 10.
+
+    Args:
+        value: of the sample.
+        path: of the value: that of what it is in, and its key or position there.
+        leaves: to be appended to.
+    """
     kind: Any = type(value)
+    if kind in _ARRAYS and value.dtype.kind in _KEPT:
+        leaves.append(value if value.flags.c_contiguous else np.asarray(value, order="C"))
+        return ["array", value.dtype, value.shape]
     if value is None or kind is str:
         return value
-    if kind is dict and _KEYS.issuperset(map(type, value)):
-        return ["dict", list(value), [_flat(part, f"{path}[{key!r}]", leaves) for key, part in value.items()]]
+    if kind is dict and _KEYS.issuperset(kinds := set(map(type, value))):
+        keys = list(value) if kinds <= _TEXT else text_of(list(value))  # 1 == True
+        return ["dict", keys, [_flat(part, (path, key), leaves) for key, part in value.items()]]
     try:
-        name, array, *rest = _leaf(value, kind)
+        name, array, *rest = _leaf(value, kind) if kind not in _LISTS or len(value) >= MANY else (None, None)
     except OverflowError:  # no int64
         if kind is int:
             return ["big", str(value)]
         name = None
-    if name is None and kind in (list, tuple):
-        return [kind.__name__, [_flat(part, f"{path}[{number}]", leaves) for number, part in enumerate(value)]]
+    if name is None and kind in _LISTS:
+        return [kind.__name__, [_flat(part, (path, number), leaves) for number, part in enumerate(value)]]
     if name is None:
         raise TypeError(
-            f"{f'field {path} of the sample' if path else 'the sample'} is {_kind(value)}, which a cache cannot store: "
-            "make it an array, a tensor, a number, a string, bytes, or a dict, list or tuple of these, before "
-            "cache(...). cache() without arguments keeps any object, in each process"
+            f"{f'field {_shown(path)} of the sample' if path else 'the sample'} is {_kind(value)}, which a cache "
+            "cannot store: make it an array, a tensor, a number, a string, bytes, or a dict, list or tuple of these, "
+            "before cache(...). cache() without arguments keeps any object, in each process"
         )
     leaves.append(np.asarray(array, order="C"))
-    return [name, array.dtype.str, list(array.shape), *rest]
+    return [name, array.dtype, array.shape, *rest]
+
+
+def _shown(path: Any) -> str:
+    return f"{_shown(path[0])}[{path[1]!r}]" if path else ""
 
 
 def _kind(value: Any) -> str:
@@ -82,6 +140,8 @@ def _kind(value: Any) -> str:
     kind = type(value)
     if kind is dict:
         return f"a dict with {an(type(next(key for key in value if type(key) not in _KEYS)))} as a key"
+    if is_tensor(value) and value.requires_grad:
+        return f"{an(kind)} that requires grad (call .detach())"
     names = ("dtype", "layout", "device") if is_tensor(value) else ("dtype",)
     details = ", ".join(str(getattr(value, name)) for name in names if hasattr(value, name))
     return f"{an(kind)} ({details})" if details else an(kind)
@@ -95,7 +155,7 @@ def _leaf(value: Any, kind: Any) -> tuple[Any, ...]:
     """
     if kind in _NUMBERS:
         return kind.__name__, np.array(value, _NUMBERS[kind])
-    if kind in (list, tuple) and len(value) >= MANY and len(kinds := set(map(type, value))) == 1:
+    if kind in _LISTS and len(kinds := set(map(type, value))) == 1:
         return (
             (f"{kind.__name__} of numbers", np.array(value, _NUMBERS[one]))
             if (one := kinds.pop()) in _NUMBERS
@@ -103,15 +163,12 @@ def _leaf(value: Any, kind: Any) -> tuple[Any, ...]:
         )
     if kind is bytes:
         return "bytes", np.frombuffer(value, np.uint8)
-    if kind in (np.ndarray, np.memmap) and value.dtype.kind in _KEPT:
-        return "array", value
     if isinstance(value, np.generic) and value.dtype.kind in _KEPT:
         array = np.asarray(value)
         # NumPy drops zeros at the end of texts.
         is_cut = isinstance(value, (np.str_, np.bytes_)) and len(array[()]) < len(value)
         return (None, None) if is_cut else ("scalar", array)
-    if is_tensor(value) and is_plain([value]):
-        check_no_grad([value])
+    if is_tensor(value) and is_plain([value]) and not value.requires_grad:
         return "tensor", as_numpy(value.resolve_conj().resolve_neg().contiguous()), dtype_name(value.dtype)
     return None, None
 
@@ -134,6 +191,11 @@ _BUILD: dict[str, Callable[..., Any]] = {
 }
 
 
+def _keys(found: Any) -> list[Any]:
+    keys: list[Any] = json.loads(found) if type(found) is str else found
+    return keys
+
+
 def unflatten(node: Any, take: Callable[[str, list[int]], Array]) -> Any:
     """The sample of a structure.
 
@@ -151,7 +213,7 @@ def unflatten(node: Any, take: Callable[[str, list[int]], Array]) -> Any:
         return node
     kind, first, *rest = node
     if kind == "dict":
-        return dict(zip(first, [unflatten(part, take) for part in rest[0]], strict=True))
+        return dict(zip(_keys(first), [unflatten(part, take) for part in rest[0]], strict=True))
     if kind in ("list", "tuple"):
         parts = [unflatten(part, take) for part in first]
         return parts if kind == "list" else tuple(parts)
@@ -190,5 +252,5 @@ def batched(node: Any, columns: Iterator[Any], count: int) -> Any:
         return [node] * count
     kind, first, *rest = node
     if kind == "dict":
-        return {key: batched(part, columns, count) for key, part in zip(first, rest[0], strict=True)}
+        return {key: batched(part, columns, count) for key, part in zip(_keys(first), rest[0], strict=True)}
     return [batched(part, columns, count) for part in first] if kind == "tuple" else next(columns)

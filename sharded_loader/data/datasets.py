@@ -51,7 +51,7 @@ from sharded_loader.base.system import job_of_ranks
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.flat import batched
 from sharded_loader.batching.protocol import Empty, known_to, new_array
-from sharded_loader.data.awaiting import AWAITED, each_sample, resolved, then, together
+from sharded_loader.data.awaiting import AWAITED, at_a_time, each_sample, resolved, then, together
 from sharded_loader.data.bulk import (
     NOT_IN_BULK,
     Indices,
@@ -586,6 +586,7 @@ class CachedDataset(Wrapper):
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = check_dataset(dataset, "CachedDataset")
+        self._is_awaited = bool(at_a_time(dataset))
         self._own_store = _Entries()
 
     @property
@@ -605,7 +606,7 @@ class CachedDataset(Wrapper):
         index = checked_index(index, len(self._dataset))
         sample = self._store.entries.get(index, MISSING)
         if sample is not MISSING:
-            return sample
+            return then(together([sample]), operator.itemgetter(0)) if self._is_awaited else sample
         # Returns the one that is kept, if another thread was faster.
         return then(self._dataset[index], partial(self._store.entries.setdefault, index))
 
@@ -618,7 +619,10 @@ class CachedDataset(Wrapper):
         for position, index in enumerate(where):
             if index not in entries:
                 first.setdefault(index, position)
-        fresh = self._dataset.__getitems__(translated(first, indices, list(first.values()))) if first else []
+        if first:
+            fresh = self._dataset.__getitems__(translated(first, indices, list(first.values())))
+        else:
+            fresh = together([]) if self._is_awaited else []
 
         def kept(fresh: Iterable[Any]) -> list[Any]:
             for index, sample in zip(first, fresh, strict=True):
@@ -656,6 +660,7 @@ class StoredDataset(Wrapper):
         first, job = self._first_sample() if self._length else None, job_of_ranks()
         text = re.sub(" at 0x[0-9a-fA-F]+", "", brief(dataset))  # the same in all processes
         shared = None if job is None else f"{job} {fingerprint_of(dataset)} {text}"
+        self._is_awaited = bool(at_a_time(dataset))
         self._store: Store | None = open_store(path, max_bytes, self._length, key, first, shared)
         self._bound = self._store.max_bytes
 
@@ -737,7 +742,7 @@ class StoredDataset(Wrapper):
                     raise TypeError(f"sample {index} cannot be cached: {error}") from None
             return [found[index] for index in where]
 
-        return then(self._read(missing) if missing else [], stored)
+        return then(self._read(missing) if missing else together([]) if self._is_awaited else [], stored)
 
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> Any:

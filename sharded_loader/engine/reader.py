@@ -176,6 +176,7 @@ class Reader:
 
     Attributes:
         free: of each worker that uses this reader, when it was done with its last batch.
+        awaits: the samples are awaited.
         reads_ahead: `begin` may be called for a task before its turn.
     """
 
@@ -194,6 +195,7 @@ class Reader:
         self._takes_arrays = self._gather is not None and takes_arrays(job.dataset)
         self._get_items = as_items(job.dataset) if in_bulk else None
         limit = 0 if job.stream else at_a_time(job.dataset)
+        self.awaits = bool(limit)
         self._awaiter = Awaiter(limit) if limit else None
         self._begun: dict[tuple[int, int], Awaited] = {}
         # A sample that depends on the epoch, or on those before it, is read when it is its turn.

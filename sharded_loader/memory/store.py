@@ -14,8 +14,9 @@ One layout, in memory without a name (`system.open_memory`) or in a file:
     columns    one for each leaf of the first sample: samples of the same structure are rows
     log        all other samples, one after the other: structure and leaves (`batching.flat`). No pickle.
 
-The place is 0: the sample is missing. r + 1: row r. -1 - o: byte o of the log. What was never written is a hole, which
-takes no room. Nothing is ever moved or evicted.
+The place is 0: the sample is missing. r + 1: row r. -1 - o: byte o of the log. Nothing is ever moved or evicted. Rows
+and log are holes until they are written, and take no room. The entries are written at once, since they are changed
+through the mapping: on a full disk, to change a hole so is a SIGBUS.
 
 *Writers.* A writer has the lock of the file, which ends with its process. It writes the sample, then its checksum,
 takes the row or the piece of the log, and then writes the place, in one store of 8 bytes. A writer that dies loses one
@@ -61,7 +62,7 @@ from sharded_loader.base.limits import SMALL, free_bytes
 from sharded_loader.base.notices import logger
 from sharded_loader.base.private import blake2b
 from sharded_loader.base.system import close_locked, locked, read_at, write_at
-from sharded_loader.batching.flat import fits_columns, flatten, unflatten
+from sharded_loader.batching.flat import fits_columns, flat, flatten, parsed, text_of, unflatten
 from sharded_loader.batching.protocol import Array
 from sharded_loader.memory.codec import aligned
 from sharded_loader.memory.rendezvous import Opened, is_private, meet, name_of, open_named, open_nameless
@@ -84,6 +85,9 @@ KEEPS_ORDER = _MACHINE.lower() in ("x86_64", "amd64", "i386", "i686", "x86")
 
 LOOK = 32 << 20
 """Bytes of memory that are written before it is asked again how much is free: 0.1 ms."""
+
+MOST = (1 << 32) - 1
+"""Bytes that a sample may have: its length is a number of 32 bits."""
 
 WORD_ROWS = 64
 """The checksum of a large leaf is that of the sums of every 64th word: 150 KB take 12 us, and 50 by crc32 alone."""
@@ -121,7 +125,10 @@ def bytes_of(array: Array) -> memoryview:
         >>> bytes(bytes_of(np.zeros((1, 2), np.int8)))
         b'\\x00\\x00'
     """
-    return array.reshape(-1).view(np.uint8).data
+    try:
+        return array.data.cast("B")  # in a fourth of the time
+    except (TypeError, ValueError):  # a date, another byte order, no bytes
+        return array.reshape(-1).view(np.uint8).data
 
 
 def checksum(leaves: Iterable[Array]) -> int:
@@ -163,7 +170,7 @@ class Session(Opened):
         super().__init__(*opened, is_temporary=name is None)
         begin = 16 * (self.PROCESSES + 1)
         if name is None:
-            os.ftruncate(self.fd, begin + length)
+            write_at(self.fd, bytes_of(np.zeros(begin + length, np.uint8)), 0)
         memory = self.map(begin + length)
         numbers = memory[:begin].view(np.int64).reshape(-1, 2)
         self.full, self.counts, self.sound = numbers[0, :1], numbers[1:], memory[begin:]
@@ -199,8 +206,9 @@ class Store(Opened):
         self.max_bytes, self.path = max_bytes, path
         about = read_about(fd)
         assert about is not None  # it was made, or looked at
-        self._about, self.length, self._structure = about, about["length"], about["structure"]
-        self.node = json.loads(self._structure)
+        self._about, self.length = about, about["length"]
+        self.node, self._most_rows = json.loads(about["structure"]), about["rows"]
+        self._row_node = parsed(about["structure"])
         self._in_bulk = fits_columns(self.node)
         (entries, *self._begins), self._log = layout_of(about)
         memory = self.map(self._log)
@@ -253,7 +261,7 @@ class Store(Opened):
         return places
 
     def _row(self, index: int, row: int) -> Any:
-        if row >= self._about["rows"]:
+        if row >= self._most_rows:
             return MISSING
         leaves = [column[row, ...].copy() for column in self.columns]
         if not self._is_sound(index, leaves):
@@ -296,22 +304,23 @@ class Store(Opened):
         """
         if self.session.full[0]:
             return
-        structure, leaves = flatten(sample)
-        is_row = structure == self._structure and int(self._counters[0]) < self._about["rows"]
+        node, leaves = flat(sample)
+        rows, end = self._counters.tolist()
+        is_row = rows < self._most_rows and node == self._row_node
         if not is_row:
-            text = structure.encode()
+            text = text_of(node).encode()
             parts: list[Any] = [_SIZE.pack(len(text)), text, *map(bytes_of, leaves)]
             leaves = [np.frombuffer(b"".join(parts), np.uint8)]
-        nbytes, before = sum(leaf.nbytes for leaf in leaves), self.used_bytes
-        if before + nbytes > self.max_bytes:
-            usual = self._row_bytes if self._counters[0] else 0
+        nbytes, before = self._row_bytes if is_row else leaves[0].nbytes, rows * self._row_bytes + end
+        if before + nbytes > self.max_bytes or nbytes > MOST:
+            usual = self._row_bytes if rows else 0
             if self.max_bytes - before <= max(usual, before // 64):  # to ask for each sample takes 20 to 60 us
                 self.session.full[0] = 1
             return
         found = checksum(leaves) if self._compares else 0
         with locked(self.fd) as alone:  # the system writes for one process at a time, in any case
             try:
-                if alone and not self.places[index] and not self.session.full[0] and self._has_room(nbytes, is_row):
+                if alone and not self.places[index] and not self.session.full[0]:
                     self._write(index, leaves, nbytes, found, is_row)
             except OSError as error:
                 self.session.full[0] = 1
@@ -319,28 +328,26 @@ class Store(Opened):
                 logger.warning("the cache in %s is full (%s): it takes no more samples", what, error.strerror)
 
     def _write(self, index: int, leaves: list[Array], nbytes: int, found: int, is_row: bool) -> None:
-        row, end = self._counters.tolist()
-        begins = [self._log + end]
-        if is_row:
-            begins = [begin + row * leaf.nbytes for begin, leaf in zip(self._begins, leaves, strict=True)]
-        for begin, leaf in zip(begins, leaves, strict=True):
-            write_at(self.fd, bytes_of(leaf), begin)
-        self._lengths[index], self._checksums[index] = nbytes, found
-        self.session.sound[index] = KEEPS_ORDER
-        if is_row:
-            self._counters[0] = row + 1
-        else:
-            self._counters[1] = end + nbytes
-        self.places[index] = row + 1 if is_row else -1 - end
-
-    def _has_room(self, nbytes: int, is_row: bool) -> bool:
-        before = self.used_bytes
+        rows, end = self._counters.tolist()
+        before = rows * self._row_bytes + end
+        if before + nbytes > self.max_bytes or (is_row and rows >= self._most_rows):
+            return
         if self.path is None and (before + nbytes) // LOOK > before // LOOK:
             limit = free_bytes()
             if limit.nbytes < SMALL:
                 raise OSError(errno.ENOMEM, f"{limit.what} leaves {limit.nbytes:,} bytes")
-        is_free = not is_row or int(self._counters[0]) < self._about["rows"]
-        return is_free and before + nbytes <= self.max_bytes
+        if is_row:
+            for begin, leaf in zip(self._begins, leaves, strict=True):
+                write_at(self.fd, bytes_of(leaf), begin + rows * leaf.nbytes)
+        else:
+            write_at(self.fd, bytes_of(leaves[0]), self._log + end)
+        self._lengths[index], self._checksums[index] = nbytes, found
+        self.session.sound[index] = KEEPS_ORDER
+        if is_row:
+            self._counters[0] = rows + 1
+        else:
+            self._counters[1] = end + nbytes
+        self.places[index] = rows + 1 if is_row else -1 - end
 
 
 def used(counters: Any, row_bytes: int) -> int:
@@ -477,7 +484,9 @@ def make_header(fd: int, about: dict[str, Any]) -> None:
     text = json.dumps(about).encode()
     os.ftruncate(fd, 0)
     write_at(fd, UNFINISHED, 0)
-    os.ftruncate(fd, layout_of(about | {"text": len(text)})[1])
+    begins, end = layout_of(about | {"text": len(text)})
+    os.ftruncate(fd, end)
+    write_at(fd, bytes_of(np.zeros(about["length"], _ENTRY).view(np.uint8)), begins[0])
     write_at(fd, _HEAD.pack(UNFINISHED, len(text), zlib.crc32(text)), 0)
     write_at(fd, text, _TEXT)
     write_at(fd, MAGIC, 0)

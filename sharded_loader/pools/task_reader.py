@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -30,7 +30,7 @@ from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pac
 from sharded_loader.engine.reader import Reader, reading_in
 from sharded_loader.memory.codec import Encoded, End, Moving, SetApart, SlotWriter, encode, set_apart
 from sharded_loader.memory.exceptions import encode_error
-from sharded_loader.randomness.global_generators import seed_as_torch, seed_globals, seeded_globals
+from sharded_loader.randomness.global_generators import kept, seed_as_torch, seed_globals, seeded_globals
 from sharded_loader.randomness.rng import derive_key
 
 
@@ -219,14 +219,16 @@ class TaskReader:
             return Result(run, seq, error=error), slot, None
         if task.careful:
             self._reader.probe(task, board)
-        self._seed_globals(task.epoch, task.position)
         empty = np.empty if memory is None else slot.empty
-        if seq < 0 and self.job is not None and self.job.base_seed is not None:
-            # It is fetched beside an epoch, whose next batches draw what they would have drawn without it.
-            with seeded_as_worker(self.job.seed, task):
+        # Coroutines that seed the generators for a sample disturb no draw of this batch outside of them.
+        with kept() if self._reader.awaits else nullcontext():
+            self._seed_globals(task.epoch, task.position)
+            if seq < 0 and self.job is not None and self.job.base_seed is not None:
+                # It is fetched beside an epoch, whose next batches draw what they would have drawn without it.
+                with seeded_as_worker(self.job.seed, task):
+                    result = self._reader.read(task, self._name, empty, board, self._number)
+            else:
                 result = self._reader.read(task, self._name, empty, board, self._number)
-        else:
-            result = self._reader.read(task, self._name, empty, board, self._number)
         if result.times is not None and result.times.retries:
             result = result._replace(retries=result.times.retries)
         board[SAMPLE] = SENDING

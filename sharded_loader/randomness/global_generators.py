@@ -2,6 +2,7 @@
 
     seed_globals(key)                     seeded, and left so: a worker process has them to itself
     with seeded_globals(key):             seeded for one thread, and put back: the others wait
+    with kept():                          no other thread seeds them
     with lent():                          this thread waits for another one, which may seed them meanwhile
     seed_torch(generator, key)            the same seed for a torch generator of one's own
     global_states()                       what they would draw next, to compare
@@ -166,6 +167,13 @@ def seeded_globals(key: int, *, whole: bool = True) -> Iterator[None]:
         except BaseException:  # also a Ctrl-C that comes while they are restored
             put_back()
             raise
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Inside, no other thread seeds the generators, except while this one waits for it (`lent`)."""
+    with _lock:
+        yield
 
 
 @contextmanager

@@ -6,12 +6,15 @@
     <hash>-<size>.sum      its checksum; the time of this file says when the shard is needed
     <hash>-<size>.part     a shard that a process fetches; its whole size counts
     locks/                 one lock for a few shards each, and one for the room: who dies loses his locks
+    readers/               who fetches ahead (`read_ahead`)
 
 A shard is renamed when the disk has all of it: half of one is never read. Of several processes that want the same
 shard, one fetches it and the others wait. To make room, the cache deletes first the shard that is needed last, as far
 as a loader has said so (`ShardCache.let_go`). Then it deletes the one that was not needed for the longest time, or a
-part that no process locks. It never touches files with other names. A shard that is open somewhere can be read to its
-end after it has gone (on Windows it cannot go). A damaged shard is deleted and fetched again.
+part that no process locks. A shard whose time is in the future is needed now: it goes last, and a line of the logger
+says so. A shard that is fetched ahead takes the place of no shard that is needed. The cache never touches files with
+other names. A shard that is open somewhere can be read to its end after it has gone (on Windows it cannot go). A
+damaged shard is deleted and fetched again.
 
 `seal` gives a new shard its name, and notes its checksum. `is_sound` compares. A shard has the time `UNTOUCHED`, so
 each write to it leaves another time. The time of its last change is noted too: no program can set that one back. The
@@ -38,11 +41,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from sharded_loader.base.checks import bytes_of_text, refuse_arguments
+from sharded_loader.base.notices import logger
 from sharded_loader.base.system import lock_at
 from sharded_loader.storage.files import LocalFile, ShardError, Stat, shown
 
-LOCKS = 64
-"""Lock files. Two shards may share one: then they are fetched one after the other."""
+LOCKS = 1024
+"""Lock files. Two shards may share one: then they are fetched one after the other. Of 16 shards that are fetched side
+by side, 0.1 pairs do so. With 64 files there were 1.9, and each pair took the time of two shards."""
 
 TRIES = 10
 """How often a shard is fetched that others delete before it could be opened."""
@@ -52,6 +57,10 @@ STUCK = 30.0 if os.name == "nt" else 0.0
 
 UNTOUCHED = 10**9
 """The time of each shard, in the year 2001: older than the time of a checksum, except of shards that were let go."""
+
+HELD = 10.0
+"""Seconds for which a shard is needed after a reader has said so. Readers say it each second. On a machine that runs
+far more than it has cores for, it was up to 6 seconds. The shards of a reader that was killed stay needed as long."""
 
 _NAME = re.compile(r"[0-9a-f]{40}-(\d+)\.(shard|part)")
 
@@ -89,12 +98,14 @@ class ShardCache:
         self.folder, self.max_bytes = Path(folder).absolute(), bytes_of_text(max_bytes)
         self.fetched = self.evicted = 0
         self.read_only = False
+        self._has_warned = False
         try:
             (self.folder / "locks").mkdir(parents=True, exist_ok=True)
             with self._lock("room"):
                 pass
-        except OSError as error:
-            self.read_only = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and any(self._files())
+        except (OSError, NotImplementedError) as error:  # the second one: a file system without locks
+            refused = getattr(error, "errno", 0) in (errno.EACCES, errno.EPERM, errno.EROFS)
+            self.read_only = refused and any(self._files())
             if not self.read_only:
                 raise ShardError(
                     f"the cache folder {self.folder} cannot be written to ({error}): give another one"
@@ -151,6 +162,8 @@ class ShardCache:
     def prepare(self, url: str, stat: Stat, fetch: Callable[[BinaryIO], None], is_wanted: Callable[[], bool]) -> None:
         """Fetch a shard that is not there, if it is still wanted when no other process fetches it any more.
 
+        If there is no room without the shards that others need now, the shard is not fetched.
+
         Args:
             url, stat, fetch: as for `open`.
             is_wanted: asked when the turn has come: the user may have passed the shard meanwhile.
@@ -162,15 +175,20 @@ class ShardCache:
         if not path.exists() and not self.read_only:  # `open` raises the error
             with self._named(url), self._lock(_lock_of(path.name)):
                 if is_wanted() and not path.exists():
-                    self._fetch(path, url, stat, fetch)
+                    self._fetch(path, url, stat, fetch, is_ahead=True)
+        if is_wanted():  # also one that a worker has fetched meanwhile
+            self.keep(url, stat)
+            if not is_wanted():  # the user has passed it at this moment
+                self.let_go(url, stat)
 
     def keep(self, url: str, stat: Stat) -> bool:
-        """Note that a shard is needed: others go first.
+        """Note that a shard is needed for `HELD` seconds: others go first.
 
         Returns:
             Whether it is there.
         """
-        return self._touch(url, stat, None)
+        until = time.time() + HELD
+        return self._touch(url, stat, (until, until))
 
     def let_go(self, url: str, stat: Stat, batches: int | None = None) -> None:
         """Note that a shard is not needed for some time. Such shards go first: first those that are needed last.
@@ -182,7 +200,7 @@ class ShardCache:
         time_of_file = 0 if batches is None else max(1, UNTOUCHED - batches)
         self._touch(url, stat, (time_of_file, time_of_file))
 
-    def _touch(self, url: str, stat: Stat, times: tuple[int, int] | None) -> bool:
+    def _touch(self, url: str, stat: Stat, times: tuple[float, float]) -> bool:
         path = self._path(url, stat)
         try:
             os.utime(beside(path), times)
@@ -207,16 +225,26 @@ class ShardCache:
         except FileNotFoundError:
             return None
         with contextlib.suppress(OSError):
-            os.utime(beside(path))  # by this time it is told which one was not opened for the longest time
+            if os.stat(beside(path)).st_mtime < time.time():  # otherwise a reader needs it
+                os.utime(beside(path))  # by this time it is told which one was not opened for the longest time
         return file
 
-    def _fetch(self, path: Path, url: str, stat: Stat, fetch: Callable[[BinaryIO], None]) -> None:
-        """Fetch a shard, under its lock."""
+    def _fetch(
+        self,
+        path: Path,
+        url: str,
+        stat: Stat,
+        fetch: Callable[[BinaryIO], None],
+        is_ahead: bool = False,
+        tries: int = 2,
+    ) -> None:
+        """Fetch a shard, under its lock. If the disk is full by then, delete others and try again."""
         (self.folder / "locks").mkdir(parents=True, exist_ok=True)  # another program may have deleted the folder
         part = path.with_suffix(".part")
-        part.unlink(missing_ok=True)  # of a process that has died
-        self._make_room(part, url, stat.size)
         try:
+            part.unlink(missing_ok=True)  # of a process that has died
+            if not self._make_room(part, url, stat.size, is_ahead):
+                return
             with open(part, "wb") as file:
                 fetch(file)
                 written = file.tell()
@@ -229,32 +257,38 @@ class ShardCache:
                 if not os.path.samestat(os.fstat(file.fileno()), os.stat(part)):
                     return  # the locks were deleted, and another process fetches this shard too
             seal(part, path)
-            _sync_folder(self.folder)
         except BaseException as error:
             with contextlib.suppress(OSError):
                 part.unlink()
             if isinstance(error, FileNotFoundError) and self._is_inside(error):
                 return  # the part or the folder was deleted: `open` tries again
             if isinstance(error, OSError) and type(error) is OSError:  # not one of ours: of the disk
+                if error.errno == errno.ENOSPC and tries > 1 and any(self._files()):
+                    return self._fetch(path, url, stat, fetch, is_ahead, tries - 1)
                 raise ShardError(
                     f"{shown(url)} cannot be written to {self.folder} ({error}): free some space"
                 ) from None
             raise
         self.fetched += 1
 
-    def _make_room(self, part: Path, url: str, size: int) -> None:
-        """Delete shards until one of this size fits, and take its place."""
+    def _make_room(self, part: Path, url: str, size: int, is_ahead: bool) -> bool:
+        """Delete shards until one of this size fits, and take its place; False: there is no room for one ahead."""
         if size > self.max_bytes:
             raise ShardError(f"{shown(url)} has {size:,} bytes, and {self.limit_text}: give a larger max_bytes")
         until = time.monotonic() + STUCK
         while True:
             with self._lock("room"):
                 files = sorted(self._files(), key=lambda found: found[2])
-                disk = shutil.disk_usage(self.folder)
+                disk, now = shutil.disk_usage(self.folder), time.time()
                 missing = sum(taken for _, taken, _ in files) + size - self.max_bytes
-                missing = max(missing, size - disk.free if disk.total else 0)  # 0: the system does not know
+                unwritten = sum(taken - _on_disk(path) for path, taken, _ in files if path.suffix == ".part")
+                missing = max(missing, unwritten + size - disk.free if disk.total else 0)  # 0: the system does not know
+                if is_ahead and missing > sum(
+                    taken for path, taken, used in files if used <= now and self._may_go(path, part)
+                ):
+                    return False
                 is_waiting, stuck = False, ""
-                for path, taken, _ in files:
+                for path, taken, used in files:
                     if missing <= 0:
                         break
                     try:
@@ -267,14 +301,26 @@ class ShardCache:
                         continue
                     self.evicted += 1
                     missing -= taken
+                    if used > now:
+                        self._warn_of_needed()
                 if missing <= 0 or not (is_waiting or stuck):  # if the disk is full, the write says so
                     part.touch()
-                    return
+                    return True
             if not is_waiting and time.monotonic() >= until:
                 raise ShardError(
                     f"{shown(url)} has no room in the cache: {stuck}. Delete this file, or give another folder"
                 )
             time.sleep(0.02)  # others are being fetched
+
+    def _warn_of_needed(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "a shard was deleted from the cache that a reader still needs, and is fetched again: %s, and its "
+                "readers need more together. Give a larger max_bytes, free some space on the disk, or give "
+                "ShardShuffleSampler a smaller window (this is shown once)",
+                self.limit_text,
+            )
 
     def _may_go(self, path: Path, part: Path) -> bool:
         """Whether a file may be deleted: it is a shard, or a part whose fetcher has died."""
@@ -282,7 +328,7 @@ class ShardCache:
             return True
         try:
             with self._lock(_lock_of(path.name)).acquire(timeout=0):
-                return True
+                return path.exists()  # otherwise it has become a shard meanwhile
         except TimeoutError:
             return False
 
@@ -320,21 +366,20 @@ def _lock_of(name: str) -> str:
     return str(int(name[:8], 16) % LOCKS)
 
 
+def _on_disk(path: Path) -> int:
+    """How much of a file has been written."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return 0
+    return min(found.st_size, 512 * getattr(found, "st_blocks", found.st_size))  # pieces come in any order
+
+
 def _delete(path: Path) -> None:
     """Delete a shard or a part."""
     path.unlink(missing_ok=True)  # first: if it must stay, its checksum stays too
     if not path.exists():  # no process has fetched it again
         beside(path).unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Have the names in a folder written to the disk, where the system can."""
-    with contextlib.suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 # -- whether a shard still has the content that was fetched ------------------------------------------------------------

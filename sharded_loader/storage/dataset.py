@@ -308,6 +308,7 @@ class ShardDataset(Dataset):
             partial(self._fetched_for, batches),
             position,
             partial(self._fetched_for, later),
+            None if cache.read_only else cache.folder / "readers",
         )
         self._ahead.start()
 

@@ -12,8 +12,9 @@ obstore needs a fifth of the processor time that s3fs needs: one request, agains
 
 - obstore is not installed, or an option has no counterpart.
 - The process was forked after its parent had used obstore. A request would never be answered there.
-- The first request for a bucket failed in obstore. It may look for credentials or a region in fewer places than s3fs.
-  After a first success, errors are those of the bucket, and go to the caller.
+- No request for a bucket has succeeded in obstore yet, and one failed a short time ago. obstore may look for
+  credentials or a region in fewer places than s3fs. It gets another chance after `AGAIN` seconds, then after twice the
+  time, and so on. After a first success, errors are those of the bucket, and go to the caller.
 
 Names, sizes and tags of files come from fsspec.
 
@@ -26,6 +27,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 import uuid
 from collections.abc import Mapping
 from datetime import datetime
@@ -43,6 +45,9 @@ _NAMES = (
 )
 """What file systems call a tag or a time, the best first. s3, abfs, gcs and http say etag or last-modified, Hugging
 Face blob_id and xet_hash, git and GitHub hex and sha, sftp mtime, ftp modify, memory created."""
+
+AGAIN = 5.0
+"""Seconds after which obstore is asked again for a bucket that it could not read."""
 
 UNKNOWN = "unknown "
 """How the tag begins that a dataset gives to a file of which the server says none."""
@@ -254,6 +259,8 @@ class FastS3:
         self._settings = settings_of(options)
         self._lock = threading.Lock()
         self._buckets: dict[str, Any] = {}  # None: fsspec reads it
+        # Until when fsspec reads a bucket, and for how many seconds the next time.
+        self._resting: dict[str, tuple[float, float]] = {}
         self._proven: set[str] = set()
 
     def read(
@@ -277,7 +284,9 @@ class FastS3:
         """
         bucket, _, key = path.partition("/")
         store = self._bucket(bucket, seconds)
-        if store is None:
+        began = time.monotonic()
+        until, seconds_of_rest = self._resting.get(bucket, (0.0, AGAIN))
+        if store is None or began < until:
             return None
         try:
             answer = store.get(key, options={"range": (begin, end)})
@@ -288,8 +297,8 @@ class FastS3:
         except Exception:
             if bucket in self._proven:
                 raise
-            with self._lock:
-                self._buckets[bucket] = None
+            with self._lock:  # of several requests that fail together, one counts
+                self._resting[bucket] = began + seconds_of_rest, 2 * seconds_of_rest
             return None
         self._proven.add(bucket)
         return found, is_sure

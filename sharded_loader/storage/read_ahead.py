@@ -8,10 +8,22 @@ A `ReadAhead` runs a thread that looks at the batches to come and keeps three li
 
     looked at  -->  asked for, as far as their shards fit into the cache  -->  passed by the user
 
-Other threads fetch what is asked for, `CONNECTIONS` shards at a time. The cache learns which shards are needed (they
-stay), which were passed, and when a passed shard will be needed again, in this epoch or in the next. So the cache can
-delete the shard that is needed last. That is the best rule there is (L. A. Belady, 1966). If the cache has room for all
-shards, the next epoch is not looked at.
+Other threads fetch what is asked for: at most `IN_ALL` shards at a time, and fewer if a shard is fetched in several
+pieces, so that about `IN_ALL` requests run side by side. The first batch waits for its shards, so these come alone:
+no other shard is asked for until they are there.
+
+The cache learns which shards are needed (they stay), which were passed, and when a passed shard will be needed again,
+in this epoch or in the next. So the cache can delete the shard that is needed last. That is the best rule there is
+(L. A. Belady, 1966). If the cache has room for all shards, the next epoch is not looked at.
+
+Several readers may use one cache, each with its own shards. Each takes the same share of the room. Once a second, it
+looks how many there are. If others have come, it gives back what it needs last. The register of readers is a folder:
+
+    <hex>     a file for each reader, which the reader keeps locked until it ends or dies
+    all       the lock for a look at the register
+
+A file without a holder of its lock is of a dead reader, and the next count deletes it. The lock is a local variable of
+the thread that reads. A forked child has no such thread, so the child never gives the lock of its parent back.
 
 A worker that needs a shard earlier fetches the shard itself. It waits only if the shard is being fetched already.
 
@@ -21,17 +33,23 @@ raised here: the reader of the shard meets them.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
+import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import lru_cache
+from pathlib import Path
 
 from sharded_loader.base.limits import processes_here
 from sharded_loader.base.notices import warn
+from sharded_loader.base.system import job_of_ranks, lock_at
 from sharded_loader.storage.cache import ShardCache
 from sharded_loader.storage.files import Stat
-from sharded_loader.storage.stores import CONNECTIONS, ObjectStore
+from sharded_loader.storage.stores import CONNECTIONS, IN_ALL, ObjectStore, pieces_of
 
 PAUSE = 0.005
 """Seconds between two looks at the position."""
@@ -44,6 +62,9 @@ LOOKS = 50
 
 MOST_USES = 200_000
 """How far the thread looks at most: uses of shards by ranges, about 100 bytes each."""
+
+SETTLE = 2.0
+"""Seconds in which the ranks of a machine join, after the first read."""
 
 Needs = Callable[[int], "Sequence[int] | None"]
 """The shards of a batch, by its number; None after the last batch."""
@@ -74,6 +95,7 @@ class ReadAhead:
         needs: the order of this epoch.
         position: see above.
         later: the order of the next epoch, from 0 on.
+        register: the folder in which the readers of the cache know each other. None: this one is alone.
 
     Attributes:
         error: the last one, of a fetch or of the order, which has ended the thread; None: nothing has gone wrong.
@@ -87,10 +109,13 @@ class ReadAhead:
         needs: Needs,
         position: Callable[[], int | None],
         later: Needs = lambda number: None,
+        register: Path | None = None,
     ) -> None:
         self._cache, self._store, self._shards = cache, store, shards
         self._needs, self._position, self._later = needs, position, later
-        self._room = cache.max_bytes // processes_here()
+        self._register, self._processes, self._readers = register, processes_here(), 1
+        self._whole = self._size_of(range(len(shards)))
+        self._room = cache.max_bytes // self._processes
         self._returns = 0  # to shards of this epoch that had to go
         self._looked: deque[_BatchRange] = deque()  # looked at, and not asked for
         self._window: deque[_BatchRange] = deque()  # asked for, and not passed
@@ -102,10 +127,13 @@ class ReadAhead:
         self._needed: Counter[int] = Counter()  # by how many ranges of the window; only one thread changes it
         self._used = 0  # bytes of what is needed
         self._in_progress: set[int] = set()  # shards that are queued for download, or are being downloaded
+        self._has_first = False  # whether the shards of the first range are there
         self.error: Exception | None = None
         self._stopped = threading.Event()
         self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._fetch_all, daemon=True) for _ in range(CONNECTIONS)]
+        pieces = pieces_of(self._whole // max(1, len(shards)))
+        at_once = IN_ALL // max(1, min(pieces, CONNECTIONS))
+        self._threads = [threading.Thread(target=self._fetch_all, daemon=True) for _ in range(at_once)]
         self._threads.append(threading.Thread(target=self._walk, name="sharded_loader-read-ahead", daemon=True))
 
     def start(self) -> None:
@@ -116,9 +144,10 @@ class ReadAhead:
     def stop(self, timeout: float = 1.0) -> None:
         """End; what is being fetched is waited for no longer than ``timeout`` seconds."""
         self._stopped.set()
+        until = time.monotonic() + timeout
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.is_alive():
-                thread.join(timeout)
+                thread.join(max(0.0, until - time.monotonic()))
 
     # -- fetching ---------------------------------------------------------------------------------------------
 
@@ -148,25 +177,29 @@ class ReadAhead:
 
     def _walk(self) -> None:
         try:
-            self._walk_on()
+            with nullcontext(lambda: 1) if self._register is None else reading(self._register) as count:
+                self._walk_on(count)
         except Exception as error:  # an order that cannot be read twice: each shard is fetched when it is needed
             self.error = error
         finally:
-            for _ in range(CONNECTIONS):
+            for shard in self._needed:
+                self._cache.let_go(*self._shards[shard], 0)
+            for _ in self._threads:
                 self._wanted.put(None)
 
-    def _walk_on(self) -> None:
+    def _walk_on(self, count: Callable[[], int]) -> None:
         number = self._position()
         if number is None:
             return
         self._next, young = number, time.monotonic()
-        all_fit = self._size_of(range(len(self._shards))) <= self._room
+        self._divide(count())
         while not self._stopped.is_set():
             now = self._position()
             if now is None:
                 return
             self._pass(now)
             for _ in range(LOOKS):
+                all_fit = self._whole <= self._room
                 if self._all_is_known or self._uses > MOST_USES or (all_fit and self._end is not None):
                     break
                 self._look()
@@ -176,9 +209,33 @@ class ReadAhead:
                 return
             if time.monotonic() - young > YOUNG:
                 young = time.monotonic()
+                self._divide(count())
                 for shard in list(self._needed):  # others may have deleted it
                     self._ask_for(shard)
             self._stopped.wait(PAUSE)
+
+    def _divide(self, readers: int) -> None:
+        """Take the share of the room that this reader has. What was asked for beyond it is asked for later."""
+        before, self._readers = self._readers, readers
+        share = self._cache.max_bytes // max(before, readers, self._processes)  # a reader may be between two epochs
+        if self._register is not None and self._whole > self._cache.max_bytes and is_settling(self._register):
+            share = 0  # the first range is always asked for
+        self._room = share
+        while self._used > share and len(self._window) > 1:
+            batches = self._window.pop()
+            for shard in batches.next:
+                self._unneed(shard, batches.first)
+            self._looked.appendleft(batches)
+
+    def _unneed(self, shard: int, again: int | None) -> bool:
+        """One range of the window does not need this shard any more. Returns whether none does."""
+        self._needed[shard] -= 1
+        if self._needed[shard]:
+            return False
+        del self._needed[shard]
+        self._used -= self._size_of([shard])
+        self._cache.let_go(*self._shards[shard], again)
+        return True
 
     def _look(self) -> None:
         """Take the next batch of the order into the line of those that were looked at."""
@@ -208,11 +265,12 @@ class ReadAhead:
 
     def _ask(self) -> None:
         """Have the shards of the next ranges fetched, as far as there is room."""
+        self._has_first = self._has_first or (bool(self._window) and not self._in_progress)
         while self._looked and (self._end is None or self._looked[0].first < self._end):
             batches = self._looked[0]
             new = [shard for shard in batches.next if shard not in self._needed]
             size = self._size_of(new)
-            if self._window and self._used + size > self._room:
+            if self._window and (not self._has_first or self._used + size > self._room):
                 return
             self._needed.update(batches.next.keys())
             self._used += size
@@ -223,18 +281,14 @@ class ReadAhead:
     def _pass(self, now: int) -> None:
         """Let the shards go that were needed by batches before ``now`` alone."""
         while self._window and self._window[0].last < now:
+            self._has_first = True  # a worker may have fetched them
             batches = self._window.popleft()
             self._uses -= len(batches.next)
             for shard, again in batches.next.items():
                 if self._latest.get(shard) is batches:
                     del self._latest[shard]
-                self._needed[shard] -= 1
-                if not self._needed[shard]:
-                    del self._needed[shard]
-                    self._used -= self._size_of([shard])
-                    self._cache.let_go(*self._shards[shard], again)
-                    if again is not None and (self._end is None or again < self._end):
-                        self._note_return(again)
+                if self._unneed(shard, again) and again is not None and (self._end is None or again < self._end):
+                    self._note_return(again)
 
     def _note_return(self, number: int) -> None:
         """This epoch comes back to a shard that was let go. If that goes on, the cache is too small for the order."""
@@ -250,3 +304,67 @@ class ReadAhead:
 
     def _size_of(self, shards: Iterable[int]) -> int:
         return sum(self._shards[shard][1].size for shard in shards)
+
+
+# -- who reads ahead into one cache, in all processes ------------------------------------------------------------------
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[Callable[[], int]]:
+    """Be in the register inside the block.
+
+    Args:
+        folder: of the register. It is made if it does not exist.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as name, reading(Path(name)) as count:
+        ...     with reading(Path(name)) as other:
+        ...         _ = other(), count()
+        ...         both = count()
+        ...     both, count()
+        (2, 1)
+    """
+    path = folder / uuid.uuid4().hex
+    mine = lock_at(path)
+
+    def count() -> int:
+        found = 1
+        with suppress(OSError):  # another program deletes the folder, or it cannot be written to
+            folder.mkdir(parents=True, exist_ok=True)
+            with lock_at(folder / "all"):
+                if not path.exists():
+                    mine.release(force=True)
+                    mine.acquire()
+                found += sum(_lives(other) for other in folder.iterdir() if other not in (path, folder / "all"))
+        return found
+
+    try:
+        yield count
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        mine.release(force=True)
+
+
+def _lives(path: Path) -> bool:
+    """Whether a reader holds the lock of its file. The file of a dead one is deleted."""
+    try:
+        with lock_at(path).acquire(timeout=0), suppress(OSError):
+            path.unlink()
+    except TimeoutError:
+        return True
+    return False
+
+
+def is_settling(folder: Path, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether other ranks of this machine may still join the register. torchrun says how many there are."""
+    if environ.get("LOCAL_WORLD_SIZE") or job_of_ranks(environ) is None:
+        return False
+    return time.monotonic() < _first_read(folder, os.getpid()) + SETTLE
+
+
+@lru_cache
+def _first_read(folder: Path, pid: int) -> float:
+    """When this process asked first."""
+    return time.monotonic()

@@ -5,14 +5,15 @@
     store.stats(urls)                      -> the same of many files, by lists of their folders or side by side
     store.beginning(url, nbytes)           -> the first bytes of a file of unknown size
     store.ranges(url, begins, ends, stat)  -> a list of bytes; neighbours are one request, requests run side by side
-    store.fetch(url, file, stat)           -> the whole file, in pieces
+    store.fetch(url, file, stat)           -> the whole file, in pieces; `CONNECTIONS` are always on their way
 
 Each answer is compared with ``stat`` (`parts`). If an answer has no tag, the store asks for the tag once more after
 the last part. So all bytes are those of one version, or there is an error.
 
 A request that fails, or stalls for `STALL` seconds, is tried again `TRIES` times, with growing pauses, or after the
 pause that the server asks for (``Retry-After``); `ObjectStore.retries` counts. What cannot be helped is not tried
-again: a file that is missing or has changed, no permission.
+again: a file that is missing or has changed, no permission. s3fs and botocore, which would try again too, are told not
+to: otherwise one failure would be up to 150 requests.
 
 A store owns a file system per server. File systems do not survive a fork, so each process makes its own, when it first
 needs one. Threads may share a store.
@@ -32,8 +33,9 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from email.utils import parsedate_to_datetime
+from itertools import islice
 from typing import Any, BinaryIO, TypeVar
 
 from sharded_loader.base.private import close_session, path_of
@@ -66,6 +68,9 @@ PIECE = 8 << 20
 
 CONNECTIONS = 4
 """Requests for one file that run side by side."""
+
+IN_ALL = 4 * CONNECTIONS
+"""Requests of a process that run side by side."""
 
 LISTED = 16
 """Files of a folder, above which its list is asked for: that takes one request for each 1,000 files."""
@@ -160,7 +165,7 @@ class ObjectStore:
         return [listed[url] for url in urls]
 
     def _stats(self, urls: Sequence[str]) -> list[Stat]:
-        with ThreadPoolExecutor(4 * CONNECTIONS) as threads:
+        with ThreadPoolExecutor(IN_ALL) as threads:
             return list(threads.map(self.stat, urls))
 
     def stat(self, url: str) -> Stat:
@@ -206,7 +211,7 @@ class ObjectStore:
         if not begins:
             return []
         spans, where = merged(begins, ends, GAP)
-        contents, are_sure = self._contents(url, spans, stat, 4 * CONNECTIONS)
+        contents, are_sure = self._contents(url, spans, stat)
         self._compare(url, stat, are_sure)
         return [
             contents[number][begin - spans[number][0] : end - spans[number][0]]
@@ -214,27 +219,37 @@ class ObjectStore:
         ]
 
     def fetch(self, url: str, file: BinaryIO, stat: Stat) -> None:
-        """Write a whole file into another one, from its beginning on.
+        """Write a whole file into another one. Each piece is written when it comes, and the next one is asked for.
 
         Raises:
             ShardError: it is another file now.
         """
-        spans = [(begin, min(begin + PIECE, stat.size)) for begin in range(0, stat.size, PIECE)]
-        all_are_sure = True
-        for first in range(0, len(spans), CONNECTIONS):  # no more than these lie in memory
-            contents, are_sure = self._contents(url, spans[first : first + CONNECTIONS], stat, CONNECTIONS)
-            file.writelines(contents)
-            all_are_sure = all_are_sure and are_sure
+        begins, all_are_sure = iter(range(0, stat.size, PIECE)), True
+        running: dict[Future[tuple[bytes, bool]], int] = {}
+        threads = ThreadPoolExecutor(max(1, min(pieces_of(stat.size), CONNECTIONS)))
+        try:
+            while True:
+                for begin in islice(begins, CONNECTIONS - len(running)):  # no more than these lie in memory
+                    end = min(begin + PIECE, stat.size)
+                    running[threads.submit(self._part, url, begin, end, stat)] = begin
+                if not running:
+                    break
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                    file.seek(running.pop(done))
+                    content, is_sure = done.result()
+                    file.write(content)
+                    all_are_sure = all_are_sure and is_sure
+        finally:
+            threads.shutdown(cancel_futures=True)
+        file.seek(0, os.SEEK_END)
         self._compare(url, stat, all_are_sure)
 
-    def _contents(
-        self, url: str, spans: Sequence[tuple[int, int]], stat: Stat | None, at_once: int
-    ) -> tuple[list[bytes], bool]:
-        """Parts of a file, ``at_once`` requests side by side, and whether all answers are of this version."""
+    def _contents(self, url: str, spans: Sequence[tuple[int, int]], stat: Stat | None) -> tuple[list[bytes], bool]:
+        """Parts of a file, requested side by side, and whether all answers are of this version."""
         if len(spans) == 1:
             answers = [self._part(url, spans[0][0], spans[0][1], stat)]
         else:
-            with ThreadPoolExecutor(min(len(spans), at_once)) as threads:
+            with ThreadPoolExecutor(min(len(spans), IN_ALL)) as threads:
                 answers = list(threads.map(lambda span: self._part(url, span[0], span[1], stat), spans))
         return [content for content, _ in answers], all(is_sure for _, is_sure in answers)
 
@@ -283,7 +298,13 @@ class ObjectStore:
         with self._lock:
             if key not in self._systems:
                 options = self._options if key else {}
-                self._systems[key] = url_to_fs(url, skip_instance_cache=True, **options)[0]
+                if key.startswith("s3"):
+                    config = {"retries": {"total_max_attempts": 1}, **options.get("config_kwargs", {})}
+                    options = {**options, "config_kwargs": config}
+                system = url_to_fs(url, skip_instance_cache=True, **options)[0]
+                if key.startswith("s3"):
+                    system.retries = 1  # the number of tries
+                self._systems[key] = system
             system = self._systems[key]
         return system, path_of(system, url)
 
@@ -362,6 +383,11 @@ def is_pattern(url: str) -> bool:
         (True, False)
     """
     return any(sign in url for sign in ("*[" if re.match("https?:", url) else "*?["))  # ? begins a query there
+
+
+def pieces_of(size: int) -> int:
+    """In how many pieces a file of this size is fetched."""
+    return -(-size // PIECE)
 
 
 def _changed(url: str, how: str) -> ShardError:

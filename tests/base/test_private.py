@@ -233,6 +233,13 @@ def test_a_library_without_the_name_is_called(others: dict[str, str]) -> None:
     assert library.threads == 1
 
 
+def test_a_library_of_an_old_threadpoolctl_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Library, "dynlib")
+    library = Library()
+    private.limit_to_one_thread(library)
+    assert library.threads == 1
+
+
 def test_a_file_system_without_the_names_stays_open() -> None:
     private.close_session(object())
     assert private.s3_caller(object()) is None

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.flat import batched, fits_columns, flatten, unflatten
+from sharded_loader.batching.flat import batched, fits_columns, flat, flatten, parsed, text_of, unflatten
 
 Point = namedtuple("Point", "x y")
 
@@ -68,6 +68,12 @@ def test_a_sample_comes_back_with_its_types_and_values(sample: Any) -> None:
     found = there_and_back(sample)
     assert same(found, there_and_back(found))
     assert same(found, sample)
+    node = flat(sample)[0]
+    assert node == parsed(flatten(sample)[0]) and text_of(node) == flatten(sample)[0]
+
+
+def test_keys_that_are_equal_and_differ_are_told_apart() -> None:
+    assert flat({1: 2})[0] != flat({True: 2})[0] and flat({"1": 2})[0] != flat({1: 2})[0]
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -81,6 +87,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "set": ({1}, "the sample is a set"),
     "key": ({"a": {(1, 2): 3}}, r"field \['a'\] of the sample is a dict with a tuple as a key"),
     "parameter": (torch.nn.Parameter(torch.zeros(1)), "the sample is a Parameter"),
+    "requires grad": (
+        {"x": torch.zeros(2, requires_grad=True)},
+        r"field \['x'\] of the sample is a Tensor that requires grad \(call .detach\(\)\)",
+    ),
     "sparse": (torch.eye(2).to_sparse(), r"the sample is a Tensor \(torch.float32, torch.sparse_coo, cpu\)"),
     "without values": (torch.zeros(2, device="meta"), r"the sample is a Tensor \(torch.float32, torch.strided, meta\)"),
     "class": (int, "the sample is a type"),
@@ -91,11 +101,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_what_cannot_be_stored_is_named(sample: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text + ".*cannot store.*make it an array"):
         flatten(sample)
-
-
-def test_a_tensor_with_grad_gets_advice() -> None:
-    with pytest.raises(ValueError, match="detach"):
-        flatten(torch.zeros(2, requires_grad=True))
 
 
 COLUMNS: dict[str, list[Any]] = {

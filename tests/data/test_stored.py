@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import random
@@ -289,7 +290,7 @@ def test_one_sample_that_is_too_large_does_not_keep_the_others_out() -> None:
 def test_a_full_cache_costs_nothing(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cached = SimpleDataset(Files("image")).cache(room)
     expected = list(map(repr, cached))
-    monkeypatch.setattr("sharded_loader.memory.store.flatten", None)  # no sample is looked at any more
+    monkeypatch.setattr("sharded_loader.memory.store.flat", None)  # no sample is looked at any more
     assert list(map(repr, cached)) == expected and cached.cached == room // 192
 
 
@@ -452,3 +453,19 @@ def test_it_is_shown_as_it_was_made(tmp_path: Path) -> None:
     assert repr(base.cache(99, tmp_path / "it")).endswith(f".cache(99, path={str(tmp_path / 'it')!r})")
     assert len(base.cache(9)) == 2 and base.cache(9)[1:][0] == 2
     assert ArrayDataset([1, 2]).cache(9).get_batch([1]).tolist() == [2]  # type: ignore[union-attr]
+
+
+class Answers(Files):
+    async def __getitem__(self, index: int) -> Any:  # type: ignore[override]
+        return np.full(3, index)
+
+
+@pytest.mark.parametrize("bounds", [[], ["1 MB"]], ids=["objects", "stored"])
+def test_a_sample_that_is_stored_is_awaited_too(bounds: list[Any]) -> None:
+    cached = SimpleDataset(Answers("")).cache(*bounds)
+
+    async def read() -> Any:
+        return [(await cached[2]).tolist() for _ in range(2)] + [len(await cached[:3][2])]
+
+    assert asyncio.run(read()) == [[2] * 3, [2] * 3, 3]
+    assert [sample.tolist() for sample in cached.take(3)] == [[i] * 3 for i in range(3)]

@@ -203,7 +203,7 @@ def test_processes_killed_at_random_leave_only_whole_samples(path: Path | None, 
 
 
 @POSIX
-@pytest.mark.parametrize("done", range(5))
+@pytest.mark.parametrize("done", range(7))
 def test_the_next_one_makes_the_file_of_a_process_that_died_making_it(tmp_path: Path, done: int) -> None:
     path, calls = tmp_path / "samples.cache", []
 
@@ -218,7 +218,7 @@ def test_the_next_one_makes_the_file_of_a_process_that_died_making_it(tmp_path: 
         make(path)
 
     status = in_child(work)
-    assert status == (signal.SIGKILL if done < 4 else 3 << 8)
+    assert status == (signal.SIGKILL if done < 6 else 3 << 8)
     store = make(path)
     store.write(1, sample(1))
     assert is_right(make(path).read(1), 1)
@@ -397,6 +397,14 @@ def test_a_full_disk_is_said_once_and_what_is_there_stays(
     [record] = caplog.records
     assert record.levelno == logging.WARNING and "No space left" in record.getMessage()
     assert "it takes no more samples" in record.getMessage()
+
+
+@pytest.mark.skipif(not hasattr(os, "SEEK_HOLE"), reason="the system tells of no holes")
+def test_what_is_written_through_the_mapping_is_no_hole(path: Path | None) -> None:
+    """On a full disk, a write to a hole ends the process with a SIGBUS. On tmpfs, to read one does too."""
+    for store in (make(path, length=100_000), make(path, length=100_000)):  # made, and found
+        for one, begin in ((store, 100_000 * 16), (store.session, 100_000)):
+            assert os.lseek(one.fd, 0, os.SEEK_HOLE) > begin
 
 
 def test_a_path_on_a_full_disk_is_an_error_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -362,6 +362,44 @@ def test_what_reads_one_sample_or_batch_awaits_and_draws_the_same(pool: str) -> 
         assert loader.check(samples=3).differing == ()
 
 
+class SeedsMeanwhile(Store):
+    """Sample 1 is seeded until sample 0 has been drawn for, if both can be at the same time."""
+
+    seeded, drawn = threading.Event(), threading.Event()
+
+    async def __getitem__(self, index: int) -> tuple[int, float]:
+        await asyncio.sleep(index / 100)  # sample 0 is there before
+        with sample_seed():
+            if index == 1:
+                self.seeded.set()
+                self.drawn.wait(0.1)
+            return int(index), random.random()
+
+
+class SeedsBefore(Store):
+    def __getitem__(self, index: int) -> tuple[int, float]:  # type: ignore[override]
+        with sample_seed():
+            return int(index), random.random()
+
+
+def unseeded(index: int, value: float) -> tuple[int, float, float]:
+    if index == 0:
+        SeedsMeanwhile.seeded.wait(0.1)
+    drawn = random.random() + np.random.rand() + torch.rand(()).item()
+    SeedsMeanwhile.drawn.set()
+    return index, value, drawn
+
+
+@pytest.mark.costly
+def test_awaited_samples_that_are_seeded_disturb_no_draw_of_a_worker() -> None:
+    found = []
+    for dataset in (SeedsBefore(), SeedsMeanwhile()):
+        transformed = SimpleDataset(dataset).transform(unseeded)
+        with closing(ShardedDataLoader(transformed, 4, seed=5, pool=make_pool("fork"))) as loader:
+            found.append([[one.tolist() for one in batch] for batch in loader])
+    assert found[0] == found[1]
+
+
 def test_methods_that_read_all_samples_await_them() -> None:
     dataset = SimpleDataset(Fails()).take(8)
     assert list(dataset) == list(range(8)) and list(map(int, dataset.transform(str, lazy=False))) == list(range(8))

@@ -18,7 +18,7 @@ from shards import write_tar
 from sharded_loader import RandomSampler, ShardCache, ShardDataset, ShardedDataLoader, ShardShuffleSampler
 from sharded_loader.storage import stores
 from sharded_loader.storage.files import ShardError, Stat
-from sharded_loader.storage.parts import Changed, FastS3, settings_of
+from sharded_loader.storage.parts import AGAIN, Changed, FastS3, settings_of
 from sharded_loader.storage.stores import ObjectStore
 
 with_server = pytest.mark.stores
@@ -74,6 +74,22 @@ def test_a_bucket_that_never_answered_is_left_to_fsspec_and_one_that_did_has_err
         fast.read("other/a.tar", 0, 2, 30.0, Stat(9, "second"))
     with pytest.raises(RuntimeError, match="503"):
         fast.read("other/a.tar", 0, 4, 30.0)
+
+
+def test_obstore_gets_another_chance_at_a_bucket_that_failed(
+    refusing: type[Refusing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("sharded_loader.storage.parts.time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    fast = FastS3({})
+    for rest in (AGAIN, 2 * AGAIN):  # it fails again, and rests for longer
+        refusing.answers = 0
+        assert fast.read("bucket/a.tar", 0, 4, 30.0) is None
+        refusing.answers = 1
+        now[0] += rest - 0.1
+        assert fast.read("bucket/a.tar", 0, 4, 30.0) is None and refusing.answers == 1
+        now[0] += 0.2
+    assert fast.read("bucket/a.tar", 0, 4, 30.0) == (b"xxxx", False)
 
 
 def test_another_process_does_not_use_what_its_parent_has_used(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -87,6 +89,21 @@ def test_a_shard_that_gets_its_name_now_is_not_the_first_to_go(tmp_path: Path, m
     monkeypatch.setattr(cache_module, "_note", another_needs_room)
     put(cache, 2, calls)
     assert len(calls) == 1  # it was not fetched again
+    assert [cache.keep(f"s3://b/{number}.tar", Stat(SIZE, "tag")) for number in (1, 2, 3)] == [False, True, True]
+
+
+def test_a_part_that_becomes_a_shard_while_another_looks_for_room_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, files = ShardCache(tmp_path, 2 * SIZE), ShardCache._files
+    put(cache, 1)
+    put(cache, 2)
+    cache.let_go("s3://b/2.tar", Stat(SIZE, "tag"))
+    whole = cache._path("s3://b/2.tar", Stat(SIZE, "tag"))
+    before = [(whole.with_suffix(".part") if path == whole else path, *rest) for path, *rest in files(cache)]
+    monkeypatch.setattr(ShardCache, "_files", lambda self: before)
+    put(cache, 3)
+    monkeypatch.setattr(ShardCache, "_files", files)
     assert [cache.keep(f"s3://b/{number}.tar", Stat(SIZE, "tag")) for number in (1, 2, 3)] == [False, True, True]
 
 
@@ -255,6 +272,110 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ShardError, match=r"1\.tar cannot be written to .*No space left.*free some space"):
         ShardCache(tmp_path, "1 GB").open("s3://b/1.tar", Stat(SIZE, "tag"), fetch)
+
+
+def test_a_disk_that_fills_up_under_way_has_the_cache_delete_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, free, calls = ShardCache(tmp_path, "1 GB"), [10 * SIZE], []
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: types.SimpleNamespace(total=10 * SIZE, free=free[0]))
+    for number in (1, 2):
+        put(cache, number)
+
+    def fetch(file: BinaryIO) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            free[0] = 0  # another program has written
+            raise OSError(errno.ENOSPC, "No space left on device")
+        file.write(b"x" * SIZE)
+
+    cache.open("s3://b/3.tar", Stat(SIZE, "tag"), fetch).close()
+    assert len(calls) == 2 and cache.evicted == 1 and cache.used_bytes == 2 * SIZE
+
+
+def test_what_others_are_about_to_write_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, other = ShardCache(tmp_path, "1 GB"), ShardCache(tmp_path, "1 GB")
+    put(cache, 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: types.SimpleNamespace(total=1, free=3 * SIZE // 2))
+
+    def fetch(file: BinaryIO) -> None:
+        put(other, 3)  # 1,500 bytes are free, and 1,000 of them are for the shard that is being fetched here
+        file.write(b"x" * SIZE)
+
+    cache.open("s3://b/2.tar", Stat(SIZE, "tag"), fetch).close()
+    assert other.evicted == 1
+
+
+def test_a_shard_that_is_needed_goes_last_and_that_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, calls = ShardCache(tmp_path, 2 * SIZE), []
+    for number in (1, 2):
+        put(cache, number)
+    cache.let_go("s3://b/2.tar", Stat(SIZE, "tag"))
+    assert cache.keep("s3://b/1.tar", Stat(SIZE, "tag"))
+    put(cache, 1)  # to open it does not make it needed less
+    put(cache, 3, calls)
+    assert all(cache.keep(f"s3://b/{number}.tar", Stat(SIZE, "tag")) for number in (1, 3)) and not caplog.messages
+    cache.prepare("s3://b/4.tar", Stat(SIZE, "tag"), writes(b"x" * SIZE, calls), lambda: True)
+    assert len(calls) == 1  # there is no room for what is fetched ahead
+    for _ in range(2):
+        assert cache.keep("s3://b/3.tar", Stat(SIZE, "tag"))
+        put(cache, 5)
+        put(cache, 3)
+    [said] = caplog.messages
+    assert "a reader still needs" in said and f"{tmp_path} may take 2,000" in said and "larger max_bytes" in said
+
+
+def test_what_is_fetched_ahead_waits_for_what_others_fetch_and_deletes_nothing_needed(tmp_path: Path) -> None:
+    cache, calls = ShardCache(tmp_path, 2 * SIZE), []
+    put(cache, 1)
+    assert cache.keep("s3://b/1.tar", Stat(SIZE, "tag"))
+
+    def fetch(file: BinaryIO) -> None:
+        cache.prepare("s3://b/3.tar", Stat(SIZE, "tag"), writes(b"x" * SIZE, calls), lambda: True)
+        file.write(b"x" * SIZE)
+
+    cache.open("s3://b/2.tar", Stat(SIZE, "tag"), fetch).close()
+    assert not calls and cache.keep("s3://b/1.tar", Stat(SIZE, "tag"))
+
+
+def test_what_a_worker_fetched_before_its_turn_came_is_needed_too(tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path, SIZE)
+    put(cache, 1)
+    cache.prepare("s3://b/1.tar", Stat(SIZE, "tag"), writes(b""), lambda: True)
+    cache.prepare("s3://b/2.tar", Stat(SIZE, "tag"), writes(b""), lambda: True)
+    assert cache.fetched == 1
+
+
+def test_what_the_user_passes_at_the_moment_when_it_comes_is_not_needed(tmp_path: Path) -> None:
+    cache, wanted = ShardCache(tmp_path, SIZE), iter([True, True, False])
+    cache.prepare("s3://b/1.tar", Stat(SIZE, "tag"), writes(b"x" * SIZE), lambda: next(wanted))
+    cache.prepare("s3://b/2.tar", Stat(SIZE, "tag"), writes(b"x" * SIZE), lambda: True)
+    assert (cache.fetched, cache.evicted) == (2, 1)
+
+
+def test_a_folder_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> Any:
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr("sharded_loader.storage.cache.lock_at", refused)
+    with pytest.raises(ShardError, match=r"cannot be written to \(FileSystem does not appear to support flock\): give"):
+        ShardCache(tmp_path, "1 kB")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be deleted there")
+def test_a_folder_that_is_deleted_while_a_shard_is_fetched_is_made_again(tmp_path: Path) -> None:
+    cache, calls = ShardCache(tmp_path / "cache", "10 kB"), []
+
+    def fetch(file: BinaryIO) -> None:
+        calls.append(1)
+        file.write(b"x" * SIZE)
+        if len(calls) == 1:
+            shutil.rmtree(tmp_path / "cache")
+
+    cache.open("s3://b/1.tar", Stat(SIZE, "tag"), fetch).close()
+    assert len(calls) == 2 and cache.used_bytes == SIZE
 
 
 @pytest.mark.slow

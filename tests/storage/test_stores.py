@@ -8,6 +8,8 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,57 @@ def test_a_whole_file_is_fetched_in_pieces(served: Served, monkeypatch: pytest.M
     store.fetch(f"{served.url}/a.bin", file, store.stat(f"{served.url}/a.bin"))
     assert file.getvalue() == CONTENT
     assert len(served.asked) == 6
+
+
+def test_a_slow_piece_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "PIECE", 100)
+    store, file, asked, last = ObjectStore(), io.BytesIO(), [], threading.Event()
+
+    def part(url: str, begin: int, end: int, stat: Stat) -> tuple[bytes, bool]:
+        asked.append(begin)
+        if begin == 1900:
+            last.set()
+        assert begin or last.wait(60)  # the first piece comes after all others were asked for
+        return CONTENT[begin:end], True
+
+    monkeypatch.setattr(store, "_part", part)
+    store.fetch("s3://b/a.bin", file, Stat(1950, "tag"))
+    assert file.getvalue() == CONTENT[:1950] and file.tell() == 1950
+    assert sorted(asked) == list(range(0, 2000, 100))
+
+
+def test_a_piece_that_fails_ends_the_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "PIECE", 10)
+    store, asked = ObjectStore(), []
+
+    def part(url: str, begin: int, end: int, stat: Stat) -> tuple[bytes, bool]:
+        asked.append(begin)
+        raise ShardError("it has changed")
+
+    monkeypatch.setattr(store, "_part", part)
+    with pytest.raises(ShardError, match="it has changed"):
+        store.fetch("s3://b/a.bin", io.BytesIO(), Stat(1000, "tag"))
+    assert len(asked) <= 2 * stores.CONNECTIONS
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, {"total_max_attempts": 1}), ({"retries": {"mode": "adaptive"}}, {"mode": "adaptive"})]
+)
+def test_s3fs_does_not_try_again_by_itself(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    seen: list[Any] = []
+
+    def url_to_fs(url: str, **options: Any) -> tuple[Any, str]:
+        seen.append(options["config_kwargs"])
+        system = types.SimpleNamespace(retries=5, protocol=("s3",), info=lambda path: {"size": 5, "ETag": "x"})
+        system._strip_protocol = lambda url: url
+        seen.append(system)
+        return system, url
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", url_to_fs)
+    assert ObjectStore({"config_kwargs": {**given, "max_pool_connections": 9}}).stat("s3://b/a.tar") == Stat(5, "x")
+    assert seen[0] == {"retries": expected, "max_pool_connections": 9} and seen[1].retries == 1
 
 
 @pytest.mark.costly
