@@ -24,6 +24,7 @@ Source of the idea: Plumber (MLSys 2022) and DS-Analyzer (VLDB 2021), which ask 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
@@ -73,6 +74,26 @@ def compute_share(rows: Iterable[BatchRow], before: float) -> float:
     return min(1.0, ran / seconds) if seconds else before
 
 
+def turns(threads: int, share: float) -> float:
+    """Seconds that a sample may take longer, as other threads have their turns: Python runs one of them at a time.
+
+    Args:
+        threads: how many workers are threads of one process.
+        share: of the time in which they compute.
+    """
+    return 2 * (threads - 1) * sys.getswitchinterval() if threads > 1 and share * threads >= TURNS else 0.0
+
+
+def late_seconds(longest: float, seconds: float, usual: float) -> float:
+    """Seconds of a late sample; 0: none is late.
+
+    Args:
+        longest, seconds: of the longest sample, and of its batch, without waits for a core and for `turns`.
+        usual: seconds of one sample.
+    """
+    return longest if longest > max(LATE * usual, seconds / 2) else 0.0
+
+
 def reading_causes(row: BatchRow, wait: Wait, usual: float, share: float) -> dict[str, float]:
     """Why a batch was not there while it was read: causes, and their shares.
 
@@ -85,8 +106,10 @@ def reading_causes(row: BatchRow, wait: Wait, usual: float, share: float) -> dic
     times = row.times
     if row.is_lost or (times is not None and times.retries):
         return {"replaced" if row.is_lost else "retries": 1.0}
-    if times is not None and wait.overtaken and times.longest > max(LATE * usual, row.seconds / 2):
-        return {"late_sample": 1.0}
+    if times is not None and wait.overtaken:
+        queued = times.queued + turns(wait.threads, share)
+        if late_seconds(times.longest - queued, row.seconds - queued, usual):
+            return {"late_sample": 1.0}
     if wait.is_held or wait.lacks_tasks:
         return {"held_batches" if wait.is_held else "main_process": 1.0}
     if times is not None and times.processor >= 0:
@@ -172,7 +195,7 @@ def limit_of(stats: Any) -> str:
     causes["reading"] = computing + inputs
     first, second = sorted(causes, key=lambda name: causes[name], reverse=True)[:2]
     cause = second if first == "start" and causes[first] < LASTING * causes[second] else first
-    if cause == "reading" and slow_worker(stats.workers) is not None:
+    if cause == "reading" and not turns_of(stats) and slow_worker(stats.workers) is not None:
         return "worker"
     if cause in ("reading", "late_sample") and is_late(stats):
         return "late_sample"
@@ -188,8 +211,19 @@ def limit_of(stats: Any) -> str:
 def is_late(stats: Any) -> bool:
     """Whether the workers spend most of their time with single samples that take much longer than the others."""
     usual = stats.reading_seconds / max(1, stats.samples)
-    late = sum(one.longest for one in stats._batches if one.longest > max(LATE * usual, (one.ended - one.began) / 2))
-    return bool(late > 0.5 * sum(one.ended - one.began for one in stats._batches))
+    turn, late = turns_of(stats), 0.0
+    for one in stats._batches:
+        queued = one.ran - one.processor + turn
+        late += late_seconds(one.longest - queued, one.ended - one.began - queued, usual)
+    return late > 0.5 * sum(one.ended - one.began for one in stats._batches)
+
+
+def turns_of(stats: Any) -> float:
+    """`turns` of the workers that have read the last batches."""
+    setup = stats._setup
+    ran = sum(one.weight * one.ran for one in stats._batches)
+    seconds = sum(one.weight * (one.ended - one.began) for one in stats._batches)
+    return turns(setup.num_workers, ran / seconds) if setup and setup.is_threads and seconds else 0.0
 
 
 def slow_worker(workers: Mapping[int, WorkerTimes]) -> tuple[int, float] | None:
