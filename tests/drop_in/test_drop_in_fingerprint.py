@@ -152,6 +152,14 @@ def test_samples_that_depend_on_their_index_alone_are_the_same_everywhere(pool: 
     assert str(read) == str([*DataLoader(Reads(own), 3, shuffle=True, seed=5)])
 
 
+def test_a_check_needs_no_order_that_is_not_drawn_yet() -> None:
+    loader = DataLoader(Reads(own), 3, shuffle=True)
+    for _ in range(2):
+        found, state = loader.check(), loader.state_dict()
+        assert (found.samples, found.differing, loader.state_dict()) == (11, (), state)
+        list(loader)
+
+
 def from_python(index: int) -> float:
     return random.random()
 
