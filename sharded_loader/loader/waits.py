@@ -10,8 +10,11 @@ A wait is a stretch of time. It is cut where the batch's worker began and ended,
     before its worker began      `start`: the worker had just been started. `main_process` or `held_batches`: the worker
                                  had no task. Otherwise it read other batches: as in the next row
     while it was read            `retries`; `late_sample`; `main_process`, `held_batches`: other workers had no task.
-                                 Otherwise `compute`, as far as the worker ran or waited for a core, and `input`
+                                 Otherwise `compute`, as far as the worker ran, and `input`
     until it was here            `held_batches`: it had to take the slow way. Otherwise as in the row before
+
+That a worker waits for a core is `compute` too, if the workers use the cores. If other programs use them, it is shared
+out: training would wait for the same if it had the machine for itself.
 
 A batch that was read again because a worker has ended is `replaced`. The other time in ``next`` is `placing` or the
 main process's own work. The first ``next`` of an iterator is `start`, if nothing was read before it.
@@ -56,7 +59,8 @@ SLOWER = 2.5
 """A worker is slow if its batches take this many times as long as those of the others."""
 
 TURNS = 0.7
-"""Threads that together run for this share of the time wait for each other: Python runs one at a time."""
+"""Threads that together run for this share of the time wait for each other: Python runs one at a time. So do workers
+that together run for this share of the time of all cores."""
 
 LASTING = 4.0
 """A start that is over is the verdict only if it took this many times as long as what training waits for since then."""
@@ -70,8 +74,14 @@ def compute_share(rows: Iterable[BatchRow], before: float) -> float:
     """The share of the time in which workers computed, of those batches that were measured; ``before``, if none was."""
     known = [(row, row.times) for row in rows if row.times is not None and row.times.processor >= 0]
     seconds = sum(times.weight * row.seconds for row, times in known)
-    ran = sum(times.weight * (times.processor + times.queued) for _, times in known)
-    return min(1.0, ran / seconds) if seconds else before
+    ran = sum(times.weight * times.processor for _, times in known)
+    queued = sum(times.weight * times.queued for _, times in known)
+    per_core = max((row.wait.per_core for row, _ in known if row.wait is not None), default=0.0)
+    if per_core * ran >= TURNS * seconds:
+        ran += queued
+    else:  # other programs have the cores
+        seconds -= queued
+    return min(1.0, ran / seconds) if seconds > 0 else before
 
 
 def turns(threads: int, share: float) -> float:
@@ -215,7 +225,7 @@ def is_late(stats: Any) -> bool:
     for one in stats._batches:
         queued = one.ran - one.processor + turn
         late += late_seconds(one.longest - queued, one.ended - one.began - queued, usual)
-    return late > 0.5 * sum(one.ended - one.began for one in stats._batches)
+    return bool(late > 0.5 * sum(one.ended - one.began for one in stats._batches))
 
 
 def turns_of(stats: Any) -> float:
