@@ -86,9 +86,9 @@ def test_of_other_orders_the_newest_epoch_has_one_and_a_loaded_one(order: str) -
     other = loader_of(NEWEST[order])
     other.load_state_dict(state)
     assert str(other.fingerprint()) == str(found)
-    for call in (loader.fingerprint, loader.check) if order != "distributed" else ():  # of the epoch that begins next
+    if order != "distributed":  # of the epoch that begins next
         with pytest.raises(ValueError, match=r"epoch 1 cannot be looked up|only epoch 0 is known"):
-            call()
+            loader.fingerprint()
 
 
 @pytest.mark.parametrize("given", [{}, {"drop_last": True}, {"skip": [(1, 2)]}, {"seed": 5}], ids=str)
@@ -221,7 +221,8 @@ UNKNOWN: dict[str, tuple[Callable[[], DataLoader[Any]], type[Exception], str]] =
 def test_where_the_order_is_not_known_the_error_is_that_of_indices(row: str) -> None:
     make, error, match = UNKNOWN[row]
     loader = make()
-    for call in (loader.fingerprint, loader.check, lambda: loader.indices(0, 0)):
+    checks = () if row == "shuffle" else (loader.check,)  # any of its samples will do
+    for call in (loader.fingerprint, *checks, lambda: loader.indices(0, 0)):
         with pytest.raises(error, match=match):
             call()
 
