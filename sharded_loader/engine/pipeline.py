@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, leave_frames, name_of_batch
 from sharded_loader.base.interrupts import note_handlers
+from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.base.private import is_owned
 from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
 from sharded_loader.engine.order import Epoch
@@ -68,6 +69,7 @@ class Wait(NamedTuple):
         is_held: a worker had no task, as the pool took no more: the user holds too many batches.
         is_slow: the batch found no room in shared memory, and took the slow way.
         threads: how many workers are threads of this process; 1 if none is.
+        per_core: workers for each core that they can use.
     """
 
     began: float
@@ -77,6 +79,7 @@ class Wait(NamedTuple):
     is_held: bool = False
     is_slow: bool = False
     threads: int = 1
+    per_core: float = 0.0
 
 
 @dataclass(slots=True)
@@ -224,6 +227,7 @@ class Pipeline:
         self._dropped: deque[int] = deque()
         self._slow: deque[float] = deque(maxlen=64)  # when tasks were sent whose batches found no room in shared memory
         self.pid = os.getpid()
+        self._cores = cores_for_workers()
 
     # -- steps ----------------------------------------------------------------------------------------------
 
@@ -443,7 +447,8 @@ class Pipeline:
         lacks = in_flight < pool.num_workers and not (run.exhausted or run.epoch.takes_turns)
         is_held = waiting > 0 and in_flight - waiting < pool.num_workers
         threads = pool.num_workers if pool.shares_dataset else 1
-        head.wait = Wait(began, ended, overtaken, lacks, is_held, head.sent in self._slow, threads)
+        per_core = pool.num_workers / self._cores
+        head.wait = Wait(began, ended, overtaken, lacks, is_held, head.sent in self._slow, threads, per_core)
 
     def take(self, run: Run) -> None:
         """The head of the window is going to be handed out: put another batch in flight."""
