@@ -419,11 +419,12 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         """Which samples differ each time, and why; what a worker costs; see `ShardedDataLoader.check`.
 
         Args:
-            samples: How many samples of the epoch that is read, or of the one that begins next.
+            samples: How many samples of the epoch that is read, or of the one that begins next. If that order is not
+                known, but random, samples of the whole dataset.
 
         Raises:
             TypeError: The dataset is iterable data.
-            ValueError: ``samples`` is no positive integer. The order is not known, as in `indices`.
+            ValueError: ``samples`` is no positive integer. The order of your sampler is not known, as in `indices`.
 
         Example:
             >>> found = DataLoader(range(8), 4, num_workers=2, thread_pool=True).check()

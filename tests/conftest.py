@@ -7,6 +7,7 @@ import ctypes
 import gc
 import itertools
 import logging
+import math
 import mmap
 import os
 import re
@@ -26,6 +27,7 @@ import hypothesis
 import installed
 import psutil
 import pytest
+import pytest_timeout
 from _pytest.doctest import DoctestModule
 
 from sharded_loader import InlinePool, ProcessPool, RayPool, ThreadPool
@@ -96,7 +98,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose the quick tests. Tests marked `frameworks`, `ray` or `stores` run where ``-m`` names these."""
+    """Tests marked `frameworks`, `ray` or `stores` run where ``-m`` names these."""
     apart = {name for name in ("frameworks", "ray", "stores") if name not in config.option.markexpr}
     if apart:
         chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
@@ -104,41 +106,57 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             chosen[apart.isdisjoint(mark.name for mark in item.iter_markers())].append(item)
         config.hook.pytest_deselected(items=chosen[False])
         items[:] = chosen[True]
-    _choose_methods(items)
-    if not WITH_RAY:
-        _choose_costly(items)
+    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
 
 
-def _choose_costly(items: list[pytest.Item]) -> None:
-    """Of a test that is marked `costly`, as many combinations stay quick as the mark says, evenly spread."""
-    found: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("costly") and not item.get_closest_marker("slow"):
-            found.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for alike in found.values():
-        mark = alike[0].get_closest_marker("costly")
-        keep = mark.args[0] if mark is not None and mark.args else 1
-        quick = {len(alike) * (2 * number + 1) // (2 * keep) for number in range(keep)}
-        for number, item in enumerate(alike):
-            if number not in quick:
-                item.add_marker(pytest.mark.slow)
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, Any, None]:
+    """Choose the quick ones of a test's combinations of arguments. The quick tests do not even make the slow ones.
+
+    Of a test that is marked `costly`, as many combinations stay quick as the mark says, evenly spread. Of several
+    `parametrize` of a test, so many that each value of each argument is among them. `covering` asks for more.
+    """
+    yield
+    calls, whole = metafunc._calls, [*metafunc.definition.iter_markers()]
+
+    def mark(call: Any, name: str) -> pytest.Mark | None:
+        return next((one for one in [*whole, *call.marks] if one.name == name), None)
+
+    first: dict[str, str] = {}
+    for call in calls:
+        if not mark(call, "slow") and _starts_late(call.id, first, mark(call, "also_spawned") is not None):
+            call.marks.append(pytest.mark.slow.mark)
+    costly = [] if WITH_RAY else [call for call in calls if mark(call, "costly") and not mark(call, "slow")]
+    keep = next(iter(mark(costly[0], "costly").args), 1) if costly else 0  # evenly spread
+    quick = {len(costly) * (2 * number + 1) // (2 * keep) for number in range(keep)}
+    for call in (call for number, call in enumerate(costly) if number not in quick):
+        call.marks.append(pytest.mark.slow.mark)
+    quickly = [call for call in calls if not mark(call, "slow")]
+    chosen = _cover([{*call.indices.items()} for call in quickly])
+    for call in (call for number, call in enumerate(quickly) if number not in chosen and not WITH_RAY):
+        call.marks.append(pytest.mark.slow.mark)
+    if _quick:
+        metafunc._calls = [call for call in calls if not mark(call, "slow")] or calls[:1]
 
 
-def _choose_methods(items: list[pytest.Item]) -> None:
-    """Mark a test of several start methods as slow under all but its first one. Starting an interpreter takes long.
+def _cover(parts: list[set[Any]]) -> set[int]:
+    """Numbers of few sets that have together what all of them have."""
+    missing, chosen = set().union(*parts), set()
+    while missing:
+        best = max(range(len(parts)), key=lambda number: len(parts[number] & missing))
+        chosen.add(best)
+        missing -= parts[best]
+    return chosen
+
+
+def _starts_late(names: str, first: dict[str, str], also_spawned: bool) -> bool:
+    """Whether a test of several start methods is slow: under all but its first one. Starting an interpreter takes long.
 
     A test that is marked `also_spawned` is quick under spawn too.
     """
-    first: dict[tuple[str, str], str] = {}
-    any_method = re.compile(rf"\b({'|'.join(PROCESS_POOLS) or '(?!)'})\b")
-    for item in items:
-        test, _, names = item.nodeid.partition("[")
-        method = next((name for name in re.split(r"[-\]]", names) if name in PROCESS_POOLS), None)
-        if method is None or item.get_closest_marker("slow"):
-            continue
-        chosen = first.setdefault((test, any_method.sub("any", names)), method)
-        if method != chosen and not (method == "spawn" and item.get_closest_marker("also_spawned")):
-            item.add_marker(pytest.mark.slow)
+    method = next((name for name in names.split("-") if name in PROCESS_POOLS), None)
+    chosen = first.setdefault(re.sub(rf"\b({'|'.join(PROCESS_POOLS) or '(?!)'})\b", "any", names), method or "")
+    return method is not None and method != chosen and not (method == "spawn" and also_spawned)
 
 
 def covering(strength: int = 1, spawned: bool = False, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
@@ -159,11 +177,7 @@ def covering(strength: int = 1, spawned: bool = False, **parameters: Iterable[An
         else set()
         for row in rows
     ]
-    missing, quick = set().union(*parts), set()
-    while missing:
-        best = max(range(len(rows)), key=lambda number: len(parts[number] & missing))
-        quick.add(best)
-        missing -= parts[best]
+    quick = _cover(parts)
     slow = () if _quick and quick else pytest.mark.slow
     marked = [pytest.param(*row, marks=() if n in quick else slow) for n, row in enumerate(rows) if n in quick or slow]
     return pytest.mark.parametrize(tuple(parameters), marked)
@@ -220,16 +234,44 @@ def _join_pages() -> None:
             madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), collapse)  # without it all is as before
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # around that of pytest-timeout
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Let go of the thread that has watched the time of a test. The item would keep it.
+_due: tuple[float, Any, Any] | None = None  # when the test that runs has had its time
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
+    """Let one thread watch the time of all tests. To start and end one for each takes a tenth of a small test.
 
     A forked child touches every thread that its parent has had and not forgotten. Thousands of them cost it 30 ms.
     """
+    global _due
+    if settings.method != "thread":
+        return None
+    if _due is None:
+        threading.Thread(target=_watch, daemon=True).start()
+    _due = time.monotonic() + settings.timeout, item, settings
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_cancel_timer() -> None:
+    global _due
+    if _due is not None:
+        _due = math.inf, None, None
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(1)
+        due, item, settings = _due or (math.inf, None, None)
+        if time.monotonic() > due:
+            pytest_timeout.timeout_timer(item, settings)  # prints the stacks of all threads, and ends the process
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol() -> Generator[None, Any, Any]:
     try:
         return (yield)
     finally:
-        vars(item).pop("cancel_timeout", None)
         _tidy_memory()
 
 
@@ -337,38 +379,36 @@ def _children(pid: int) -> list[int] | None:
         return [] if os.path.isdir("/proc/self") and not os.path.isdir(f"/proc/{pid}") else None
 
 
-def _descendants() -> list[psutil.Process]:
-    found: list[psutil.Process] = []
-    todo = [os.getpid()]
-    while todo:
-        children = _children(todo.pop())
+def _descendants() -> list[int]:
+    found = [os.getpid()]
+    for pid in found:  # also of those that are added on the way
+        children = _children(pid)
         if children is None:
-            return psutil.Process().children(recursive=True)
-        todo += children
-        for child in children:
-            try:
-                found.append(psutil.Process(child))
-            except psutil.NoSuchProcess:
-                continue
-    return found
+            return [child.pid for child in psutil.Process().children(recursive=True)]
+        found += children
+    return found[1:]
 
 
-_helpers: set[psutil.Process] = set()  # equal only for the same pid and start: a later process with the pid is none
+_helpers: list[int] = []  # all that ran at the last look, if they were helpers; no other has got one's number since
 
 
 def _processes() -> set[int]:
-    found = set()
-    for child in _descendants():
-        if child in _helpers:
-            continue
+    global _helpers
+    pids, found = _descendants(), set()
+    if pids == _helpers:
+        return found
+    helpers = []
+    for pid in pids:
         try:
+            child = psutil.Process(pid)
             command = " ".join(child.cmdline())
             if any(name in command for name in HELPERS) or re.match(r"ray::(?!Loader)", command):
-                _helpers.add(child)
+                helpers.append(pid)
             elif child.status() != psutil.STATUS_ZOMBIE:
-                found.add(child.pid)
+                found.add(pid)
         except psutil.NoSuchProcess:
             continue
+    _helpers = helpers
     return found
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.imports import FUNCTION, HIDDEN, Import, circles, imports_of, read_sources, upward
+from benchmarks.imports import FUNCTION, HIDDEN, Import, circles, imports_of, parsed, read_sources, upward
 from benchmarks.road import lost, read_targets
 from benchmarks.sizes import FLOORS, out_of_core, sizes_of
 
@@ -18,7 +18,9 @@ LAZY = {("loader.arguments", "pools.ray.pool")}
 
 @pytest.fixture(scope="module")
 def imports() -> list[Import]:
-    return imports_of(SOURCES)
+    found = imports_of(SOURCES)
+    parsed.cache_clear()  # 100 MB, which each fork of a later test would copy
+    return found
 
 
 def test_no_modules_import_each_other_and_no_import_goes_upwards_or_is_hidden(imports: list[Import]) -> None:
@@ -35,6 +37,7 @@ def test_the_core_imports_no_optional_module(imports: list[Import]) -> None:
     assert names <= LAZY
 
 
+@pytest.mark.slow
 def test_no_target_of_the_sizes_that_was_reached_is_lost() -> None:
     sizes, _ = sizes_of(SOURCES)
     assert lost(sizes) == []

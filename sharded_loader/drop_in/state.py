@@ -16,13 +16,13 @@ Nor has an epoch whose order is drawn from generators of the program, unless it 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, RandomSampler
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.entries import anything, dict_of, entry, integer, optional, parsed, true_or_false, written
@@ -295,6 +295,16 @@ class TorchSteps(KnownSteps):
         if not found:
             raise IndexError(f"epoch {epoch} has no step {step}: it has fewer steps, which count from 0")
         return list(found[0])
+
+    def some_indices(self, epoch: int, steps: Iterable[int], each: int) -> list[Any]:
+        try:
+            return super().some_indices(epoch, steps, each)
+        except ValueError:
+            sampler, count = getattr(self._sampler, "sampler", self._sampler), length(self.dataset)
+            if not isinstance(sampler, RandomSampler) or not count:
+                raise
+            # The order is not drawn yet, or not by number. Whatever it is, these samples are in it.
+            return list(range(0, count, -(-count // (each * len(list(steps))))))
 
     def checksums(self, epoch: int) -> list[str]:
         found = self._look_up(epoch, range(sys.maxsize), lambda indices: step_checksum([indices]))

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, leave_frames, name_of_batch
 from sharded_loader.base.interrupts import note_handlers
+from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.base.private import is_owned
 from sharded_loader.data.inspection import is_read_once
 from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
@@ -70,6 +71,7 @@ class Wait(NamedTuple):
         is_held: a worker had no task, as the pool took no more: the user holds too many batches.
         is_slow: the batch found no room in shared memory, and took the slow way.
         threads: how many workers are threads of this process; 1 if none is.
+        per_core: workers for each core that they can use.
     """
 
     began: float
@@ -79,6 +81,7 @@ class Wait(NamedTuple):
     is_held: bool = False
     is_slow: bool = False
     threads: int = 1
+    per_core: float = 0.0
 
 
 @dataclass(slots=True)
@@ -227,6 +230,7 @@ class Pipeline:
         self._pieces = BatchPieces()
         self._slow: deque[float] = deque(maxlen=64)  # when tasks were sent whose batches found no room in shared memory
         self.pid = os.getpid()
+        self._cores = cores_for_workers()
 
     # -- steps ----------------------------------------------------------------------------------------------
 
@@ -472,7 +476,8 @@ class Pipeline:
         lacks = in_flight < pool.num_workers and not (run.exhausted or run.epoch.takes_turns)
         is_held = waiting > 0 and in_flight - waiting < pool.num_workers
         threads = pool.num_workers if pool.shares_dataset else 1
-        head.wait = Wait(began, ended, overtaken, lacks, is_held, head.sent in self._slow, threads)
+        per_core = pool.num_workers / self._cores
+        head.wait = Wait(began, ended, overtaken, lacks, is_held, head.sent in self._slow, threads, per_core)
 
     def take(self, run: Run) -> None:
         """The head of the window is going to be handed out: put another batch in flight."""

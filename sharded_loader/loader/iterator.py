@@ -138,7 +138,7 @@ class BatchIterator(Iterator[Batch]):
             run, mark = self.run, None
             if run is not None and pipeline.closed:
                 pipeline.check_open()  # raises: another loader may have the pool
-            delivered = 0 if run is None else run.delivered
+            delivered, shown = 0 if run is None else run.delivered, self._progress.shown
             clock.times = self._counts
             for record in clock.records.values():
                 with contextlib.suppress(RuntimeError):  # the device is broken: the batch says so
@@ -151,7 +151,7 @@ class BatchIterator(Iterator[Batch]):
                 if error is None:
                     return batch  # type: ignore[no-any-return]
             except BaseException as raised:
-                self._go_back(run, delivered, mark)
+                self._go_back(run, delivered, mark, shown)
                 if pipeline.closed and isinstance(raised, Exception) and not is_from_outside(raised):
                     raise LoaderClosedError from None  # closed in the middle of the step
                 raise
@@ -317,17 +317,20 @@ class BatchIterator(Iterator[Batch]):
                 f"loader.skipped. The last error is {type(error).__name__}: {text_of(error)}",
             )
 
-    def _go_back(self, run: Run | None, delivered: int, mark: Mark | None) -> None:
+    def _go_back(self, run: Run | None, delivered: int, mark: Mark | None, shown: Run | None) -> None:
         """An exception has struck: nothing was handed out.
 
         Args:
             run: the run before this ``next``; None: its epoch has not begun.
             delivered: batches of it that were handed out before.
             mark: where the loader was before the epoch began.
+            shown: the run that was shown before.
         """
         if self.run is None:
             return
         self._pipeline.fail()
+        if self._progress.shown is self.run:
+            self._progress.shown = shown
         self.run.delivered, self.run.ended = self.run.epoch.first if run is None else delivered, False
         if run is None:
             self._go_back_to_choose(mark)

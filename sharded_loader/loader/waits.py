@@ -10,8 +10,11 @@ A wait is a stretch of time. It is cut where the batch's worker began and ended,
     before its worker began      `start`: the worker had just been started. `main_process` or `held_batches`: the worker
                                  had no task. Otherwise it read other batches: as in the next row
     while it was read            `retries`; `late_sample`; `main_process`, `held_batches`: other workers had no task.
-                                 Otherwise `compute`, as far as the worker ran or waited for a core, and `input`
+                                 Otherwise `compute`, as far as the worker ran, and `input`
     until it was here            `held_batches`: it had to take the slow way. Otherwise as in the row before
+
+That a worker waits for a core is `compute` too, if the workers use the cores. If other programs use them, it is shared
+out: training would wait for the same if it had the machine for itself.
 
 A batch that was read again because a worker has ended is `replaced`. The other time in ``next`` is `placing` or the
 main process's own work. The first ``next`` of an iterator is `start`, if nothing was read before it.
@@ -24,6 +27,7 @@ Source of the idea: Plumber (MLSys 2022) and DS-Analyzer (VLDB 2021), which ask 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
@@ -55,7 +59,8 @@ SLOWER = 2.5
 """A worker is slow if its batches take this many times as long as those of the others."""
 
 TURNS = 0.7
-"""Threads that together run for this share of the time wait for each other: Python runs one at a time."""
+"""Threads that together run for this share of the time wait for each other: Python runs one at a time. So do workers
+that together run for this share of the time of all cores."""
 
 LASTING = 4.0
 """A start that is over is the verdict only if it took this many times as long as what training waits for since then."""
@@ -69,8 +74,34 @@ def compute_share(rows: Iterable[BatchRow], before: float) -> float:
     """The share of the time in which workers computed, of those batches that were measured; ``before``, if none was."""
     known = [(row, row.times) for row in rows if row.times is not None and row.times.processor >= 0]
     seconds = sum(times.weight * row.seconds for row, times in known)
-    ran = sum(times.weight * (times.processor + times.queued) for _, times in known)
-    return min(1.0, ran / seconds) if seconds else before
+    ran = sum(times.weight * times.processor for _, times in known)
+    queued = sum(times.weight * times.queued for _, times in known)
+    per_core = max((row.wait.per_core for row, _ in known if row.wait is not None), default=0.0)
+    if per_core * ran >= TURNS * seconds:
+        ran += queued
+    else:  # other programs have the cores
+        seconds -= queued
+    return min(1.0, ran / seconds) if seconds > 0 else before
+
+
+def turns(threads: int, share: float) -> float:
+    """Seconds that a sample may take longer, as other threads have their turns: Python runs one of them at a time.
+
+    Args:
+        threads: how many workers are threads of one process.
+        share: of the time in which they compute.
+    """
+    return 2 * (threads - 1) * sys.getswitchinterval() if threads > 1 and share * threads >= TURNS else 0.0
+
+
+def late_seconds(longest: float, seconds: float, usual: float) -> float:
+    """Seconds of a late sample; 0: none is late.
+
+    Args:
+        longest, seconds: of the longest sample, and of its batch, without waits for a core and for `turns`.
+        usual: seconds of one sample.
+    """
+    return longest if longest > max(LATE * usual, seconds / 2) else 0.0
 
 
 def reading_causes(row: BatchRow, wait: Wait, usual: float, share: float) -> dict[str, float]:
@@ -85,8 +116,10 @@ def reading_causes(row: BatchRow, wait: Wait, usual: float, share: float) -> dic
     times = row.times
     if row.is_lost or (times is not None and times.retries):
         return {"replaced" if row.is_lost else "retries": 1.0}
-    if times is not None and wait.overtaken and times.longest > max(LATE * usual, row.seconds / 2):
-        return {"late_sample": 1.0}
+    if times is not None and wait.overtaken:
+        queued = times.queued + turns(wait.threads, share)
+        if late_seconds(times.longest - queued, row.seconds - queued, usual):
+            return {"late_sample": 1.0}
     if wait.is_held or wait.lacks_tasks:
         return {"held_batches" if wait.is_held else "main_process": 1.0}
     if times is not None and times.processor >= 0:
@@ -172,7 +205,7 @@ def limit_of(stats: Any) -> str:
     causes["reading"] = computing + inputs
     first, second = sorted(causes, key=lambda name: causes[name], reverse=True)[:2]
     cause = second if first == "start" and causes[first] < LASTING * causes[second] else first
-    if cause == "reading" and slow_worker(stats.workers) is not None:
+    if cause == "reading" and not turns_of(stats) and slow_worker(stats.workers) is not None:
         return "worker"
     if cause in ("reading", "late_sample") and is_late(stats):
         return "late_sample"
@@ -188,8 +221,19 @@ def limit_of(stats: Any) -> str:
 def is_late(stats: Any) -> bool:
     """Whether the workers spend most of their time with single samples that take much longer than the others."""
     usual = stats.reading_seconds / max(1, stats.samples)
-    late = sum(one.longest for one in stats._batches if one.longest > max(LATE * usual, (one.ended - one.began) / 2))
+    turn, late = turns_of(stats), 0.0
+    for one in stats._batches:
+        queued = one.ran - one.processor + turn
+        late += late_seconds(one.longest - queued, one.ended - one.began - queued, usual)
     return bool(late > 0.5 * sum(one.ended - one.began for one in stats._batches))
+
+
+def turns_of(stats: Any) -> float:
+    """`turns` of the workers that have read the last batches."""
+    setup = stats._setup
+    ran = sum(one.weight * one.ran for one in stats._batches)
+    seconds = sum(one.weight * (one.ended - one.began) for one in stats._batches)
+    return turns(setup.num_workers, ran / seconds) if setup and setup.is_threads and seconds else 0.0
 
 
 def slow_worker(workers: Mapping[int, WorkerTimes]) -> tuple[int, float] | None:

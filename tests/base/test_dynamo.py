@@ -12,6 +12,8 @@ from conftest import METHODS
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.torch import DataLoader
 
+pytestmark = pytest.mark.last
+
 
 class Hooks(torch.utils.data.Dataset[Any]):
     """Of each sample its number, and whether Dynamo's hook is set in the thread that reads it."""

@@ -232,6 +232,7 @@ def test_the_gap_is_that_of_as_many_batches_as_are_read_together() -> None:
 
 
 @pytest.mark.parametrize("loader", ["ours", "torch"])
+@pytest.mark.slow
 def test_the_gap_is_measured_over_several_epochs(loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "EPOCHS", 3)
     plan = plan_of("gap", start_method=multiprocessing.get_all_start_methods()[0])
@@ -385,6 +386,7 @@ def test_measures_a_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert all(part in page for part in shown.strip().split("\n\n"))
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_process_tree_counts_what_it_holds() -> None:
     gc.collect()  # what other tests have left would go meanwhile
     before = child.tree_pss()

@@ -203,6 +203,7 @@ def test_nobody_elses_workers_are_busy_while_one_is_measured() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ours", "drop-in", "torch"])
+@pytest.mark.slow
 def test_a_feed_is_full_when_its_workers_have_finished_what_they_were_asked_for(kind: str) -> None:
     data, depth = Blocks(1000), Depth(1, 3)
     feed = ours(data, 2, depth) if kind == "ours" else torch_loader(data, 2, depth, CPU, drop_in=kind == "drop-in")
@@ -371,6 +372,7 @@ def test_what_only_a_gpu_has_is_measured_on_one_that_is_pretended(tmp_path: Path
     assert values["memory pinned", "ours"] >= size
 
 
+@pytest.mark.slow
 def test_the_network_takes_the_images() -> None:
     images, labels = Images(16, 8).get_batch(range(4))
     outputs = gpu_parts.Network()(torch.from_numpy(images).float())

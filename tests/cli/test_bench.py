@@ -245,6 +245,7 @@ def test_speed_and_time_per_batch_are_counted_from_the_same_batches(monkeypatch:
     assert one.ms_per_batch >= 1000
 
 
+@pytest.mark.slow
 def test_a_slow_dataset_is_measured_for_a_batch_of_each_worker() -> None:
     read: list[int] = []
     data = SimpleDataset(range(10**6)).transform(lambda index: read.append(index) or index)

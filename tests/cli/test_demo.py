@@ -73,6 +73,7 @@ def test_the_demo_recognises_digits() -> None:
 
 
 @pytest.mark.costly(3)
+@pytest.mark.last  # scikit-learn
 @pytest.mark.parametrize(
     ("options", "said"),
     [

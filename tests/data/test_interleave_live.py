@@ -306,6 +306,7 @@ def test_a_transformed_mixture_is_planned_and_draws_other_numbers_in_each_pass()
     assert counts(next(iter(loader))[0]).tolist() == [96, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_mixture_of_shuffled_mixtures_is_planned():
     inner = interleave(datasets()[:2], stop="each_once", shuffle=True)
     mixed = interleave([inner, datasets()[2]], [1, 1], stop="each_once", shuffle=True)

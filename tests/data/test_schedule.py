@@ -50,7 +50,7 @@ def test_a_rank_has_its_shares_from_any_position_on(weights, seed, stride, posit
     assert furthest(schedule, position + stride * np.arange(1000)) < 60
 
 
-@settings(max_examples=20)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(st.lists(st.floats(0, 1e308), min_size=1, max_size=5).filter(any), SEEDS)
 def test_any_weights_give_the_shares_of_whole_numbers_that_are_near_to_them(weights, seed):
     counts = whole_numbers(weights, len(weights))
@@ -110,9 +110,8 @@ def test_the_samples_of_each_source_come_in_order_without_a_gap(weights, seed, b
             own = numbers[sources == source]
             assert (own - own[0]).tolist() == list(range(len(own)))
             assert start or own[0] == 0
-        assert list(zip(sources.tolist(), numbers.tolist(), strict=True)) == [
-            schedule.at(start + n) for n in range(500)
-        ]
+        few = list(zip(sources[::7].tolist(), numbers[::7].tolist(), strict=True))
+        assert few == [schedule.at(start + n) for n in range(0, 500, 7)]
 
 
 def test_2_to_the_32_samples_have_exactly_the_shares():

@@ -216,6 +216,7 @@ class LateDraw(Files):
         return sample_rng().random() if index == 7 else float(index)
 
 
+@pytest.mark.costly
 def test_a_later_sample_that_draws_is_named(pool: Any) -> None:
     cached = SimpleDataset(LateDraw("image")).cache("1 MB")
     with ShardedDataLoader(cached, 4, pool=pool) as loader:

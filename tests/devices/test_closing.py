@@ -210,6 +210,7 @@ def test_a_loader_that_is_forgotten_while_its_device_hangs_is_not_waited_for_eit
     assert machine.faults == []
 
 
+@pytest.mark.slow
 def test_memory_that_was_left_alone_is_given_back_when_the_device_goes_on(
     machine: Machine, process_pool: ProcessPool, hang: Callable[[], None]
 ) -> None:

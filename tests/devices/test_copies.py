@@ -166,7 +166,7 @@ def test_device_memory_stays_flat_under_a_host_that_runs_ahead(machine: Machine)
     assert machine.faults == []
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_device_memory_stays_flat_with_workers_that_are_ahead_too(machine: Machine, worker_pool: Pool) -> None:
     device = machine.devices[0]
     with ShardedDataLoader(dataset(), 8, device=device, pool=worker_pool) as loader:

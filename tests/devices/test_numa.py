@@ -92,7 +92,7 @@ def test_slots_and_workers_are_at_the_node_of_the_gpu(
 
 @METHODS
 @pytest.mark.also_spawned
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_worker_that_replaces_another_is_bound_too(machine: Machine, cpus: list[int], method: str) -> None:
     pool = ProcessPool(1, start_method=method)
     options = {"device": machine.devices[1], "pool": pool, "prefetch_epochs": False}

@@ -30,6 +30,7 @@ def test_what_is_copied_ahead_gives_way(machine: Machine, worker_pool: Pool) -> 
         assert loader._placement.ahead == 0
 
 
+@pytest.mark.slow
 def test_a_device_that_stays_full_is_not_waited_for_at_every_step(machine: Machine, worker_pool: Pool) -> None:
     machine.blocks = 2
     data = ArrayDataset(np.arange(4 * 2 * PAUSE))
@@ -64,6 +65,7 @@ def test_tries_that_fail_become_rare(machine: Machine) -> None:
     assert placed.ahead == 1
 
 
+@pytest.mark.slow
 def test_the_time_between_two_tries_has_a_bound(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "LONGEST_PAUSE", 3 * PAUSE)
     placed, tries = Placement([machine.devices[0]], pin_memory=False), []

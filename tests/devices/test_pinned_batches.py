@@ -156,6 +156,7 @@ def test_batches_are_pinned_while_the_loop_works(pins: Pins, worker_pool: Pool) 
 
 
 @pytest.mark.parametrize("kind", ["ours", "drop-in"])
+@pytest.mark.costly
 def test_a_batch_that_cannot_be_pinned_is_one_batchs_error(pins: Pins, kind: str) -> None:
     def refuse(value: float) -> None:
         if value == 8.0:
@@ -208,6 +209,7 @@ def test_nothing_holds_a_batch_that_was_pinned_and_dropped(pins: Pins) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ours", "drop-in"])
+@pytest.mark.costly
 def test_a_thread_that_cannot_begin_is_an_error_and_no_hang(
     pins: Pins, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

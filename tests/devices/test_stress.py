@@ -90,7 +90,7 @@ def test_batches_are_intact_however_they_are_used(machine: Machine, pool: Pool) 
 
 
 @pytest.mark.parametrize("share", [True, 0.5, 0.1, "auto"])
-@pytest.mark.costly
+@pytest.mark.slow
 def test_resident_batches_are_intact_however_they_are_used(machine: Machine, share: Any) -> None:
     machine.memory_bytes = 6 * COUNT * WIDTH, 16 * COUNT * WIDTH  # room for half, and at the second look for all
     machine.memory_bytes = (1 << 30, 1 << 30) if share != "auto" else machine.memory_bytes
@@ -101,7 +101,7 @@ def test_resident_batches_are_intact_however_they_are_used(machine: Machine, sha
 
 
 @pytest.mark.parametrize("broken", ["targets of copies are not waited for", "slots are given back at once"])
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_library_that_is_careless_is_found_out(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:

@@ -132,6 +132,7 @@ def test_the_page_is_in_plain_words(page: Path) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.relative_to(ROOT).as_posix())
+@pytest.mark.slow
 def test_docstrings_comments_and_messages_are_in_plain_words(module: Path) -> None:
     assert [line for text in texts(module.read_text(encoding="utf-8")) for line in wrong(text)] == []
 

@@ -124,6 +124,7 @@ def test_two_batches_are_copied_ahead(machine: Machine, kind: str) -> None:
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ends", ["the end", "a break", "no batch"])
+@pytest.mark.costly
 def test_pinned_memory_lives_from_epoch_to_epoch(machine: Machine, method: str, ends: str) -> None:
     made, watched = registrations(machine), Watched(machine)
     loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers(method))
@@ -202,6 +203,7 @@ def test_memory_goes_back_when_the_devices_are_others(machine: Machine) -> None:
     assert machine.faults == []
 
 
+@pytest.mark.slow
 def test_an_iterator_of_other_devices_leaves_its_memory_to_nobody(machine: Machine) -> None:
     """What unregisters it waits for the copies to those devices only."""
     loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork"))

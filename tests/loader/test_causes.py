@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from pathlib import Path
@@ -81,6 +82,12 @@ def test_too_few_workers(method: str) -> None:
     stats = read(Job(400, 0.002, computes=True), method, batch_size=10)
     check_sum(stats)
     assert limit_of(stats) == "compute" and "compute" in stats.verdict
+
+
+def test_threads_that_take_turns_have_no_late_samples_and_no_slow_worker() -> None:
+    stats = read(Job(400, 0.0005, computes=True), "thread", workers=4, batch_size=4)
+    check_sum(stats)
+    assert limit_of(stats) in ("compute", "start")  # to start, threads need a core, which may be busy
 
 
 @pytest.mark.costly(2)
@@ -221,12 +228,14 @@ def test_one_slow_worker() -> None:
     assert limit_of(stats) == "worker" and "Worker 0 is slow" in stats.verdict
 
 
-def test_without_workers_the_main_process_computes_or_waits() -> None:
-    for computes, cause in ((True, "compute"), (False, "input")):
-        stats = read(Job(40, 0.005, computes=computes), "inline", batch_size=10)
-        check_sum(stats)
-        assert limit_of(stats) == cause and "main process" in stats.verdict
-        assert set(stats.workers) == {-1}
+@pytest.mark.parametrize(("computes", "cause"), [(True, "compute"), (False, "input")])
+def test_without_workers_the_main_process_computes_or_waits(computes: bool, cause: str) -> None:
+    stats = read(Job(40, 0.005, computes=computes), "inline", batch_size=10)
+    check_sum(stats)
+    assert stats.causes[cause] >= 0.9 * 40 * 0.005
+    assert set(stats.workers) == {-1}
+    stats = dataclasses.replace(stats, causes={cause: stats.waiting_seconds}, _rows=())
+    assert limit_of(stats) == cause and "main process" in stats.verdict
 
 
 def test_iterable_data(worker_pool: Any) -> None:
@@ -267,13 +276,16 @@ ROW = BatchRow(0, 7, 8, 0, 0, 11.0, 2.0, 9.0, 9.0, 10.0, 14.0, 0.0)
     [
         (Wait(11.5, 13.5), TIMES, {"compute": 2.0}),
         (Wait(11.5, 13.5), TIMES._replace(processor=0.1), {"compute": 0.1, "input": 1.9}),
-        (Wait(11.5, 13.5), TIMES._replace(processor=0.1, queued=0.9), {"compute": 1.0, "input": 1.0}),
+        (Wait(11.5, 13.5), TIMES._replace(processor=0.1, queued=1.0), {"compute": 0.2, "input": 1.8}),
+        (Wait(11.5, 13.5, per_core=20.0), TIMES._replace(processor=0.1, queued=0.9), {"compute": 1.0, "input": 1.0}),
         (Wait(11.5, 13.5, threads=30), TIMES._replace(processor=0.1), {"compute": 2.0}),
         (Wait(10.0, 13.5), TIMES, {"compute": 3.0, "main_process": 0.5}),
         (Wait(10.0, 13.5, is_held=True), TIMES, {"held_batches": 3.5}),
         (Wait(10.0, 13.0), TIMES._replace(is_first=True), {"start": 1.0, "compute": 2.0}),
         (Wait(10.0, 13.0, True), TIMES._replace(longest=1.5), {"late_sample": 2.5, "main_process": 0.5}),
         (Wait(10.0, 13.0, False), TIMES._replace(longest=1.5), {"compute": 2.5, "main_process": 0.5}),
+        (Wait(11.5, 13.5, True), TIMES._replace(processor=1.0, queued=1.0, longest=1.5), {"compute": 2.0}),
+        (Wait(11.5, 13.5, True, threads=90), TIMES._replace(longest=1.5), {"compute": 2.0}),
         (Wait(11.5, 13.5, lacks_tasks=True), TIMES, {"main_process": 2.0}),
         (Wait(11.5, 14.0, is_slow=True), TIMES, {"compute": 1.5, "held_batches": 1.0}),
         (Wait(11.5, 13.5), TIMES._replace(retries=1), {"retries": 2.0}),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import make_pool
 
-from sharded_loader import ShardedDataLoader, SubsetRandomSampler
+from sharded_loader import LoaderClosedError, ShardedDataLoader, SubsetRandomSampler
 from sharded_loader.torch import DataLoader
 
 
@@ -103,6 +103,25 @@ def test_an_error_of_placing_does_not_keep_the_loader(monkeypatch: pytest.Monkey
         assert freed() is None
     finally:
         gc.enable()
+
+
+def test_a_next_that_has_handed_out_nothing_leaves_the_position_with_another_iterator() -> None:
+    closes = False
+
+    def place(batch: Any) -> Any:
+        if closes:
+            loader.close()
+        return batch
+
+    loader = ShardedDataLoader(range(20), 4, device_transform=place)
+    first, second = iter(loader), iter(loader)
+    for iterator in (first, second, second):
+        next(iterator)
+    before, closes = loader.state_dict(), True
+    assert (loader.epoch, loader.position) == (1, 2)
+    with pytest.raises(LoaderClosedError):
+        next(first)
+    assert (loader.epoch, loader.position, loader.state_dict()) == (1, 2, before)
 
 
 def test_an_iterator_that_is_dropped_before_its_first_batch_has_changed_nothing() -> None:

@@ -495,7 +495,9 @@ class Slots(RuleBasedStateMachine):
 
 
 TestSlots = Slots.TestCase
-TestSlots.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSlots.settings = settings(
+    max_examples=max(60 * settings.default.max_examples // 100, 15), stateful_step_count=40, deadline=None
+)
 
 
 # -- sizes ---------------------------------------------------------------------------------------------------

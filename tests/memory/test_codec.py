@@ -289,7 +289,7 @@ def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-@settings(max_examples=5 * settings.default.max_examples // 2)
+@settings(max_examples=max(250 * (settings.default.max_examples // 100), 12))
 @given(obj=st.recursive(leaves, nest, max_leaves=12), nbytes=st.sampled_from([*SLOTS, 20_000]))
 def test_random_nested_structures(obj: Any, nbytes: int | None) -> None:
     assert_same(obj, through(obj, nbytes))

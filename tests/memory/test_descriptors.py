@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="de
 
 
 @covering(1, method=PROCESS_POOLS, memory=["memfd", "named"])
+@pytest.mark.costly
 def test_a_worker_that_can_map_no_segment_sends_batches_through_the_pipe(
     method: str, memory: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

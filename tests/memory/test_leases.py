@@ -201,6 +201,7 @@ def test_batches_stay_after_close_and_after_the_loader_is_gone() -> None:
         assert all(is_batch(batch, BATCH * number) for number, batch in enumerate(kept[start : start + 30]))
 
 
+@pytest.mark.slow
 def test_leases_that_end_after_the_loader_are_nobody_s_affair() -> None:
     loader = ShardedDataLoader(Filled(), BATCH, pool=make_pool("fork"))
     kept = list(loader)
@@ -245,6 +246,7 @@ def test_a_leak_ends_in_a_warning_and_never_in_a_stall(method: str, fit: int) ->
     assert all(is_batch(batch, BATCH * number) for number, batch in enumerate(leaked))
 
 
+@pytest.mark.slow
 def test_batches_that_are_let_go_at_the_bound_are_not_warned_of() -> None:
     # One slot for a window of four: most batches are copied out, and nobody holds any.
     with loader_over(ProcessPool(2, start_method="fork", max_bytes=80_000), 800) as loader:
@@ -353,6 +355,7 @@ def test_a_worker_killed_while_it_writes_spoils_no_other_batch(method: str, tmp_
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 @pytest.mark.parametrize("grandchild", [False, True])
+@pytest.mark.costly
 def test_a_batch_that_a_forked_child_holds_is_not_overwritten(grandchild: bool) -> None:
     with loader_over(make_pool("fork"), 400) as loader:
         iterator = iter(loader)

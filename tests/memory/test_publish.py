@@ -168,8 +168,8 @@ def test_the_segment_is_aligned_and_small_jobs_need_none() -> None:
     assert small.segment is None and len(small.buffers) == 1
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("why", ["no room", "refused"])
+@pytest.mark.slow
 def test_without_room_the_dataset_goes_through_the_pipe(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     def refuse(number: int, nbytes: int) -> Any:
         raise OSError(28, "No space left on device")
@@ -203,6 +203,7 @@ def test_all_workers_share_one_copy(method: str) -> None:
 
 @METHODS
 @MEMORY
+@pytest.mark.costly
 def test_a_dataset_that_writes_to_itself_keeps_it_to_itself(
     method: str, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

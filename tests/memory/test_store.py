@@ -186,7 +186,7 @@ def test_processes_killed_at_random_leave_only_whole_samples(path: Path | None, 
         os._exit(0)
 
     running: list[int] = []
-    for _ in range(12):
+    for _ in range(6):
         while len(running) < 3:
             pid = os.fork()
             if pid == 0:
@@ -430,6 +430,7 @@ def test_memory_that_the_system_refuses_is_an_error(monkeypatch: pytest.MonkeyPa
 
 
 @POSIX
+@pytest.mark.slow
 def test_a_limit_of_the_file_size_is_no_error(tmp_path: Path) -> None:
     path = tmp_path / "samples.cache"
     program = (

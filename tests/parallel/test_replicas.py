@@ -250,6 +250,7 @@ def test_copies_are_made_on_their_own_devices():
         assert [p.requires_grad for p in replica.parameters()] == [p.requires_grad for p in model.parameters()]
 
 
+@pytest.mark.last
 def test_a_broadcast_is_one_copy_per_dtype_and_replica():
     replicas = Replicas(mixed_net(), ["cpu", torch.device("meta"), torch.device("meta")])
     with Transfers() as transfers:

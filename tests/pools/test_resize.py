@@ -213,6 +213,7 @@ def test_while_next_waits_another_thread_may_change_the_number() -> None:
 
 
 @pytest.mark.parametrize("method", ["thread", *PROCESS_POOLS[:1]])
+@pytest.mark.costly
 def test_a_signal_handler_may_change_the_number_while_next_waits(method: str) -> None:
     with loader_over(Noisy(), make_pool(method, 1)) as loader:
         expected = outcomes(loader)

@@ -350,6 +350,7 @@ def test_a_pool_serves_one_loader() -> None:
         make(pool=pool)
 
 
+@pytest.mark.costly
 def test_the_pool_of_a_closed_loader_serves_another(pool: Pool) -> None:
     first = make(pool=pool, dataset=np.arange(10_000 * 8).reshape(8, 10_000))
     iterator = iter(first)
@@ -389,6 +390,7 @@ def test_an_iterator_of_a_closed_loader_leaves_the_pool_to_its_new_loader(pool: 
         assert [batch.tolist() for batch in batches] == [[2, 3], [4, 5], [6, 7]]
 
 
+@pytest.mark.costly
 def test_the_pool_of_a_loader_that_was_collected_serves_another(pool: Pool) -> None:
     first = make(pool=pool)
     assert next(iter(first)).tolist() == [0, 1, 2, 3]

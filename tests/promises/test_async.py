@@ -118,6 +118,7 @@ def test_many_at_once_are_awaited_too(name: str, pool: str) -> None:
 
 
 @pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.costly
 def test_a_method_that_returns_a_coroutine_is_awaited(pool: str) -> None:
     assert epochs(Returns(), make_pool(pool)) == epochs(Direct(), InlinePool())
 
@@ -302,6 +303,7 @@ def test_an_error_cancels_the_rest_of_its_batch_and_a_collected_loader_all() -> 
 
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.filterwarnings("error")
+@pytest.mark.costly
 def test_nobody_is_told_that_samples_were_never_awaited(pool: str, capfd: pytest.CaptureFixture[str]) -> None:
     for dataset in (Fails(), Returns(), SimpleDataset(Returns()).transform(noisy), Hangs()):
         with closing(ShardedDataLoader(dataset, 4, pool=make_pool(pool), on_error="skip")) as loader:

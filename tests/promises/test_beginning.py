@@ -262,8 +262,8 @@ def test_a_look_at_a_state_from_an_epochs_end_changes_nothing(kind: str) -> None
 # -- threads ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.costly(2)
 @pytest.mark.parametrize("kind", ["inline", "thread", "fork" if sys.platform != "win32" else "spawn"])
+@pytest.mark.slow
 def test_a_thread_may_look_at_a_loader_while_others_begin_epochs(kind: str) -> None:
     """Every epoch is begun by one thread, and is whole."""
     interval = sys.getswitchinterval()

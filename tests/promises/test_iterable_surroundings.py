@@ -215,6 +215,7 @@ def test_closing_while_another_thread_waits(pool: str) -> None:
 
 
 @pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
+@pytest.mark.costly
 def test_files_that_a_part_holds_open_are_closed_with_it(pool: str, tmp_path: Path) -> None:
     for part in range(2):
         (tmp_path / str(part)).write_text("".join(f"{100 * part + i}\n" for i in range(500)))

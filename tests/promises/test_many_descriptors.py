@@ -101,8 +101,8 @@ def no_thread(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(("owner", "method"), [(threading.Thread, "start"), (worker.WorkerThreads, "open_shared")])
-@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:8 worker processes share")
+@pytest.mark.slow
 def test_of_many_workers_that_cannot_start_one_is_heard(owner: type, method: str) -> None:
     """In the main thread; in the receiver thread, before there is a job."""
 

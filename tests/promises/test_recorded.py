@@ -14,8 +14,8 @@ def lines(program: str, seeds: range) -> list[dict[str, Any]]:
     return [run(program, seed, processes=False) | {"seed": number} for number, seed in enumerate(seeds)]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.slow
 def test_two_recordings_are_equal_and_another_seed_differs(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     first = lines(program, range(2))
     assert any(len(line["events"]) > 5 for line in first)
@@ -24,8 +24,8 @@ def test_two_recordings_are_equal_and_another_seed_differs(program: str, capsys:
     assert compare(first, lines(program, range(1, 3))) == 2
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("program", ["fuzz", "iterable"])
+@pytest.mark.slow
 def test_a_state_that_differs_is_shown(
     program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -230,6 +230,7 @@ def test_whoever_is_killed_the_stream_is_the_same(method: str, num_shards: int |
 
 
 @METHODS
+@pytest.mark.slow
 def test_all_workers_at_once(method: str) -> None:
     pool = make_pool(method, 3)
     assert isinstance(pool, ProcessPool)

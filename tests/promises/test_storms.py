@@ -107,6 +107,7 @@ def test_workers_that_die_between_batches_again_and_again_are_one_error(method: 
         assert not pool.started
 
 
+@pytest.mark.slow
 def test_workers_that_die_between_batches_for_a_while_are_not_seen(tmp_path: Path) -> None:
     fail = Fails(leave, tmp_path / "count", times=IDLE_DEATHS - 1)
     pool = make_pool("fork", worker_init_fn=ReadyToDie(fail))

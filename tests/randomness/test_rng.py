@@ -35,8 +35,9 @@ INNER = {"order": 1, "extra": 1, "short": 1, "mixed": 1}
 
 def labels_in_the_code() -> Iterator[str]:
     """The text in each key: the arguments of functions that make keys, and tuples that begin with a seed or a key."""
-    for file in Path(sharded_loader.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    sources = [file.read_text(encoding="utf-8") for file in Path(sharded_loader.__file__).parent.rglob("*.py")]
+    for source in filter(re.compile(rf"\b(?:(?:{'|'.join(MAKERS)})\(|(?:seed|key),)").search, sources):
+        for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Call):
                 called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
                 parts = node.args if called in MAKERS else []

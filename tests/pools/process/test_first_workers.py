@@ -133,6 +133,7 @@ def test_without_persistent_workers_a_death_is_what_makes_a_template(after: int)
     assert numbers(got) == ALL
 
 
+@pytest.mark.slow
 def test_one_that_takes_too_much_memory_is_replaced_before_there_is_a_template() -> None:
     class Leaks:
         kept: ClassVar[list[Any]] = []
@@ -169,6 +170,7 @@ def in_worker(function: Callable[[], int]) -> int:
 
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.slow
 def test_another_number_of_workers_before_there_is_a_template(steps: int, number: int) -> None:
     pool = forked()
     with ShardedDataLoader(range(40), 4, pool=pool) as loader:
@@ -216,6 +218,7 @@ def test_a_ctrl_c_in_the_first_step_loses_no_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.costly
 def test_a_ctrl_c_while_the_template_is_forked_loses_no_batch(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, pool = template.Template, forked()
 

@@ -321,6 +321,7 @@ def test_a_tensor_that_requires_grad_is_a_clear_error(process_pool: ProcessPool)
 # -- pipes ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_large_tasks_and_large_results_do_not_wait_for_each_other(process_pool: ProcessPool) -> None:
     class Large:
         def __len__(self) -> int:

@@ -83,6 +83,7 @@ def test_those_that_are_replaced_are_counted_for_their_epoch_and_are_no_deaths(c
 
 
 @pytest.mark.parametrize("method", PROCESS_POOLS[:1])
+@pytest.mark.slow
 def test_a_limit_below_what_a_new_worker_takes_is_an_error_with_both_numbers(method: str) -> None:
     pool = ProcessPool(2, start_method=method, max_worker_memory="1 MB")
     with ShardedDataLoader(Leaks(0, 100_000), 4, pool=pool) as loader:
