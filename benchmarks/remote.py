@@ -26,25 +26,21 @@ groups, beside the same table in memory.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import importlib.util
-import io
 import json
-import multiprocessing
 import sys
-import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.range_server import RangeHandler
+from benchmarks.range_server import serving
+from benchmarks.remote_beside import beside, failures
+from benchmarks.remote_loaders import write_members
 from sharded_loader import ArrayDataset, ShardCache, ShardDataset, ShardedDataLoader, ShardShuffleSampler
 from sharded_loader.recordio import MXRecordIO
 from sharded_loader.storage.stores import CONNECTIONS, ObjectStore
@@ -54,7 +50,6 @@ OPENED = 8
 """Shards of the first table."""
 
 WINDOW, BATCH = 4, 256
-LATENCY = 0.02
 SPEEDS = (None, 50e6)
 """Bytes per second of a connection; None: as fast as this machine copies."""
 
@@ -70,11 +65,7 @@ def samples_of(number: int) -> list[bytes]:
 
 def write_tar(path: Path, number: int) -> None:
     """A tar file."""
-    with tarfile.open(path, "w") as tar:
-        for i, sample in enumerate(samples_of(number)):
-            member = tarfile.TarInfo(f"{number:03}{i:04}.bin")
-            member.size = SIZE
-            tar.addfile(member, io.BytesIO(sample))
+    write_members(path, ((f"{number:03}{i:04}.bin", sample) for i, sample in enumerate(samples_of(number))))
 
 
 def write_rec(path: Path, number: int) -> None:
@@ -107,59 +98,6 @@ def write_table(path: Path, number: int) -> None:
 
 
 WRITERS = {"tar": write_tar, "rec": write_rec, "mds": write_mds, "parquet": write_table, "arrow": write_table}
-
-
-# -- the server --------------------------------------------------------------------------------------------------------
-
-
-def serve(folder: Path, speed: float | None, ports: Any, sent: Any) -> None:
-    """Answer requests for the files of a folder until the process is ended."""
-
-    @functools.cache
-    def content_of(path: str, changed: float) -> bytes:
-        return Path(path).read_bytes()
-
-    class Handler(RangeHandler):
-        def answer(self, with_bytes: bool) -> None:
-            path = folder / self.path.lstrip("/")
-            with sent.get_lock():
-                sent[1] += 1
-            time.sleep(LATENCY)
-            if not path.exists():
-                return self.head(404, 0)
-            content = memoryview(content_of(str(path), path.stat().st_mtime))
-            size = len(content)
-            begin, end = self.asked(size) or (0, size)
-            self.head(206 if (begin, end) != (0, size) else 200, end - begin, f"{begin}-{end - 1}/{size}")
-            if not with_bytes:
-                return None
-            with sent.get_lock():
-                sent[0] += end - begin
-            for at in range(begin, end, 1 << 18):
-                piece = content[at : min(at + (1 << 18), end)]
-                self.wfile.write(piece)
-                if speed:
-                    time.sleep(len(piece) / speed)
-            return None
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    ports.put(server.server_address[1])
-    server.serve_forever()
-
-
-@contextlib.contextmanager
-def serving(folder: Path, speed: float | None) -> Iterator[tuple[str, Any]]:
-    """The URL of a folder, and how many bytes were sent and requests were answered."""
-    context = multiprocessing.get_context("spawn")
-    ports, sent = context.SimpleQueue(), context.Array("q", 2)
-    server = context.Process(target=serve, args=(folder, speed, ports, sent), daemon=True)
-    server.start()
-    port = ports.get()
-    try:
-        yield f"http://127.0.0.1:{port}", sent
-    finally:
-        server.terminate()
-        server.join()
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------
