@@ -1,4 +1,4 @@
-"""Shards behind a slow network: ``python -m benchmarks.remote``. About two minutes. Half a minute: ``--opening``.
+"""Shards behind a slow network: ``python -m benchmarks.remote``. Up to 8 minutes. Half a minute: ``--opening``.
 
     a server in a process of its own: HTTP, 20 ms per request, and so many MB/s for each connection
 
@@ -16,6 +16,9 @@ The second table shows samples per second of one epoch, cold, and how many bytes
     on demand     the same, and nobody fetches ahead
     in parts      no cache: the bytes of each sample are requested
 
+The third and the fourth table show ours beside litdata, MosaicML's streaming and WebDataset, where they are installed:
+two epochs, and what happens if the server has a fault (`benchmarks.remote_beside`). With ``--beside``, these are all.
+
 With ``--tables``, only a table of rows per second is printed: Parquet and Arrow files of this machine, in windows of 16
 groups, beside the same table in memory.
 
@@ -26,9 +29,9 @@ groups, beside the same table in memory.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -265,25 +268,44 @@ def tables(folder: Path) -> None:
         dataset.close()
 
 
-def main() -> None:
-    """Print the tables."""
-    if "--tables" in sys.argv:
-        with tempfile.TemporaryDirectory() as name:
-            tables(Path(name))
-        return
+def remote_epochs(is_only_opening: bool) -> None:
+    """Print the tables of our own ways."""
     with tempfile.TemporaryDirectory() as name:
         folder, names = Path(name), [f"{number:03}.tar" for number in range(SHARDS)]
-        only_opening = "--opening" in sys.argv
-        for tar in names[: OPENED if only_opening else None]:
+        for tar in names[: OPENED if is_only_opening else None]:
             write_tar(folder / tar, int(tar[:3]))
         with serving(folder, SPEEDS[-1]) as (url, sent):
             opening(url, folder, sent)
-        if only_opening:
+        if is_only_opening:
             return
         print("\n| server | how | samples/s | of bare | bytes sent, of all shards |\n|---|---|---|---|---|")
         for speed in SPEEDS:
             with serving(folder, speed) as (url, sent):
                 epochs([f"{url}/{tar}" for tar in names], speed, (folder / names[0]).stat().st_size, sent)
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.remote", description="Shards behind a slow network.")
+    parser.add_argument("--opening", action="store_true", help="only the table of opening")
+    parser.add_argument("--beside", action="store_true", help="only the tables with other libraries")
+    parser.add_argument("--tables", action="store_true", help="only the table of Parquet and Arrow files")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="with other libraries: the size of samples, a multiple"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="with other libraries: rounds, one loader after the other"
+    )
+    given = parser.parse_args()
+    if given.tables:
+        with tempfile.TemporaryDirectory() as name:
+            tables(Path(name))
+        return
+    if not given.beside:
+        remote_epochs(given.opening)
+    if not given.opening:
+        beside(given.scale, given.rounds, SPEEDS[-1])
+        failures(SPEEDS[-1])
 
 
 if __name__ == "__main__":

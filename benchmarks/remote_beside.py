@@ -205,7 +205,11 @@ def median(runs: Iterable[dict[str, Any]], key: str) -> Any:
     found = [run[key] for run in runs if key in run]
     if not found:
         return None
-    return list(map(statistics.median, zip(*found, strict=True))) if isinstance(found[0], list) else statistics.median(found)
+    return (
+        list(map(statistics.median, zip(*found, strict=True)))
+        if isinstance(found[0], list)
+        else statistics.median(found)
+    )
 
 
 def row(name: str, runs: list[dict[str, Any]]) -> str:

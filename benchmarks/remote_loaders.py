@@ -70,7 +70,9 @@ def write(folder: Path, samples: Noise, per_shard: int) -> None:
         write_litdata(samples, data / "litdata", 0, chunk_size=per_shard)
     with suppress(ImportError):
         kept = without_operators()
-        write_mosaic(samples, data / "mosaic", 0, size_limit=per_shard * (samples.shape[0] + 12) + 2048, progress_bar=False)
+        write_mosaic(
+            samples, data / "mosaic", 0, size_limit=per_shard * (samples.shape[0] + 12) + 2048, progress_bar=False
+        )
         del kept
     np.save(folder / "sums.npy", [sample.view(np.uint64).sum() for sample, _ in samples])
 
