@@ -10,8 +10,8 @@ the whole shard (``scans``). If such a shard lies in a store, it is indexed when
 loader does.
 
 Each shard is indexed once, and the indexes are kept (`indexes`). A process opens a shard when it first reads one of its
-samples, and keeps the last `OPEN` ones open, each with its index. The dataset travels to workers as its URLs, lengths
-and tags. Paths are absolute from the beginning.
+samples, and keeps the last `OPEN` ones open, each with its index. Those that the cache has deleted are closed when the
+next one is opened. The dataset travels to workers as its URLs, lengths and tags. Paths are absolute from the beginning.
 
 After each read, the dataset compares the time, size and inode of a shard on this machine with those that it had. So a
 shard that was replaced or changed is an error, and no sample is cut out of it by the index of another.
@@ -368,10 +368,16 @@ class ShardDataset(Dataset):
             since = "in the list that names it: correct the list, or give the names of shards" if is_listed else _SINCE
             raise ShardError(f"{file.name} has {index['length']} samples, and had {self.lengths[shard]} {since}")
         with self._lock:
+            for other in [other for other, (opened, _) in self._open.items() if self._has_left(other[0], opened)]:
+                del self._open[other]  # otherwise the disk would keep more than the cache may take
             found = self._open.setdefault(key, (file, index))
             while len(self._open) > OPEN:
                 self._open.popitem(last=False)  # its readers hold it
         return found
+
+    def _has_left(self, shard: int, file: ShardFile) -> bool:
+        """Whether an open shard was deleted from the cache."""
+        return isinstance(file, LocalFile) and local_path(self._urls[shard]) is None and file.is_deleted
 
     @property
     def _index_in_parts(self) -> bool:
