@@ -60,7 +60,7 @@ LARGE, SMALL = (32, 512, 16_000), (8, 128, 16_000)
 SHARE = 0.53
 """Of the data, for which the caches have room in the first table. In the second, they have room for twice as much."""
 
-TIMEOUT, PATIENCE = 90, 20
+TIMEOUT, PATIENCE = 90, 30
 """Seconds that a loader may take for a row of the first table, and of the second."""
 
 FAULTS = {REFUSED: "503 for 30 %", CUT: "30 % of answers cut", NO_PARTS: "no ranges", CHANGED: "a shard is replaced"}

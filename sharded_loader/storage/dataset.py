@@ -359,6 +359,7 @@ class ShardDataset(Dataset):
             if found is not None:
                 self._open.move_to_end(key)
                 return found
+            self._close_deleted()  # this one may need their place on the disk
         # May take long: other threads read other shards.
         file, index = self._file(shard, in_parts), self._index(shard, in_parts)
         file.shared = self._shared
@@ -368,16 +369,17 @@ class ShardDataset(Dataset):
             since = "in the list that names it: correct the list, or give the names of shards" if is_listed else _SINCE
             raise ShardError(f"{file.name} has {index['length']} samples, and had {self.lengths[shard]} {since}")
         with self._lock:
-            for other in [other for other, (opened, _) in self._open.items() if self._has_left(other[0], opened)]:
-                del self._open[other]  # otherwise the disk would keep more than the cache may take
+            self._close_deleted()  # fetching this one may have deleted them
             found = self._open.setdefault(key, (file, index))
             while len(self._open) > OPEN:
                 self._open.popitem(last=False)  # its readers hold it
         return found
 
-    def _has_left(self, shard: int, file: ShardFile) -> bool:
-        """Whether an open shard was deleted from the cache."""
-        return isinstance(file, LocalFile) and local_path(self._urls[shard]) is None and file.is_deleted
+    def _close_deleted(self) -> None:
+        """Close shards that the cache has deleted. Otherwise the disk keeps more than the cache may take."""
+        for key, (file, _) in list(self._open.items()):
+            if isinstance(file, LocalFile) and local_path(self._urls[key[0]]) is None and file.is_deleted:
+                del self._open[key]
 
     @property
     def _index_in_parts(self) -> bool:
