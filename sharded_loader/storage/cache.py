@@ -57,8 +57,9 @@ STUCK = 30.0 if os.name == "nt" else 0.0
 UNTOUCHED = 10**9
 """The time of each shard, in the year 2001: older than the time of a checksum, except of shards that were let go."""
 
-HELD = 3.0
-"""Seconds for which a shard is needed after a reader has said so. Readers say it each second."""
+HELD = 10.0
+"""Seconds for which a shard is needed after a reader has said so. Readers say it each second. On a machine that runs
+far more than it has cores for, it was up to 6 seconds. The shards of a reader that was killed stay needed as long."""
 
 _NAME = re.compile(r"[0-9a-f]{40}-(\d+)\.(shard|part)")
 
@@ -101,8 +102,9 @@ class ShardCache:
             (self.folder / "locks").mkdir(parents=True, exist_ok=True)
             with self._lock("room"):
                 pass
-        except OSError as error:
-            self.read_only = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and any(self._files())
+        except (OSError, NotImplementedError) as error:  # the second one: a file system without locks
+            refused = getattr(error, "errno", 0) in (errno.EACCES, errno.EPERM, errno.EROFS)
+            self.read_only = refused and any(self._files())
             if not self.read_only:
                 raise ShardError(
                     f"the cache folder {self.folder} cannot be written to ({error}): give another one"
@@ -173,8 +175,8 @@ class ShardCache:
             with self._named(url), self._lock(_lock_of(path.name)):
                 if is_wanted() and not path.exists():
                     self._fetch(path, url, stat, fetch, is_ahead=True)
-                    if is_wanted():
-                        self.keep(url, stat)
+        if is_wanted():  # also one that a worker has fetched meanwhile
+            self.keep(url, stat)
 
     def keep(self, url: str, stat: Stat) -> bool:
         """Note that a shard is needed for `HELD` seconds: others go first.
@@ -252,6 +254,8 @@ class ShardCache:
                 if not os.path.samestat(os.fstat(file.fileno()), os.stat(part)):
                     return  # the locks were deleted, and another process fetches this shard too
             seal(part, path)
+            if is_ahead:
+                self.keep(url, stat)  # at once: others may look for room
             _sync_folder(self.folder)
         except BaseException as error:
             with contextlib.suppress(OSError):
@@ -279,7 +283,9 @@ class ShardCache:
                 missing = sum(taken for _, taken, _ in files) + size - self.max_bytes
                 unwritten = sum(taken - _on_disk(path) for path, taken, _ in files if path.suffix == ".part")
                 missing = max(missing, unwritten + size - disk.free if disk.total else 0)  # 0: the system does not know
-                if is_ahead and missing > sum(taken for _, taken, used in files if used <= now):
+                if is_ahead and missing > sum(
+                    taken for path, taken, used in files if used <= now and self._may_go(path, part)
+                ):
                     return False
                 is_waiting, stuck = False, ""
                 for path, taken, used in files:
@@ -322,7 +328,7 @@ class ShardCache:
             return True
         try:
             with self._lock(_lock_of(path.name)).acquire(timeout=0):
-                return True
+                return path.exists()  # otherwise it has become a shard meanwhile
         except TimeoutError:
             return False
 

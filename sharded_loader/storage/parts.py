@@ -259,9 +259,8 @@ class FastS3:
         self._settings = settings_of(options)
         self._lock = threading.Lock()
         self._buckets: dict[str, Any] = {}  # None: fsspec reads it
-        self._resting: dict[
-            str, tuple[float, float]
-        ] = {}  # until when fsspec reads a bucket, and how long it will next
+        # Until when fsspec reads a bucket, and for how many seconds the next time.
+        self._resting: dict[str, tuple[float, float]] = {}
         self._proven: set[str] = set()
 
     def read(

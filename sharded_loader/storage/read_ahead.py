@@ -9,7 +9,8 @@ A `ReadAhead` runs a thread that looks at the batches to come and keeps three li
     looked at  -->  asked for, as far as their shards fit into the cache  -->  passed by the user
 
 Other threads fetch what is asked for: at most `IN_ALL` shards at a time, and fewer if a shard is fetched in several
-pieces, so that about `IN_ALL` requests run side by side.
+pieces, so that about `IN_ALL` requests run side by side. The first batch waits for its shards, so these come alone:
+no other shard is asked for until they are there.
 
 The cache learns which shards are needed (they stay), which were passed, and when a passed shard will be needed again,
 in this epoch or in the next. So the cache can delete the shard that is needed last. That is the best rule there is
@@ -126,6 +127,7 @@ class ReadAhead:
         self._needed: Counter[int] = Counter()  # by how many ranges of the window; only one thread changes it
         self._used = 0  # bytes of what is needed
         self._in_progress: set[int] = set()  # shards that are queued for download, or are being downloaded
+        self._has_first = False  # whether the shards of the first range were fetched
         self.error: Exception | None = None
         self._stopped = threading.Event()
         self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -263,11 +265,12 @@ class ReadAhead:
 
     def _ask(self) -> None:
         """Have the shards of the next ranges fetched, as far as there is room."""
+        self._has_first = self._has_first or (bool(self._window) and not self._in_progress)
         while self._looked and (self._end is None or self._looked[0].first < self._end):
             batches = self._looked[0]
             new = [shard for shard in batches.next if shard not in self._needed]
             size = self._size_of(new)
-            if self._window and self._used + size > self._room:
+            if self._window and (not self._has_first or self._used + size > self._room):
                 return
             self._needed.update(batches.next.keys())
             self._used += size

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fsspec.asyn import get_loop
 
 from benchmarks import remote_beside
 from benchmarks.range_server import CHANGED, CUT, NO_PARTS, REFUSED, serving
 from benchmarks.remote_beside import Check, one, row
 from benchmarks.remote_loaders import LOADERS, OURS, Noise, write
+
+get_loop()  # this thread and this memory live as long as the process: no test has left them behind
+multiprocessing.get_context("spawn").Array("q", 2)
 
 
 def test_samples_that_are_missing_twice_or_other_ones_are_told() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import shutil
+import sys
 import threading
 import time
 import types
@@ -91,6 +93,23 @@ def test_it_goes_as_far_as_there_is_room() -> None:
     until(lambda: sorted(walk.fetched) == [0, 1, 2, 3, 9])
     walk.position = 4
     until(lambda: walk.fetched.count(1) == 2)
+    walk.ahead.stop()
+
+
+def test_no_other_shard_is_asked_for_until_the_first_batch_has_its_shards() -> None:
+    asked, come = [], threading.Event()
+
+    class Slow(Walk):
+        def prepare(self, url: str, stat: Stat, fetch: object, is_needed: Callable[[], bool]) -> None:
+            asked.append(int(url))
+            assert come.wait(60)
+            super().prepare(url, stat, fetch, is_needed)
+
+    walk = Slow([[0, 1], [2], [3]], room=9)
+    until(lambda: len(walk.ahead._looked) == 2 and len(asked) == 2)
+    assert sorted(asked) == [0, 1]
+    come.set()
+    until(lambda: sorted(walk.fetched) == [0, 1, 2, 3])
     walk.ahead.stop()
 
 
@@ -325,6 +344,40 @@ def test_a_run_that_goes_on_in_mid_epoch_fetches_what_is_left(tmp_path: Path, se
     assert downloads(served) == 3
     loader.close()
     dataset.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be deleted there")
+def test_a_cache_folder_that_vanishes_in_mid_epoch_is_made_again(tmp_path: Path, served: Served) -> None:
+    dataset = make(served, tmp_path, shards=6.5)
+    order = ShardShuffleSampler(dataset.lengths, window=3, seed=5)
+    with ShardedDataLoader(dataset.transform(number), 10, sampler=order) as loader:
+        found = []
+        for count, batch in enumerate(loader):
+            found += batch.tolist()
+            if count == 5:
+                shutil.rmtree(tmp_path / "cache", ignore_errors=True)  # a shard may come meanwhile
+        assert found == list(order.iter_epoch(0))
+    assert downloads(served) <= 2 * SHARDS
+    dataset.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="its locks are others")
+def test_two_machines_on_a_folder_whose_locks_each_sees_alone_read_all_samples(
+    tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on some network file systems: a lock keeps nobody else out."""
+    monkeypatch.setattr("fcntl.flock", lambda fd, how: None)
+    datasets = [make(served, tmp_path, shards=6.5) for _ in range(2)]
+    orders = [ShardShuffleSampler(dataset.lengths, window=3, seed=seed) for seed, dataset in enumerate(datasets)]
+    loaders = [
+        ShardedDataLoader(dataset.transform(number), 10, sampler=order)
+        for dataset, order in zip(datasets, orders, strict=True)
+    ]
+    found = np.concatenate([np.stack(batches) for batches in zip(*loaders, strict=True)], axis=1)
+    assert found.tolist() == [list(order.iter_epoch(0)) for order in orders]
+    for loader, dataset in zip(loaders, datasets, strict=True):
+        loader.close()
+        dataset.close()
 
 
 @pytest.mark.slow

@@ -106,6 +106,21 @@ def test_a_shard_that_gets_its_name_now_is_not_the_first_to_go(tmp_path: Path, m
     assert [cache.keep(f"s3://b/{number}.tar", Stat(SIZE, "tag")) for number in (1, 2, 3)] == [False, True, True]
 
 
+def test_a_part_that_becomes_a_shard_while_another_looks_for_room_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, files = ShardCache(tmp_path, 2 * SIZE), ShardCache._files
+    put(cache, 1)
+    put(cache, 2)
+    cache.let_go("s3://b/2.tar", Stat(SIZE, "tag"))
+    whole = cache._path("s3://b/2.tar", Stat(SIZE, "tag"))
+    before = [(whole.with_suffix(".part") if path == whole else path, *rest) for path, *rest in files(cache)]
+    monkeypatch.setattr(ShardCache, "_files", lambda self: before)
+    put(cache, 3)
+    monkeypatch.setattr(ShardCache, "_files", files)
+    assert [cache.keep(f"s3://b/{number}.tar", Stat(SIZE, "tag")) for number in (1, 2, 3)] == [False, True, True]
+
+
 def test_a_shard_that_is_open_is_read_to_its_end(tmp_path: Path) -> None:
     cache = ShardCache(tmp_path, SIZE)
     file = cache.open("s3://b/1.tar", Stat(SIZE, "tag"), writes(b"x" * SIZE))
@@ -324,6 +339,36 @@ def test_a_shard_that_is_needed_goes_last_and_that_is_said_once(
         put(cache, 3)
     [said] = caplog.messages
     assert "a reader still needs" in said and f"{tmp_path} may take 2,000" in said and "larger max_bytes" in said
+
+
+def test_what_is_fetched_ahead_waits_for_what_others_fetch_and_deletes_nothing_needed(tmp_path: Path) -> None:
+    cache, calls = ShardCache(tmp_path, 2 * SIZE), []
+    put(cache, 1)
+    assert cache.keep("s3://b/1.tar", Stat(SIZE, "tag"))
+
+    def fetch(file: BinaryIO) -> None:
+        cache.prepare("s3://b/3.tar", Stat(SIZE, "tag"), writes(b"x" * SIZE, calls), lambda: True)
+        file.write(b"x" * SIZE)
+
+    cache.open("s3://b/2.tar", Stat(SIZE, "tag"), fetch).close()
+    assert not calls and cache.keep("s3://b/1.tar", Stat(SIZE, "tag"))
+
+
+def test_what_a_worker_fetched_before_its_turn_came_is_needed_too(tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path, SIZE)
+    put(cache, 1)
+    cache.prepare("s3://b/1.tar", Stat(SIZE, "tag"), writes(b""), lambda: True)
+    cache.prepare("s3://b/2.tar", Stat(SIZE, "tag"), writes(b""), lambda: True)
+    assert cache.fetched == 1
+
+
+def test_a_folder_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> Any:
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr("sharded_loader.storage.cache.lock_at", refused)
+    with pytest.raises(ShardError, match=r"cannot be written to \(FileSystem does not appear to support flock\): give"):
+        ShardCache(tmp_path, "1 kB")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be deleted there")
