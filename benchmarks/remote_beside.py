@@ -164,7 +164,8 @@ def measured(name: str, url: str, folder: Path, epochs: int, timeout: float) -> 
             process.communicate()
             return {"why": f"nothing in {timeout} s"}
     if process.returncode:
-        return {"why": "error", "says": (errors.strip().splitlines() or [str(process.returncode)])[-1]}
+        said = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", errors, re.MULTILINE) or [str(process.returncode)]
+        return {"why": "error", "says": said[-1]}
     found: dict[str, Any] = json.loads(out.splitlines()[-1])
     return found
 
