@@ -127,7 +127,7 @@ class ReadAhead:
         self._needed: Counter[int] = Counter()  # by how many ranges of the window; only one thread changes it
         self._used = 0  # bytes of what is needed
         self._in_progress: set[int] = set()  # shards that are queued for download, or are being downloaded
-        self._has_first = False  # whether the shards of the first range were fetched
+        self._has_first = False  # whether the shards of the first range are there
         self.error: Exception | None = None
         self._stopped = threading.Event()
         self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -281,6 +281,7 @@ class ReadAhead:
     def _pass(self, now: int) -> None:
         """Let the shards go that were needed by batches before ``now`` alone."""
         while self._window and self._window[0].last < now:
+            self._has_first = True  # a worker may have fetched them
             batches = self._window.popleft()
             self._uses -= len(batches.next)
             for shard, again in batches.next.items():

@@ -96,7 +96,8 @@ def test_it_goes_as_far_as_there_is_room() -> None:
     walk.ahead.stop()
 
 
-def test_no_other_shard_is_asked_for_until_the_first_batch_has_its_shards() -> None:
+@pytest.mark.parametrize("by", ["read ahead", "a worker"])
+def test_no_other_shard_is_asked_for_until_the_first_batch_has_its_shards(by: str) -> None:
     asked, come = [], threading.Event()
 
     class Slow(Walk):
@@ -108,8 +109,12 @@ def test_no_other_shard_is_asked_for_until_the_first_batch_has_its_shards() -> N
     walk = Slow([[0, 1], [2], [3]], room=9)
     until(lambda: len(walk.ahead._looked) == 2 and len(asked) == 2)
     assert sorted(asked) == [0, 1]
+    if by == "a worker":
+        walk.position = 1
+    else:
+        come.set()
+    until(lambda: sorted(asked) == [0, 1, 2, 3])
     come.set()
-    until(lambda: sorted(walk.fetched) == [0, 1, 2, 3])
     walk.ahead.stop()
 
 

@@ -362,6 +362,13 @@ def test_what_a_worker_fetched_before_its_turn_came_is_needed_too(tmp_path: Path
     assert cache.fetched == 1
 
 
+def test_what_the_user_passes_at_the_moment_when_it_comes_is_not_needed(tmp_path: Path) -> None:
+    cache, wanted = ShardCache(tmp_path, SIZE), iter([True, True, False])
+    cache.prepare("s3://b/1.tar", Stat(SIZE, "tag"), writes(b"x" * SIZE), lambda: next(wanted))
+    cache.prepare("s3://b/2.tar", Stat(SIZE, "tag"), writes(b"x" * SIZE), lambda: True)
+    assert (cache.fetched, cache.evicted) == (2, 1)
+
+
 def test_a_folder_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(path: Path) -> Any:
         raise NotImplementedError("FileSystem does not appear to support flock")
