@@ -137,7 +137,7 @@ def litdata(url: str, own: Path, room: int) -> Opened:
 
     _speak_s3(url)
     downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = "true"  # there is no other way to let it read without TLS
-    where: dict[str, Any] = {"cache_dir": str(own), "max_cache_size": room}
+    where: dict[str, Any] = {"cache_dir": str(own), "max_cache_size": room, "force_override_state_dict": True}
     return _of_torch(litdata_batches(BATCH, WORKERS, "s3://data/litdata", **where))
 
 
