@@ -115,7 +115,10 @@ def serve(folder: Path, speed: float | None, fault: str, ports: Any, sent: Any) 
             size = len(content)
             begin, end = (None if fault == NO_PARTS else self.asked(size)) or (0, size)
             is_part = (begin, end) != (0, size)
-            self.head(206 if is_part else 200, end - begin, f"{begin}-{end - 1}/{size}" if is_part else None)
+            # MosaicML's forked workers would read the answers to each other on the connection of the main process.
+            closes = {"Connection": "close"} if name.endswith("index.json") else {}
+            part = f"{begin}-{end - 1}/{size}" if is_part else None
+            self.head(206 if is_part else 200, end - begin, part, **closes)
             if with_bytes and fault == CUT and rng.random() < 0.3:
                 end, self.close_connection = (begin + end) // 2, True
             if with_bytes:
