@@ -10,8 +10,8 @@ the whole shard (``scans``). If such a shard lies in a store, it is indexed when
 loader does.
 
 Each shard is indexed once, and the indexes are kept (`indexes`). A process opens a shard when it first reads one of its
-samples, and keeps the last `OPEN` ones open, each with its index. The dataset travels to workers as its URLs, lengths
-and tags. Paths are absolute from the beginning.
+samples, and keeps the last `OPEN` ones open, each with its index. Those that the cache has deleted are closed when the
+next one is opened. The dataset travels to workers as its URLs, lengths and tags. Paths are absolute from the beginning.
 
 After each read, the dataset compares the time, size and inode of a shard on this machine with those that it had. So a
 shard that was replaced or changed is an error, and no sample is cut out of it by the index of another.
@@ -359,6 +359,7 @@ class ShardDataset(Dataset):
             if found is not None:
                 self._open.move_to_end(key)
                 return found
+            self._close_deleted()  # this one may need their place on the disk
         # May take long: other threads read other shards.
         file, index = self._file(shard, in_parts), self._index(shard, in_parts)
         file.shared = self._shared
@@ -368,10 +369,17 @@ class ShardDataset(Dataset):
             since = "in the list that names it: correct the list, or give the names of shards" if is_listed else _SINCE
             raise ShardError(f"{file.name} has {index['length']} samples, and had {self.lengths[shard]} {since}")
         with self._lock:
+            self._close_deleted()  # fetching this one may have deleted them
             found = self._open.setdefault(key, (file, index))
             while len(self._open) > OPEN:
                 self._open.popitem(last=False)  # its readers hold it
         return found
+
+    def _close_deleted(self) -> None:
+        """Close shards that the cache has deleted. Otherwise the disk keeps more than the cache may take."""
+        for key, (file, _) in list(self._open.items()):
+            if isinstance(file, LocalFile) and local_path(self._urls[key[0]]) is None and file.is_deleted:
+                del self._open[key]
 
     @property
     def _index_in_parts(self) -> bool:

@@ -61,6 +61,20 @@ def test_another_file_at_the_same_place_is_another_shard(tmp_path: Path) -> None
     assert len(calls) == 2
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be deleted there")
+def test_the_disk_gets_the_bytes_back_of_a_shard_that_was_deleted_while_a_dataset_had_it_open(tmp_path: Path) -> None:
+    with serving() as served:
+        for number in range(3):
+            write_tar(tmp_path / "x.tar", {"0.txt": str(number).encode()})
+            served.files[f"/{number}.tar"] = (tmp_path / "x.tar").read_bytes()
+        cache = ShardCache(tmp_path / "cache", len(served.files["/0.tar"]))
+        dataset = ShardDataset([f"{served.url}/{number}.tar" for number in range(3)], cache=cache)
+        for number in range(3):
+            assert dataset[number]["txt"] == str(number).encode()
+            assert [shard for shard, _ in dataset._open] == [number]
+        dataset.close()
+
+
 def test_the_shard_goes_that_was_not_opened_for_the_longest_time(tmp_path: Path) -> None:
     cache, calls = ShardCache(tmp_path, 3 * SIZE), []
     for number in (1, 2, 3):
