@@ -21,6 +21,7 @@ from shards import write_tar
 
 from sharded_loader import ProcessPool, ShardDataset, ShardedDataLoader
 from sharded_loader.storage import cache as cache_module
+from sharded_loader.storage import dataset as dataset_module
 from sharded_loader.storage.cache import ShardCache
 from sharded_loader.storage.files import ShardError, Stat
 
@@ -62,16 +63,24 @@ def test_another_file_at_the_same_place_is_another_shard(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be deleted there")
-def test_the_disk_gets_the_bytes_back_of_a_shard_that_was_deleted_while_a_dataset_had_it_open(tmp_path: Path) -> None:
+@pytest.mark.parametrize("idle", [0.0, dataset_module.IDLE])
+def test_a_shard_that_was_deleted_while_open_is_closed_when_it_is_not_read_any_more(
+    tmp_path: Path, idle: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset_module, "IDLE", idle)
     with serving() as served:
         for number in range(3):
             write_tar(tmp_path / "x.tar", {"0.txt": str(number).encode()})
             served.files[f"/{number}.tar"] = (tmp_path / "x.tar").read_bytes()
         cache = ShardCache(tmp_path / "cache", len(served.files["/0.tar"]))
         dataset = ShardDataset([f"{served.url}/{number}.tar" for number in range(3)], cache=cache)
-        for number in range(3):
-            assert dataset[number]["txt"] == str(number).encode()
-            assert [shard for shard, _ in dataset._open] == [number]
+        for _ in range(2):
+            for number in range(3):
+                assert dataset[number]["txt"] == str(number).encode()
+            if idle:  # the cache is too small for the three, and each was fetched once
+                assert cache.fetched == 3
+            else:
+                assert len(dataset._open) <= 2
         dataset.close()
 
 
