@@ -37,7 +37,7 @@ import numpy as np
 
 from benchmarks.cached_jobs import KINDS, Job, load, make, sum_of
 from benchmarks.cached_loaders import LIMIT, LOADERS, OURS, PART, TURBO, UNCACHED, Epochs
-from benchmarks.remote import serving
+from benchmarks.range_server import serving
 
 SPAN = 0.5
 """Seconds in which later epochs are read, and one of them at least."""

@@ -7,7 +7,7 @@
     500 x 375, 1,024 x 768    JPEGs of these sizes, to 224 x 224 pixels
     audio                     1 to 5 seconds of sound of 16 bits, to a spectrogram: another length for each sample
     rows                      lines of 40 numbers as text, to float32
-    object store              10 KB of a server that answers after 20 ms (`benchmarks.remote.serving`), as they are
+    object store              10 KB of a server that answers after 20 ms (`benchmarks.range_server`), as they are
 
 A job's folder holds what was made: `job.json`, `arrays.npy` if all samples have one shape, and the files.
 """
@@ -28,12 +28,12 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from benchmarks.remote import SIZE
-
 RATE, BANDS = 16_000, 64
 """Of the sound: values per second, and bands of its spectrogram."""
 
 FIELDS = 40
+SIZE = 10_000
+"""Of a sample in the object store."""
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def _pad(samples: list[Any]) -> Any:
     return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True), torch.tensor([index for _, index in samples])
 
 
-def _as_pairs(samples: list[Any]) -> Any:
+def as_pairs(samples: list[Any]) -> Any:
     """A batch of samples that are dicts, as the formats have them."""
     import torch
 
@@ -182,35 +182,60 @@ def _same(sample: Any) -> Any:
     return sample
 
 
-def mosaic(job: Job, folder: Path, workers: int) -> Epochs:
-    """MosaicML's shards of samples."""
-    kept = without_operators()
-    from streaming import MDSWriter, StreamingDataset
-    from torch.utils.data import DataLoader
+def write_mosaic(job: Any, folder: Path, workers: int, **options: Any) -> None:
+    """Write MosaicML's shards of all samples."""
+    from streaming import MDSWriter
 
     shape = "" if job.shape is None else ":" + ",".join(map(str, job.shape))
     columns = {"x": f"ndarray:{np.dtype(job.dtype).name}{shape}", "index": "int"}
-    with MDSWriter(out=str(folder), columns=columns) as writer:
+    with MDSWriter(out=str(folder), columns=columns, **options) as writer:
         for sample in _decoded(job, workers):
             writer.write(sample)
-    data: Any = StreamingDataset(local=str(folder), shuffle=True, batch_size=job.batch_size)
-    loader = DataLoader(data, job.batch_size, num_workers=workers, persistent_workers=True, collate_fn=_as_pairs)
+
+
+def mosaic_batches(batch_size: int, workers: int, **options: Any) -> Iterable[Any]:
+    """Batches of MosaicML's shards."""
+    from streaming import StreamingDataset
+    from torch.utils.data import DataLoader
+
+    data: Any = StreamingDataset(shuffle=True, batch_size=batch_size, **options)
+    return DataLoader(data, batch_size, num_workers=workers, persistent_workers=workers > 0, collate_fn=as_pairs)
+
+
+def mosaic(job: Job, folder: Path, workers: int) -> Epochs:
+    """MosaicML's shards of samples."""
+    kept = without_operators()
+    write_mosaic(job, folder, workers)
+    loader = mosaic_batches(job.batch_size, workers, local=str(folder))
     while kept:
         yield loader
 
 
-def litdata(job: Job, folder: Path, workers: int) -> Epochs:
-    """litdata's chunks of samples."""
-    from litdata import StreamingDataLoader, StreamingDataset
+def write_litdata(job: Any, folder: Path, workers: int, **options: Any) -> None:
+    """Write litdata's chunks of all samples."""
     from litdata.streaming.writer import BinaryWriter
 
-    writer = BinaryWriter(str(folder), chunk_bytes="64MB")
+    writer = BinaryWriter(str(folder), **options)
     for number, sample in enumerate(_decoded(job, workers)):
         writer[number] = sample
     writer.done()
     writer.merge()
-    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": True, "collate_fn": _as_pairs}
-    loader = StreamingDataLoader(StreamingDataset(str(folder), shuffle=True), batch_size=job.batch_size, **options)
+
+
+def litdata_batches(batch_size: int, workers: int, folder: str, **options: Any) -> Iterable[Any]:
+    """Batches of litdata's chunks."""
+    from litdata import StreamingDataLoader, StreamingDataset
+
+    data = StreamingDataset(folder, shuffle=True, **options)
+    of_workers: dict[str, Any] = {"num_workers": workers, "persistent_workers": True, "collate_fn": as_pairs}
+    loader: Iterable[Any] = StreamingDataLoader(data, batch_size=batch_size, **of_workers)
+    return loader
+
+
+def litdata(job: Job, folder: Path, workers: int) -> Epochs:
+    """litdata's chunks of samples."""
+    write_litdata(job, folder, workers, chunk_bytes="64MB")
+    loader = litdata_batches(job.batch_size, workers, str(folder))
     while True:
         yield loader
 

@@ -1,4 +1,4 @@
-"""Shards behind a slow network: ``python -m benchmarks.remote``. About two minutes. Half a minute: ``--opening``.
+"""Shards behind a slow network: ``python -m benchmarks.remote``. Up to 8 minutes. Half a minute: ``--opening``.
 
     a server in a process of its own: HTTP, 20 ms per request, and so many MB/s for each connection
 
@@ -16,6 +16,9 @@ The second table shows samples per second of one epoch, cold, and how many bytes
     on demand     the same, and nobody fetches ahead
     in parts      no cache: the bytes of each sample are requested
 
+The third and the fourth table show ours beside litdata, MosaicML's streaming and WebDataset, where they are installed:
+two epochs, and what happens if the server has a fault (`benchmarks.remote_beside`). With ``--beside``, these are all.
+
 With ``--tables``, only a table of rows per second is printed: Parquet and Arrow files of this machine, in windows of 16
 groups, beside the same table in memory.
 
@@ -29,25 +32,21 @@ of epochs with two workers of `ProcessPool` and of `RayPool`, at 20 MB/s per con
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import argparse
 import importlib.util
-import io
 import json
-import multiprocessing
-import sys
-import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.range_server import RangeHandler
+from benchmarks.range_server import serving
+from benchmarks.remote_beside import beside, failures
+from benchmarks.remote_loaders import write_members
 from sharded_loader import (
     ArrayDataset,
     ProcessPool,
@@ -65,7 +64,6 @@ OPENED = 8
 """Shards of the first table."""
 
 WINDOW, BATCH = 4, 256
-LATENCY = 0.02
 SPEEDS = (None, 50e6)
 """Bytes per second of a connection; None: as fast as this machine copies."""
 
@@ -85,11 +83,8 @@ def samples_of(number: int, count: int = SAMPLES, size: int = SIZE) -> list[byte
 
 def write_tar(path: Path, number: int, count: int = SAMPLES, size: int = SIZE) -> None:
     """A tar file."""
-    with tarfile.open(path, "w") as tar:
-        for i, sample in enumerate(samples_of(number, count, size)):
-            member = tarfile.TarInfo(f"{number:03}{i:04}.bin")
-            member.size = size
-            tar.addfile(member, io.BytesIO(sample))
+    members = enumerate(samples_of(number, count, size))
+    write_members(path, ((f"{number:03}{i:04}.bin", sample) for i, sample in members))
 
 
 def write_rec(path: Path, number: int) -> None:
@@ -122,59 +117,6 @@ def write_table(path: Path, number: int) -> None:
 
 
 WRITERS = {"tar": write_tar, "rec": write_rec, "mds": write_mds, "parquet": write_table, "arrow": write_table}
-
-
-# -- the server --------------------------------------------------------------------------------------------------------
-
-
-def serve(folder: Path, speed: float | None, ports: Any, sent: Any) -> None:
-    """Answer requests for the files of a folder until the process is ended."""
-
-    @functools.cache
-    def content_of(path: str, changed: float) -> bytes:
-        return Path(path).read_bytes()
-
-    class Handler(RangeHandler):
-        def answer(self, with_bytes: bool) -> None:
-            path = folder / self.path.lstrip("/")
-            with sent.get_lock():
-                sent[1] += 1
-            time.sleep(LATENCY)
-            if not path.exists():
-                return self.head(404, 0)
-            content = memoryview(content_of(str(path), path.stat().st_mtime))
-            size = len(content)
-            begin, end = self.asked(size) or (0, size)
-            self.head(206 if (begin, end) != (0, size) else 200, end - begin, f"{begin}-{end - 1}/{size}")
-            if not with_bytes:
-                return None
-            with sent.get_lock():
-                sent[0] += end - begin
-            for at in range(begin, end, 1 << 18):
-                piece = content[at : min(at + (1 << 18), end)]
-                self.wfile.write(piece)
-                if speed:
-                    time.sleep(len(piece) / speed)
-            return None
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    ports.put(server.server_address[1])
-    server.serve_forever()
-
-
-@contextlib.contextmanager
-def serving(folder: Path, speed: float | None) -> Iterator[tuple[str, Any]]:
-    """The URL of a folder, and how many bytes were sent and requests were answered."""
-    context = multiprocessing.get_context("spawn")
-    ports, sent = context.SimpleQueue(), context.Array("q", 2)
-    server = context.Process(target=serve, args=(folder, speed, ports, sent), daemon=True)
-    server.start()
-    port = ports.get()
-    try:
-        yield f"http://127.0.0.1:{port}", sent
-    finally:
-        server.terminate()
-        server.join()
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------
@@ -312,18 +254,22 @@ def epochs(urls: list[str], speed: float | None, size: int, sent: Any) -> None:
 # -- other tables of epochs --------------------------------------------------------------------------------------------
 
 
-def pools(urls: list[str], folder: Path, size: int) -> None:
+def pools(folder: Path) -> None:
     """Print how long an epoch takes with two workers of each pool, and a cache for half of the shards."""
     import ray
 
     ray.init("local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    (folder / "shards").mkdir()
+    names = shards(folder / "shards", size=16_000)
+    room = SHARDS // 2 * (folder / "shards" / names[0]).stat().st_size
     print("| pool | epoch, s | first batch, s |\n|---|---|---|")
-    for turn in range(3):
-        for pool in (ProcessPool(2), RayPool(2, num_cpus=0)):
-            name = type(pool).__name__
-            cache = ShardCache(folder / f"{turn} {name}", SHARDS // 2 * size)
-            seconds, first = epoch(urls, folder, cache, True, pool, BATCH // 4)
-            print(f"| {name} | {seconds:.1f} | {first:.1f} |", flush=True)
+    with serving(folder / "shards", SLOW) as (url, _):
+        for turn in range(3):
+            for pool in (ProcessPool(2), RayPool(2, num_cpus=0)):
+                name = type(pool).__name__
+                cache, urls = ShardCache(folder / f"{turn} {name}", room), [f"{url}/{tar}" for tar in names]
+                seconds, first = epoch(urls, folder, cache, True, pool, BATCH // 4)
+                print(f"| {name} | {seconds:.1f} | {first:.1f} |", flush=True)
 
 
 MEGABYTES = 1024
@@ -386,32 +332,57 @@ def tables(folder: Path) -> None:
         dataset.close()
 
 
-def main() -> None:
-    """Print the tables."""
-    if "--sizes" in sys.argv:
-        sizes()
-        return
-    if "--tables" in sys.argv:
-        with tempfile.TemporaryDirectory() as name:
-            tables(Path(name))
-        return
+def shards(folder: Path, count: int = SHARDS, size: int = SIZE) -> list[str]:
+    """Write tar files, and return their names."""
+    names = [f"{number:03}.tar" for number in range(count)]
+    for number, name in enumerate(names):
+        write_tar(folder / name, number, size=size)
+    return names
+
+
+def remote_epochs(is_only_opening: bool) -> None:
+    """Print the tables of our own ways."""
     with tempfile.TemporaryDirectory() as name:
-        folder, names = Path(name), [f"{number:03}.tar" for number in range(SHARDS)]
-        only_opening, with_ray = "--opening" in sys.argv, "--ray" in sys.argv
-        for tar in names[: OPENED if only_opening else None]:
-            write_tar(folder / tar, int(tar[:3]), size=16_000 if with_ray else SIZE)
-        if with_ray:
-            with serving(folder, SLOW) as (url, _), tempfile.TemporaryDirectory() as caches:
-                pools([f"{url}/{tar}" for tar in names], Path(caches), (folder / names[0]).stat().st_size)
-            return
+        folder = Path(name)
+        names = shards(folder, OPENED if is_only_opening else SHARDS)
         with serving(folder, SPEEDS[-1]) as (url, sent):
             opening(url, folder, sent)
-        if only_opening:
+        if is_only_opening:
             return
         print("\n| server | how | samples/s | of bare | bytes sent, of all shards |\n|---|---|---|---|---|")
         for speed in SPEEDS:
             with serving(folder, speed) as (url, sent):
                 epochs([f"{url}/{tar}" for tar in names], speed, (folder / names[0]).stat().st_size, sent)
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.remote", description="Shards behind a slow network.")
+    only = parser.add_mutually_exclusive_group()
+    for name, shown in {
+        "opening": "the table of opening",
+        "beside": "the tables with other libraries",
+        "tables": "the table of Parquet and Arrow files",
+        "sizes": "the table of the size of shards",
+        "ray": "the table of epochs over Ray",
+    }.items():
+        only.add_argument(f"--{name}", action="store_true", help=f"only {shown}")
+    parser.add_argument("--scale", type=float, default=1.0, help="beside others: the size of samples, a multiple")
+    parser.add_argument("--rounds", type=int, default=2, help="beside others: rounds, one loader after the other")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        if given.tables:
+            tables(Path(name))
+        elif given.sizes:
+            sizes()
+        elif given.ray:
+            pools(Path(name))
+        else:
+            if not given.beside:
+                remote_epochs(given.opening)
+            if not given.opening:
+                beside(given.scale, given.rounds, SPEEDS[-1])
+                failures(SPEEDS[-1])
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ the whole shard (``scans``). If such a shard lies in a store, it is indexed when
 loader does.
 
 Each shard is indexed once, and the indexes are kept (`indexes`). A process opens a shard when it first reads one of its
-samples, and keeps the last `OPEN` ones open, each with its index. The dataset travels to workers as its URLs, lengths
-and tags. Paths are absolute from the beginning.
+samples, and keeps the last `OPEN` ones open, each with its index. Those that the cache has deleted, and that nobody has
+read for `IDLE` seconds, are closed when the next one is opened. The dataset travels to workers as its URLs, lengths and
+tags. Paths are absolute from the beginning.
 
 After each read, the dataset compares the time, size and inode of a shard on this machine with those that it had. So a
 shard that was replaced or changed is an error, and no sample is cut out of it by the index of another.
@@ -29,6 +30,7 @@ from __future__ import annotations
 import os
 import platform
 import threading
+import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -58,6 +60,10 @@ from sharded_loader.storage.tables import TableFormat, batch_of
 
 OPEN = 32
 """Shards that a process keeps open."""
+
+IDLE = 10.0
+"""Seconds after which a shard is closed that the cache has deleted: the disk keeps its bytes as long as it is open. Not
+at once: a window of shards that is larger than the cache would be fetched again for each sample."""
 
 AT_ONCE = 16
 """Shards that are indexed side by side."""
@@ -137,11 +143,12 @@ class ShardDataset(Dataset):
     def _begin(self) -> None:
         self._pid, self._lock = os.getpid(), threading.Lock()
         self._open: OrderedDict[tuple[int, bool], tuple[ShardFile, Index]] = OrderedDict()
+        self._read_at: dict[tuple[int, bool], float] = {}
         self._ahead: ReadAhead | None = None
         self._shared: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_pid", "_lock", "_open", "_ahead", "_shared")
+        own = ("_pid", "_lock", "_open", "_read_at", "_ahead", "_shared")
         kept = {name: value for name, value in vars(self).items() if name not in own}
         return {**kept, "_machine": platform.node()}
 
@@ -353,12 +360,14 @@ class ShardDataset(Dataset):
         """A shard, open, with its index; ``in_parts``: not from the cache."""
         if self._pid != os.getpid():
             self._begin()
-        key = shard, in_parts
+        key, now = (shard, in_parts), time.monotonic()
         with self._lock:
+            self._read_at[key] = now
             found = self._open.get(key)
             if found is not None:
                 self._open.move_to_end(key)
                 return found
+            self._close_deleted(now - IDLE)  # this one may need their place on the disk
         # May take long: other threads read other shards.
         file, index = self._file(shard, in_parts), self._index(shard, in_parts)
         file.shared = self._shared
@@ -372,6 +381,14 @@ class ShardDataset(Dataset):
             while len(self._open) > OPEN:
                 self._open.popitem(last=False)  # its readers hold it
         return found
+
+    def _close_deleted(self, before: float) -> None:
+        """Close shards that the cache has deleted, and that were not read since then."""
+        idle = [key for key in self._open if self._read_at[key] < before and local_path(self._urls[key[0]]) is None]
+        for key in idle:
+            file = self._open[key][0]
+            if isinstance(file, LocalFile) and file.is_deleted:
+                del self._open[key]
 
     @property
     def _index_in_parts(self) -> bool:

@@ -121,6 +121,11 @@ class LocalFile(ShardFile):
         is_other = (now.st_mtime_ns, now.st_size) != (then.st_mtime_ns, then.st_size)
         return is_other or (now.st_nlink > 0 and now.st_ctime_ns != then.st_ctime_ns)
 
+    @property
+    def is_deleted(self) -> bool:
+        """Whether the open file has no name any more. Then the disk keeps its bytes only for those who have it open."""
+        return self._file.stat().st_nlink == 0
+
     def _part(self, begin: int, end: int) -> bytes:
         found = self._file.bytes_at(begin, end - begin)
         if len(found) < end - begin:

@@ -273,6 +273,7 @@ def test_a_shard_that_is_replaced_under_way_is_an_error(options: dict[str, Any],
     write(b"a" * 700, b"b" * 10)
     cache = ShardCache(tmp_path / "c", "1 MB") if cached else None
     dataset = ShardDataset("s3://bucket/replaced.tar", None, options, cache, tmp_path / "indexes")
+    assert len(dataset) == 2  # the shard is indexed now
     if cache is not None:
         [path] = cache.folder.glob("*.shard")
         path.unlink()

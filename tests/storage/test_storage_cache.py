@@ -21,6 +21,7 @@ from shards import write_tar
 
 from sharded_loader import ProcessPool, ShardDataset, ShardedDataLoader
 from sharded_loader.storage import cache as cache_module
+from sharded_loader.storage import dataset as dataset_module
 from sharded_loader.storage.cache import ShardCache
 from sharded_loader.storage.files import ShardError, Stat
 
@@ -59,6 +60,28 @@ def test_another_file_at_the_same_place_is_another_shard(tmp_path: Path) -> None
     for tag in ("first", "second", "first"):
         cache.open("s3://b/1.tar", Stat(3, tag), writes(b"abc", calls)).close()
     assert len(calls) == 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be deleted there")
+@pytest.mark.parametrize("idle", [0.0, dataset_module.IDLE])
+def test_a_shard_that_was_deleted_while_open_is_closed_when_it_is_not_read_any_more(
+    tmp_path: Path, idle: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset_module, "IDLE", idle)
+    with serving() as served:
+        for number in range(3):
+            write_tar(tmp_path / "x.tar", {"0.txt": str(number).encode()})
+            served.files[f"/{number}.tar"] = (tmp_path / "x.tar").read_bytes()
+        cache = ShardCache(tmp_path / "cache", len(served.files["/0.tar"]))
+        dataset = ShardDataset([f"{served.url}/{number}.tar" for number in range(3)], cache=cache)
+        for _ in range(2):
+            for number in range(3):
+                assert dataset[number]["txt"] == str(number).encode()
+            if idle:  # the cache is too small for the three, and each was fetched once
+                assert cache.fetched == 3
+            else:
+                assert len(dataset._open) <= 2
+        dataset.close()
 
 
 def test_the_shard_goes_that_was_not_opened_for_the_longest_time(tmp_path: Path) -> None:
