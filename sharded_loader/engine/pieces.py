@@ -19,9 +19,9 @@ would draw other numbers in another worker. Samples go through the main process 
 any. While the consumer waits for such a batch, a worker holds one task: otherwise a piece would wait behind a batch.
 
 **Late workers.** If a worker stands still while the consumer waits, another one reads its task too. Both answer it, and
-`BatchPieces.is_first` lets the first answer through. At first the other one is a worker that is idle. As long as such
-workers answer first (`pays`), or if all workers are late, a new worker takes the place of the late one, which ends
-after its sample.
+`BatchPieces.is_first` lets the first answer through. The other one is new: it takes the place of the late one, which
+ends after its sample. Where to start a worker takes long, it is one that is idle. As long as others answer first
+(`pays`), a worker counts as late sooner.
 
 The pipeline's lock guards a `BatchPieces`. It owns samples until they are sent on. Samples that are awaited are neither
 shared out nor read twice: one worker awaits many of them already.
@@ -32,6 +32,7 @@ from __future__ import annotations
 import bisect
 import math
 import statistics
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -53,6 +54,9 @@ LATE = 4
 
 LATE_SECONDS = 2e-2
 """No worker is late before that: a core that is busy elsewhere explains it."""
+
+LOOK_SECONDS = 5e-3
+"""Between two looks at where the workers are, while the consumer waits."""
 
 PAYS = 3
 """If the late worker answers first this number of times in a row, second readings do not pay any more."""
@@ -158,7 +162,8 @@ class BatchPieces:
     Attributes:
         recent: seconds of the last batches.
         open: batches that are shared out, or may be, by run and number, until they have come.
-        twice: when a second worker was given a task, by run and seq; None: one of the two has answered.
+        twice: when another worker was given a task, by run and seq, and how many were; None: one of them has answered.
+        relieved: late workers, each with the task that another one was given.
         pays: how many more second workers than late ones have answered first, lately; 0 to `PAYS`.
         ready: tasks that follow from what has come, the first batch first.
     """
@@ -167,7 +172,8 @@ class BatchPieces:
         self.recent: deque[float] = deque(maxlen=NOTED)
         self.open: dict[tuple[int, int], SharedOut] = {}
         self.ready: list[Task] = []
-        self.twice: dict[tuple[int, int], float | None] = {}
+        self.twice: dict[tuple[int, int], tuple[float, int] | None] = {}
+        self.relieved: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self.pays = 0
         self._sample_seconds = 0.0
         self._is_trusted = False  # the last batch that was shared out came whole: the next one needs no limit
@@ -195,10 +201,19 @@ class BatchPieces:
             return True
         asked, self.twice[key] = self.twice[key], None
         if asked is None:
-            del self.twice[key]
             return False
-        self.pays = max(0, min(PAYS, self.pays + (1 if result.began >= asked else -1)))
+        self.pays = max(0, min(PAYS, self.pays + (1 if result.began >= asked[0] else -1)))
         return True
+
+    def given_to_another(self, key: tuple[int, int], late: Any, now: float) -> None:
+        """Another worker was given the task of a late one."""
+        asked = self.twice.get(key)
+        self.twice[key], self.relieved[late] = (now, 1 if asked is None else asked[1] + 1), key
+
+    def may_be_given(self, key: tuple[int, int], late: Any) -> bool:
+        """Whether another worker may be given the task of a late one: once; as long as that pays, three times."""
+        asked = self.twice.get(key, (0.0, 0))
+        return self.relieved.get(late) != key and asked is not None and asked[1] < max(1, self.pays)
 
     def room(self, busy: int, workers: int) -> int:
         """How many tasks the workers may be given now.

@@ -33,7 +33,7 @@ from sharded_loader.base.private import is_owned
 from sharded_loader.data.inspection import is_read_once
 from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
 from sharded_loader.engine.order import Epoch
-from sharded_loader.engine.pieces import LATE_SECONDS, MANY, SLOW_SECONDS, BatchPieces
+from sharded_loader.engine.pieces import LOOK_SECONDS, MANY, SLOW_SECONDS, BatchPieces
 from sharded_loader.engine.pool import Pool, PoolBroken
 from sharded_loader.engine.split import Split
 
@@ -402,7 +402,7 @@ class Pipeline:
                 blocks = not run.is_finished() if run.any_order else window[0].result is None
                 if blocks and not began and pool.num_workers:
                     began = time.perf_counter()
-                    due, late = began + PATIENCE, began + LATE_SECONDS
+                    due, late = began + PATIENCE, began + LOOK_SECONDS
                 self._wait(run, block=blocks)
             if run.any_order and window:
                 run.advance()
@@ -415,7 +415,7 @@ class Pipeline:
             now = time.perf_counter() if began else 0.0
             if now >= late:
                 self._read_late(now)
-                late = now + LATE_SECONDS
+                late = now + LOOK_SECONDS
             if now >= due:
                 due, look = self._tell_of_wait(run, began, look)
 
@@ -429,12 +429,11 @@ class Pipeline:
         for late, (task, *behind) in found:
             key, run = (task.run, task.seq), self._runs.get(task.run)
             is_free = run is not None and task.seq >= 0 and (pool.shares_dataset or not run.epoch.takes_turns)
-            again = [task._replace(limit=None)] if key not in pieces.twice else []
+            again = [task._replace(limit=None)] if pieces.may_be_given(key, late) else []
             if not is_free or not (again or behind) or is_read_once(job.dataset):
                 continue
-            replace = bool(again) and (pieces.pays > 0 or len(found) == pool.num_workers)
-            if pool.read_again(late, again, behind, idle, replace=replace) and again:
-                pieces.twice[key] = now
+            if pool.read_again(late, again, behind, idle) and again:
+                pieces.given_to_another(key, late, now)
                 text = f"epoch {task.epoch}, {name_of_batch(task.number)} is late; another worker reads it too"
                 pool.notices.happened("second_reads", text)
 

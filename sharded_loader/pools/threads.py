@@ -295,10 +295,11 @@ class ThreadPool(WorkerPool):
         threads = [thread for shared in self._running for thread in shared.threads]
         return [(thread, thread.board, [thread.task] if thread.task else []) for thread in threads]
 
-    def read_again(self, late: Any, again: list[Task], behind: list[Task], idle: list[int], *, replace: bool) -> bool:
+    def read_again(self, late: Any, again: list[Task], behind: list[Task], idle: list[int]) -> bool:
+        replace = False
         for shared in self._running if again else ():
             shared.left_behind = [thread for thread in shared.left_behind if thread.is_alive()]
-            replace = replace and len(shared.left_behind) < LEFT_BEHIND * self.num_workers
+            replace = len(shared.left_behind) < LEFT_BEHIND * self.num_workers
             if replace:
                 late.written_off = True
                 shared.left_behind.append(late)

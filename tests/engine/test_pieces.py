@@ -299,11 +299,11 @@ def test_the_first_of_two_answers_counts_and_says_whether_a_second_reading_pays(
     pieces = BatchPieces()
     late, second = Result(0, 5, "late", 4, began=1.0), Result(0, 5, "second", 4, began=3.1)
     for answers, pays in (([second, late], 1), ([second, late], 2), ([late, second], 1), ([late, second], 0)):
-        pieces.twice[0, 5] = 3.0
+        pieces.twice[0, 5] = (3.0, 1)
         assert [pieces.is_first(one) for one in answers] == [True, False]
-        assert pieces.pays == pays and not pieces.twice
-    assert pieces.is_first(late)
-    pieces.twice[0, 5] = 3.0
+        assert pieces.pays == pays
+    assert pieces.is_first(late._replace(seq=6))
+    pieces.twice[0, 5] = (3.0, 1)
     assert pieces.is_first(late._replace(samples=-1)), "its first samples: the others are shared out"
     assert pieces.is_first(second) and not pieces.is_first(late)
 

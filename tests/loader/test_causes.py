@@ -87,8 +87,8 @@ def test_too_few_workers(method: str) -> None:
 def test_threads_that_take_turns_have_no_late_samples_and_no_slow_worker() -> None:
     stats = read(Job(400, 0.0005, computes=True), "thread", workers=4, batch_size=4)
     check_sum(stats)
-    # To start, threads need a core, which may be busy. And `next`, too, waits for its turn.
-    assert limit_of(stats) in ("compute", "start", "main_process")
+    # Also `next` waits for its turn, and to start, threads need a core.
+    assert limit_of(stats) not in ("late_sample", "worker", "input")
     assert "slow" not in stats.verdict
 
 
@@ -219,6 +219,8 @@ def test_one_slow_worker() -> None:
         slow.seconds = 0.05 if number == 0 else 0.005
 
     class Uneven(Job):
+        read_once = True  # otherwise the other worker reads what the slow one is late with
+
         def __getitem__(self, index: int) -> int:
             time.sleep(slow.seconds)
             return index

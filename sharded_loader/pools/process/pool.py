@@ -238,17 +238,17 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 found.append((worker, worker.board, tasks))
         return found
 
-    def read_again(self, late: Any, again: list[Task], behind: list[Task], idle: list[int], *, replace: bool) -> bool:
+    def read_again(self, late: Any, again: list[Task], behind: list[Task], idle: list[int]) -> bool:
         transport = self._transport
-        if replace and self.start_method == "fork" and len(transport.leaving) < LEFT_BEHIND * self.num_workers:
+        if again and self.start_method == "fork" and len(transport.leaving) < LEFT_BEHIND * self.num_workers:
             self._supervisor.renew(late)
             idle = [late.number]
+            for run in {task.run for task in behind}:
+                transport.send_cancel(late, run)
         if not idle:
             return False
         for task in behind:
             del late.tasks[task.run, task.seq]
-        for run in {task.run for task in behind}:
-            transport.send_cancel(late, run)
         lanes = itertools.cycle(idle)
         self.submit([task._replace(lane=next(lanes)) for task in (*again, *behind)])
         return True
