@@ -426,13 +426,15 @@ class Pipeline:
         if usual is None or job is None or job.stream is not None or job.keeps_state:
             return
         found, idle = pool.late(usual, now, pays=pieces.pays > 0)
+        once = bool(found) and is_read_once(job.dataset)
         for late, (task, *behind) in found:
             key, run = (task.run, task.seq), self._runs.get(task.run)
-            is_free = run is not None and task.seq >= 0 and (pool.shares_dataset or not run.epoch.takes_turns)
-            again = [task._replace(limit=None)] if pieces.may_be_given(key, late) else []
-            if not is_free or not (again or behind) or is_read_once(job.dataset):
+            if run is not None and (task.seq < 0 or (run.epoch.takes_turns and not pool.shares_dataset)):
                 continue
-            if pool.read_again(late, again, behind, idle) and again:
+            may_be_given = run is not None and not once and pieces.may_be_given(key, late)
+            again = [task._replace(limit=None)] if may_be_given else []
+            # Nobody needs what it reads if the run was dropped: but it has to read what comes.
+            if (again or behind or run is None) and pool.read_again(late, again, behind, idle) and again:
                 pieces.given_to_another(key, late, now)
                 text = f"epoch {task.epoch}, {name_of_batch(task.number)} is late; another worker reads it too"
                 pool.notices.happened("second_reads", text)

@@ -353,7 +353,8 @@ class Supervisor(Generic[W]):
 
     def tell_of_wait(self, text: str, task: Task | None) -> Callable[[], None] | None:
         """See `Pool.tell_of_wait`."""
-        workers, key = [*self._transport.workers, *self._transport.leaving], task and (task.run, task.seq)
+        # First those that are late: they have it for longest.
+        workers, key = [*self._transport.leaving, *self._transport.workers], task and (task.run, task.seq)
         has = next((one for one in workers if key in one.tasks), None)
         worker = has or max(workers, key=lambda one: len(one.tasks))  # while it waits there are some
         at = _task_at(self._transport.where(worker), worker.tasks.values())

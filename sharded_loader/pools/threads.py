@@ -297,14 +297,14 @@ class ThreadPool(WorkerPool):
 
     def read_again(self, late: Any, again: list[Task], behind: list[Task], idle: list[int]) -> bool:
         replace = False
-        for shared in self._running if again else ():
+        for shared in self._running:
             shared.left_behind = [thread for thread in shared.left_behind if thread.is_alive()]
             replace = len(shared.left_behind) < LEFT_BEHIND * self.num_workers
             if replace:
                 late.written_off = True
                 shared.left_behind.append(late)
                 self._replace(shared, late)
-            if replace or idle:
+            if again and (replace or idle):
                 shared.move(1, *[(self._reader, task) for task in again])
         return replace or bool(idle)
 
@@ -314,9 +314,11 @@ class ThreadPool(WorkerPool):
         another.start()
 
     def tell_of_wait(self, text: str, task: Task | None) -> None:
-        busy = [thread for shared in self._running for thread in shared.threads if thread.task is not None]
-        has = [thread for thread in busy if thread.task is task]
-        for thread in (has or busy)[:1]:
+        # First those that are late: they have it for longest.
+        threads = [thread for shared in self._running for thread in (*shared.left_behind, *shared.threads)]
+        busy = [(thread, one) for thread in threads if (one := thread.task) is not None]
+        has = [(thread, one) for thread, one in busy if task and (one.run, one.seq) == (task.run, task.seq)]
+        for thread, _ in (has or busy)[:1]:
             frame = sys._current_frames().get(thread.ident or 0)
             text += ", which " if has else ". No worker has it yet: all are busy, such as "
             text += f"thread {thread.number}{' has' if has else ''}. Its stack:\n"

@@ -136,7 +136,8 @@ def test_a_worker_that_holds_the_gil_shows_its_stack_and_goes_on(
 
         def kill() -> None:
             wait_for(tmp_path / "open")
-            os.kill(pool.pids[0], signal.SIGKILL)
+            found = re.search(r"which worker \d \(pid (\d+)\) has", said.text)
+            os.kill(int(found[1]) if found else pool.pids[0], signal.SIGKILL)
 
         killer = begin_thread(kill)
         with pytest.raises(WorkerDiedError, match="reading sample 5"):

@@ -240,7 +240,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
 
     def read_again(self, late: Any, again: list[Task], behind: list[Task], idle: list[int]) -> bool:
         transport = self._transport
-        if again and self.start_method == "fork" and len(transport.leaving) < LEFT_BEHIND * self.num_workers:
+        if self.start_method == "fork" and len(transport.leaving) < LEFT_BEHIND * self.num_workers:
             self._supervisor.renew(late)
             idle = [late.number]
             for run in {task.run for task in behind}:
