@@ -433,7 +433,7 @@ class Pipeline:
                 continue
             may_be_given = run is not None and not once and pieces.may_be_given(key, late)
             again = [task._replace(limit=None)] if may_be_given else []
-            # Nobody needs what it reads if the run was dropped: but it has to read what comes.
+            # If the run was dropped, what it reads is not needed: but it has to read what comes.
             if (again or behind or run is None) and pool.read_again(late, again, behind, idle) and again:
                 pieces.given_to_another(key, late, now)
                 text = f"epoch {task.epoch}, {name_of_batch(task.number)} is late; another worker reads it too"

@@ -10,7 +10,7 @@ the whole shard (``scans``). If such a shard lies in a store, it is indexed when
 loader does.
 
 Each shard is indexed once, and the indexes are kept (`indexes`). A process opens a shard when it first reads one of its
-samples, and keeps the last `OPEN` ones open, each with its index. Those that the cache has deleted, and that nobody has
+samples, and keeps the last `OPEN` ones open, each with its index. Those that the cache has deleted, and that were not
 read for `IDLE` seconds, are closed when the next one is opened. The dataset travels to workers as its URLs, lengths and
 tags. Paths are absolute from the beginning.
 
