@@ -159,7 +159,7 @@ class Pool(ABC):
 
         Args:
             late: the late one.
-            again: the task that it is at, to be read by both; empty: another one has it already, or its run was dropped.
+            again: the task that it is at, to be read by both; empty: another one has it, or its run was dropped.
             behind: the tasks that it has not begun, to be read by the other one.
             idle: numbers of workers that are idle.
 
