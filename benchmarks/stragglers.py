@@ -1,7 +1,7 @@
 """Slow batches and late samples: ``python -m benchmarks.stragglers``.
 
     first batch    64 samples of 20 ms, by 8 workers, beside 1
-    late samples   1 sample in 500 takes 2 s by chance, beside none; 4 workers, 1 ms per sample
+    late samples   1 sample in 500 takes 2 s by chance, beside none
 
 Rates and times are those of the second epoch: the workers have started.
 """
@@ -49,21 +49,26 @@ def first_batch(pool: Any, prefetch: int | None) -> float:
         return time.perf_counter() - began
 
 
-def rate(pool: Any, batch_size: int, one_in: int, seconds: float) -> tuple[float, int]:
+JOBS = ((4, 16, 0.002, 8000), (4, 32, 0.001, 8000), (8, 32, 0.004, 6000), (8, 32, 0.02, 3200))
+"""Workers, samples in a batch, seconds of a sample, samples."""
+
+
+def rate(pool: Any, batch_size: int, seconds: float, length: int, one_in: int) -> tuple[float, int]:
     """Samples per second of the second epoch, and how many batches were read twice.
 
     Args:
         pool: reads.
         batch_size: samples in a batch.
+        seconds: of a sample.
+        length: samples of an epoch.
         one_in: of this number of samples, one is late.
-        seconds: of the program, with each batch.
     """
-    with ShardedDataLoader(Waiting(8000, 0.001, one_in), batch_size, pool=pool) as loader:
+    with ShardedDataLoader(Waiting(length, seconds, one_in), batch_size, pool=pool) as loader:
         next(iter(loader))
         began = time.perf_counter()
         for _ in loader:
-            time.sleep(seconds)
-        return 8000 / (time.perf_counter() - began), loader.stats().second_reads
+            pass
+        return length / (time.perf_counter() - began), loader.stats().second_reads
 
 
 def main() -> None:
@@ -75,9 +80,10 @@ def main() -> None:
             alone, shared = first_batch(pool(1), prefetch), first_batch(pool(8), prefetch)
             share = f"1/{alone / shared:.1f}"
             print(f"{kind}, prefetch={prefetch}: first batch {alone:.3f} s, with 8 {shared:.3f} s: {share}")
-        for batch_size, seconds in ((8, 0.0), (32, 0.0), (32, 0.03)):
-            without, (late, twice) = rate(pool(4), batch_size, 0, seconds)[0], rate(pool(4), batch_size, 500, seconds)
-            where = f"{kind}, batches of {batch_size}, a program that takes {seconds:g} s"
+        for workers, batch_size, seconds, length in JOBS:
+            without, _ = rate(pool(workers), batch_size, seconds, length // 2, 0)
+            late, twice = rate(pool(workers), batch_size, seconds, length, 500)
+            where = f"{kind}, {workers} workers, batches of {batch_size} x {1e3 * seconds:g} ms"
             print(f"{where}: {without:.0f}/s, late samples {late:.0f}/s: {late / without:.2f}, {twice} read twice")
 
 
