@@ -20,8 +20,8 @@ any. While the consumer waits for such a batch, a worker holds one task: otherwi
 
 **Late workers.** If a worker stands still while the consumer waits, another one reads its task too. Both answer it, and
 `BatchPieces.is_first` lets the first answer through. The other one is new: it takes the place of the late one, which
-ends after its sample. Where to start a worker takes long, it is one that is idle. As long as others answer first
-(`pays`), a worker counts as late sooner.
+ends after its sample. If that does not pay, because late ones have answered first lately, or where to start a worker
+takes long, it is one that is idle. The more often others answer first, the sooner a worker counts as late.
 
 The pipeline's lock guards a `BatchPieces`. It owns samples until they are sent on. Samples that are awaited are neither
 shared out nor read twice: one worker awaits many of them already.
@@ -164,7 +164,7 @@ class BatchPieces:
         open: batches that are shared out, or may be, by run and number, until they have come.
         twice: when another worker was given a task, by run and seq, and how many were; None: one of them has answered.
         relieved: late workers, each with the task that another one was given.
-        pays: how many more second workers than late ones have answered first, lately; 0 to `PAYS`.
+        pays: one more for each second worker that has answered first, one less for each late one; 0 to `PAYS`.
         ready: tasks that follow from what has come, the first batch first.
     """
 
@@ -174,7 +174,7 @@ class BatchPieces:
         self.ready: list[Task] = []
         self.twice: dict[tuple[int, int], tuple[float, int] | None] = {}
         self.relieved: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
-        self.pays = 0
+        self.pays = 1
         self._sample_seconds = 0.0
         self._is_trusted = False  # the last batch that was shared out came whole: the next one needs no limit
 
@@ -192,7 +192,7 @@ class BatchPieces:
         """The workers read something else from now on: nothing is known of it."""
         self.forget()
         self.recent.clear()
-        self._is_trusted, self.pays = False, 0
+        self._is_trusted, self.pays = False, 1
 
     def is_first(self, result: Result) -> bool:
         """Whether no other worker has answered this task before."""

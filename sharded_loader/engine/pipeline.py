@@ -425,7 +425,7 @@ class Pipeline:
         usual = pieces.usual() if pool.shares_batches and pool.num_workers > 1 else None
         if usual is None or job is None or job.stream is not None or job.keeps_state:
             return
-        found, idle = pool.late(usual, now, pays=pieces.pays > 0)
+        found, idle = pool.late(usual, now, pays=pieces.pays > 1)
         once = bool(found) and is_read_once(job.dataset)
         for late, (task, *behind) in found:
             key, run = (task.run, task.seq), self._runs.get(task.run)
@@ -434,7 +434,9 @@ class Pipeline:
             may_be_given = run is not None and not once and pieces.may_be_given(key, late)
             again = [task._replace(limit=None)] if may_be_given else []
             # If the run was dropped, what it reads is not needed: but it has to read what comes.
-            if (again or behind or run is None) and pool.read_again(late, again, behind, idle) and again:
+            replace = run is None or pieces.pays > 0
+            is_needed = again or behind or run is None
+            if is_needed and pool.read_again(late, again, behind, idle, replace=replace) and again:
                 pieces.given_to_another(key, late, now)
                 text = f"epoch {task.epoch}, {name_of_batch(task.number)} is late; another worker reads it too"
                 pool.notices.happened("second_reads", text)

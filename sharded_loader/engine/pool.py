@@ -151,17 +151,17 @@ class Pool(ABC):
         """
         return [], []
 
-    def read_again(self, late: Any, again: list[Task], behind: list[Task], idle: list[int]) -> bool:
+    def read_again(self, late: Any, again: list[Task], behind: list[Task], idle: list[int], *, replace: bool) -> bool:
         """Have another worker read what a late one has.
 
-        If the pool can, a new worker takes the number of the late one, which ends after its task. Otherwise it is an
-        idle one.
+        Either a new worker takes the number of the late one, which ends after its task, or it is an idle one.
 
         Args:
             late: the late one.
             again: the task that it is at, to be read by both; empty: another one has it, or its run was dropped.
             behind: the tasks that it has not begun, to be read by the other one.
             idle: numbers of workers that are idle.
+            replace: it may be a new one, if the pool can.
 
         Returns:
             Whether there is another worker.

@@ -295,11 +295,10 @@ class ThreadPool(WorkerPool):
         threads = [thread for shared in self._running for thread in shared.threads]
         return [(thread, thread.board, [thread.task] if thread.task else []) for thread in threads]
 
-    def read_again(self, late: Any, again: list[Task], behind: list[Task], idle: list[int]) -> bool:
-        replace = False
+    def read_again(self, late: Any, again: list[Task], behind: list[Task], idle: list[int], *, replace: bool) -> bool:
         for shared in self._running:
             shared.left_behind = [thread for thread in shared.left_behind if thread.is_alive()]
-            replace = len(shared.left_behind) < LEFT_BEHIND * self.num_workers
+            replace = replace and len(shared.left_behind) < LEFT_BEHIND * self.num_workers
             if replace:
                 late.written_off = True
                 shared.left_behind.append(late)

@@ -298,7 +298,7 @@ def test_the_pool_does_not_keep_workers_whose_loader_is_gone() -> None:
 def test_the_first_of_two_answers_counts_and_says_whether_a_second_reading_pays() -> None:
     pieces = BatchPieces()
     late, second = Result(0, 5, "late", 4, began=1.0), Result(0, 5, "second", 4, began=3.1)
-    for answers, pays in (([second, late], 1), ([second, late], 2), ([late, second], 1), ([late, second], 0)):
+    for answers, pays in (([second, late], 2), ([late, second], 1), ([late, second], 0), ([second, late], 1)):
         pieces.twice[0, 5] = (3.0, 1)
         assert [pieces.is_first(one) for one in answers] == [True, False]
         assert pieces.pays == pays

@@ -143,7 +143,9 @@ def test_a_worker_that_holds_the_gil_shows_its_stack_and_goes_on(
         with pytest.raises(WorkerDiedError, match="reading sample 5"):
             said.during(lambda: list(iterator))
         killer.join()
-    assert re.search(r"worker \d \(pid \d+\) has not answered\. It is stopped, or holds the GIL in code in C", said.text)
+    assert re.search(
+        r"worker \d \(pid \d+\) has not answered\. It is stopped, or holds the GIL in code in C", said.text
+    )
 
 
 @covering(pool=["thread", *SEES])

@@ -238,9 +238,9 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 found.append((worker, worker.board, tasks))
         return found
 
-    def read_again(self, late: Any, again: list[Task], behind: list[Task], idle: list[int]) -> bool:
+    def read_again(self, late: Any, again: list[Task], behind: list[Task], idle: list[int], *, replace: bool) -> bool:
         transport = self._transport
-        if self.start_method == "fork" and len(transport.leaving) < LEFT_BEHIND * self.num_workers:
+        if replace and self.start_method == "fork" and len(transport.leaving) < LEFT_BEHIND * self.num_workers:
             self._supervisor.renew(late)
             idle = [late.number]
             for run in {task.run for task in behind}:
