@@ -52,8 +52,8 @@ FIRST_SECONDS = 1e-2
 LATE = 4
 """A batch is late that takes this many times as long as the median."""
 
-LATE_SECONDS = 2e-2
-"""No worker is late before that: a core that is busy elsewhere explains it."""
+LATE_SECONDS, SOONEST_SECONDS = 1e-1, 2e-2
+"""No worker is late before that: a core that is busy elsewhere explains it. The second one: as long as it pays."""
 
 LOOK_SECONDS = 5e-3
 """Between two looks at where the workers are, while the consumer waits."""
@@ -127,7 +127,7 @@ def late_after(usual: float, samples: int, *, pays: bool) -> float:
         >>> [late_after(0.1, samples, pays=False) for samples in (0, 64, 1)], late_after(0.1, 16, pays=True)
         ([0.4, 0.1, 0.4], 0.025)
     """
-    return max(LATE_SECONDS, usual * max(LATE / (samples or 1), 0.0 if pays else 1.0))
+    return max(SOONEST_SECONDS if pays else LATE_SECONDS, usual * max(LATE / (samples or 1), 0.0 if pays else 1.0))
 
 
 @dataclass
