@@ -59,7 +59,7 @@ LOOK_SECONDS = 5e-3
 """Between two looks at where the workers are, while the consumer waits."""
 
 PAYS = 3
-"""If the late worker answers first this number of times in a row, second readings do not pay any more."""
+"""The most that `BatchPieces.pays` becomes. If 3 late workers in a row answer first, it is 0."""
 
 PIECE_SECONDS = 2e-3
 """Work in a piece, at least."""

@@ -356,7 +356,8 @@ class Reader:
         self._next = self._batches + 1 + left_out
         if at.is_alone:
             self._lone += weight * samples
-            self._lone_seconds += weight * max(0.0, used - at.collating)
+            # With waits for a core: on a busy machine they may seem to be all of it. Needless times cost little.
+            self._lone_seconds += weight * max(0.0, seconds - at.collating)
             self._times_samples = self._lone_seconds >= SAMPLE_SECONDS * self._lone
         longest, slow = max(at.durations, default=0.0), self._slowest(at)
         if at.durations and self._awaiter is not None:

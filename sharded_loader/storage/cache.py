@@ -226,7 +226,7 @@ class ShardCache:
             return None
         with contextlib.suppress(OSError):
             if os.stat(beside(path)).st_mtime < time.time():  # otherwise a reader needs it
-                os.utime(beside(path))  # by this time it is told which one was not opened for the longest time
+                os.utime(beside(path))  # the shard with the oldest time goes first
         return file
 
     def _fetch(

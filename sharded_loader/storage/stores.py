@@ -12,8 +12,8 @@ the last part. So all bytes are those of one version, or there is an error.
 
 A request that fails, or stalls for `STALL` seconds, is tried again `TRIES` times, with growing pauses, or after the
 pause that the server asks for (``Retry-After``); `ObjectStore.retries` counts. What cannot be helped is not tried
-again: a file that is missing or has changed, no permission. s3fs and botocore, which would try again too, are told not
-to: otherwise one failure would be up to 150 requests.
+again: a file that is missing or has changed, no permission. s3fs and botocore do not try again themselves: otherwise
+one failure would be up to 150 requests.
 
 A store owns a file system per server. File systems do not survive a fork, so each process makes its own, when it first
 needs one. Threads may share a store.

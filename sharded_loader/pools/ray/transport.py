@@ -2,7 +2,7 @@
 
     start(new_job)            the dataset lies in the object store once; actors are asked for, or sent the new job
     choose(task), send(...)   a group of tasks is one call; when it has ended, however it has, that is an event
-    follow(order)             one actor of each node fetches shards ahead by it, and is told how far the user is
+    follow(order)             one actor of each node fetches shards in this order, and is told the user's position
     last_words(worker, error) what Ray says about its end, and what it read
     look()                    a cluster without room for any actor; a Ray that was shut down
 
@@ -14,8 +14,8 @@ The tasks of a lane (a part of iterable data, or workers that take turns) stay w
 open. To give a lane to another actor costs the opening of a part, and changes no batch.
 
 Under an order that datasets fetch ahead by, the first actor of a node that gets tasks is the one that fetches, for all
-actors of the node. With each group of tasks it is told the position, so it costs no call. If it has died, the next one
-that gets tasks takes its place.
+actors of the node. Each group of its tasks carries the position, so this needs no call. If it dies, the next actor that
+gets tasks takes its place.
 
 Owns the actors and the dataset in the object store. What can go wrong: no actor can begin, or there is never room for
 one. Where others read, they go on without an actor that cannot begin.
