@@ -13,10 +13,11 @@
 A task with a limit goes to one worker. If the batch takes long there, the worker answers with the samples that it has.
 All workers then read a piece of the rest. At last one worker gets the samples, and puts the batch together as if it had
 read them all: `Reader` has no other way to make a batch. It reads what it was not given. So a piece in which anything
-goes wrong is left out: a sample raises an error, a worker dies, a sample cannot be pickled. The error is then that of
-one reader. A worker keeps the whole batch if a sample has drawn from the global generators: samples that come later
-would draw other numbers in another worker. Samples go through the main process as bytes. It neither reads nor makes
-any. While the consumer waits for such a batch, a worker holds one task: otherwise a piece would wait behind a batch.
+goes wrong is left out: a sample raises an error, a worker dies, a sample cannot be pickled or is too large. The error
+is then that of one reader. A worker keeps the whole batch if a sample has drawn from the global generators: samples
+that come later would draw other numbers in another worker. Samples go through the main process as bytes. It neither
+reads nor makes any. While the consumer waits for such a batch, a worker holds one task: otherwise a piece would wait
+behind a batch.
 
 **Late workers.** If a worker stands still while the consumer waits, another one reads its task too. Both answer it, and
 `BatchPieces.is_first` lets the first answer through. The other one is new: it takes the place of the late one, which

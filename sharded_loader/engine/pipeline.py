@@ -591,7 +591,7 @@ class Pipeline:
     def _shared(self, run: Run, task: Task) -> list[Task]:
         """What the pool is given of a batch that may be slow. One of many is shared out only before the first one."""
         pool = self.pool
-        if run.delivered > run.epoch.first and sum(entry.result is None for entry in run.window) >= pool.num_workers:
+        if run.delivered > run.epoch.first and len(run.window) >= pool.num_workers:
             return [task]
         return self._pieces.shared(task, self._busy() - 1, pool.num_workers, by_any=pool.shares_dataset)
 

@@ -83,7 +83,7 @@ REST_SECONDS = 5e-3
 """Work that is left in a batch, at least, for which a worker answers with the samples that it has."""
 
 
-def _as_it_is(one: Any) -> Any:
+def _as_it_is(one: Any, seconds: float = math.inf) -> Any:
     return one
 
 
@@ -227,13 +227,13 @@ class Reader:
 
     Attributes:
         free: of each worker that uses this reader, when it was done with its last batch.
-        leave: samples -> what leaves the worker; None: the worker has to keep them (`engine.pieces`).
+        leave: samples, and how long they took -> what leaves the worker; None: it has to keep them (`engine.pieces`).
         taken: what has left a worker -> the samples.
         awaits: the samples are awaited.
         reads_ahead: `begin` may be called for a task before its turn.
     """
 
-    leave: Callable[[list[Any]], Any] = staticmethod(_as_it_is)
+    leave: Callable[..., Any] = staticmethod(_as_it_is)
     taken: Callable[[Any], list[Any]] = staticmethod(_as_it_is)
 
     def __init__(
@@ -589,9 +589,10 @@ class Reader:
         Returns:
             When to ask again: never.
         """
-        rest = (stamps[-1] - stamps[0]) * (sum(map(len, at.task.shards)) / len(samples) - 1)
+        seconds = stamps[-1] - stamps[0]
+        rest = seconds * (sum(map(len, at.task.shards)) / len(samples) - 1)
         is_worth_it = rest >= REST_SECONDS and not at.skipped and type(samples[0]) not in AWAITED
-        if is_worth_it and (left := self.leave(samples)) is not None:
+        if is_worth_it and (left := self.leave(samples, seconds)) is not None:
             at.durations = list(map(operator.sub, stamps[1:], stamps))
             raise Enough(left, len(samples))
         return math.inf

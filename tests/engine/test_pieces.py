@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -52,6 +52,17 @@ class Slow:
         drawn = random.random() if self.draws else 0.0
         x, reader = np.full(3, index + sample_rng().normal(), np.float32), threading.get_native_id()
         return {"x": x, "drawn": drawn, "text": str(index), "reader": reader}
+
+
+class Large:
+    """Samples of 4 MB that take 4 ms."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.004)
+        return {"x": np.zeros(1 << 20, np.float32), "drawn": np.zeros(1), "text": str(index)}
 
 
 def numbers(loader: ShardedDataLoader) -> list[Any]:
@@ -139,6 +150,27 @@ def test_values_and_errors_are_those_of_one_reader(
     found, pieces = read(pool_of(kind), dataset, **options)
     assert found == alone
     assert pieces
+
+
+@pytest.mark.parametrize("kind", ("thread", "fork"))
+def test_samples_that_are_large_for_their_time_do_not_go_to_another_process(kind: str) -> None:
+    _, pieces = read(pool_of(kind), cast(Any, Large()), batch_size=8)
+    assert bool(pieces) == (kind == "thread")
+
+
+def test_batches_are_shared_out_only_while_there_are_fewer_than_workers(tmp_path: Path) -> None:
+    numbers_of: list[int] = []
+    shared = BatchPieces.shared
+
+    def spy(self: BatchPieces, task: Task, *args: Any, **options: Any) -> list[Task]:
+        numbers_of.append(task.number)
+        return shared(self, task, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BatchPieces, "shared", spy)
+        with ShardedDataLoader(Slow(tmp_path), 8, pool=pool_of("fork", 2), prefetch=2) as loader:
+            assert len(list(loader)) == 12
+    assert set(numbers_of) == {0, 1, 2}, "of this epoch, and of the next one, which is read ahead"
 
 
 @pytest.mark.parametrize("kind", ("fork", "spawn"))
