@@ -135,6 +135,8 @@ def serve(folder: Path, speed: float | None, fault: str, ports: Any, sent: Any) 
                     time.sleep(len(piece) / speed)
 
     class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # of 5, connections beyond them are tried again after a second
+
         def handle_error(self, request: Any, client_address: Any) -> None:
             """A client that goes away is no error."""
 

@@ -134,6 +134,7 @@ class Run:
         any_order: a batch that is finished is handed out before one that is not.
         moved: the places of batches that have changed places and have not come yet, by their own numbers.
         waited: since when the consumer has waited, while empty batches came; 0: it does not.
+        lead: how many seconds after its task was sent the last batch was asked for; infinite: it was there then.
     """
 
     number: int
@@ -151,6 +152,7 @@ class Run:
     any_order: bool = False
     moved: dict[int, int] = field(default_factory=dict)
     waited: float = 0.0
+    lead: float = 0.0
 
     def __post_init__(self) -> None:
         self.epoch.run, self.delivered, self.planned = self.number, self.epoch.first, self.epoch.first
@@ -467,6 +469,7 @@ class Pipeline:
             run.waited = run.waited or began
             return
         began, run.waited = run.waited or began, 0.0
+        run.lead = began - head.sent
         if result.times is None and result.seconds < NOTED_SECONDS and ended - began < 5 * NOTED_SECONDS:
             head.wait = ended - began
             return
@@ -484,7 +487,8 @@ class Pipeline:
 
     def take(self, run: Run) -> None:
         """The head of the window is going to be handed out: put another batch in flight."""
-        run.window.popleft()
+        if not run.window.popleft().wait:
+            run.lead = math.inf
         if self.pool.num_workers:
             self._fill(run, 0)
             if run.next is not None:
@@ -589,9 +593,14 @@ class Pipeline:
         return room > 0 and not pieces.ready
 
     def _shared(self, run: Run, task: Task) -> list[Task]:
-        """What the pool is given of a batch that may be slow. One of many is shared out only before the first one."""
+        """What the pool is given of a batch that may be slow.
+
+        After the first batch it is shared out only if there are fewer than workers, and if one worker would not be done
+        with it before the consumer asks: pieces are read only while the consumer waits.
+        """
         pool = self.pool
-        if run.delivered > run.epoch.first and len(run.window) >= pool.num_workers:
+        has_begun, usual = run.delivered > run.epoch.first, self._pieces.usual() or 0.0
+        if has_begun and (len(run.window) >= pool.num_workers or run.lead > usual):
             return [task]
         return self._pieces.shared(task, self._busy() - 1, pool.num_workers, by_any=pool.shares_dataset)
 

@@ -158,7 +158,8 @@ def test_samples_that_are_large_for_their_time_do_not_go_to_another_process(kind
     assert bool(pieces) == (kind == "thread")
 
 
-def test_batches_are_shared_out_only_while_there_are_fewer_than_workers(tmp_path: Path) -> None:
+def shared_out(loader: ShardedDataLoader, pause: float = 0.0) -> list[int]:
+    """The numbers of those batches of an epoch that are shared out. The program pauses after each batch."""
     numbers_of: list[int] = []
     shared = BatchPieces.shared
 
@@ -166,11 +167,24 @@ def test_batches_are_shared_out_only_while_there_are_fewer_than_workers(tmp_path
         numbers_of.append(task.number)
         return shared(self, task, *args, **options)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, loader:
         patch.setattr(BatchPieces, "shared", spy)
-        with ShardedDataLoader(Slow(tmp_path), 8, pool=pool_of("fork", 2), prefetch=2) as loader:
-            assert len(list(loader)) == 12
-    assert set(numbers_of) == {0, 1, 2}, "of this epoch, and of the next one, which is read ahead"
+        for _ in loader:
+            time.sleep(pause)
+    return numbers_of
+
+
+def test_batches_are_shared_out_only_while_there_are_fewer_than_workers(tmp_path: Path) -> None:
+    found = shared_out(ShardedDataLoader(Slow(tmp_path), 8, pool=pool_of("fork", 2), prefetch=2))
+    assert set(found) == {0, 1, 2}, "of this epoch, and of the next one, which is read ahead"
+
+
+def test_batches_are_shared_out_only_if_the_program_waits_for_them(tmp_path: Path) -> None:
+    batches = [range(first, first + 4) for first in range(0, 96, 4)]
+    found = shared_out(ShardedDataLoader(Slow(tmp_path), batch_sampler=batches, pool=pool_of("fork"), prefetch=1))
+    assert set(found) == set(range(24))
+    found = shared_out(ShardedDataLoader(Slow(tmp_path), 4, pool=pool_of("fork"), prefetch=1), pause=0.2)
+    assert len(found) < 12, "one worker reads a batch in 20 ms, while the program does something else"
 
 
 @pytest.mark.parametrize("kind", ("fork", "spawn"))

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import signal
 import socket
@@ -91,6 +92,21 @@ def starting_worker() -> Iterator[None]:
         _this_thread.starts_worker = False
         if block:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _leave_garbage_alone() -> None:
+    """In a forked worker: what the main process has made is never collected here.
+
+    Its garbage may be a connection. To close that waits for a thread that is not here, and may take connections of the
+    main process out of its selector. A web session of fsspec delayed the first batch by a second. Besides, a collection
+    writes to each page of inherited objects, and so copies all of them.
+    """
+    if is_starting_worker():
+        gc.freeze()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_garbage_alone)
 
 
 class _ForkedPopen(popen_fork.Popen):  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -223,3 +225,42 @@ def test_libraries_start_no_threads_in_a_forked_worker() -> None:
     _ = Threads()[0]  # libraries start their threads in the main process
     with ShardedDataLoader(Threads(), 4, pool=ProcessPool(2, start_method="fork")) as loader:
         assert {count for batch in loader for count in batch.tolist()} == {2}  # it reads in one, and receives in one
+
+
+class Garbage:
+    """A cycle. Its end notes the process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.itself = path, self
+
+    def __del__(self) -> None:
+        with open(self.path, "a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+class Collects:
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        gc.collect()
+        return os.getpid()
+
+
+def test_workers_leave_the_garbage_of_the_main_process_alone(tmp_path: Path) -> None:
+    """It may be a connection. Its end would wait for a thread that is not there, or close that of the main process."""
+    gc.disable()
+    try:
+        Garbage(tmp_path / "ends")
+        pool = ProcessPool(2, start_method="fork")
+        with ShardedDataLoader(Collects(), 4, pool=pool) as loader:
+            batches = iter(loader)
+            pids = set(next(batches).tolist())
+            os.kill(pool.pids[0], signal.SIGKILL)  # the next worker comes from the template
+            pids.update(*(batch.tolist() for batch in batches))
+        assert len(pids) > 1 and os.getpid() not in pids
+        assert not (tmp_path / "ends").exists()
+    finally:
+        gc.enable()
+    gc.collect()
+    assert (tmp_path / "ends").read_text() == f"{os.getpid()}\n"
