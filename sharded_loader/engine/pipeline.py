@@ -33,7 +33,7 @@ from sharded_loader.base.private import is_owned
 from sharded_loader.data.inspection import is_read_once
 from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
 from sharded_loader.engine.order import Epoch
-from sharded_loader.engine.pieces import LOOK_SECONDS, MANY, SLOW_SECONDS, BatchPieces
+from sharded_loader.engine.pieces import LOOK_SECONDS, SLOW_SECONDS, BatchPieces
 from sharded_loader.engine.pool import Pool, PoolBroken
 from sharded_loader.engine.split import Split
 
@@ -585,12 +585,13 @@ class Pipeline:
 
     def _has_room(self, tasks: list[Task], waits: bool) -> bool:
         """Give pieces of slow batches to the workers first. Whether there is room for a batch."""
-        pieces, workers = self._pieces, self.pool.num_workers
-        room = pieces.room(self._busy(), workers) if waits else MANY
+        pieces = self._pieces
+        room = pieces.room(self._busy(), self.pool.num_workers)
+        # Also while the consumer does not wait: the worker that puts a batch together should not be at another piece.
         while room > 0 and pieces.ready and (piece := pieces.take(waits)) is not None:
             tasks.append(piece)
             room -= 1
-        return room > 0 and not pieces.ready
+        return (room > 0 or not waits) and not pieces.ready
 
     def _shared(self, run: Run, task: Task) -> list[Task]:
         """What the pool is given of a batch that may be slow.

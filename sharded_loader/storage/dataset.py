@@ -368,8 +368,10 @@ class ShardDataset(Dataset):
                 self._open.move_to_end(key)
                 return found
             self._close_deleted(now - IDLE)  # this one may need their place on the disk
-        # May take long: other threads read other shards.
-        file, index = self._file(shard, in_parts), self._index(shard, in_parts)
+        # May take long: other threads read other shards. Of a store the index first: the file may be on its way.
+        index = self._index(shard, in_parts) if local_path(self._urls[shard]) is None else {}
+        file = self._file(shard, in_parts)
+        index = index or self._index(shard, in_parts)
         file.shared = self._shared
         self._check(shard, file, index)
         if int(index["length"]) != self.lengths[shard]:
@@ -401,29 +403,25 @@ class ShardDataset(Dataset):
         )
 
     def _make_index(self, shard: int, in_parts: bool) -> Index:
+        entry = self._entries.get(self._urls[shard])
+        index = None if entry is None else index_file.index_of(self._store, entry)
+        if entry is not None and index is None:
+            self._entries = {}  # nothing else is read from that file
+        if entry is not None and index is not None and is_same(entry.stat.tag, self._stats[shard].tag):
+            return index
         file = self._file(shard, in_parts)
         try:
-            return self._described(shard, file) or self._indexed(shard, file)
+            if entry is None or index is None:
+                return self._indexed(shard, file)
+            if not np.array_equal(_content(file), index["checksums"]):
+                raise ShardError(
+                    f"{file.name} has changed since {shown(entry.file)} was written: write that file again "
+                    "(sharded-loader index), and make the dataset again"
+                )
+            return index
         finally:
             self._check(shard, file)
             file.close()
-
-    def _described(self, shard: int, file: ShardFile) -> Index | None:
-        """The index of a shard in its index file, if it has one."""
-        entry = self._entries.get(self._urls[shard])
-        if entry is None:
-            return None
-        index = index_file.index_of(self._store, entry)
-        if index is None:
-            self._entries = {}  # nothing else is read from that file
-        elif not is_same(entry.stat.tag, self._stats[shard].tag) and not np.array_equal(
-            _content(file), index["checksums"]
-        ):
-            raise ShardError(
-                f"{file.name} has changed since {shown(entry.file)} was written: write that file again "
-                "(sharded-loader index), and make the dataset again"
-            )
-        return index
 
     def _indexed(self, shard: int, file: ShardFile) -> Index:
         index = self._format.index(file)
@@ -512,7 +510,7 @@ class ShardDataset(Dataset):
         url, stat = self._urls[shard], self._stats[shard]
         path = local_path(url)
         if path is None and self._cache is not None and not in_parts:
-            return self._cache.open(url, stat, lambda file: self._store.fetch(url, file, stat))
+            return self._cache.open(url, stat, lambda file: self._store.fetch(url, file, stat, is_waited_for=True))
         if path is None:
             return RemoteFile(self._store, url, stat)
         if not stat.tag:

@@ -69,6 +69,9 @@ PIECE = 8 << 20
 CONNECTIONS = 4
 """Requests for one file that run side by side."""
 
+LEAST_PIECE = 1 << 20
+"""Bytes of one request, at least, for a file that is waited for."""
+
 IN_ALL = 4 * CONNECTIONS
 """Requests of a process that run side by side."""
 
@@ -218,19 +221,26 @@ class ObjectStore:
             for number, begin, end in zip(where, begins, ends, strict=True)
         ]
 
-    def fetch(self, url: str, file: BinaryIO, stat: Stat) -> None:
+    def fetch(self, url: str, file: BinaryIO, stat: Stat, *, is_waited_for: bool = False) -> None:
         """Write a whole file into another one. Each piece is written when it comes, and the next one is asked for.
+
+        Args:
+            url, stat: of the file.
+            file: the other one.
+            is_waited_for: use all connections for it, also if it is small. A file of 8 MB over connections of 50 MB/s
+                comes after 0.06 s instead of 0.19 s. For many files this costs a quarter of the rate.
 
         Raises:
             ShardError: it is another file now.
         """
-        begins, all_are_sure = iter(range(0, stat.size, PIECE)), True
+        size = min(PIECE, max(LEAST_PIECE, -(-stat.size // CONNECTIONS))) if is_waited_for else PIECE
+        begins, all_are_sure = iter(range(0, stat.size, size)), True
         running: dict[Future[tuple[bytes, bool]], int] = {}
-        threads = ThreadPoolExecutor(max(1, min(pieces_of(stat.size), CONNECTIONS)))
+        threads = ThreadPoolExecutor(max(1, min(-(-stat.size // size), CONNECTIONS)))
         try:
             while True:
                 for begin in islice(begins, CONNECTIONS - len(running)):  # no more than these lie in memory
-                    end = min(begin + PIECE, stat.size)
+                    end = min(begin + size, stat.size)
                     running[threads.submit(self._part, url, begin, end, stat)] = begin
                 if not running:
                     break
