@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import operator
 import os
 import re
 import shutil
@@ -122,7 +123,7 @@ class ShardCache:
     @property
     def used_bytes(self) -> int:
         """What the shards take, those included that are being fetched."""
-        return sum(size for _, size, _ in self._files())
+        return sum(size for _, size in self._files())
 
     def open(self, url: str, stat: Stat, fetch: Callable[[BinaryIO], None]) -> LocalFile:
         """A shard, which is fetched if it is not there.
@@ -278,11 +279,18 @@ class ShardCache:
         until = time.monotonic() + STUCK
         while True:
             with self._lock("room"):
-                files = sorted(self._files(), key=lambda found: found[2])
+                found = list(self._files())
                 disk, now = shutil.disk_usage(self.folder), time.time()
-                missing = sum(taken for _, taken, _ in files) + size - self.max_bytes
-                unwritten = sum(taken - _on_disk(path) for path, taken, _ in files if path.suffix == ".part")
-                missing = max(missing, unwritten + size - disk.free if disk.total else 0)  # 0: the system does not know
+                missing = sum(taken for _, taken in found) + size - self.max_bytes
+                parts = [(path, taken) for path, taken in found if path.suffix == ".part"]
+                unwritten = sum(taken for _, taken in parts)
+                if disk.total and unwritten + size > disk.free:  # total is 0: the system does not know
+                    unwritten = sum(taken - _on_disk(path) for path, taken in parts)
+                    missing = max(missing, unwritten + size - disk.free)
+                if missing <= 0:  # each further call of the system may wait 5 ms for the interpreter
+                    part.touch()
+                    return True
+                files = sorted(((path, taken, _used(path)) for path, taken in found), key=operator.itemgetter(2))
                 if is_ahead and missing > sum(
                     taken for path, taken, used in files if used <= now and self._may_go(path, part)
                 ):
@@ -332,16 +340,13 @@ class ShardCache:
         except TimeoutError:
             return False
 
-    def _files(self) -> Iterator[tuple[Path, int, float]]:
-        """The shards, whole or in parts, with their sizes and when they were opened last."""
+    def _files(self) -> Iterator[tuple[Path, int]]:
+        """The shards, whole or in parts, with their sizes."""
         with contextlib.suppress(FileNotFoundError):  # another program may have deleted the folder
             for entry in list(os.scandir(self.folder)):
                 match = _NAME.fullmatch(entry.name)
                 if match is not None and entry.is_file():
-                    path, used = Path(entry.path), 0.0
-                    with contextlib.suppress(FileNotFoundError):
-                        used = os.stat(beside(path) if match[2] == "shard" else path).st_mtime
-                    yield path, int(match[1]), used
+                    yield Path(entry.path), int(match[1])
 
     def _is_inside(self, error: OSError) -> bool:
         """Whether an error is about a file of this folder."""
@@ -364,6 +369,14 @@ class ShardCache:
 def _lock_of(name: str) -> str:
     """The lock of a shard, by the name of its file."""
     return str(int(name[:8], 16) % LOCKS)
+
+
+def _used(path: Path) -> float:
+    """When a shard, or a part of one, was opened last."""
+    try:
+        return os.stat(beside(path) if path.suffix == ".shard" else path).st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _on_disk(path: Path) -> int:
@@ -431,7 +444,7 @@ def is_sound(path: Path, size: int, may_read: bool) -> bool:
 def _checksum(path: Path) -> int:
     found = 0
     with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
+        while chunk := file.read(4 << 20):
             found = zlib.crc32(chunk, found)
     return found
 
