@@ -15,6 +15,9 @@ pause that the server asks for (``Retry-After``); `ObjectStore.retries` counts. 
 again: a file that is missing or has changed, no permission. s3fs and botocore do not try again themselves: otherwise
 one failure would be up to 150 requests.
 
+At first `CONNECTIONS` requests run side by side, one more after each answer, and `IN_ALL` at last. A small server lets
+few connections wait. It drops the others, and each of these would come a second later.
+
 A store owns a file system per server. File systems do not survive a fork, so each process makes its own, when it first
 needs one. Threads may share a store.
 
@@ -115,6 +118,7 @@ class ObjectStore:
         self._systems: dict[str, Any] = {}
         self._fast = FastS3(self._options)
         self._lock = threading.Lock()
+        self._places, self._turns = CONNECTIONS, threading.Semaphore(CONNECTIONS)
         self.retries = 0
         self.requests = 0
 
@@ -318,6 +322,13 @@ class ObjectStore:
             system = self._systems[key]
         return system, path_of(system, url)
 
+    def _take_place(self) -> None:
+        """There was an answer: one more request may run beside the others."""
+        with self._lock:
+            if self._places < IN_ALL:
+                self._places += 1
+                self._turns.release()
+
     def _try(self, url: str, request: Callable[[], Result]) -> Result:
         """The answer to a request, which is tried again if it fails."""
         message, asked = "", 0.0
@@ -328,7 +339,10 @@ class ObjectStore:
                 note_retry()
             self.requests += 1
             try:
-                return request()
+                with self._turns:
+                    answer = request()
+                self._take_place()
+                return answer
             except Changed as changed:
                 raise _changed(url, str(changed)) from None
             except Unfit as unfit:

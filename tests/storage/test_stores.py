@@ -11,6 +11,7 @@ import pickle
 import threading
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +250,30 @@ def test_merged_stretches_hold_the_given_ones(pairs: list[tuple[int, int]], gap:
     assert all(later[0] - earlier[1] > gap for earlier, later in itertools.pairwise(spans))
     for number, begin, end in zip(where, begins, ends, strict=True):
         assert spans[number][0] <= begin <= end <= spans[number][1]
+
+
+def test_requests_begin_few_at_a_time_and_become_more() -> None:
+    """A small server lets few connections wait. The others would come a second later."""
+    store, events, lock = ObjectStore(), list[str](), threading.Lock()
+    few, many = threading.Event(), threading.Event()
+
+    def request() -> None:
+        with lock:
+            events.append("asked")
+            running = events.count("asked") - events.count("answered")
+            if running == stores.CONNECTIONS:
+                few.set()
+            if running == stores.IN_ALL:
+                many.set()
+        few.wait(60)
+        if len(events) > 2 * stores.IN_ALL:
+            many.wait(60)
+        with lock:
+            events.append("answered")
+
+    with ThreadPoolExecutor(3 * stores.IN_ALL) as threads:
+        asked = [threads.submit(store._try, "http://host/a", request) for _ in range(4 * stores.IN_ALL)]
+    assert [one.result() for one in asked] == [None] * len(asked)
+    assert events[:5] == ["asked"] * stores.CONNECTIONS + ["answered"]
+    running = list(itertools.accumulate(1 if event == "asked" else -1 for event in events))
+    assert max(running) == stores.IN_ALL
