@@ -214,8 +214,9 @@ def test_a_worker_that_is_killed_over_a_piece_changes_nothing_or_is_named(restar
         assert [len(one) for one in texts] == [24, 24, 0, 24]
 
 
-def test_workers_read_the_shards_of_one_batch(tmp_path: Path) -> None:
-    with ShardedDataLoader(Slow(tmp_path), 24, pool=pool_of("fork"), num_shards=2, prefetch=1) as loader:
+@pytest.mark.parametrize("options", [{"num_shards": 2}, {"devices": ["cpu", "cpu"]}])
+def test_workers_read_the_shards_of_one_batch(options: dict[str, Any], tmp_path: Path) -> None:
+    with ShardedDataLoader(Slow(tmp_path), 24, pool=pool_of("fork"), prefetch=1, **options) as loader:
         shards = next(iter(loader))
     assert [text for shard in shards for text in shard["text"]] == [str(index) for index in range(24)]
     assert len({reader for shard in shards for reader in shard["reader"].tolist()}) > 1
@@ -283,6 +284,19 @@ def test_a_batch_that_stands_still_is_read_by_an_idle_worker_too(kind: str, tmp_
         (tmp_path / "over").touch()
     assert found == [list(range(first, first + 4)) for first in range(0, 64, 4)]
     assert took < 25 and stats.second_reads >= 1 and stats.replaced_workers == 0
+
+
+@pytest.mark.parametrize("kind", ("thread", "fork"))
+def test_an_interrupt_during_a_second_reading_loses_nothing(kind: str, tmp_path: Path) -> None:
+    with ShardedDataLoader(Stuck(tmp_path), 4, pool=pool_of(kind, 2)) as loader:
+        batches, found = iter(loader), list[Any]()
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(BatchPieces, "given_to_another", _interrupt)
+            found += (batch.tolist() for batch in batches)
+        (tmp_path / "over").touch()
+        assert found == [list(range(first, first + 4)) for first in range(0, 20, 4)]
+        found += (batch.tolist() for batch in batches)
+    assert found == [list(range(first, first + 4)) for first in range(0, 64, 4)]
 
 
 @pytest.mark.parametrize("kind", ("thread", "fork"))
