@@ -316,8 +316,14 @@ class ShardDataset(Dataset):
             position,
             partial(self._fetched_for, later),
             None if cache.read_only else cache.folder / "readers",
+            self._keep_index,
         )
         self._ahead.start()
+
+    def _keep_index(self, shard: int) -> None:
+        """Have the index of a shard in the folder of indexes before a worker needs it, if an index file has it."""
+        if self._urls[shard] in self._entries:
+            self._index(shard, in_parts=False)
 
     def _fetched_for(self, order: Callable[[int], Any], number: int) -> list[int] | None:
         """The shards of the store that a batch of an order needs; None after the last batch."""

@@ -99,6 +99,7 @@ class ReadAhead:
         position: see above.
         later: the order of the next epoch, from 0 on.
         register: the folder in which the readers of the cache know each other. None: this one is alone.
+        then: called with each shard that has been fetched.
 
     Attributes:
         error: the last one, of a fetch or of the order, which has ended the thread; None: nothing has gone wrong.
@@ -113,7 +114,9 @@ class ReadAhead:
         position: Callable[[], int | None],
         later: Needs = lambda number: None,
         register: Path | None = None,
+        then: Callable[[int], object] = lambda shard: None,
     ) -> None:
+        self._then = then
         self._cache, self._store, self._shards = cache, store, shards
         self._needs, self._position, self._later = needs, position, later
         self._register, self._processes, self._readers = register, processes_here(), 1
@@ -159,6 +162,8 @@ class ReadAhead:
         while (shard := self._wanted.get()) is not None:
             try:
                 self._fetch(shard)
+                self._in_progress.discard(shard)
+                self._then(shard)
             except Exception as error:
                 self.error = error
             self._in_progress.discard(shard)

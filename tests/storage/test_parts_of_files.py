@@ -76,7 +76,7 @@ def test_no_part_of_another_version_is_read(served: Served, tag: str | None, mod
 
 @pytest.mark.costly(6)
 @pytest.mark.parametrize(("tag", "modified"), TAGS, ids=["ETag", "Last-Modified", "both"])
-@pytest.mark.parametrize("number", [1, 4, 8])
+@pytest.mark.parametrize("number", [1, 4, 6])  # of 10; up to 3 more may have been asked for
 def test_a_file_that_is_replaced_while_it_is_fetched(
     served: Served, tag: str | None, modified: str | None, number: int
 ) -> None:

@@ -215,7 +215,7 @@ def test_a_cache_fetches_about_as_little_as_the_best_rule(
         for epoch in range(5)
     ]
     cache, store, known = ShardCache(tmp_path, room), ObjectStore(), shards(48)
-    monkeypatch.setattr(store, "fetch", lambda url, file, stat: file.write(b"a"))
+    monkeypatch.setattr(store, "fetch", lambda url, file, stat, **_: file.write(b"a"))
 
     def of(epoch: int, number: int) -> list[int] | None:
         return epochs[epoch][number] if number < len(epochs[epoch]) else None

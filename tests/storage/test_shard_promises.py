@@ -127,6 +127,7 @@ def test_ranks_read_one_order(shards: ShardDataset, expected: list[Any], ranks: 
 @pytest.mark.slow
 def test_a_shard_that_is_gone_costs_its_own_samples(shards: ShardDataset, served: Served, name: str) -> None:
     lost = set(range(5 * LENGTH, 6 * LENGTH))
+    assert len(shards) == TOTAL
     del served.files["/5.tar"]
     with loader_of(shards, pool=make_pool(name), on_error="skip") as loader:
         found = [index for batch in loader for index in batch[0].tolist()]
