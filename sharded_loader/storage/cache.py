@@ -37,7 +37,7 @@ import shutil
 import stat as modes
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -279,18 +279,13 @@ class ShardCache:
         until = time.monotonic() + STUCK
         while True:
             with self._lock("room"):
-                found = list(self._files())
-                disk, now = shutil.disk_usage(self.folder), time.time()
-                missing = sum(taken for _, taken in found) + size - self.max_bytes
-                parts = [(path, taken) for path, taken in found if path.suffix == ".part"]
-                unwritten = sum(taken for _, taken in parts)
-                if disk.total and unwritten + size > disk.free:  # total is 0: the system does not know
-                    unwritten = sum(taken - _on_disk(path) for path, taken in parts)
-                    missing = max(missing, unwritten + size - disk.free)
+                found, now = dict(self._files()), time.time()
+                missing = self._missing(found, size)
                 if missing <= 0:  # each further call of the system may wait 5 ms for the interpreter
                     part.touch()
                     return True
-                files = sorted(((path, taken, _used(path)) for path, taken in found), key=operator.itemgetter(2))
+                paths = [self.folder / name for name in found]
+                files = sorted(zip(paths, found.values(), map(_used, paths), strict=True), key=operator.itemgetter(2))
                 if is_ahead and missing > sum(
                     taken for path, taken, used in files if used <= now and self._may_go(path, part)
                 ):
@@ -320,6 +315,16 @@ class ShardCache:
                 )
             time.sleep(0.02)  # others are being fetched
 
+    def _missing(self, found: Mapping[str, int], size: int) -> int:
+        """How many bytes have to go before a file of this size fits, if these files are there."""
+        parts = {name: taken for name, taken in found.items() if name.endswith(".part")}
+        unwritten, disk = sum(parts.values()), shutil.disk_usage(self.folder)
+        missing = sum(found.values()) + size - self.max_bytes
+        if not disk.total or unwritten + size <= disk.free:  # total is 0: the system does not know
+            return missing
+        unwritten -= sum(min(taken, _on_disk(self.folder / name)) for name, taken in parts.items())
+        return max(missing, unwritten + size - disk.free)
+
     def _warn_of_needed(self) -> None:
         if not self._has_warned:
             self._has_warned = True
@@ -340,13 +345,12 @@ class ShardCache:
         except TimeoutError:
             return False
 
-    def _files(self) -> Iterator[tuple[Path, int]]:
-        """The shards, whole or in parts, with their sizes."""
+    def _files(self) -> Iterator[tuple[str, int]]:
+        """The names of shards, whole or in parts, with their sizes."""
         with contextlib.suppress(FileNotFoundError):  # another program may have deleted the folder
-            for entry in list(os.scandir(self.folder)):
-                match = _NAME.fullmatch(entry.name)
-                if match is not None and entry.is_file():
-                    yield Path(entry.path), int(match[1])
+            for match in map(_NAME.fullmatch, os.listdir(self.folder)):
+                if match is not None:
+                    yield match[0], int(match[1])
 
     def _is_inside(self, error: OSError) -> bool:
         """Whether an error is about a file of this folder."""
