@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,9 @@ from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset, Thread
 from sharded_loader.data.inspection import is_read_once
 from sharded_loader.engine.messages import PIECE, Result, Task
 from sharded_loader.engine.pieces import FIRST_SECONDS, BatchPieces, cuts, late_after, limit_of
+from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.pools.task_reader import TaskReader
+from sharded_loader.randomness.global_generators import global_states
 from sharded_loader.torch import DataLoader
 
 POOLS = ("thread", "fork", "spawn")
@@ -52,17 +57,6 @@ class Slow:
         drawn = random.random() if self.draws else 0.0
         x, reader = np.full(3, index + sample_rng().normal(), np.float32), threading.get_native_id()
         return {"x": x, "drawn": drawn, "text": str(index), "reader": reader}
-
-
-class Large:
-    """Samples of 4 MB that take 4 ms."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.004)
-        return {"x": np.zeros(1 << 20, np.float32), "drawn": np.zeros(1), "text": str(index)}
 
 
 def numbers(loader: ShardedDataLoader) -> list[Any]:
@@ -152,14 +146,14 @@ def test_values_and_errors_are_those_of_one_reader(
     assert pieces
 
 
-@pytest.mark.parametrize("kind", ("thread", "fork"))
-def test_samples_that_are_large_for_their_time_do_not_go_to_another_process(kind: str) -> None:
-    _, pieces = read(pool_of(kind), cast(Any, Large()), batch_size=8)
-    assert bool(pieces) == (kind == "thread")
+def test_samples_that_are_large_for_their_time_do_not_go_to_another_process() -> None:
+    reader, samples = TaskReader(0, 2, "worker 0"), [np.zeros(1_000_000, np.uint8)]
+    reader._generators = global_states()
+    assert reader._leave(samples, seconds=0.02) is not None
+    assert reader._leave(samples, seconds=0.005) is None
 
 
-def shared_out(loader: ShardedDataLoader, pause: float = 0.0) -> list[int]:
-    """The numbers of those batches of an epoch that are shared out. The program pauses after each batch."""
+def test_batches_are_shared_out_only_while_there_are_fewer_than_workers(tmp_path: Path) -> None:
     numbers_of: list[int] = []
     shared = BatchPieces.shared
 
@@ -167,24 +161,29 @@ def shared_out(loader: ShardedDataLoader, pause: float = 0.0) -> list[int]:
         numbers_of.append(task.number)
         return shared(self, task, *args, **options)
 
-    with pytest.MonkeyPatch.context() as patch, loader:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BatchPieces, "shared", spy)
-        for _ in loader:
-            time.sleep(pause)
-    return numbers_of
+        with ShardedDataLoader(Slow(tmp_path), 8, pool=pool_of("fork", 2), prefetch=2) as loader:
+            assert len(list(loader)) == 12
+    assert set(numbers_of) == {0, 1, 2}, "of this epoch, and of the next one, which is read ahead"
 
 
-def test_batches_are_shared_out_only_while_there_are_fewer_than_workers(tmp_path: Path) -> None:
-    found = shared_out(ShardedDataLoader(Slow(tmp_path), 8, pool=pool_of("fork", 2), prefetch=2))
-    assert set(found) == {0, 1, 2}, "of this epoch, and of the next one, which is read ahead"
-
-
-def test_batches_are_shared_out_only_if_the_program_waits_for_them(tmp_path: Path) -> None:
-    batches = [range(first, first + 4) for first in range(0, 96, 4)]
-    found = shared_out(ShardedDataLoader(Slow(tmp_path), batch_sampler=batches, pool=pool_of("fork"), prefetch=1))
-    assert set(found) == set(range(24))
-    found = shared_out(ShardedDataLoader(Slow(tmp_path), 4, pool=pool_of("fork"), prefetch=1), pause=0.2)
-    assert len(found) < 12, "one worker reads a batch in 20 ms, while the program does something else"
+@pytest.mark.parametrize(
+    ("delivered", "in_flight", "lead", "is_shared"),
+    [(0, 1, 0.0, True), (5, 1, 0.05, True), (5, 1, 0.2, False), (5, 1, math.inf, False), (5, 4, 0.05, False)],
+)
+def test_batches_are_shared_out_only_if_the_program_waits_for_them(
+    delivered: int, in_flight: int, lead: float, is_shared: bool
+) -> None:
+    pieces, task = BatchPieces(), Task(0, 5, 0, 0, (list(range(8)),), False)
+    pieces.recent.append(0.1)  # seconds of a batch
+    pool = SimpleNamespace(num_workers=4, shares_dataset=False)
+    pipeline: Any = SimpleNamespace(pool=pool, _pieces=pieces, _busy=lambda: in_flight)
+    run: Any = SimpleNamespace(
+        delivered=delivered, epoch=SimpleNamespace(first=0), window=[task] * in_flight, lead=lead
+    )
+    [given] = Pipeline._shared(pipeline, run, task)
+    assert (given.limit is not None) == is_shared
 
 
 @pytest.mark.parametrize("kind", ("fork", "spawn"))
