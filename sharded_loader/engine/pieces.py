@@ -72,19 +72,23 @@ NOTED = 16
 """Batches whose median counts."""
 
 
-def limit_of(usual: float | None, busy: int, workers: int) -> float | None:
+def limit_of(usual: float | None, busy: int, workers: int, lead: float = 0.0) -> float | None:
     """After how many seconds the worker of a batch may answer with the samples that it has; None: it may not.
 
     Args:
         usual: seconds that batches took; None: none has come.
         busy: how many batches other workers have.
         workers: how many workers there are.
+        lead: seconds until the consumer asks for the batch. Pieces are read only while it waits: one worker may be done
+            before that.
 
     Example:
         >>> limit_of(None, 0, 8), limit_of(1.3, 7, 8), limit_of(1.3, 8, 8), limit_of(0.001, 0, 8)
         (0.01, 0.0, None, None)
+        >>> limit_of(1.3, 0, 8, lead=1.0), limit_of(1.3, 0, 8, lead=2.0)
+        (0.0, None)
     """
-    if workers < 2 or busy >= workers:
+    if workers < 2 or busy >= workers or lead > (usual or math.inf):
         return None
     if usual is None:
         return FIRST_SECONDS
@@ -227,17 +231,18 @@ class BatchPieces:
             return MANY
         return workers - busy + len(self.open) - sum(shared.out for shared in self.open.values())
 
-    def shared(self, task: Task, busy: int, workers: int, *, by_any: bool) -> list[Task]:
+    def shared(self, task: Task, busy: int, workers: int, lead: float, *, by_any: bool) -> list[Task]:
         """The tasks that a batch is given to the workers as; none: they are `ready`.
 
         Args:
             task: the batch.
             busy: how many batches the workers have.
             workers: how many there are.
+            lead: see `limit_of`.
             by_any: a batch may go to any worker, whatever its lane is.
         """
         is_free = task.part is None and (task.lane is None or by_any) and type(task.shards[0]) is not Packed
-        limit = limit_of(self.usual(), busy, workers)
+        limit = limit_of(self.usual(), busy, workers, lead)
         if limit is None or task.seq < 0 or not is_free or sum(map(len, task.shards)) < 2:
             return [task]
         shared = self.open[task.run, task.seq] = SharedOut(task)

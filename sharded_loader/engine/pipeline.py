@@ -594,16 +594,11 @@ class Pipeline:
         return (room > 0 or not waits) and not pieces.ready
 
     def _shared(self, run: Run, task: Task) -> list[Task]:
-        """What the pool is given of a batch that may be slow.
-
-        After the first batch it is shared out only if there are fewer than workers, and if one worker would not be done
-        with it before the consumer asks: pieces are read only while the consumer waits.
-        """
-        pool = self.pool
-        has_begun, usual = run.delivered > run.epoch.first, self._pieces.usual() or 0.0
-        if has_begun and (len(run.window) >= pool.num_workers or run.lead > usual):
-            return [task]
-        return self._pieces.shared(task, self._busy() - 1, pool.num_workers, by_any=pool.shares_dataset)
+        """What the pool is given of a batch that may be slow. After the first one, those that have come count too."""
+        pool, busy, lead = self.pool, self._busy() - 1, 0.0
+        if run.delivered > run.epoch.first:
+            busy, lead = max(busy, len(run.window)), run.lead
+        return self._pieces.shared(task, busy, pool.num_workers, lead, by_any=pool.shares_dataset)
 
     def _busy(self) -> int:
         """How many batches the workers have, that of this moment included."""

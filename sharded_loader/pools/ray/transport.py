@@ -2,7 +2,7 @@
 
     start(new_job)            the dataset lies in the object store once; actors are asked for, or sent the new job
     choose(task), send(...)   a group of tasks is one call; when it has ended, however it has, that is an event
-    follow(order)             one actor of each node fetches shards in this order, and is told the user's position
+    follow(order)             one actor of each node fetches shards in this order; each group of its tasks says how far
     last_words(worker, error) what Ray says about its end, and what it read
     look()                    a cluster without room for any actor; a Ray that was shut down
 

@@ -240,11 +240,19 @@ class Garbage:
 
 
 class Collects:
+    """Sample 20 kills its worker once: the next worker comes from the template."""
+
+    def __init__(self, killed: Path) -> None:
+        self.killed = killed
+
     def __len__(self) -> int:
         return 40
 
     def __getitem__(self, index: int) -> int:
         gc.collect()
+        if index == 20 and not self.killed.exists():
+            self.killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         return os.getpid()
 
 
@@ -253,13 +261,10 @@ def test_workers_leave_the_garbage_of_the_main_process_alone(tmp_path: Path) -> 
     gc.disable()
     try:
         Garbage(tmp_path / "ends")
-        pool = ProcessPool(2, start_method="fork")
-        with ShardedDataLoader(Collects(), 4, pool=pool) as loader:
-            batches = iter(loader)
-            pids = set(next(batches).tolist())
-            os.kill(pool.pids[0], signal.SIGKILL)  # the next worker comes from the template
-            pids.update(*(batch.tolist() for batch in batches))
-        assert len(pids) > 1 and os.getpid() not in pids
+        pool = ProcessPool(1, start_method="fork")
+        with ShardedDataLoader(Collects(tmp_path / "killed"), 4, pool=pool) as loader:
+            pids = {pid for batch in loader for pid in batch.tolist()}
+        assert len(pids) == 2 and os.getpid() not in pids
         assert not (tmp_path / "ends").exists()
     finally:
         gc.enable()
