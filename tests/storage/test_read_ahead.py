@@ -54,17 +54,24 @@ class Walk:
         self.there: set[int] = set()
         self.said: list[tuple[int, int | None]] = []  # of shards that are not needed now: the batch that needs them
         self.position: int | None = 0
+        self.looks = 0
+        self.noted: list[int] = []
         cache: Any = self
         self.ahead = ReadAhead(
             cache,
             ObjectStore(),
             shards(100),
             lambda number: batches[number] if number < len(batches) else None,
-            lambda: self.position,
+            self.look,
             lambda number: later[number] if number < len(later) else None,
             register,
+            self.noted.append,
         )
         self.ahead.start()
+
+    def look(self) -> int | None:
+        self.looks += 1
+        return self.position
 
     def prepare(self, url: str, stat: Stat, fetch: object, is_needed: Callable[[], bool]) -> None:
         if is_needed():
@@ -94,6 +101,7 @@ def test_it_goes_as_far_as_there_is_room() -> None:
     until(lambda: sorted(walk.fetched) == [0, 1, 2, 3, 9])
     walk.position = 4
     until(lambda: walk.fetched.count(1) == 2)
+    until(lambda: sorted(walk.noted) == sorted(walk.fetched))
     walk.ahead.stop()
 
 
@@ -115,6 +123,26 @@ def test_no_other_shard_is_asked_for_until_the_first_batch_has_its_shards(by: st
     else:
         come.set()
     until(lambda: sorted(asked) == [0, 1, 2, 3])
+    come.set()
+    walk.ahead.stop()
+
+
+def test_few_shards_are_asked_for_until_the_user_has_the_first_batch() -> None:
+    asked, come = [], threading.Event()
+
+    class Slow(Walk):
+        def prepare(self, url: str, stat: Stat, fetch: object, is_needed: Callable[[], bool]) -> None:
+            asked.append(int(url))
+            assert url == "0" or come.wait(60)
+            super().prepare(url, stat, fetch, is_needed)
+
+    walk = Slow([[number] for number in range(6)], room=9)
+    until(lambda: len(asked) == 1 + read_ahead.EARLY)
+    looks = walk.looks
+    until(lambda: walk.looks > looks + 2)
+    assert sorted(asked) == [0, 1, 2]
+    walk.position = 1
+    until(lambda: sorted(asked) == [0, 1, 2, 3, 4, 5])
     come.set()
     walk.ahead.stop()
 

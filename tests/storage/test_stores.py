@@ -104,6 +104,23 @@ def test_a_whole_file_is_fetched_in_pieces(served: Served, monkeypatch: pytest.M
     assert len(served.asked) == 6
 
 
+@pytest.mark.parametrize(
+    ("size", "is_waited_for", "pieces"), [(8 << 20, True, 4), (8 << 20, False, 1), (2 << 20, True, 2), (1000, True, 1)]
+)
+def test_a_file_that_is_waited_for_uses_all_connections(
+    monkeypatch: pytest.MonkeyPatch, size: int, is_waited_for: bool, pieces: int
+) -> None:
+    store, file, asked = ObjectStore(), io.BytesIO(), list[int]()
+
+    def part(url: str, begin: int, end: int, stat: Stat) -> tuple[bytes, bool]:
+        asked.append(begin)
+        return bytes(end - begin), True
+
+    monkeypatch.setattr(store, "_part", part)
+    store.fetch("s3://b/a.bin", file, Stat(size, "tag"), is_waited_for=is_waited_for)
+    assert len(file.getvalue()) == size and len(asked) == pieces
+
+
 def test_a_slow_piece_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "PIECE", 100)
     store, file, asked, last = ObjectStore(), io.BytesIO(), [], threading.Event()
