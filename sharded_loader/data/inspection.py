@@ -4,7 +4,6 @@
     is_stream(dataset)          it is read in its own order only: iterable data
     is_stateful(one)            it has ``state_dict`` and ``load_state_dict``, and the state says all
     keeps_place(dataset)        it may know in itself how far it was read
-    is_read_once(dataset)       a sample is not to be read a second time because it is late
     known_parts(dataset)        how many parts iterable data is made of
     takes_two(function)         a function needs two arguments, such as the part that it is to read
     iterable_of(dataset, part)  the dataset, or what a function of its part returns
@@ -149,26 +148,6 @@ def _package(obj: Any) -> str:
 def keeps_place(dataset: Any) -> bool:
     """Whether a dataset may know in itself how far it was read, or in which epoch: then it can be open once only."""
     return any(hasattr(dataset, name) for name in ("state_dict", "__next__", "set_epoch"))
-
-
-def is_read_once(dataset: Any) -> bool:
-    """Whether a dataset, or one inside it, has ``read_once = True``.
-
-    Example:
-        >>> class Queue(list):
-        ...     read_once = True
-        >>> from sharded_loader import SimpleDataset
-        >>> is_read_once([1, 2]), is_read_once(SimpleDataset(Queue([1, 2])).transform(str))
-        (False, True)
-    """
-    return any(getattr(one, "read_once", False) is True for _, one in reachable(dataset, _wrapped, most=1000))
-
-
-def _wrapped(dataset: Any) -> Children:
-    """The datasets that one is made of: one of this library, or a ``Subset`` or ``ConcatDataset`` of torch's."""
-    attributes = getattr(dataset, "__dict__", {})
-    for inside in (getattr(dataset, "_inside", ()), attributes.get("datasets"), [attributes.get("dataset")]):
-        yield from (("", one) for one in (inside if isinstance(inside, list | tuple) else ()))
 
 
 def known_parts(dataset: Any) -> int | None:

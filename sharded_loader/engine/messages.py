@@ -208,10 +208,6 @@ OnError = Literal["raise", "skip", "replace"] | Callable[[Any], Any]
 """What to do with a bad sample: ``"raise"``, ``"skip"``, ``"replace"``, or a function ``(SampleError) -> sample``."""
 
 
-PIECE = 1 << 40
-"""Pieces of batch n, which several workers read, have the numbers n + PIECE, n + 2 * PIECE, ... (`engine.pieces`)."""
-
-
 class Task(NamedTuple):
     """One batch to make. A named tuple, like `Result`: made and pickled in half the time of a frozen dataclass.
 
@@ -227,8 +223,6 @@ class Task(NamedTuple):
             dataset reads several at once.
         lane: tasks of one lane are read by one worker, number ``lane % num_workers``, in their order. None: by any.
         part: of iterable data; ``shards`` are `PartIndices` then.
-        limit: after this number of seconds the worker may answer with the samples that it has; None: it may not.
-        given: samples that others have read: the place of the first one in the batch, and what has come of them.
     """
 
     run: int
@@ -240,23 +234,11 @@ class Task(NamedTuple):
     careful: bool = False
     lane: int | None = None
     part: PartBatch | None = None
-    limit: float | None = None
-    given: tuple[tuple[int, Any], ...] = ()
-
-    @property
-    def number(self) -> int:
-        """The number of the batch, also where the task asks for a piece of it."""
-        return self.seq % PIECE if self.seq >= PIECE else self.seq
-
-    @property
-    def is_piece(self) -> bool:
-        """Whether it asks for a piece of a batch."""
-        return self.seq >= PIECE
 
     @property
     def key(self) -> int:
         """What the batch's own random numbers are keyed by. The seq of iterable data depends on what is known."""
-        return self.number if self.part is None else self.position
+        return self.seq if self.part is None else self.position
 
 
 class Result(NamedTuple):
@@ -265,7 +247,7 @@ class Result(NamedTuple):
     Attributes:
         run, seq: of the task.
         batch: the finished batch; `NOTHING` if ``on_error`` left no sample of it.
-        samples: how many samples are in it. Negative: ``batch`` holds samples, and is no batch yet (`engine.pieces`).
+        samples: how many samples are in it.
         error: raised at the batch's place, instead of a batch.
         skipped: ``(index, error)`` of the samples that ``on_error`` left out or replaced.
         lost_shards: numbers of the shards that ``on_error`` left no sample of.

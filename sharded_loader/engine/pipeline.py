@@ -30,10 +30,8 @@ from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_err
 from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.base.private import is_owned
-from sharded_loader.data.inspection import is_read_once
 from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
 from sharded_loader.engine.order import Epoch
-from sharded_loader.engine.pieces import LOOK_SECONDS, SLOW_SECONDS, BatchPieces
 from sharded_loader.engine.pool import Pool, PoolBroken
 from sharded_loader.engine.split import Split
 
@@ -134,7 +132,6 @@ class Run:
         any_order: a batch that is finished is handed out before one that is not.
         moved: the places of batches that have changed places and have not come yet, by their own numbers.
         waited: since when the consumer has waited, while empty batches came; 0: it does not.
-        lead: how many seconds after its task was sent the last batch was asked for; infinite: it was there then.
     """
 
     number: int
@@ -152,7 +149,6 @@ class Run:
     any_order: bool = False
     moved: dict[int, int] = field(default_factory=dict)
     waited: float = 0.0
-    lead: float = 0.0
 
     def __post_init__(self) -> None:
         self.epoch.run, self.delivered, self.planned = self.number, self.epoch.first, self.epoch.first
@@ -229,7 +225,6 @@ class Pipeline:
         self._job: Job | None = None
         self._runs: dict[int, Run] = {}
         self._dropped: deque[int] = deque()
-        self._pieces = BatchPieces()
         self._slow: deque[float] = deque(maxlen=64)  # when tasks were sent whose batches found no room in shared memory
         self.pid = os.getpid()
         self._cores = cores_for_workers()
@@ -319,7 +314,6 @@ class Pipeline:
             self.pool = pool
 
     def _drop_work(self) -> None:
-        self._pieces.forget()
         for run in self._runs.values():
             run.forget_window()
         self.pool.close()
@@ -342,7 +336,6 @@ class Pipeline:
         note_handlers()
         if renew or not self.pool.started:
             self._job = job
-            self._pieces.new_job()
             self.pool.start(job)
         self._runs[run.number] = run
 
@@ -370,7 +363,6 @@ class Pipeline:
             run = self._runs.pop(self._dropped.popleft(), None)
             if run is not None:
                 run.forget_window()
-                self._pieces.forget(run.number)
                 if self.pool.started:
                     self.pool.cancel(run.number)
 
@@ -381,7 +373,7 @@ class Pipeline:
 
         Returns an error instead where no batch is to blame: the loader was closed meanwhile, or the pool is broken."""
         window, least = run.window, self.min_ready
-        began, due, late = 0.0, math.inf, math.inf
+        began, due = 0.0, math.inf
         look: Callable[[], None] | None = None
         while True:
             if self.closed:
@@ -404,7 +396,7 @@ class Pipeline:
                 blocks = not run.is_finished() if run.any_order else window[0].result is None
                 if blocks and not began and pool.num_workers:
                     began = time.perf_counter()
-                    due, late = began + PATIENCE, began + LOOK_SECONDS
+                    due = began + PATIENCE
                 self._wait(run, block=blocks)
             if run.any_order and window:
                 run.advance()
@@ -414,34 +406,8 @@ class Pipeline:
                 if run.epoch.given_up and window[0].result.error is not None:  # it came before the error of its part
                     run.leave_out(window[0])
                 return window[0]
-            now = time.perf_counter() if began else 0.0
-            if now >= late:
-                self._read_late(now)
-                late = now + LOOK_SECONDS
-            if now >= due:
+            if began and time.perf_counter() >= due:
                 due, look = self._tell_of_wait(run, began, look)
-
-    def _read_late(self, now: float) -> None:
-        """The consumer waits. Other workers read what some are late with; the first answer counts."""
-        pieces, pool, job = self._pieces, self.pool, self._job
-        usual = pieces.usual() if pool.shares_batches and pool.num_workers > 1 else None
-        if usual is None or job is None or job.stream is not None or job.keeps_state:
-            return
-        found, idle = pool.late(usual, now, pays=pieces.pays > 1)
-        once = bool(found) and is_read_once(job.dataset)
-        for late, (task, *behind) in found:
-            key, run = (task.run, task.seq), self._runs.get(task.run)
-            if run is not None and (task.seq < 0 or (run.epoch.takes_turns and not pool.shares_dataset)):
-                continue
-            may_be_given = run is not None and not once and pieces.may_be_given(key, late)
-            again = [task._replace(limit=None)] if may_be_given else []
-            # If the run was dropped, what it reads is not needed: but it has to read what comes.
-            replace = run is None or pieces.pays > 0
-            is_needed = again or behind or run is None
-            if is_needed and pool.read_again(late, again, behind, idle, replace=replace) and again:
-                pieces.given_to_another(key, late, now)
-                text = f"epoch {task.epoch}, {name_of_batch(task.number)} is late; another worker reads it too"
-                pool.notices.happened("second_reads", text)
 
     def _tell_of_wait(
         self, run: Run, began: float, look: Callable[[], None] | None
@@ -469,7 +435,6 @@ class Pipeline:
             run.waited = run.waited or began
             return
         began, run.waited = run.waited or began, 0.0
-        run.lead = began - head.sent
         if result.times is None and result.seconds < NOTED_SECONDS and ended - began < 5 * NOTED_SECONDS:
             head.wait = ended - began
             return
@@ -487,8 +452,7 @@ class Pipeline:
 
     def take(self, run: Run) -> None:
         """The head of the window is going to be handed out: put another batch in flight."""
-        if not run.window.popleft().wait:
-            run.lead = math.inf
+        run.window.popleft()
         if self.pool.num_workers:
             self._fill(run, 0)
             if run.next is not None:
@@ -533,25 +497,15 @@ class Pipeline:
                 window.append(entry)
                 run.planned = seq + 1
             planned = entry = None  # as in `_wait`
-        if run.waiting or self._pieces.ready:
-            self._dispatch(run, waits=least > 0)
+        if run.waiting:
+            self._dispatch(run)
 
-    def _dispatch(self, run: Run, *, waits: bool = True) -> None:
-        """Give waiting tasks to the pool. Of several runs, those tasks that are needed soonest go first.
-
-        Args:
-            run: whose tasks.
-            waits: the consumer waits. Otherwise the workers get enough to do until it comes back.
-        """
+    def _dispatch(self, run: Run) -> None:
+        """Give waiting tasks of a run to the pool. Of several runs, those tasks that are needed soonest go first."""
         tasks: list[Task] = []
         room, splits = self.pool.room, self.split.num_shards is not None
         now = time.perf_counter() if self.pool.num_workers else 0.0
-        pieces, may_share = self._pieces, self.pool.shares_batches and self.pool.num_workers > 1
-        if may_share and pieces.recent and pieces.recent[-1] < SLOW_SECONDS and not pieces.open:
-            may_share = False  # as always where batches are cheap, without a call
         while len(tasks) < room:
-            if may_share and not self._has_room(tasks, waits):
-                break
             if len(self._runs) > 1:
                 run = min(self._runs.values(), key=_distance)
             if not run.waiting:
@@ -564,10 +518,7 @@ class Pipeline:
             try:
                 if splits:
                     entry.task = task = self.split.sharded(task)
-                if may_share:
-                    tasks += self._shared(run, task)
-                else:
-                    tasks.append(task)
+                tasks.append(task)
                 entry.sent = now
             except Exception as raised:
                 error = as_batch_error(raised, "while the batch was split into shards")
@@ -582,28 +533,6 @@ class Pipeline:
             self.pool.submit(tasks)
             if counts.get("slow_batches", 0) > before:
                 self._slow.append(now)
-
-    def _has_room(self, tasks: list[Task], waits: bool) -> bool:
-        """Give pieces of slow batches to the workers first. Whether there is room for a batch."""
-        pieces = self._pieces
-        room = pieces.room(self._busy(), self.pool.num_workers)
-        # Also while the consumer does not wait: the worker that puts a batch together should not be at another piece.
-        while room > 0 and pieces.ready and (piece := pieces.take(waits)) is not None:
-            tasks.append(piece)
-            room -= 1
-        return (room > 0 or not waits) and not pieces.ready
-
-    def _shared(self, run: Run, task: Task) -> list[Task]:
-        """What the pool is given of a batch that may be slow. After the first one, those that have come count too."""
-        pool, busy, lead = self.pool, self._busy() - 1, 0.0
-        if run.delivered > run.epoch.first:
-            busy, lead = max(busy, len(run.window)), run.lead
-        return self._pieces.shared(task, busy, pool.num_workers, lead, by_any=pool.shares_dataset)
-
-    def _busy(self) -> int:
-        """How many batches the workers have, that of this moment included."""
-        runs = self._runs.values()
-        return sum(sum(entry.result is None for entry in run.window) - len(run.waiting) for run in runs)
 
     def poll(self, run: Run, job: Job, *, renew: bool = False, block: bool = False, seconds: float = 0.0) -> bool:
         """A step for a run: it is put in flight, and what has come from the pool is filed.
@@ -647,14 +576,7 @@ class Pipeline:
             self._runs.clear()
             return
         result: Result | None = None
-        pieces, workers = self._pieces, self.pool.num_workers
         for result in results:
-            if pieces.twice and not pieces.is_first(result):
-                continue
-            if not pieces.open:
-                pieces.recent.append(result.seconds)
-            elif (result := pieces.came(result, workers)) is None:
-                continue
             filed = self._runs.get(result.run)
             window = () if filed is None else filed.window
             number = -1
@@ -666,7 +588,7 @@ class Pipeline:
                 window[number].result = result
         # Their errors lead to this frame, and from there to the loader, which would wait for the collector.
         came, results, result = bool(results), (), None
-        if came and (current.waiting or pieces.ready or len(self._runs) > 1):
+        if came and (current.waiting or len(self._runs) > 1):
             self._dispatch(current)
 
     # -- life -----------------------------------------------------------------------------------------------
@@ -690,7 +612,6 @@ class Pipeline:
     def shut(self) -> None:
         """Give back what the pool owns. Also at the end of a step in which the loader was closed."""
         self._runs.clear()
-        self._pieces.forget()
         self.pool.close()
         self.is_shut = True
 

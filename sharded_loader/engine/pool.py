@@ -8,7 +8,7 @@
     close()                          stop the workers and give everything back; `start` may follow
 
 A task names its run (which iterator it belongs to) and its seq (which batch of the epoch it is). A result names the
-same. A task may be done twice: the pipeline ignores the second result.
+same. A thread that was written off may answer a task for a second time: the pipeline ignores the second result.
 
 If ``next`` waits for long, `tell_of_wait` tells on stderr for which worker. A pool may leave it as it is.
 
@@ -37,9 +37,7 @@ from sharded_loader.base.limits import Near
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.batching.protocol import Empty, new_array
-from sharded_loader.engine.board import SAMPLE, is_at
 from sharded_loader.engine.messages import Job, Result, Task
-from sharded_loader.engine.pieces import late_after
 from sharded_loader.memory.arena import FindNear, Register
 
 
@@ -65,7 +63,6 @@ class Pool(ABC):
         room: the number of tasks that `submit` takes now.
         notices: counts the workers that are replaced, and the batches that take a slow way. The loader sets it.
         shares_dataset: whether the samples are read from the main process's own dataset object.
-        shares_batches: whether several workers may read one batch (`engine.pieces`).
         is_here: whether the workers are on this machine, and see its files.
         empty: gives the memory that batches are put together in, where that is this process's own.
         worker_init_fn: called with its number in each worker when it starts.
@@ -80,7 +77,6 @@ class Pool(ABC):
     room: int = 0
     notices: Notices = Notices()
     shares_dataset: bool = True
-    shares_batches: bool = False
     is_here: bool = True
     unsettled: bool = False
     waiting: bool = False
@@ -141,32 +137,6 @@ class Pool(ABC):
         """
         write_to_stderr(f"{text}\n")
         return None
-
-    def late(self, usual: float, now: float, *, pays: bool) -> tuple[list[tuple[Any, list[Task]]], list[int]]:
-        """Workers that are late, each with its tasks, first the one that it is at; and the numbers of idle workers.
-
-        Args:
-            usual, pays: see `pieces.late_after`.
-            now: by `time.perf_counter`. A worker stands still from the first of these calls that finds it so.
-        """
-        return [], []
-
-    def read_again(self, late: Any, again: list[Task], behind: list[Task], idle: list[int], *, replace: bool) -> bool:
-        """Have another worker read what a late one has.
-
-        Either a new worker takes the number of the late one, which ends after its task, or it is an idle one.
-
-        Args:
-            late: the late one.
-            again: the task that it is at, to be read by both; empty: another one has it, or its run was dropped.
-            behind: the tasks that it has not begun, to be read by the other one.
-            idle: numbers of workers that are idle.
-            replace: it may be a new one, if the pool can.
-
-        Returns:
-            Whether there is another worker.
-        """
-        return False
 
     def wake(self) -> None:  # noqa: B027
         """Make a `wait` in another thread return."""
@@ -234,29 +204,6 @@ class WorkerPool(Pool):
         check_init_fn(worker_init_fn)
         self.worker_init_fn = worker_init_fn
         self.timeout = check_timeout(timeout)
-        # Where each worker was, and since when. Weakly: a finalizer ends the workers, and this object may stay.
-        self._stands: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], float]] = weakref.WeakKeyDictionary()
-
-    def late(self, usual: float, now: float, *, pays: bool) -> tuple[list[tuple[Any, list[Task]]], list[int]]:
-        before, self._stands = self._stands, weakref.WeakKeyDictionary()
-        found: list[tuple[Any, list[Task]]] = []
-        idle: list[int] = []
-        for worker, board, tasks in self._at_work():
-            if not tasks:
-                idle.append(worker.number)
-            at = tuple(board[: SAMPLE + 1])
-            task = next((task for task in tasks if is_at(at, task)), None)
-            if task is not None:
-                since = before[worker][1] if worker in before and before[worker][0] == at else now
-                self._stands[worker] = at, since
-                samples = sum(map(len, task.shards)) if at[SAMPLE] >= 0 else 0
-                if now - since >= late_after(usual, samples, pays=pays):
-                    found.append((worker, [task, *(one for one in tasks if one is not task)]))
-        return found, idle
-
-    def _at_work(self) -> list[tuple[Any, Sequence[int], list[Task]]]:
-        """The workers that read, or could: each with its board and its tasks."""
-        return []
 
     def resize(self, num_workers: int) -> None:
         """Have another number of workers from now on. The batches, their order, states and errors stay what they are.

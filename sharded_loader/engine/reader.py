@@ -28,11 +28,9 @@ update may be lost: it decides on no batch.
 from __future__ import annotations
 
 import heapq
-import itertools
-import math
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -60,7 +58,7 @@ from sharded_loader.data.awaiting import AWAITED, CONCURRENCY, Awaiter, Read, Re
 from sharded_loader.data.bulk import NOT_IN_BULK, listed
 from sharded_loader.data.datasets import RETRIES
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board, phase
-from sharded_loader.engine.messages import NOTHING, PIECE, Job, PartPoint, Result, Task, Times
+from sharded_loader.engine.messages import NOTHING, Job, PartPoint, Result, Task, Times
 from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, philox, reading
 
 if TYPE_CHECKING:
@@ -79,14 +77,6 @@ KEPT_SAMPLES = 20
 """The slowest samples of an epoch that a reader, and the loader, keep."""
 
 
-REST_SECONDS = 5e-3
-"""Work that is left in a batch, at least, for which a worker answers with the samples that it has."""
-
-
-def _as_it_is(one: Any, seconds: float = math.inf) -> Any:
-    return one
-
-
 class BatchScope(SampleScope):
     """One task while it is read.
 
@@ -102,7 +92,6 @@ class BatchScope(SampleScope):
         is_alone: its samples are read one by one.
         collating: seconds in ``batchify_fn``.
         durations: seconds of each sample, if samples are timed.
-        given: samples that others have read, by their places; None: not unpacked yet.
     """
 
     task: Task
@@ -119,15 +108,6 @@ class BatchScope(SampleScope):
     is_alone = False
     collating = 0.0
     durations: Sequence[float] = ()
-    given: dict[int, Any] | None = None
-
-    def given_to(self, taken: Callable[[Any], list[Any]]) -> dict[int, Any]:
-        """The samples that other workers have read, by their places in the batch."""
-        if self.given is None:
-            self.given = {}
-            for begin, left in self.task.given:
-                self.given.update(enumerate(taken(left), begin))
-        return self.given
 
     def set_index(self, index: Any) -> None:
         """The samples are not read one by one from here on: `sample_rng()` goes by ``index``."""
@@ -141,7 +121,7 @@ class BatchScope(SampleScope):
         """The exception as the error of the batch, with notes that say where the reader is."""
         task, indices, board = self.task, self.indices, self.board
         error = as_exception(error, "by the dataset or collate_fn")
-        place = Location(task.epoch, task.number, board[SHARD] if task.sharded else None, self.worker)
+        place = Location(task.epoch, task.seq, board[SHARD] if task.sharded else None, self.worker)
         found = [indices[position] for position in (self.misfit if self.items is None else (self.place,))]
         if len(found) == 2:
             place.note(error, misfit=(found[0], found[1]))
@@ -149,36 +129,6 @@ class BatchScope(SampleScope):
             place.note(error, found or None, samples=indices)
         shorten(error)
         return error
-
-
-class Enough(BaseException):
-    """A worker answers with samples, and not with a batch.
-
-    Attributes:
-        samples: what leaves the worker; `NOTHING`: they cannot.
-        count: how many they are.
-    """
-
-    def __init__(self, samples: Any, count: int) -> None:
-        self.samples: Any = NOTHING if samples is None else samples
-        self.count = 0 if samples is None else count
-
-
-class _Given:
-    """The dataset of a batch of which others have read samples. It is asked for each sample once, in order.
-
-    Args:
-        dataset: gives the samples that no other worker has read.
-        given: samples, by their places in the batch.
-        place: of the first one that is asked for.
-    """
-
-    def __init__(self, dataset: Any, given: dict[int, Any], place: int) -> None:
-        self._dataset, self._given, self._places = dataset, given, itertools.count(place)
-
-    def __getitem__(self, index: Any) -> Any:
-        place = next(self._places)
-        return self._given[place] if place in self._given else self._dataset[index]
 
 
 Awaited = dict[int, "list[Future[Read]]"]
@@ -227,14 +177,9 @@ class Reader:
 
     Attributes:
         free: of each worker that uses this reader, when it was done with its last batch.
-        leave: samples, and how long they took -> what leaves the worker; None: it has to keep them (`engine.pieces`).
-        taken: what has left a worker -> the samples.
         awaits: the samples are awaited.
         reads_ahead: `begin` may be called for a task before its turn.
     """
-
-    leave: Callable[..., Any] = staticmethod(_as_it_is)
-    taken: Callable[[Any], list[Any]] = staticmethod(_as_it_is)
 
     def __init__(
         self, job: Job, *, tells_epoch: bool = False, notes_samples: bool = False, in_bulk: bool = True
@@ -289,7 +234,7 @@ class Reader:
         Exceptions become part of the result. Only in the caller's own thread a KeyboardInterrupt passes, and what a
         signal handler raises (`sharded_loader.base.interrupts.is_from_outside`).
         """
-        self._batches, tried = self._batches + (not task.given), len(RETRIES)
+        self._batches, tried = self._batches + 1, len(RETRIES)
         measure = core_seconds() if self._batches >= self._next else None
         began = time.perf_counter()
         at = BatchScope(self._job.seed, task.epoch)
@@ -307,8 +252,6 @@ class Reader:
             if self._set_epoch is not None and task.epoch != self._epoch:
                 self._tell_epoch(task.epoch)
             batches, error = self._make_batches(at)
-        except Enough as enough:
-            batch, count, self._batches = enough.samples, -enough.count, self._batches - 1
         except BaseException as raised:
             if at.passes(raised):
                 raise
@@ -323,7 +266,7 @@ class Reader:
         seconds, times = ended - began, None
         is_slow = at.durations and max(at.durations) > self._least
         if measure is not None or is_slow or seconds > MEASURED_SECONDS or len(RETRIES) > tried:
-            times = self._times(at, abs(count), began, seconds, number, len(RETRIES) - tried)
+            times = self._times(at, count, began, seconds, number, len(RETRIES) - tried)
         if number >= 0:
             self.free[number] = ended
         try:
@@ -467,14 +410,11 @@ class Reader:
 
     def _make_batches(self, at: BatchScope) -> tuple[list[Any], BaseException | None]:
         """The batches of all shards; with ``on_error``, perhaps the error to raise instead."""
-        if at.task.seq >= PIECE and at.task.is_piece:
-            samples = self._read_one_by_one(0, at)
-            raise Enough(self.leave(samples), len(samples))
         if self._tolerant:
             return self._read_tolerantly(at)
         batches = []
         for number in range(len(at.task.shards)):
-            made = self._read_in_bulk(number, at) if self._in_bulk and not at.task.given else NOT_IN_BULK
+            made = self._read_in_bulk(number, at) if self._in_bulk else NOT_IN_BULK
             if made is NOT_IN_BULK:
                 made = self._make_batch(self._read_one_by_one(number, at), at)
             batches.append(made)
@@ -517,7 +457,6 @@ class Reader:
             return self._make_batch(samples, at)
         try:
             # Here, not above: its error would be told with this one, which is the same.
-            at.task = at.task._replace(limit=None)
             self._read_one_by_one(number, at)  # raises the error of the sample that is to blame, if it is one
             at.set_index(NO_SAMPLE)
             at.board[SAMPLE] = IN_BULK
@@ -531,21 +470,17 @@ class Reader:
 
         Measured (256 images of 3 KB, warm): 36 us; 85 with an index, a place and a generator noted for each sample.
         """
-        board, task, stop, awaited = at.board, at.task, math.inf, None
+        board, awaited = at.board, None
         if self._awaiter is not None:
             awaited = self._awaited(number, at)
         dataset: Any = self._dataset if awaited is None else awaited
-        if task.given and awaited is None:
-            dataset = _Given(dataset, at.given_to(self.taken), sum(map(len, task.shards[:number])))
-        tolerant = self._tolerant and not task.is_piece
+        tolerant = self._tolerant
         at.indices = indices = plain_indices(at.task.shards[number])
         at.items = items = iter(indices)
         at.drawn = None
         board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
-        notes, stamps = self._notes_samples or task.careful, [time.perf_counter()] if self._times_samples else []
-        if stamps and task.limit is not None and not number and awaited is None:
-            stop = stamps[0] + task.limit
-        if at.measure is not None and not task.given:
+        notes, stamps = self._notes_samples or at.task.careful, [time.perf_counter()] if self._times_samples else []
+        if at.measure is not None:
             at.is_alone = True
         samples: list[Any] = []
         if not (notes or tolerant or stamps):
@@ -559,9 +494,7 @@ class Reader:
                         board[SAMPLE] = len(samples)
                     samples.append(dataset[index])
                     if stamps:
-                        stamps.append(now := time.perf_counter())
-                        if now >= stop:
-                            stop = self._leave_rest(samples, stamps, at)
+                        stamps.append(time.perf_counter())
                 break
             except Exception as error:
                 if not tolerant or at.passes(error):
@@ -583,24 +516,10 @@ class Reader:
         self._awaiter = Awaiter(CONCURRENCY)
         return self._read_one_by_one(number, at)
 
-    def _leave_rest(self, samples: list[Any], stamps: list[float], at: BatchScope) -> float:
-        """The first samples of a batch took so long: leave the others to all workers, if that is worth it.
-
-        Returns:
-            When to ask again: never.
-        """
-        seconds = stamps[-1] - stamps[0]
-        rest = seconds * (sum(map(len, at.task.shards)) / len(samples) - 1)
-        is_worth_it = rest >= REST_SECONDS and not at.skipped and type(samples[0]) not in AWAITED
-        if is_worth_it and (left := self.leave(samples, seconds)) is not None:
-            at.durations = list(map(operator.sub, stamps[1:], stamps))
-            raise Enough(left, len(samples))
-        return math.inf
-
     def _make_batch(self, samples: list[Any], at: BatchScope) -> Any:
         at.board[SAMPLE] = IN_BATCHIFY
         task = at.task
-        at.set_index(OfBatch(task.seq if task.part is None and task.seq < PIECE else task.key, at.board[SHARD]))
+        at.set_index(OfBatch(task.seq if task.part is None else task.position, at.board[SHARD]))
         at.misfit = ()
         began = 0.0 if at.measure is None else time.perf_counter()
         try:
@@ -709,7 +628,7 @@ class Reader:
         sample: Any = None
         if callable(on_error):
             shard = at.board[SHARD] if task.sharded else None
-            sample = on_error(SampleError(index, task.epoch, task.number, shard, failed))
+            sample = on_error(SampleError(index, task.epoch, task.seq, shard, failed))
         at.skipped.append((index, without_frames(failed)))
         return sample if callable(on_error) else Bad(at.skipped[-1])
 
@@ -730,7 +649,7 @@ def reading_in(frame: FrameType | None) -> str:
     if stamps and place >= 0:
         took = f"for {now - stamps[-1]:.0f} s"
     shard = f", shard {at.board[SHARD]}" if task.sharded else ""
-    return f"{doing} of epoch {task.epoch}, {name_of_batch(task.number)}{shard}, {took}"
+    return f"{doing} of epoch {task.epoch}, {name_of_batch(task.seq)}{shard}, {took}"
 
 
 def plain_indices(indices: Any) -> Any:

@@ -81,7 +81,6 @@ class LoaderStats:
             the devices. The devices measure it themselves; a batch counts when they have reached it. The first batch of
             a loader does not count.
         recycled_workers: workers that took more memory than ``max_worker_memory``, and were replaced.
-        second_reads: batches that another worker read too, because one was late with them.
         cache_hits, cache_misses: samples that workers found in the caches of the dataset, and those that they read
             instead (``dataset.cache(max_bytes)``). They count when a worker reads, also what is prefetched. All loaders
             over one cached dataset count together.
@@ -124,7 +123,6 @@ class LoaderStats:
     device_seconds: float = 0.0
     device_waiting_seconds: float = 0.0
     recycled_workers: int = 0
-    second_reads: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
     cache_bytes: int = 0
@@ -322,7 +320,6 @@ class PoolTotals(NamedTuple):
     skipped_samples: int = 0
     slow_batches: int = 0
     recycled_workers: int = 0
-    second_reads: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
     cache_bytes: int = 0

@@ -35,9 +35,6 @@ IDLE_DEATHS = 10
 LOOK_SECONDS = 1.0
 """Between two looks at the workers while `next` waits for them, at most."""
 
-STEP_SECONDS = 0.005
-"""Seconds that a pool waits before `Pipeline.head` looks for late workers. To wake up and look takes 0.05 ms."""
-
 GROWN = 3
 """Workers of one number that take too much memory with their first batch: then it is no leak."""
 
@@ -83,7 +80,7 @@ class Deaths:
 
     def record_batch_death(self, task: Task) -> bool:
         """A worker died over the task. True if it has killed too many: it is given up."""
-        key = task.run, task.number
+        key = task.run, task.seq
         self._by_batch[key] += 1
         self.suspects.add(key)
         self.unsettled = True
@@ -157,8 +154,7 @@ class Watch:
 
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
-        self._most = LOOK_SECONDS if timeout is None else min(LOOK_SECONDS, timeout / 8)
-        self.step = min(STEP_SECONDS, self._most)
+        self.step = LOOK_SECONDS if timeout is None else min(LOOK_SECONDS, timeout / 8)
         self._looked = 0.0
         self._seen: dict[Any, tuple[tuple[int, ...], float]] = {}
 
@@ -173,7 +169,7 @@ class Watch:
             return []
         now = time.monotonic()
         # No more is counted between two looks: the main process may have been away.
-        passed, self._looked = min(now - self._looked, 2 * self._most), now
+        passed, self._looked = min(now - self._looked, 2 * self.step), now
         before, self._seen = self._seen, {}
         late = []
         for who, words in workers:
@@ -309,15 +305,15 @@ def _stopped_too_many(
     doing = f"reading sample {sample[0]!r}" if sample else phase(words)
     again = "" if tries <= 1 else f", which has now stopped {tries} workers"
     error = make(
-        f"{what}. It was {doing}, in epoch {task.epoch}, batch {task.number}{again}{fate}; "
+        f"{what}. It was {doing}, in epoch {task.epoch}, batch {task.seq}{again}{fate}; "
         f"iteration goes on with the next batch",
-        batch=task.number,
+        batch=task.seq,
         epoch=task.epoch,
         index=sample[0] if sample else None,
     )
     shard = words[SHARD] if task.sharded else None
     indices = task.shards[min(words[SHARD], len(task.shards) - 1)]
-    Location(task.epoch, task.number, shard, who).note(error, sample or None, samples=indices, but=but)
+    Location(task.epoch, task.seq, shard, who).note(error, sample or None, samples=indices, but=but)
     return error
 
 

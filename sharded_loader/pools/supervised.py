@@ -96,7 +96,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
     def _reject(self, task: Task, raised: Exception) -> None:
         """A task cannot be sent to a worker: that is the error of its batch."""
         error = as_batch_error(raised, "while the batch was sent to a worker")
-        Location(task.epoch, task.number).note(error, samples=task.shards[0])
+        Location(task.epoch, task.seq).note(error, samples=task.shards[0])
         leave_frames(error)  # as in `Pipeline._fill`
         self._rejected.append(Result(task.run, task.seq, error=error))
 

@@ -261,11 +261,8 @@ class Supervisor(Generic[W]):
                 self._transport.send_cancel(worker, run)
 
     def take_back(self, tasks: Iterable[Task]) -> None:
-        """Tasks that were sent wait again, unless a second worker has them. They are older than all that wait."""
-        others = [worker.tasks for worker in (*self._transport.workers, *self._transport.leaving)]
-        lost = [task for task in tasks if task.run not in self._cancelled]
-        lost = [task for task in lost if not any((task.run, task.seq) in other for other in others)]
-        self.requeued.extendleft(reversed(lost))
+        """Tasks that were sent wait again. They are older than all that wait."""
+        self.requeued.extendleft(reversed([task for task in tasks if task.run not in self._cancelled]))
 
     # -- workers that end, or stand still -------------------------------------------------------------------
 
@@ -328,9 +325,6 @@ class Supervisor(Generic[W]):
         """A worker died over a task. The results of those that are given up."""
         key, board = (task.run, task.seq), death.board or ()
         if not self.deaths.record_batch_death(task):
-            if task.is_piece:  # another worker reads these samples with the rest of the batch
-                del worker.tasks[key]
-                return [Result(*key, NOTHING)]
             if board[SAMPLE] in (IN_BULK, ONE_BY_ONE):
                 worker.tasks[key] = task._replace(careful=True)
             return []
@@ -342,7 +336,7 @@ class Supervisor(Generic[W]):
             error = died(death, task, board, tries)
         del worker.tasks[key]
         lost = unreachable_after(task, [*self.requeued, *worker.tasks.values()], self.new.job)
-        results = [Result(task.run, task.number, error=error)]
+        results = [Result(task.run, task.seq, error=error)]
         results += [Result(other.run, other.seq, NOTHING) for other in lost]
         ended = {(result.run, result.seq) for result in results}
         self.requeued = deque(other for other in self.requeued if (other.run, other.seq) not in ended)
@@ -362,7 +356,7 @@ class Supervisor(Generic[W]):
         if not worker.ready:
             text += ". It is not ready: it imports modules, unpickles the dataset, or runs worker_init_fn"
         elif at is not None and (at.run, at.seq) != key:
-            text += f". It is still at epoch {at.epoch}, {name_of_batch(at.number)}"
+            text += f". It is still at epoch {at.epoch}, {name_of_batch(at.seq)}"
         write_to_stderr(f"{text}. Its stack:\n")
         return self._transport.tell(worker)
 

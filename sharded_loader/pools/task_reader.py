@@ -13,7 +13,6 @@ Nothing here imports torch. If the user's dataset does, torch is told that it is
 
 from __future__ import annotations
 
-import math
 import time
 import traceback
 from collections.abc import Callable
@@ -29,9 +28,9 @@ from sharded_loader.base.notices import is_ours
 from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board
 from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pack_reply, pack_result, task_of
 from sharded_loader.engine.reader import Reader, reading_in
-from sharded_loader.memory.codec import Encoded, End, Moving, SetApart, SlotWriter, decode, encode, set_apart
+from sharded_loader.memory.codec import Encoded, End, Moving, SetApart, SlotWriter, encode, set_apart
 from sharded_loader.memory.exceptions import encode_error
-from sharded_loader.randomness.global_generators import global_states, kept, seed_as_torch, seed_globals, seeded_globals
+from sharded_loader.randomness.global_generators import kept, seed_as_torch, seed_globals, seeded_globals
 from sharded_loader.randomness.rng import derive_key
 
 
@@ -92,11 +91,6 @@ def stack_of(newest: FrameType, until: str) -> tuple[str, str]:
     return (f"It is {where}.\n" if where else "") + texts[0], texts[1]
 
 
-BYTE_SECONDS = 1e-8
-"""What a byte of a sample has to take, at least, if it is to go through the main process to another worker. That takes
-2e-9 s: two workers read batches of 16 samples of 1 MB and 2 ms at half of the rate when all went that way."""
-
-
 class TaskReader:
     """Reads the tasks of one worker.
 
@@ -119,7 +113,6 @@ class TaskReader:
         self.job: Job | None = None
         self.cancelled: set[int] = set()
         self._reader: Reader | None = None
-        self._generators: dict[str, bytes] = {}  # what they would draw when a batch began that may be shared out
 
     def explain(self, error: BaseException, *, in_start: bool) -> None:
         """Add to an error what is known of its cause here."""
@@ -161,7 +154,6 @@ class TaskReader:
             alone=True,
             seed=self._seed_globals,
         )
-        self._reader.leave, self._reader.taken = self._leave, _taken
 
     @property
     def reads_ahead(self) -> bool:
@@ -231,7 +223,6 @@ class TaskReader:
         # Coroutines that seed the generators for a sample disturb no draw of this batch outside of them.
         with kept() if self._reader.awaits else nullcontext():
             self._seed_globals(task.epoch, task.position)
-            self._generators = global_states() if task.limit is not None or task.is_piece else {}
             if seq < 0 and self.job is not None and self.job.base_seed is not None:
                 # It is fetched beside an epoch, whose next batches draw what they would have drawn without it.
                 with seeded_as_worker(self.job.seed, task):
@@ -249,19 +240,6 @@ class TaskReader:
         if self.job.base_seed is None:
             seed_globals(_globals_key(self.job.seed, epoch, position), whole=False)
 
-    def _leave(self, samples: list[Any], seconds: float = math.inf) -> list[np.ndarray[Any, Any]] | None:
-        """Samples as bytes. None: they are too large for the ``seconds`` that they took, cannot be pickled, or have
-        drawn from the global generators."""
-        try:
-            if global_states() != self._generators:
-                return None
-            encoded = encode(samples)
-        except Exception:
-            return None
-        given: list[Any] = [encoded.head, *encoded.buffers]
-        parts = [np.frombuffer(one, np.uint8) for one in given]
-        return parts if sum(one.nbytes for one in parts) * BYTE_SECONDS < seconds else None
-
     def pack(self, result: Result, slot: SlotWriter, task: Task | None = None) -> Encoded:
         """What of a result leaves the worker; of one that cannot be pickled, an error that says so."""
         try:
@@ -272,19 +250,10 @@ class TaskReader:
                 f"return arrays, tensors and plain objects, or read with threads (thread_pool=True)"
             )
             if task is not None:
-                Location(task.epoch, task.number, None, self._name).note(failure, samples=task.shards[0])
+                Location(task.epoch, task.seq, None, self._name).note(failure, samples=task.shards[0])
             failure.__cause__ = unpicklable
             point = None if result.point is None or result.point.state is not None else result.point
             return _encode(Result(result.run, result.seq, error=failure, point=point), SlotWriter(None))
-
-
-def _taken(left: list[np.ndarray[Any, Any]]) -> list[Any]:
-    """The samples that another worker has left; none if they cannot be unpickled here."""
-    try:
-        head, *buffers = left
-        return list(decode(head.data, buffers))
-    except Exception:
-        return []
 
 
 def _encode(result: Result, slot: SlotWriter) -> Encoded:

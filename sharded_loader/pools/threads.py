@@ -46,9 +46,6 @@ from sharded_loader.engine.pool import PoolBroken, WorkerPool
 from sharded_loader.pools.deaths import Watch, timed_out
 from sharded_loader.pools.task_reader import reader_for, stack_of
 
-LEFT_BEHIND = 4
-"""Threads for each number that may be late with a sample. More of them would say that all samples are slow."""
-
 CLOSING_GRACE = 0.2
 """Seconds that `close` waits for threads that are in the user's code."""
 
@@ -73,14 +70,11 @@ class _Shared:
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.closing = False
         self.threads: list[_Thread] = []
-        self.left_behind: list[_Thread] = []  # late with a sample that another thread has read meanwhile
         self.reader: Callable[[], Any] = _nothing  # a weak reference
 
-    def move(self, queues: int, *first: tuple[Any, Task]) -> None:
-        """Have new queues. What waits in the old ones goes over, behind what comes first, and so does each thread."""
+    def move(self, queues: int) -> None:
+        """Have new queues. What waits in the old ones goes over, and so does each thread."""
         before, self.queues = self.queues, [queue.SimpleQueue() for _ in range(queues)]
-        for one in first:
-            self.queues[0].put(one)
         for tasks in before:
             with contextlib.suppress(queue.Empty):
                 while (taken := tasks.get_nowait()) is not None:
@@ -199,7 +193,6 @@ class ThreadPool(WorkerPool):
     def start(self, job: Job) -> None:
         self._job, self._reader = job, reader_for(job, notes_samples=self._watch.timeout is not None)
         self._awaits = at_a_time(job.dataset)
-        self.shares_batches = not self._awaits
         for shared in self._running:
             shared.reader = weakref.ref(self._reader)
         if self.started:
@@ -278,7 +271,7 @@ class ThreadPool(WorkerPool):
             if thread.task is task:
                 if task.part is not None:
                     shared.given_up.add((task.run, task.part.number))
-                shared.results.append(Result(task.run, task.number, error=error))
+                shared.results.append(Result(task.run, task.seq, error=error))
             if self._reader is not None:
                 self._reader.give_up(task.run, task.seq)
             if was_leaving:
@@ -289,32 +282,13 @@ class ThreadPool(WorkerPool):
                 "replaced_workers", f"thread {thread.number} made no progress for {timeout:g} s. Another has its place"
             )
 
-    def _at_work(self) -> list[tuple[Any, Sequence[int], list[Task]]]:
-        if self.timeout is not None:
-            return []  # one that hangs is written off, and cannot be stopped: a second one would hang too
-        threads = [thread for shared in self._running for thread in shared.threads]
-        return [(thread, thread.board, [thread.task] if thread.task else []) for thread in threads]
-
-    def read_again(self, late: Any, again: list[Task], behind: list[Task], idle: list[int], *, replace: bool) -> bool:
-        for shared in self._running:
-            shared.left_behind = [thread for thread in shared.left_behind if thread.is_alive()]
-            replace = replace and len(shared.left_behind) < LEFT_BEHIND * self.num_workers
-            if replace:
-                late.written_off = True
-                shared.left_behind.append(late)
-                self._replace(shared, late)
-            if again and (replace or idle):
-                shared.move(1, *[(self._reader, task) for task in again])
-        return replace or bool(idle)
-
     def _replace(self, shared: _Shared, thread: _Thread) -> None:
         another = _Thread(shared, self._name, thread.number, self.worker_init_fn)
         shared.threads = [another if one is thread else one for one in shared.threads]
         another.start()
 
     def tell_of_wait(self, text: str, task: Task | None) -> None:
-        # First those that are late: they have it for longest.
-        threads = [thread for shared in self._running for thread in (*shared.left_behind, *shared.threads)]
+        threads = [thread for shared in self._running for thread in shared.threads]
         busy = [(thread, one) for thread in threads if (one := thread.task) is not None]
         has = [(thread, one) for thread, one in busy if task and (one.run, one.seq) == (task.run, task.seq)]
         for thread, _ in (has or busy)[:1]:

@@ -205,8 +205,7 @@ def test_batches_that_are_held() -> None:
 
 def test_workers_that_end(tmp_path: Path) -> None:
     dataset = Drawing(40, [17], Fails(kill, tmp_path / "count", times=1))
-    dataset.read_once = True  # another worker may read the batch before the first one has ended
-    stats = read(dataset, "fork", batch_size=5)
+    stats = read(dataset, "fork", workers=1, prefetch=1, batch_size=5)  # so that `next` is there when it ends
     check_sum(stats)
     assert stats.causes["replaced"] > 0
 
@@ -219,8 +218,6 @@ def test_one_slow_worker() -> None:
         slow.seconds = 0.05 if number == 0 else 0.005
 
     class Uneven(Job):
-        read_once = True  # otherwise the other worker reads what the slow one is late with
-
         def __getitem__(self, index: int) -> int:
             time.sleep(slow.seconds)
             return index

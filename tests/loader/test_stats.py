@@ -111,7 +111,6 @@ NAMES = [
     "device_seconds",
     "device_waiting_seconds",
     "recycled_workers",
-    "second_reads",
     "cache_hits",
     "cache_misses",
     "cache_bytes",

@@ -8,7 +8,7 @@ import pytest
 
 from sharded_loader.base.errors import describe_exit
 from sharded_loader.pools import deaths as deaths_module
-from sharded_loader.pools.deaths import IDLE_DEATHS, PROVEN, STEP_SECONDS, Death, Deaths, Watch
+from sharded_loader.pools.deaths import IDLE_DEATHS, LOOK_SECONDS, PROVEN, Death, Deaths, Watch
 
 KILLED, TERMINATED, CRASHED, LEFT, UNKNOWN = -9, -15, -11, 1, None
 
@@ -94,7 +94,7 @@ def test_only_a_worker_that_stands_still_while_somebody_looks_is_late(monkeypatc
     now = 0.0
     monkeypatch.setattr(deaths_module, "time", SimpleNamespace(monotonic=lambda: now))
     watch = Watch(4.0)
-    assert watch.step == STEP_SECONDS  # so soon it is seen who is late for his batch
+    assert watch.step == 0.5
     still, moves = [0, 1, 0, 2], [0, 1, 0, 0]
 
     def look(seconds: float, *others: tuple[str, list[int]]) -> list[str]:
@@ -108,4 +108,4 @@ def test_only_a_worker_that_stands_still_while_somebody_looks_is_late(monkeypatc
     assert [look(0.5, ("still", still)) for _ in range(6)] == [[]] * 5 + [["still"]]
     assert look(0.5) == []  # it has nothing to do
     assert [look(0.5, ("still", still)) for _ in range(9)] == [[]] * 8 + [["still"]]
-    assert Watch(None).step == STEP_SECONDS and Watch(None).late([("still", still)]) == []
+    assert Watch(None).step == LOOK_SECONDS and Watch(None).late([("still", still)]) == []

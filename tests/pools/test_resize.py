@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
 import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ import torch
 
 from sharded_loader import InlinePool, LoaderClosedError, ProcessPool, ShardedDataLoader, ThreadPool, sample_rng
 from sharded_loader.base.notices import LoaderWarning
+from sharded_loader.engine import reader
 from sharded_loader.engine.pool import Pool
 from tests.conftest import POOLS, PROCESS_POOLS, covering, make_pool, until
 
@@ -99,6 +102,16 @@ def test_another_number_of_workers_changes_nothing_else(method: str, dataset: st
 
         assert [outcomes(loader, change) for _ in range(2)] == expected
         assert loader.stats().replaced_workers == 0
+
+
+@pytest.mark.parametrize("method", ["thread", *PROCESS_POOLS[:1]])
+def test_one_worker_is_enough_while_slow_batches_are_in_flight(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count()  # each look at the clock takes a second, so every batch is slow
+    monkeypatch.setattr(reader, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+    with ShardedDataLoader(range(64), 8, pool=make_pool(method, 4)) as loader:
+        for step, batch in enumerate(loader):
+            assert batch.tolist() == [*range(8 * step, 8 * step + 8)]
+            loader.pool.resize(1 if step % 2 == 0 else 4)
 
 
 @pytest.mark.parametrize("method", POOLS[1:])

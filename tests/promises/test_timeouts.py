@@ -335,7 +335,6 @@ def test_a_worker_that_not_even_a_kill_ends_is_left_behind(
     monkeypatch.setattr(transport.ProcessWorker, "dump_stacks", lambda worker: None)  # it takes no signal at all
     monkeypatch.setattr(transport, "KILLED_GRACE", 0.1)
     fail = Fails(hangs_with_the_gil, tmp_path / "count")
-    # By one worker: several share out the rest of a slow batch when `next` is called again.
     pool = make_pool("fork", 1, timeout=0.2 if ending == "a timeout" else None, restarts=1)
     with ShardedDataLoader(**loader_arguments("reading", fail), batch_size=BATCH_SIZE, seed=2, pool=pool) as loader:
         iterator = iter(loader)

@@ -162,7 +162,6 @@ def test_a_server_in_trouble_changes_nothing(folder: Path, served: Served) -> No
 @pytest.mark.costly
 def test_requests_that_were_tried_again_are_counted(folder: Path, served: Served, method: str) -> None:
     remote = make(folder, urls=urls(served))
-    remote.read_once = True  # of a batch that two workers read, one tells what it has tried again
     with ShardedDataLoader(remote.transform(to_number), 4, pool=make_pool(method)) as loader:
         served.fail = 3
         assert sum(len(batch) for batch in loader) == TOTAL

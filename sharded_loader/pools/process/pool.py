@@ -56,9 +56,6 @@ from sharded_loader.pools.process.transport import ProcessTransport, ProcessWork
 from sharded_loader.pools.supervised import SupervisedPool, own_pickle
 from sharded_loader.pools.supervisor import Supervisor
 
-LEFT_BEHIND = 4
-"""Forked processes for each number that may be late with a sample. To spawn another one would take too long."""
-
 SLOT_BYTES = 32768
 """Batches below this go through the pipe: a slot saves them one copy, which costs less than its bookkeeping."""
 
@@ -181,7 +178,6 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             warn_of_open_file(job.dataset, "forked processes")
         notes_samples = self.timeout is not None or self.restarts <= 1  # otherwise a task is read a second time
         self._start(NewJob(job, self.worker_init_fn, notes_samples, self.max_worker_memory))
-        self.shares_batches = not self._awaits
         self.unsettled = self.start_method == "fork" and self.workers_last
 
     def settle(self) -> None:
@@ -228,30 +224,6 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             if worker.unsent:
                 worker.link.send(TASKS_HEAD + pack_tasks(worker.unsent))
                 worker.unsent.clear()
-
-    def _at_work(self) -> list[tuple[Any, Sequence[int], list[Task]]]:
-        # What has killed a worker, or may have, is read by one worker alone. So is the last try that is left then.
-        suspects, found = self._supervisor.deaths.suspects, []
-        for worker in self._transport.workers if self.restarts > 2 else ():
-            tasks = list(worker.tasks.values())
-            if worker.ready and not any((task.run, task.number) in suspects for task in tasks):
-                found.append((worker, worker.board, tasks))
-        return found
-
-    def read_again(self, late: Any, again: list[Task], behind: list[Task], idle: list[int], *, replace: bool) -> bool:
-        transport = self._transport
-        if replace and self.start_method == "fork" and len(transport.leaving) < LEFT_BEHIND * self.num_workers:
-            self._supervisor.renew(late)
-            idle = [late.number]
-            for run in {task.run for task in behind}:
-                transport.send_cancel(late, run)
-        if not idle:
-            return False
-        for task in behind:
-            del late.tasks[task.run, task.seq]
-        lanes = itertools.cycle(idle)
-        self.submit([task._replace(lane=next(lanes)) for task in (*again, *behind)])
-        return True
 
     def _note_no_room(self, wanted: int) -> None:
         self.notices.happened(
@@ -354,5 +326,5 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 if slot is not None:
                     # Also if nothing lies in it: then it comes back at once.
                     buffers = self._transport.arena.lend(slot, buffers)
-                if task is not None:  # otherwise another worker has it now
+                if task is not None:  # otherwise it is not wanted any more
                     results.append(self._result(run, seq, wanted, pickled, buffers, task, times))
