@@ -25,12 +25,14 @@ sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # pytest does so; `
 
 import hypothesis
 import installed
+import numpy as np
 import psutil
 import pytest
 import pytest_timeout
 from _pytest.doctest import DoctestModule
 
 from sharded_loader import InlinePool, ProcessPool, RayPool, ThreadPool
+from sharded_loader.base import host_clock
 from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.engine.pool import Pool
 from sharded_loader.pools.process.start import start_forkserver
@@ -329,6 +331,28 @@ def until(condition: Callable[[], Any], seconds: float = 120.0) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+class HostClock:
+    """A clock that stands still until a test moves it. The workers that are forked later share it."""
+
+    def __init__(self) -> None:
+        self._now = np.frombuffer(mmap.mmap(-1, 8), np.float64)
+        self._now[0] = 1.0
+
+    def __call__(self) -> float:
+        return float(self._now[0])
+
+    def move(self, seconds: float) -> None:
+        self._now[0] += seconds
+
+
+@pytest.fixture
+def host_time(monkeypatch: pytest.MonkeyPatch) -> HostClock:
+    """The clock of the whole package, which stands still. What waits for a deadline would wait for ever."""
+    clock = HostClock()
+    monkeypatch.setattr(host_clock, "now", clock)
+    return clock
 
 
 def begin(batches: Iterable[Any]) -> threading.Thread:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +32,7 @@ from inspect import iscoroutinefunction
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sharded_loader.base import host_clock
 from sharded_loader.base.checks import check_int
 from sharded_loader.randomness.global_generators import lent
 from sharded_loader.randomness.rng import SampleScope, reading
@@ -222,7 +222,7 @@ class ReadCall(NamedTuple):
 
 
 async def _read(call: ReadCall) -> Read:
-    began, scope = time.perf_counter(), call.scope
+    began, scope = host_clock.now(), call.scope
     steps: list[Any] = []
     reading.set(scope)
     found = call.get(call.index)
@@ -232,7 +232,7 @@ async def _read(call: ReadCall) -> Read:
     if type(found) is CoroutineType:
         reading.set(scope)
         found = await found
-    return Read(found, steps, time.perf_counter() - began)
+    return Read(found, steps, host_clock.now() - began)
 
 
 class _Queue:
@@ -325,7 +325,7 @@ def outcome(future: Future[Read]) -> tuple[Any, float]:
 
         with suppress(NotYet), lent():
             future.exception(STEP_SECONDS)
-    began, before, error = time.perf_counter(), reading.get(), None
+    began, before, error = host_clock.now(), reading.get(), None
     try:
         if (error := future.exception()) is not None:
             raise error  # not by `result`, whose frames are no user's
@@ -333,7 +333,7 @@ def outcome(future: Future[Read]) -> tuple[Any, float]:
         for fn, scope in reversed(steps):
             reading.set(scope)
             found = resolved(fn(found))
-        return resolved(found), seconds + time.perf_counter() - began
+        return resolved(found), seconds + host_clock.now() - began
     finally:
         reading.set(before)
         del future, error  # otherwise error -> traceback -> this frame -> error

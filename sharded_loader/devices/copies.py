@@ -57,7 +57,6 @@ import itertools
 import math
 import os
 import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +66,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from sharded_loader.base import host_clock
 from sharded_loader.base.errors import add_note, notes_of
 from sharded_loader.base.interrupts import program_ends, should_stop
 from sharded_loader.batching.protocol import BatchifyError
@@ -493,9 +493,9 @@ class CopyStream:
             self._hangs = None
         for kept in (self.kept, self._moved):
             if len(kept) >= HOST_AHEAD and not kept[-1].is_of(number) and self._hangs is None:
-                began = time.perf_counter()
+                began = host_clock.now()
                 self._wait(kept[0].event)
-                self._clock.behind += time.perf_counter() - began
+                self._clock.behind += host_clock.now() - began
             while kept and kept[0].event.query():
                 kept.popleft()
         self._read_times()
@@ -534,7 +534,7 @@ class CopyStream:
         # The lock: otherwise `begin` in another thread would let go of what is waited for here.
         with self._lock, self.streams.current():
             self._keep_given()
-            until = time.monotonic() + seconds
+            until = host_clock.now() + seconds
             for kept in (self.kept, self._moved):
                 while kept:
                     first = kept[0]
@@ -551,7 +551,7 @@ class CopyStream:
         """Whether an event has passed before some time, or before a Ctrl-C that waits for an `uninterrupted` block."""
         rest = SHORTEST_REST
         while not event.query():
-            if time.monotonic() >= until or should_stop():
+            if host_clock.now() >= until or should_stop():
                 return False
             self.streams.rest(rest)
             rest = min(2 * rest, LONGEST_REST)

@@ -26,7 +26,6 @@ import functools
 import itertools
 import mmap
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sharded_loader.base import host_clock
 from sharded_loader.base.errors import Location, as_batch_error
 from sharded_loader.base.limits import Near, cpus_near
 from sharded_loader.batching.protocol import Empty
@@ -393,8 +393,8 @@ def _close(
         return False
     if pinner is not None:
         pinner.close()
-    until = time.monotonic() + CLOSING_SECONDS
-    done = [copies.close(max(0.0, until - time.monotonic())) for copies in list(streams.values()) if copies is not None]
+    until = host_clock.now() + CLOSING_SECONDS
+    done = [copies.close(max(0.0, until - host_clock.now())) for copies in list(streams.values()) if copies is not None]
     return all(done)
 
 

@@ -254,7 +254,7 @@ class Result(NamedTuple):
         seconds: how long the worker took.
         point: of iterable data: where its part is after this batch. None where that is unknown: the part ends there.
         retries: how many requests of the worker's dataset had to be tried again.
-        began: when the worker began, by `time.perf_counter`, which all processes of a machine share. The pool that
+        began: when the worker began, by `host_clock.now`, which all processes of a machine share. The pool that
             receives stamps of another machine moves them.
         worker: the number of the worker; -1: the main process.
         rebuilt: a worker that has ended had the batch before.

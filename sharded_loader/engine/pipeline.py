@@ -20,12 +20,12 @@ import itertools
 import math
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from sharded_loader.base import host_clock
 from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, leave_frames, name_of_batch
 from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.base.limits import cores_for_workers
@@ -63,7 +63,7 @@ class Wait(NamedTuple):
     """A stretch of time in which `Pipeline.head` waited for a batch, and what was known then.
 
     Attributes:
-        began, ended: stamps of `time.perf_counter`.
+        began, ended: stamps of `host_clock.now`.
         overtaken: a batch behind it was finished when it came.
         lacks_tasks: a worker had no task, as no more batches may be in flight (``prefetch``).
         is_held: a worker had no task, as the pool took no more: the user holds too many batches.
@@ -395,7 +395,7 @@ class Pipeline:
                     continue
                 blocks = not run.is_finished() if run.any_order else window[0].result is None
                 if blocks and not began and pool.num_workers:
-                    began = time.perf_counter()
+                    began = host_clock.now()
                     due = began + PATIENCE
                 self._wait(run, block=blocks)
             if run.any_order and window:
@@ -406,7 +406,7 @@ class Pipeline:
                 if run.epoch.given_up and window[0].result.error is not None:  # it came before the error of its part
                     run.leave_out(window[0])
                 return window[0]
-            if began and time.perf_counter() >= due:
+            if began and host_clock.now() >= due:
                 due, look = self._tell_of_wait(run, began, look)
 
     def _tell_of_wait(
@@ -417,7 +417,7 @@ class Pipeline:
         Returns:
             When to call this again, and with what as ``look``.
         """
-        now = time.perf_counter()
+        now = host_clock.now()
         if look is not None:
             look()
         elif run.window:
@@ -430,7 +430,7 @@ class Pipeline:
 
     def _note_wait(self, run: Run, head: Entry, result: Result, began: float) -> None:
         """The consumer has waited for the first batch of a run. Which tasks had the workers?"""
-        ended = time.perf_counter()
+        ended = host_clock.now()
         if result.batch is NOTHING and result.error is None:  # the batch that is handed out is waited for since then
             run.waited = run.waited or began
             return
@@ -504,7 +504,7 @@ class Pipeline:
         """Give waiting tasks of a run to the pool. Of several runs, those tasks that are needed soonest go first."""
         tasks: list[Task] = []
         room, splits = self.pool.room, self.split.num_shards is not None
-        now = time.perf_counter() if self.pool.num_workers else 0.0
+        now = host_clock.now() if self.pool.num_workers else 0.0
         while len(tasks) < room:
             if len(self._runs) > 1:
                 run = min(self._runs.values(), key=_distance)

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import heapq
 import operator
-import time
 from collections.abc import Sequence
 from functools import partial
 from types import FrameType
@@ -37,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sharded_loader.base import host_clock
 from sharded_loader.base.errors import (
     Location,
     SampleError,
@@ -236,7 +236,7 @@ class Reader:
         """
         self._batches, tried = self._batches + 1, len(RETRIES)
         measure = core_seconds() if self._batches >= self._next else None
-        began = time.perf_counter()
+        began = host_clock.now()
         at = BatchScope(self._job.seed, task.epoch)
         at.task, at.worker, at.empty, at.board = task, worker, empty, list(UNUSED) if board is None else board
         at.skipped, at.lost, at.awaited = [], [], self._begun_of(task) if self.reads_ahead else {}
@@ -262,7 +262,7 @@ class Reader:
                 self._cancel(at.awaited, task)
         if batches:
             batch, count = batches if task.sharded else batches[0], sum(map(len, task.shards)) - at.dropped
-        ended = time.perf_counter()
+        ended = host_clock.now()
         seconds, times = ended - began, None
         is_slow = at.durations and max(at.durations) > self._least
         if measure is not None or is_slow or seconds > MEASURED_SECONDS or len(RETRIES) > tried:
@@ -479,7 +479,7 @@ class Reader:
         at.items = items = iter(indices)
         at.drawn = None
         board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
-        notes, stamps = self._notes_samples or at.task.careful, [time.perf_counter()] if self._times_samples else []
+        notes, stamps = self._notes_samples or at.task.careful, [host_clock.now()] if self._times_samples else []
         if at.measure is not None:
             at.is_alone = True
         samples: list[Any] = []
@@ -494,7 +494,7 @@ class Reader:
                         board[SAMPLE] = len(samples)
                     samples.append(dataset[index])
                     if stamps:
-                        stamps.append(time.perf_counter())
+                        stamps.append(host_clock.now())
                 break
             except Exception as error:
                 if not tolerant or at.passes(error):
@@ -521,7 +521,7 @@ class Reader:
         task = at.task
         at.set_index(OfBatch(task.seq if task.part is None else task.position, at.board[SHARD]))
         at.misfit = ()
-        began = 0.0 if at.measure is None else time.perf_counter()
+        began = 0.0 if at.measure is None else host_clock.now()
         try:
             if samples and type(samples[0]) in ASYNC:
                 refuse_async(samples, "dataset[index]")
@@ -529,7 +529,7 @@ class Reader:
             if type(batch) in ASYNC:
                 refuse_async([batch], "collate_fn")
             if began:
-                at.collating += time.perf_counter() - began
+                at.collating += host_clock.now() - began
             return batch
         except BatchifyError:
             at.misfit = self._misfit(samples, at)
@@ -643,7 +643,7 @@ def reading_in(frame: FrameType | None) -> str:
     at = None if frame is None else frame.f_locals.get("at")
     if frame is None or at is None or not hasattr(at, "board"):  # it has just begun
         return ""
-    task, place, now = at.task, at.place, time.perf_counter()
+    task, place, now = at.task, at.place, host_clock.now()
     doing = f"reading sample {plain_indices(at.indices)[place]!r}" if place >= 0 else phase(at.board)
     took = f"which it began {now - frame.f_locals['began']:.0f} s ago"
     if stamps and place >= 0:

@@ -18,7 +18,6 @@ import contextlib
 import os
 import sys
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sized
 from concurrent.futures import Future
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sharded_loader.base import host_clock
 from sharded_loader.base.errors import LoaderClosedError, leave_frames, name_of_batch, text_of
 from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.interrupts import is_from_outside
@@ -169,7 +169,7 @@ class BatchIterator(Iterator[Batch]):
             is_nested: this thread is in a step already: a signal handler, or a dataset, has called ``next``.
         """
         is_first, meter, clock = begins, self._meter, self._placement.clock
-        behind, began = clock.behind, time.perf_counter()
+        behind, began = clock.behind, host_clock.now()
         turn = began if self._last_ended is None else self._last_ended
         if is_first:
             self._totals_at_start = meter.totals()
@@ -201,7 +201,7 @@ class BatchIterator(Iterator[Batch]):
             if result.batch is NOTHING and result.error is None:
                 continue
             pipeline.end(inside)
-            self._last_ended = taken = time.perf_counter()
+            self._last_ended = taken = host_clock.now()
             if self._counted is None or self._counted.epoch.number != run.epoch.number:
                 self._begin_counts(run)
             behind, counts = clock.behind - behind, self._counts
@@ -254,7 +254,7 @@ class BatchIterator(Iterator[Batch]):
             The result, with an error if the batch could not be placed, or if ``on_error`` has left out too much. The
             batch. The seconds that it took to place it.
         """
-        began = time.perf_counter()
+        began = host_clock.now()
         result, batch = entry.result, None
         assert result is not None  # the pipeline returns finished entries
         if result.error is None and result.batch is not NOTHING:
@@ -271,7 +271,7 @@ class BatchIterator(Iterator[Batch]):
                     batch = batch, run.epoch.real(task)
             except Exception as raised:
                 result = not_placed(task, raised, "while the batch was placed")
-        placing = time.perf_counter() - began
+        placing = host_clock.now() - began
         self._pipeline.take(run)
         run.delivered = entry.seq + 1
         if is_first:
@@ -493,12 +493,12 @@ class BatchFuture(Future[Batch]):
 
     def _receive(self, timeout: float | None = None) -> None:
         if timeout is not None and not self.done():
-            until = time.monotonic() + timeout
+            until = host_clock.now() + timeout
             timer = threading.Timer(timeout, self._batches.wake)  # the pools have no wait with a time limit
             timer.start()
             try:
-                while not self._batches.poll(seconds=until - time.monotonic()):
-                    if time.monotonic() >= until:
+                while not self._batches.poll(seconds=until - host_clock.now()):
+                    if host_clock.now() >= until:
                         return
             finally:
                 timer.cancel()

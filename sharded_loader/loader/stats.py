@@ -503,7 +503,7 @@ class Meter:
         notices, max_skipped: as above.
         mixture: the mixture whose samples are read, or None.
         looks: what the first batch looked like; None before it.
-        tune: called at the end of a step from `tune_at` on, a stamp of `time.perf_counter`, with this object, the
+        tune: called at the end of a step from `tune_at` on, a stamp of `host_clock.now`, with this object, the
             pipeline and the stamp.
     """
 

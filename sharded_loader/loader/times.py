@@ -52,7 +52,7 @@ class SlowSample(NamedTuple):
 
 
 class BatchRow(NamedTuple):
-    """One batch that ``next`` has handed out, as it is noted there. Stamps are of `time.perf_counter`.
+    """One batch that ``next`` has handed out, as it is noted there. Stamps are of `host_clock.now`.
 
     Attributes:
         epoch, step: which batch.
@@ -92,7 +92,7 @@ class BatchRow(NamedTuple):
 
 
 class BatchTimes(NamedTuple):
-    """One batch on its way. Stamps are of `time.perf_counter` in the main process, the others are seconds.
+    """One batch on its way. Stamps are of `host_clock.now` in the main process, the others are seconds.
 
     Attributes:
         epoch, step: which batch. worker: its number, -1: the main process. samples: how many are in it.

@@ -18,11 +18,11 @@ from __future__ import annotations
 import functools
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from sharded_loader.base import host_clock
 from sharded_loader.base.errors import Location, WorkerDiedError, WorkerTimeoutError, WorkerTraceback, describe_exit
 from sharded_loader.engine.board import SAMPLE, SHARD, UNUSED, phase, sample_in
 from sharded_loader.engine.messages import Job, Task
@@ -167,7 +167,7 @@ class Watch:
         """
         if self.timeout is None:
             return []
-        now = time.monotonic()
+        now = host_clock.now()
         # No more is counted between two looks: the main process may have been away.
         passed, self._looked = min(now - self._looked, 2 * self.step), now
         before, self._seen = self._seen, {}

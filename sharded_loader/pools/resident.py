@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -37,6 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from sharded_loader.base import host_clock
 from sharded_loader.base.described import an, brief
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.batching.protocol import new_array
@@ -258,7 +258,7 @@ class ResidentPool(InlinePool):
         rows = self._rows
         if not self._tasks or not block or rows is None:
             return super().wait(block)
-        task, began = self._tasks[0], time.perf_counter()
+        task, began = self._tasks[0], host_clock.now()
         try:
             found = list(map(checked_indices, task.shards, itertools.repeat(rows.length)))
         except Exception as error:
@@ -274,7 +274,7 @@ class ResidentPool(InlinePool):
             return (not_placed(task, raised, "while the batch was gathered"),)
         batch = shards if task.sharded else shards[0]
         samples = sum(map(len, task.shards))
-        return (Result(task.run, task.seq, batch, samples, seconds=time.perf_counter() - began, began=began),)
+        return (Result(task.run, task.seq, batch, samples, seconds=host_clock.now() - began, began=began),)
 
     def _gather(self, rows: Rows, device: torch.device, where: Int64s) -> Any:
         """A shard: on its device if that holds rows, otherwise on the host."""

@@ -13,7 +13,6 @@ Nothing here imports torch. If the user's dataset does, torch is told that it is
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base import host_clock
 from sharded_loader.base.errors import Location, add_note, as_exception
 from sharded_loader.base.imports import call_after_import
 from sharded_loader.base.notices import is_ours
@@ -192,7 +192,7 @@ class TaskReader:
             self._reader.give_up(run, seq)
         encoded, times = self.pack(result, slot, task), result.times
         if times is not None and self._reader is not None:
-            self._reader.free[self._number] = now = time.perf_counter()
+            self._reader.free[self._number] = now = host_clock.now()
             times = times._replace(write=now - result.began - result.seconds)
         return pack_reply(run, seq, slot.wanted, encoded, times), encoded, slot
 

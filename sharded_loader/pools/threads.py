@@ -28,12 +28,12 @@ import os
 import queue
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sharded_loader.base import host_clock
 from sharded_loader.base.errors import add_note, as_exception
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.batching.protocol import Empty
@@ -99,9 +99,9 @@ class _Shared:
             reader.close()
         self.ring()
         left = [one for one in self.threads if one is not threading.current_thread() and one.ident is not None]
-        deadline = time.monotonic() + CLOSING_GRACE
+        deadline = host_clock.now() + CLOSING_GRACE
         for thread in left:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - host_clock.now()))
         self.threads.clear()
 
 

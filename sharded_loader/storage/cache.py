@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from sharded_loader.base import host_clock
 from sharded_loader.base.checks import bytes_of_text, refuse_arguments
 from sharded_loader.base.notices import logger
 from sharded_loader.base.system import lock_at
@@ -276,7 +277,7 @@ class ShardCache:
         """Delete shards until one of this size fits, and take its place; False: there is no room for one ahead."""
         if size > self.max_bytes:
             raise ShardError(f"{shown(url)} has {size:,} bytes, and {self.limit_text}: give a larger max_bytes")
-        until = time.monotonic() + STUCK
+        until = host_clock.now() + STUCK
         while True:
             with self._lock("room"):
                 found, now = dict(self._files()), time.time()
@@ -309,7 +310,7 @@ class ShardCache:
                 if missing <= 0 or not (is_waiting or stuck):  # if the disk is full, the write says so
                     part.touch()
                     return True
-            if not is_waiting and time.monotonic() >= until:
+            if not is_waiting and host_clock.now() >= until:
                 raise ShardError(
                     f"{shown(url)} has no room in the cache: {stuck}. Delete this file, or give another folder"
                 )
@@ -455,4 +456,4 @@ def _checksum(path: Path) -> int:
 
 def _started() -> int:
     """When this machine was started, in steps of ten minutes: another number after each restart."""
-    return int(time.time() - time.monotonic()) // 600
+    return int(time.time() - host_clock.now()) // 600

@@ -30,7 +30,6 @@ from __future__ import annotations
 import os
 import platform
 import threading
-import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,6 +41,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from sharded_loader.base import host_clock
 from sharded_loader.base.checks import refuse_arguments
 from sharded_loader.base.notices import warn
 from sharded_loader.batching.protocol import Empty
@@ -366,7 +366,7 @@ class ShardDataset(Dataset):
         """A shard, open, with its index; ``in_parts``: not from the cache."""
         if self._pid != os.getpid():
             self._begin()
-        key, now = (shard, in_parts), time.monotonic()
+        key, now = (shard, in_parts), host_clock.now()
         with self._lock:
             self._read_at[key] = now
             found = self._open.get(key)

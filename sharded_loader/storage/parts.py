@@ -27,13 +27,13 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 import uuid
 from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
+from sharded_loader.base import host_clock
 from sharded_loader.base.notices import logger, warn
 from sharded_loader.base.private import reader_of, s3_caller
 from sharded_loader.storage.files import Stat, shown
@@ -284,7 +284,7 @@ class FastS3:
         """
         bucket, _, key = path.partition("/")
         store = self._bucket(bucket, seconds)
-        began = time.monotonic()
+        began = host_clock.now()
         until, seconds_of_rest = self._resting.get(bucket, (0.0, AGAIN))
         if store is None or began < until:
             return None

@@ -36,7 +36,6 @@ from __future__ import annotations
 import os
 import queue
 import threading
-import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,6 +43,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 
+from sharded_loader.base import host_clock
 from sharded_loader.base.limits import processes_here
 from sharded_loader.base.notices import warn
 from sharded_loader.base.system import job_of_ranks, lock_at
@@ -151,10 +151,10 @@ class ReadAhead:
     def stop(self, timeout: float = 1.0) -> None:
         """End; what is being fetched is waited for no longer than ``timeout`` seconds."""
         self._stopped.set()
-        until = time.monotonic() + timeout
+        until = host_clock.now() + timeout
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.is_alive():
-                thread.join(max(0.0, until - time.monotonic()))
+                thread.join(max(0.0, until - host_clock.now()))
 
     # -- fetching ---------------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class ReadAhead:
         number = self._position()
         if number is None:
             return
-        self._next, young = number, time.monotonic()
+        self._next, young = number, host_clock.now()
         self._divide(count())
         while not self._stopped.is_set():
             now = self._position()
@@ -217,8 +217,8 @@ class ReadAhead:
             self._ask()
             if not self._window and self._end is not None and (not self._looked or self._looked[0].first >= self._end):
                 return
-            if time.monotonic() - young > YOUNG:
-                young = time.monotonic()
+            if host_clock.now() - young > YOUNG:
+                young = host_clock.now()
                 self._divide(count())
                 for shard in list(self._needed):  # others may have deleted it
                     self._ask_for(shard)
@@ -372,10 +372,10 @@ def is_settling(folder: Path, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether other ranks of this machine may still join the register. torchrun says how many there are."""
     if environ.get("LOCAL_WORLD_SIZE") or job_of_ranks(environ) is None:
         return False
-    return time.monotonic() < _first_read(folder, os.getpid()) + SETTLE
+    return host_clock.now() < _first_read(folder, os.getpid()) + SETTLE
 
 
 @lru_cache
 def _first_read(folder: Path, pid: int) -> float:
     """When this process asked first."""
-    return time.monotonic()
+    return host_clock.now()

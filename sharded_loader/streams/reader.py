@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import copy
 import operator
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from sharded_loader.base import host_clock
 from sharded_loader.base.described import an
 from sharded_loader.base.errors import HAS_ENDED, add_note
 from sharded_loader.engine.board import BEGINNING, ONE_BY_ONE, SAMPLE, SHARD, UNUSED
@@ -151,7 +151,7 @@ class StreamReader(Reader):
         board, notes, stream = at.board, self._notes_samples or at.task.careful, self._stream
         point, samples, failed = opened.point, list[Any](), False
         passes, ended, base = point.passes, False, point.samples  # len(samples) + base: read in this pass
-        advance, told, stamps = opened.advance, opened.tell(), [time.perf_counter()] if self._times_samples else []
+        advance, told, stamps = opened.advance, opened.tell(), [host_clock.now()] if self._times_samples else []
         try:
             for number, indices in enumerate(shards):
                 board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
@@ -164,7 +164,7 @@ class StreamReader(Reader):
                                 board[SAMPLE] = place
                             samples.append(advance())
                             if stamps:
-                                stamps.append(time.perf_counter())
+                                stamps.append(host_clock.now())
                         break
                     except StopIteration:
                         ended = not stream.endless

@@ -224,7 +224,7 @@ def test_all_devices_are_waited_for_together(machine: Machine, monkeypatch: pyte
         return copies.streams.device != machine.devices[hangs]
 
     monkeypatch.setattr(CopyStream, "close", close)
-    monkeypatch.setattr(placement.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("sharded_loader.base.host_clock.now", lambda: clock[0])
     assert not placed.closer()()
     assert given == [CLOSING_SECONDS, 0.25 * CLOSING_SECONDS]
 

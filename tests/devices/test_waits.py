@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from injection import InterruptAt, next_interrupted
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ShardedDataLoader
+from sharded_loader.base import host_clock
 from sharded_loader.devices.copies import LONGEST_REST, SHORTEST_REST, CopyStream
 from sharded_loader.engine.pool import Pool
 from sharded_loader.loader.stats import Counts, Meter
@@ -32,7 +32,8 @@ def clock(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of the host, and of the device. While the host rests, a second passes."""
     clock, rest = Clock(), SimulatedStreams.rest
     machine.clock = clock
-    monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr(host_clock, "now", clock)
+    monkeypatch.setattr("sharded_loader.devices.placement.CLOSING_SECONDS", 1e9)  # of this clock
 
     def slow(streams: SimulatedStreams, seconds: float) -> None:
         clock.now += 1.0

@@ -6,7 +6,6 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -163,7 +162,7 @@ def test_a_slow_sample_is_told_on_a_machine_on_which_the_first_batch_waited_for_
 ) -> None:
     waited, now = itertools.count(), [0.0]
     monkeypatch.setattr("sharded_loader.engine.reader.core_seconds", lambda: (0.0, 100.0 * next(waited)))
-    monkeypatch.setattr("sharded_loader.engine.reader.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("sharded_loader.base.host_clock.now", lambda: now[0])
 
     class Waits(Squares):
         def sample(self, index: int) -> Any:
@@ -381,6 +380,7 @@ def test_nothing_is_done_for_a_sample_but_to_read_it() -> None:
 # -- the board, the epoch -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("host_time")  # on a busy machine, a cheap sample may take long
 def test_the_board_says_where_the_reader_is() -> None:
     board, seen = new_board(), []
 

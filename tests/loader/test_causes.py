@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import make_pool
+from conftest import HostClock, make_pool
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.data.datasets import note_retry
@@ -23,7 +23,7 @@ from sharded_loader.torch import DataLoader
 from tests.failures import Fails, kill
 from tests.samples import Drawing
 
-METHODS = ["fork", pytest.param("spawn", marks=pytest.mark.slow), "thread"]
+METHODS = ["fork", "spawn", "thread"]
 
 
 class Job:
@@ -73,17 +73,67 @@ def check_sum(stats: LoaderStats) -> None:
     assert sum(stats.causes.values()) == pytest.approx(stats.waiting_seconds, rel=0.01)
 
 
-# -- one bottleneck each -----------------------------------------------------------------------------------------------
+# -- one bottleneck each: by a clock that stands still; then by real seconds, which a busy machine may stretch ---------
 
 
-@pytest.mark.costly(2)
+@pytest.mark.parametrize(
+    ("slow", "cause"),
+    [
+        ("sample", "input"),
+        ("every 100th sample", "late_sample"),
+        ("retry", "retries"),
+        ("collate_fn", "collate"),
+        ("sampler", "main_process"),
+        ("device_transform", "placing"),
+        ("step", "loop"),
+    ],
+)
+@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
+def test_what_takes_the_time_is_the_limit(kind: Any, slow: str, cause: str, host_time: HostClock) -> None:
+    def takes(what: str, given: Any, seconds: float = 0.01) -> Any:
+        host_time.move(seconds * (slow == what))
+        return given
+
+    class Samples(Job):
+        def __getitem__(self, index: int) -> int:
+            if slow == "retry" and index % 3 == 0:
+                note_retry()
+            takes("every 100th sample", index, 1.0 if index % 100 == 37 else 0.001)
+            takes("retry", index)
+            return int(takes("sample", index))
+
+    class Sampler:
+        def __iter__(self) -> Any:
+            return (takes("sampler", index) for index in range(400))
+
+        def __len__(self) -> int:
+            return 400
+
+    if slow == "device_transform":
+        kind = ShardedDataLoader  # the other one has none
+    loader = kind(
+        Samples(400, 0.0),
+        10,
+        sampler=Sampler(),
+        collate_fn=lambda samples: takes("collate_fn", np.array(samples)),
+        **({"device_transform": lambda batch: takes("device_transform", batch)} if slow == "device_transform" else {}),
+    )
+    for batch in loader:
+        takes("step", batch)
+    stats = loader.stats()
+    check_sum(stats)
+    assert limit_of(stats) == cause and stats.verdict
+
+
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_too_few_workers(method: str) -> None:
     stats = read(Job(400, 0.002, computes=True), method, batch_size=10)
     check_sum(stats)
     assert limit_of(stats) == "compute" and "compute" in stats.verdict
 
 
+@pytest.mark.slow
 def test_threads_that_take_turns_have_no_late_samples_and_no_slow_worker() -> None:
     stats = read(Job(400, 0.0005, computes=True), "thread", workers=4, batch_size=4)
     check_sum(stats)
@@ -92,24 +142,24 @@ def test_threads_that_take_turns_have_no_late_samples_and_no_slow_worker() -> No
     assert "slow" not in stats.verdict
 
 
-@pytest.mark.costly(2)
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_a_slow_disk(method: str) -> None:
     stats = read(Job(600, 0.004), method, batch_size=10)
     check_sum(stats)
     assert limit_of(stats) == "input" and "wait for a disk or a network" in stats.verdict
 
 
-@pytest.mark.costly(2)
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_a_slow_collate_function(method: str) -> None:
     stats = read(Job(300, 0.0), method, batch_size=10, collate_fn=slow_collate)
     check_sum(stats)
     assert limit_of(stats) == "collate" and "collate function" in stats.advice
 
 
-@pytest.mark.costly(2)
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_late_samples(method: str) -> None:
     stats = read(Job(600, 0.0005, late=0.4), method, batch_size=10)
     check_sum(stats)
@@ -121,6 +171,7 @@ def test_late_samples(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "thread"])
+@pytest.mark.slow
 def test_a_slow_consumer_waits_for_nothing(method: str) -> None:
     with ShardedDataLoader(Job(200, 0.0), 10, pool=make_pool(method)) as loader:
         for _ in range(2):
@@ -131,12 +182,14 @@ def test_a_slow_consumer_waits_for_nothing(method: str) -> None:
     assert limit_of(stats) == "loop" and "training loop is the limit" in stats.verdict
 
 
+@pytest.mark.slow
 def test_too_few_batches_in_flight() -> None:
     stats = read(Job(300, 0.002), "thread", workers=3, prefetch=1, batch_size=10)
     check_sum(stats)
     assert limit_of(stats) == "main_process" and "prefetch=" in stats.advice
 
 
+@pytest.mark.slow
 def test_placing() -> None:
     def slow(batch: Any) -> Any:
         time.sleep(0.02)
@@ -147,6 +200,7 @@ def test_placing() -> None:
     assert limit_of(stats) == "placing" and stats.causes["placing"] == pytest.approx(stats.placing_seconds)
 
 
+@pytest.mark.slow
 def test_the_start_of_an_epoch() -> None:
     stats = read(Job(10, 0.02), "fork", batch_size=10)
     check_sum(stats)
@@ -163,8 +217,8 @@ class Tries(Job):
         return index
 
 
-@pytest.mark.costly(2)
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_requests_that_are_tried_again(method: str) -> None:
     stats = read(Tries(300, 0.0), method, batch_size=10)
     check_sum(stats)
@@ -182,6 +236,7 @@ class SlowSampler:
 
 
 @pytest.mark.parametrize("method", ["fork", "thread"])
+@pytest.mark.slow
 def test_a_slow_sampler(method: str) -> None:
     stats = read(Job(100, 0.0001), method, batch_size=10, sampler=SlowSampler())
     check_sum(stats)
@@ -210,7 +265,7 @@ def test_workers_that_end(tmp_path: Path) -> None:
     assert stats.causes["replaced"] > 0
 
 
-@pytest.mark.costly(1)
+@pytest.mark.slow
 def test_one_slow_worker() -> None:
     slow = threading.local()
 
@@ -252,7 +307,7 @@ def test_iterable_data(worker_pool: Any) -> None:
     assert stats.causes["input"] > 0 and stats.slowest[0].index[0] in (0, 1)
 
 
-@pytest.mark.costly(1)
+@pytest.mark.slow
 def test_the_drop_in_tells_it_too() -> None:
     loader = DataLoader(Job(200, 0.004), batch_size=10, num_workers=2)
     list(loader)
@@ -316,6 +371,7 @@ def test_a_worker_is_slow_beside_the_others() -> None:
     assert slow_worker({}) is None
 
 
+@pytest.mark.slow
 def test_stages_and_workers_are_told_with_quantiles() -> None:
     stats = read(Job(40, 0.005), "fork", batch_size=10)
     read_, batches = stats.stages["read"], sum(worker.batches for worker in stats.workers.values())
@@ -334,6 +390,7 @@ def test_the_last_batches_are_kept_as_they_were() -> None:
         assert one.for_workers <= one.waited and one.cause in CAUSES
 
 
+@pytest.mark.slow
 def test_of_cheap_batches_few_are_measured_and_stand_for_all() -> None:
     with ShardedDataLoader(range(40_000), 4) as loader:
         list(loader)
@@ -394,6 +451,7 @@ def test_more_batches_in_flight_help_where_single_samples_are_late() -> None:
     assert many > 1.2 * few
 
 
+@pytest.mark.slow
 def test_a_loader_can_be_asked_what_others_would_gain() -> None:
     stats = read(Job(100, 0.01), "thread", batch_size=10)
     assert stats.predict(num_workers=8).samples_per_second > 1.5 * stats.predict().samples_per_second

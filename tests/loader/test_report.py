@@ -33,13 +33,14 @@ class Slow:
 
     Args:
         seconds: of a sample.
+        length: how many there are.
     """
 
-    def __init__(self, seconds: float = 0.001) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float = 0.001, length: int = 60) -> None:
+        self.seconds, self.length = seconds, length
 
     def __len__(self) -> int:
-        return 60
+        return self.length
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(self.seconds * (1 if index else 20))
@@ -75,7 +76,7 @@ def loader() -> Iterator[ShardedDataLoader[Any]]:
 def test_a_report_tells_what_the_numbers_tell(
     pool: str, kind: type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loader = read(pool, kind)
+    loader = read(pool, kind, dataset=Slow(length=18))  # the slowest 20 are told
     capsys.readouterr()
     assert loader.report() is None
     told, stats = capsys.readouterr().out, loader.stats()
@@ -90,7 +91,7 @@ def test_a_report_tells_what_the_numbers_tell(
         for title in ("Causes", "Stages", "Workers", "Slowest samples", "Arguments"):
             assert title in text
         assert stats.verdict in text and stats.advice in text
-        assert "Slow of length 60" in text and "batch_size" in text
+        assert "Slow of length 18" in text and "batch_size" in text
     assert re.search(r"^  0 +.*  0 +(main process|[01])$", told, re.MULTILINE)  # the slowest sample
     facts = facts_in(page)
     assert text_of(facts) == told.rstrip("\n")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from sharded_loader.base.errors import describe_exit
-from sharded_loader.pools import deaths as deaths_module
 from sharded_loader.pools.deaths import IDLE_DEATHS, LOOK_SECONDS, PROVEN, Death, Deaths, Watch
 
 KILLED, TERMINATED, CRASHED, LEFT, UNKNOWN = -9, -15, -11, 1, None
@@ -80,7 +77,7 @@ def test_a_worker_that_starts_is_given_ten_minutes_or_the_timeout(
     timeout: float, to_start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = 0.0
-    monkeypatch.setattr(deaths_module, "time", SimpleNamespace(monotonic=lambda: seconds))
+    monkeypatch.setattr("sharded_loader.base.host_clock.now", lambda: seconds)
     watch = Watch(timeout)
     late: dict[str, float] = {}
     for look in range(1000):
@@ -92,7 +89,7 @@ def test_a_worker_that_starts_is_given_ten_minutes_or_the_timeout(
 
 def test_only_a_worker_that_stands_still_while_somebody_looks_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(deaths_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("sharded_loader.base.host_clock.now", lambda: now)
     watch = Watch(4.0)
     assert watch.step == 0.5
     still, moves = [0, 1, 0, 2], [0, 1, 0, 0]

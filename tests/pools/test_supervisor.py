@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from sharded_loader import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.engine.board import BEGINNING, IDLE, IN_BULK, UNUSED
 from sharded_loader.engine.messages import NOTHING, Job, NewJob, PartBatch, PartPoint, Stream, Task
 from sharded_loader.engine.pool import PoolBroken
-from sharded_loader.pools import deaths as deaths_module
 from sharded_loader.pools.deaths import IDLE_DEATHS, Death
 from sharded_loader.pools.supervisor import Supervisor, Transport, Worker
 
@@ -223,7 +221,7 @@ def test_a_pool_may_go_on_without_a_worker_that_cannot_start() -> None:
 
 def test_a_worker_that_is_late_is_killed_once_and_its_batch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(deaths_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("sharded_loader.base.host_clock.now", lambda: now)
     pool = Pool(restarts=1, timeout=2.0)
     pool.give(0, task(3), board=reading(3))
     for _ in range(20):

@@ -80,7 +80,7 @@ def test_obstore_gets_another_chance_at_a_bucket_that_failed(
     refusing: type[Refusing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("sharded_loader.storage.parts.time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("sharded_loader.base.host_clock.now", lambda: now[0])
     fast = FastS3({})
     for rest in (AGAIN, 2 * AGAIN):  # it fails again, and rests for longer
         refusing.answers = 0

@@ -26,7 +26,6 @@ import itertools
 import math
 import os
 import sys
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,6 +33,7 @@ from typing import Any
 import multiprocess
 from multiprocess import connection
 
+from sharded_loader.base import host_clock
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.limits import Near, bind, oom_kills
 from sharded_loader.base.system import can_pass_descriptors, open_pidfd, write_to_stderr
@@ -124,7 +124,7 @@ class ProcessWorker(Worker):
     def kill(self) -> None:
         """SIGKILL, if it has not been released; on Windows, TerminateProcess."""
         if not self._released:
-            self._killed_at = min(self._killed_at, time.monotonic())
+            self._killed_at = min(self._killed_at, host_clock.now())
             with contextlib.suppress(ValueError, OSError):
                 self.process.kill()
 
@@ -139,7 +139,7 @@ class ProcessWorker(Worker):
         Args:
             noted: sentinels that have been seen to end; only of those is it asked whether that is still true.
         """
-        given_up = self.hung and time.monotonic() - self._killed_at > KILLED_GRACE
+        given_up = self.hung and host_clock.now() - self._killed_at > KILLED_GRACE
         return given_up or (self.sentinel in noted and not self.is_alive())
 
     def dump_stacks(self) -> None:
@@ -163,7 +163,7 @@ class ProcessWorker(Worker):
         try:
             if self.is_alive():
                 self.kill()
-                self.wait(max(0.0, self._killed_at + KILLED_GRACE - time.monotonic()))
+                self.wait(max(0.0, self._killed_at + KILLED_GRACE - host_clock.now()))
                 if self.is_alive():
                     self.left_behind = True
                     print(
@@ -505,10 +505,10 @@ class ProcessTransport(Transport[ProcessWorker]):
             worker.link.close()
         if ended is not None and not ended.has_forked:
             ended.finish()
-        began = time.monotonic()
+        began = host_clock.now()
         for grace, reluctant in ((BUSY_GRACE, ProcessWorker.is_busy), (CLOSING_GRACE, ProcessWorker.is_alive)):
             for worker in workers:
-                worker.wait(max(0.0, began + grace - time.monotonic()))
+                worker.wait(max(0.0, began + grace - host_clock.now()))
             # All of them first, then wait: to tear down a process takes 5 ms, and they can do it side by side.
             for worker in workers:
                 if reluctant(worker):

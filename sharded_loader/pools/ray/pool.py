@@ -26,12 +26,12 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from sharded_loader.base import host_clock
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import Location, add_note, as_batch_error
 from sharded_loader.base.limits import Near
@@ -286,7 +286,7 @@ class RayPool(SupervisedPool[ActorWorker]):
         mapped = self._lent.take(memory) if memory.nbytes else memory
         others = (self._lent.take(buffer) for buffer in rest)
         buffers = (next(others) if at < 0 else mapped[at : at + nbytes] for at, nbytes in places)
-        content, now, found = memoryview(replies), time.perf_counter(), []
+        content, now, found = memoryview(replies), host_clock.now(), []
         while len(content):
             run, seq, wanted, count, pickled, content, times = unpack_reply(content)
             found.append((run, seq, wanted, pickled, [next(buffers) for _ in range(count)], times))

@@ -27,12 +27,12 @@ import functools
 import itertools
 import os
 import queue
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from sharded_loader.base import host_clock
 from sharded_loader.base.errors import add_note
 from sharded_loader.base.notices import logger
 from sharded_loader.engine.board import IN_BATCH, UNUSED, is_at
@@ -158,7 +158,7 @@ class RayTransport(Transport[ActorWorker]):
         self._followed: Followed | None = None
         self._ahead: Any = None  # the order in the object store
         self._readers: dict[str, ActorWorker] = {}  # by node, the actor whose dataset fetches ahead
-        self._none_ready_since = time.monotonic()
+        self._none_ready_since = host_clock.now()
         self._looked = 0.0
         self._session: str | None = None
         self._had_one = self._warned = False
@@ -195,7 +195,7 @@ class RayTransport(Transport[ActorWorker]):
         import ray
 
         if not any(worker.ready for worker in self.workers if worker.number != number):
-            self._none_ready_since = time.monotonic()
+            self._none_ready_since = host_clock.now()
         threads = max(1, int(self._wanted.num_cpus))
         actor = ray.remote(**self._wanted.options())(LoaderActor).remote(number, self.num_workers, threads)
         self.actors.append(actor)
@@ -372,7 +372,7 @@ class RayTransport(Transport[ActorWorker]):
 
     def is_due(self, watch_step: float) -> bool:
         """Whether it is time to look. The next time begins now."""
-        now = time.monotonic()
+        now = host_clock.now()
         if now - self._looked < min(LOOK_SECONDS, self.seconds_to_look(watch_step)):
             return False
         self._looked = now
@@ -384,7 +384,7 @@ class RayTransport(Transport[ActorWorker]):
             return RuntimeError("Ray was shut down while the loader read: make the loader after ray.init()")
         if self.ready:
             return None
-        passed = time.monotonic() - self._none_ready_since
+        passed = host_clock.now() - self._none_ready_since
         if passed > PATIENCE and not self._warned:
             self._warned = True
             if self._had_one:
