@@ -250,7 +250,7 @@ def local_path(url: str) -> str | None:
 
 
 def host_of(url: str) -> str | None:
-    """The protocol and the host or bucket of a URL; None for a path, and for a host that libraries may read differently.
+    """The protocol and the host or bucket of a URL; None for a path, and for a host that libraries read differently.
 
     Example:
         >>> host_of("https://me:secret@host:80/a.tar"), host_of("s3://bucket/a.tar"), host_of("/data/a.tar")
@@ -292,7 +292,7 @@ def joined(url: str, names: Iterable[str], trust: Trust = False) -> list[str]:
     for name in names:
         is_url = "://" in name or "::" in name  # :: joins file systems
         path = local_path(name) if is_here or is_url or os.path.isabs(name) else None
-        leaves = re.search(r"[\0-\x1f]|(?<![^/\\])\.\.(?![^/\\])", _decoded(name)) is not None
+        leaves = re.search(r"[\0-\x1f]|(?<![^/\\])\.\.(?![^/\\?#;])", _decoded(name)) is not None
         if path is not None and "::" not in path:
             full = os.path.normpath(os.path.join(folder + "/" if is_here else "", path)).replace(os.sep, "/")
             leaves = any(sign < " " for sign in path)
@@ -302,10 +302,10 @@ def joined(url: str, names: Iterable[str], trust: Trust = False) -> list[str]:
         else:
             full, is_own = f"{folder}/{name}", True
         if trust is not True and (leaves or not (is_own or trusted(full, trust))):
-            how = "True" if leaves else repr(f"{host_of(full) or os.path.dirname(full)}/")
+            how = True if leaves else (host_of(full) or os.path.dirname(full)).rstrip("/") + "/"
             raise ShardError(
-                f"{shown(url)} names {shown(name)!r}, which is not below its own folder or on its own host. What a file "
-                f"names is opened there only. If you trust it, give ShardDataset(..., trust={how})"
+                f"{shown(url)} names {shown(name)!r}. A file may name only what lies below its own folder, and URLs "
+                f"of its own host or bucket. If you trust this name, give ShardDataset(..., trust={how!r})"
             )
         found.append(full)
     return found
