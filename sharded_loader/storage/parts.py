@@ -200,9 +200,11 @@ def bound(url: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
     import aiohttp
     from yarl import URL
 
+    chain, address, kind = http.groups()
+
     class Request(aiohttp.ClientRequest):
         def __init__(self, method: str, url: Any, **how: Any) -> None:
-            if url.origin() != (own := URL(http[2]).origin()):
+            if url.origin() != (own := URL(address).origin()):
                 if own.scheme == "https" != url.scheme:
                     raise aiohttp.InvalidURL(f"{url}: the server of an https URL redirects there, without encryption")
                 headers = how.get("headers") or {}
@@ -210,9 +212,9 @@ def bound(url: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
                 how = {**how, "headers": plain, "auth": None, "cookies": None}
             super().__init__(method, url, **how)
 
-    given = options.get(http[3], {}) if http[1] else options  # of several file systems, each has options of its own
+    given = options.get(kind, {}) if chain else options  # of several file systems, each has options of its own
     given = {**given, "client_kwargs": {"request_class": Request, **given.get("client_kwargs", {})}}
-    return {**options, http[3]: given} if http[1] else given
+    return {**options, kind: given} if chain else given
 
 
 _PLAIN = ("Accept", "Accept-Encoding", "Range", "User-Agent")

@@ -163,17 +163,18 @@ class ObjectStore:
 
     def _existing(self, url: str, signs: str) -> str:
         """The longest beginning of a URL that exists as it is written, or that has none of these signs."""
-        path = local_path(url)
-        if path is None:  # there, a request for each sign: names with * are not expected
-            url = url[: url.index("*")].rpartition("/")[0] if "*" in url else url
-        while any(sign in url for sign in signs) and not (self._is_there(url) if path is None else os.path.exists(url)):
+        is_there = os.path.exists
+        if local_path(url) is None:
+            is_there = self._is_there
+            if "*" in url:  # each question is a request, and names with * are rare
+                url = url[: url.index("*")].rpartition("/")[0]
+        while any(sign in url for sign in signs) and not is_there(url):
             url = url.rpartition("/")[0]
         return url
 
-    def _is_there(self, url: str) -> bool:
+    def _is_there(self, url: Any) -> bool:
         with contextlib.suppress(ShardError):
-            self.stat(url)
-            return True
+            return bool(self.stat(url))
         return False
 
     def find(self, pattern: str) -> dict[str, Stat]:
@@ -187,23 +188,25 @@ class ObjectStore:
         begin = self._existing(pattern, "*?[") if is_pattern(pattern) else pattern
         if begin == pattern:
             return {pattern: self.stat(pattern)}
-        if local_path(pattern) is not None:
+        if local_path(pattern) is None:
+            stats = self._listed(glob.escape(begin) + pattern[len(begin) :])
+        else:
             folder = begin + "/" if pattern[len(begin)] == "/" else ""
             names = sorted(glob.glob(pattern[len(folder) :], root_dir=folder or None, recursive=True))
             paths = [folder + name.replace(os.sep, "/") for name in names]
-            here = {path: local_stat(path) for path in paths if os.path.isfile(path)}
-            if not here:
-                raise _nothing_fits(pattern)
-            return here
-        system, path = self._open(glob.escape(begin) + pattern[len(begin) :])
+            stats = {path: local_stat(path) for path in paths if os.path.isfile(path)}
+        if not stats:
+            raise MissingShardError(f"no files match {shown(pattern)}: check the pattern")
+        return stats
+
+    def _listed(self, pattern: str) -> dict[str, Stat]:
+        system, path = self._open(pattern)
         try:
             found = self._try(pattern, lambda: system.glob(path, detail=True))
         except PermissionError as error:
             advice = "If the server only forbids lists: give the names of the shards, or a file that lists them"
             raise type(error)(f"{error}. {advice}") from None
         files = {name: info for name, info in sorted(found.items()) if info.get("type") != "directory"}
-        if not files:
-            raise _nothing_fits(pattern)
         stats = {_url_like(pattern, system, name): _stat_of(info) for name, info in files.items()}
         vague = [url for url, stat in stats.items() if stat.size < 0]  # lists of http say no sizes
         return {**stats, **dict(zip(vague, self._stats(vague), strict=True))}
@@ -485,10 +488,6 @@ def expanded(text: str) -> list[str]:
         width = max(map(len, (found[1], found[2]))) if "0" in (found[1][0], found[2][0]) else 0
         choices = [f"{i:0{width}}" for i in range(first, last + 1) or range(first, last - 1, -1)]
     return [one for choice in choices for one in expanded(text[: found.start()] + choice + text[found.end() :])]
-
-
-def _nothing_fits(pattern: str) -> ShardError:
-    return MissingShardError(f"no files match {shown(pattern)}: check the pattern")
 
 
 def pieces_of(size: int, piece: int | None = None) -> int:
