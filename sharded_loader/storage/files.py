@@ -292,7 +292,7 @@ def joined(url: str, names: Iterable[str], trust: Trust = False) -> list[str]:
     for name in names:
         is_url = "://" in name or "::" in name  # :: joins file systems
         path = local_path(name) if is_here or is_url or os.path.isabs(name) else None
-        leaves = re.search(r"[\0-\x1f]|(?<![^/\\])\.\.(?![^/\\?#;])", _decoded(name)) is not None
+        leaves = re.search(r"[\0-\x1f]|(?<![^/\\])\.\.(?![^/\\?#;])", unquote(unquote(name))) is not None
         if path is not None and "::" not in path:
             full = os.path.normpath(os.path.join(folder + "/" if is_here else "", path)).replace(os.sep, "/")
             leaves = any(sign < " " for sign in path)
@@ -309,13 +309,6 @@ def joined(url: str, names: Iterable[str], trust: Trust = False) -> list[str]:
             )
         found.append(full)
     return found
-
-
-def _decoded(name: str) -> str:
-    """A name as servers may read it that decode it several times."""
-    while "%" in name and name != (name := unquote(name)):
-        pass
-    return name
 
 
 def shown(url: str) -> str:

@@ -75,11 +75,10 @@ def find_shards(
     names = list(chain.from_iterable(store.named_by(absolute(os.fspath(pattern))) for pattern in patterns))
     store.give(names)
     for name in names:
-        named: Iterable[tuple[str, Stat | None]] = [(name, None)]
+        named: Mapping[str, Stat | None] = store.find(name) if is_pattern(name) else {name: None}
         if is_pattern(name):
-            named = store.find(name).items()
-            store.give(url for url, _ in named)
-        for url, stat in named:
+            store.give(named)
+        for url, stat in named.items():
             if shown(url).endswith(SUFFIX):
                 entries.update(entries_in(store, url))
                 stats.update(dict.fromkeys(entries))

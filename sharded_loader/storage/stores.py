@@ -163,7 +163,7 @@ class ObjectStore:
 
     def _existing(self, url: str, signs: str) -> str:
         """The longest beginning of a URL that exists as it is written, or that has none of these signs."""
-        is_there = os.path.exists
+        is_there: Callable[[str], bool] = os.path.exists
         if local_path(url) is None:
             is_there = self._is_there
             if "*" in url:  # each question is a request, and names with * are rare
@@ -172,7 +172,7 @@ class ObjectStore:
             url = url.rpartition("/")[0]
         return url
 
-    def _is_there(self, url: Any) -> bool:
+    def _is_there(self, url: str) -> bool:
         with contextlib.suppress(ShardError):
             return bool(self.stat(url))
         return False
