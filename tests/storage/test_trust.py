@@ -168,6 +168,10 @@ def test_another_bucket_is_another_place() -> None:
     for name in ("s3://b-2/x", "s3://b2/x", "s3a://b/x", "gs://b/x", "s3://b/../b2/x"):
         with pytest.raises(ShardError, match="names"):
             joined("s3://b/set/i.json", [name], places_of("s3://b-1"))
+    store = ObjectStore({"key": "mine"}, places_of({"s3://c/": {"key": "other"}}))
+    store.give(["s3://b/i.json"])
+    keys = [store._access(f"s3://{bucket}/x")[1].get("key") for bucket in ("b", "b-2", "c", "c-2")]
+    assert keys == ["mine", None, "other", None]
     assert joined("s3://b/i.json", ["s3://c/x", "s3://c-2/y", "s3://b/z"], places_of("s3://"))[2] == "s3://b/z"
 
 
