@@ -52,7 +52,7 @@ from sharded_loader.storage import index_file
 from sharded_loader.storage.cache import TRIES, ShardCache
 from sharded_loader.storage.files import LocalFile, ShardError, ShardFile, Stat, local_path, local_stat, shown
 from sharded_loader.storage.indexes import Format, Index, Indexes, ascending_by_part, by_part, default_folder, dumped
-from sharded_loader.storage.lists import absolute, find_shards
+from sharded_loader.storage.lists import absolute, find_shards, places_of
 from sharded_loader.storage.parts import UNKNOWN, is_same, with_tags
 from sharded_loader.storage.read_ahead import ReadAhead
 from sharded_loader.storage.stores import ObjectStore, RemoteFile
@@ -87,6 +87,9 @@ class ShardDataset(Dataset):
         index_folder: where indexes are kept. None: beside the cache, or in the user's cache folder.
         columns: of Parquet and Arrow files, the names of the columns to read. None: all. Of a Parquet file, no bytes of
             other columns are read.
+        trust: what a list or an index file may name outside its own folder and host: a URL or path, or a list of them,
+            whatever lies below it is allowed; a dict gives storage options to each; True allows all. None of these gets
+            ``storage_options``, which are for the hosts of ``urls``.
 
     Attributes:
         retries: how many requests of this process had to be tried again.
@@ -118,12 +121,13 @@ class ShardDataset(Dataset):
         cache: ShardCache | None = None,
         index_folder: str | os.PathLike[str] | None = None,
         columns: Iterable[str] | None = None,
+        trust: bool | str | os.PathLike[str] | Iterable[str] | Mapping[str, Mapping[str, Any]] = False,
         **unknown: NoReturn,
     ) -> None:
         refuse_arguments("ShardDataset", unknown, type(self).__init__)
         if cache is not None and not isinstance(cache, ShardCache):
             raise TypeError(f"cache is {cache!r}; give a ShardCache: ShardCache(folder, max_bytes)")
-        self._store, self._cache = ObjectStore(storage_options), cache
+        self._store, self._cache = ObjectStore(storage_options, places_of(trust)), cache
         patterns = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
         self._format, stats, self._known_lengths, self._entries = find_shards(self._store, patterns, format)
         if columns is not None:

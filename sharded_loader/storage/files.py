@@ -6,7 +6,8 @@
     ShardError            a shard cannot be read; also MissingShardError, ForbiddenShardError
     shown(url)            without user, password and query
     redacted(text, ...)   without the values of options, and without what URLs in the text hide
-    local_path(url)       where a URL lies on this machine; joined(url, names): names in a file, as URLs
+    local_path(url)       where a URL lies on this machine; host_of(url): its protocol, and its host or bucket
+    joined(url, names)    names in a file as URLs. Only those are allowed that the file may name, or that are trusted
 
 Formats see nothing else, so each of them reads local shards, cached ones and remote ones in the same way. A local file
 is held by a descriptor: if it is deleted meanwhile, it can still be read (not on Windows, where it cannot be
@@ -27,6 +28,7 @@ import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from sharded_loader.data.files import PositionedFile, settled, tag_of
 
@@ -247,15 +249,66 @@ def local_path(url: str) -> str | None:
     return url.removeprefix("file://") if url.startswith("file://") else None
 
 
-def joined(url: str, names: Iterable[str]) -> list[str]:
-    """The names in a file as URLs: names that are no URLs lie beside the file.
+def host_of(url: str) -> str | None:
+    """The protocol and the host or bucket of a URL; None for a path, and for a host that libraries read differently.
 
     Example:
-        >>> joined("s3://bucket/set/index.json", ["a.tar", "s3://other/b.tar"])
-        ['s3://bucket/set/a.tar', 's3://other/b.tar']
+        >>> host_of("https://me:secret@host:80/a.tar"), host_of("s3://bucket/a.tar"), host_of("/data/a.tar")
+        ('https://host:80', 's3://bucket', None)
     """
-    folder = url.rpartition("/")[0] + "/" if "://" in url else os.path.dirname(url)
-    return [name if "://" in name or os.path.isabs(name) else os.path.join(folder, name) for name in names]
+    found = re.match(r"([^/]*://)(?:[^/?#\\\s]*@)?([^/?#\\\s]*)(?=[/?#]|$)", url)
+    return found and found[1] + found[2]
+
+
+Trust = bool | Mapping[str, Mapping[str, Any]]
+"""What files may name beside what lies at their own place: True, or URLs and paths, each with storage options."""
+
+
+def trusted(url: str, trust: Trust) -> str | None:
+    """The URL or path in ``trust`` under which a URL lies.
+
+    Example:
+        >>> trusted("s3://b/set/a.tar", {"s3://b/set": {}}), trusted("s3://b-2/a.tar", {"s3://b": {}})
+        ('s3://b/set', None)
+    """
+    places = () if isinstance(trust, bool) else trust
+    return next((place for place in places if f"{url}/".startswith(place.rstrip("/") + "/")), None)
+
+
+def joined(url: str, names: Iterable[str], trust: Trust = False) -> list[str]:
+    """The names in a file as URLs: names that are no URLs lie beside the file.
+
+    Raises:
+        ShardError: a name is elsewhere: not below the folder of the file, and no URL of the same host or bucket.
+
+    Example:
+        >>> joined("s3://bucket/set/index.json", ["a.tar", "s3://bucket/b.tar"])
+        ['s3://bucket/set/a.tar', 's3://bucket/b.tar']
+        >>> joined("/data/index.json", ["s3://other/c.tar"], {"s3://other": {}})
+        ['s3://other/c.tar']
+    """
+    host, is_here, found = host_of(url), "://" not in url, []
+    folder = url.partition("?")[0].rpartition("/")[0] if url.startswith("http") else url.rpartition("/")[0]
+    for name in names:
+        is_url = "://" in name or "::" in name  # :: joins file systems
+        path = local_path(name) if is_here or is_url or os.path.isabs(name) else None
+        leaves = re.search(r"[\0-\x1f]|(?<![^/\\])\.\.(?![^/\\?#;])", unquote(unquote(name))) is not None
+        if path is not None and "::" not in path:
+            full = os.path.normpath(os.path.join(folder + "/" if is_here else "", path)).replace(os.sep, "/")
+            leaves = any(sign < " " for sign in path)
+            is_own = is_here and trusted(full, {folder: {}}) is not None
+        elif is_url:
+            full, is_own = name, "::" not in name and host is not None and host_of(name) == host
+        else:
+            full, is_own = f"{folder}/{name}", True
+        if trust is not True and (leaves or not (is_own or trusted(full, trust))):
+            how = True if leaves else (host_of(full) or os.path.dirname(full)).rstrip("/") + "/"
+            raise ShardError(
+                f"{shown(url)} names {shown(name)!r}. A file may name only what lies below its own folder, and URLs "
+                f"of its own host or bucket. If you trust this name, give ShardDataset(..., trust={how!r})"
+            )
+        found.append(full)
+    return found
 
 
 def shown(url: str) -> str:
@@ -267,10 +320,10 @@ def shown(url: str) -> str:
     """
     if "://" not in url:
         return url
-    return re.sub(r"://[^/@]*@", "://", url.partition("?")[0])
+    return re.sub(r"://[^/]*@", "://", url.partition("?")[0])
 
 
-def redacted(text: str, options: Mapping[str, Any]) -> str:
+def redacted(text: str, options: Any) -> str:
     """A text without what must not be shown: values of the options, users and queries in URLs.
 
     Example:
@@ -279,7 +332,7 @@ def redacted(text: str, options: Mapping[str, Any]) -> str:
     """
     for secret in _words(options):
         text = text.replace(secret, "***")
-    return re.sub(r"(://)[^/@\s]*@|\?[^\s'\"<>)]*", lambda match: match[1] or "", text)
+    return re.sub(r"(://)[^/\s]*@|\?[^\s'\"<>)]*", lambda match: match[1] or "", text)
 
 
 def _words(options: Any) -> Iterable[str]:

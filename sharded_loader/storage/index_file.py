@@ -103,7 +103,7 @@ def entries_in(store: ObjectStore, url: str) -> dict[str, ShardEntry]:
     ends = (table["ends"] + begin).tolist()
     rows = zip(tags, table["sizes"].tolist(), table["lengths"].tolist(), [begin, *ends], ends, strict=False)
     entries = [ShardEntry(url, format, Stat(size, tag), *row) for tag, size, *row in rows]
-    return dict(zip(joined(url, names), entries, strict=True))
+    return dict(zip(joined(url, names, store.trust), entries, strict=True))
 
 
 def index_of(store: ObjectStore, entry: ShardEntry) -> Index | None:

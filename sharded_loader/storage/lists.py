@@ -11,7 +11,7 @@ If no index file is given, the one beside the shards is used. It describes a sha
 tag, as far as tags can be compared. The sizes and tags of other shards are asked for.
 
 Known lists of shards are MosaicML's ``index.json``, the lists of WebDataset's ``wids``, and a plain JSON list of names.
-Names that are no URLs lie beside the list.
+Names that are no URLs lie beside the list. A list may name other places only if the user trusts these (`joined`).
 
 What can go wrong: a shard that is missing or must not be read (`ShardError`, also a FileNotFoundError or
 PermissionError). A file that is no list of shards, or a list of compressed ones (`ShardError`). A format that is
@@ -24,11 +24,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from sharded_loader.base.notices import warn
 from sharded_loader.base.private import path_of
-from sharded_loader.storage.files import ShardError, Stat, joined, local_path, local_stat, shown
+from sharded_loader.storage.files import ShardError, Stat, Trust, joined, local_path, local_stat, shown
 from sharded_loader.storage.index_file import SUFFIX, ShardEntry, entries_in, place_of
 from sharded_loader.storage.indexes import Format
 from sharded_loader.storage.parts import is_same
@@ -71,16 +72,19 @@ def find_shards(
     stats: dict[str, Stat | None] = {}
     counts: dict[str, int] = {}
     entries: dict[str, ShardEntry] = {}
-    for pattern in patterns:
-        name = absolute(os.fspath(pattern))
-        named: Iterable[tuple[str, Stat | None]] = store.find(name).items() if is_pattern(name) else [(name, None)]
-        for url, stat in named:
-            if url.endswith(SUFFIX):
+    names = list(chain.from_iterable(store.named_by(absolute(os.fspath(pattern))) for pattern in patterns))
+    store.give(names)
+    for name in names:
+        named: Mapping[str, Stat | None] = store.find(name) if is_pattern(name) else {name: None}
+        if is_pattern(name):
+            store.give(named)
+        for url, stat in named.items():
+            if shown(url).endswith(SUFFIX):
                 entries.update(entries_in(store, url))
                 stats.update(dict.fromkeys(entries))
-            elif url.endswith(LIST_SUFFIX):
+            elif shown(url).endswith(LIST_SUFFIX):
                 stat = stat or store.stat(url)
-                listed = urls_in(url, store.ranges(url, [0], [stat.size], stat)[0])
+                listed = urls_in(url, store.ranges(url, [0], [stat.size], stat)[0], store.trust)
                 counts.update({absolute(name): count for name, count in listed.items()})
                 stats.update(dict.fromkeys(counts))
             else:
@@ -136,6 +140,24 @@ def absolute(url: str) -> str:
     return path_of(LocalFileSystem, url)
 
 
+def places_of(trust: Any) -> Trust:
+    """What the user trusts, as places with their options.
+
+    Raises:
+        TypeError: it is no place.
+    """
+    if isinstance(trust, bool):
+        return trust
+    trust = [trust] if isinstance(trust, (str, os.PathLike)) else trust
+    try:
+        places = trust if isinstance(trust, Mapping) else {place: {} for place in trust}
+        return {absolute(os.fspath(place)): dict(options) for place, options in places.items()}
+    except (TypeError, ValueError):
+        raise TypeError(
+            "trust is no URL or path, no list of them, and no dict of storage options by them: give one, or True"
+        ) from None
+
+
 FORMATS: tuple[type[Format], ...] = (Tar, Parquet, Arrow, MDS, RecordIO, Lines)
 
 
@@ -163,31 +185,31 @@ def format_of(format: str | Format | None, urls: Sequence[str]) -> Format:
     return kind()
 
 
-def urls_in(url: str, content: bytes) -> dict[str, int]:
+def urls_in(url: str, content: bytes, trust: Trust = False) -> dict[str, int]:
     """The shards that a file lists, and how many samples each has; `UNCOUNTED` if the list does not say it.
 
     Raises:
-        ShardError: it lists none that can be read.
+        ShardError: it lists none that can be read, or one elsewhere that is not trusted (`joined`).
 
     Example:
-        >>> urls_in("s3://bucket/set/index.json", b'["a.tar", "s3://other/b.tar"]')
-        {'s3://bucket/set/a.tar': -1, 's3://other/b.tar': -1}
+        >>> urls_in("s3://bucket/set/index.json", b'["a.tar", "s3://bucket/b.tar"]')
+        {'s3://bucket/set/a.tar': -1, 's3://bucket/b.tar': -1}
     """
     try:
         shards = _shards(json.loads(content))
-    except (KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ShardError(
             f"{shown(url)} is no list of shards ({type(error).__name__}: {error}): give a JSON list of names, the "
             f"index.json of MosaicML, or a list of WebDataset's wids"
         ) from None
     if not shards:
         raise ShardError(f"{shown(url)} lists no shards")
-    return dict(zip(joined(url, [name for name, _ in shards]), [count for _, count in shards], strict=True))
+    return dict(zip(joined(url, [name for name, _ in shards], trust), [count for _, count in shards], strict=True))
 
 
 def _shards(listed: Any) -> list[tuple[str, int]]:
     """The names of shards in a list, as it was parsed, and their numbers of samples."""
-    if not isinstance(listed, Mapping):
+    if isinstance(listed, list):
         shards = [(name, UNCOUNTED) for name in listed]
     elif "shardlist" in listed:  # of WebDataset's wids
         shards = [(shard["url"], int(shard.get("nsamples", UNCOUNTED))) for shard in listed["shardlist"]]
@@ -197,4 +219,6 @@ def _shards(listed: Any) -> list[tuple[str, int]]:
         shards = [(shard["raw_data"]["basename"], int(shard.get("samples", UNCOUNTED))) for shard in listed["shards"]]
     if not all(isinstance(name, str) for name, _ in shards):
         raise TypeError("a name is no string")
+    if not all(UNCOUNTED <= count < 1 << 48 for _, count in shards):
+        raise ValueError("a number of samples is impossible")
     return shards

@@ -189,6 +189,38 @@ def http_tag(system: Any, url: str, seconds: float) -> str:
     return str(sync(system.loop, ask, timeout=seconds))
 
 
+def bound(url: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Options for a file system of http, with which nothing of them goes to another server after a redirect.
+
+    By itself, aiohttp then drops some headers, but not the others, nor the password and the cookies of the session.
+    """
+    http = re.match(r"(?:(.*)::)?((https?)://.*)", url)
+    if http is None:
+        return options
+    import aiohttp
+    from yarl import URL
+
+    chain, address, kind = http.groups()
+
+    class Request(aiohttp.ClientRequest):
+        def __init__(self, method: str, url: Any, **how: Any) -> None:
+            if url.origin() != (own := URL(address).origin()):
+                if own.scheme == "https" != url.scheme:
+                    raise aiohttp.InvalidURL(f"{url}: the server of an https URL redirects there, without encryption")
+                headers = how.get("headers") or {}
+                plain = {name: headers[name] for name in _PLAIN if name in headers}
+                how = {**how, "headers": plain, "auth": None, "cookies": None}
+            super().__init__(method, url, **how)
+
+    given = options.get(kind, {}) if chain else options  # of several file systems, each has options of its own
+    given = {**given, "client_kwargs": {"request_class": Request, **given.get("client_kwargs", {})}}
+    return {**options, kind: given} if chain else given
+
+
+_PLAIN = ("Accept", "Accept-Encoding", "Range", "User-Agent")
+"""Headers that another server may see."""
+
+
 def agrees(stat: Stat | None, tag: str) -> bool:
     """Whether an answer with this tag is of the version that is wanted, for sure.
 

@@ -28,6 +28,7 @@ a password, a key or the query of a URL, and none has the library's own error as
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import random
 import re
@@ -35,7 +36,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from email.utils import parsedate_to_datetime
 from itertools import islice
@@ -49,12 +50,16 @@ from sharded_loader.storage.files import (
     ShardError,
     ShardFile,
     Stat,
+    Trust,
+    host_of,
     local_path,
+    local_stat,
     missing_or_forbidden,
     redacted,
     shown,
+    trusted,
 )
-from sharded_loader.storage.parts import UNKNOWN, Changed, FastS3, Unfit, http_tag, is_same, part, tag_of
+from sharded_loader.storage.parts import UNKNOWN, Changed, FastS3, Unfit, bound, http_tag, is_same, part, tag_of
 
 TRIES = 6
 PAUSE, LONGEST_PAUSE = 0.2, 10.0
@@ -92,6 +97,7 @@ class ObjectStore:
 
     Args:
         options: for the file system of fsspec, such as ``{"key": ..., "secret": ...}`` or ``{"anon": True}``.
+        trust: what files may name elsewhere, with the options for it.
 
     Attributes:
         retries: how many requests were tried again.
@@ -108,25 +114,28 @@ class ObjectStore:
         (10, [b'12', b'78'])
     """
 
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        self._options = dict(options or {})
+    def __init__(self, options: Mapping[str, Any] | None = None, trust: Trust = False) -> None:
+        self._options, self.trust = dict(options or {}), trust
+        self._given: set[str | None] | None = None
         self._begin()
         _live.add(self)
 
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._systems: dict[str, Any] = {}
-        self._fast = FastS3(self._options)
+        self._fast: dict[Any, FastS3] = {}
         self._lock = threading.Lock()
         self._places, self._turns = CONNECTIONS, threading.Semaphore(CONNECTIONS)
         self.retries = 0
         self.requests = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return self._options
+        return {"_options": self._options, "trust": self.trust, "_given": self._given}
 
-    def __setstate__(self, options: dict[str, Any]) -> None:
-        self.__init__(options)  # type: ignore[misc]
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
+        _live.add(self)
 
     def close(self) -> None:
         """Close the connections. The store may be used again, and opens new ones."""
@@ -136,16 +145,61 @@ class ObjectStore:
             if os.getpid() == self._pid:
                 close_session(system)
 
+    def give(self, urls: Iterable[str]) -> None:
+        """Have the hosts of these URLs get the options. Without any call, all hosts get them."""
+        self._given = (self._given or set()) | (set(map(host_of, urls)) - {None})
+
     # -- what there is ------------------------------------------------------------------------------------------------
+
+    def named_by(self, url: str) -> list[str]:
+        """The names and patterns that a name with braces means, as in a shell: ``{000..012}``, ``{train,test}``.
+
+        Braces that are part of an existing name are that name.
+        """
+        if "{" not in url:
+            return [url]
+        begin = self._existing(url, "{")
+        return [begin + end for end in expanded(url[len(begin) :])]
+
+    def _existing(self, url: str, signs: str) -> str:
+        """The longest beginning of a URL that exists as it is written, or that has none of these signs."""
+        is_there: Callable[[str], bool] = os.path.exists
+        if local_path(url) is None:
+            is_there = self._is_there
+            if "*" in url:  # each question is a request, and names with * are rare
+                url = url[: url.index("*")].rpartition("/")[0]
+        while any(sign in url for sign in signs) and not is_there(url):
+            url = url.rpartition("/")[0]
+        return url
+
+    def _is_there(self, url: str) -> bool:
+        with contextlib.suppress(ShardError):
+            return bool(self.stat(url))
+        return False
 
     def find(self, pattern: str) -> dict[str, Stat]:
         """The files that a pattern with ``*`` and ``?`` means, or the one file of a plain URL, in order of their names.
 
+        What exists as it is written is a name: a folder ``run[1]`` too, in which a pattern is looked for.
+
         Raises:
             FileNotFoundError: there are none.
         """
-        if not is_pattern(pattern):
+        begin = self._existing(pattern, "*?[") if is_pattern(pattern) else pattern
+        if begin == pattern:
             return {pattern: self.stat(pattern)}
+        if local_path(pattern) is None:
+            stats = self._listed(glob.escape(begin) + pattern[len(begin) :])
+        else:
+            folder = begin + "/" if pattern[len(begin)] == "/" else ""
+            names = sorted(glob.glob(pattern[len(folder) :], root_dir=folder or None, recursive=True))
+            paths = [folder + name.replace(os.sep, "/") for name in names]
+            stats = {path: local_stat(path) for path in paths if os.path.isfile(path)}
+        if not stats:
+            raise MissingShardError(f"no files match {shown(pattern)}: check the pattern")
+        return stats
+
+    def _listed(self, pattern: str) -> dict[str, Stat]:
         system, path = self._open(pattern)
         try:
             found = self._try(pattern, lambda: system.glob(path, detail=True))
@@ -153,8 +207,6 @@ class ObjectStore:
             advice = "If the server only forbids lists: give the names of the shards, or a file that lists them"
             raise type(error)(f"{error}. {advice}") from None
         files = {name: info for name, info in sorted(found.items()) if info.get("type") != "directory"}
-        if not files:
-            raise MissingShardError(f"no files match {shown(pattern)}: check the pattern")
         stats = {_url_like(pattern, system, name): _stat_of(info) for name, info in files.items()}
         vague = [url for url, stat in stats.items() if stat.size < 0]  # lists of http say no sizes
         return {**stats, **dict(zip(vague, self._stats(vague), strict=True))}
@@ -286,9 +338,10 @@ class ObjectStore:
         if begin == end:  # which no request can say
             return b"", True
         system, path = self._open(url)
+        fast_s3 = self._fast[self._access(url)[0]]
 
         def read() -> tuple[bytes, bool]:
-            fast = self._fast.read(path, begin, end, STALL, stat) if url.startswith("s3://") else None
+            fast = fast_s3.read(path, begin, end, STALL, stat) if url.startswith("s3://") else None
             found, is_sure = part(system, path, begin, end, stat, STALL) if fast is None else fast
             if len(found) > end - begin:  # a file system that does not know requests for parts
                 found = found[begin:end]
@@ -308,19 +361,29 @@ class ObjectStore:
 
         if os.getpid() != self._pid:
             self._begin()
-        key = re.match(r"(?:[a-z0-9+.:-]*://[^/]*)?", url)[0]  # type: ignore[index]
+        key, options = self._access(url)
         with self._lock:
             if key not in self._systems:
-                options = self._options if key else {}
-                if key.startswith("s3"):
+                self._fast.setdefault(key, FastS3(options))
+                if url.startswith("s3://"):
                     config = {"retries": {"total_max_attempts": 1}, **options.get("config_kwargs", {})}
                     options = {**options, "config_kwargs": config}
-                system = url_to_fs(url, skip_instance_cache=True, **options)[0]
-                if key.startswith("s3"):
+                system = url_to_fs(url, skip_instance_cache=True, **bound(url, options))[0]
+                if url.startswith("s3://"):
                     system.retries = 1  # the number of tries
                 self._systems[key] = system
             system = self._systems[key]
         return system, path_of(system, url)
+
+    def _access(self, url: str) -> tuple[Any, Mapping[str, Any]]:
+        """What tells the file system of a URL from others, and its options."""
+        if "://" not in url:
+            return None, {}
+        server, host = url[: (url + "/").index("/", url.index("://") + 3)], host_of(url)
+        if self._given is None or host in self._given:
+            return server, self._options
+        place = trusted(url, self.trust)
+        return (server, place), {} if isinstance(self.trust, bool) or place is None else self.trust[place]
 
     def _take_place(self) -> None:
         """There was an answer: one more request may run beside the others."""
@@ -349,7 +412,7 @@ class ObjectStore:
                 message, asked = str(unfit), 0.0
             except Exception as error:
                 error = _reason(error)
-                message = redacted(f"{type(error).__name__}: {error}", self._options)
+                message = redacted(f"{type(error).__name__}: {error}", [self._options, self.trust])
                 found = missing_or_forbidden(shown(url), error, message)
                 if found is not None:
                     raise found from None
@@ -407,6 +470,24 @@ def is_pattern(url: str) -> bool:
         (True, False)
     """
     return any(sign in url for sign in ("*[" if re.match("https?:", url) else "*?["))  # ? begins a query there
+
+
+def expanded(text: str) -> list[str]:
+    """A text with each choice that its braces name.
+
+    Example:
+        >>> expanded("{train,test}-{08..10}.tar")[2:4], expanded("{x}")
+        (['train-10.tar', 'test-08.tar'], ['{x}'])
+    """
+    found = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", text)
+    if found is None:
+        return [text]
+    choices = found[3].split(",") if found[3] is not None else []
+    if found[1]:
+        first, last = int(found[1]), int(found[2])
+        width = max(map(len, (found[1], found[2]))) if "0" in (found[1][0], found[2][0]) else 0
+        choices = [f"{i:0{width}}" for i in range(first, last + 1) or range(first, last - 1, -1)]
+    return [one for choice in choices for one in expanded(text[: found.start()] + choice + text[found.end() :])]
 
 
 def pieces_of(size: int, piece: int | None = None) -> int:

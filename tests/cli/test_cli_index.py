@@ -36,6 +36,15 @@ def test_another_place_format_and_options(folder: Path) -> None:
     assert list(ShardDataset(where, format="lines")) == ["a,b"]
 
 
+def test_a_list_names_other_places_that_are_trusted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "lists").mkdir()
+    (folder / "lists" / "l.json").write_text('["../0.txt"]')
+    given = ["index", str(folder / "lists" / "l.json"), "--output", str(folder / "lists" / "x.index"), "-q"]
+    assert main(given) == 2
+    assert "names '../0.txt'" in capsys.readouterr().err
+    assert main([*given, "--trust", "s3://b/", "--trust", str(folder)]) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import pytest
@@ -35,13 +34,13 @@ def test_the_format_is_that_of_the_names_or_the_one_that_was_given() -> None:
 
 def test_names_lie_beside_the_list_and_urls_where_they_say() -> None:
     listed = json.dumps(["a.tar", "more/b.tar", "gs://other/c.tar"]).encode()
-    assert list(urls_in("s3://bucket/set/index.json", listed)) == [
+    trust = {"gs://other": dict[str, Any]()}
+    assert list(urls_in("s3://bucket/set/index.json", listed, trust)) == [
         "s3://bucket/set/a.tar",
         "s3://bucket/set/more/b.tar",
         "gs://other/c.tar",
     ]
-    local = os.path.join("set", "index.json")
-    assert next(iter(urls_in(local, listed))) == os.path.join("set", "a.tar")
+    assert next(iter(urls_in("set/index.json", listed, trust))) == "set/a.tar"
 
 
 @pytest.mark.parametrize(
@@ -52,6 +51,11 @@ def test_names_lie_beside_the_list_and_urls_where_they_say() -> None:
         (b"[1, 2]", "no list of shards"),
         (b"7", "no list of shards"),
         (b"[]", "lists no shards"),
+        (b'"abc"', "no list of shards"),
+        (b"[" * 100_000, "no list of shards"),
+        (b'{"shards": [7]}', "no list of shards"),
+        (b'{"shardlist": [{"url": "a.tar", "nsamples": Infinity}]}', "no list of shards"),
+        (b'{"shardlist": [{"url": "a.tar", "nsamples": 1%s}]}' % (b"0" * 20), "no list of shards"),
         (b'{"shards": [{"raw_data": {}}]}', "no list of shards"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import itertools
+import json
 import multiprocessing
 import os
 import pickle
@@ -15,14 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from served import Served, serving
 
+from sharded_loader import ShardDataset
 from sharded_loader.storage import stores
 from sharded_loader.storage.files import ShardError, Stat, redacted, shown
-from sharded_loader.storage.stores import ObjectStore, merged
+from sharded_loader.storage.stores import ObjectStore, expanded, merged
 
 CONTENT = bytes(range(256)) * 2000
 
@@ -45,6 +48,67 @@ def test_a_pattern_finds_files_in_order_of_their_names(tmp_path: Path) -> None:
         ObjectStore().find(str(tmp_path / "*.parquet"))
     with pytest.raises(FileNotFoundError, match="nothing"):
         ObjectStore().find(str(tmp_path / "nothing.tar"))
+
+
+SIGNS = ["run[1]", "run?", "run*", "run{1,2}", "run[!x]", "{0..1}[a]"]
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+@pytest.mark.parametrize("kind", [str, Path, Path.joinpath, list, "file://{}".format, "relative", "index", "memory"])
+def test_a_name_that_exists_is_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: str, kind: Any) -> None:
+    """The name of a folder, of a file, or of both. Beside it lies what it would match as a pattern."""
+    system, root = fsspec.filesystem("memory"), f"/{tmp_path.name}"
+    for name in ("run1", "runs", "0a", "1a", sign):
+        for path in (f"{name}/a.txt", f"{name}/{name}.txt"):
+            (tmp_path / path).parent.mkdir(exist_ok=True)
+            (tmp_path / path).write_text(f"{name}\n")
+            system.pipe_file(f"{root}/{path}", f"{name}\n".encode())
+    folder = tmp_path / sign
+    (folder / "index.json").write_text(json.dumps(["a.txt", f"{sign}.txt"]))
+    given = {"index_folder": tmp_path / "indexes", "format": "lines"}
+    names = ["a.txt", f"{sign}.txt", "*.txt", "{a,b,c}.txt"][: 2 if kind in ("memory", list) else 3]
+    if kind == "memory":
+        found: list[Any] = [f"memory:/{root}/{sign.replace('*', 's')}/{name.replace('*', 's')}" for name in names]
+    elif kind == "relative":
+        monkeypatch.chdir(folder)
+        found = names
+    elif kind == "index":
+        found = [folder / "index.json"]
+    else:
+        make = {list: lambda path: [str(path)], Path.joinpath: lambda path: [path, path]}.get(kind, kind)
+        found = [make(folder / name) for name in names]
+    expected = sign.replace("*", "s") if kind == "memory" else sign
+    for one in found:
+        assert set(ShardDataset(one, **given)) == {expected}, one
+    system.rm(root, recursive=True)
+
+
+BRACES = {
+    "{000..002}": ["000", "001", "002"], "{8..10}": ["8", "9", "10"], "{08..10}": ["08", "09", "10"],
+    "{2..0}": ["2", "1", "0"], "{a,b}{1..2}": ["a1", "a2", "b1", "b2"], "{a,}x": ["ax", "x"],
+    "{a{1,2},b}": ["a1", "b", "a2"],
+    "{x}": ["{x}"], "a": ["a"], "{}": ["{}"], "{1..}": ["{1..}"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("braces", BRACES)
+def test_braces_are_expanded_as_webdataset_does(tmp_path: Path, braces: str) -> None:
+    assert sorted(set(expanded(braces))) == sorted(BRACES[braces])
+    for name in BRACES[braces]:
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n")
+        fsspec.filesystem("memory").pipe_file(f"/braces/{name}.txt", f"{name}\n".encode())
+    for place in (str(tmp_path), "memory://braces", f"file://{tmp_path}"):
+        dataset = ShardDataset(f"{place}/{braces}.txt", index_folder=tmp_path / "indexes")
+        assert list(dict.fromkeys(dataset)) == list(dict.fromkeys(expanded(braces)))
+    fsspec.filesystem("memory").rm("/braces", recursive=True)
+
+
+def test_of_braces_the_name_that_is_missing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "0-a.txt").write_text("0\n")
+    with pytest.raises(FileNotFoundError, match=r"1-a\.txt: the shard is missing"):
+        ShardDataset(tmp_path / "{0..1}-a.txt")
+    with pytest.raises(FileNotFoundError, match=r"no files match .*1-\*\.txt"):
+        ShardDataset(tmp_path / "{0..1}-*.txt")
 
 
 def test_a_file_in_memory_is_found_and_read() -> None:

@@ -1,0 +1,307 @@
+"""What a list, an index file or a redirect names is data: it opens nothing elsewhere, and gets no credentials."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import fsspec
+import numpy as np
+import pytest
+from conftest import POOLS, make_pool
+from served import RangeHandler
+from yarl import URL
+
+from sharded_loader import ShardDataset, ShardedDataLoader
+from sharded_loader.storage import index_file, stores
+from sharded_loader.storage.files import ShardError, Stat, host_of, joined, shown, trusted
+from sharded_loader.storage.indexes import dumped, loaded
+from sharded_loader.storage.lists import places_of
+from sharded_loader.storage.parts import bound
+from sharded_loader.storage.stores import ObjectStore
+
+SECRETS = ("s3cret-token", "s3cret-key", "s3cret-cookie", "s3cret-basic")
+OPTIONS = {
+    "headers": {"Authorization": SECRETS[0], "X-Api-Key": SECRETS[1]},
+    "client_kwargs": {"cookies": {"session": SECRETS[2]}, "headers": {"X-Token": SECRETS[3]}},
+}
+
+
+class Host:
+    """A server: its files, where it redirects to, and all headers of all requests that it got."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.moved: dict[str, str] = {}
+        self.heard: list[str] = []
+        self.url = ""
+
+    @property
+    def got(self) -> set[str]:
+        """The secrets that it got."""
+        return {secret for secret in (*SECRETS, "Basic") if any(secret in heard for heard in self.heard)}
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Host, Host]]:
+    monkeypatch.setattr(stores, "PAUSE", 0.01)
+    with ExitStack() as stack:
+        found = []
+        for host in (Host(), Host()):
+
+            class Handler(RangeHandler):
+                def answer(self, with_bytes: bool, host: Host = host) -> None:
+                    host.heard.append(f"{self.path}\n{self.headers}")
+                    path = self.path.partition("?")[0]
+                    if path in host.moved:
+                        return self.head(307, 0, Location=host.moved[path])
+                    if path not in host.files:
+                        return self.head(404, 0)
+                    content, asked = host.files[path], self.asked(len(host.files[path]))
+                    begin, end = asked or (0, len(content))
+                    part = f"{begin}-{end - 1}/{len(content)}" if asked else None
+                    self.head(206 if asked else 200, end - begin, part)
+                    if with_bytes:
+                        self.wfile.write(content[begin:end])
+                    return None
+
+            server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+            server.daemon_threads = True
+            thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+            thread.start()
+            host.url = f"http://127.0.0.1:{server.server_address[1]}"
+            stack.callback(thread.join)
+            stack.callback(server.server_close)
+            stack.callback(server.shutdown)
+            found.append(host)
+        yield found[0], found[1]
+
+
+def _index(url: str, names: list[str]) -> bytes:
+    return index_file.content(url, "lines", names, [Stat(4, "")] * len(names), [(2, dumped({}))] * len(names))
+
+
+LISTS: dict[str, Callable[[str, list[str]], bytes]] = {
+    "plain.json": lambda url, names: json.dumps(names).encode(),
+    "mosaic.json": lambda url, names: json.dumps({"shards": [{"raw_data": {"basename": n}} for n in names]}).encode(),
+    "wids.json": lambda url, names: json.dumps({"shardlist": [{"url": name} for name in names]}).encode(),
+    "own.index": _index,
+}
+
+
+# -- what a file may name ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_a_list_opens_no_file_of_this_machine_and_no_other_host(
+    hosts: tuple[Host, Host], tmp_path: Path, kind: str
+) -> None:
+    own, other = hosts
+    (tmp_path / "secret.txt").write_text("password\n")
+    path = (tmp_path / "secret.txt").as_posix()
+    other.files["/a.txt"] = b"one\ntwo\n"
+    names = [path, f"file://{path}", f"local://{path}", f"simplecache::file://{path}", f"/{path}", f"FILE://{path}"]
+    for name in (*names, f"{other.url}/a.txt", f"ftp://127.0.0.1/{path}", "memory://a.txt", "../a.txt", "x\0.txt"):
+        own.files[f"/set/{kind}"] = LISTS[kind](f"{own.url}/set/{kind}", [name])
+        with pytest.raises(ShardError, match=rf"/set/{kind} names .*\. If you trust this name, give ShardDataset"):
+            ShardDataset(f"{own.url}/set/{kind}", "lines", index_folder=tmp_path)
+    assert not other.heard
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_a_list_on_this_machine_is_data_too(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for path in (folder / "a.txt", tmp_path / "b.txt"):
+        path.write_text("1\n2\n")
+    given = {"index_folder": tmp_path / "indexes", "format": "lines"}
+    url = (folder / kind).as_posix()
+    for name in ("a.txt", f"{folder.as_posix()}/a.txt", "../set/a.txt"):
+        (folder / kind).write_bytes(LISTS[kind](url, [name]))
+        assert ShardDataset(folder / kind, **given)._urls == [f"{folder.as_posix()}/a.txt"]  # type: ignore[arg-type]
+    for name in (f"{tmp_path.as_posix()}/b.txt", "../b.txt", f"file://{tmp_path.as_posix()}/set/../b.txt"):
+        (folder / kind).write_bytes(LISTS[kind](url, [name]))
+        with pytest.raises(ShardError, match=rf"names .*b\.txt'.*trust='{tmp_path.as_posix()}/'\)"):
+            ShardDataset(folder / kind, **given)  # type: ignore[arg-type]
+        for trust in (tmp_path, f"file://{tmp_path.as_posix()}", [f"{tmp_path}/"], {str(tmp_path): {}}, True):
+            assert ShardDataset(folder / kind, trust=trust, **given)._urls == [f"{tmp_path.as_posix()}/b.txt"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../b",
+        "x/../../b",
+        "%2e%2e/b",
+        "%252E%252e/b",
+        "..\\b",
+        "x/..",
+        "..?q",
+        "/etc/passwd",
+        "//evil/b",
+        "a\tb",
+        "x%00b",
+    ]
+    + ["http://evil/b", "https://host/b", "http://host:81/b", "http://host.evil/b", "http://evil\\@host/b"]
+    + ["http://host@evil/b", "http://evil#@host/b", "http://evil?@host/b", "http://host\t@evil/b", "HTTP://host/b"]
+    + ["x::http://host/b", "simplecache::file", "http://host/%2e%2e/b", "s3://host/b", "://b", "file:///b"],
+)
+def test_no_spelling_leads_out_of_the_place_of_a_list(name: str) -> None:
+    for trust in (False, places_of("http://host/set"), places_of(["s3://", "/etc/pass", "http://ev"])):
+        if not (isinstance(trust, dict) and trusted(name, trust)):
+            with pytest.raises(ShardError, match=r"^http://host/set/i\.json names "):
+                joined("http://me:pw@host/set/i.json?key=a/b", ["ok", name], trust)
+    for name in ("a b", "x/a..b", "..a", "a?x=1", "http://host/other", "http://you@host/b", "C:/b"):
+        [found] = joined("http://me:pw@host/set/i.json?key=a/b", [name])
+        assert host_of(found) == "http://host" and ("other" in found or "//you@" in found or "host/set/" in found)
+
+
+def test_another_bucket_is_another_place() -> None:
+    for name in ("s3://b-2/x", "s3://b2/x", "s3a://b/x", "gs://b/x", "s3://b/../b2/x"):
+        with pytest.raises(ShardError, match="names"):
+            joined("s3://b/set/i.json", [name], places_of("s3://b-1"))
+    store = ObjectStore({"key": "mine"}, places_of({"s3://c/": {"key": "other"}}))
+    store.give(["s3://b/i.json"])
+    keys = [store._access(f"s3://{bucket}/x")[1].get("key") for bucket in ("b", "b-2", "c", "c-2")]
+    assert keys == ["mine", None, "other", None]
+    assert joined("s3://b/i.json", ["s3://c/x", "s3://c-2/y", "s3://b/z"], places_of("s3://"))[2] == "s3://b/z"
+
+
+@pytest.mark.slow
+def test_a_million_names_are_looked_at_quickly() -> None:
+    names = [f"{number:07}.tar" for number in range(1_000_000)]
+    assert joined("s3://b/set/i.json", names)[-1] == "s3://b/set/0999999.tar"
+
+
+def test_trust_is_places_or_true() -> None:
+    for trust in (5, [5], None, {"s3://b": 7}):
+        with pytest.raises(TypeError, match="trust is no URL or path, no list of them"):
+            ShardDataset("a.txt", trust=trust)  # type: ignore[arg-type]
+
+
+def test_an_index_file_beside_shards_opens_nothing_that_was_not_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n")
+    place = (tmp_path / "shards.index").as_posix()
+    Path(place).write_bytes(_index(place, ["/etc/passwd"]))
+    with pytest.warns(UserWarning, match=r"names '/etc/passwd'.*indexed one by one"):
+        assert list(ShardDataset(tmp_path / "*.txt", index_folder=tmp_path / "indexes")) == ["one"]
+
+
+def test_nothing_that_is_read_is_unpickled() -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return pytest.fail, ("it was unpickled",)
+
+    content = dumped({"length": np.array([Evil()], object)})
+    assert b"PK" in content and loaded(content) is None
+
+
+# -- who gets credentials ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.costly(2)
+@pytest.mark.parametrize("method", POOLS)
+def test_credentials_go_to_the_host_they_were_given_for(hosts: tuple[Host, Host], tmp_path: Path, method: str) -> None:
+    own, other = hosts
+    own.files["/a.txt"], other.files["/b.txt"] = b"0\n1\n", b"2\n3\n"
+    own.files["/index.json"] = json.dumps(["a.txt", f"{other.url}/b.txt"]).encode()
+    theirs = {"headers": {"X-Api-Key": "theirs"}}
+    for trust, is_theirs in ((True, False), (other.url, False), ({other.url: theirs}, True)):
+        other.heard.clear()
+        dataset = ShardDataset(
+            f"{own.url}/index.json", storage_options=OPTIONS, index_folder=tmp_path / f"{is_theirs}", trust=trust
+        )
+        with ShardedDataLoader(dataset.transform(int), 2, pool=make_pool(method)) as loader:
+            assert [number for batch in loader for number in batch.tolist()] == [0, 1, 2, 3]
+        assert len(other.heard) > 1 and other.got == set() and own.got == set(SECRETS)
+        assert all(("theirs" in heard) == is_theirs for heard in other.heard)
+        dataset.close()
+
+
+def test_hosts_that_the_user_names_get_the_options(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    for host in hosts:
+        host.files["/a.txt"] = b"0\n"
+    dataset = ShardDataset([f"{host.url}/a.txt" for host in hosts], storage_options=OPTIONS, index_folder=tmp_path)
+    assert list(dataset) == ["0", "0"] and hosts[0].got == hosts[1].got == set(SECRETS)
+    dataset.close()
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # what aiohttp has said since 3.14
+    AUTH = aiohttp.BasicAuth("me", "s3cret-password")
+GIVEN: dict[str, dict[str, Any]] = {
+    "headers": OPTIONS,
+    "auth": {"auth": AUTH},
+    "auth of the session": {"client_kwargs": {"auth": AUTH}},
+    "cookies": {"cookies": {"session": SECRETS[2]}},
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("given", GIVEN)
+def test_a_redirect_takes_no_credentials_along(hosts: tuple[Host, Host], tmp_path: Path, given: str) -> None:
+    own, other = hosts
+    for host in hosts:
+        own.moved["/a.txt"] = f"{host.url}/b.txt"
+        host.files["/b.txt"] = b"one\ntwo\n"
+        folder = tmp_path / host.url.rpartition(":")[2]
+        dataset = ShardDataset(f"{own.url}/a.txt", storage_options=GIVEN[given], index_folder=folder)
+        assert list(dataset) == ["one", "two"]
+        dataset.close()
+    sent = [heard for heard in own.heard if heard.startswith("/b.txt")]
+    if given != "cookies":  # which old versions of aiohttp do not send to an address
+        assert sent and all(any(secret in heard for secret in (*SECRETS, "Basic")) for heard in sent)
+    assert other.got == set() and "Cookie" not in "".join(other.heard)
+    assert any("Range: bytes=" in heard for heard in other.heard)
+
+
+def test_a_redirect_from_https_to_http_is_an_error() -> None:
+    chained = bound("simplecache::https://host/a.tar", {"https": {"headers": {}}, "x": 1})
+    assert chained["x"] == 1 and chained["https"]["headers"] == {}
+    request = chained["https"]["client_kwargs"]["request_class"]
+    with pytest.raises(aiohttp.InvalidURL, match="without encryption"):
+        request("GET", URL("http://host/a.tar"))
+
+
+def test_a_redirect_never_leads_to_a_file(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    hosts[0].moved["/a.txt"] = f"file://{tmp_path.as_posix()}/secret.txt"
+    (tmp_path / "secret.txt").write_text("password\n")
+    with pytest.raises(ShardError, match=r"a\.txt: NonHttp"):
+        list(ShardDataset(f"{hosts[0].url}/a.txt", index_folder=tmp_path))
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def test_no_error_and_no_repr_shows_a_credential(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    own, other = hosts
+    own.files["/a.txt"] = b"0\n"
+    url = own.url.replace("://", "://me:hunter@22@") + "/a.txt?X-Amz-Signature=abcdef"
+    dataset = ShardDataset(url.replace("hunter@22", "hunter22"), index_folder=tmp_path, trust={other.url: OPTIONS})
+    said = f"{dataset!r} {dataset} {dataset._store!r} {shown(url)}"
+    own.files["/index.json"] = json.dumps([url.replace(own.url[7:], other.url[7:])]).encode()
+    for trust in (False, {other.url: OPTIONS}):
+        with pytest.raises(ShardError) as caught:
+            ShardDataset(f"{own.url}/index.json", storage_options=OPTIONS, trust=trust)
+        said += f"{caught.value!r} {caught.value}"
+    assert not any(secret in said for secret in (*SECRETS, "hunter", "22@", "abcdef"))
+    dataset.close()
+
+
+def test_a_place_in_memory_is_a_place(tmp_path: Path) -> None:
+    system = fsspec.filesystem("memory")
+    system.pipe({"/trust/set/a.txt": b"one\n", "/trust/i.json": b'["set/a.txt", "memory://trust/set/a.txt"]'})
+    try:
+        assert list(ShardDataset("memory://trust/i.json", index_folder=tmp_path)) == ["one"]
+        store = pickle.loads(pickle.dumps(ObjectStore({}, {"memory://x": {}})))
+        assert store.trust == {"memory://x": {}}
+    finally:
+        system.rm("/trust", recursive=True)
