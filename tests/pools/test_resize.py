@@ -107,7 +107,7 @@ def test_another_number_of_workers_changes_nothing_else(method: str, dataset: st
 @pytest.mark.parametrize("method", ["thread", *PROCESS_POOLS[:1]])
 def test_one_worker_is_enough_while_slow_batches_are_in_flight(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count()  # each look at the clock takes a second, so every batch is slow
-    monkeypatch.setattr(reader, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+    monkeypatch.setattr(reader, "host_clock", SimpleNamespace(now=lambda: float(next(seconds))))
     with ShardedDataLoader(range(64), 8, pool=make_pool(method, 4)) as loader:
         for step, batch in enumerate(loader):
             assert batch.tolist() == [*range(8 * step, 8 * step + 8)]
