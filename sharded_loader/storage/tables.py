@@ -9,7 +9,9 @@ read its group, so a process keeps groups decoded (`DecodedGroups`), up to `KEPT
 (`ShardShuffleSampler`). A batch is made of columns, without a dict for each row. It takes its rows out of one group
 after the other, so it never holds them all.
 
-A sample is a dict of its columns: numbers as NumPy scalars or arrays, strings and bytes as Python's, nulls as None.
+A sample is a dict of its columns: numbers as NumPy scalars or arrays, strings and bytes as Python's, nulls as None (of
+dates and times as NaT). Its types come from the schema alone, never from the rows beside it. A list with a null inside
+is Python's list.
 
 pyarrow's readers crash if two threads use one. So one thread at a time decodes a shard, and the others take the group
 that it has decoded. Files are read, and not mapped: a mapped file that is cut ends the process with SIGBUS.
@@ -315,10 +317,13 @@ def _line(error: Exception) -> str:
 
 
 def _column(column: Any, name: str) -> Any:
-    try:
+    """A column whose numbers have the dtype of its schema, also where some of them are null."""
+    if hasattr(column.type, "index_type"):  # a dictionary, whose values may be null too
+        column = column.cast(column.type.value_type)
+    if not column.null_count or not is_gathered(as_column(column[:0], name)):
         return as_column(column, name)
-    except ValueError:  # it has nulls
-        return column.to_pylist()
+    values = iter(as_column(column.drop_null(), name))
+    return [next(values) if has_value else None for has_value in column.is_valid().to_pylist()]
 
 
 def _bytes_of(decoded: Any, column: Any) -> int:
