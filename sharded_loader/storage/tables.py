@@ -141,7 +141,7 @@ class DecodedGroups:
 
 
 class UnknownColumnError(ShardError):
-    """A shard has no column of a name in ``columns=``."""
+    """A shard has no column of a name in ``columns=``, or several of one name."""
 
 
 class TableFormat:
@@ -162,6 +162,7 @@ class TableFormat:
         found.columns = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else ()
         if not found.columns or not all(isinstance(name, str) for name in found.columns):
             raise TypeError(f"columns is {names!r}: give a list of the names of columns")
+        found.columns = tuple(dict.fromkeys(found.columns))
         return found
 
     def index(self, file: ShardFile) -> Index:
@@ -235,10 +236,12 @@ class TableFormat:
             ) from None
 
     def _check_names(self, file: ShardFile, names: Sequence[str]) -> None:
-        for name in self.columns or ():
-            if name not in names:
+        for name in self.columns or names:
+            if names.count(name) != 1:
+                found = "several columns" if name in names else "no column"
+                known = some(sorted(one for one in set(names) if names.count(one) == 1), 20)
                 raise UnknownColumnError(
-                    f"{file.name} has no column {name!r}: give columns= names of its columns, {some(sorted(names), 20)}"
+                    f"{file.name} has {found} {name!r}: give columns= names of its columns, {known}"
                 )
 
     def _counted(self, file: ShardFile) -> tuple[Any, Index]:
@@ -272,8 +275,9 @@ class Parquet(TableFormat):
             metadata = parquet.read_metadata(io.BytesIO(b"PAR1" + index["footer"].tobytes()))
             # pyarrow reads each chunk of a column at once. A buffer would read on, into columns that are not needed.
             stream = file.stream() if self.columns is None else file.stream().detach()
-            file.kept["table"] = parquet.ParquetFile(stream, metadata=metadata, page_checksum_verification=True)
-            self._check_names(file, file.kept["table"].schema_arrow.names)
+            opened = parquet.ParquetFile(stream, metadata=metadata, page_checksum_verification=True)
+            self._check_names(file, opened.schema_arrow.names)
+            file.kept["table"] = opened
         return file.kept["table"].read_row_group(number, self.columns, use_threads=False)
 
 

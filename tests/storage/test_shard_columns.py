@@ -147,7 +147,9 @@ def test_a_null_changes_no_other_row(tmp_path: Path, format: str, null: str) -> 
     whole, holed = written(tmp_path / "whole", format), written(tmp_path / "holed", format, NULLS[null])
     for row in (0, 1, 2, 3, 4, 6, 7):
         assert made_of(holed[row]) == made_of(whole[row])
-    row = {name: None if isinstance(value, np.generic) and np.isnat(value) else value for name, value in holed[5].items()}
+    row = {
+        name: None if isinstance(value, np.generic) and np.isnat(value) else value for name, value in holed[5].items()
+    }
     assert row == {name: NULLS[null](name) for name in TYPED} and type(holed[5]["times"]) is np.datetime64
     with pytest.raises(ValueError, match=r"samples of different types: int8 in sample 0 of the batch, NoneType in sam"):
         next(iter(ShardedDataLoader(holed, 2, sampler=[4, 5])))
@@ -281,9 +283,43 @@ def test_an_unknown_column_is_named(tmp_path: Path, format: str) -> None:
     write_table(pyarrow.table({"x": [1, 2], "s": [{"a": 1}, {"a": 2}]}), path, format, 4)
     for name in ("z", "s.a", ""):
         dataset = ShardDataset(path, index_folder=tmp_path, columns=["x", name])
-        with pytest.raises(ShardError, match=rf"has no column '{name}': give columns= names of its columns, s, x"):
+        for _ in range(2):
+            with pytest.raises(ShardError, match=rf"has no column '{name}': give columns= names of its columns, s, x"):
+                dataset[0]
+        dataset.close()
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("format", KINDS)
+def test_an_unknown_column_is_the_same_error_in_every_pool(tmp_path: Path, format: str, pool: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    for shard, names in enumerate([["x", "label"], ["x", "lable"]]):
+        file = tmp_path / f"{shard}.{KINDS[format].name}"
+        write_table(pyarrow.table([[1, 2], [3, 4]], names=names), file, format, 4)
+    dataset = ShardDataset(str(tmp_path / f"*.{KINDS[format].name}"), index_folder=tmp_path, columns=["x", "label"])
+    with ShardedDataLoader(dataset, 2, pool=make_pool(pool, 1)) as loader:
+        batches = iter(loader)
+        assert next(batches)["label"].tolist() == [3, 4]
+        with pytest.raises(
+            Exception, match=r"1\.\w+ has no column 'label': give columns= names of its columns, lable, x"
+        ):
+            next(batches)
+    dataset.close()
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_a_column_that_is_there_twice_is_named(tmp_path: Path, format: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / f"a.{KINDS[format].name}"
+    write_table(pyarrow.table([[1], [2], [3]], names=["x", "x", "y"]), path, format, 4)
+    for columns in (None, ["x"]):
+        dataset = ShardDataset(path, index_folder=tmp_path, columns=columns)
+        with pytest.raises(ShardError, match="has several columns 'x': give columns= names of its columns, y"):
             dataset[0]
         dataset.close()
+    dataset = ShardDataset(path, index_folder=tmp_path, columns=["y", "y"])
+    assert dataset[0] == {"y": 3}
+    dataset.close()
 
 
 @pytest.mark.parametrize("columns", ["x", [], [1], 3])
