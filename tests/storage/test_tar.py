@@ -120,9 +120,7 @@ def test_an_extension_that_comes_twice_is_named(tmp_path: Path, between: dict[st
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for name in ("1.jpg", *between, again):
             tar.addfile(tarfile.TarInfo(name))
-    with pytest.raises(
-        ShardError, match=r"a\.tar: the sample '(\./)?1' has two members \.jpg, one at offset \d+: write"
-    ):
+    with pytest.raises(ShardError, match=r"a\.tar: the sample '(\./)?1' has two members \.jpg, one at offset \d+"):
         read(tmp_path / "a.tar", [0])
 
 
