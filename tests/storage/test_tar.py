@@ -279,3 +279,12 @@ def test_zeros_in_a_long_name_are_an_error(tmp_path: Path, format: int, begin: i
     (tmp_path / "a.tar").write_bytes(content)
     with pytest.raises(ShardError, match=r"\(offset 512: an extended header"):
         read(tmp_path / "a.tar", [0])
+
+
+@pytest.mark.parametrize("between", [1, 3])
+def test_a_member_that_damage_has_copied_is_an_error_and_no_sample_more(tmp_path: Path, between: int) -> None:
+    content = ten()
+    for number in (0, 4):
+        (tmp_path / "a.tar").write_bytes(content[: (number + between) * 1024] + content[number * 1024 :])
+        with pytest.raises(ShardError, match=rf"the sample '{number:04}' has two members \.txt|no whole tar file"):
+            read(tmp_path / "a.tar", [0])
