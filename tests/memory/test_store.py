@@ -170,6 +170,31 @@ def test_a_writer_killed_at_any_moment_leaves_no_torn_sample(path: Path | None, 
 
 
 @POSIX
+@pytest.mark.parametrize("index", [4, 5], ids=["row", "record"])
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("programs", [1, 2])
+def test_what_a_killed_writer_had_taken_is_given_back(tmp_path: Path, moment: Any, index: int, programs: int) -> None:
+    """There is room for each sample once. So each is stored, however often a writer dies."""
+    total = sum(map(make_used, range(COUNT)))
+    path = None if programs == 1 else tmp_path / "samples.cache"
+    store = make(path, total)
+    others = [store if path is None else make(path, total) for _ in range(programs)]
+
+    def work() -> None:
+        moment(store)
+        store.write(index, sample(index))
+
+    for one in range(0, COUNT, 3):
+        store.write(one, sample(one))
+        for _ in range(2):
+            assert in_child(work) == signal.SIGKILL
+    for one in range(COUNT):
+        others[one % programs].write(one, sample(one))
+    for other in [*others, store if path is None else make(path, total)]:
+        assert all(is_right(other.read(one), one) for one in range(COUNT)) and other.used_bytes == total
+
+
+@POSIX
 @pytest.mark.costly(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_processes_killed_at_random_leave_only_whole_samples(path: Path | None, seed: int) -> None:
