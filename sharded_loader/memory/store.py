@@ -21,7 +21,8 @@ through the mapping: on a full disk, to change a hole so is a SIGBUS.
 
 *Writers.* A writer has the lock of the file, which ends with its process. It writes the sample, then its checksum,
 takes the row or the piece of the log, and then writes the place, in one store of 8 bytes. If a writer dies before that,
-the next one gives back what it had taken, so nothing is lost. Samples are written by `system.write_at`: a full disk is an error there, and a SIGBUS in a mapping.
+the next one gives back what it had taken, so nothing is lost. Samples are written by `system.write_at`: a full disk is
+an error there, and a SIGBUS in a mapping.
 
 *Readers.* The processes that inherit a store share a `Session`: a byte for each sample whose checksum is known to be
 right. A writer sets it, so only samples of other programs are compared, once. On processors that may show two stores

@@ -91,6 +91,15 @@ def test_nothing_is_evicted_at_the_bound(path: Path | None) -> None:
     assert 4 * 16008 < store.used_bytes <= 5 * 16008
 
 
+def test_a_sample_that_is_there_does_not_make_the_cache_full(path: Path | None) -> None:
+    """Two workers may read the same sample, and the second one finds that there is no room for it any more."""
+    store = make(path, sum(map(make_used, range(COUNT))))
+    for index in range(COUNT):
+        store.write(index, sample(index))
+        store.write(0, sample(0))
+    assert all(is_right(store.read(index), index) for index in range(COUNT))
+
+
 # -- who dies ----------------------------------------------------------------------------------------------------------
 
 
@@ -186,8 +195,7 @@ def test_what_a_killed_writer_had_taken_is_given_back(tmp_path: Path, moment: An
 
     for one in range(0, COUNT, 3):
         store.write(one, sample(one))
-        for _ in range(2):
-            assert in_child(work) == signal.SIGKILL
+        assert in_child(work) == signal.SIGKILL
     for one in range(COUNT):
         others[one % programs].write(one, sample(one))
     for other in [*others, store if path is None else make(path, total)]:
