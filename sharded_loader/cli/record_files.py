@@ -86,7 +86,7 @@ def find_folder(folder: Path, suffixes: Sequence[str] = (), names: dict[str, int
             raise CannotRun(f"{folder} has no files{wanted}: give a folder with a sub-folder of files for each class")
         return Listing([FileToPack(key, 0.0, path) for key, path in enumerate(direct)], {})
     names = _numbers(by_class, names)
-    labelled = [(float(names[name]), path) for name, files in by_class.items() for path in files]
+    labelled = [(names[name], path) for name, files in by_class.items() for path in files]
     return Listing([FileToPack(key, *pair) for key, pair in enumerate(labelled)], names, len(direct))
 
 
@@ -214,10 +214,17 @@ def _numbers(classes: Iterable[str], names: dict[str, int] | None) -> dict[str, 
     return names
 
 
+def _number(text: str) -> float:
+    try:
+        return int(text)  # large ones are no floats
+    except ValueError:
+        return float(text)
+
+
 def _entry(where: str, line: str, root: Path) -> FileToPack:
     key, *labels, path = line.split("\t")
     try:
-        numbers = tuple(map(float, labels))
+        numbers = tuple(map(_number, labels))
         if int(key) < 0 or not numbers or not path:
             raise ValueError
     except ValueError:
@@ -339,7 +346,8 @@ def describe(offset: int, record: bytes) -> RecordSummary:
         header, rest = unpack(record)
         numbers = [float(header.label)] if header.flag == 0 else header.label.tolist()
         if all(map(math.isfinite, numbers)):
-            label, key, payload = " ".join(f"{number:g}" for number in numbers), header.id, rest
+            label = " ".join(f"{number:.{9 if number.is_integer() else 6}g}" for number in numbers)
+            key, payload = header.id, rest
     kinds = (name for name, beginning in SIGNATURES.items() if payload.startswith(beginning))
     return RecordSummary(offset, len(payload), label, key, next(kinds, "other" if payload else "empty"))
 

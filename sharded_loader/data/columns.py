@@ -166,12 +166,16 @@ def _of_arrow(column: Any, name: str) -> Any:
 
 
 def _of_arrow_lists(column: Any) -> Any:
-    """Lists of numbers keep their dtype as arrays; what has nulls or names inside is Python's lists and dicts."""
-    if not hasattr(column.type, "value_type") or column.type.value_type.num_fields or column.null_count:
+    """Lists keep their dtype as arrays; a list that has a null or names inside is Python's."""
+    if not hasattr(column.type, "value_type") or column.type.value_type.num_fields:
         return column.to_pylist()
     values = [chunk.flatten() for chunk in getattr(column, "chunks", [column])]
-    if any(chunk.null_count for chunk in values):
-        return column.to_pylist()
+    if column.null_count or any(chunk.null_count for chunk in values):
+        lists = [(row.values, row) for row in column]
+        return [
+            row.as_py() if held is None or held.null_count else held.to_numpy(zero_copy_only=False)
+            for held, row in lists
+        ]
     size = getattr(column.type, "list_size", None)
     if size is None or not values:
         return column.to_numpy(zero_copy_only=False)

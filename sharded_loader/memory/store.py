@@ -8,7 +8,8 @@
 
 One layout, in memory without a name (`system.open_memory`) or in a file:
 
-    64 bytes   MAGIC, size and checksum of the text, and two counters: rows taken, bytes of the log taken
+    64 bytes   MAGIC, size and checksum of the text; two counters: rows taken, bytes of the log taken; and which sample
+               is being written: its number + 1 (0: none), and the counters before it
     text       JSON: version, length, key, digest of the first sample, its structure, number of rows
     entries    for each sample its place, its length in the log, its checksum
     columns    one for each leaf of the first sample: samples of the same structure are rows
@@ -19,8 +20,9 @@ and log are holes until they are written, and take no room. The entries are writ
 through the mapping: on a full disk, to change a hole so is a SIGBUS.
 
 *Writers.* A writer has the lock of the file, which ends with its process. It writes the sample, then its checksum,
-takes the row or the piece of the log, and then writes the place, in one store of 8 bytes. A writer that dies loses one
-row at most. Samples are written by `system.write_at`: a full disk is an error there, and a SIGBUS in a mapping.
+takes the row or the piece of the log, and then writes the place, in one store of 8 bytes. If a writer dies before that,
+the next one gives back what it had taken, so nothing is lost. Samples are written by `system.write_at`: a full disk is
+an error there, and a SIGBUS in a mapping.
 
 *Readers.* The processes that inherit a store share a `Session`: a byte for each sample whose checksum is known to be
 right. A writer sets it, so only samples of other programs are compared, once. On processors that may show two stores
@@ -72,7 +74,7 @@ VERSION = 1
 
 MAGIC, UNFINISHED = b"SLsample", b"SLnosmpl"
 _HEAD = struct.Struct("<8sII")
-_COUNTERS, _TEXT = 16, 64
+_COUNTERS, _BEGUN, _TEXT = 16, 32, 64
 _ENTRY = np.dtype([("place", np.int64), ("length", np.uint32), ("checksum", np.uint32)])
 _SIZE = struct.Struct("<I")
 
@@ -213,6 +215,7 @@ class Store(Opened):
         (entries, *self._begins), self._log = layout_of(about)
         memory = self.map(self._log)
         self._counters = memory[_COUNTERS : _COUNTERS + 16].view(np.int64)
+        self._begun = memory[_BEGUN : _BEGUN + 24].view(np.int64)
         fields = np.ndarray(self.length, _ENTRY, memory, entries)
         self.places, self._lengths, self._checksums = fields["place"], fields["length"], fields["checksum"]
         self._row_bytes = sum(_nbytes(*leaf) for leaf in about["leaves"])
@@ -245,7 +248,7 @@ class Store(Opened):
             return MISSING
         found = self._row(index, place - 1) if place > 0 else self._record(index, -1 - place)
         if found is MISSING:
-            self._damaged(index)
+            self._damaged(index, place)
         return found
 
     def rows(self, where: Array) -> Array | None:
@@ -289,9 +292,11 @@ class Store(Opened):
             self.session.sound[index] = 1
         return True
 
-    def _damaged(self, index: int) -> None:
+    def _damaged(self, index: int, place: int) -> None:
         """Forget a sample whose checksum is wrong: it is read, and stored, again."""
-        self.places[index] = 0
+        with locked(self.fd) as alone:
+            if alone and self.places[index] == place:  # no other program has stored it since
+                self.places[index] = 0
         logger.warning("sample %d of %s is damaged in the cache: it is read again", index, self.path or "memory")
 
     # -- writing ---------------------------------------------------------------------------------------------
@@ -302,9 +307,13 @@ class Store(Opened):
         Raises:
             TypeError: it cannot be stored; names the field.
         """
-        if self.session.full[0]:
+        if self.session.full[0] or self.places[index]:
             return
         node, leaves = flat(sample)
+        if self._begun[0]:  # another process is at work, or has died
+            with locked(self.fd) as alone:
+                if alone:
+                    self._give_back()
         rows, end = self._counters.tolist()
         is_row = rows < self._most_rows and node == self._row_node
         if not is_row:
@@ -327,7 +336,15 @@ class Store(Opened):
                 what = self.path or "memory"
                 logger.warning("the cache in %s is full (%s): it takes no more samples", what, error.strerror)
 
+    def _give_back(self) -> None:
+        """Give back what a writer had taken that died before the place was written. Only under the lock."""
+        index, *before = self._begun.tolist()
+        if index and not self.places[index - 1]:
+            self._counters[:] = before
+        self._begun[0] = 0
+
     def _write(self, index: int, leaves: list[Array], nbytes: int, found: int, is_row: bool) -> None:
+        self._give_back()
         rows, end = self._counters.tolist()
         before = rows * self._row_bytes + end
         if before + nbytes > self.max_bytes or (is_row and rows >= self._most_rows):
@@ -343,11 +360,14 @@ class Store(Opened):
             write_at(self.fd, bytes_of(leaves[0]), self._log + end)
         self._lengths[index], self._checksums[index] = nbytes, found
         self.session.sound[index] = KEEPS_ORDER
+        self._begun[1:] = rows, end
+        self._begun[0] = index + 1
         if is_row:
             self._counters[0] = rows + 1
         else:
             self._counters[1] = end + nbytes
         self.places[index] = rows + 1 if is_row else -1 - end
+        self._begun[0] = 0
 
 
 def used(counters: Any, row_bytes: int) -> int:
@@ -544,13 +564,17 @@ def _make_file(fd: int, path: str, about: dict[str, Any]) -> None:
 
 
 def _count_again(fd: int, about: Any) -> None:
-    """Take what is stored. A machine that loses power may have written the places of samples, and not the counters."""
+    """Take what is stored, after a writer has died. A machine that loses power may have written the places of samples,
+    and not the counters.
+    """
     entries, size = entries_of(fd, about), os.fstat(fd).st_size - layout_of(about)[1]
     places, ends = entries["place"], entries["length"] - entries["place"] - 1
     rows = places[(places > 0) & (places <= about["rows"])].max(initial=0)
     end = ends[(places < 0) & (ends >= 0) & (ends <= size)].max(initial=0)
-    counted = np.frombuffer(read_at(fd, 16, _COUNTERS), np.int64)
-    write_at(fd, bytes_of(np.maximum(counted, np.array([rows, end], np.int64))), _COUNTERS)
+    counted = np.frombuffer(read_at(fd, 40, _COUNTERS), np.int64)
+    begun = int(counted[2])
+    counted = counted[3:] if 0 < begun <= places.size and not places[begun - 1] else counted[:2]
+    write_at(fd, bytes_of(np.array([*np.maximum(counted, [rows, end]), 0], np.int64)), _COUNTERS)
 
 
 def entries_of(fd: int, about: dict[str, Any]) -> Array:

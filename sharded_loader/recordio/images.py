@@ -7,12 +7,13 @@ A label that is one number stands in its field and ``flag`` is 0; an array of n 
 ``flag`` is n.
 
 What can go wrong: a field that does not fit, a record too short for its header, an image that does not decode. Each is
-a ValueError, with the header's ``id`` where there is one.
+a ValueError, with the header's ``id`` where there is one. Damaged EXIF data is no error: the image is not turned.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import struct
 from numbers import Number
 from typing import Any, NamedTuple
@@ -55,14 +56,15 @@ def pack(header: IRHeader | tuple[int, Any, int, int], s: bytes) -> bytes:
 
     Args:
         header: an `IRHeader` or a tuple of its fields. A label that is a number is stored as one float32; a list or
-            array of numbers as float32 behind the header, with `flag` their count.
+            array of numbers as float32 behind the header, with `flag` their count. Fractions are rounded to float32.
         s: the payload.
 
     Returns:
         bytes: 24 of header, 4 for each number of an array label, the payload.
 
     Raises:
-        ValueError: a field does not fit its place.
+        ValueError: a field does not fit its place. So is a label that float32 does not hold: a whole number above
+            16,777,216 that would be rounded to another one, or a number that would become infinite.
 
     Example:
         >>> record = pack(IRHeader(0, 4.0, 2574, 0), b"image")
@@ -73,19 +75,31 @@ def pack(header: IRHeader | tuple[int, Any, int, int], s: bytes) -> bytes:
     """
     header = IRHeader(*header)
     try:
+        check_unmasked(header.label)
+        with np.errstate(over="ignore"):
+            array = np.asarray(header.label, dtype=np.float32)
+        _check_exact(np.asarray(header.label), array)
         if isinstance(header.label, Number):
             fields, label = header._replace(flag=0), b""
         else:
-            check_unmasked(header.label)
-            array = np.asarray(header.label, dtype=np.float32)
             fields, label = header._replace(flag=array.size, label=0.0), array.tobytes()
         packed = _HEADER.pack(*fields)
     except (struct.error, OverflowError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{header!r} does not fit ({error}): the label is a number in float32's range or an array of them, "
-            "id and id2 are integers from 0 to 2**64 - 1"
+            f"{header!r} does not fit ({error}): the label is a number that float32 holds or an array of them, "
+            "id and id2 are integers from 0 to 2**64 - 1. Give a large whole number as id2, or in parts as an array"
         ) from error
     return packed + label + s
+
+
+def _check_exact(values: Any, stored: Any) -> None:
+    """Check that whole numbers stay what they are as float32, and that others stay finite."""
+    large = np.abs(stored) >= 1 << 24
+    for value, number in zip(values[large].tolist(), stored[large].tolist(), strict=True):
+        # Floats from 2**53 on are whole in any case.
+        is_whole = isinstance(value, int) or (abs(value) < 1 << 53 and value % 1 == 0)
+        if number != value and (is_whole or math.isinf(number)):
+            raise ValueError(f"the label {value} would be stored as {number:.15g}")
 
 
 def unpack(s: bytes) -> tuple[IRHeader, bytes]:
@@ -180,7 +194,8 @@ def unpack_img(s: bytes, iscolor: int = -1) -> tuple[IRHeader, npt.NDArray[Any]]
 
     Args:
         s: the record, as `pack_img` of this library or of MXNet made it (any format that Pillow reads).
-        iscolor: 1 gives RGB, 0 grey, -1 what is stored.
+        iscolor: 1 gives RGB, 0 grey, -1 what is stored. With 1 and 0, the image is turned upright by its EXIF
+            orientation, as OpenCV does; with -1 it is not.
 
     Returns:
         (IRHeader, array of shape (height, width), or (height, width, channels) in the order RGB; MXNet: BGR). With
@@ -219,7 +234,27 @@ def unpack_img(s: bytes, iscolor: int = -1) -> tuple[IRHeader, npt.NDArray[Any]]
             "bits, or decode what unpack() returns with another library, such as "
             "cv2.imdecode(np.frombuffer(payload, np.uint8), cv2.IMREAD_UNCHANGED)"
         )
-    return header, _pixels(image, iscolor, name)
+    pixels = _pixels(image, iscolor, name)
+    return header, pixels if iscolor == -1 else _upright(pixels, _orientation(image, pillow))
+
+
+def _orientation(image: Any, pillow: Any) -> int:
+    """The EXIF orientation, 1 to 8; 1 where none can be read. XMP does not count: OpenCV does not read it."""
+    exif = pillow.Exif()
+    try:
+        exif.load(image.info.get("exif"))
+        return int(exif.get(0x0112, 1))
+    except Exception:  # damaged EXIF data is no damage of the image
+        return 1
+
+
+def _upright(pixels: npt.NDArray[Any], orientation: int) -> npt.NDArray[Any]:
+    """Pixels that are turned and mirrored as an EXIF orientation says; unknown ones say nothing."""
+    if not 2 <= orientation <= 8:
+        return pixels
+    turned = pixels.swapaxes(0, 1) if orientation > 4 else pixels
+    down, right = (-1 if orientation in flipped else 1 for flipped in ((3, 4, 7, 8), (2, 3, 6, 7)))
+    return np.ascontiguousarray(turned[::down, ::right])
 
 
 def _pixels(image: Any, iscolor: int, name: str) -> npt.NDArray[Any]:

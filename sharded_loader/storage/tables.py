@@ -9,7 +9,9 @@ read its group, so a process keeps groups decoded (`DecodedGroups`), up to `KEPT
 (`ShardShuffleSampler`). A batch is made of columns, without a dict for each row. It takes its rows out of one group
 after the other, so it never holds them all.
 
-A sample is a dict of its columns: numbers as NumPy scalars or arrays, strings and bytes as Python's, nulls as None.
+A sample is a dict of its columns: numbers as NumPy scalars or arrays, strings and bytes as Python's, nulls as None (of
+dates and times as NaT). Its types come from the schema alone, never from the rows beside it. A list with a null inside
+is Python's list.
 
 pyarrow's readers crash if two threads use one. So one thread at a time decodes a shard, and the others take the group
 that it has decoded. Files are read, and not mapped: a mapped file that is cut ends the process with SIGBUS.
@@ -139,7 +141,7 @@ class DecodedGroups:
 
 
 class UnknownColumnError(ShardError):
-    """A shard has no column of a name in ``columns=``."""
+    """A shard has no column of a name in ``columns=``, or several of one name."""
 
 
 class TableFormat:
@@ -160,6 +162,7 @@ class TableFormat:
         found.columns = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else ()
         if not found.columns or not all(isinstance(name, str) for name in found.columns):
             raise TypeError(f"columns is {names!r}: give a list of the names of columns")
+        found.columns = tuple(dict.fromkeys(found.columns))
         return found
 
     def index(self, file: ShardFile) -> Index:
@@ -233,10 +236,12 @@ class TableFormat:
             ) from None
 
     def _check_names(self, file: ShardFile, names: Sequence[str]) -> None:
-        for name in self.columns or ():
-            if name not in names:
+        for name in self.columns or names:
+            if names.count(name) != 1:
+                found = "several columns" if name in names else "no column"
+                known = some(sorted(one for one in set(names) if names.count(one) == 1), 20)
                 raise UnknownColumnError(
-                    f"{file.name} has no column {name!r}: give columns= names of its columns, {some(sorted(names), 20)}"
+                    f"{file.name} has {found} {name!r}: give columns= names of its columns, {known}"
                 )
 
     def _counted(self, file: ShardFile) -> tuple[Any, Index]:
@@ -270,8 +275,9 @@ class Parquet(TableFormat):
             metadata = parquet.read_metadata(io.BytesIO(b"PAR1" + index["footer"].tobytes()))
             # pyarrow reads each chunk of a column at once. A buffer would read on, into columns that are not needed.
             stream = file.stream() if self.columns is None else file.stream().detach()
-            file.kept["table"] = parquet.ParquetFile(stream, metadata=metadata, page_checksum_verification=True)
-            self._check_names(file, file.kept["table"].schema_arrow.names)
+            opened = parquet.ParquetFile(stream, metadata=metadata, page_checksum_verification=True)
+            self._check_names(file, opened.schema_arrow.names)
+            file.kept["table"] = opened
         return file.kept["table"].read_row_group(number, self.columns, use_threads=False)
 
 
@@ -315,10 +321,13 @@ def _line(error: Exception) -> str:
 
 
 def _column(column: Any, name: str) -> Any:
-    try:
+    """A column whose numbers have the dtype of its schema, also where some of them are null."""
+    if hasattr(column.type, "index_type"):  # a dictionary, whose values may be null too
+        column = column.cast(column.type.value_type)
+    if not column.null_count or not is_gathered(as_column(column[:0], name)):
         return as_column(column, name)
-    except ValueError:  # it has nulls
-        return column.to_pylist()
+    values = iter(as_column(column.drop_null(), name))
+    return [next(values) if has_value else None for has_value in column.is_valid().to_pylist()]
 
 
 def _bytes_of(decoded: Any, column: Any) -> int:

@@ -1,11 +1,12 @@
-"""Tar shards, as WebDataset writes them: the members of one sample have one name, and stand together.
+"""Tar shards, as WebDataset writes them: the members of one sample have one name.
 
     Tar().index(file) -> arrays: where each member's bytes lie
     Tar().read(file, index, rows) -> [{"__key__": "000017", "jpg": b"...", "cls": b"3"}, ...]
 
 A sample is the bytes of its members by their extensions: all behind the first dot of the file name. A transform decodes
-them. Extensions are in lower case, as in WebDataset. A link to a member gives the bytes of that member. Directories and
-devices have no bytes, and are skipped. So are names that begin with a dot, such as the ``._000.jpg`` of macOS.
+them. Extensions are in lower case, as in WebDataset. The members of a sample need not stand together, and samples are
+in the order of their first members. A link to a member gives the bytes of that member. Directories and devices have no
+bytes, and are skipped. So are names that begin with a dot, such as the ``._000.jpg`` of macOS.
 
 tarfile ends at the first header that it does not understand, as if the file ended there. So this module checks where
 tarfile has stopped: the end mark must stand there, and then zeros up to the end of the file, no more than writers add.
@@ -66,12 +67,9 @@ class Tar:
 
     def index(self, file: ShardFile) -> Index:
         """Where the members of each sample lie. Reads the headers of the whole file, once."""
-        keys: list[str] = []
+        keys: dict[str, tuple[int, str]] = {}
         extensions: dict[str, int] = {}
-        firsts: list[int] = []
-        spans: list[_Span] = []
-        kinds: list[int] = []
-        seen: set[str] = set()
+        members: dict[tuple[int, int], _Span] = {}  # by the numbers of their samples and extensions
         for name, offset, span in _files(file):
             folder, slash, base = name.rpartition("/")
             key, dot, extension = base.partition(".")
@@ -83,24 +81,22 @@ class Tar:
                     "the shard again, and let tar follow links (tar -h)"
                 )
             key, extension = folder + slash + key, extension.lower()
-            if not keys or key != keys[-1]:
-                keys.append(key)
-                firsts.append(len(spans))
-                seen = set()
-            if extension in seen:
+            sample, _ = keys.setdefault(posixpath.normpath(key), (len(keys), key))
+            place = sample, extensions.setdefault(extension, len(extensions))
+            if place in members:
                 raise ShardError(
-                    f"{file.name}: the sample {key!r} has two members .{extension}, one at offset {offset}"
+                    f"{file.name}: the sample {key!r} has two members .{extension}, one at offset {offset}: write the "
+                    "shard again, with one of them"
                 )
-            seen.add(extension)
-            spans.append(span)
-            kinds.append(extensions.setdefault(extension, len(extensions)))
-        offsets, sizes = np.array(spans, np.int64).reshape(-1, 2).T.copy()
+            members[place] = span
+        table = np.array([(*place, *span) for place, span in members.items()], np.int64).reshape(-1, 4)
+        samples, kinds, offsets, sizes = table[table[:, 0].argsort(kind="stable")].T.copy()
         return {
-            "firsts": np.array([*firsts, len(spans)], np.int64),
+            "firsts": samples.searchsorted(np.arange(len(keys) + 1)),
             "offsets": offsets,
             "sizes": sizes,
-            "kinds": np.array(kinds, np.int32),
-            "keys": packed(keys),
+            "kinds": kinds.astype(np.int32),
+            "keys": packed([key for _, key in keys.values()]),
             "extensions": packed(list(extensions)),
             "length": np.array(len(keys)),
         }

@@ -154,9 +154,21 @@ def test_a_file_that_is_too_large_for_a_record_is_named(tmp_path: Path, monkeypa
         pack_files([FileToPack(0, 0.0, files(tmp_path, "a.jpg") / "a.jpg")], tmp_path / "out.rec")
 
 
-def test_a_label_that_does_not_fit_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CannotRun, match=r"a.jpg: .*does not fit"):
-        pack_files([FileToPack(0, 1e300, files(tmp_path, "a.jpg") / "a.jpg")], tmp_path / "out.rec")
+@pytest.mark.parametrize("label", ["1e300", "16777217", "9007199254740993", "5\t123456789"])
+def test_a_label_that_does_not_fit_is_named(tmp_path: Path, label: str) -> None:
+    files(tmp_path, "a.jpg")
+    (tmp_path / "list.lst").write_text(f"0\t{label}\ta.jpg\n")
+    number = label.split("\t")[-1].replace("e", r"e\+")
+    with pytest.raises(CannotRun, match=rf"a.jpg: .*does not fit \(the label {number} would be stored as"):
+        pack_files(find_list(tmp_path / "list.lst").entries, tmp_path / "out.rec")
+
+
+def test_large_numbers_of_classes_stay_what_they_are(tmp_path: Path) -> None:
+    rec = tmp_path / "out.rec"
+    pack_files(
+        [FileToPack(0, 16777214, files(tmp_path, "a.jpg") / "a.jpg"), FileToPack(1, 0.1, tmp_path / "a.jpg")], rec
+    )
+    assert examine(rec)[0].labels == {"16777214": 1, "0.1": 1}
 
 
 def test_an_index_has_a_key_for_each_offset(tmp_path: Path) -> None:

@@ -91,6 +91,15 @@ def test_nothing_is_evicted_at_the_bound(path: Path | None) -> None:
     assert 4 * 16008 < store.used_bytes <= 5 * 16008
 
 
+def test_a_sample_that_is_there_does_not_make_the_cache_full(path: Path | None) -> None:
+    """Two workers may read the same sample, and the second one finds that there is no room for it any more."""
+    store = make(path, sum(map(make_used, range(COUNT))))
+    for index in range(COUNT):
+        store.write(index, sample(index))
+        store.write(0, sample(0))
+    assert all(is_right(store.read(index), index) for index in range(COUNT))
+
+
 # -- who dies ----------------------------------------------------------------------------------------------------------
 
 
@@ -167,6 +176,30 @@ def test_a_writer_killed_at_any_moment_leaves_no_torn_sample(path: Path | None, 
     for one in range(COUNT):  # the lock is free, and nobody writes over anything
         store.write(one, sample(one))
     assert all(is_right(store.read(one), one) for one in range(COUNT))
+
+
+@POSIX
+@pytest.mark.parametrize("index", [4, 5], ids=["row", "record"])
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("programs", [1, 2])
+def test_what_a_killed_writer_had_taken_is_given_back(tmp_path: Path, moment: Any, index: int, programs: int) -> None:
+    """There is room for each sample once. So each is stored, however often a writer dies."""
+    total = sum(map(make_used, range(COUNT)))
+    path = None if programs == 1 else tmp_path / "samples.cache"
+    store = make(path, total)
+    others = [store if path is None else make(path, total) for _ in range(programs)]
+
+    def work() -> None:
+        moment(store)
+        store.write(index, sample(index))
+
+    for one in range(0, COUNT, 3):
+        store.write(one, sample(one))
+        assert in_child(work) == signal.SIGKILL
+    for one in range(COUNT):
+        others[one % programs].write(one, sample(one))
+    for other in [*others, store if path is None else make(path, total)]:
+        assert all(is_right(other.read(one), one) for one in range(COUNT)) and other.used_bytes == total
 
 
 @POSIX

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -826,6 +827,44 @@ def test_header_that_does_not_fit_is_refused() -> None:
     record = pack(IRHeader(0, [1.0, 2.0], 77, 0), b"")
     with pytest.raises(ValueError, match="record with id 77: its header promises a label of 2 numbers, but only 7"):
         unpack(record[:-1])
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        2**24 + 1,
+        -(2**24) - 1,
+        16777217.0,
+        np.int64(123456789),
+        np.uint64(2**64 - 1),
+        2**53 + 1,
+        2**70 + 1,
+        1e300,
+        -1e39,
+    ],
+)
+@pytest.mark.parametrize("among", [lambda one: one, lambda one: [one], lambda one: np.array([1, one])])
+def test_a_label_that_would_be_stored_as_another_number_is_named(label: Any, among: Any) -> None:
+    name = re.escape(str(among(label).item(1) if isinstance(among(label), np.ndarray) else label))
+    with pytest.raises(ValueError, match=rf"does not fit \(the label {name} would be stored as .*Give a large whole"):
+        pack((0, among(label), 1, 0), b"")
+
+
+@pytest.mark.parametrize(
+    "label", [2**24, -(2**24) - 2, 2**60, 0.1, True, float("inf"), 16777217.5, 1e30, np.float16(7)]
+)
+def test_a_label_that_float32_holds_and_a_fraction_are_stored_as_float32(label: Any) -> None:
+    for one in (label, [label, 1]):
+        stored = unpack(pack((0, one, 1, 0), b""))[0].label
+        assert np.array_equal(stored, np.float32(one))
+    assert np.isnan(unpack(pack((0, float("nan"), 1, 0), b""))[0].label)
+
+
+@pytest.mark.parametrize("key", [-1, 2**64, float("nan"), 1.5, "7"])
+def test_an_id_that_does_not_fit_is_an_error(key: Any) -> None:
+    for fields in ((0, 1.0, key, 0), (0, 1.0, 0, key)):
+        with pytest.raises(ValueError, match="does not fit"):
+            pack(fields, b"")
 
 
 def test_unpacked_label_may_be_changed() -> None:

@@ -113,3 +113,70 @@ def test_colors_of_a_palette_keep_their_alpha() -> None:
     indices = np.array([[0, 1]], np.uint8)
     assert unpacked(png(indices, PALETTE, palette)).tolist() == [[[10, 20, 30], [40, 50, 60]]]
     assert unpacked(png(indices, PALETTE, palette, alpha)).tolist() == [[[10, 20, 30, 255], [40, 50, 60, 9]]]
+
+
+# -- EXIF --------------------------------------------------------------------------------------------------------------
+
+
+def with_exif(pixels: np.ndarray[Any, Any], form: str, exif: bytes) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, form, exif=exif, **({"lossless": True} if form == "WEBP" else {}))
+    return file.getvalue()
+
+
+def oriented(orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif.tobytes()
+
+
+UPRIGHT: dict[int, Any] = {
+    0: lambda a: a,
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: np.rot90(a, 2),
+    4: lambda a: a[::-1],
+    5: lambda a: a.swapaxes(0, 1),
+    6: lambda a: np.rot90(a, -1),
+    7: lambda a: np.rot90(a, 2).swapaxes(0, 1),
+    8: np.rot90,
+    9: lambda a: a,
+}
+"""What OpenCV makes of each EXIF orientation."""
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_an_image_is_turned_by_its_exif_orientation_unless_what_is_stored_is_asked_for(
+    form: str, orientation: int
+) -> None:
+    pixels = np.kron(numbers(3, 5, 3, dtype=np.uint8), np.ones((16, 16, 1), np.uint8))
+    if form == "WEBP":
+        pytest.importorskip("PIL._webp")
+    stored, plain = with_exif(pixels, form, oriented(orientation)), with_exif(pixels, form, oriented(1))
+    for iscolor in (0, 1):
+        found = unpacked(stored, iscolor)
+        assert (found == UPRIGHT[orientation](unpacked(plain, iscolor))).all() and found.flags.c_contiguous
+    if form != "TIFF":  # whose orientation is no EXIF: OpenCV and Pillow follow it in any case
+        assert (unpacked(stored) == unpacked(plain)).all()
+
+
+def test_16_bits_are_turned_too() -> None:
+    pixels = numbers(3, 4)
+    data = png(pixels, GREY, chunk(b"eXIf", oriented(6).removeprefix(b"Exif\0\0")))
+    assert (unpacked(data, 0) == np.rot90(pixels >> 8, -1)).all() and (unpacked(data) == pixels).all()
+
+
+TAG = b"II*\0\x08\0\0\0\x01\0\x12\x01"  # one field, the orientation
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+@pytest.mark.parametrize(
+    "exif",
+    [b"garbage", b"", b"II*\0\x08\0\0\0", b"MM\0*\xff\xff\xff\xff", TAG, TAG + b"\x02\0\x02\0\0\0x\0\0\0" + bytes(4)],
+)
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF", "ignore:Metadata Warning")
+def test_damaged_exif_turns_nothing_and_is_no_error(form: str, exif: bytes) -> None:
+    pixels = numbers(3, 4, 3, dtype=np.uint8)
+    data = with_exif(pixels, form, b"Exif\0\0" + exif)
+    assert (unpacked(data, 1) == unpacked(data)).all()

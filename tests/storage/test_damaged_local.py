@@ -47,7 +47,7 @@ def tar_of(dialect: str, more: int = 0) -> bytes:
 
 def samples_of_tar(content: bytes) -> list[Any] | None:
     """The samples as tarfile reads them, if the end mark follows the last member, and no more zeros than it writes."""
-    samples: list[dict[str, Any]] = []
+    samples: dict[str, dict[str, Any]] = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(content)) as tar:
             for member in tar:
@@ -55,14 +55,15 @@ def samples_of_tar(content: bytes) -> list[Any] | None:
                 key, dot, extension = base.partition(".")
                 if not dot or not (member.isfile() or member.islnk() or member.issym()):
                     continue
-                if not samples or samples[-1]["__key__"] != folder + slash + key:
-                    samples.append({"__key__": folder + slash + key})
+                sample = samples.setdefault(folder + slash + key, {"__key__": folder + slash + key})
+                if extension.lower() in sample:
+                    return None
                 part = tar.extractfile(member)
-                samples[-1][extension.lower()] = part.read() if part else None
+                sample[extension.lower()] = part.read() if part else None
             rest = content[tar.offset :]
     except (tarfile.TarError, KeyError, ValueError, OverflowError):
         return None
-    return None if rest.strip(b"\0") or not 1024 <= len(rest) < 1024 + 10_240 else samples
+    return None if rest.strip(b"\0") or not 1024 <= len(rest) < 1024 + 10_240 else list(samples.values())
 
 
 def tar_subject(dialect: str) -> Subject:

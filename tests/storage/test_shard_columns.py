@@ -20,6 +20,7 @@ from sharded_loader.data.arrays import as_bulk
 from sharded_loader.data.bulk import NOT_IN_BULK
 from sharded_loader.storage import tables
 from sharded_loader.storage.files import ShardError
+from sharded_loader.torch import DataLoader
 
 ROWS, GROUP = 10, 4
 
@@ -101,6 +102,80 @@ def test_a_batch_of_columns_is_the_default_batch_of_its_samples(tmp_path: Path, 
     expected = outcome(lambda: [default_batchify_fn([dataset[i] for i in order[j : j + 4]]) for j in range(0, 20, 4)])
     assert batches[0] == expected[0] and (batches == expected or issubclass(batches[0], Exception))
     dataset.close()
+
+
+LISTS: list[list[int]] = [[], *([i, i] for i in range(1, 8))]
+
+TYPED: dict[str, tuple[str, list[Any]]] = {
+    **{name: (f"{name}()", list(range(8))) for name in ("int8", "int32", "int64", "uint8", "uint64", "float32")},
+    "float16": ("float16()", list(np.arange(8, dtype=np.float16))),
+    "bool": ("bool_()", [True, False] * 4),
+    "strings": ("string()", list("abcdefgh")),
+    "times": ("timestamp('us')", list(range(8))),
+    "days": ("date32()", list(range(8))),
+    "dictionary": ("dictionary(int8(), float32())", [1.5, 2.5] * 4),
+    "lists": ("list_(float32())", LISTS),
+    "large lists": ("large_list(int16())", LISTS),
+    "lists of bool": ("list_(bool_())", [[one > 3 for one in row] for row in LISTS]),
+    "lists of strings": ("list_(string())", [list(map(str, row)) for row in LISTS]),
+    "lists of lists": ("list_(list_(int8()))", [[row] for row in LISTS]),
+    "fixed lists": ("list_(float32(), 2)", [[i, -i] for i in range(8)]),
+    "structs": ("struct({'a': int8()})", [{"a": i} for i in range(8)]),
+}
+"""Columns of eight rows by name: their types in pyarrow, and their values."""
+
+
+def written(path: Path, format: str, null: Any = None, columns: Any = None) -> ShardDataset:
+    """A shard of these columns in two groups. In the row 5 stands ``null(name of the column)``, if it is given."""
+    pyarrow = pytest.importorskip("pyarrow")
+    names, table = {**vars(pyarrow)}, {}
+    for name, (kind, values) in TYPED.items():
+        rows = [null(name) if null and i == 5 else value for i, value in enumerate(values)]
+        table[name] = pyarrow.array(rows, eval(kind, names))
+    file = path.with_suffix(f".{KINDS[format].name}")
+    write_table(pyarrow.table(table), file, format, 4)
+    return ShardDataset(file, index_folder=path.parent, columns=columns)
+
+
+NULLS: dict[str, Any] = {"null": lambda name: None, "within": lambda name: [None, None] if "lists" in name else None}
+"""A null in each column, and lists with nulls inside."""
+
+
+@pytest.mark.parametrize("format", KINDS)
+@pytest.mark.parametrize("null", NULLS)
+def test_a_null_changes_no_other_row(tmp_path: Path, format: str, null: str) -> None:
+    whole, holed = written(tmp_path / "whole", format), written(tmp_path / "holed", format, NULLS[null])
+    for row in (0, 1, 2, 3, 4, 6, 7):
+        assert made_of(holed[row]) == made_of(whole[row])
+    row = {
+        name: None if isinstance(value, np.generic) and np.isnat(value) else value for name, value in holed[5].items()
+    }
+    assert row == {name: NULLS[null](name) for name in TYPED} and type(holed[5]["times"]) is np.datetime64
+    with pytest.raises(ValueError, match=r"samples of different types: int8 in sample 0 of the batch, NoneType in sam"):
+        next(iter(ShardedDataLoader(holed, 2, sampler=[4, 5])))
+    for order in ([6, 7, 4], [3, 7, 1], [4, 1], [1, 2, 3], [0]):
+        batches = [made_of(next(iter(ShardedDataLoader(one, 4, sampler=order)))) for one in (whole, holed)]
+        assert batches[0] == batches[1]
+    whole.close()
+    holed.close()
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("null", NULLS)
+def test_a_null_changes_no_other_batch_in_any_pool(tmp_path: Path, null: str, pool: str) -> None:
+    columns = ["int8", "float16", "float32", "bool", "dictionary", "fixed lists", "structs"]
+    order, batches = [6, 7, 0, 4, 1, 2], list[Any]()
+    for name, hole in (("whole", None), ("holed", NULLS[null])):
+        dataset = written(tmp_path / name, "parquet", hole, columns)
+        with ShardedDataLoader(dataset, 2, sampler=order, pool=make_pool(pool, 2)) as loader:
+            batches.append([made_of(batch) for batch in loader])
+        workers = 0 if pool == "inline" else 2
+        if pool != "thread":
+            method = None if pool == "inline" else pool
+            drop_in = DataLoader(dataset, 2, sampler=order, num_workers=workers, multiprocessing_context=method)
+            batches.append([made_of(batch) for batch in drop_in])
+        dataset.close()
+    assert batches[: len(batches) // 2] == batches[len(batches) // 2 :]
 
 
 @pytest.mark.parametrize("pool", POOLS)
@@ -208,9 +283,43 @@ def test_an_unknown_column_is_named(tmp_path: Path, format: str) -> None:
     write_table(pyarrow.table({"x": [1, 2], "s": [{"a": 1}, {"a": 2}]}), path, format, 4)
     for name in ("z", "s.a", ""):
         dataset = ShardDataset(path, index_folder=tmp_path, columns=["x", name])
-        with pytest.raises(ShardError, match=rf"has no column '{name}': give columns= names of its columns, s, x"):
+        for _ in range(2):
+            with pytest.raises(ShardError, match=rf"has no column '{name}': give columns= names of its columns, s, x"):
+                dataset[0]
+        dataset.close()
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("format", KINDS)
+def test_an_unknown_column_is_the_same_error_in_every_pool(tmp_path: Path, format: str, pool: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    for shard, names in enumerate([["x", "label"], ["x", "lable"]]):
+        file = tmp_path / f"{shard}.{KINDS[format].name}"
+        write_table(pyarrow.table([[1, 2], [3, 4]], names=names), file, format, 4)
+    dataset = ShardDataset(str(tmp_path / f"*.{KINDS[format].name}"), index_folder=tmp_path, columns=["x", "label"])
+    with ShardedDataLoader(dataset, 2, pool=make_pool(pool, 1)) as loader:
+        batches = iter(loader)
+        assert next(batches)["label"].tolist() == [3, 4]
+        with pytest.raises(
+            Exception, match=r"1\.\w+ has no column 'label': give columns= names of its columns, lable, x"
+        ):
+            next(batches)
+    dataset.close()
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_a_column_that_is_there_twice_is_named(tmp_path: Path, format: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / f"a.{KINDS[format].name}"
+    write_table(pyarrow.table([[1], [2], [3]], names=["x", "x", "y"]), path, format, 4)
+    for columns in (None, ["x"]):
+        dataset = ShardDataset(path, index_folder=tmp_path, columns=columns)
+        with pytest.raises(ShardError, match="has several columns 'x': give columns= names of its columns, y"):
             dataset[0]
         dataset.close()
+    dataset = ShardDataset(path, index_folder=tmp_path, columns=["y", "y"])
+    assert dataset[0] == {"y": 3}
+    dataset.close()
 
 
 @pytest.mark.parametrize("columns", ["x", [], [1], 3])

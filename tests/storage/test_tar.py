@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import POOLS, make_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shards import write_tar
 
+from sharded_loader import ShardDataset, ShardedDataLoader
 from sharded_loader.storage.files import LocalFile, ShardError
 from sharded_loader.storage.tar import Tar
 
@@ -88,9 +90,37 @@ def test_an_empty_or_compressed_file_is_called_that(tmp_path: Path) -> None:
             Tar().index(LocalFile(str(path)))
 
 
-def test_an_extension_that_comes_twice_is_named(tmp_path: Path) -> None:
-    write_tar(tmp_path / "a.tar", {"1.jpg": b"a", "1.JPG": b"b"})
-    with pytest.raises(ShardError, match=r"a\.tar: the sample '1' has two members \.jpg"):
+def test_members_of_a_sample_that_stand_apart_are_one_sample(tmp_path: Path) -> None:
+    names = ["d/2.jpg", "d/1.jpg", "1.jpg", "d/1.cls", "./d/2.cls", "3.cls", "d/2.seg.png"]
+    write_tar(tmp_path / "a.tar", {name: name.encode() for name in names})
+    assert read(tmp_path / "a.tar", [3, 2, 0, 1]) == [
+        {"__key__": "3", "cls": b"3.cls"},
+        {"__key__": "1", "jpg": b"1.jpg"},
+        {"__key__": "d/2", "jpg": b"d/2.jpg", "cls": b"./d/2.cls", "seg.png": b"d/2.seg.png"},
+        {"__key__": "d/1", "jpg": b"d/1.jpg", "cls": b"d/1.cls"},
+    ]
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_plain_tar_of_two_patterns_has_whole_samples_in_every_pool(tmp_path: Path, pool: str) -> None:
+    for shard in range(2):
+        names = [f"{shard}{i}.{end}" for end in ("jpg", "txt") for i in range(4)]
+        write_tar(tmp_path / f"{shard}.tar", {name: name.encode() for name in names})
+    dataset = ShardDataset(str(tmp_path / "*.tar"), index_folder=tmp_path)
+    with ShardedDataLoader(dataset, 4, pool=make_pool(pool, 2)) as loader:
+        samples = [sample for batch in loader for sample in zip(*batch.values(), strict=True)]
+    keys = [f"{shard}{i}" for shard in range(2) for i in range(4)]
+    assert samples == [(key, f"{key}.jpg".encode(), f"{key}.txt".encode()) for key in keys]
+    dataset.close()
+
+
+@pytest.mark.parametrize("between", [{}, {"2.jpg": b"c"}, {"2.jpg": b"c", "1.cls": b"d"}])
+@pytest.mark.parametrize("again", ["1.jpg", "1.JPG", "./1.jpg"])
+def test_an_extension_that_comes_twice_is_named(tmp_path: Path, between: dict[str, bytes], again: str) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name in ("1.jpg", *between, again):
+            tar.addfile(tarfile.TarInfo(name))
+    with pytest.raises(ShardError, match=r"a\.tar: the sample '(\./)?1' has two members \.jpg, one at offset \d+"):
         read(tmp_path / "a.tar", [0])
 
 
@@ -249,3 +279,12 @@ def test_zeros_in_a_long_name_are_an_error(tmp_path: Path, format: int, begin: i
     (tmp_path / "a.tar").write_bytes(content)
     with pytest.raises(ShardError, match=r"\(offset 512: an extended header"):
         read(tmp_path / "a.tar", [0])
+
+
+@pytest.mark.parametrize("between", [1, 3])
+def test_a_member_that_damage_has_copied_is_an_error_and_no_sample_more(tmp_path: Path, between: int) -> None:
+    content = ten()
+    for number in (0, 4):
+        (tmp_path / "a.tar").write_bytes(content[: (number + between) * 1024] + content[number * 1024 :])
+        with pytest.raises(ShardError, match=rf"the sample '{number:04}' has two members \.txt|no whole tar file"):
+            read(tmp_path / "a.tar", [0])
