@@ -61,7 +61,6 @@ from sharded_loader.data.bulk import (
     checked_indices,
     gather,
     gather_rows,
-    listed,
     read_many,
 )
 from sharded_loader.data.columns import check_dataset, is_dataset
@@ -359,8 +358,8 @@ class View(Wrapper):
 
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Many samples at once."""
-        return then(self._dataset.__getitems__(translated(self._inner(indices).tolist(), indices)), listed)
+        """Many samples at once, as the dataset inside returns them."""
+        return self._dataset.__getitems__(translated(self._inner(indices).tolist(), indices))
 
     @bulk
     def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:

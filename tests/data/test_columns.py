@@ -536,7 +536,7 @@ class WithLength(Lazy):
         return len(self.values)
 
 
-ROWS = np.arange(16, dtype=np.float32).reshape(8, 2)
+NUMBERS = np.arange(16, dtype=np.float32).reshape(8, 2)
 NEITHER: dict[str, Callable[[Any], Any]] = {
     "itself": lambda array: array,
     "SimpleDataset": SimpleDataset,
@@ -553,22 +553,22 @@ NEITHER: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("loader", [ShardedDataLoader, torchs.DataLoader])
 @pytest.mark.parametrize("make", NEITHER.values(), ids=NEITHER)
 def test_an_array_without_a_length_has_that_of_its_shape(make: Any, loader: Any, kind: Any) -> None:
-    dataset = make(kind(ROWS))
+    dataset = make(kind(NUMBERS))
     batches = list(loader(dataset, 5))
-    assert [batch.tolist() for batch in batches] == [ROWS[:5].tolist(), ROWS[5:].tolist()]
+    assert [batch.tolist() for batch in batches] == [NUMBERS[:5].tolist(), NUMBERS[5:].tolist()]
     assert {type(batch) for batch in batches} == {torch.Tensor}
     shuffled = torch.cat(list(loader(dataset, 3, shuffle=True, num_workers=2, thread_pool=True)))
-    assert sorted(shuffled.tolist()) == ROWS.tolist()
+    assert sorted(shuffled.tolist()) == NUMBERS.tolist()
 
 
 def test_rows_are_read_at_once_where_the_array_can() -> None:
     for make in (ArrayDataset, SimpleDataset):
-        lazy = Lazy(ROWS)
+        lazy = Lazy(NUMBERS)
         dataset = make(lazy)
         rows = dataset.__getitems__([5, 1, 1])
-        assert [row.tolist() for row in rows] == ROWS[[5, 1, 1]].tolist()
+        assert [row.tolist() for row in rows] == NUMBERS[[5, 1, 1]].tolist()
         rows[1][:] = -1
-        assert rows[2].tolist() == ROWS[1].tolist() == dataset[-7].tolist()
+        assert rows[2].tolist() == NUMBERS[1].tolist() == dataset[-7].tolist()
         assert [index.tolist() for index in lazy.asked[:1]] == [[1, 5]]
         dataset.__getitems__([3, 2, 4])
         assert lazy.asked[-1] == slice(2, 5)
@@ -585,7 +585,7 @@ def test_what_has_a_shape_and_a_sampler_keeps_its_samples() -> None:
 
     for loader in (ShardedDataLoader, torchs.DataLoader):
         assert list(loader(Keys(), 2, sampler=["a", "b"])) == [["aa", "bb"]]
-        assert [batch.tolist() for batch in loader(Lazy(ROWS), 2, sampler=[3, 1])] == [ROWS[[3, 1]].tolist()]
+        assert [batch.tolist() for batch in loader(Lazy(NUMBERS), 2, sampler=[3, 1])] == [NUMBERS[[3, 1]].tolist()]
     with pytest.raises(TypeError, match="without a length"):
         ArrayDataset(Lazy(np.array(3)))
 
