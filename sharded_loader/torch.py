@@ -29,6 +29,7 @@ from sharded_loader.base.entries import anything, parsed, read_entry
 from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import called_by, counted_by_fabric, refuse_skipping
+from sharded_loader.data.columns import as_dataset
 from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, read_here
@@ -146,6 +147,8 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         **unknown: NoReturn,
     ) -> None:
         refuse_arguments("DataLoader", unknown, type(self).__init__)
+        if not hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):  # an array that has a shape
+            dataset = as_dataset(dataset, "DataLoader", needs_length=sampler is None and batch_sampler is None)
         is_auto, workers = number_of_workers(num_workers)
         self.seed, self.on_error = seed, on_error
         self.max_skipped = check_max_skipped(max_skipped, on_error)

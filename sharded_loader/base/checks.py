@@ -65,7 +65,8 @@ def bytes_of_text(
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or isinstance(text, bool) or float(match[1]) * unit < least:
+    is_part = match is not None and unit == 1 and not float(match[1]).is_integer()  # 0.5 is no share
+    if match is None or unit is None or is_part or isinstance(text, bool) or float(match[1]) * unit < least:
         raise ValueError(f"{name} is {text!r}: give {allowed}, or a text such as '100 GB' or '20 GiB'")
     return int(float(match[1]) * unit)
 

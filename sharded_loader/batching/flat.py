@@ -125,7 +125,7 @@ def _flat(value: Any, path: Any, leaves: list[Array]) -> Any:
         raise TypeError(
             f"{f'field {_shown(path)} of the sample' if path else 'the sample'} is {_kind(value)}, which a cache "
             "cannot store: make it an array, a tensor, a number, a string, bytes, or a dict, list or tuple of these, "
-            "before cache(...). cache() without arguments keeps any object, in each process"
+            "before cache(...)"
         )
     leaves.append(np.asarray(array, order="C"))
     return [name, array.dtype, array.shape, *rest]

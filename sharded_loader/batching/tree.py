@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.batching.protocol import BatchifyError
 
 # kind and size of the dtypes that torch.from_numpy takes; keyed so because np.longlong and np.int64 are two
@@ -164,7 +165,7 @@ def rebuild(template: Any, parts: Sequence[Any]) -> Any:
         plain = list(parts) if isinstance(template, list) else tuple(parts)
     else:
         # A copy, not `dataclasses.replace`: that rejects ``init=False`` fields and runs ``__post_init__`` again.
-        again = copy.copy(template)
+        again = _copy(template)
         for name, part in zip(field_names(template), parts, strict=True):
             object.__setattr__(again, name, part)  # also of a frozen class
         return again
@@ -172,12 +173,37 @@ def rebuild(template: Any, parts: Sequence[Any]) -> Any:
         if isinstance(template, tuple) or not isinstance(template, (list, MutableMapping)):
             return kind._make(plain) if hasattr(kind, "_make") else kind(plain)
         # A copy keeps what the constructor may not take back: a defaultdict's factory, own attributes.
-        again = copy.copy(template)
-        for key, part in plain.items() if isinstance(plain, dict) else enumerate(plain):
-            again[key] = part
+        again = _copy(template)
+        if isinstance(plain, dict):
+            again.update(
+                plain
+            )  # as torch does: a dict's calls no ``__setitem__`` of the user's, which may want samples
+        else:
+            for position, part in enumerate(plain):
+                again[position] = part
         return again
-    except (TypeError, ValueError, AttributeError, KeyError):
+    except Exception as error:  # the user's class
+        if is_from_outside(error):
+            raise
         return plain
+
+
+def _copy(template: Any) -> Any:
+    """A shallow copy, also where the class has a ``__copy__`` for samples that fails with what is in a batch."""
+    try:
+        return copy.copy(template)
+    except Exception as error:
+        # A dataclass says with a TypeError that it has no copies. What others hold may lie in an object inside.
+        is_failed = is_dataclass_instance(template) and not isinstance(error, TypeError)
+        if is_from_outside(error) or not (is_failed or isinstance(template, (dict, list))):
+            raise
+    again = type(template).__new__(type(template))
+    getattr(again, "__dict__", {}).update(getattr(template, "__dict__", {}))  # none where it has slots
+    if isinstance(template, list):
+        again.extend(template)
+    elif isinstance(template, dict):
+        dict.update(again, template)
+    return again
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any, own: str | None = None, skip: frozenset[type] = frozenset()) -> Any:

@@ -194,7 +194,7 @@ def _checked(dataset: Any, target: str) -> Any:
     from sharded_loader.loader.arguments import check_dataset
 
     try:
-        check_dataset(dataset)
+        dataset = check_dataset(dataset)
         empty = not is_stream(dataset) and len(dataset) == 0
     except Exception as error:
         why = say_error(error).partition(": ")[2] or say_error(error)

@@ -66,8 +66,9 @@ class ArrayDataset(Dataset):
     Args:
         *arrays: positional columns: NumPy arrays, torch tensors, lists, or any object with ``__getitem__`` and
             ``__len__``. Several give tuple samples and a list of fields per batch, one gives bare samples. A pandas
-            or polars Series and a pyarrow column are read by position. A DataFrame, a pyarrow Table or a dict of
-            columns, given alone, is its columns by name.
+            or polars Series and a pyarrow column are read by position. An array of zarr, tensorstore, h5py, xarray or
+            dask gives its rows as NumPy arrays, and reads those of a batch at once. A DataFrame, a pyarrow Table or a
+            dict of columns, given alone, is its columns by name.
         **columns: named columns: dict samples and dict batches. Positional and named together is a TypeError.
 
     Raises:

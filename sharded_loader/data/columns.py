@@ -3,6 +3,7 @@
     pandas, polars: a Series               --as_column-->     NumPy array, no copy where there need be none
     pyarrow: an Array, a ChunkedArray      --as_column-->     NumPy array, or a list of Python values
     a DataFrame, a pyarrow Table, a dict   --named_columns--> {name: column}
+    zarr, tensorstore, h5py, xarray, dask  --ArrayRows-->     rows as NumPy arrays, read when they are asked for
     many strings, bytes or paths           --PackedList-->    uint8 buffer + int64 offsets
 
 A pandas Series is indexed by its labels: after a shuffle or a split, ``series[3]`` is not the fourth value. Arrow's
@@ -23,9 +24,10 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 
 from sharded_loader.base.described import an
+from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.batching.protocol import Array
-from sharded_loader.batching.tree import is_masked, reads_rows
-from sharded_loader.data.bulk import checked_index
+from sharded_loader.batching.tree import is_masked, is_tensor, reads_rows
+from sharded_loader.data.bulk import checked_index, checked_indices
 
 _NUMBERS = "biufc"
 
@@ -76,7 +78,8 @@ def as_column(value: Any, name: str) -> Any:
         name: how errors name it.
 
     Returns:
-        A NumPy array of a Series or an Arrow column (a list where Arrow's values are nested), anything else as it is.
+        A NumPy array of a Series or an Arrow column (a list where Arrow's values are nested), `ArrayRows` of an array
+        of another library, anything else as it is.
 
     Raises:
         TypeError: it is a table, or a dict that is not indexed by position.
@@ -105,15 +108,86 @@ def as_column(value: Any, name: str) -> Any:
         return _of_arrow(value, name)
     if hasattr(kind, "null_count") and hasattr(kind, "to_numpy"):
         return _of_polars(value, name)
-    return value
+    is_array = hasattr(kind, "__array__") and not isinstance(value, np.ndarray) and not is_tensor(value)
+    return ArrayRows(value) if has_rows(value) and (is_array or not hasattr(value, "__len__")) else value
 
 
-def as_dataset(value: Any, owner: str) -> Any:
-    """A dataset that is read by position: a Series or an Arrow column as an array, anything else as it is.
+def has_rows(value: Any) -> bool:
+    """Whether an object is indexed by position, and has a shape: those that have no length are read by it.
+
+    Example:
+        >>> has_rows(np.zeros((2, 3))), has_rows(np.zeros(())), has_rows([1])
+        (True, False, False)
+    """
+    shape = getattr(value, "shape", ())
+    return hasattr(type(value), "__getitem__") and isinstance(shape, (tuple, list)) and len(shape) > 0
+
+
+class ArrayRows:
+    """The rows of an array of another library, as NumPy arrays.
+
+    Many rows are read at once: a run of them by a slice, others by an array of ascending indices, as h5py wants it. An
+    array that takes none is read row by row.
+
+    Args:
+        array: has ``shape`` and ``__getitem__``.
+
+    Example:
+        >>> rows = ArrayRows(np.arange(5) * 10)
+        >>> len(rows), rows[-1], rows.__getitems__([3, 1, 3])
+        (5, 40, [30, 10, 30])
+    """
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array, as it is now."""
+        return tuple(self.array.shape)
+
+    @property
+    def ndim(self) -> int:
+        """The number of its dimensions."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Its dtype; None if it has none."""
+        return getattr(self.array, "dtype", None)
+
+    def __len__(self) -> int:
+        return int(self.array.shape[0])
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, (int, np.integer)):
+            index = checked_index(index, len(self))
+        row = self.array[index]
+        return row if isinstance(row, (str, bytes)) else np.asarray(row)[()]  # of 0 dimensions: NumPy's scalar
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Many rows at once."""
+        where, places = np.unique(checked_indices(indices, len(self)), return_inverse=True)
+        if len(where) > 1:
+            is_run = where[-1] - where[0] == len(where) - 1
+            try:
+                rows = np.asarray(self.array[slice(int(where[0]), int(where[-1]) + 1) if is_run else where])
+                if rows.shape == (len(where), *self.shape[1:]):
+                    return list(rows[places])
+            except Exception as error:  # it takes no arrays of indices; another error comes again with its row
+                if is_from_outside(error):
+                    raise
+        return [self[index] for index in where[places].tolist()]
+
+
+def as_dataset(value: Any, owner: str, needs_length: bool = True) -> Any:
+    """A dataset that is read by position: a Series or an Arrow column as an array, an array without a length by its
+    shape, anything else as it is.
 
     Args:
         value: any dataset.
         owner: who takes it, for errors.
+        needs_length: False: an object of the user's may have a shape of another meaning, and no length.
 
     Raises:
         TypeError: it is a table, whose samples have no index.
@@ -128,7 +202,12 @@ def as_dataset(value: Any, owner: str) -> Any:
             f"{owner} was given {an(type(value))}, which is indexed by the names of its columns: give "
             f"ArrayDataset(table), whose samples are dicts of its columns"
         )
-    return value if isinstance(value, (Mapping, np.ndarray)) else as_column(value, f"{owner}: the dataset")
+    if isinstance(value, (Mapping, np.ndarray)):
+        return value
+    column = as_column(value, f"{owner}: the dataset")
+    if type(column) is ArrayRows and (hasattr(value, "__len__") or not (needs_length or hasattr(value, "__array__"))):
+        return value  # it gives samples of its own
+    return column
 
 
 def _of_pandas(series: Any, name: str) -> Any:
@@ -190,13 +269,13 @@ def _missing(name: str, count: int, dtype: Any, fill: str) -> ValueError:
 
 
 def is_dataset(value: Any) -> bool:
-    """Whether ``value`` has samples by index, and a length.
+    """Whether ``value`` has samples by index, and a length, or a shape that says it.
 
     Example:
         >>> is_dataset([1]), is_dataset(iter([1]))
         (True, False)
     """
-    return hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    return hasattr(value, "__getitem__") and (hasattr(value, "__len__") or has_rows(value))
 
 
 def check_dataset(value: Any, owner: str) -> Any:

@@ -3,10 +3,10 @@
     SimpleDataset(anything)        ArrayDataset(columns): see arrays        ConcatDataset(datasets)
           .filter .shard .take .sample .split      -> SubsetDataset: fewer samples, by indices
           .transform .transform_first              -> TransformDataset: other samples
-          .cache                                   -> StoredDataset, CachedDataset: the same samples, kept
+          .cache                                   -> StoredDataset: the same samples, kept
           a + b                                    -> ConcatDataset: one after the other
 
-    Wrapper          around other datasets: TransformDataset, CachedDataset, ConcatDataset
+    Wrapper          around other datasets: TransformDataset, StoredDataset, ConcatDataset
       View           samples of another dataset, by translated indices: SimpleDataset, SubsetDataset
 
 A dataset owns no thread and no process. Where it can it reads in bulk: ``get_batch(indices)`` returns a finished batch,
@@ -18,13 +18,12 @@ was cut. A part owns its array of indices, which cannot be changed.
 
 `StoredDataset` keeps samples in memory that all processes share, or in a file: `sharded_loader.memory.store` owns the
 bytes. It is made before workers start, so each of them inherits it, or opens it when it unpickles the dataset. A worker
-that cannot open it, as one on another machine, reads uncached. `CachedDataset` keeps the objects, in each process.
+that cannot open it, as one on another machine, reads uncached. Each read copies: a sample that is changed in place
+changes no other one.
 
 What can go wrong: an index out of range (IndexError with the length), samples whose structure differs in one batch
 (ValueError that names the field). Indices that do not fit a dataset are rejected when the subset is made. A sample
-that draws random numbers, or depends on ``set_epoch``, below ``cache(max_bytes)`` is an error. ``cache()`` keeps it as
-it was when it was read. The object that ``cache()`` returns is the one that it keeps: if you change it in place, you
-change it for the next epoch too.
+that draws random numbers, or depends on ``set_epoch``, below ``cache(...)`` is an error.
 
 Source of the idea: ``mxnet.gluon.data.dataset``.
 """
@@ -62,7 +61,6 @@ from sharded_loader.data.bulk import (
     checked_indices,
     gather,
     gather_rows,
-    listed,
     read_many,
 )
 from sharded_loader.data.columns import check_dataset, is_dataset
@@ -237,16 +235,16 @@ class Dataset:
 
     def cache(
         self, max_bytes: int | str | None = None, path: str | os.PathLike[str] | None = None, key: str | None = None
-    ) -> CachedDataset | StoredDataset:
+    ) -> StoredDataset:
         """Read each sample once, and keep it. Put what is random behind the cache: ``.cache(...).transform(augment)``.
 
-        With an argument, all workers of all loaders share one copy, and so do all ranks of a job on this machine
-        (Linux; elsewhere with ``path``). With ``path``, later runs share it too. Without arguments each process keeps
-        the objects themselves, as many as there are.
+        All workers of all loaders share one copy, and so do all ranks of a job on this machine (Linux; elsewhere with
+        ``path``). With ``path``, later runs share it too.
 
         Args:
             max_bytes: What the samples may take: a number of bytes, a text such as "8 GB", or a share of what is free,
-                such as "50%". No sample is ever evicted. The samples that do not fit are read in each epoch.
+                such as "50%". None: three quarters of the memory that is free now, or all that is free on the disk of
+                ``path``. No sample is ever evicted. The samples that do not fit are read in each epoch.
             path: A file for the samples. Without it they are in memory.
             key: A text for what the loader cannot see, such as the version of your decoder. A file with another key,
                 another number of samples or another first sample is rejected with an error.
@@ -270,8 +268,6 @@ class Dataset:
         Source of the idea: CoorDL (VLDB 2021). If each epoch is in a new random order, the share of the samples that
         fits is the share of hits, and to evict gains nothing.
         """
-        if max_bytes is None and path is None and key is None:
-            return CachedDataset(self)
         return StoredDataset(self, max_bytes, path, key)
 
     def transform(self, fn: Callable[..., Any], lazy: bool = True, seeded: bool = False) -> Dataset:
@@ -362,8 +358,8 @@ class View(Wrapper):
 
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Many samples at once."""
-        return then(self._dataset.__getitems__(translated(self._inner(indices).tolist(), indices)), listed)
+        """Many samples at once, as the dataset inside returns them."""
+        return self._dataset.__getitems__(translated(self._inner(indices).tolist(), indices))
 
     @bulk
     def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
@@ -564,79 +560,8 @@ class _OfFirst:
 # -- kept in memory ----------------------------------------------------------------------------------------------------
 
 
-class _Entries:
-    """The objects of one process. Pickled, it is an empty one."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.entries: dict[int, Any] = {}
-
-    def __reduce__(self) -> Any:
-        return _Entries, ()
-
-
-class CachedDataset(Wrapper):
-    """The samples of a dataset, as objects of each process; made by `Dataset.cache` without arguments.
-
-    Example:
-        >>> dataset = CachedDataset(["a", "b"])
-        >>> dataset[-1], dataset.cached
-        ('b', 1)
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = check_dataset(dataset, "CachedDataset")
-        self._is_awaited = bool(at_a_time(dataset))
-        self._own_store = _Entries()
-
-    @property
-    def _store(self) -> _Entries:
-        if self._own_store.pid != os.getpid():
-            self._own_store = _Entries()
-        return self._own_store
-
-    @property
-    def cached(self) -> int:
-        """The number of samples that this process keeps."""
-        return len(self._store.entries)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self._part(index)
-        index = checked_index(index, len(self._dataset))
-        sample = self._store.entries.get(index, MISSING)
-        if sample is not MISSING:
-            return then(together([sample]), operator.itemgetter(0)) if self._is_awaited else sample
-        # Returns the one that is kept, if another thread was faster.
-        return then(self._dataset[index], partial(self._store.entries.setdefault, index))
-
-    @bulk
-    def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Many samples: those not yet kept are read at once."""
-        where = checked_indices(indices, len(self._dataset)).tolist()
-        entries = self._store.entries
-        first: dict[int, int] = {}  # index -> position of its first occurrence: the only one that is read
-        for position, index in enumerate(where):
-            if index not in entries:
-                first.setdefault(index, position)
-        if first:
-            fresh = self._dataset.__getitems__(translated(first, indices, list(first.values())))
-        else:
-            fresh = together([]) if self._is_awaited else []
-
-        def kept(fresh: Iterable[Any]) -> list[Any]:
-            for index, sample in zip(first, fresh, strict=True):
-                entries.setdefault(index, sample)
-            return [entries[index] for index in where]
-
-        return then(fresh, kept)
-
-    def __repr__(self) -> str:
-        return f"{brief(self._dataset)}.cache()"
-
-
 class StoredDataset(Wrapper):
-    """The samples of a dataset, in one memory or file for all workers; made by `Dataset.cache` with arguments.
+    """The samples of a dataset, in one memory or file for all workers; made by `Dataset.cache`.
 
     Sample 0 is read twice when the dataset is made: it tells the structure of the samples, and whether they are random.
 
@@ -662,7 +587,8 @@ class StoredDataset(Wrapper):
         shared = None if job is None else f"{job} {fingerprint_of(dataset)} {text}"
         self._is_awaited = bool(at_a_time(dataset))
         self._store: Store | None = open_store(path, max_bytes, self._length, key, first, shared)
-        self._bound = self._store.max_bytes
+        self._shown = [] if max_bytes is None else [str(self._store.max_bytes)]
+        self._shown += [] if path is None else [f"path={self._store.path!r}"]
 
     def _first_sample(self) -> Any:
         """Sample 0. It is read twice, because a sample that is random is an error."""
@@ -729,18 +655,19 @@ class StoredDataset(Wrapper):
         store = self._store
         if store is None:  # it is in memory that this process cannot reach
             return self._read(where)
-        found = {index: store.read(index) for index in where}
-        missing = [index for index, sample in found.items() if sample is MISSING]
+        found = [store.read(index) for index in where]  # one object for each place: the user may change it
+        places = [place for place, sample in enumerate(found) if sample is MISSING]
+        missing = [where[place] for place in places]
         store.session.count(len(where) - len(missing), len(missing))
 
         def stored(samples: list[Any]) -> list[Any]:
-            for index, sample in zip(missing, samples, strict=True):
-                found[index] = sample
+            for place, index, sample in zip(places, missing, samples, strict=True):
+                found[place] = sample
                 try:
                     store.write(index, sample)
                 except TypeError as error:
                     raise TypeError(f"sample {index} cannot be cached: {error}") from None
-            return [found[index] for index in where]
+            return found
 
         return then(self._read(missing) if missing else together([]) if self._is_awaited else [], stored)
 
@@ -775,8 +702,7 @@ class StoredDataset(Wrapper):
         return where if self._store is None else where[self._store.places[where] == 0]
 
     def __repr__(self) -> str:
-        path = None if self._store is None else self._store.path
-        return f"{brief(self._dataset)}.cache({self._bound}{'' if path is None else f', path={path!r}'})"
+        return f"{brief(self._dataset)}.cache({', '.join(self._shown)})"
 
 
 _KEPT = rng.SampleScope(0, 0, is_cached=True)

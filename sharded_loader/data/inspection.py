@@ -50,7 +50,7 @@ import numpy as np
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import warn
 from sharded_loader.batching.tree import is_tensor
-from sharded_loader.data.columns import PackedList
+from sharded_loader.data.columns import PackedList, is_dataset
 from sharded_loader.data.seeding import Children, reachable
 
 DEPTH, ENTRIES, OBJECTS = 4, 8, 4000
@@ -81,7 +81,7 @@ def is_indexed(dataset: Any) -> bool:
         >>> is_indexed([1, 2]), is_indexed({1, 2})
         (True, False)
     """
-    return has_own(type(dataset), "__getitem__") and hasattr(dataset, "__len__")
+    return has_own(type(dataset), "__getitem__") and is_dataset(dataset)
 
 
 def is_stream(dataset: Any) -> bool:

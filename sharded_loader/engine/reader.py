@@ -3,10 +3,10 @@
     Task -> Reader.read -> Result (NumPy arrays and tensors, or the error with notes that say where)
 
 In bulk where the dataset can: as a finished batch (``get_batch``, columns: see `data.arrays`; with the default
-batchify, or one that has ``bulk_of``, as the drop-in's), then ``__getitems__(indices)``, then one ``__getitem__`` per
-sample. If a bulk read raises, the samples are read one by one, to name the one that fails. The batch is put together in
-memory from the caller's ``empty``. While ``batchify_fn`` or ``get_batch`` runs, `sharded_loader.empty` gives the user's
-code memory of the same kind.
+batchify, or one that has ``bulk_of``, as the drop-in's), then ``__getitems__(indices)``, whose result a function of the
+user's gets as it is, then one ``__getitem__`` per sample. If a bulk read raises, the samples are read one by one, to
+name the one that fails. The batch is put together in memory from the caller's ``empty``. While ``batchify_fn`` or
+``get_batch`` runs, `sharded_loader.empty` gives the user's code memory of the same kind.
 
 A `BatchScope` says at every moment where the reader is: `sample_rng()` and the notes of an error look there. The main
 process looks at the board, over a dead worker. All samples that are read alone pass the loops of `_read_one_by_one`,
@@ -195,6 +195,8 @@ class Reader:
                 self._gather = (of_batchify or as_bulk)(job.dataset)
         self._takes_arrays = self._gather is not None and takes_arrays(job.dataset)
         self._get_items = as_items(job.dataset) if in_bulk else None
+        # A function of the user's gets what ``__getitems__`` returns, as in torch: also one object of the whole batch.
+        self._passes_on = not hasattr(job.batchify_fn or default_batchify_fn, "assemble")
         limit = 0 if job.stream else at_a_time(job.dataset)
         self.awaits = bool(limit)
         self._awaiter = Awaiter(limit) if limit else None
@@ -443,8 +445,8 @@ class Reader:
             else:
                 found = self._awaited(number, at, in_bulk=True)[NO_SAMPLE]
             refuse_async([found], "dataset.__getitems__")
-            samples = listed(found)
-            if len(samples) != len(indices):
+            samples = found if self._passes_on else listed(found)
+            if not self._passes_on and len(samples) != len(indices):
                 raise ValueError(
                     f"__getitems__ was asked for {len(indices)} samples and returned {len(samples)}: "
                     f"return one sample per index, in the order of the indices"
@@ -516,23 +518,24 @@ class Reader:
         self._awaiter = Awaiter(CONCURRENCY)
         return self._read_one_by_one(number, at)
 
-    def _make_batch(self, samples: list[Any], at: BatchScope) -> Any:
+    def _make_batch(self, samples: Any, at: BatchScope) -> Any:
         at.board[SAMPLE] = IN_BATCHIFY
         task = at.task
         at.set_index(OfBatch(task.seq if task.part is None else task.position, at.board[SHARD]))
         at.misfit = ()
         began = 0.0 if at.measure is None else host_clock.now()
         try:
-            if samples and type(samples[0]) in ASYNC:
+            is_list = type(samples) is list
+            if is_list and samples and type(samples[0]) in ASYNC:
                 refuse_async(samples, "dataset[index]")
-            batch = self._assemble(list(samples), at.empty)  # a list that it may change
+            batch = self._assemble(list(samples) if is_list else samples, at.empty)  # a list that it may change
             if type(batch) in ASYNC:
                 refuse_async([batch], "collate_fn")
             if began:
                 at.collating += host_clock.now() - began
             return batch
         except BatchifyError:
-            at.misfit = self._misfit(samples, at)
+            at.misfit = self._misfit(samples, at) if is_list else ()
             raise
 
     def _misfit(self, samples: list[Any], at: BatchScope) -> tuple[int, ...]:

@@ -184,7 +184,7 @@ def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
             f"asks for the keys 0 to {len(dataset) - 1}: give ArrayDataset(data) for a dict of columns, or "
             f"sampler=list(data)"
         )
-    return as_dataset(dataset, "ShardedDataLoader")
+    return as_dataset(dataset, "ShardedDataLoader", needs_length=not has_sampler)
 
 
 def _rows_of_columns(arrays: tuple[Any, ...]) -> int:

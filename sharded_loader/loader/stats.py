@@ -82,7 +82,7 @@ class LoaderStats:
             a loader does not count.
         recycled_workers: workers that took more memory than ``max_worker_memory``, and were replaced.
         cache_hits, cache_misses: samples that workers found in the caches of the dataset, and those that they read
-            instead (``dataset.cache(max_bytes)``). They count when a worker reads, also what is prefetched. All loaders
+            instead (``dataset.cache(...)``). They count when a worker reads, also what is prefetched. All loaders
             over one cached dataset count together.
         cache_bytes: what the caches hold; of one epoch, what they took in.
         sources: of a mixture (`interleave`), how many samples came from each of its datasets to this rank. Samples that

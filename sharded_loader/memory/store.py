@@ -1,4 +1,4 @@
-"""Samples in one memory or file that all processes map: what ``dataset.cache(max_bytes)`` writes and reads.
+"""Samples in one memory or file that all processes map: what ``dataset.cache(...)`` writes and reads.
 
     open_store(path, max_bytes, length, key, first) -> Store     in the process that makes the cache
     Store.read(index) -> sample | MISSING                        in any process that inherits it, or unpickles it
@@ -60,7 +60,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sharded_loader.base.checks import bytes_of_text
-from sharded_loader.base.limits import SMALL, free_bytes
+from sharded_loader.base.limits import SMALL, Limit, free_bytes
 from sharded_loader.base.notices import logger
 from sharded_loader.base.private import blake2b
 from sharded_loader.base.system import close_locked, locked, read_at, write_at
@@ -87,6 +87,9 @@ KEEPS_ORDER = _MACHINE.lower() in ("x86_64", "amd64", "i386", "i686", "x86")
 
 LOOK = 32 << 20
 """Bytes of memory that are written before it is asked again how much is free: 0.1 ms."""
+
+SHARE = 0.75
+"""Of the memory that is free, what a cache without a bound may take. The rest is for batches, and for the program."""
 
 MOST = (1 << 32) - 1
 """Bytes that a sample may have: its length is a number of 32 bits."""
@@ -351,7 +354,7 @@ class Store(Opened):
             return
         if self.path is None and (before + nbytes) // LOOK > before // LOOK:
             limit = free_bytes()
-            if limit.nbytes < SMALL:
+            if limit.nbytes < max(SMALL, self._about.get("least_free", 0)):
                 raise OSError(errno.ENOMEM, f"{limit.what} leaves {limit.nbytes:,} bytes")
         if is_row:
             for begin, leaf in zip(self._begins, leaves, strict=True):
@@ -402,7 +405,7 @@ def open_store(path: Any, max_bytes: Any, length: int, key: str | None, first: A
 
     Args:
         path: of a file, which is made if it does not exist; None: in memory.
-        max_bytes: what samples may take: bytes, a text such as "8 GB", or "50%" of what is free; None: any number.
+        max_bytes: what samples may take: bytes, a text such as "8 GB", or "50%" of what is free; None: see `bound_of`.
         length: of the dataset.
         key: the user's name for what the loader cannot see.
         first: sample 0 of the dataset.
@@ -427,10 +430,11 @@ def open_store(path: Any, max_bytes: Any, length: int, key: str | None, first: A
         return about | {"rows": min(length, bound // max(1, sum(leaf.nbytes for leaf in leaves))), "bound": bound}
 
     def make(label: str) -> Store:
-        bound = bound_of(max_bytes, None)
         fd, name = open_nameless(label)
         try:
-            make_header(fd, with_rows(bound))
+            bound = bound_of(max_bytes, None, name)
+            # Another cache without a bound, made before this one was filled, may count the same bytes.
+            make_header(fd, with_rows(bound) | ({"least_free": bound // 6} if max_bytes is None else {}))
         except BaseException:
             close_locked(fd)
             raise
@@ -470,22 +474,27 @@ def exact_digest(sample: Any) -> str:
     return digest.hexdigest()
 
 
-def bound_of(max_bytes: Any, path: str | None) -> int:
+def bound_of(max_bytes: Any, path: str | None, memory: str = "") -> int:
     """A number of bytes, of what the memory or the disk has.
+
+    Args:
+        max_bytes: see `open_store`. None: `SHARE` of the memory, all of the disk.
+        path: of a file; None: in memory.
+        memory: its name. It may have a file system of its own with less room, such as /dev/shm; a memfd has none.
 
     Raises:
         ValueError: it is none, or there is not as much.
         OSError: there is no such folder.
     """
     if path is None:
-        limit = free_bytes()
-        free, what = limit.nbytes, limit.what
+        limit, room = free_bytes(), shutil.disk_usage(memory)
+        free, what = min(limit, Limit(room.free, "the file system of shared memory")) if room.total else limit
     else:
         free, what = shutil.disk_usage(os.path.dirname(path)).free, f"the disk of {path}"
         with contextlib.suppress(OSError):
             free += os.stat(path).st_blocks * 512 if hasattr(os.stat_result, "st_blocks") else os.stat(path).st_size
     if max_bytes is None:
-        return free
+        return int(free * SHARE) if path is None else free
     allowed = "0 or more, a share of what is free, such as '50%'"
     if isinstance(max_bytes, str) and (share := re.fullmatch(r"(\d+(?:\.\d+)?)%", max_bytes)) is not None:
         if not 0 < float(share[1]) <= 100:

@@ -1,16 +1,20 @@
 """The default rules: what samples become a batch, and what is refused with the field, the shapes and advice."""
 
 import dataclasses
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from calls import calls_of
+from conftest import covering
 
+from sharded_loader import ShardedDataLoader
 from sharded_loader.batchify import List, Pad, Stack, default_batchify_fn
 from sharded_loader.batching.default import DefaultBatchify
+from sharded_loader.torch import DataLoader
 
 MyNT = namedtuple("MyNT", "data label")
 
@@ -138,3 +142,101 @@ def test_a_subclass_takes_what_its_own_constructor_takes() -> None:
             self.factor = factor
 
     assert Scaled(factor=3, dtype="float32").factor == 3
+
+
+class Checked(dict):
+    """As torchio's images: what it copies must be one sample."""
+
+    tag = None
+
+    def __copy__(self):
+        assert isinstance(self["name"], str)
+        again = type(self)(self)
+        again.tag = self.tag
+        return again
+
+
+class CheckedWithSlots(dict):
+    __slots__ = ()
+
+    def __copy__(self):
+        assert isinstance(self["name"], str)
+        return type(self)(self)
+
+
+class OwnInit(dict):
+    def __init__(self, name, x):
+        super().__init__(name=name, x=x)
+
+    def __reduce__(self):
+        return type(self), (self["name"], self["x"])
+
+
+class OnlySamples(dict):
+    def __setitem__(self, key, value):
+        assert not isinstance(value, list), "a sample, please"
+        super().__setitem__(key, value)
+
+    def __reduce__(self):
+        return type(self), (dict(self),)
+
+
+class NoUpdate(dict):
+    def update(self, *args):
+        raise TypeError("no")
+
+
+class ReadOnly(Mapping):
+    def __init__(self, name, x):
+        self.held = {"name": name, "x": x}
+
+    def __iter__(self):
+        return iter(self.held)
+
+    def __len__(self):
+        return len(self.held)
+
+    def __getitem__(self, key):
+        return self.held[key]
+
+
+@dataclasses.dataclass
+class CheckedFields:
+    name: Any
+    x: Any
+
+    def __copy__(self):
+        assert isinstance(self.name, str)
+        return type(self)(self.name, self.x)
+
+
+OF_USERS = {
+    "checks in __copy__": lambda: Checked(name="a", x=np.zeros(2)),
+    "inside another": lambda: OrderedDict(name="a", x=Checked(name="a", x=np.zeros(2))),
+    "checks, has slots": lambda: CheckedWithSlots(name="a", x=np.zeros(2)),
+    "own __init__": lambda: OwnInit("a", np.zeros(2)),
+    "own __setitem__": lambda: OnlySamples(name="a", x=np.zeros(2)),
+    "no update": lambda: NoUpdate(name="a", x=np.zeros(2)),
+    "read-only, own __init__": lambda: ReadOnly("a", np.zeros(2)),
+    "with a factory": lambda: defaultdict(int, name="a", x=np.zeros(2)),
+    "UserDict": lambda: UserDict(name="a", x=np.zeros(2)),
+}
+
+
+@covering(make=OF_USERS, pool=("inline", "thread", "fork"), device=(None, "cpu"))
+def test_mappings_of_the_users_become_what_torch_makes_of_them(make, pool, device):
+    samples = [OF_USERS[make](), OF_USERS[make]()]
+    wanted = torch.utils.data.default_collate(samples)
+    for loader in (ShardedDataLoader, DataLoader):
+        options = {"num_workers": int(pool != "inline"), "thread_pool": pool == "thread", "device": device}
+        [batch] = loader(samples, 2, **options)
+        assert type(batch) is type(wanted) and repr(dict(batch)) == repr(dict(wanted))
+
+
+def test_a_class_that_only_copies_samples_keeps_its_attributes():
+    sample = Checked(name="a", x=np.zeros(2))
+    sample.tag = "scan"
+    batch = default_batchify_fn([sample, sample])
+    assert batch.tag == "scan" and sample["name"] == "a" and type(sample["x"]) is np.ndarray
+    batch = default_batchify_fn([CheckedFields("a", np.zeros(2))])
+    assert type(batch) is CheckedFields and batch.name == ["a"] and batch.x.shape == (1, 2)

@@ -497,3 +497,100 @@ def test_a_mapping_of_rows_is_a_dataset_and_a_batch(kind: str) -> None:
 def test_a_mapping_of_rows_stays_a_sample() -> None:
     assert [[int(one["x"]) for one in batch] for batch in ShardedDataLoader(ROWS, 3)] == [[0, 1, 2], [3, 4, 5]]
     assert ArrayDataset(ROWS, list("abcdef"))[4][1] == "e" and int(ArrayDataset(ROWS)[4]["x"]) == 4
+
+
+# -- arrays of other libraries -----------------------------------------------------------------------------------------
+
+
+class Lazy:
+    """As zarr's and tensorstore's arrays: a shape, and no length."""
+
+    kinds: tuple[type, ...] = (int, slice, np.ndarray)  # of indices
+
+    def __init__(self, values: Any) -> None:
+        self.values, self.asked = values, []  # type: ignore[var-annotated]
+        self.shape, self.dtype = values.shape, values.dtype
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, self.kinds):
+            raise TypeError(f"no {type(index)}")
+        self.asked.append(index)
+        if isinstance(index, np.ndarray) and not (np.diff(index) > 0).all():
+            raise TypeError("Indexing elements must be in increasing order")
+        found = self.values[index]
+        return Lazy(found) if found.ndim == self.values.ndim else found
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self.values
+
+
+class OnlyRows(Lazy):
+    kinds = (int,)
+    __array__ = None  # type: ignore[assignment]
+
+
+class WithLength(Lazy):
+    """As h5py's, xarray's and dask's."""
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+NUMBERS = np.arange(16, dtype=np.float32).reshape(8, 2)
+NEITHER: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda array: array,
+    "SimpleDataset": SimpleDataset,
+    "parts": lambda array: SimpleDataset(array).take(8).shard(1, 0).filter(lambda row: row[0] >= 0),
+    "ArrayDataset": ArrayDataset,
+    "by name": lambda array: ArrayDataset(x=array).transform(lambda row: row["x"]),
+    "transformed": lambda array: SimpleDataset(array).transform(lambda row: row + 0),
+    "cached": lambda array: SimpleDataset(array).cache(),
+    "sum": lambda array: SimpleDataset(array).take(3) + SubsetDataset(array, range(3, 8)),
+}
+
+
+@pytest.mark.parametrize("kind", [Lazy, OnlyRows, WithLength])
+@pytest.mark.parametrize("loader", [ShardedDataLoader, torchs.DataLoader])
+@pytest.mark.parametrize("make", NEITHER.values(), ids=NEITHER)
+def test_an_array_without_a_length_has_that_of_its_shape(make: Any, loader: Any, kind: Any) -> None:
+    dataset = make(kind(NUMBERS))
+    batches = list(loader(dataset, 5))
+    assert [batch.tolist() for batch in batches] == [NUMBERS[:5].tolist(), NUMBERS[5:].tolist()]
+    assert {type(batch) for batch in batches} == {torch.Tensor}
+    shuffled = torch.cat(list(loader(dataset, 3, shuffle=True, num_workers=2, thread_pool=True)))
+    assert sorted(shuffled.tolist()) == NUMBERS.tolist()
+
+
+def test_rows_are_read_at_once_where_the_array_can() -> None:
+    for make in (ArrayDataset, SimpleDataset):
+        lazy = Lazy(NUMBERS)
+        dataset = make(lazy)
+        rows = dataset.__getitems__([5, 1, 1])
+        assert [row.tolist() for row in rows] == NUMBERS[[5, 1, 1]].tolist()
+        rows[1][:] = -1
+        assert rows[2].tolist() == NUMBERS[1].tolist() == dataset[-7].tolist()
+        assert [index.tolist() for index in lazy.asked[:1]] == [[1, 5]]
+        dataset.__getitems__([3, 2, 4])
+        assert lazy.asked[-1] == slice(2, 5)
+        with pytest.raises(IndexError, match="dataset of 8 samples"):
+            dataset[8]
+
+
+def test_what_has_a_shape_and_a_sampler_keeps_its_samples() -> None:
+    class Keys:
+        shape = (2, 3)
+
+        def __getitem__(self, key: str) -> str:
+            return key * 2
+
+    for loader in (ShardedDataLoader, torchs.DataLoader):
+        assert list(loader(Keys(), 2, sampler=["a", "b"])) == [["aa", "bb"]]
+        assert [batch.tolist() for batch in loader(Lazy(NUMBERS), 2, sampler=[3, 1])] == [NUMBERS[[3, 1]].tolist()]
+    with pytest.raises(TypeError, match="without a length"):
+        ArrayDataset(Lazy(np.array(3)))
+
+
+@pytest.mark.parametrize("kind", [Lazy, WithLength])
+def test_labels_may_be_an_array_of_another_library(kind: Any) -> None:
+    one, other = SimpleDataset(range(8)).split([4, 4], seed=0, stratify=kind(np.arange(8) % 2))
+    assert sorted(index % 2 for index in one) == [0, 0, 1, 1] and len(other) == 4

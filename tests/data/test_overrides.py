@@ -22,7 +22,7 @@ from sharded_loader import (
 )
 from sharded_loader.batchify import Pad, Stack, Tuple
 from sharded_loader.batching.default import DefaultBatchify
-from sharded_loader.data.datasets import CachedDataset, SubsetDataset, TransformDataset
+from sharded_loader.data.datasets import StoredDataset, SubsetDataset, TransformDataset
 
 N = 8
 
@@ -50,7 +50,7 @@ class NegativeSubset(Negative, SubsetDataset):
     pass
 
 
-class NegativeCached(Negative, CachedDataset):
+class NegativeStored(Negative, StoredDataset):
     pass
 
 
@@ -136,7 +136,7 @@ OVERRIDING: dict[str, Callable[[], Any]] = {
     "SimpleDataset of an ArrayDataset": lambda: NegativeSimple(ArrayDataset(column())),
     "ConcatDataset": lambda: NegativeConcat([ArrayDataset(column()[:3]), ArrayDataset(column()[3:])]),
     "SubsetDataset": lambda: NegativeSubset(ArrayDataset(column()), range(N)),
-    "CachedDataset": lambda: NegativeCached(ArrayDataset(column())),
+    "StoredDataset": lambda: NegativeStored(ArrayDataset(column()), "1 MB"),
     "TransformDataset": lambda: NegativeTransform(ArrayDataset(column()), int),
     "torch's ConcatDataset": lambda: NegativeTorchConcat([ArrayDataset(column())]),
     "of others": NegativeOthers,

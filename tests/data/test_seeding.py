@@ -197,7 +197,7 @@ def test_each_object_gets_seeds_of_its_own_that_depend_on_the_sample_alone(scope
     "wrap",
     [
         lambda one: one,
-        lambda one: one.take(3).cache(),
+        lambda one: one.take(3),
         lambda one: ConcatDataset([SimpleDataset([1]), one]),
         lambda one: SimpleDataset(Within(one)),
     ],

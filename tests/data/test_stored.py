@@ -1,4 +1,4 @@
-"""``cache(max_bytes)``: the samples are those without a cache, in every pool, and each is read once."""
+"""``cache(...)``: the samples are those without a cache, in every pool, and each is read once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import os
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,10 +32,11 @@ from sharded_loader import (
     sample_rng,
     sample_seed,
 )
+from sharded_loader.base.limits import Limit
 from sharded_loader.data.arrays import as_bulk
 from sharded_loader.data.bulk import NOT_IN_BULK
-from sharded_loader.data.datasets import StoredDataset, counts_of
-from sharded_loader.memory import rendezvous
+from sharded_loader.data.datasets import StoredDataset, SubsetDataset, counts_of
+from sharded_loader.memory import rendezvous, store
 
 COUNT = 24
 
@@ -81,11 +83,11 @@ def batches_of(dataset: Any, pool: Any, epochs: int = 2, **options: Any) -> list
         return [repr(batch) for _ in range(epochs) for batch in loader]
 
 
-@covering(pool=("inline", "thread", *PROCESS_POOLS), kind=KINDS, where=("memory", "file", "small"))
+@covering(pool=("inline", "thread", *PROCESS_POOLS), kind=KINDS, where=("free", "memory", "file", "small"))
 def test_batches_are_those_without_a_cache(pool: str, kind: str, where: str, tmp_path: Path) -> None:
     source = Files(kind)
-    bounds = {"memory": {"max_bytes": "1 MB"}, "file": {"path": tmp_path / "it.cache"}, "small": {"max_bytes": 400}}
-    cached = SimpleDataset(source).cache(**bounds[where])  # type: ignore[arg-type]
+    bounds: dict[str, Any] = {"free": {}, "memory": {"max_bytes": "1 MB"}, "file": {"path": tmp_path / "it.cache"}}
+    cached = SimpleDataset(source).cache(**bounds.get(where, {"max_bytes": 400}))
     options = {"batchify_fn": list} if kind == "lengths" else {}
     expected = batches_of(source, make_pool("inline"), epochs=3, **options)
     assert batches_of(cached, make_pool(pool), epochs=3, **options) == expected
@@ -205,10 +207,11 @@ DRAWS: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("bounds", [[], ["1 MB"]], ids=["free", "1 MB"])
 @pytest.mark.parametrize(("wrap", "text"), DRAWS.values(), ids=DRAWS)
-def test_what_is_random_below_the_cache_is_named(wrap: Callable[[Any], Any], text: str) -> None:
+def test_what_is_random_below_the_cache_is_named(wrap: Callable[[Any], Any], text: str, bounds: list[str]) -> None:
     with pytest.raises(ValueError, match=text):
-        wrap(SimpleDataset(Files("image"))).cache("1 MB")
+        wrap(SimpleDataset(Files("image"))).cache(*bounds)
 
 
 class LateDraw(Files):
@@ -230,8 +233,9 @@ class Late(Files):
         return {"when": np.array([None])} if index == 7 else {"when": index}
 
 
-def test_a_sample_that_cannot_be_stored_names_its_field(pool: Any) -> None:
-    cached = SimpleDataset(Late("image")).cache("1 MB")
+@pytest.mark.parametrize("bounds", [[], ["1 MB"]], ids=["free", "1 MB"])
+def test_a_sample_that_cannot_be_stored_names_its_field(pool: Any, bounds: list[str]) -> None:
+    cached = SimpleDataset(Late("image")).cache(*bounds)
     with ShardedDataLoader(cached, 4, pool=pool) as loader:
         with pytest.raises(
             TypeError, match=r"sample 7 cannot be cached: field \['when'\] of the sample is an? ndarray"
@@ -244,7 +248,7 @@ def test_a_dataset_that_changes_is_an_error() -> None:
     cached = SimpleDataset(data).cache("1 MB")
     assert cached[2] == 3
     data.append(4)
-    for read in (lambda: cached[0], lambda: cached.get_batch([0]), lambda: list(cached)):  # type: ignore[union-attr]
+    for read in (lambda: cached[0], lambda: cached.get_batch([0]), lambda: list(cached)):
         with pytest.raises(ValueError, match="has 4 samples, and had 3 when it was cached: call cache"):
             read()
 
@@ -270,6 +274,47 @@ def test_small_datasets_and_bounds_work(tmp_path: Path) -> None:
     one = SimpleDataset([5]).cache(0)
     assert [one[0], one[-1]] == [5, 5] and one.cached == 0
     assert list(SimpleDataset([{}, {"a": 1}, ()]).cache("1 MB")) == [{}, {"a": 1}, ()]
+
+
+def grow(image: Any) -> Any:
+    image += 1  # in place
+    return image
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "free": {},
+    "key": {"key": "a"},
+    "bound": {"max_bytes": "1 MB"},
+    "too small": {"max_bytes": 192},
+    "file": {"path": "it"},
+}
+
+
+@covering(pool=("inline", "thread", *PROCESS_POOLS), form=FORMS, source=(Files, InBulk))
+def test_a_sample_that_is_changed_in_place_changes_no_other(
+    pool: str, form: str, source: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cached = SimpleDataset(source("image")).cache(**FORMS[form])
+    dataset = SubsetDataset(cached, [3, 3, 5, 3]).transform(grow)
+    with ShardedDataLoader(dataset, 4, pool=make_pool(pool)) as loader:
+        assert [batch[:, 0, 0, 0].tolist() for _ in range(3) for batch in loader] == [[4, 4, 6, 4]] * 3
+
+
+def test_a_cache_without_a_bound_leaves_some_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "SMALL", 0)
+    monkeypatch.setattr(store, "LOOK", 1)
+    monkeypatch.setattr(store, "free_bytes", lambda: Limit(4000, "the cgroup"))
+    cached = SimpleDataset(Files("image")).cache()
+    assert cached._store is not None and cached._store.max_bytes == 3000
+    cached[0]
+    monkeypatch.setattr(store, "free_bytes", lambda: Limit(499, "the cgroup"))  # other caches have taken it
+    assert [int(sample[0, 0, 0]) for sample in cached] == list(range(COUNT)) and cached.cached == 1
+    room = shutil.disk_usage("/")._replace(total=900, free=400)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: room)  # as of /dev/shm
+    assert SimpleDataset([1]).cache()._store.max_bytes == 300  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="the file system of shared memory leaves 400 bytes: give less"):
+        SimpleDataset([1]).cache("1 kB")
 
 
 class Sizes(Files):
@@ -450,9 +495,10 @@ def test_shards_are_not_fetched_for_samples_that_are_there() -> None:
 def test_it_is_shown_as_it_was_made(tmp_path: Path) -> None:
     base = SimpleDataset([1, 2])
     assert repr(base.cache("2 KiB")) == "SimpleDataset(2 samples of list).cache(2048)"
+    assert repr(base.cache()) == "SimpleDataset(2 samples of list).cache()"
     assert repr(base.cache(99, tmp_path / "it")).endswith(f".cache(99, path={str(tmp_path / 'it')!r})")
     assert len(base.cache(9)) == 2 and base.cache(9)[1:][0] == 2
-    assert ArrayDataset([1, 2]).cache(9).get_batch([1]).tolist() == [2]  # type: ignore[union-attr]
+    assert ArrayDataset([1, 2]).cache(9).get_batch([1]).tolist() == [2]
 
 
 class Answers(Files):
@@ -460,7 +506,7 @@ class Answers(Files):
         return np.full(3, index)
 
 
-@pytest.mark.parametrize("bounds", [[], ["1 MB"]], ids=["objects", "stored"])
+@pytest.mark.parametrize("bounds", [[], ["1 MB"]], ids=["free", "1 MB"])
 def test_a_sample_that_is_stored_is_awaited_too(bounds: list[Any]) -> None:
     cached = SimpleDataset(Answers("")).cache(*bounds)
 

@@ -1,4 +1,4 @@
-"""``cache(max_bytes)`` in the ranks of one machine: they share one memory without more words, whoever dies."""
+"""``cache(...)`` in the ranks of one machine: they share one memory without more words, whoever dies."""
 
 from __future__ import annotations
 
@@ -293,11 +293,12 @@ def test_all_ranks_together_keep_within_the_bound(as_rank: Callable[[], None]) -
     assert all((rank[index] == decoded(index)).all() for rank in ranks for index in range(100))
 
 
-def test_each_rank_counts_its_own(as_rank: Callable[[], None]) -> None:
-    one = SimpleDataset(range(10)).transform(decoded).cache("1 MB")
+@pytest.mark.parametrize("bounds", [[], ["1 MB"]], ids=["free", "1 MB"])
+def test_each_rank_counts_its_own(as_rank: Callable[[], None], bounds: list[str]) -> None:
+    one = SimpleDataset(range(10)).transform(decoded).cache(*bounds)
     list(one)
     as_rank()
-    other = SimpleDataset(range(10)).transform(decoded).cache("1 MB")
+    other = SimpleDataset(range(10)).transform(decoded).cache(*bounds)
     assert other[3][0] == 3
     assert one.counts == (0, 10, 240) and other.counts == (1, 0, 240)
 
@@ -336,4 +337,4 @@ def test_what_is_no_rank_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", *JOB):
         monkeypatch.delenv(name, raising=False)
     one, other = (SimpleDataset(range(3)).cache("1 MB") for _ in range(2))
-    assert not os.path.sameopenfile(one._store.fd, other._store.fd)  # type: ignore[union-attr]
+    assert not os.path.sameopenfile(one._store.fd, other._store.fd)

@@ -157,16 +157,16 @@ def test_bulk_batches_lie_in_memory_that_was_given():
 def test_wrappers_have_what_the_wrapped_one_has(base, name):
     simple = SimpleDataset(base)
     wrappers = [simple, simple.take(3), simple.shard(2, 0), simple.split([1.0], seed=0)[0], simple + simple]
-    wrappers += [simple.cache(), simple.transform(lambda *x: x)] if name != "get_batch" else []
+    wrappers += [simple.transform(lambda *x: x)] if name != "get_batch" else []
+    wrappers += [simple.cache()] if name == "__getitems__" and not isinstance(base, Epochal) else []
     for wrapper in [*wrappers, *[pickle.loads(pickle.dumps(w)) for w in wrappers[:5]]]:
         assert hasattr(wrapper, name) == hasattr(base, name), wrapper
     assert not hasattr(simple.transform(lambda *x: x), "get_batch")
-    assert not hasattr(simple.cache(), "get_batch")
 
 
 def test_the_epoch_reaches_the_innermost_dataset():
     base = Epochal()
-    deep = (SimpleDataset(base).transform(lambda *x: x).take(5).cache() + Bare()).shard(2, 0)
+    deep = (SimpleDataset(base).transform(lambda *x: x).take(5) + Bare()).shard(2, 0)
     deep.set_epoch(7)
     assert base.epoch == 7
 
@@ -181,6 +181,10 @@ def noisy(x):
     return x, sample_rng().integers(1000)
 
 
+def drawing(x, before):
+    return noisier(*noisy(x))
+
+
 def noisier(x, before):
     return x, before, sample_rng().integers(1000), random.random()
 
@@ -192,7 +196,7 @@ def noisier(x, before):
         lambda d: d.transform(noisy).shard(2, 1).transform(noisier, seeded=True),
         lambda d: d.split([0.5, 0.5], seed=0)[1].transform(noisy).take(4).transform(noisier, seeded=True),
         lambda d: (d.take(5).transform(noisy) + d.transform(noisy)).transform(noisier, seeded=True),
-        lambda d: d.transform(noisy).cache().transform(noisier, seeded=True),
+        lambda d: d.transform(lambda x: (x, 0)).cache().transform(drawing, seeded=True),
     ],
 )
 def test_samples_draw_the_same_one_by_one_and_in_bulk(wrap):

@@ -11,12 +11,13 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from conftest import covering
 from drop_in_samples import TORCHS, Listed, Pair, assert_same, outcome
 from hypothesis import example, given
 from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from sharded_loader import SimpleDataset
+from sharded_loader import ShardedDataLoader, SimpleDataset
 from sharded_loader.batchify import Pad, Stack
 from sharded_loader.batching.tree import TensorBatch
 from sharded_loader.drop_in.collate import Assembled, Collate, OneSample, batchify_fn_of
@@ -415,3 +416,67 @@ def test_an_index_that_is_no_row_is_named(num_workers: int) -> None:
     with pytest.raises(IndexError, match="10") as error:
         next(iter(loader))
     assert "batch 0, sample 10" in "".join(getattr(error.value, "__notes__", []))
+
+
+class Of:
+    """A batch as one object, with a truth of its own, as tensordict's."""
+
+    def __init__(self, indices: list[int]) -> None:
+        self.numbers = torch.tensor(indices)
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("ambiguous")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise RuntimeError("it is no list")
+
+
+class Whole:
+    """Its ``__getitems__`` gives the batch in a form of its own."""
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return FORMS[self.form](indices)
+
+
+FORMS: dict[str, Callable[[list[int]], Any]] = {
+    "object": Of,
+    "dict of columns": lambda indices: {"x": torch.tensor(indices)},
+    "tensor": torch.tensor,
+    "array": np.array,
+    "tuple": tuple,
+    "generator": iter,
+    "fewer": lambda indices: indices[:-1],
+    "None": lambda indices: None,
+}
+
+
+def with_type(batch: Any) -> Any:
+    numbers = batch.numbers if type(batch) is Of else batch
+    return type(batch).__name__, str(list(numbers) if hasattr(numbers, "__next__") else numbers)
+
+
+@covering(
+    form=FORMS,
+    part=(lambda d: d, lambda d: Subset(d, range(6)), lambda d: SimpleDataset(d).take(6)),
+    options=({}, {"num_workers": 1}, {"num_workers": 1, "thread_pool": True}, {"on_error": "skip"}),
+)
+def test_what_getitems_returns_is_what_collate_fn_gets(form: str, part: Any, options: dict[str, Any]) -> None:
+    wanted = list(
+        torch.utils.data.DataLoader(Subset(Whole(form), range(len(part(Whole(form))))), 4, collate_fn=with_type)
+    )
+    assert list(DataLoader(part(Whole(form)), 4, collate_fn=with_type, **options)) == wanted
+    assert list(ShardedDataLoader(part(Whole(form)), 4, batchify_fn=with_type, **options)) == wanted
+
+
+def test_each_shard_gets_an_object_of_its_own() -> None:
+    loader = ShardedDataLoader(Whole("object"), 4, num_shards=2, batchify_fn=with_type)
+    assert next(iter(loader)) == [("Of", "tensor([0, 1])"), ("Of", "tensor([2, 3])")]
