@@ -46,7 +46,7 @@ from sharded_loader.loader.iterator import Batch, BatchFuture
 from sharded_loader.loader.report import Reported
 from sharded_loader.loader.stats import Meter
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
-from sharded_loader.sampling.base import nested, tell_epoch
+from sharded_loader.sampling.base import EpochRequests, nested, tell_epoch
 from sharded_loader.sampling.foreign import len_epoch
 from sharded_loader.sampling.order import text_if_ranks_repeat, warn_of_done_steps
 from sharded_loader.sampling.state import steps_to_skip
@@ -158,6 +158,8 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._scales_prefetch = prefetch_factor is None
         self._epochs = EpochCount()
         self._named: int | None = None  # the epoch of the last `set_epoch`
+        self._requests = EpochRequests()  # of the dataset: workers that live on have copies of it
+        self._requests.listen([dataset] if persistent_workers else [])
         self._newest: weakref.ref[LoaderIterator] | None = None
         self._given_skip = check_skip(skip)
         self.skip = list(self._given_skip)
@@ -232,6 +234,11 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         prepared, self._prepared = self._prepared, None
         if prepared is not None and self._loaded is None:
             return prepared
+        told = self._requests.take()
+        if told not in (None, self._epochs.next):
+            self._named = None  # the dataset was told, and not by the loader
+        if isinstance(self._iterator, LoaderIterator) and told is not None and not self._iterator.tells(self._named):
+            self._iterator._shutdown_workers()
         if getattr(self._iterator, "_shutdown", False):
             self._iterator = None
         return super().__iter__()

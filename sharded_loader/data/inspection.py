@@ -180,6 +180,12 @@ def known_parts(dataset: Any) -> int | None:
     return None
 
 
+def set_epoch_of(dataset: Any) -> Any:
+    """The dataset's ``set_epoch``, for the loader: what the user calls is heard, but not what this calls. None: none."""
+    method = getattr(dataset, "set_epoch", None)
+    return getattr(method, "unnoted", method)
+
+
 def takes_two(function: Callable[..., Any]) -> bool:
     """Whether a function needs two arguments, such as the number of its part, and how many parts there are.
 

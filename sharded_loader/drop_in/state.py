@@ -27,6 +27,7 @@ from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, RandomS
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.entries import anything, dict_of, entry, integer, optional, parsed, true_or_false, written
 from sharded_loader.base.private import fetched_by_lightning
+from sharded_loader.data.inspection import set_epoch_of
 from sharded_loader.data.known import Known
 from sharded_loader.drop_in.epoch import TorchEpoch
 from sharded_loader.drop_in.sampler import (
@@ -285,7 +286,7 @@ class TorchSteps(KnownSteps):
 
     def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
         loader, live = self._loader, self._loader._live
-        set_epoch = None if loader._named is None else getattr(self.dataset, "set_epoch", None)
+        set_epoch = None if loader._named is None else set_epoch_of(self.dataset)
         reads = live is not None and live._pool.shares_dataset
         return in_epoch(set_epoch, epoch, lambda: loader._named or 0, [loader._epoch] if reads else ())
 

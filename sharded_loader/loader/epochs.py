@@ -43,6 +43,7 @@ from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import fetched_by_lightning, is_owned
 from sharded_loader.data.arrays import takes_arrays
 from sharded_loader.data.datasets import can_follow, follow
+from sharded_loader.data.inspection import set_epoch_of
 from sharded_loader.data.interleave import mixture_of
 from sharded_loader.data.known import Known, digest_of_read
 from sharded_loader.devices.placement import Placement
@@ -778,7 +779,7 @@ class Epochs(KnownSteps):
 
     def _set_epoch(self) -> Any:
         """The dataset's ``set_epoch``. That of iterable data is called when a part is opened."""
-        return None if self.order.stream is not None else getattr(self.dataset, "set_epoch", None)
+        return None if self.order.stream is not None else set_epoch_of(self.dataset)
 
     def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
         """Inside, the dataset is in ``epoch``; afterwards in the loader's. See the function."""

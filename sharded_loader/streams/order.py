@@ -21,6 +21,7 @@ from sharded_loader.base.private import fetched_by_lightning
 from sharded_loader.data.inspection import known_parts
 from sharded_loader.engine.messages import Stream
 from sharded_loader.engine.order import Epoch, Order, Position
+from sharded_loader.sampling.base import EpochRequests
 from sharded_loader.streams.epoch import SharedParts, StreamEpoch, length_of_epoch
 from sharded_loader.streams.state import StreamSignature, differences, parse
 
@@ -68,6 +69,8 @@ class StreamOrder(Order[StreamSignature]):
         self.drops_last = last_batch == "discard"
         self._given = None if streams is None else check_int("streams", streams, 1, "give the number of parts")
         self._chosen = streams is not None  # otherwise the parts of a state are as good as ours
+        self._requests = EpochRequests()
+        self._requests.listen([dataset])
         self._dataset, self._kind, self._workers = dataset, type(dataset).__name__, num_workers
         self._shared = SharedParts(dataset)
         self._last: StreamEpoch | None = None
