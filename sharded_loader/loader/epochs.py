@@ -31,7 +31,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -369,9 +369,12 @@ class KnownSteps(Protocol):
         """A state, as of `sampling.state`, at the beginning of an epoch."""
 
     def some_indices(self, epoch: int, steps: Iterable[int], each: int) -> list[Any]:
-        """The indices of the first samples of some steps."""
-        found = (self.samples_of(epoch, step)[:each] for step in steps)
-        return list(dict.fromkeys(itertools.chain.from_iterable(found)))
+        """The indices of the first samples of some steps, as far as the epoch has them."""
+        found: dict[Any, None] = {}
+        for step in steps:
+            with suppress(IndexError):  # the epoch may have no step
+                found |= dict.fromkeys(self.samples_of(epoch, step)[:each])
+        return list(found)
 
     def sample(self, index: Hashable, epoch: int) -> Any:
         """One sample, read here and now, as in ``epoch``."""

@@ -228,7 +228,7 @@ class LoaderStats:
             >>> LoaderStats(sources=(30, 10)).shares
             (0.75, 0.25)
         """
-        return tuple(count / sum(self.sources) for count in self.sources)
+        return tuple(count / max(1, sum(self.sources)) for count in self.sources)
 
     @property
     def samples_per_second(self) -> float:
