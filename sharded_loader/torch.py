@@ -33,7 +33,7 @@ from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, read_here
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
-from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, TorchSteps, at_named_epoch
+from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, TorchSteps, at_named_epoch, parts_of
 from sharded_loader.drop_in.workers import check_arguments, job_of, make_pool
 from sharded_loader.engine.messages import Job, OnError, Task
 from sharded_loader.engine.split import Split
@@ -441,7 +441,17 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         return check_loader(self._known_steps, self._epoch, samples, make_pool(self))
 
     def __len__(self) -> int:
-        """Batches in the epoch, without those that ``skip`` leaves out."""
+        """Batches in the epoch, without those that ``skip`` leaves out.
+
+        Raises:
+            TypeError: It is not known. Iterable data divides its samples among the workers as it likes.
+        """
+        parts = parts_of(self)
+        if parts > 1 and (self.batch_size or 1) > 1:
+            raise TypeError(
+                f"the loader has no length: {an(type(self.dataset).__name__)} decides how many samples each of its "
+                f"{parts} parts has. Give streams=1, or make a ShardedDataLoader with steps_per_epoch="
+            )
         whole = super().__len__()
         left_out = self._left_out(self._epoch) if self.skip else ()
         return whole - sum(len(range(whole)[one.start : one.stop]) for one in left_out)

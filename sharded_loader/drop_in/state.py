@@ -232,6 +232,18 @@ def stream_order(loader: DataLoader[Any], seed: int) -> StreamOrder:
     )
 
 
+def parts_of(loader: DataLoader[Any]) -> int:
+    """The number of parts that the next epoch may have, and the one that is read; 1 of data that is read by index."""
+    if not isinstance(loader.dataset, IterableDataset):
+        return 1
+    order, loaded, point = stream_order(loader, 0), loader._loaded, loader._resume_point
+    parts = order.parts
+    if loaded is not None and loaded["_stream"] is not None:
+        return max(parts, order.parse(loaded["_stream"])[1].streams)
+    goes_on = point is not None and not point.finished and isinstance(point.epoch, StreamEpoch)
+    return max(parts, point.epoch.stream.parts) if goes_on else parts
+
+
 def stream_epoch(
     loader: DataLoader[Any], seed: int, state: LoaderState | None, points: dict[int, PartPoint]
 ) -> StreamEpoch:

@@ -178,8 +178,8 @@ class StreamOrder(Order[StreamSignature]):
         """Nothing: whether two epochs have the same batches is not known."""
 
     def length(self, number: int) -> int:
-        """How many batches an epoch has for this rank: ``steps_per_epoch``, or an estimate by the dataset's length."""
-        return length_of_epoch(self._dataset, self.steps, self._size, self.drops_last, self.replicas()[0])
+        """The number of batches in an epoch for this rank; see `length_of_epoch`."""
+        return length_of_epoch(self._dataset, self.signature())
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -229,6 +229,5 @@ class EpochSetter:
         elif begun.number != epoch:
             warn(
                 f"Lightning goes on with epoch {epoch}, but it has read the first batch of epoch {begun.number}: "
-                f"it loads no position at the end of an epoch. Give the loader steps_per_epoch=, or the "
-                f"dataset a __len__"
+                f"it loads no position at the end of an epoch. Give the loader steps_per_epoch="
             )
