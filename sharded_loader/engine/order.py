@@ -158,6 +158,10 @@ class Epoch(ABC):
         """Where the next epoch begins, if this one `is_over`."""
         return Position(self.number + 1)
 
+    def discarded(self) -> tuple[int, str]:
+        """Samples of this rank that filled no batch of an epoch that is over; and why, if whole parts were left out."""
+        return 0, ""
+
     def after(self, begin: Position) -> Position:
         """The beginning of the next epoch, as it is after this one."""
         return begin

@@ -82,6 +82,9 @@ class LoaderStats:
             a loader does not count.
         recycled_workers: workers that took more memory than ``max_worker_memory``, and were replaced.
         second_reads: batches that another worker read too, because one was late with them.
+        discarded_samples: samples that filled no batch at the end of an epoch, or of a part of iterable data, and were
+            left out (``last_batch="discard"``). They count at the end of the epoch, and not those that a batch sampler
+            of yours leaves out.
         cache_hits, cache_misses: samples that workers found in the caches of the dataset, and those that they read
             instead (``dataset.cache(max_bytes)``). They count when a worker reads, also what is prefetched. All loaders
             over one cached dataset count together.
@@ -125,6 +128,7 @@ class LoaderStats:
     device_waiting_seconds: float = 0.0
     recycled_workers: int = 0
     second_reads: int = 0
+    discarded_samples: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
     cache_bytes: int = 0
@@ -323,6 +327,7 @@ class PoolTotals(NamedTuple):
     slow_batches: int = 0
     recycled_workers: int = 0
     second_reads: int = 0
+    discarded_samples: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
     cache_bytes: int = 0

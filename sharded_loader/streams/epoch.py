@@ -112,6 +112,7 @@ class StreamEpoch(Epoch):
         self._notes: dict[int, tuple[int, PartPoint]] = {}
         self.given_up: dict[int, int] = {}
         self._empty: set[int] = set()  # what was planned behind those
+        self._discarded: dict[int, int] = {}  # of each part, the samples at its end that filled no batch
 
     @property
     def _last(self) -> int | None:
@@ -174,10 +175,16 @@ class StreamEpoch(Epoch):
             )
         self._notes[seq] = planned.number, point
         known = self._known[planned.number]
+        if self.stream.drops_last and point.ended and not known.ended and result.batch is NOTHING:
+            self._discarded[planned.number] = point.samples - known.samples
         if point.ended or point.batches > known.batches:
             self._known[planned.number] = point
         self._shared.reached[planned.number] = point
         return result
+
+    def discarded(self) -> tuple[int, str]:
+        lost = sum(count == self._known[part].samples for part, count in self._discarded.items() if count)
+        return sum(self._discarded.values()), f"{lost} of its {self.stream.parts} parts" if lost else ""
 
     @property
     def tables(self) -> tuple[dict[int, Any], ...]:
