@@ -181,7 +181,7 @@ def known_parts(dataset: Any) -> int | None:
 
 
 def set_epoch_of(dataset: Any) -> Any:
-    """The dataset's ``set_epoch``, for the loader: what the user calls is heard, but not what this calls. None: none."""
+    """The dataset's ``set_epoch`` for calls by a loader, which no loader takes for the user's; None: it has none."""
     method = getattr(dataset, "set_epoch", None)
     return getattr(method, "unnoted", method)
 

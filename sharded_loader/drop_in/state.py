@@ -240,8 +240,9 @@ def parts_of(loader: DataLoader[Any]) -> int:
     parts = order.parts
     if loaded is not None and loaded["_stream"] is not None:
         return max(parts, order.parse(loaded["_stream"])[1].streams)
-    goes_on = point is not None and not point.finished and isinstance(point.epoch, StreamEpoch)
-    return max(parts, point.epoch.stream.parts) if goes_on else parts
+    if point is not None and not point.finished and isinstance(point.epoch, StreamEpoch):
+        return max(parts, point.epoch.stream.parts)
+    return parts
 
 
 def stream_epoch(

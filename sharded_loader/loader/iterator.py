@@ -322,12 +322,11 @@ class BatchIterator(Iterator[Batch]):
         """Count the samples that ``last_batch="discard"`` has left out of an epoch, and warn of whole parts of it."""
         count, parts = run.epoch.discarded()
         self._meter.notices.counts["discarded_samples"] += count
-        if count and (parts or (self._counted is not run and not run.epoch.resumed)):
+        if parts:
             self._meter.notices.warn(
                 "discarded",
-                f"epoch {run.epoch.number}: last_batch=\"discard\" (drop_last) has left out {count} samples, as "
-                f"{parts or 'the epoch'} had fewer than a batch. Give smaller batches, fewer parts (streams=) if it is "
-                f"iterable data, or keep incomplete batches",
+                f'epoch {run.epoch.number}: last_batch="discard" (drop_last) has left out {count} samples: {parts} had '
+                f"fewer than a batch. Give smaller batches or fewer parts (streams=), or keep incomplete batches",
             )
 
     def _go_back(self, run: Run | None, delivered: int, mark: Mark | None, shown: Run | None) -> None:

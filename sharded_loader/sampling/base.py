@@ -15,8 +15,8 @@ What can go wrong: a subclass that overrides ``__iter__`` alone, as Gluon's user
 works, as a sampler of another library does (`sharded_loader.sampling.foreign`).
 
 `EpochRequests` notices the calls of ``set_epoch``. Samplers of this library note each call. On a dataset, and on a
-sampler of another library, ``set_epoch`` is replaced, on that object alone, by a function that notes the call and passes
-it on. The calls on an object with ``__slots__`` cannot be noted. A loader's own calls go past that function; see
+sampler of another library, ``set_epoch`` is replaced, on that object alone, by a function that notes the call and
+passes it on. The calls on an object with ``__slots__`` cannot be noted. A loader's own calls go past that function; see
 `data.inspection.set_epoch_of`.
 """
 
