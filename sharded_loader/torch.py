@@ -34,7 +34,7 @@ from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, read_here
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
-from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, TorchSteps, at_named_epoch
+from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, TorchSteps, at_named_epoch, parts_of
 from sharded_loader.drop_in.workers import check_arguments, job_of, make_pool
 from sharded_loader.engine.messages import Job, OnError, Task
 from sharded_loader.engine.split import Split
@@ -47,7 +47,7 @@ from sharded_loader.loader.iterator import Batch, BatchFuture
 from sharded_loader.loader.report import Reported
 from sharded_loader.loader.stats import Meter
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
-from sharded_loader.sampling.base import nested, tell_epoch
+from sharded_loader.sampling.base import EpochRequests, nested, tell_epoch
 from sharded_loader.sampling.foreign import len_epoch
 from sharded_loader.sampling.order import text_if_ranks_repeat, warn_of_done_steps
 from sharded_loader.sampling.state import steps_to_skip
@@ -161,6 +161,8 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._scales_prefetch = prefetch_factor is None
         self._epochs = EpochCount()
         self._named: int | None = None  # the epoch of the last `set_epoch`
+        self._requests = EpochRequests()  # of the dataset: workers that live on have copies of it
+        self._requests.listen([dataset] if persistent_workers else [])
         self._newest: weakref.ref[LoaderIterator] | None = None
         self._given_skip = check_skip(skip)
         self.skip = list(self._given_skip)
@@ -235,6 +237,11 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         prepared, self._prepared = self._prepared, None
         if prepared is not None and self._loaded is None:
             return prepared
+        told = self._requests.take()
+        if told not in (None, self._epochs.next):
+            self._named = None  # the dataset was told, and not by the loader
+        if isinstance(self._iterator, LoaderIterator) and told is not None and not self._iterator.tells(self._named):
+            self._iterator._shutdown_workers()
         if getattr(self._iterator, "_shutdown", False):
             self._iterator = None
         return super().__iter__()
@@ -437,7 +444,17 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         return check_loader(self._known_steps, self._epoch, samples, make_pool(self))
 
     def __len__(self) -> int:
-        """Batches in the epoch, without those that ``skip`` leaves out."""
+        """Batches in the epoch, without those that ``skip`` leaves out.
+
+        Raises:
+            TypeError: It is not known. Iterable data divides its samples among the workers as it likes.
+        """
+        parts = parts_of(self)
+        if parts > 1 and (self.batch_size or 1) > 1:
+            raise TypeError(
+                f"the loader has no length: {an(type(self.dataset).__name__)} decides how many samples each of its "
+                f"{parts} parts has. Give streams=1, or make a ShardedDataLoader with steps_per_epoch="
+            )
         whole = super().__len__()
         left_out = self._left_out(self._epoch) if self.skip else ()
         return whole - sum(len(range(whole)[one.start : one.stop]) for one in left_out)

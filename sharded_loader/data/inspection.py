@@ -159,6 +159,12 @@ def known_parts(dataset: Any) -> int | None:
     return None
 
 
+def set_epoch_of(dataset: Any) -> Any:
+    """The dataset's ``set_epoch`` for calls by a loader, which no loader takes for the user's; None: it has none."""
+    method = getattr(dataset, "set_epoch", None)
+    return getattr(method, "unnoted", method)
+
+
 def takes_two(function: Callable[..., Any]) -> bool:
     """Whether a function needs two arguments, such as the number of its part, and how many parts there are.
 

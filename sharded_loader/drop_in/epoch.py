@@ -15,12 +15,14 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch.utils.data import BatchSampler
+
 from sharded_loader.base.entries import written
 from sharded_loader.batching.pack import Packed
 from sharded_loader.drop_in.sampler import BegunEpoch, SamplerStart, SamplerState
 from sharded_loader.engine.messages import NOTHING, Nothing, PartBatch, PartPoint, Result, Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
-from sharded_loader.sampling.foreign import ForeignItems, rank_of
+from sharded_loader.sampling.foreign import ForeignItems, known_length, rank_of
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import bytes_of_one
 
@@ -197,6 +199,11 @@ class TorchEpoch(Epoch):
 
     def length(self) -> int:
         return len(self._start.sampler)
+
+    def discarded(self) -> tuple[int, str]:
+        one = self._start.sampler
+        cuts = isinstance(one, BatchSampler) and one.drop_last and self._ended
+        return ((known_length(one.sampler, 0) or 0) % one.batch_size if cuts else 0), ""
 
     def points_after(self, delivered: int) -> dict[int, PartPoint]:
         """The position of each worker after ``delivered`` batches, with the state of its dataset."""

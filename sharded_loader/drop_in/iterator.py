@@ -239,8 +239,10 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._unread = {part for part, point in epoch.at_beginning().points.items() if point.ended}
             job = replace(job, stream=epoch.stream._replace(tells_epoch=False))
         else:
-            # As in torch, a worker has the dataset as it was when the worker started, unless the loader has set_epoch.
-            job = replace(job, keeps_state=is_stateful(self._dataset), tells_epoch=loader._named is not None)
+            # As in torch, a worker has the dataset as it was when the worker started. One that lives on is told the
+            # epochs, if the loader was the last to be told one.
+            tells = self._workers_live_on and loader._named is not None
+            job = replace(job, keeps_state=is_stateful(self._dataset), tells_epoch=tells)
             epoch = self._sampler_epoch(start, None if saved is None else saved.sampler, items, loader._left_out)
             self._pipeline.one_by_one = start.may_draw
             epoch.takes_turns = loader._tuner is None or job.keeps_state
@@ -341,6 +343,11 @@ class LoaderIterator(_BaseDataLoaderIter):
             raise in_torchs_words(error, self._timeout) from error
         self.resume_point.yielded += 1
         return data
+
+    def tells(self, named: int | None) -> bool:
+        """Whether workers that live on read the dataset in the epoch that it was told; ``named``: by the loader."""
+        by_task = named is not None and self._job.tells_epoch and not self._is_stream
+        return by_task or self._pool.shares_dataset
 
     def fetch(self, epoch: FetchEpoch, meter: Meter) -> BatchFuture[Any]:
         """A batch that the workers read beside the epoch. It keeps them alive until it is received."""

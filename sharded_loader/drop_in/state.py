@@ -27,6 +27,7 @@ from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, RandomS
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.entries import anything, dict_of, entry, integer, optional, parsed, true_or_false, written
 from sharded_loader.base.private import fetched_by_lightning
+from sharded_loader.data.inspection import set_epoch_of
 from sharded_loader.data.known import Known
 from sharded_loader.drop_in.epoch import TorchEpoch
 from sharded_loader.drop_in.sampler import (
@@ -231,6 +232,19 @@ def stream_order(loader: DataLoader[Any], seed: int) -> StreamOrder:
     )
 
 
+def parts_of(loader: DataLoader[Any]) -> int:
+    """The number of parts that the next epoch may have, and the one that is read; 1 of data that is read by index."""
+    if not isinstance(loader.dataset, IterableDataset):
+        return 1
+    order, loaded, point = stream_order(loader, 0), loader._loaded, loader._resume_point
+    parts = order.parts
+    if loaded is not None and loaded["_stream"] is not None:
+        return max(parts, order.parse(loaded["_stream"])[1].streams)
+    if point is not None and not point.finished and isinstance(point.epoch, StreamEpoch):
+        return max(parts, point.epoch.stream.parts)
+    return parts
+
+
 def stream_epoch(
     loader: DataLoader[Any], seed: int, state: LoaderState | None, points: dict[int, PartPoint]
 ) -> StreamEpoch:
@@ -285,7 +299,7 @@ class TorchSteps(KnownSteps):
 
     def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
         loader, live = self._loader, self._loader._live
-        set_epoch = None if loader._named is None else getattr(self.dataset, "set_epoch", None)
+        set_epoch = None if loader._named is None else set_epoch_of(self.dataset)
         reads = live is not None and live._pool.shares_dataset
         return in_epoch(set_epoch, epoch, lambda: loader._named or 0, [loader._epoch] if reads else ())
 

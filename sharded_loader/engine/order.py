@@ -158,6 +158,10 @@ class Epoch(ABC):
         """Where the next epoch begins, if this one `is_over`."""
         return Position(self.number + 1)
 
+    def discarded(self) -> tuple[int, str]:
+        """Samples of this rank that filled no batch of an epoch that is over; and why, if whole parts were left out."""
+        return 0, ""
+
     def after(self, begin: Position) -> Position:
         """The beginning of the next epoch, as it is after this one."""
         return begin
@@ -265,9 +269,10 @@ class Order(ABC, Generic[Signature]):
         dataset_length: samples in the dataset, as far as the order knows.
         skip: the steps that are left out, as ranges.
         given_skip: those of them that the user has given; a state may have others.
-        asked: ``set_epoch`` of a sampler has said which epoch is next, since a state was loaded.
+        asked: ``set_epoch`` of a sampler or of the dataset has said which epoch is next, since a state was loaded.
     """
 
+    _requests: Any  # the calls of `set_epoch` that the loader has not seen yet: `sampling.base.EpochRequests`
     _sampler: Any = None
     batch_sampler: Any = None
     shard_costs: Any = None
@@ -313,12 +318,17 @@ class Order(ABC, Generic[Signature]):
 
     @property
     def next_epoch(self) -> int:
-        """The epoch that comes next."""
+        """The epoch that comes next: as the loader counts, or as ``set_epoch`` of a sampler or dataset has asked."""
+        asked = self._requests.take()
+        if asked is not None:
+            Order.set_epoch(self, asked)
+            self.asked = True
         return self._next_epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that comes next."""
         self._next_epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
+        self._requests.drop()
 
     @abstractmethod
     def epoch(self, number: int, position: Position | None = None) -> Epoch:

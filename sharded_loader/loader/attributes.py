@@ -349,7 +349,7 @@ class LoaderAttributes(Reported):
         """Make ``epoch`` the one that begins next; if it is already, a loaded position in it stays.
 
         An epoch begins when an iterator is asked for its first batch. A call between ``iter(loader)`` and the first
-        ``next`` counts.
+        ``next`` counts. ``set_epoch`` of the sampler, and of the dataset, does the same.
 
         Args:
             epoch: number of an epoch, from 0.
@@ -370,6 +370,9 @@ class LoaderAttributes(Reported):
         """Batches in `epoch`, without those that ``skip`` leaves out.
 
         With ``last_batch="rollover"`` not every epoch has the same number.
+
+        Raises:
+            TypeError: It is not known. The dataset has no length, or is iterable data in several parts.
         """
         return self._progress.length()
 

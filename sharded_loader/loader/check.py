@@ -85,12 +85,14 @@ class LoaderCheck:
 
     def __str__(self) -> str:
         lines = [f"{self.samples} samples were read twice here, and by {self.worker}."]
+        if not self.samples:
+            lines = ["The epoch has no samples to read."]
         for why in dict.fromkeys(why for _, why in self.differing):
             alike = ", ".join(str(index) for index, of_index in self.differing if of_index == why)
             lines.append(f"Other values each time: {alike}. {why}.")
         if self.failed is not None:
             lines.append(f"The worker could not read: {self.failed}")
-        elif not self.differing:
+        elif self.samples and not self.differing:
             lines.append("All are the same each time.")
         is_pickled = isinstance(self.pickled, int)
         lines.append(f"The pickled dataset has {self.pickled:,} bytes." if is_pickled else f"Pickled: {self.pickled}.")
@@ -113,7 +115,7 @@ def check_loader(steps: KnownSteps, number: int, samples: int, own: Pool) -> Loa
     indices = steps.some_indices(number, sorted({0, last // 2, last}), -(-samples // 3))[:samples]
     pool = _pool_like(own)
     # First: a forked worker would share the files that a dataset opens when it is read.
-    there, worker_bytes, failed = _read_there(steps, pool, indices[::-1], number)
+    there, worker_bytes, failed = _read_there(steps, pool, indices[::-1], number) if indices else ({}, None, None)
     ends = failed is not None and failed.startswith((WorkerDiedError.__name__, WorkerTimeoutError.__name__))
     here = [] if ends else indices  # otherwise this process would end, or hang
     first = {index: steps.digest(index, number) for index in here}

@@ -31,7 +31,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -43,6 +43,7 @@ from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import fetched_by_lightning, is_owned
 from sharded_loader.data.arrays import takes_arrays
 from sharded_loader.data.datasets import can_follow, follow
+from sharded_loader.data.inspection import set_epoch_of
 from sharded_loader.data.interleave import mixture_of
 from sharded_loader.data.known import Known, digest_of_read
 from sharded_loader.devices.placement import Placement
@@ -368,9 +369,12 @@ class KnownSteps(Protocol):
         """A state, as of `sampling.state`, at the beginning of an epoch."""
 
     def some_indices(self, epoch: int, steps: Iterable[int], each: int) -> list[Any]:
-        """The indices of the first samples of some steps."""
-        found = (self.samples_of(epoch, step)[:each] for step in steps)
-        return list(dict.fromkeys(itertools.chain.from_iterable(found)))
+        """The indices of the first samples of some steps, as far as the epoch has them."""
+        found: dict[Any, None] = {}
+        for step in steps:
+            with suppress(IndexError):  # the epoch may have no step
+                found |= dict.fromkeys(self.samples_of(epoch, step)[:each])
+        return list(found)
 
     def sample(self, index: Hashable, epoch: int) -> Any:
         """One sample, read here and now, as in ``epoch``."""
@@ -778,7 +782,7 @@ class Epochs(KnownSteps):
 
     def _set_epoch(self) -> Any:
         """The dataset's ``set_epoch``. That of iterable data is called when a part is opened."""
-        return None if self.order.stream is not None else getattr(self.dataset, "set_epoch", None)
+        return None if self.order.stream is not None else set_epoch_of(self.dataset)
 
     def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
         """Inside, the dataset is in ``epoch``; afterwards in the loader's. See the function."""

@@ -234,6 +234,7 @@ class BatchIterator(Iterator[Batch]):
             Whether another run takes its place: an epoch that was over when its state was saved.
         """
         self._check_skipped(run)
+        self._check_discarded(run)
         # Without a chain run -> next run. Otherwise one iterator that is kept keeps every later run alive.
         run.ended, run.next = True, None
         if is_first:
@@ -315,6 +316,17 @@ class BatchIterator(Iterator[Batch]):
                 name,
                 f"{name} has no batches: on_error has skipped all of its {self._skipped} samples. Look at "
                 f"loader.skipped. The last error is {type(error).__name__}: {text_of(error)}",
+            )
+
+    def _check_discarded(self, run: Run) -> None:
+        """Count the samples that ``last_batch="discard"`` has left out of an epoch, and warn of whole parts of it."""
+        count, parts = run.epoch.discarded()
+        self._meter.notices.counts["discarded_samples"] += count
+        if parts:
+            self._meter.notices.warn(
+                "discarded",
+                f'epoch {run.epoch.number}: last_batch="discard" (drop_last) has left out {count} samples: {parts} had '
+                f"fewer than a batch. Give smaller batches or fewer parts (streams=), or keep incomplete batches",
             )
 
     def _go_back(self, run: Run | None, delivered: int, mark: Mark | None, shown: Run | None) -> None:

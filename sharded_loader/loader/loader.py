@@ -258,7 +258,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             if planned is not None:
                 sampler = sampler.over(planned) if isinstance(sampler, RepeatedSampler) else planned
             common |= {"sampler": sampler, "batch_sampler": batch_sampler, "skip": skip}
-            order = MapOrder(size, shuffle=shuffle, costs=costs, evaluate=evaluate, **common)
+            order = MapOrder(size, dataset, shuffle=shuffle, costs=costs, evaluate=evaluate, **common)
         # The default given by name is the default: it reads in bulk too.
         batchify_fn = None if batchify_fn is default_batchify_fn else batchify_fn
         found, sharded = find_devices(device, devices)

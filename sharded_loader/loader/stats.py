@@ -81,6 +81,9 @@ class LoaderStats:
             the devices. The devices measure it themselves; a batch counts when they have reached it. The first batch of
             a loader does not count.
         recycled_workers: workers that took more memory than ``max_worker_memory``, and were replaced.
+        discarded_samples: samples that filled no batch at the end of an epoch, or of a part of iterable data, and were
+            left out (``last_batch="discard"``). They count at the end of the epoch, and not those that a batch sampler
+            of yours leaves out.
         cache_hits, cache_misses: samples that workers found in the caches of the dataset, and those that they read
             instead (``dataset.cache(...)``). They count when a worker reads, also what is prefetched. All loaders
             over one cached dataset count together.
@@ -123,6 +126,7 @@ class LoaderStats:
     device_seconds: float = 0.0
     device_waiting_seconds: float = 0.0
     recycled_workers: int = 0
+    discarded_samples: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
     cache_bytes: int = 0
@@ -226,7 +230,7 @@ class LoaderStats:
             >>> LoaderStats(sources=(30, 10)).shares
             (0.75, 0.25)
         """
-        return tuple(count / sum(self.sources) for count in self.sources)
+        return tuple(count / max(1, sum(self.sources)) for count in self.sources)
 
     @property
     def samples_per_second(self) -> float:
@@ -320,6 +324,7 @@ class PoolTotals(NamedTuple):
     skipped_samples: int = 0
     slow_batches: int = 0
     recycled_workers: int = 0
+    discarded_samples: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
     cache_bytes: int = 0

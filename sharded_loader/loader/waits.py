@@ -323,7 +323,7 @@ def advice(stats: Any, cores: int) -> str:
         text = _ADVICE[limit]
         if limit in _WITHOUT:
             best = predict(batches, setup, setup, cores, limit)
-    if best is now:
+    if best is now or not now.samples_per_second:
         return f"{text}."
     gain = best.samples_per_second / now.samples_per_second
     return f"{text}: at most {gain:.2g} times the rate, and {best.waiting_share:.0%} of the time waiting for data."
@@ -424,7 +424,7 @@ def predict(batches: Sequence[BatchTimes], measured: Setup, setup: Setup, cores:
         >>> predict([each] * 100, Setup(1, 2), Setup(2, 4), cores=4)
         Prediction(waiting_share=1.0, samples_per_second=80.0)
     """
-    works = _works(_steady(batches), measured, without)
+    works = _works(_steady(batches) or batches, measured, without)
     count, number, stretch = len(works), setup.num_workers, _stretch(works, measured, setup, cores)
     busy: list[deque[float]] = [deque([0.0]) for _ in range(max(1, number))]
     taken: deque[float] = deque([0.0] * max(1, setup.prefetch), max(1, setup.prefetch))

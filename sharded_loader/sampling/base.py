@@ -14,9 +14,10 @@ sampler knows no loader: it keeps the last call, and each loader looks for calls
 What can go wrong: a subclass that overrides ``__iter__`` alone, as Gluon's users do, has no pure access. It still
 works, as a sampler of another library does (`sharded_loader.sampling.foreign`).
 
-`EpochRequests` notices the calls of ``set_epoch``. Samplers of this library note each call. On a sampler of another
-library ``set_epoch`` is replaced, on that object alone, by a function that notes the call and passes it on. The calls
-on a sampler with ``__slots__`` cannot be noted.
+`EpochRequests` notices the calls of ``set_epoch``. Samplers of this library note each call. On a dataset, and on a
+sampler of another library, ``set_epoch`` is replaced, on that object alone, by a function that notes the call and
+passes it on. The calls on an object with ``__slots__`` cannot be noted. A loader's own calls go past that function; see
+`data.inspection.set_epoch_of`.
 """
 
 from __future__ import annotations
@@ -360,8 +361,10 @@ def _notes_calls(sampler: Any) -> bool:
     method = getattr(sampler, "set_epoch", None)
     if callable(method) and not getattr(method, "is_noted", False):
         epoch = getattr(sampler, "epoch", None)
-        listener: Any = partial(_set_epoch, sampler, method)
-        listener.is_noted = True
+        # Of a method of its class not the bound one: a copy that is unpickled cannot be asked for it until it is whole.
+        passed = None if getattr(method, "__self__", None) is sampler else method
+        listener: Any = partial(_set_epoch, sampler, passed)
+        listener.is_noted, listener.unnoted = True, partial(_pass_on, sampler, passed)
         try:  # an epoch above 0 is a call that came before
             sampler.epoch_request = note(epoch) if isinstance(epoch, int) and epoch > 0 else None
             sampler.set_epoch = listener
@@ -370,15 +373,19 @@ def _notes_calls(sampler: Any) -> bool:
     return callable(method)
 
 
-def _set_epoch(sampler: Any, method: Callable[[int], Any], epoch: int) -> Any:
-    """Stands in for the ``set_epoch`` of a sampler of another library."""
-    answer = method(epoch)
+def _set_epoch(sampler: Any, method: Callable[[int], Any] | None, epoch: int) -> Any:
+    """Stands in for the ``set_epoch`` of a dataset, or of a sampler of another library."""
+    answer = _pass_on(sampler, method, epoch)
     sampler.epoch_request = note(epoch)
     return answer
 
 
+def _pass_on(sampler: Any, method: Callable[[int], Any] | None, epoch: int) -> Any:
+    return type(sampler).set_epoch(sampler, epoch) if method is None else method(epoch)
+
+
 class EpochRequests:
-    """The calls to ``set_epoch`` on some samplers that one loader has not seen yet.
+    """The calls to ``set_epoch`` on some samplers, and on a dataset, that one loader has not seen yet.
 
     Example:
         >>> from sharded_loader import RandomSampler

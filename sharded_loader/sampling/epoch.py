@@ -372,6 +372,14 @@ class MapEpoch(Epoch):
         """
         return self.first + self._span.length() - (self._left_out(0) if self._skips else 0)
 
+    def discarded(self) -> tuple[int, str]:
+        source, span, size = self._source, self._span, self._source.batch_size
+        end = span.items_from(0)
+        if size is None or not source.drops_last or end >= sys.maxsize:
+            return 0, ""
+        mine = len(range(self._position.done + source.rank, end, source.replicas))
+        return max(0, mine - span.length() * size), ""
+
     def _left_out(self, begin: int) -> int:
         """How many batches from number ``begin`` on are left out."""
         end = self.first + self._span.length()

@@ -95,7 +95,7 @@ class _Since(NamedTuple):
 class MapOrder(Order[Signature]):
     """Builds the samplers that a loader's arguments ask for, and reads their epochs.
 
-    The arguments are the loader's, and ``length``: samples in the dataset.
+    The arguments are the loader's, and ``length``: samples in the dataset. The calls of its ``set_epoch`` count too.
 
     Raises:
         ValueError, TypeError: arguments that contradict each other (Gluon's three among them).
@@ -104,6 +104,7 @@ class MapOrder(Order[Signature]):
     def __init__(
         self,
         length: int | None,
+        dataset: Any = None,
         *,
         batch_size: Any,
         shuffle: bool,
@@ -154,7 +155,7 @@ class MapOrder(Order[Signature]):
             self._read_sampler = with_seeds(self._read_sampler, seeds)
         self._arguments = arguments_of(self._samplers)
         self._settled = False
-        self._requests = EpochRequests()
+        self._requests, self._dataset = EpochRequests(), dataset
         self.resize(length)
         self._check_skip()
 
@@ -199,7 +200,7 @@ class MapOrder(Order[Signature]):
         # The sampler of the global order: of batches, or of samples.
         self._items = self.batch_sampler if self.given_batches else self._sampler
         # set_epoch may be called on the samplers that the user gave, and on those that the loader shows.
-        self._requests.listen([*nested(self._given_sampler), *nested(self.batch_sampler)])
+        self._requests.listen([*nested(self._given_sampler), *nested(self.batch_sampler), self._dataset])
 
     def _make_sampler(self, length: int | None) -> Sampler[int]:
         if length is None:
@@ -322,18 +323,9 @@ class MapOrder(Order[Signature]):
 
     # -- epochs ---------------------------------------------------------------------------------------------
 
-    @property
-    def next_epoch(self) -> int:
-        """The epoch that comes next: as the loader counts, or as ``set_epoch`` of a sampler has asked."""
-        asked = self._requests.take()
-        if asked is not None:
-            self._next_epoch, self.asked = asked, True
-        return self._next_epoch
-
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that comes next."""
         super().set_epoch(epoch)
-        self._requests.drop()
         if not self.given_batches:
             self.batch_sampler.epoch = self._next_epoch  # for those who iterate over it themselves
 

@@ -112,6 +112,7 @@ class StreamEpoch(Epoch):
         self._notes: dict[int, tuple[int, PartPoint]] = {}
         self.given_up: dict[int, int] = {}
         self._empty: set[int] = set()  # what was planned behind those
+        self._discarded: dict[int, int] = {}  # of each part, the samples at its end that filled no batch
 
     @property
     def _last(self) -> int | None:
@@ -174,10 +175,16 @@ class StreamEpoch(Epoch):
             )
         self._notes[seq] = planned.number, point
         known = self._known[planned.number]
+        if self.stream.drops_last and point.ended and not known.ended and result.batch is NOTHING:
+            self._discarded[planned.number] = point.samples - known.samples
         if point.ended or point.batches > known.batches:
             self._known[planned.number] = point
         self._shared.reached[planned.number] = point
         return result
+
+    def discarded(self) -> tuple[int, str]:
+        lost = sum(count == self._known[part].samples for part, count in self._discarded.items() if count)
+        return sum(self._discarded.values()), f"{lost} of its {self.stream.parts} parts" if lost else ""
 
     @property
     def tables(self) -> tuple[dict[int, Any], ...]:
@@ -281,28 +288,27 @@ class StreamEpoch(Epoch):
         return counts
 
     def length(self) -> int:
-        """How many batches the epoch has; an estimate, unless ``steps_per_epoch`` says it."""
-        kept = self._signature
-        drops_last = kept.last_batch == "discard"
-        return length_of_epoch(
-            self._shared.dataset, kept.steps_per_epoch, kept.batch_size, drops_last, kept.num_replicas
-        )
+        """The number of batches in the epoch; see `length_of_epoch`."""
+        return length_of_epoch(self._shared.dataset, self._signature)
 
 
-def length_of_epoch(dataset: Any, steps: int | None, batch_size: int, drops_last: bool, replicas: int) -> int:
-    """How many batches an epoch has for a rank: ``steps``, or an estimate by the dataset's length.
+def length_of_epoch(dataset: Any, kept: StreamSignature) -> int:
+    """The number of batches in an epoch of a rank: ``steps_per_epoch``, or by the dataset's length if it is one part.
 
     Raises:
-        TypeError: the dataset has no length.
+        TypeError: it is not known: the dataset has no length, or divides its samples among several parts.
     """
-    if steps is not None:
-        return steps
+    if kept.steps_per_epoch is not None:
+        return kept.steps_per_epoch
+    kind = an(type(dataset).__name__)
+    if kept.streams > 1:
+        why = f"{kind} decides how many samples each of its {kept.streams} parts has, which is only known at their end"
+        raise TypeError(f"the loader has no length: {why}. Give steps_per_epoch=, or streams=1")
     try:
         length = len(dataset)
     except (TypeError, NotImplementedError):
         raise TypeError(
-            f"the loader has no length: the number of batches of {an(type(dataset).__name__)} is only known at its "
-            f"end. Give steps_per_epoch=, or the dataset a __len__"
+            f"the loader has no length: the number of batches of {kind} is only known at its end. Give "
+            f"steps_per_epoch=, or the dataset a __len__"
         ) from None
-    share = -(-length // replicas)
-    return share // batch_size if drops_last else -(-share // batch_size)
+    return length // kept.batch_size if kept.last_batch == "discard" else -(-length // kept.batch_size)

@@ -21,6 +21,7 @@ from sharded_loader.base.private import fetched_by_lightning
 from sharded_loader.data.inspection import known_parts
 from sharded_loader.engine.messages import Stream
 from sharded_loader.engine.order import Epoch, Order, Position
+from sharded_loader.sampling.base import EpochRequests
 from sharded_loader.streams.epoch import SharedParts, StreamEpoch, length_of_epoch
 from sharded_loader.streams.state import StreamSignature, differences, parse
 
@@ -68,6 +69,8 @@ class StreamOrder(Order[StreamSignature]):
         self.drops_last = last_batch == "discard"
         self._given = None if streams is None else check_int("streams", streams, 1, "give the number of parts")
         self._chosen = streams is not None  # otherwise the parts of a state are as good as ours
+        self._requests = EpochRequests()
+        self._requests.listen([dataset])
         self._dataset, self._kind, self._workers = dataset, type(dataset).__name__, num_workers
         self._shared = SharedParts(dataset)
         self._last: StreamEpoch | None = None
@@ -175,8 +178,8 @@ class StreamOrder(Order[StreamSignature]):
         """Nothing: whether two epochs have the same batches is not known."""
 
     def length(self, number: int) -> int:
-        """How many batches an epoch has for this rank: ``steps_per_epoch``, or an estimate by the dataset's length."""
-        return length_of_epoch(self._dataset, self.steps, self._size, self.drops_last, self.replicas()[0])
+        """The number of batches in an epoch for this rank; see `length_of_epoch`."""
+        return length_of_epoch(self._dataset, self.signature())
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -226,6 +229,5 @@ class EpochSetter:
         elif begun.number != epoch:
             warn(
                 f"Lightning goes on with epoch {epoch}, but it has read the first batch of epoch {begun.number}: "
-                f"it loads no position at the end of an epoch. Give the loader steps_per_epoch=, or the "
-                f"dataset a __len__"
+                f"it loads no position at the end of an epoch. Give the loader steps_per_epoch="
             )

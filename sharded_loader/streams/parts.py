@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.batching.protocol import refuse_async
-from sharded_loader.data.inspection import is_stateful, iterable_of
+from sharded_loader.data.inspection import is_stateful, iterable_of, set_epoch_of
 from sharded_loader.engine.messages import PartPoint
 from sharded_loader.streams.worker_info import Part, here, tell
 
@@ -124,7 +124,7 @@ class OpenPart:
     def begin(self, passes: int, state: Any = None) -> None:
         """Begin a pass, or go on from a state that `state` has returned. With a third item: begin after that pass."""
         dataset = self._dataset
-        set_epoch = getattr(dataset, "set_epoch", None)
+        set_epoch = set_epoch_of(dataset)
         if self._told and callable(set_epoch):
             set_epoch(passes)
         of_dataset, of_items, *begins_anew = state or (None, None)

@@ -17,6 +17,7 @@ import torch
 from conftest import POOLS, covering, make_pool
 
 from sharded_loader import Dataset, LoaderClosedError, ShardedDataLoader, SimpleDataset, sample_rng
+from sharded_loader.torch import DataLoader
 
 
 class Reads(Dataset):
@@ -147,13 +148,26 @@ def test_wrong_numbers_of_samples_are_rejected(samples: Any, error: type[Excepti
         ShardedDataLoader(range(4), 2).check(samples)
 
 
-def test_iterable_data_an_empty_epoch_and_a_closed_loader_are_rejected() -> None:
+def test_iterable_data_and_a_closed_loader_are_rejected() -> None:
     with pytest.raises(TypeError, match="is iterable data"):
         ShardedDataLoader(lambda: iter(range(4)), 2).check()
-    with pytest.raises(IndexError, match="epoch 0 has no step 0"):
-        ShardedDataLoader([], 2).check()
     loader = ShardedDataLoader(range(4), 2)
     loader.close()
     for call in (loader.check, loader.fingerprint):
         with pytest.raises(LoaderClosedError):
             call()
+
+
+@pytest.mark.parametrize("data", [[], [1, 2]])
+@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
+def test_an_epoch_without_steps_has_a_check_and_a_fingerprint(kind: Any, data: list[int]) -> None:
+    loader = kind(data, 4, drop_last=True)
+    found = loader.check()
+    assert (found.samples, found.differing, found.failed) == (0, (), None)
+    assert str(found).startswith("The epoch has no samples to read.\nThe pickled dataset has")
+    assert (loader.fingerprint().steps, len(str(loader.fingerprint(3)))) == ("", 16)
+
+
+def test_a_rank_without_steps_has_a_fingerprint() -> None:
+    loader = ShardedDataLoader(range(3), 4, last_batch="rollover", num_replicas=2, rank=0)
+    assert [len(str(loader.fingerprint(epoch))) for epoch in range(4)] == [16] * 4

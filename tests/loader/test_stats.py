@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, WorkerTimeoutError
-from sharded_loader.engine.messages import Result
-from sharded_loader.engine.pipeline import Entry
+from sharded_loader.engine.messages import Result, Times
+from sharded_loader.engine.pipeline import Entry, Wait
 from sharded_loader.engine.pool import Pool
-from sharded_loader.loader.stats import NO_TOTALS, Counts, LoaderStats, Meter, describe
-from sharded_loader.loader.times import STAGES, StageTimes, WorkerTimes
-from sharded_loader.loader.waits import CAUSES
+from sharded_loader.loader.stats import NO_CAUSES, NO_TOTALS, Counts, LoaderStats, Meter, describe
+from sharded_loader.loader.times import STAGES, BatchRow, StageTimes, WorkerTimes
+from sharded_loader.loader.waits import CAUSES, Setup
+from sharded_loader.torch import DataLoader
 from tests.failures import Fails, kill
 from tests.samples import Drawing
 
@@ -111,6 +112,7 @@ NAMES = [
     "device_seconds",
     "device_waiting_seconds",
     "recycled_workers",
+    "discarded_samples",
     "cache_hits",
     "cache_misses",
     "cache_bytes",
@@ -368,3 +370,44 @@ def test_the_sum_has_what_iterators_of_old_and_of_repeated_epochs_add() -> None:
     assert (stats.batches, stats.samples) == (len(iterators), 3 * len(iterators))
     assert (stats.waiting_seconds, stats.seconds) == (0.75 * len(iterators), 2 * len(iterators))
     assert (stats.placing_seconds, stats.device_seconds) == (0.25 * len(iterators), 0.25 * len(iterators))
+
+
+@pytest.mark.parametrize("pool", [None, ThreadPool(1)], ids=["inline", "thread"])
+def test_samples_that_all_fail_have_stats_too(pool: Pool | None) -> None:
+    class Bad:
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> int:
+            raise ValueError("bad file")
+
+    with ShardedDataLoader(Bad(), 2, pool=pool) as loader:
+        iterator = iter(loader)
+        for _ in range(4):
+            with pytest.raises(ValueError, match="bad file"):
+                next(iterator)
+        for stats in (loader.stats(), loader.stats(0), loader.stats(1)):
+            assert "0 samples in 0 batches" in str(stats)
+            assert (stats.samples_per_second, stats.shares, stats.as_dict()["samples"]) == (0, (), 0)
+        assert loader.stats().predict(num_workers=2).samples_per_second == 0
+
+
+def test_the_advice_for_samples_that_all_fail_names_no_gain() -> None:
+    row = BatchRow(0, 0, -1, 0, 0, 1.0, 0.2, 0.9, 1.0, 1.0, 1.2, 0.0, wait=Wait(1.0, 1.2), times=Times(processor=0.2))
+    causes = NO_CAUSES | {"compute": 0.2}
+    stats = LoaderStats(seconds=0.2, waiting_seconds=0.2, causes=causes, _rows=[row], _setup=Setup(1, 2))
+    assert "compute" in str(stats)
+    assert LoaderStats(sources=(0, 0)).shares == (0, 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_discard_leaves_out_of_an_epoch_is_counted(ranks: int) -> None:
+    left_out = []
+    for rank in range(ranks):
+        with ShardedDataLoader(range(43), 8, last_batch="discard", num_replicas=ranks, rank=rank) as loader:
+            list(loader)
+            left_out.append(loader.stats(0).discarded_samples)
+    assert left_out == ([3] if ranks == 1 else [6, 5])
+    for loader in (ShardedDataLoader(range(3), 4, drop_last=True), DataLoader(range(3), 4, drop_last=True)):
+        assert list(loader) == []
+        assert loader.stats().discarded_samples == 3

@@ -312,6 +312,87 @@ def test_workers_that_live_on_are_told_what_the_loader_is_told(method: str) -> N
         assert [batch.unique().tolist() for batch in loader] == [[epoch]]
 
 
+class ToldStream(IterableDataset[int]):
+    """The same, as iterable data."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.epoch
+
+
+class ToldRows(Told):
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 1
+
+
+@pytest.mark.costly(2)
+@pytest.mark.parametrize("dataset", [ToldStream, ToldRows])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"num_workers": 1},
+        {"num_workers": 1, "thread_pool": True, "persistent_workers": True},
+        {"num_workers": 1, "persistent_workers": True},
+        {"num_workers": 1, "persistent_workers": True, "start_method": "spawn", "seed": 1},
+    ],
+    ids=str,
+)
+def test_a_dataset_is_read_in_the_epoch_that_it_was_told_last(dataset: Any, given: dict[str, Any]) -> None:
+    data = dataset()
+    loader = DataLoader(data, 1, **given)
+    found = []
+    for tell, epoch in ((data, 5), (None, None), (data, 7), (loader, 2), (loader, 3), (data, 9), (None, None)):
+        if tell is not None:
+            tell.set_epoch(epoch)
+        found += [int(batch) for batch in loader]
+    assert found == [5, 5, 7, 2, 3, 9, 9]
+
+
+@pytest.mark.parametrize("given", [{}, {"num_workers": 2}, {"streams": 4}, {"streams": 4, "batch_size": None}], ids=str)
+def test_the_length_of_iterable_data_is_that_of_torch_where_that_is_exact(given: dict[str, Any]) -> None:
+    class Numbers(IterableDataset[int]):
+        def __len__(self) -> int:
+            return 10
+
+        def __iter__(self) -> Iterator[int]:
+            yield from range(10)
+
+    loader = DataLoader(Numbers(), **{"batch_size": 4, **given})
+    if not given or given.get("batch_size", 4) is None:
+        assert len(loader) == (10 if given else 3)
+        return
+    with pytest.raises(TypeError, match=r"a Numbers decides how many samples each of its [24] parts.*steps_per_epoch="):
+        len(loader)
+
+
+def test_a_state_of_several_parts_takes_the_length_away() -> None:
+    class Numbers(ToldStream):
+        def __len__(self) -> int:
+            return 2
+
+        def __iter__(self) -> Iterator[int]:
+            yield from range(2)
+
+    saved = DataLoader(Numbers(), 2, streams=2)
+    next(iter(saved))
+    loader = DataLoader(Numbers(), 2)
+    assert len(loader) == 1
+    loader.load_state_dict(saved.state_dict())
+    for _ in range(2):
+        with pytest.raises(TypeError, match="of its 2 parts"):
+            len(loader)
+        iterator = iter(loader)
+        next(iterator)
+    list(iterator)
+
+
 # -- what it has done ---------------------------------------------------------------------------------------
 
 

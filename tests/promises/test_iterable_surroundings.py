@@ -10,12 +10,14 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.utils.data
 from conftest import POOLS, PROCESS_POOLS, begin, covering
 from failures import Fails, kill, raise_lookup
 from injection import PUMP, InterruptAt, next_interrupted
@@ -415,23 +417,105 @@ def test_fewer_shards_of_the_dataset_than_ranks_are_rejected() -> None:
             next(iter(loader))
 
 
-def test_a_length_is_an_estimate_by_the_dataset_s_or_an_error_with_advice() -> None:
-    class Sized(Own):
-        def __len__(self) -> int:
-            return 22
+class Numbers(Own):
+    """0, 1, 2, ... A part yields every ``parts``-th of them."""
 
-    with loader_of(Own()) as loader:
-        with pytest.raises(TypeError, match="the loader has no length.*Give steps_per_epoch=, or the dataset a"):
-            len(loader)
-        assert "unknown number of batches" in repr(loader)
-        assert bool(iter(loader)) is True
-    with loader_of(Sized()) as loader:
-        assert len(loader) == len(iter(loader)) == 6
-        assert "22 samples, 6 batches of 4" in repr(loader)
-    with loader_of(Sized(), drop_last=True) as loader:
-        assert len(loader) == 5
+    def __len__(self) -> int:
+        return sum(self.lengths)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        yield from range(len(self)) if info is None else range(info.id, len(self), info.num_workers)
+
+
+@covering(
+    2, pool=POOLS, lengths=[(22,), (20,), (3,), ()], how=[{}, {"last_batch": "discard"}], parts=[1, 2, 4], ranks=[1, 2]
+)
+def test_a_length_is_the_number_of_batches_or_an_error_that_names_steps_per_epoch(
+    pool: str, lengths: tuple[int, ...], how: dict[str, Any], parts: int, ranks: int
+) -> None:
+    parts = max(parts, ranks)
+    shared = {"num_replicas": 2, "rank": 1} if ranks == 2 else {}
+    with warnings.catch_warnings(), loader_of(Numbers(lengths), pool, streams=parts, **how, **shared) as loader:
+        warnings.simplefilter("ignore")  # ranks; parts without a batch
+        if parts == 1:
+            assert f"{len(loader)} batches of 4" in repr(loader)
+            assert len(loader) == len(iter(loader)) == len(list(loader))
+        else:
+            with pytest.raises(TypeError, match=f"a Numbers decides how many samples each of its {parts} parts has.*s"):
+                len(loader)
+            assert "unknown number of batches" in repr(loader)
+            assert bool(iter(loader)) is True
+
+
+def test_the_steps_are_the_length_and_without_a_length_of_the_dataset_there_is_none() -> None:
     with loader_of(Own(), steps_per_epoch=9) as loader:
         assert len(loader) == len(iter(loader)) == 9
+    with (
+        loader_of(Own((5,)), streams=1) as loader,
+        pytest.raises(TypeError, match="the loader has no length.*Give steps_per_epoch=, or the dataset a"),
+    ):
+        len(loader)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_what_discard_leaves_out_is_counted_and_whole_parts_are_warned_of(pool: str) -> None:
+    with loader_of(Parts((9, 4, 6)), pool, streams=3, last_batch="discard") as loader:
+        assert [sum(map(len, loader)) for _ in range(2)] == [16, 16]
+        assert [loader.stats(epoch).discarded_samples for epoch in (0, 1, None)] == [3, 3, 6]
+    with loader_of(Parts((3, 4, 2)), pool, streams=3, last_batch="discard") as loader:
+        with pytest.warns(UserWarning, match="has left out 5 samples: 2 of its 3 parts had fewer"):
+            assert [len(batch) for batch in loader] == [4]
+    with loader_of(Parts((3, 5)), pool, streams=2) as loader:
+        assert sum(map(len, loader)) == 8 and loader.stats().discarded_samples == 0
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_set_epoch_of_the_dataset_is_heard_as_that_of_the_loader(pool: str) -> None:
+    whole, dataset = epochs_of(Told(), 10), Told()
+
+    def read() -> int:
+        return whole.index([values(batch) for batch in loader])
+
+    with loader_of(dataset, pool) as loader:
+        dataset.set_epoch(5)
+        assert loader.epoch == 5 and [read(), read()] == [5, 6]
+        dataset.set_epoch(3)
+        loader.set_epoch(8)  # the last one that is told
+        assert [read(), read()] == [8, 9]
+    dataset = Told()
+    with loader_of(dataset, pool) as loader:
+        dataset.set_epoch(2)
+        iterator = iter(loader)
+        assert [values(next(iterator)) for _ in range(2)] == whole[2][:2]
+        state = loader.state_dict()
+    for epoch, expected in ((2, whole[2][2:]), (4, whole[4])):
+        dataset = Told()
+        with loader_of(dataset, pool) as loader:
+            loader.load_state_dict(state)
+            dataset.set_epoch(epoch)
+            assert [values(batch) for batch in loader] == expected
+
+
+def test_an_epoch_that_a_dataset_has_is_the_first_and_bad_ones_are_errors() -> None:
+    dataset = Told()
+    dataset.set_epoch(3)
+    with loader_of(dataset) as loader:
+        assert loader.epoch == 3
+        dataset.set_epoch(-1)
+        with pytest.raises(ValueError, match="epoch must be at least 0, got -1"):
+            next(iter(loader))
+
+
+def test_loaders_that_share_a_dataset_do_not_hear_each_other() -> None:
+    dataset, whole = Told((5,)), epochs_of(Told((5,)), 4, streams=1)
+    with loader_of(dataset, streams=1) as one, loader_of(dataset, streams=1) as other:
+        for epoch in range(3):
+            assert [values(batch) for batch in one] == whole[epoch]
+        assert [values(batch) for batch in other] == whole[0]
+        dataset.set_epoch(3)
+        for loader in (one, other):
+            assert [values(batch) for batch in loader] == whole[3]
 
 
 def test_loops_in_several_threads_share_a_loader() -> None:

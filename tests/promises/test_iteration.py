@@ -524,6 +524,17 @@ def test_a_dataset_with_set_epoch_is_told(pool: Pool) -> None:
         assert sum(lists(loader), []) == [700 + i for i in range(12)]
 
 
+def test_set_epoch_of_the_dataset_is_heard(pool: Pool) -> None:
+    dataset = Told()
+    with ShardedDataLoader(dataset, 4, pool=pool) as loader:
+        for tell, epoch, wanted in ((dataset, 5, 5), (None, 0, 6), (dataset, 2, 2), (loader, 9, 9), (dataset, 1, 1)):
+            if tell is not None:
+                tell.set_epoch(epoch)
+                assert loader.epoch == epoch
+            assert loader.peek().tolist()[0] == 100 * wanted
+            assert sum(lists(loader), []) == [100 * wanted + i for i in range(12)]
+
+
 def test_where_there_is_one_dataset_it_can_be_in_one_epoch_only(pool: Pool) -> None:
     with ShardedDataLoader(Told(), 4, pool=pool) as loader:
         old = iter(loader)

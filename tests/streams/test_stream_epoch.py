@@ -177,4 +177,4 @@ def test_in_any_order_the_part_with_the_fewest_batches_in_flight_is_next() -> No
 
 
 def test_its_length_is_that_of_the_dataset_or_its_steps() -> None:
-    assert reading_of().length() == 20 and reading_of(steps=5).length() == 5
+    assert reading_of(parts=1).length() == 20 and reading_of(steps=5).length() == 5

@@ -166,9 +166,11 @@ def test_it_goes_on_from_the_farthest_point_that_lies_before_an_epoch() -> None:
     assert order._beginning(1, range(2)).points == {}
 
 
-def test_the_length_is_an_estimate_or_the_steps_or_an_error() -> None:
-    assert [order_of(Sized(), last_batch=one).length(0) for one in ("keep", "discard")] == [6, 5]
-    assert order_of(Sized(), num_replicas=2, rank=0).length(0) == 3
+def test_the_length_is_exact_or_an_error() -> None:
+    assert [order_of(Sized(), streams=1, last_batch=one).length(0) for one in ("keep", "discard")] == [6, 5]
+    for several in ({"streams": 2}, {"num_replicas": 2, "rank": 0}):
+        with pytest.raises(TypeError, match="of its 2 parts has.*Give steps_per_epoch="):
+            order_of(Sized(), **several).length(0)
     assert order_of(steps_per_epoch=9).length(3) == 9
     with pytest.raises(TypeError, match="only known at its end"):
         order_of().length(0)
