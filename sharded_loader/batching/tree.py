@@ -197,7 +197,8 @@ def _copy(template: Any) -> Any:
         is_failed = is_dataclass_instance(template) and not isinstance(error, TypeError)
         if is_from_outside(error) or not (is_failed or isinstance(template, (dict, list))):
             raise
-    again = type(template).__new__(type(template))
+    kind: Any = type(template)
+    again = kind.__new__(kind)
     getattr(again, "__dict__", {}).update(getattr(template, "__dict__", {}))  # none where it has slots
     if isinstance(template, list):
         again.extend(template)

@@ -259,8 +259,8 @@ def test_a_split_of_a_mixture_has_all_samples():
 
 
 def test_a_random_sampler_over_a_mixture_gives_its_samples_of_the_epoch():
-    mixed = mixture(shuffle=True)
-    loader = ShardedDataLoader(mixed, 10, sampler=RandomSampler(100, seed=1), batchify_fn=plain)
+    loader = ShardedDataLoader(mixture(shuffle=True), 10, sampler=RandomSampler(100, seed=1), batchify_fn=plain)
+    mixed = mixture(shuffle=True)  # another one: the loader would hear what its own is told
     for epoch in range(2):
         found = sum(loader, [])
         mixed.set_epoch(epoch)
