@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
 import tarfile
 import warnings
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mutations import Subject, assert_noticed, read_shards, verdicts
+from mutations import Subject, assert_noticed, damaged, read_shards, verdicts
+from test_shard_tables import InMemory
 
 from sharded_loader import RecordFileDataset, ShardDataset
 from sharded_loader.recordio import RecordIOError
 from sharded_loader.recordio.files import MAGIC_NUMBER, framed
 from sharded_loader.storage.files import ShardError
+from sharded_loader.storage.tar import Tar
 
 DIALECTS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
@@ -81,6 +85,15 @@ def test_damaged_tar_shards_are_noticed(dialect: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_thousands_of_damaged_tar_shards_are_noticed(dialect: str, tmp_path: Path) -> None:
     assert_noticed(tar_subject(dialect), range(1000, 2700), tmp_path)
+
+
+def test_no_damage_gives_a_tar_shard_more_samples_than_it_has() -> None:
+    """Names that stand in headers have checksums, and a copy of a member has the name of another one."""
+    content, found = tar_of("ustar"), Counter[int]()
+    for seed in range(60, 160):
+        with contextlib.suppress(ShardError):
+            found[int(Tar().index(InMemory(damaged(content, seed)[1]))["length"])] += 1
+    assert max(found) == 9 and found[9] > 20
 
 
 # -- RecordIO ---------------------------------------------------------------------------------------------------------
