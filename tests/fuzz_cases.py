@@ -248,7 +248,7 @@ WITHOUT_ERRORS: dict[str, Callable[[int], Any]] = {
     "transform of columns": lambda n: ArrayDataset(np.arange(n), np.arange(n)).transform(drawn_both),
     "part": lambda n: SimpleDataset(list(range(2 * n + 4))).filter(is_even).take(n),
     "shard": lambda n: SimpleDataset(list(range(2 * n))).shard(2, 1).transform(drawn),
-    "cached": lambda n: SimpleDataset(list(range(n))).transform(as_point).cache(),
+    "cached": lambda n: SimpleDataset(list(range(n))).transform(as_pair).cache(),
     "stored": lambda n: SimpleDataset(list(range(n))).transform(as_pair).cache("1 MB"),
     "stored, not all": lambda n: SimpleDataset(list(range(n))).transform(as_pair).cache(300),
     "stored records": lambda n: SimpleDataset(list(range(n))).transform(as_record).cache("1 MB"),

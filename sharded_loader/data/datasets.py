@@ -613,9 +613,7 @@ class StoredDataset(Wrapper):
         before = rng.reading.get()
         try:
             rng.reading.set(_KEPT)
-            one = len(indices) == 1
-            found = self._dataset[indices[0]] if one else read_many(self._dataset, indices)
-            return then(found, _alone if one else list, _KEPT)
+            return then(read_many(self._dataset, indices), list, _KEPT)
         finally:
             rng.reading.set(before)
 
@@ -706,10 +704,6 @@ class StoredDataset(Wrapper):
 
 
 _KEPT = rng.SampleScope(0, 0, is_cached=True)
-
-
-def _alone(sample: Any) -> list[Any]:
-    return [sample]
 
 
 def counts_of(dataset: Any) -> tuple[int, int, int]:
