@@ -55,7 +55,8 @@ from sharded_loader.streams.order import NO_SKIP
 
 __all__ = ["DataLoader"]
 
-_HAS_IN_ORDER = "in_order" in inspect.signature(torch.utils.data.DataLoader).parameters  # torch 2.4 has none
+_TORCHS = torch.utils.data.DataLoader  # programs put this module's class in its place: the name is looked up once
+_HAS_IN_ORDER = "in_order" in inspect.signature(_TORCHS).parameters  # torch 2.4 has none
 
 
 class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
@@ -245,7 +246,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
 
     @multiprocessing_context.setter
     def multiprocessing_context(self, context: Any) -> None:
-        torch.utils.data.DataLoader.multiprocessing_context.fset(self, context)  # type: ignore[attr-defined]
+        _TORCHS.multiprocessing_context.fset(self, context)  # type: ignore[attr-defined]
 
     @property
     def _is_accelerate_prepared(self) -> bool:
