@@ -34,7 +34,7 @@ from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, read_here
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, TorchSteps, at_named_epoch
-from sharded_loader.drop_in.workers import check_arguments, job_of, make_pool
+from sharded_loader.drop_in.workers import check_arguments, check_data, job_of, make_pool
 from sharded_loader.engine.messages import Job, OnError, Task
 from sharded_loader.engine.split import Split
 from sharded_loader.loader.arguments import check_max_skipped, make_split
@@ -210,6 +210,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
     def _get_iterator(self) -> Any:
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
             return super()._get_iterator()  # datapipes are bound to torch's own workers
+        check_data(self)
         if self.num_workers and self._tuner is None:
             self.check_worker_number_rationality()
         if not isinstance(self.dataset, IterableDataset):
@@ -557,6 +558,8 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         """The arguments. Workers and positions stay here."""
+        if "_meter" not in self.__dict__:  # made by ``__new__`` alone
+            return self.__dict__
         gone = ("_iterator", "_resume_point", "_prepared", "_loaded", "_rng_at_load", "_job", "_newest")
         meter = Meter(self.dataset, Notices(), self.max_skipped)
         own = {"_meter": meter, "_tuner": self._tuner and tuned(meter), "_epochs": copy.copy(self._epochs)}
