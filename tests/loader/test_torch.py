@@ -267,11 +267,13 @@ def test_what_cannot_be_read_is_rejected_when_it_is_read_as_torch_does(name: str
             loader.read(0)
 
 
-def test_mocks_are_read_as_torch_reads_them() -> None:
-    dataset = MagicMock(spec=Rows)
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("spec", [Rows, None])
+def test_mocks_are_read_as_torch_reads_them(spec: Any, workers: int) -> None:
+    dataset = MagicMock(spec=spec)
     dataset.__len__.return_value, dataset.__getitem__.side_effect = 2, lambda index: index * 10
     for kind in (DataLoader, TORCHS):
-        assert [batch.tolist() for batch in kind(dataset)] == [[0], [10]]
+        assert [batch.tolist() for batch in kind(dataset, num_workers=workers)] == [[0], [10]]
         collate_fn = Mock(return_value="batch")
         assert list(kind(Rows(), 11, collate_fn=collate_fn)) == ["batch"]
         assert len(collate_fn.call_args.args[0]) == 11
