@@ -34,7 +34,7 @@ from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, read_here
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, TorchSteps, at_named_epoch
-from sharded_loader.drop_in.workers import check_arguments, job_of, make_pool
+from sharded_loader.drop_in.workers import check_arguments, check_data, job_of, make_pool
 from sharded_loader.engine.messages import Job, OnError, Task
 from sharded_loader.engine.split import Split
 from sharded_loader.loader.arguments import check_max_skipped, make_split
@@ -160,6 +160,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._epochs = EpochCount()
         self._named: int | None = None  # the epoch of the last `set_epoch`
         self._newest: weakref.ref[LoaderIterator] | None = None
+        self._waiting: weakref.ref[LoaderIterator] | None = None  # the newest one that has read nothing
         self._given_skip = check_skip(skip)
         self.skip = list(self._given_skip)
         self._steps = StepCount(None)
@@ -210,32 +211,42 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
     def _get_iterator(self) -> Any:
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
             return super()._get_iterator()  # datapipes are bound to torch's own workers
+        check_data(self)
         if self.num_workers and self._tuner is None:
             self.check_worker_number_rationality()
         if not isinstance(self.dataset, IterableDataset):
             text = text_if_ranks_repeat(nested(self._index_sampler))
             if text is not None:
                 self._meter.notices.happened("ranks", f"{text}give sampler=DistributedSampler(dataset) to share it out")
-        loaded, self._loaded = self._loaded, None
-        if loaded is None:
+        if self._loaded is None:
             return LoaderIterator(self)
-        state = parsed(LoaderState, loaded, ADVICE)
+        state = parsed(LoaderState, self._loaded, ADVICE)
         epoch = state.epoch_to_begin
         by_fabric = counted_by_fabric(epoch)
-        if not by_fabric and state.sampler is not None:
-            state = at_named_epoch(state, self._index_sampler, self._epochs)
-        iterator = LoaderIterator(self, state)
+        iterator = LoaderIterator(self, state if by_fabric else self._state_to_begin())
         if by_fabric:
             tell_epoch(self._index_sampler, epoch)
         return iterator
+
+    def _state_to_begin(self) -> LoaderState | None:
+        """The state that was loaded, if no epoch has begun since."""
+        if self._loaded is None:
+            return None
+        return at_named_epoch(parsed(LoaderState, self._loaded, ADVICE), self._index_sampler, self._epochs)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # the base class says nothing of batches
         prepared, self._prepared = self._prepared, None
         if prepared is not None and self._loaded is None:
             return prepared
-        if getattr(self._iterator, "_shutdown", False):
-            self._iterator = None
+        if isinstance(self._iterator, LoaderIterator) and self._iterator.is_stale(self):
+            self._end_persistent_workers()
         return super().__iter__()
+
+    def _end_persistent_workers(self) -> None:
+        """Have the next epoch start new workers."""
+        if isinstance(self._iterator, LoaderIterator):
+            self._iterator._shutdown_workers()
+            self._iterator = None
 
     @property
     def multiprocessing_context(self) -> Any:
@@ -287,6 +298,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
             True
         """
         self._prepared, self._epochs.next, self._named = None, epoch, epoch
+        self._epochs.request(epoch)
         tell_epoch(self._index_sampler, epoch)
         tell = getattr(self.dataset, "set_epoch", None)
         if callable(tell):
@@ -503,14 +515,19 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         """
         if self._loaded is not None:
             return self._with_skip(copy.deepcopy(self._loaded))
-        if self._resume_point is None:
+        point, waiting = self._resume_point, None if self._waiting is None else self._waiting()
+        if waiting is not None and (point is None or point.finished):
+            self._prepared = waiting  # its epoch is the one that comes
+        elif point is None:
             # The epoch is settled now, so that the state is the state of the epoch that comes.
-            self._prepared = self._get_iterator()
+            self._prepared = waiting = self._get_iterator()
             if self.persistent_workers and self.num_workers > 0:
-                self._iterator = self._prepared
-        if self._resume_point is None:
+                self._iterator = waiting
+        if isinstance(self._prepared, LoaderIterator):
+            point = self._prepared.resume_point
+        if point is None:
             raise TypeError("datapipes are read by torch's own workers, which have no state_dict()")
-        state, self._data = self._resume_point.state_dict(), self._data or fingerprint_of(self.dataset)
+        state, self._data = point.state_dict(), self._data or fingerprint_of(self.dataset)
         return self._with_skip(state if self._data is None else {**state, "_data": self._data})
 
     def _with_skip(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -549,15 +566,15 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         tell = getattr(self.dataset, "set_epoch", None)
         if state.epoch_of_dataset is not None and callable(tell):
             tell(state.epoch_of_dataset)
-        if isinstance(self._iterator, LoaderIterator):  # its workers have datasets and generators of another time
-            self._iterator._shutdown_workers()
-            self._iterator = None
+        self._end_persistent_workers()  # they have datasets and generators of another time
 
     # -- copies ---------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         """The arguments. Workers and positions stay here."""
-        gone = ("_iterator", "_resume_point", "_prepared", "_loaded", "_rng_at_load", "_job", "_newest")
+        if "_meter" not in self.__dict__:  # made by ``__new__`` alone
+            return self.__dict__
+        gone = ("_iterator", "_resume_point", "_prepared", "_loaded", "_rng_at_load", "_job", "_newest", "_waiting")
         meter = Meter(self.dataset, Notices(), self.max_skipped)
         own = {"_meter": meter, "_tuner": self._tuner and tuned(meter), "_epochs": copy.copy(self._epochs)}
         return {**self.__dict__, **dict.fromkeys(gone), **own, "_memory": DeviceMemory()}

@@ -245,7 +245,8 @@ class Reader:
         in_bulk = in_bulk and job.in_bulk
         self._gather = None
         if in_bulk:
-            of_batchify = getattr(job.batchify_fn, "bulk_of", None)
+            has_bulk = hasattr(type(job.batchify_fn), "bulk_of")  # an object of a mock has every attribute
+            of_batchify = job.batchify_fn.bulk_of if has_bulk else None
             if job.batchify_fn is None or of_batchify is not None:
                 self._gather = (of_batchify or as_bulk)(job.dataset)
         self._takes_arrays = self._gather is not None and takes_arrays(job.dataset)

@@ -499,6 +499,7 @@ def test_only_another_epoch_than_that_of_the_state_begins() -> None:
     some(iter(drawn), 10)
     saved = drawn.state_dict()
     drawn.load_state_dict(saved)
-    drawn.sampler.set_epoch(3)  # type: ignore[attr-defined]  # which decides nothing there
     state = parsed(LoaderState, saved, "give a state")
     assert at(drawn, state) is state
+    drawn.sampler.set_epoch(3)  # type: ignore[attr-defined]
+    assert at(drawn, state).finished

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.context import BaseContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +299,36 @@ def test_which_pool_reads() -> None:
         names.append(type(pool).__name__)
         pool.close()
     assert names == ["InlinePool", "ProcessPool", "ThreadPool"]
+
+
+class ThreadContext(SpawnContext):
+    """As MONAI's ThreadDataLoader has it."""
+
+    _name = "threads of another library"  # type: ignore[assignment]
+    Process = threading.Thread  # type: ignore[assignment]
+
+
+class OtherSpawns(SpawnContext):
+    _name = "spawns of another library"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("context", "kind", "method"),
+    [
+        (ThreadContext(), "ThreadPool", None),
+        (OtherSpawns(), "ProcessPool", "spawn"),
+        (type("Loky", (BaseContext,), {"_name": "loky"})(), "ProcessPool", "spawn"),
+        (multiprocessing.get_context("spawn"), "ProcessPool", "spawn"),
+    ],
+)
+def test_contexts_of_other_libraries_name_the_pool(context: Any, kind: str, method: str | None) -> None:
+    loader = DataLoader(range(4), 2, num_workers=1, multiprocessing_context=context)
+    assert loader.multiprocessing_context is context
+    pool = make_pool(loader)
+    assert (type(pool).__name__, getattr(pool, "start_method", None)) == (kind, method)
+    pool.close()
+    if kind == "ThreadPool":
+        assert plain(loader) == [[0, 1], [2, 3]]
 
 
 class EmptyAtFirst(IterableDataset[Any]):
