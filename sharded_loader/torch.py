@@ -109,6 +109,8 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
     Source of the idea: ``torch.utils.data.DataLoader``, and ``StatefulDataLoader`` of torchdata.
     """
 
+    skip: Sequence[tuple[int, int]] = ()  # torchdata's subclass has a constructor that calls no other
+
     def __init__(
         self,
         dataset: Any,

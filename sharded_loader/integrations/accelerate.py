@@ -104,14 +104,10 @@ class Prepared:
             following = next(batches, nothing)
             if following is nothing:  # as Accelerate's own loaders: the next epoch begins after a resume
                 self._is_last, self._state = True, super().state_dict()  # type: ignore[misc]
-            yield self._own(batch) if self._is_shared else batch
+            if self._is_shared:
+                self.remainder, batch = batch
+            yield batch
             batch = following
-
-    def _own(self, shared: Any) -> Any:
-        """The batch in what a `RankShare` made. With ``num_shards``, there is one of each shard."""
-        shares = shared if isinstance(shared, list) else [shared]
-        self.remainder = sum(share[0] for share in shares) % self.total_batch_size
-        return [share[1] for share in shares] if isinstance(shared, list) else shared[1]
 
     def _skip(self, count: int) -> int:
         """Begin the next epoch behind its first ``count`` batches; how many of them have to be read for that."""
@@ -186,13 +182,13 @@ class RankShare:
         self.collate_fn, self.replicas, self.rank, self.size = collate_fn, replicas, rank, size
 
     def __call__(self, samples: list[Any]) -> tuple[int, Any]:
-        """How many samples all ranks have together, without repetitions; the batch of this rank."""
+        """How many samples of all ranks are no repetitions, 0: all of them; the batch of this rank."""
         size, count = self.size, len(samples)
         if size is None:
             filled = count < self.replicas
             return sum(map(find_batch_size, samples)) if filled else 0, self.collate_fn(samples[self.rank % count])
         begin = self.rank * size
-        return count, self.collate_fn(list(islice(cycle(samples), begin, begin + size)))
+        return count % (self.replicas * size), self.collate_fn(list(islice(cycle(samples), begin, begin + size)))
 
 
 class PreparedDataLoader(Prepared, DataLoader[Any]):  # type: ignore[misc]
@@ -327,7 +323,7 @@ def _prepare_drop_in(loader: DataLoader[Any], accelerator: Any, on_device: bool)
         given["sampler"] = given["batch_sampler"] = None
         if replicas > 1:
             synchronized = getattr(loader.dataset, "generator", None)
-            given.update(_share(loader, accelerator))
+            given.update(_share(loader, accelerator, given))
     elif replicas > 1:
         if not batched:
             raise ValueError("batch_size=None cannot be shared out to ranks: give a batch_size")
@@ -355,7 +351,7 @@ def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, on_device: boo
     if is_stream(loader.dataset):
         if replicas > 1 and not divided:
             given.pop("batchify_fn", None)
-            given.update(_share(loader, accelerator))
+            given.update(_share(loader, accelerator, given))
     elif replicas > 1:
         none = dict.fromkeys(("pool", "device", "timeout", "max_worker_memory"))
         order = ShardedDataLoader(**{**given, **none, "num_workers": 0, "thread_pool": False})
@@ -374,13 +370,17 @@ def _made(kind: Any, given: dict[str, Any], total_batch_size: int, drops_rest: b
     return prepared
 
 
-def _share(loader: Any, accelerator: Any) -> dict[str, Any]:
+def _share(loader: Any, accelerator: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Arguments for iterable data: the batches of all ranks, of which this rank keeps its share."""
     replicas, size = accelerator.num_processes, loader.batch_size
     whole = (size or 1) * replicas
+    if given.get("devices") or given.get("num_shards"):
+        raise ValueError("iterable data cannot be shared out to ranks and to shards: leave out devices and num_shards")
     if size and accelerator.split_batches:
         if size % replicas:
-            raise ValueError(f"split_batches=True cannot split a batch of {size} among {replicas} ranks: give a multiple")
+            raise ValueError(
+                f"split_batches=True cannot split a batch of {size} among {replicas} ranks: give a multiple"
+            )
         size, whole = size // replicas, size
     share = RankShare(loader.collate_fn, replicas, accelerator.process_index, size)
     return {"batch_size": whole, "collate_fn": share}

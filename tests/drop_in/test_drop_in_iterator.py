@@ -57,6 +57,14 @@ def test_it_takes_the_place_of_torchs_class_under_its_name(
     assert plain(Own(range(6), 4, **arguments)) == plain(torch.utils.data.DataLoader(range(6), 4))
 
 
+def test_a_subclass_without_our_constructor_has_a_length() -> None:
+    class Apart(DataLoader[Any]):  # as torchdata's class is, after the swap
+        def __init__(self, dataset: Any, batch_size: int) -> None:
+            torch.utils.data.DataLoader.__init__(self, dataset, batch_size)
+
+    assert len(Apart(range(6), 4)) == 2
+
+
 # -- workers come and go ------------------------------------------------------------------------------------
 
 
