@@ -431,7 +431,7 @@ class SamplerStart:
         try:
             items = first_of(self._of_named_epoch(items))[1]
         except Exception as error:
-            items = _raising(error)
+            items = raising(error)
         if not self.resumes:
             for one, epoch in self._counted:
                 one.epoch = epoch + 1
@@ -618,6 +618,7 @@ def _set_all(generators: Iterable[torch.Generator], states: Iterable[str] | None
         set_generator(generator, state)
 
 
-def _raising(error: Exception) -> Iterator[Any]:
+def raising(error: Exception) -> Iterator[Any]:
+    """An iterator whose first item is this error."""
     raise error
     yield
