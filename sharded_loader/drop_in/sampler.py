@@ -159,6 +159,7 @@ class ShuffleSampler(RandomSampler):
 
     def expect(self, seed: int | None) -> None:
         """Make this the next seed, unless `set_epoch` or the user's seed decides. None: a drawn one."""
+        self._next = None  # it was drawn for an iterator that has read nothing
         self._expected = None if self._is_named else seed
 
     def begin_state(self) -> dict[str, Any]:
