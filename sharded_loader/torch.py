@@ -171,6 +171,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._prepared: LoaderIterator | None = None
         self._loaded: dict[str, Any] | None = None
         self._rng_at_load: torch.Tensor | None = None
+        self._following: list[int] | None = None  # what the epoch after the resumed one would have drawn
         self._job: Job | None = None  # of the newest epoch
         self._data: str | None = None  # the dataset's fingerprint
         if sampler is None and batch_sampler is None and not isinstance(dataset, IterableDataset):
@@ -576,7 +577,17 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         """The arguments. Workers and positions stay here."""
         if "_meter" not in self.__dict__:  # made by ``__new__`` alone
             return self.__dict__
-        gone = ("_iterator", "_resume_point", "_prepared", "_loaded", "_rng_at_load", "_job", "_newest", "_waiting")
+        gone = (
+            "_iterator",
+            "_resume_point",
+            "_prepared",
+            "_loaded",
+            "_rng_at_load",
+            "_job",
+            "_newest",
+            "_waiting",
+            "_following",
+        )
         meter = Meter(self.dataset, Notices(), self.max_skipped)
         own = {"_meter": meter, "_tuner": self._tuner and tuned(meter), "_epochs": copy.copy(self._epochs)}
         return {**self.__dict__, **dict.fromkeys(gone), **own, "_memory": DeviceMemory()}

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from sharded_loader.base.entries import written
 from sharded_loader.batching.pack import Packed
-from sharded_loader.drop_in.sampler import BegunEpoch, SamplerStart, SamplerState
+from sharded_loader.drop_in.sampler import BegunEpoch, SamplerStart, SamplerState, raising
 from sharded_loader.engine.messages import NOTHING, Nothing, PartBatch, PartPoint, Result, Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
-from sharded_loader.sampling.foreign import ForeignItems, rank_of
+from sharded_loader.sampling.foreign import ForeignItems, known_length, rank_of
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import bytes_of_one
 
@@ -73,6 +73,7 @@ class TorchEpoch(Epoch):
         self._skips = skips
         self._left_out: Sequence[range] = ()
         self._items: ForeignItems | None = None  # once the sampler has been started
+        self._length: int | None = None  # likewise, if it has one
         state = start.state
         self.first = self._low = self._drawn = self._coming = state.yielded
         self.number = 0
@@ -133,7 +134,18 @@ class TorchEpoch(Epoch):
                 self._planned[self._coming] = _Planned(number, item, lane, self._turns[lane], left_out)
                 self._turns[lane] += not left_out
                 self._coming += 1
+            # Some samplers draw, or count, at their end. A loop that never asks for a batch after the last one, and a
+            # resumed loop that has to, go on alike.
+            if self._drawn == self._length and items.stateful is None:
+                try:
+                    self._ended = items.is_over()
+                except Exception as error:  # it is the one of the next batch
+                    items.rest = raising(error)
         return self._planned.get(seq)
+
+    def is_over(self, delivered: int) -> bool:
+        """Whether no batch is left after ``delivered`` ones, as far as the sampler was read."""
+        return self._ended and delivered == self._coming
 
     def begin(self) -> None:
         """Start the sampler, unless it has started: it draws now what it draws for its first item."""
@@ -147,6 +159,7 @@ class TorchEpoch(Epoch):
             if self._start.resumes:
                 mark = Checkpoint(self.number, at.yielded, at.checksum, at.rank, bool(at.over), at.own)
             self._items = ForeignItems(self._start.sampler, self._start.started, mark)
+            self._length = known_length(self._start.sampler, self.number)
             self._ended = False
 
     def begun(self, delivered: int) -> BegunEpoch | None:

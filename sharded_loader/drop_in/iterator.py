@@ -155,7 +155,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if draws:
             _load_generator(loader.generator, state)
         self._start = _start_of(loader, state)
-        drawn = _drawn_before(loader, self._start, state)
+        drawn = self._drawn_before(loader, state)
         if loader.num_workers == 0 and draws and state is not None:
             _load_dataset(loader.dataset, state)
         super().__init__(loader)
@@ -214,6 +214,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             then = "Persistent workers still have the old one: leave out persistent_workers, or make a new loader"
             warn_of_length(self._dataset, self._length, self._pool.notices, then)
         self._start = _start_of(loader, None)
+        self._drawn_before(loader, None)
         super()._reset(loader, first_iter)
         if self._start is not None:
             self._start.put_back()
@@ -281,6 +282,25 @@ class LoaderIterator(_BaseDataLoaderIter):
         # Until the first `next` the loader is what it was: an iterator that reads nothing changes nothing.
         self._owner, self._requests, loader._waiting = loader, loader._epochs.requests, weakref.ref(self)
 
+    def _drawn_before(self, loader: DataLoader[Any], state: LoaderState | None) -> int | None:
+        """The seed that the next epoch would have drawn when a state of an epoch's end was saved; None: it draws now.
+
+        It draws one if the program has seeded, or used, the default generator since it loaded the state.
+        """
+        seed = of_sampler = None
+        loaded_at, following = loader._rng_at_load, loader._following if state is None else state.next_draws
+        self._following = following if state is not None and not state.finished else None
+        if (
+            following
+            and not self._following
+            and loaded_at is not None
+            and torch.equal(loaded_at, torch.get_rng_state())
+        ):
+            seed, of_sampler = following
+        if self._start is not None and self._start.shuffle is not None:
+            self._start.shuffle.expect(of_sampler)
+        return seed
+
     def is_stale(self, loader: DataLoader[Any]) -> bool:
         """True if persistent workers have ended, or if ``set_epoch`` was called that their datasets have not heard."""
         if self._shutdown or not callable(getattr(loader.dataset, "set_epoch", None)):
@@ -306,6 +326,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._begin(loader, None, None)
         epochs, number = loader._epochs, self.resume_point.epoch.number
         epochs.next, epochs.requested, self._owner = number + 1, None, None
+        loader._following = self._following
         loader._loaded = self._loaded = loader._waiting = None
         loader._newest, loader._job, loader._resume_point = weakref.ref(self), self._job, self.resume_point
         if loader._prepared is self:
@@ -458,20 +479,6 @@ def _load_generator(generator: torch.Generator | None, state: LoaderState | None
     """Restore the generator that the user gave to the loader."""
     if generator is not None and state is not None and state.generator is not None:
         set_generator(generator, state.generator)
-
-
-def _drawn_before(loader: DataLoader[Any], start: SamplerStart | None, state: LoaderState | None) -> int | None:
-    """The seed that the next epoch would have drawn when a state of an epoch's end was saved; None: it draws one now.
-
-    It draws one if the program has seeded, or used, the default generator since it loaded the state.
-    """
-    seed = of_sampler = None
-    loaded_at = loader._rng_at_load
-    if state and state.next_draws and loaded_at is not None and torch.equal(loaded_at, torch.get_rng_state()):
-        seed, of_sampler = state.next_draws
-    if start is not None and start.shuffle is not None:
-        start.shuffle.expect(of_sampler)
-    return seed
 
 
 def _load_dataset(dataset: Any, state: LoaderState) -> None:

@@ -159,6 +159,7 @@ class ShuffleSampler(RandomSampler):
 
     def expect(self, seed: int | None) -> None:
         """Make this the next seed, unless `set_epoch` or the user's seed decides. None: a drawn one."""
+        self._next = None  # it was drawn for an iterator that has read nothing
         self._expected = None if self._is_named else seed
 
     def begin_state(self) -> dict[str, Any]:
@@ -431,7 +432,7 @@ class SamplerStart:
         try:
             items = first_of(self._of_named_epoch(items))[1]
         except Exception as error:
-            items = _raising(error)
+            items = raising(error)
         if not self.resumes:
             for one, epoch in self._counted:
                 one.epoch = epoch + 1
@@ -618,6 +619,7 @@ def _set_all(generators: Iterable[torch.Generator], states: Iterable[str] | None
         set_generator(generator, state)
 
 
-def _raising(error: Exception) -> Iterator[Any]:
+def raising(error: Exception) -> Iterator[Any]:
+    """An iterator whose first item is this error."""
     raise error
     yield
