@@ -242,7 +242,7 @@ def prepare(loader: Any, accelerator: Any, device_placement: bool | None = None)
     _replace_skip_first_batches()
     if accelerator.dispatch_batches and accelerator.num_processes > 1:
         warnings.warn(
-            "dispatch_batches=True has no effect on a loader of this library: each rank reads the data itself, and gets "
+            "dispatch_batches=True has no effect here: each rank reads the data itself, and gets "
             "the same batches as if rank 0 had sent them",
             stacklevel=2,
         )
