@@ -28,7 +28,7 @@ from sharded_loader.base.described import an
 from sharded_loader.base.entries import anything, parsed, read_entry
 from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.notices import Notices
-from sharded_loader.base.private import called_by, counted_by_fabric, refuse_skipping
+from sharded_loader.base.private import counted_by_fabric, rebuilt_by_accelerate, refuse_skipping
 from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, read_here
@@ -265,7 +265,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
     @property
     def _is_accelerate_prepared(self) -> bool:
         """False. Accelerate asks for it before it builds torch's loader from this one."""
-        if called_by("prepare_data_loader", "accelerate") is not None:
+        if rebuilt_by_accelerate("prepare_data_loader"):
             warnings.warn(
                 "accelerator.prepare() makes a PyTorch DataLoader of this loader, so crashed workers end the program "
                 "and seed= has no effect. Call prepare(loader, accelerator) of sharded_loader.integrations.accelerate",

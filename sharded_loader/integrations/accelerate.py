@@ -160,13 +160,13 @@ class RankBatches(BatchSamplerShard):  # type: ignore[misc]
         size, inside = self.batch_size, self.batch_sampler
         if size is None:
             raise TypeError("batches of any size")
-        batches, replicas = len_epoch(inside, epoch), 1 if self.split_batches else self.num_processes
-        last: int = size
+        batches, last = len_epoch(inside, epoch), int(size)
+        replicas = 1 if self.split_batches else int(self.num_processes)
         if getattr(inside, "last_batch", None) != "rollover":
             sampler = getattr(inside, "sampler", None)
             samples = len(dataset) if sampler is None else len_epoch(sampler, epoch)
-            last = min(size, samples - (batches - 1) * size)
-        return ((batches - 1) % replicas * size + last) % (replicas * size)
+            last = min(last, samples - (batches - 1) * last)
+        return ((batches - 1) % replicas * int(size) + last) % (replicas * int(size))
 
 
 class RankShare:
@@ -275,7 +275,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     """
     if not isinstance(loader, Prepared):
         raise TypeError(f"skip_first_batches() takes what prepare() has returned, not {an(type(loader))}")
-    given = dict(loader._given)  # type: ignore[attr-defined]
+    given = dict(loader._given)
     if given.get("batch_sampler") is not None:
         given["batch_sampler"] = SkipBatchSampler(given["batch_sampler"], skip_batches=num_batches)
     if isinstance(loader, ShardedDataLoader):

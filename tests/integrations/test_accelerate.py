@@ -183,6 +183,22 @@ def test_only_prepared_loaders_skip_batches() -> None:
         skip_first_batches(torch.utils.data.DataLoader(range(4)), 1)
 
 
+@pytest.mark.parametrize("length", [10, None])
+def test_in_the_place_of_torchs_class_accelerates_own_functions_keep_it(
+    length: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sharded_loader.torch import DataLoader
+
+    monkeypatch.setattr(accelerate.data_loader, "DataLoader", DataLoader)
+    loader = DataLoader(range(10) if length else Numbers(10), batch_size=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        loader = accelerate.Accelerator(cpu=True).prepare(loader)
+    assert type(loader.base_dataloader) is DataLoader
+    rest = accelerate.skip_first_batches(loader, 1)
+    assert [batch.tolist() for batch in rest] == [[4, 5, 6, 7], [8, 9]]
+
+
 def test_accelerates_own_prepare_warns() -> None:
     from sharded_loader.torch import DataLoader
 
