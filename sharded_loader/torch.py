@@ -561,7 +561,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._rng_at_load = torch.get_rng_state()
         self._prepared = None
         # `set_epoch` after this decides, as it would have at the end of an epoch.
-        self._epochs.next = state.epoch_to_begin
+        self._epochs.next, self._epochs.requested = state.epoch_to_begin, None
         if isinstance(self.sampler, ShuffleSampler):
             self.sampler.forget_epoch()
         tell = getattr(self.dataset, "set_epoch", None)

@@ -241,6 +241,7 @@ class TorchEpoch(Epoch):
         checksum, own = self._marks[low]
         state = SamplerState(low, checksum, rank_of(start.sampler), own=own, ahead=sorted(ahead) or None)
         state.shuffle, state.rng, state.epochs = start.state.shuffle, start.state.rng, start.state.epochs
+        state.keyed = start.state.keyed
         if finished:
             state.own = None if self._items is None else self._items.own_state()
             start.set_end(state)
