@@ -72,7 +72,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         multiprocessing_context, generator, persistent_workers, in_order: As in torch's ``DataLoader``.
         prefetch_factor: The number of batches to prefetch for each worker. None: 2, and more while a batch takes less
             than 1 ms.
-        timeout: The limit for the time of each sample, in seconds. It turns ``restarts`` off. 0: none.
+        timeout: The limit for the time of each sample, in seconds. 0: none.
         seed: A seed for the order of ``shuffle=True``, for `sample_rng`, and for the global generators, which workers
             seed for each batch. With it, nothing depends on the number of workers. None: as in torch.
         on_error: What to do with a sample that cannot be read: ``"raise"``, ``"skip"``, ``"replace"`` or a function;
@@ -84,7 +84,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
             `ShardedDataLoader`.
         start_method: How worker processes start; instead of ``multiprocessing_context``.
         thread_pool: Whether workers are threads instead of processes.
-        restarts: How many workers a batch may kill before you get an error. 0: none.
+        restarts: How many workers a batch may kill before you get an error. 0: none. None: 3, or none with ``timeout``.
         max_bytes: The limit of shared memory for batches, in bytes.
         numa: Whether batches and workers are placed near the GPU; see `ProcessPool`.
         max_worker_memory: The memory that a worker process may take; see `ProcessPool`.
@@ -137,7 +137,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         num_shards: int | None = None,
         start_method: Literal["fork", "forkserver", "spawn"] | None = None,
         thread_pool: bool = False,
-        restarts: int = 3,
+        restarts: int | None = None,
         max_bytes: int | None = None,
         numa: bool = True,
         max_worker_memory: int | str | None = None,

@@ -143,7 +143,7 @@ class TorchEpoch(Epoch):
                     items.rest = raising(error)
         return self._planned.get(seq)
 
-    def is_over(self, delivered: int) -> bool:
+    def ends_after(self, delivered: int) -> bool:
         """Whether no batch is left after ``delivered`` ones, as far as the sampler was read."""
         return self._ended and delivered == self._coming
 
