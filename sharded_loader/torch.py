@@ -31,7 +31,7 @@ from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import called_by, counted_by_fabric, refuse_skipping
 from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.devices.names import find_devices
-from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, read_here
+from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, numbers_in, read_here
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, TorchSteps, at_named_epoch
 from sharded_loader.drop_in.workers import check_arguments, check_data, job_of, make_pool
@@ -159,6 +159,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._scales_prefetch = prefetch_factor is None
         self._epochs = EpochCount()
         self._named: int | None = None  # the epoch of the last `set_epoch`
+        self._told: dict[str, int] = {}  # the numbers in the dataset after that
         self._newest: weakref.ref[LoaderIterator] | None = None
         self._waiting: weakref.ref[LoaderIterator] | None = None  # the newest one that has read nothing
         self._given_skip = check_skip(skip)
@@ -304,6 +305,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         tell = getattr(self.dataset, "set_epoch", None)
         if callable(tell):
             tell(epoch)
+        self._told = numbers_in(self.dataset)
 
     def read(self, index: Any, epoch: int = 0) -> Any:
         """One sample, read here and now, with its random generator: where a debugger works.
