@@ -31,7 +31,7 @@ from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import counted_by_fabric, rebuilt_by_accelerate, refuse_skipping
 from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.devices.names import find_devices
-from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, read_here
+from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, numbers_in, read_here
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, TorchSteps, at_named_epoch
 from sharded_loader.drop_in.workers import check_arguments, check_data, job_of, make_pool
@@ -72,7 +72,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         multiprocessing_context, generator, persistent_workers, in_order: As in torch's ``DataLoader``.
         prefetch_factor: The number of batches to prefetch for each worker. None: 2, and more while a batch takes less
             than 1 ms.
-        timeout: The limit for the time of each sample, in seconds. It turns ``restarts`` off. 0: none.
+        timeout: The limit for the time of each sample, in seconds. 0: none.
         seed: A seed for the order of ``shuffle=True``, for `sample_rng`, and for the global generators, which workers
             seed for each batch. With it, nothing depends on the number of workers. None: as in torch.
         on_error: What to do with a sample that cannot be read: ``"raise"``, ``"skip"``, ``"replace"`` or a function;
@@ -84,7 +84,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
             `ShardedDataLoader`.
         start_method: How worker processes start; instead of ``multiprocessing_context``.
         thread_pool: Whether workers are threads instead of processes.
-        restarts: How many workers a batch may kill before you get an error. 0: none.
+        restarts: How many workers a batch may kill before you get an error. 0: none. None: 3, or none with ``timeout``.
         max_bytes: The limit of shared memory for batches, in bytes.
         numa: Whether batches and workers are placed near the GPU; see `ProcessPool`.
         max_worker_memory: The memory that a worker process may take; see `ProcessPool`.
@@ -139,7 +139,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         num_shards: int | None = None,
         start_method: Literal["fork", "forkserver", "spawn"] | None = None,
         thread_pool: bool = False,
-        restarts: int = 3,
+        restarts: int | None = None,
         max_bytes: int | None = None,
         numa: bool = True,
         max_worker_memory: int | str | None = None,
@@ -161,6 +161,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._scales_prefetch = prefetch_factor is None
         self._epochs = EpochCount()
         self._named: int | None = None  # the epoch of the last `set_epoch`
+        self._told: dict[str, int] = {}  # the numbers in the dataset after that
         self._newest: weakref.ref[LoaderIterator] | None = None
         self._waiting: weakref.ref[LoaderIterator] | None = None  # the newest one that has read nothing
         self._given_skip = check_skip(skip)
@@ -306,6 +307,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         tell = getattr(self.dataset, "set_epoch", None)
         if callable(tell):
             tell(epoch)
+        self._told = numbers_in(self.dataset)
 
     def read(self, index: Any, epoch: int = 0) -> Any:
         """One sample, read here and now, with its random generator: where a debugger works.
@@ -563,7 +565,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._rng_at_load = torch.get_rng_state()
         self._prepared = None
         # `set_epoch` after this decides, as it would have at the end of an epoch.
-        self._epochs.next = state.epoch_to_begin
+        self._epochs.next, self._epochs.requested = state.epoch_to_begin, None
         if isinstance(self.sampler, ShuffleSampler):
             self.sampler.forget_epoch()
         tell = getattr(self.dataset, "set_epoch", None)

@@ -143,7 +143,7 @@ class TorchEpoch(Epoch):
                     items.rest = raising(error)
         return self._planned.get(seq)
 
-    def is_over(self, delivered: int) -> bool:
+    def ends_after(self, delivered: int) -> bool:
         """Whether no batch is left after ``delivered`` ones, as far as the sampler was read."""
         return self._ended and delivered == self._coming
 
@@ -241,6 +241,7 @@ class TorchEpoch(Epoch):
         checksum, own = self._marks[low]
         state = SamplerState(low, checksum, rank_of(start.sampler), own=own, ahead=sorted(ahead) or None)
         state.shuffle, state.rng, state.epochs = start.state.shuffle, start.state.rng, start.state.epochs
+        state.keyed = start.state.keyed
         if finished:
             state.own = None if self._items is None else self._items.own_state()
             start.set_end(state)

@@ -192,7 +192,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._number = next(_numbers)
         self._unread: set[int] = set()  # parts that had ended in a loaded state: no worker has read them
         self._fetched: weakref.WeakSet[BatchFuture[Any]] = weakref.WeakSet()
-        self._loaded, self._numbers = loader._loaded, _numbers_in(loader.dataset)
+        self._loaded, self._numbers = loader._loaded, numbers_in(loader.dataset)
         self._begin(loader, state, self._sampler_iter if loader.num_workers == 0 else None)
         if drawn is not None:  # what this iterator has drawn changes nothing for others that begin at this state
             loader._rng_at_load = torch.get_rng_state()
@@ -253,7 +253,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             job = replace(job, stream=epoch.stream._replace(tells_epoch=False))
         else:
             # As in torch, a worker has the dataset as it was when the worker started.
-            job = replace(job, keeps_state=is_stateful(self._dataset), tells_epoch=loader._epochs.requested is not None)
+            is_told = loader._epochs.requested is not None and loader._told == numbers_in(loader.dataset)
+            job = replace(job, keeps_state=is_stateful(self._dataset), tells_epoch=is_told)
             epoch = self._sampler_epoch(start, None if saved is None else saved.sampler, items, loader._left_out)
             self._pipeline.one_by_one = start.may_draw
             epoch.takes_turns = loader._tuner is None or job.keeps_state
@@ -306,7 +307,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._shutdown or not callable(getattr(loader.dataset, "set_epoch", None)):
             return self._shutdown
         is_named = loader._epochs.requested is not None or self._job.tells_epoch
-        return self._pool.started and (is_named or _numbers_in(loader.dataset) != self._numbers)
+        return self._pool.started and (is_named or numbers_in(loader.dataset) != self._numbers)
 
     def _make_again(self, loader: DataLoader[Any]) -> None:
         """Begin where an iterator would begin that is made now."""
@@ -470,7 +471,7 @@ def _start_of(loader: DataLoader[Any], state: LoaderState | None) -> SamplerStar
     return SamplerStart(loader._index_sampler, saved, finished, loader._epochs)
 
 
-def _numbers_in(dataset: Any) -> dict[str, int]:
+def numbers_in(dataset: Any) -> dict[str, int]:
     """The integers that are attributes of a dataset: among them is what the user's ``set_epoch`` has named."""
     return {name: value for name, value in getattr(dataset, "__dict__", {}).items() if type(value) is int}
 

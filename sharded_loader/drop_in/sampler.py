@@ -14,6 +14,9 @@ What decides the order of an epoch of ``shuffle=True``:
     set_epoch(e)                 the first seed that was drawn, or the generator's first state, and e
     otherwise                    a seed from torch's default generator for each epoch, as in torch
 
+If the loader's ``set_epoch`` names an epoch, and the user's sampler has no ``set_epoch``, the epoch, the seed of the
+sampler's generator and that of torch's default generator decide its order.
+
 Without ``seed``, every epoch draws what torch's sampler draws, also where ``set_epoch`` decides. So the default
 generator, or the user's, goes on as under torch.
 
@@ -57,6 +60,7 @@ from sharded_loader.sampling.foreign import (
     ForeignItems,
     check_torchs_list,
     first_of,
+    keyed,
     loaded,
     other_indices,
     rank_of,
@@ -260,6 +264,7 @@ class SamplerState:
         own: the sampler's own state.
         generators: the states of the sampler's own generators at the end of the epoch.
         datasets: the state of each worker's dataset.
+        keyed: the seed and the epoch that decide the order of a sampler without ``set_epoch``; see `keyed`.
     """
 
     yielded: int = entry(integer(0))
@@ -273,6 +278,7 @@ class SamplerState:
     own: Any = entry(anything, write=copy.deepcopy, name="state", default=None)
     generators: list[str] | None = entry(anything, default=None)
     datasets: list[Any] | None = entry(anything, write=copy.deepcopy, default=None)
+    keyed: list[int] | None = entry(anything, default=None)
 
 
 _PLAIN = (BatchSampler, SequentialSampler, InOrderSampler, list, tuple, range)
@@ -352,6 +358,8 @@ class SamplerStart:
         if state is not None and finished:
             self._load_end(state)
         self.state = state if state is not None and self.resumes else SamplerState(0, 0)
+        if epochs.requested is not None and not self.resumes and self._draws and not self.has_set_epoch:
+            self.state.keyed = [torch.initial_seed(), epochs.requested]
         self._asked: Iterator[Any] = iter(())
         self._note()
 
@@ -479,6 +487,11 @@ class SamplerStart:
         Args:
             mark: where the state was saved. None: the epoch begins, with the items of `begin`.
         """
+        if self.state.keyed is not None:
+            seed, epoch = self.state.keyed
+            with keyed(self.sampler, epoch, seed, mark) as begun:
+                yield begun
+            return
         if mark is None:
             items = self.first(self._asked)
             yield items, self.stateful or (items if is_stateful(items) else None)

@@ -126,7 +126,7 @@ class ResumePoint:
         generator = following = None
         if self.generator is not None:
             generator = generator_state(self.generator)
-        elif finished or (isinstance(self.epoch, TorchEpoch) and self.epoch.is_over(delivered)):
+        elif finished or (isinstance(self.epoch, TorchEpoch) and self.epoch.ends_after(delivered)):
             # A new iterator draws the loader's seed, and then the sampler one of its own.
             following = [self.base_seed, *next_draws(1)] if self.workers_live_on else next_draws(2)
         if isinstance(self.epoch, TorchEpoch):

@@ -83,7 +83,7 @@ def check_data(loader: DataLoader[Any]) -> None:
 def make_pool(loader: DataLoader[Any]) -> Pool:
     """The pool that a loader's arguments ask for. Its workers have not started.
 
-    With ``timeout`` the pool restarts no worker: a silent or dead worker is an error, as in torch.
+    With ``timeout`` alone the pool restarts no worker: a silent or dead worker is an error, as in torch.
     """
     if loader.num_workers == 0:
         if loader.timeout:
@@ -103,22 +103,24 @@ def _uses_threads(loader: DataLoader[Any]) -> bool:
     return loader.thread_pool or (isinstance(process, type) and issubclass(process, threading.Thread))
 
 
-def _start_method(context: Any) -> str:
+def _start_method(context: Any) -> Any:
     """The start method of a context. Other libraries' contexts have names of their own."""
     methods = multiprocessing.get_all_start_methods()
     kinds = [name for name in methods if isinstance(context, type(multiprocessing.get_context(name)))]
-    name: str = context.get_start_method()
+    name = context.get_start_method()
     return name if name in methods else [*kinds, "spawn"][0]
 
 
 def _processes(loader: DataLoader[Any], count: int) -> ProcessPool:
-    context, timeout = loader.multiprocessing_context, loader.timeout or None
+    context, timeout, restarts = loader.multiprocessing_context, loader.timeout or None, loader.restarts
+    if restarts is None:
+        restarts = 3 if timeout is None else 0
     return ProcessPool(
         count,
         start_method=loader.start_method or (None if context is None else _start_method(context)),
         worker_init_fn=loader.worker_init_fn,
         timeout=timeout,
-        restarts=loader.restarts if timeout is None else 0,
+        restarts=restarts,
         max_bytes=loader.max_bytes,
         numa=loader.numa,
         max_worker_memory=loader.max_worker_memory,

@@ -212,6 +212,15 @@ def test_restarts_says_how_many_workers_a_batch_may_kill(restarts: int, tmp_path
     assert len((tmp_path / "deaths").read_text()) == restarts
 
 
+def test_a_timeout_turns_off_no_restarts_that_were_asked_for() -> None:
+    restarts = []
+    for given in ({}, {"timeout": 5}, {"timeout": 5, "restarts": 3}, {"restarts": 1}):
+        pool: Any = make_pool(DataLoader(range(3), num_workers=1, **given))  # type: ignore[arg-type]
+        restarts.append(pool.restarts)
+        pool.close()
+    assert restarts == [3, 0, 3, 1]
+
+
 def test_no_restarts_make_a_death_an_error_at_once() -> None:
     with pytest.raises(RuntimeError, match="is killed by signal"):
         list(DataLoader(Bad(kill), 4, num_workers=1, restarts=0))

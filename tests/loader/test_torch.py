@@ -353,6 +353,40 @@ def test_workers_that_live_on_are_told_what_the_loader_is_told(method: str) -> N
         assert [batch.unique().tolist() for batch in loader] == [[epoch]]
 
 
+class ToldStream(IterableDataset[int]):
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        torch.utils.data.get_worker_info()  # each part yields the same
+        yield from [self.epoch] * 2
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("pool", [{}, {"start_method": "fork"}, {"thread_pool": True}], ids=str)
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", [Told, ToldStream])
+def test_set_epoch_of_the_loader_and_of_the_dataset_is_heard_in_every_worker(
+    kind: Any, persistent: bool, pool: dict[str, Any]
+) -> None:
+    workers = {"num_workers": 2, "persistent_workers": persistent} if pool else {}
+    loader = DataLoader(kind(), batch_size=2, **workers, **pool)
+
+    def read() -> set[int]:
+        return {int(epoch) for batch in loader for epoch in batch}
+
+    assert read() == {-1}
+    loader.set_epoch(5)
+    assert read() == read() == {5}
+    loader.dataset.set_epoch(9)
+    assert read() == read() == {9}
+    loader.set_epoch(2)
+    loader.dataset.set_epoch(7)
+    assert read() == {7}
+
+
 # -- what it has done ---------------------------------------------------------------------------------------
 
 
