@@ -72,7 +72,7 @@ class LoaderState:
         epoch: number of the epoch.
         epoch_of_dataset: the attribute ``epoch`` of an iterable dataset.
         generator: the state of the loader's generator.
-        next_draws: at the end of an epoch, what the next one would draw: for the loader and for its sampler.
+        next_draws: after the last batch, what the next epoch would draw: for the loader and for its sampler.
         sampler: of map-style data.
         stream: of iterable data; see `sharded_loader.streams.state`.
     """
@@ -123,13 +123,13 @@ class ResumePoint:
         """The position, with the states of the workers' datasets."""
         fetched, is_over = fetched_by_lightning()
         finished = self.finished or is_over
+        delivered = max(self.epoch.first, self.run.delivered - fetched)
         generator = following = None
         if self.generator is not None:
             generator = generator_state(self.generator)
-        elif finished:
+        elif finished or (isinstance(self.epoch, TorchEpoch) and self.epoch.ends_after(delivered)):
             # A new iterator draws the loader's seed, and then the sampler one of its own.
             following = [self.base_seed, *next_draws(1)] if self.workers_live_on else next_draws(2)
-        delivered = max(self.epoch.first, self.run.delivered - fetched)
         if isinstance(self.epoch, TorchEpoch):
             position = self.epoch.position(delivered, finished)
             named = {"sampler": position.mark}

@@ -190,8 +190,9 @@ class Reader:
         in_bulk = in_bulk and job.in_bulk
         self._gather = None
         if in_bulk:
-            of_batchify = getattr(job.batchify_fn, "bulk_of", None)
-            if job.batchify_fn is None or of_batchify is not None:
+            # Of its class: a mock has every attribute.
+            of_batchify = hasattr(type(job.batchify_fn), "bulk_of") and getattr(job.batchify_fn, "bulk_of")  # noqa: B009
+            if job.batchify_fn is None or of_batchify:
                 self._gather = (of_batchify or as_bulk)(job.dataset)
         self._takes_arrays = self._gather is not None and takes_arrays(job.dataset)
         self._get_items = as_items(job.dataset) if in_bulk else None

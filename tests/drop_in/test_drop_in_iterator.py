@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 import threading
@@ -25,6 +26,43 @@ from sharded_loader.engine.messages import Task
 from sharded_loader.torch import DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+TORCHS_MODULES = (torch.utils.data, torch.utils.data.dataloader)
+
+
+# -- the place of torch's class -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("modules", [(torch.utils.data,), (torch.utils.data.dataloader,), TORCHS_MODULES])
+@pytest.mark.parametrize("arguments", [{}, {"num_workers": 1, "multiprocessing_context": "fork"}])
+def test_it_takes_the_place_of_torchs_class_under_its_name(
+    modules: Any, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.utils.data.DataLoader(range(6), 4)
+    with monkeypatch.context() as swapped:
+        for module in modules:
+            swapped.setattr(module, "DataLoader", DataLoader)
+
+        class Own(modules[0].DataLoader):  # type: ignore[misc]
+            def __init__(self, *given: Any, **named: Any) -> None:
+                self.early = True
+                super().__init__(*given, **named)
+
+        for kind in (modules[0].DataLoader, Own):
+            loader = kind(range(6), 4, **arguments)
+            assert isinstance(loader, modules[0].DataLoader)
+            assert plain(loader) == plain(copy.copy(loader)) == [[0, 1, 2, 3], [4, 5]]
+        assert plain(pickle.loads(pickle.dumps(modules[0].DataLoader(range(6), 4)))) == [[0, 1, 2, 3], [4, 5]]
+        assert plain(before) == [[0, 1, 2, 3], [4, 5]]
+    assert plain(Own(range(6), 4, **arguments)) == plain(torch.utils.data.DataLoader(range(6), 4))
+
+
+def test_a_subclass_without_our_constructor_has_a_length() -> None:
+    class Apart(DataLoader[Any]):  # as torchdata's class is, after the swap
+        def __init__(self, dataset: Any, batch_size: int) -> None:
+            torch.utils.data.DataLoader.__init__(self, dataset, batch_size)
+
+    assert len(Apart(range(6), 4)) == 2
 
 
 # -- workers come and go ------------------------------------------------------------------------------------
