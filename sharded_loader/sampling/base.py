@@ -169,6 +169,12 @@ class Sampler(Described, Generic[Item_co]):
     """The number of ranks that the order is made for; None: the order is the same for any number of ranks."""
     order_version: int = 1
     """Of the order. States have it, so that one from the middle of an epoch in an older order is rejected."""
+    cut_by: ClassVar[tuple[str, ...]] = ()
+    """Names in ``decided_by``: the arguments that say where a batch sampler cuts its order into batches."""
+    sized_by: ClassVar[tuple[str, ...]] = ()
+    """The attributes that grow with the size of a batch. The first one is that size, if it is a number."""
+    plan: Any = None
+    """What else must be equal in two batch samplers whose steps have the same samples, on other numbers of ranks."""
 
     @property
     def epoch(self) -> int:
@@ -227,6 +233,24 @@ class Sampler(Described, Generic[Item_co]):
         Override it to give the ranks of one step items that take equally long. Return a copy: others read the sampler.
         """
         return self
+
+    def resized(self, size: int, before: int) -> Any:
+        """A copy whose batches are larger by ``size / before``, in the same order; None if it cannot have them."""
+        twin = copy.copy(self)
+        for name in self.sized_by:
+            value = getattr(self, name)
+            found = [divmod(int(one) * size, before) for one in np.atleast_1d(value).tolist()]
+            if any(rest for _, rest in found):
+                return None
+            sizes = [one for one, _ in found]
+            kind = partial(np.array, dtype=value.dtype) if isinstance(value, np.ndarray) else list
+            setattr(twin, name, kind(sizes) if np.ndim(value) else sizes[0])
+        return twin if self.sized_by else None
+
+    @property
+    def samples_in_batch(self) -> Any:
+        """The number of samples, or of rows, in a batch. No number: they have several sizes."""
+        return getattr(self, self.sized_by[0], None) if self.sized_by else None
 
 
 class BalancedSampler(Sampler[Item_co]):

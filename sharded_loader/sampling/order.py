@@ -22,12 +22,14 @@ seeds, each reads its own order, and no rank can notice it.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from fractions import Fraction
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -161,11 +163,13 @@ class MapOrder(Order[Signature]):
     @property
     def settings(self) -> tuple[Any, ...]:
         """What `rescale` changes: ``batch_size``, the ranks, and what follows from them."""
-        return self._batch_size, self._replicas, self.replicated, self._shift, self._step_ranks, self._since
+        sampler = self._given_sampler, self._read_sampler, self._arguments
+        return self._batch_size, self._replicas, self.replicated, self._shift, self._step_ranks, self._since, sampler
 
     @settings.setter
     def settings(self, before: tuple[Any, ...]) -> None:
-        self._batch_size, self._replicas, self.replicated, self._shift, self._step_ranks, self._since = before
+        self._batch_size, self._replicas, self.replicated, self._shift, self._step_ranks, self._since, sampler = before
+        self._given_sampler, self._read_sampler, self._arguments = sampler
         self.resize(self.dataset_length)
 
     @property
@@ -245,7 +249,76 @@ class MapOrder(Order[Signature]):
         return for_ranks(self._items, ranks if step_ranks is None or ranks_of(self._items) is None else step_ranks)
 
     def _parsed(self, state: Any) -> tuple[Position, Signature]:
-        return parse(state)
+        return self.regrouped(*parse(state))
+
+    def regrouped(self, position: Position, saved: Signature) -> tuple[Position, Signature]:
+        """A position that was saved with batches of another size, as it counts in those of this sampler.
+
+        R ranks with batches of B samples read the same steps as R * B / b ranks with batches of b samples.
+
+        Raises:
+            ValueError: some samples would come again, or be lost.
+        """
+        cutter = next((one for one in self._samplers if is_own(one) and one.cut_by), None)
+        is_other = saved.sampler != kind_of(self._items) or saved.dataset_length != self.dataset_length
+        if cutter is None or saved.batch_size is not None or is_other or self._is_cut_as(saved, cutter):
+            return position, saved
+        factor, ranks, number, twin = Fraction(1), saved.num_replicas or 1, position.epoch, cutter
+        if position.done or self.steps is not None:
+            factor, twin = self._factor(saved, cutter)
+        if twin.counts_by_pass and self.steps is None:
+            if position.landmark is not None:
+                twin.note_landmark(number, position.landmark)
+            if twin.epoch_table(number).upto(position.done, position.done + 1) <= position.done:  # the epoch has ended
+                return Position(number + 1), replace(saved, sampler_arguments=self._arguments)
+        done, step_ranks, shift = (one * factor for one in (position.done, saved.step_ranks or 1, saved.shift))
+        before, length = known_length(twin, number), known_length(self._items_of(number, int(step_ranks)), number)
+        if self.steps is None:
+            if position.done == saved.sampler_length or (position.mark is not None and position.mark.finished):
+                done = Fraction(math.ceil(done) if length is None else length)
+        elif (ranks * factor).denominator * shift.denominator > 1 or (before and length != before * factor):
+            raise self._other_batches(saved)  # passes over the sampler would end in other steps
+        if done.denominator > 1:
+            raise self._other_batches(saved, done % 1 * cutter.samples_in_batch)
+        keeps_step = ranks * factor == self.replicas()[0] or not position.done
+        return replace(position, done=int(done)), replace(
+            saved,
+            sampler_length=None if find_foreign(self._items, 0)[0] is not None else length,
+            num_replicas=saved.num_replicas and max(int(ranks * factor), 1),
+            step_ranks=int(step_ranks) if step_ranks > 1 else None,
+            shift=int(shift),
+            sampler_arguments=self._arguments if keeps_step else saved.sampler_arguments,
+        )
+
+    def _is_cut_as(self, saved: Signature, cutter: Any) -> bool:
+        """Whether a batch sampler cuts its order into batches as the one that a state was saved with."""
+        was, names = dict(saved.sampler_arguments), {f"{type(cutter).__name__}.{name}" for name in cutter.cut_by}
+        return all(was.get(name, now) == now for name, now in arguments_of([cutter]) if name in names)
+
+    def _factor(self, saved: Signature, cutter: Any) -> tuple[Fraction, Any]:
+        """How many batches of this sampler are one of a state's, and a sampler with those."""
+        was, is_for_ranks = dict(saved.sampler_arguments), ranks_of(self._items) is not None
+        factor = Fraction(self.replicas()[0], saved.num_replicas or 1)  # of steps with as many samples as before
+        size = next((name for name, attribute in cutter.decided_by if (attribute,) == cutter.sized_by[:1]), None)
+        if isinstance(before := was.get(f"{type(cutter).__name__}.{size}"), int) and before > 0:
+            factor = Fraction(before, getattr(cutter, cutter.sized_by[0]))
+        ranks = (saved.step_ranks or 1) * factor if is_for_ranks else Fraction(1)
+        if ranks.denominator == 1 and (ranks == 1 or not self._evaluates):
+            own = for_ranks(cutter, int(ranks))
+            twin = for_ranks(own.resized(factor.numerator, factor.denominator), saved.step_ranks or 1)
+            if twin is not None and self._is_cut_as(saved, twin) and twin.plan == own.plan:
+                return factor, twin
+        raise self._other_batches(saved)
+
+    def _other_batches(self, saved: Signature, again: Any = None) -> ValueError:
+        """The error for a state of other batches. ``again``: the samples, or rows, that come again; None: unknown."""
+        found = other_arguments(saved, replace(saved, sampler_arguments=self._arguments))
+        lost = f"up to {self.dataset_length} samples" if again is None else f"{again} samples, or rows,"
+        return ValueError(
+            f"load_state_dict: the state was saved with other batches: {', '.join(found)}. Here {lost} would come "
+            "again, or be lost. Make the sampler as it was then, or with batches with which all ranks together read as "
+            "many samples in a step as before"
+        )
 
     def _differences(self, saved: Signature, position: Position, strict: bool) -> list[str]:
         before, self._step_ranks = self._step_ranks, None
@@ -309,16 +382,25 @@ class MapOrder(Order[Signature]):
             if not self.replicated and (text := text_if_ranks_repeat(nested(self.batch_sampler))) is not None:
                 warn(f'{text}give num_replicas="auto" to share it out, or num_replicas=1 if that is meant')
 
-    def rescale(self, num_replicas: Any, rank: Any, batch_size: Any) -> None:
+    def rescale(self, num_replicas: Any, rank: Any, batch_size: Any) -> str | None:
+        """Make the order for other ranks. Returns what to say of a step that gets larger or smaller without a word."""
         replicas = resolve_replicas(num_replicas, rank)
         refuse_distributed_sampler([self._given_sampler])
+        before, size = self.replicas()[0], self._batch_size
+        if self.given_batches:
+            size = getattr(self._read_sampler, "samples_in_batch", None)
         if batch_size is not None:
+            batch_size = check_int("batch_size", batch_size, 1, "give the number of samples per rank and step")
             if self.given_batches:
-                raise ValueError("rescale: the batch_sampler decides the batches: leave out batch_size")
-            self._batch_size = check_int("batch_size", batch_size, 1, "give the number of samples per rank and step")
+                self._read_sampler = self._given_sampler = _resized(self._read_sampler, batch_size, size)
+                self._arguments = arguments_of(self._samplers)
+            else:
+                self._batch_size = batch_size
         self._replicas, self.replicated = replicas, True
         self._since = _Since(self.next_epoch, 0, None, False)  # unless a state is loaded: then that is where
         self.resize(self.dataset_length)
+        is_meant = batch_size is not None or before == replicas[0]
+        return None if is_meant else _text_of_step(size, before, replicas[0])
 
     # -- epochs ---------------------------------------------------------------------------------------------
 
@@ -514,6 +596,28 @@ def _counts_others(saved: Signature, own: Signature) -> bool:
     """Whether steps, or their batches, were others than they are now."""
     rolls_over = own.last_batch == "rollover" and (saved.num_replicas or 1) != (own.num_replicas or 1)
     return rolls_over or saved.items_in_step != own.items_in_step
+
+
+def _resized(sampler: Any, size: int, before: Any) -> Any:
+    """A batch sampler with batches of another size."""
+    twin = sampler.resized(size, before) if isinstance(before, int) else None
+    if twin is None:
+        raise ValueError(
+            f"rescale: the batch_sampler decides the batches, and the {type(sampler).__name__} cannot have batches of "
+            f"{size} in the same order: leave out batch_size"
+        )
+    return twin
+
+
+def _text_of_step(size: Any, before: int, ranks: int) -> str:
+    """What to say if a step of all ranks gets larger or smaller. ``size``: of a rank's batch, if it is a number."""
+    if not isinstance(size, int):
+        return f"rescale: all ranks together read {ranks} batches in a step from now on, and {before} before"
+    whole = size * before
+    hint = f"batch_size={whole // ranks} keeps" if whole % ranks == 0 else f"{ranks} ranks cannot keep"
+    return (
+        f"rescale: all ranks together read {size * ranks} samples in a step from now on: {hint} the {whole} of before"
+    )
 
 
 def _steps_of(epoch: MapEpoch) -> str:

@@ -177,7 +177,11 @@ def test_a_sampler_with_other_arguments_is_refused_in_mid_epoch_by_name(was: Any
     with pytest.raises(ValueError, match=said):
         other.load_state_dict(state)
     assert other.position == 0
-    other.load_state_dict(state, strict=False)
+    if "budget" in said or "batch_size" in said:  # batches that cannot go on: see test_rescale.py
+        with pytest.raises(ValueError, match=said):
+            other.load_state_dict(state, strict=False)
+    else:
+        other.load_state_dict(state, strict=False)
     other.load_state_dict(begin)
     older = {key: value for key, value in state.items() if key != "sampler_arguments"}
     other.load_state_dict(older)
