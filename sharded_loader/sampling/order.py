@@ -266,15 +266,15 @@ class MapOrder(Order[Signature]):
         factor, ranks, number, twin = Fraction(1), saved.num_replicas or 1, position.epoch, cutter
         if position.done or self.steps is not None:
             factor, twin = self._factor(saved, cutter)
-        if twin.counts_by_pass and self.steps is None:
-            if position.landmark is not None:
-                twin.note_landmark(number, position.landmark)
-            if twin.epoch_table(number).upto(position.done, position.done + 1) <= position.done:  # the epoch has ended
-                return Position(number + 1), replace(saved, sampler_arguments=self._arguments)
         done, step_ranks, shift = (one * factor for one in (position.done, saved.step_ranks or 1, saved.shift))
         before, length = known_length(twin, number), known_length(self._items_of(number, int(step_ranks)), number)
         if self.steps is None:
-            if position.done == saved.sampler_length or (position.mark is not None and position.mark.finished):
+            is_over = position.done == saved.sampler_length or (position.mark is not None and position.mark.finished)
+            if twin.counts_by_pass and twin.last_batch == "discard":  # rows that were left out are not read now
+                twin.note_landmark(number, position.landmark or twin.known(number)[0])
+                is_over = twin.epoch_table(number).upto(position.done, position.done + 1) <= position.done
+                length = cutter.len_epoch(number) if is_over else None
+            if is_over:
                 done = Fraction(math.ceil(done) if length is None else length)
         elif (ranks * factor).denominator * shift.denominator > 1 or (before and length != before * factor):
             raise self._other_batches(saved)  # passes over the sampler would end in other steps
@@ -283,7 +283,7 @@ class MapOrder(Order[Signature]):
         keeps_step = ranks * factor == self.replicas()[0] or not position.done
         return replace(position, done=int(done)), replace(
             saved,
-            sampler_length=None if find_foreign(self._items, 0)[0] is not None else length,
+            sampler_length=None if twin.counts_by_pass or find_foreign(self._items, 0)[0] is not None else length,
             num_replicas=saved.num_replicas and max(int(ranks * factor), 1),
             step_ranks=int(step_ranks) if step_ranks > 1 else None,
             shift=int(shift),
