@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from fractions import Fraction
+from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -138,6 +139,8 @@ class MapOrder(Order[Signature]):
         self.skip = self.given_skip
         # The epoch of a state, and the ranks that its order is made for.
         self._step_ranks: tuple[int, int] | None = None
+        # The epoch of a state that was saved before the dataset grew, and the number of samples then.
+        self._before_growth: tuple[int, int] | None = None
         self.given_batches = batch_sampler is not None
         self._given_sampler = batch_sampler if self.given_batches else sampler
         self.is_given = self._given_sampler is not None
@@ -156,6 +159,7 @@ class MapOrder(Order[Signature]):
             self._read_sampler = with_seeds(self._read_sampler, seeds)
         self._arguments = arguments_of(self._samplers)
         self._settled = False
+        self._of_first = lru_cache(1)(self._sampler_of_first)
         self._requests = EpochRequests()
         self.resize(length)
         self._check_skip()
@@ -202,6 +206,7 @@ class MapOrder(Order[Signature]):
             self.batch_sampler = BatchSampler(indices, self._batch_size, self._last_batch, seed=self.seed)
         # The sampler of the global order: of batches, or of samples.
         self._items = self.batch_sampler if self.given_batches else self._sampler
+        self._of_first.cache_clear()
         # set_epoch may be called on the samplers that the user gave, and on those that the loader shows.
         self._requests.listen([*nested(self._given_sampler), *nested(self.batch_sampler)])
 
@@ -209,8 +214,17 @@ class MapOrder(Order[Signature]):
         if length is None:
             raise TypeError("the dataset has no __len__: give it one, or give the loader a sampler of its indices")
         if self._costs is not None:
-            return CostSampler(self._costs, self._batch_size, length, self.seed, self.steps is not None)
+            costs = self._costs if callable(self._costs) or length == self.dataset_length else self._costs[:length]
+            return CostSampler(costs, self._batch_size, length, self.seed, self.steps is not None)
         return RandomSampler(length, seed=self.seed) if self._shuffle else SequentialSampler(length)
+
+    def _sampler_of_first(self, length: int) -> Any:
+        """The sampler of the global order for the first samples, as it was before the dataset grew."""
+        given = self._read_sampler
+        if self.given_batches or not takes_order(given):
+            return _of_first(given, length, self.dataset_length)
+        indices = self._make_sampler(length)
+        return indices if given is None else given.over(indices)
 
     def undisturbed(self, but: Any) -> AbstractContextManager[None]:
         """Inside, the samplers may be read. Those of other libraries are put back. ``but``, the dataset, stays."""
@@ -224,7 +238,7 @@ class MapOrder(Order[Signature]):
         made_for = ranks_of(items)
         return Signature(
             seed=self.seed,
-            dataset_length=self.dataset_length,
+            dataset_length=self._length_in(epoch),
             sampler=kind_of(self._items),
             # Samplers of other libraries may have another length when they are read.
             sampler_length=known_length(items, epoch) if find_foreign(self._items, 0)[0] is None else None,
@@ -245,8 +259,34 @@ class MapOrder(Order[Signature]):
             step_ranks = self._step_ranks[1]
         if self._evaluates:
             step_ranks = 1  # for more ranks some batches would come twice
-        ranks = self.replicas()[0]
-        return for_ranks(self._items, ranks if step_ranks is None or ranks_of(self._items) is None else step_ranks)
+        ranks, items, length = self.replicas()[0], self._items, self._length_in(epoch)
+        if length is not None and length != self.dataset_length:
+            items = self._of_first(length)
+        return for_ranks(items, ranks if step_ranks is None or ranks_of(items) is None else step_ranks)
+
+    def _length_in(self, epoch: int) -> int | None:
+        """The number of samples that an epoch has."""
+        before = self._before_growth
+        return before[1] if before is not None and before[0] == epoch else self.dataset_length
+
+    def _growth(self, saved: Signature, position: Position) -> tuple[int, int] | None:
+        """The epoch of a state whose rest is read as before the dataset grew, and the number of samples then."""
+        was, now = saved.dataset_length, self.dataset_length
+        if was is None or now is None or was >= now or self.rolls_over or not position.done:
+            return None
+        return position.epoch, was
+
+    def _text_of_length(self, saved: Signature, position: Position, strict: bool) -> str | None:
+        """What to say of a dataset that has another length than it had."""
+        was, now, then = saved.dataset_length, self.dataset_length, position.epoch + 1
+        if was is None or now is None or was == now:
+            return None
+        text = f"the dataset had {was} samples, and has {now}"
+        if was > now:
+            return f"{text}: samples {now} to {was - 1} are missing. Give them back, or begin with set_epoch({then})"
+        if strict and not self._differences(saved, position, strict=False):
+            return f"{text}: strict=False reads the rest of the epoch from the first {was}, and all in the next one"
+        return f"{text}: read the epoch to its end with the first {was}, or begin one with all, set_epoch({then})"
 
     def _parsed(self, state: Any) -> tuple[Position, Signature]:
         return self.regrouped(*parse(state))
@@ -267,7 +307,8 @@ class MapOrder(Order[Signature]):
         if position.done or self.steps is not None:
             factor, twin = self._factor(saved, cutter)
         done, step_ranks, shift = (one * factor for one in (position.done, saved.step_ranks or 1, saved.shift))
-        before, length = known_length(twin, number), known_length(self._items_of(number, int(step_ranks)), number)
+        items = for_ranks(self._items, 1 if self._evaluates else max(int(step_ranks), 1))
+        before, length = known_length(twin, number), known_length(items, number)
         if self.steps is None:
             is_over = position.done == saved.sampler_length or (position.mark is not None and position.mark.finished)
             if twin.counts_by_pass and twin.last_batch == "discard":  # rows that were left out are not read now
@@ -321,12 +362,18 @@ class MapOrder(Order[Signature]):
         )
 
     def _differences(self, saved: Signature, position: Position, strict: bool) -> list[str]:
-        before, self._step_ranks = self._step_ranks, None
+        before = self._step_ranks, self._before_growth
+        self._step_ranks, self._before_growth = None, None if strict else self._growth(saved, position)
         try:
             own = self.signature(position.epoch, saved.step_ranks or 1)
         finally:
-            self._step_ranks = before
+            self._step_ranks, self._before_growth = before
+        text = self._text_of_length(saved, position, strict)
+        if text is not None and not (strict or position.done or self.rolls_over or "missing" in text):
+            own = replace(own, dataset_length=saved.dataset_length, sampler_length=saved.sampler_length)  # it begins
         phrases = differences(saved, own, strict, self._is_endless, position)
+        if phrases and text is not None:
+            phrases = [*(one for one in phrases if not one.startswith("the dataset had")), text]
         if self._costs is not None and position.done and saved.step != own.step:
             phrases.append(f"a step of all ranks had {saved.step} samples, and has {own.step}: costs= needs it to stay")
         if saved.skip and self.steps is None and _counts_others(saved, own):
@@ -359,6 +406,7 @@ class MapOrder(Order[Signature]):
         if self.steps is not None:
             self._shift = shifted(position, saved, self.signature(position.epoch), self._is_endless) or 0
         self._step_ranks = (position.epoch, saved.step_ranks or 1) if position.done else None
+        self._before_growth = self._growth(saved, position)
         for sampler in filter(has_weights, self._samplers):
             sampler.adopt(dict(saved.sampler_arguments))
         self.skip = merged(self.given_skip, saved.skip)
@@ -607,6 +655,16 @@ def _resized(sampler: Any, size: int, before: Any) -> Any:
             f"{size} in the same order: leave out batch_size"
         )
     return twin
+
+
+def _of_first(sampler: Any, length: int, now: int | None) -> Any:
+    """A sampler of the first samples, as far as it knows nothing of them but how many there are ``now``."""
+    if is_wrapper(sampler):
+        return sampler.over(_of_first(sampler.inner, length, now))
+    if type(sampler) in (RandomSampler, SequentialSampler) and len(sampler) == now:
+        sampler = copy.copy(sampler)
+        sampler._length = length
+    return sampler
 
 
 def _text_of_step(size: Any, before: int, ranks: int) -> str:
