@@ -22,9 +22,10 @@ on a sampler with ``__slots__`` cannot be noted.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -173,8 +174,19 @@ class Sampler(Described, Generic[Item_co]):
     """Names in ``decided_by``: the arguments that say where a batch sampler cuts its order into batches."""
     sized_by: ClassVar[tuple[str, ...]] = ()
     """The attributes that grow with the size of a batch. The first one is that size, if it is a number."""
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Arguments that the sampler keeps under their names, and that have no effect after it was made."""
     plan: Any = None
     """What else must be equal in two batch samplers whose steps have the same samples, on other numbers of ranks."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _unchangeable(type(self)) or (name in self.fixed and name in vars(self)):
+            kind = type(self).__name__
+            raise AttributeError(
+                f"{name} of a {kind} was read when it was made, and a change would have no effect: make another {kind} "
+                "and a loader with it, from the next epoch on"
+            )
+        super().__setattr__(name, value)
 
     @property
     def epoch(self) -> int:
@@ -251,6 +263,15 @@ class Sampler(Described, Generic[Item_co]):
     def samples_in_batch(self) -> Any:
         """The number of samples, or of rows, in a batch. No number: they have several sizes."""
         return getattr(self, self.sized_by[0], None) if self.sized_by else None
+
+
+@lru_cache
+def _unchangeable(kind: type[Sampler[Any]]) -> frozenset[str]:
+    """The arguments of a class of this library that are not kept under their names."""
+    if not kind.__module__.startswith(__package__):
+        return frozenset()
+    kept = [name for name, attribute in (*kind.decided_by, *kind.shown) if name == attribute]
+    return frozenset(inspect.signature(kind).parameters) - {"seed", "sampler", "batch_sampler", *kept}
 
 
 class BalancedSampler(Sampler[Item_co]):

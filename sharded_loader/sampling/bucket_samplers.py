@@ -233,6 +233,7 @@ class FixedBucketSampler(BalancedSampler[Any]):
         ("batch sizes", "_batch_begin"),
         *underscored("shuffle", "last_batch"),
     )
+    fixed = ("bucket_keys",)
     cut_by, sized_by = ("buckets", "batch sizes"), ("_batch_size", "bucket_batch_sizes")
     _buckets = (("bucket_keys", "bucket_keys"), ("bucket_batch_sizes", "bucket_batch_sizes"))
     shown = (*underscored("batch_size"), *_buckets, *underscored("num_shards", "last_group", "shuffle", "last_batch"))
@@ -486,7 +487,7 @@ class GroupedBatchSampler(FixedBucketSampler):
             seed=seed,
             last_batch=last_batch,
         )
-        self.bucket_keys, self.dataset_length = kinds, len(numbers)
+        vars(self)["bucket_keys"], self.dataset_length = kinds, len(numbers)
 
     def check_dataset(self, length: int) -> None:
         """Reject a dataset of another length."""

@@ -277,16 +277,15 @@ class MapOrder(Order[Signature]):
         return position.epoch, was
 
     def _text_of_length(self, saved: Signature, position: Position, strict: bool) -> str | None:
-        """What to say of a dataset that has another length than it had."""
+        """What to do about a dataset that has another length than it had."""
         was, now, then = saved.dataset_length, self.dataset_length, position.epoch + 1
         if was is None or now is None or was == now:
             return None
-        text = f"the dataset had {was} samples, and has {now}"
         if was > now:
-            return f"{text}: samples {now} to {was - 1} are missing. Give them back, or begin with set_epoch({then})"
+            return f"samples {now} to {was - 1} are missing: give them back, or begin with set_epoch({then})"
         if strict and not self._differences(saved, position, strict=False):
-            return f"{text}: strict=False reads the rest of the epoch from the first {was}, and all in the next one"
-        return f"{text}: read the epoch to its end with the first {was}, or begin one with all, set_epoch({then})"
+            return f"strict=False reads the rest of the epoch from the first {was}, and all in the next one"
+        return f"read the epoch to its end with the first {was} samples, or begin one with all, set_epoch({then})"
 
     def _parsed(self, state: Any) -> tuple[Position, Signature]:
         return self.regrouped(*parse(state))
@@ -373,7 +372,8 @@ class MapOrder(Order[Signature]):
             own = replace(own, dataset_length=saved.dataset_length, sampler_length=saved.sampler_length)  # it begins
         phrases = differences(saved, own, strict, self._is_endless, position)
         if phrases and text is not None:
-            phrases = [*(one for one in phrases if not one.startswith("the dataset had")), text]
+            lengths = f"the dataset had {saved.dataset_length} samples, and has {self.dataset_length}"
+            phrases = [lengths, *(one for one in phrases if one != lengths), text]
         if self._costs is not None and position.done and saved.step != own.step:
             phrases.append(f"a step of all ranks had {saved.step} samples, and has {own.step}: costs= needs it to stay")
         if saved.skip and self.steps is None and _counts_others(saved, own):
@@ -425,10 +425,21 @@ class MapOrder(Order[Signature]):
     def settle_replicas(self) -> None:
         """An epoch begins: what ``"auto"`` means is not asked again; ranks that would repeat each other are warned."""
         super().settle_replicas()
+        self._follow_given()
         if not self._settled:
             self._settled = True
             if not self.replicated and (text := text_if_ranks_repeat(nested(self.batch_sampler))) is not None:
                 warn(f'{text}give num_replicas="auto" to share it out, or num_replicas=1 if that is meant')
+
+    def _follow_given(self) -> None:
+        """Take over what the user has set in the given samplers, such as ``batch_size``, where copies are read."""
+        for given, read in zip(nested(self._given_sampler), self._samplers, strict=False):
+            if given is not read and is_own(given):
+                own = {"seed", "epoch_request", "_epoch", getattr(given, "_wraps", "")}
+                vars(read).update((name, value) for name, value in vars(given).items() if name not in own)
+                if not isinstance(getattr(given, "seed", None), DrawnSeed):
+                    read.seed = given.seed
+        self._arguments = arguments_of(self._samplers if self._costs is None else [self._sampler])
 
     def rescale(self, num_replicas: Any, rank: Any, batch_size: Any) -> str | None:
         """Make the order for other ranks. Returns what to say of a step that gets larger or smaller without a word."""
