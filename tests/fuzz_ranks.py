@@ -64,6 +64,7 @@ class Track:
         """Other ranks read the same steps, in batches of another size."""
         assert self.job.step_size is not None
         steps, is_over, before = self.done // self.replicas, 0 < self.end <= self.done, self.expected
+        steps_before: list[set[Any]] | None = None
         if self.job.steps is None and self.done < self.end:
             steps_before = [
                 set(sum(before[n : n + self.replicas], [])) for n in range(self.done, self.end, self.replicas)
@@ -71,7 +72,7 @@ class Track:
         self.replicas, self.size = replicas, self.job.step_size // replicas
         self.begin()
         self.done = self.end if is_over else steps * replicas
-        if self.job.steps is None and not is_over and not self.job.discards:
+        if steps_before is not None and not self.job.discards:
             now = [set(sum(self.expected[n : n + replicas], [])) for n in range(self.done, self.end, replicas)]
             # Some have fillers.
             if len(now) != len(steps_before) or any(

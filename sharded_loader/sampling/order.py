@@ -310,7 +310,8 @@ class MapOrder(Order[Signature]):
         before, length = known_length(twin, number), known_length(items, number)
         if self.steps is None:
             is_over = position.done == saved.sampler_length or (position.mark is not None and position.mark.finished)
-            if twin.counts_by_pass and twin.last_batch == "discard":  # rows that were left out are not read now
+            # At its end an epoch may have fewer rows than batches, and rows that were left out are not read now.
+            if twin.counts_by_pass and (twin.last_batch == "discard" or done.denominator > 1):
                 twin.note_landmark(number, position.landmark or twin.known(number)[0])
                 is_over = twin.epoch_table(number).upto(position.done, position.done + 1) <= position.done
                 length = cutter.len_epoch(number) if is_over else None
