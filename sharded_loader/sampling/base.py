@@ -180,10 +180,11 @@ class Sampler(Described, Generic[Item_co]):
     """What else must be equal in two batch samplers whose steps have the same samples, on other numbers of ranks."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _unchangeable(type(self)) or (name in self.fixed and name in vars(self)):
-            kind = type(self).__name__
+        kind: Any = type(self)
+        if name in _unchangeable(kind) or (name in self.fixed and name in vars(self)):
+            named = kind.__name__
             raise AttributeError(
-                f"{name} of a {kind} was read when it was made, and a change would have no effect: make another {kind} "
+                f"{name} of a {named} was read when it was made, and a change would have no effect: make another {named} "
                 "and a loader with it, from the next epoch on"
             )
         super().__setattr__(name, value)

@@ -371,6 +371,7 @@ ALSO_CALLED = {
     "sampler_seeds": "the seed of the|the sampler was made by the loader",
     "sampler_arguments": "(interval|rollover|weights|replacement|batch_size|last_batch) of the|[a-z_]+ of the [A-Z]",
     "num_replicas": "saved with other batches|ranks",
+    "step_ranks": "the sampler had",
 }
 
 
