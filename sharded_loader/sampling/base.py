@@ -184,8 +184,8 @@ class Sampler(Described, Generic[Item_co]):
         if name in _unchangeable(kind) or (name in self.fixed and name in vars(self)):
             named = kind.__name__
             raise AttributeError(
-                f"{name} of a {named} was read when it was made, and a change would have no effect: make another {named} "
-                "and a loader with it, from the next epoch on"
+                f"{name} of a {named} was read when it was made, and a change would have no effect: make another "
+                f"{named}, and a loader with it"
             )
         super().__setattr__(name, value)
 
