@@ -34,11 +34,19 @@ from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, read_here
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
-from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, TorchSteps, at_named_epoch, parts_of
+from sharded_loader.drop_in.state import (
+    ADVICE,
+    LoaderState,
+    ResumePoint,
+    TorchSteps,
+    at_named_epoch,
+    check_length,
+    parts_of,
+)
 from sharded_loader.drop_in.workers import check_arguments, check_data, job_of, make_pool
 from sharded_loader.engine.messages import Job, OnError, Task
 from sharded_loader.engine.split import Split
-from sharded_loader.loader.arguments import check_max_skipped, make_split
+from sharded_loader.loader.arguments import check_max_skipped, length, make_split
 from sharded_loader.loader.auto import number_of_workers, tuned
 from sharded_loader.loader.check import LoaderCheck, check_loader
 from sharded_loader.loader.epochs import check_one_epoch, fetch_epoch, shown_indices
@@ -546,6 +554,8 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         if point is None:
             raise TypeError("datapipes are read by torch's own workers, which have no state_dict()")
         state, self._data = point.state_dict(), self._data or fingerprint_of(self.dataset)
+        if "_sampler" in state and (known := length(self.dataset)) is not None:
+            state["_length"] = known
         return self._with_skip(state if self._data is None else {**state, "_data": self._data})
 
     def _with_skip(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -566,6 +576,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         kind = "_stream" if isinstance(self.dataset, IterableDataset) else "_sampler"
         state = parsed(LoaderState, state_dict, ADVICE)
         read_entry(state_dict, kind, anything, ADVICE)
+        check_length(state, length(self.dataset), self.sampler)
         given = merged(self._given_skip, check_skip(skip))
         saved = read_entry({"_skip": (), **state_dict}, "_skip", steps_to_skip, ADVICE)
         self._check_skip(given)

@@ -24,11 +24,12 @@ import random
 import sys
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from sharded_loader import Lockstep, ProcessPool, ShardedDataLoader
+from sharded_loader import LoaderWarning, Lockstep, ProcessPool, ShardedDataLoader
 from tests.fuzz_orders import SEED, Difference, Job, draw_job
 
 
@@ -58,6 +59,26 @@ class Track:
         else:
             assert self.job.endless is not None
             self.expected, self._coming = [], self.job.endless(self.replicas, self.size)
+
+    def regroup(self, replicas: int) -> None:
+        """Other ranks read the same steps, in batches of another size."""
+        assert self.job.step_size is not None
+        steps, is_over, before = self.done // self.replicas, 0 < self.end <= self.done, self.expected
+        steps_before: list[set[Any]] | None = None
+        if self.job.steps is None and self.done < self.end:
+            steps_before = [
+                set(sum(before[n : n + self.replicas], [])) for n in range(self.done, self.end, self.replicas)
+            ]
+        self.replicas, self.size = replicas, self.job.step_size // replicas
+        self.begin()
+        self.done = self.end if is_over else steps * replicas
+        if steps_before is not None and not self.job.discards:
+            now = [set(sum(self.expected[n : n + replicas], [])) for n in range(self.done, self.end, replicas)]
+            # Some have fillers.
+            if len(now) != len(steps_before) or any(
+                not (one <= other or other <= one) for one, other in zip(now, steps_before, strict=True)
+            ):
+                raise Difference(f"epoch {self.epoch}, {self.done}: steps of {now}, and before of {steps_before}")
 
     def follow(self, whole: bool) -> None:
         """The next epoch begins. ``whole``: this one was read to its end."""
@@ -164,6 +185,7 @@ class Run:
     """One case: the ranks that there are, and where they must be."""
 
     def __init__(self, seed: int) -> None:
+        self.counts: Counter[str] = Counter()
         self.rng, self.look_rng = random.Random(seed), random.Random(seed)  # looking up changes no case
         self.tracks = [Track(draw_job(self.rng))]
         self.stop: str | None = None
@@ -173,7 +195,6 @@ class Run:
             # One may have no batch at all.
             if any(track.job.discards or track.job.name == "packed" for track in self.tracks):
                 self.stop = "shortest"
-        self.counts: Counter[str] = Counter()
         self.replicas, self.pool = 0, self.draw_pool()
         self.draw_ranks()
         self.ranks = [self.joined(rank, None) for rank in range(self.replicas)]
@@ -204,6 +225,10 @@ class Run:
             allowed = [n for n in range(1, most + 1) if all(job.allows(n) for job in jobs)]
             self.replicas = self.rng.choice(allowed)
         for track in self.tracks:
+            if track.job.in_batches and track.job.step_size is not None and track.replicas:
+                self.counts["batches of another size"] += track.replicas != self.replicas
+                track.regroup(self.replicas)
+                continue
             track.replicas = self.replicas
             if track.job.step_size is not None:
                 track.size = track.job.step_size // self.replicas
@@ -331,13 +356,19 @@ class Run:
 
     def rescale(self) -> None:
         """Ranks leave or join between two steps."""
+        if any(track.job.by_state and track.job.step_size is not None for track in self.tracks):
+            self.resume()
+            return
         state, stayed = self.state(), list(self.ranks)
         self.draw_ranks()
         for owner, _ in stayed[self.replicas :]:
             owner.close()
         for rank, (owner, _) in enumerate(stayed[: self.replicas]):
             for loader, track in zip(self.loaders_of(owner), self.tracks, strict=True):
-                loader.rescale(self.replicas, rank, None if track.job.in_batches else track.size)
+                is_sized = not track.job.in_batches or track.job.step_size is not None
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", LoaderWarning)  # of another number of samples in a step
+                    loader.rescale(self.replicas, rank, track.size if is_sized else None)
         over = self.is_passed()
         for _, iterator in stayed[: self.replicas]:
             if over and next(iterator, None) is not None:

@@ -39,7 +39,7 @@ import numpy as np
 
 from sharded_loader.base.described import brief
 from sharded_loader.base.interrupts import is_from_outside
-from sharded_loader.base.notices import Notices
+from sharded_loader.base.notices import Notices, warn
 from sharded_loader.base.private import fetched_by_lightning, is_owned
 from sharded_loader.data.arrays import takes_arrays
 from sharded_loader.data.datasets import can_follow, follow
@@ -503,7 +503,7 @@ class Epochs(KnownSteps):
         """A run that reads what a run has not delivered yet, by the order as it is now."""
         position = run.epoch.position(run.delivered)
         if isinstance(self.order, MapOrder) and isinstance(run.epoch, MapEpoch):
-            position = self.order.moved(position, run.epoch.signature)
+            position = self.order.moved(*self.order.regrouped(position, run.epoch.signature))
         rest = self._new_run(self.order.epoch(position.epoch, position))
         rest.epoch.in_mid_epoch = False  # it ends where the epoch ends
         return rest
@@ -584,15 +584,17 @@ class Epochs(KnownSteps):
             goes_on = resumes or order.steps is not None or any(not run.ended for run in progress.live_runs())
             state, settings = progress.state(), order.settings
             try:
-                order.rescale(num_replicas, rank, batch_size)
+                text = order.rescale(num_replicas, rank, batch_size)
                 if goes_on:
                     advice = (
                         "Give other ranks, or a batch_size= with which all read as many samples in a step as before"
                     )
                     doing = "rescale: the position belongs to the ranks before: "
                     position = order.load(state, False, doing, advice)[0]
-                    if resumes:
-                        progress.begin_at(position)
+                if text is not None:
+                    warn(text)
+                if resumes:
+                    progress.begin_at(position)
             except BaseException:
                 order.settings = settings
                 raise

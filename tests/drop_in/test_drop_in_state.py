@@ -612,3 +612,25 @@ def test_an_error_at_the_end_of_a_sampler_comes_after_the_last_batch() -> None:
     assert [int(next(batches)) for _ in range(4)] == [0, 1, 2, 3]
     with pytest.raises(RuntimeError, match="at its end"):
         next(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_state_over_data_of_another_length_is_an_error_with_a_way_on(shuffle: bool, workers: int) -> None:
+    def made(dataset: Any) -> DataLoader[Any]:
+        return DataLoader(dataset, batch_size=2, shuffle=shuffle, seed=1, num_workers=workers)
+
+    loader = made(range(12))
+    iterator = iter(loader)
+    next(iterator)
+    state = json.loads(json.dumps(loader.state_dict()))
+    with pytest.raises(ValueError, match=r"had 12 samples, and has 10: samples 10 to 11 are missing.*set_epoch\(1\)"):
+        made(range(10)).load_state_dict(state)
+    if shuffle:  # in order, the new samples come behind the others
+        with pytest.raises(ValueError, match=r"had 12 samples, and has 14: .*Subset\(dataset, range\(12\)\)"):
+            made(range(14)).load_state_dict(state)
+    rest = made(torch.utils.data.Subset(range(14), range(12)))  # type: ignore[arg-type]
+    rest.load_state_dict(state)
+    wanted = [batch.tolist() for batch in iterator]
+    assert [batch.tolist() for batch in rest] == wanted
+    made(range(14)).load_state_dict(loader.state_dict())  # at the end of an epoch they may have grown
