@@ -115,8 +115,11 @@ class Disturbed(Case):
         given, which = super().give_workers(method, workers), self.rng.random()
         if method in ("thread", "fork") and which < 0.2:
             return {"num_workers": "auto", "pool": "thread" if method == "thread" else "process"}
-        if method == "fork" and which < 0.4 and self.leaks:
+        if method == "fork" and which < 0.6 and self.leaks:
             given["pool"] = conftest.make_pool(method, workers, restarts=1000, max_worker_memory=allowed_bytes())
+        elif method in ("thread", "fork") and which < 0.4:  # so all workers are watched; none is late
+            restarts = {"restarts": self.RESTARTS} if method == "fork" else {}
+            given["pool"] = conftest.make_pool(method, workers, timeout=600.0, **restarts)
         return given
 
     def draw_prefetch(self) -> dict[str, Any]:

@@ -24,13 +24,13 @@ from typing import Any
 from sharded_loader import InlinePool, LoaderClosedError, ShardedDataLoader, interleave
 from sharded_loader.torch import DataLoader
 from tests import fuzz_cases
-from tests.fuzz_faults import Disturbed
+from tests.fuzz_faults import Disturbed, allowed_bytes
 from tests.fuzz_steps import DONE, Case, Difference, Pair, frozen
 
 DROP_IN_ORDERS = ("in order", "shuffle", "a list", "an array", "a list of batches", "a list of keys")
 """Others draw from the global generators, or count their epochs themselves."""
 
-BY_WORKERS = "_base_seed", "_snapshot", "dataset_state", "fetcher_state"
+BY_WORKERS = "_base_seed", "_snapshot", "dataset_state", "fetcher_state", "_next", "_generator"
 
 WORKER = re.compile(r"\b(in |by )?(worker|thread) \d+( \(pid \d+\))?")
 
@@ -58,12 +58,14 @@ class Twins(Disturbed):
     Attributes:
         drop_in: it is torch's loader.
         mixture: seed and weights of a mixture; None: the dataset is none.
+        persistent: the workers of the drop-in live on, with the dataset as it was.
         fetched: batches that were asked for, of both loaders.
     """
 
     def __init__(self, seed: int, processes: bool = True) -> None:
         self.drop_in = random.Random(f"drop-in {seed}").random() < 0.4
         self.mixture: tuple[int, list[int]] | None = None
+        self.persistent = False
         self.fetched: list[tuple[Any, Any]] = []
         super().__init__(seed, processes)
 
@@ -131,12 +133,17 @@ class Twins(Disturbed):
         return pair
 
     def drop_in_workers(self, method: str, workers: int) -> dict[str, Any]:
+        self.persistent = False
         if method == "inline":
             return {"num_workers": 0}
         count = "auto" if self.rng.random() < 0.3 else workers
         given: dict[str, Any] = {"num_workers": count, "prefetch_factor": self.rng.choice([None, 1, 2, 7])}
+        self.persistent = self.rng.random() < 0.4
+        given["persistent_workers"] = self.persistent
         if method == "thread":
             return given | {"thread_pool": True}
+        if method == "fork" and self.leaks:
+            given["max_worker_memory"] = allowed_bytes()
         return given | {"start_method": method, "restarts": self.RESTARTS}
 
     def make_dataset(self, twin: bool = False) -> Any:
@@ -192,6 +199,7 @@ class Twins(Disturbed):
     def state_of(self, loader: Any) -> dict[str, Any]:
         """A state; of the drop-in without what depends on the workers, and on torch's generator."""
         state: dict[str, Any] = loader.state_dict()
+        state["_sampler"] = {**(state.get("_sampler") or {}), "rng": None}
         return {key: state[key] for key in sorted(state) if key not in BY_WORKERS}
 
     def check_skipped(self, pair: Pair) -> None:
@@ -215,7 +223,7 @@ class Twins(Disturbed):
         return steps
 
     def begin(self, pair: Pair) -> None:
-        if self.mixture:  # its epoch is that of all who share it
+        if self.mixture or self.persistent:  # its epoch is that of all who share it; its workers have one iterator
             self.receive_all()
             pair.drop_all()
         if len(pair.iterators) >= 3:
@@ -280,6 +288,8 @@ class Twins(Disturbed):
         with contextlib.suppress(ValueError):  # a mixture is in another epoch
             twin = pair.naive.fetch(list(indices), epoch)
             self.fetched.append((pair.loader.fetch(list(indices), epoch), twin))
+        if self.mixture:  # it is received before another epoch begins
+            self.receive_all()
 
     def receive(self, pair: Pair) -> None:
         """One of the batches that were fetched; or it is not wanted any more."""
@@ -324,7 +334,8 @@ class Twins(Disturbed):
 
     def refresh(self, pair: Pair) -> None:
         self.receive_all()
-        super().refresh(pair)
+        if not self.persistent:
+            super().refresh(pair)
 
     def datasets(self, pair: Pair) -> list[Any]:
         return [pair.loader.dataset, pair.naive.dataset]
