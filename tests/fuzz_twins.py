@@ -1,6 +1,6 @@
 """Two loaders of the same arguments, one without workers, the other one disturbed: every verb gives the same from both.
 
-    seed -> Twins: `ShardedDataLoader`, or torch's ``DataLoader`` of this library; now and then over a mixture
+    seed -> Twins: `ShardedDataLoader`, or torch's ``DataLoader`` of this library; also over mixtures and iterable data
     steps        -> those of `Disturbed`, and fetch, receive, look_up, rescale, weigh, report, `resume` with ``skip``
 
 The naive loader of `fuzz_steps` says what must come. Here the steps are more, and in any order: what the loader without
@@ -23,7 +23,7 @@ from typing import Any
 
 from sharded_loader import InlinePool, LoaderClosedError, ShardedDataLoader, interleave
 from sharded_loader.torch import DataLoader
-from tests import fuzz_cases
+from tests import fuzz_cases, stream_samples
 from tests.fuzz_faults import Disturbed, allowed_bytes
 from tests.fuzz_steps import DONE, Case, Difference, Pair, frozen
 
@@ -58,6 +58,7 @@ class Twins(Disturbed):
     Attributes:
         drop_in: it is torch's loader.
         mixture: seed and weights of a mixture; None: the dataset is none.
+        streams: how many parts iterable data has; 0: it is read by index.
         persistent: the workers of the drop-in live on, with the dataset as it was.
         fetched: batches that were asked for, of both loaders.
     """
@@ -65,7 +66,7 @@ class Twins(Disturbed):
     def __init__(self, seed: int, processes: bool = True) -> None:
         self.drop_in = random.Random(f"drop-in {seed}").random() < 0.4
         self.mixture: tuple[int, list[int]] | None = None
-        self.persistent = False
+        self.streams, self.persistent = 0, False
         self.fetched: list[tuple[Any, Any]] = []
         super().__init__(seed, processes)
 
@@ -83,6 +84,11 @@ class Twins(Disturbed):
             bad = frozenset(self.rng.sample(range(self.length), min(2, self.length - 1)))
             self.mixture = self.rng.randrange(9), [self.rng.randint(1, 5) for _ in range(2)]
             kind = fuzz_cases.Kind("mixture", self.mix, bad=bad)
+        elif not self.drop_in and self.rng.random() < 0.25:
+            lengths = [self.rng.choice([0, 1, 7, 40]) for _ in range(self.rng.randint(1, 5))]
+            self.streams, seconds = len(lengths), [self.rng.choice([0.0, 0.004])] * len(lengths)
+            make = self.rng.choice([stream_samples.Parts, stream_samples.GoOn, stream_samples.WithStatefulRows])
+            kind = fuzz_cases.Kind(make.__name__, functools.partial(make, lengths, seconds))
         return kind
 
     def mix(self) -> Any:
@@ -92,7 +98,7 @@ class Twins(Disturbed):
         return interleave(sources, weights, seed=seed, shuffle=True, stop=2 * self.length + 5)
 
     def draw_order(self) -> fuzz_cases.Order:
-        if self.mixture:
+        if self.mixture or self.streams:
             return fuzz_cases.Order("in order")
         while True:
             order = fuzz_cases.draw_order(self.rng, self.kind, self.length)
@@ -121,8 +127,10 @@ class Twins(Disturbed):
             given, without = self.drop_in_workers(method, workers), {}
             kind: Any = DataLoader
         else:
-            options |= {"batchify_fn": self.kind.batchify[0]} | self.draw_ranks()[0]
-            options |= {} if order.batches else {"last_batch": self.last_batch}
+            options |= {"batchify_fn": self.kind.batchify[0]}
+            options |= {"streams": self.streams} if self.streams else self.draw_ranks()[0]
+            rolls_over = self.streams and self.last_batch == "rollover"  # iterable data has only the others
+            options |= {} if order.batches or rolls_over else {"last_batch": self.last_batch}
             given = self.give_workers(method, workers) | self.draw_prefetch()
             kind, without = ShardedDataLoader, {"pool": InlinePool()}
         self.counts[f"loaders, {method}, {kind.__name__}"] += 1
@@ -285,7 +293,7 @@ class Twins(Disturbed):
         indices = [self.one_index() for _ in range(self.rng.choice([1, 2, 5]))]
         epoch = None if self.mixture else self.rng.choice([None, 0, 3])
         self.note(f"{indices} of epoch {epoch}")
-        with contextlib.suppress(ValueError):  # a mixture is in another epoch
+        with contextlib.suppress(ValueError, TypeError):  # a mixture is in another epoch; data is iterable
             twin = pair.naive.fetch(list(indices), epoch)
             self.fetched.append((pair.loader.fetch(list(indices), epoch), twin))
         if self.mixture:  # it is received before another epoch begins
