@@ -38,9 +38,9 @@ from tests.injection import HANDLERS, TimeIsUp
 
 IN_NEXT = EpochIterator.__next__.__code__, LoaderIterator.__next__.__code__
 
-OFTEN = {"fork": 40, "thread": 30, "inline": 5}
+OFTEN = {"fork": 100, "thread": 80, "inline": 12}
 METHODS = [name for name in conftest.POOLS for _ in range(OFTEN.get(name, 1))]
-"""Spawned workers start slowly: a few of the loaders are enough."""
+"""Spawned workers start slowly: a hundredth of the loaders is enough."""
 
 
 COUNTS = [1, 2, 2, 3, 5]
