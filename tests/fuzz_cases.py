@@ -7,6 +7,7 @@ draw_order(rng, kind, length)  -> Order    samplers or batch samplers, ours and 
 from __future__ import annotations
 
 import copy
+import os
 import random
 import time
 from collections import namedtuple
@@ -56,6 +57,11 @@ class BadSample(ValueError):
 LATE_SECONDS = 0.2
 """So long a late reading stands still."""
 
+MOST_LEFT = 100 << 20
+
+HOME = os.getpid()
+"""The process that has the loaders. A spawned worker takes itself for it."""
+
 CHANCE = random.SystemRandom()
 """The global generators belong to the samples."""
 
@@ -68,9 +74,11 @@ class Plain(Drawing):
         pause: seconds that some samples take.
         slow: seconds that each sample takes.
         late: the share of readings that stand still for `LATE_SECONDS`. Chance decides, not the sample.
+        leak: bytes that each sample leaves behind in a forked worker, up to `MOST_LEFT`.
     """
 
-    version, pause, slow, late = 0, 0.0, 0.0, 0.0
+    version, pause, slow, late, leak = 0, 0.0, 0.0, 0.0, 0
+    left = b""
 
     def read(self, index: int, rng: np.random.Generator) -> Any:
         if index in self.bad:
@@ -81,6 +89,8 @@ class Plain(Drawing):
             time.sleep(self.slow)
         if self.late and CHANCE.random() < self.late:
             time.sleep(LATE_SECONDS)
+        if self.leak and os.getpid() != HOME and len(self.left) < MOST_LEFT:
+            self.left += b"x" * self.leak
         return super().read(index, rng) + [0, self.version]
 
 

@@ -122,7 +122,8 @@ class BatchScope(SampleScope):
         task, indices, board = self.task, self.indices, self.board
         error = as_exception(error, "by the dataset or collate_fn")
         place = Location(task.epoch, task.seq, board[SHARD] if task.sharded else None, self.worker)
-        found = [indices[position] for position in (self.misfit if self.items is None else (self.place,))]
+        places = self.misfit if self.items is None else (self.place,)
+        found = [indices[place] for place in places if place >= 0]
         if len(found) == 2:
             place.note(error, misfit=(found[0], found[1]))
         else:
@@ -596,7 +597,7 @@ class Reader:
             at: the reading.
         """
         job, task = self._job, at.task
-        bad = (pairs[-1][1] for pairs in shards if all(type(sample) is Bad for _, sample in pairs))
+        bad = (pairs[-1][1] for pairs in shards if pairs and all(type(sample) is Bad for _, sample in pairs))
         lost = next((sample.skipped for sample in bad), None)
         good = [pair for pairs in shards for pair in pairs if type(pair[1]) is not Bad]
         replaces = job.on_error == "replace" and bool(good)
@@ -615,7 +616,7 @@ class Reader:
                         pairs[i] = good[int(rng.integers(len(good)))]
             kept = [pair for pair in pairs if type(pair[1]) is not Bad]
             at.dropped += len(pairs) - len(kept)
-            if kept:
+            if kept or not pairs:  # a batch may be empty from the start
                 at.board[SHARD] = number
                 at.indices = [index for index, _ in kept]
                 if isinstance(given, Packed):

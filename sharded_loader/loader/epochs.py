@@ -431,6 +431,7 @@ class Epochs(KnownSteps):
         self._workers, self._split = pipeline.pool, pipeline.split
         self.prefetch_epochs = prefetch_epochs
         self._numbers = itertools.count()
+        self._fetched: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
         order.arrays, order.max_shards = job.batchify_fn is None and takes_arrays(job.dataset), self._split.max_shards
         self._split.costs = order.shard_costs
         self._kept: _KeptRun | None = None
@@ -735,9 +736,11 @@ class Epochs(KnownSteps):
         run = Run(next(self._numbers), fetch_epoch(self.dataset, indices, epoch))
         live = [one for one in self.progress.live_runs() if not one.ended and one.dead is None]
         if self._workers.shares_dataset and (set_epoch := self._set_epoch()) is not None:
-            check_one_epoch([one.epoch.number for one in live], epoch)
-            if not live:
+            reading = self._reading()
+            check_one_epoch([one.epoch.number for one in reading], epoch)
+            if not reading:
                 set_epoch(epoch)
+        self._fetched[run.number] = run
         renew, self.stale = self.stale and not live, self.stale and bool(live)
         if renew and self._kept is not None:  # it was read before the change
             self._drop(self._kept.run)
@@ -773,8 +776,14 @@ class Epochs(KnownSteps):
         if set_epoch is None:
             return
         new = begins.epoch.number
-        for run in self.progress.live_runs():
-            if run is not begins and not run.ended and run.epoch.number != new:
+        for run in self._reading():
+            if run is not begins and run.epoch.number != new:
+                if run.number in self._fetched:
+                    run.failure = RuntimeError(
+                        f"fetch: the batch of epoch {run.epoch.number} was not received before epoch {new} began. The "
+                        f"dataset, which has set_epoch and is shared by all readers of this pool, can be in one epoch "
+                        f"only: call result() before, or use worker processes"
+                    )
                 run.dead = (
                     f"epoch {run.epoch.number} cannot go on: epoch {new} was begun. The dataset, which has "
                     f"set_epoch and is shared by all iterators of this pool, can be in one epoch only. "
@@ -788,6 +797,12 @@ class Epochs(KnownSteps):
 
     def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
         """Inside, the dataset is in ``epoch``; afterwards in the loader's. See the function."""
-        reads = self._workers.num_workers and self._workers.shares_dataset
-        live = [run for run in self.progress.live_runs() if reads and not run.ended and run.dead is None]
-        return in_epoch(self._set_epoch(), epoch, lambda: self.progress.at()[0], [run.epoch.number for run in live])
+        reading = [run.epoch.number for run in self._reading()] if self._workers.shares_dataset else []
+        back = (lambda: reading[0]) if reading else (lambda: self.progress.at()[0])
+        return in_epoch(self._set_epoch(), epoch, back, reading if self._workers.num_workers else ())
+
+    def _reading(self) -> list[Run]:
+        """The runs that are under way, those of `fetch` too. If they share a dataset with set_epoch, of one epoch."""
+        fetched = [run for reference in self._fetched.valuerefs() if (run := reference()) is not None]
+        runs = [*self.progress.live_runs(), *fetched]
+        return [run for run in runs if not run.ended and run.dead is None]

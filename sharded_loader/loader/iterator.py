@@ -456,6 +456,7 @@ class RunIterator(BatchIterator[Any]):
 
     def drop(self) -> None:
         """The batches are not wanted any more."""
+        self._only.ended = True
         self._pipeline.drop(self._only.number)
 
 

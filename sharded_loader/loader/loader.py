@@ -418,6 +418,8 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
 
         Raises:
             TypeError: The dataset is iterable data, or ``indices`` is no list of indices.
+            ValueError: The dataset has ``set_epoch``, is shared by threads, and is read in another epoch. If another
+                epoch begins before ``result()``, that raises a RuntimeError.
             LoaderClosedError: after `close`.
 
         Example:

@@ -412,3 +412,23 @@ def test_a_profiler_sees_the_batches_as_with_torchs_loader(workers: int) -> None
     next(iterator)
     seen = [event.count for event in profile.key_averages() if "enumerate(DataLoader)" in event.key]
     assert seen == [2]
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "thread_pool": True}, {"num_workers": 1}], ids=str)
+@pytest.mark.parametrize("on_error", ["raise", "skip", "replace"])
+@pytest.mark.parametrize("num_shards", [None, 2])
+def test_an_empty_batch_is_an_error_in_its_place(workers: Any, on_error: Any, num_shards: int | None) -> None:
+    kind, text = (IndexError, "out of range") if num_shards is None else (ValueError, "the batch is empty")
+    options = {"batch_sampler": [[0, 1], [], [2]], "on_error": on_error, "num_shards": num_shards, **workers}
+    batches = iter(DataLoader(range(5), **options))
+    assert len(next(batches)) == 2
+    with pytest.raises(kind, match=text):
+        next(batches)
+    assert len(next(batches)) == 1 and not list(batches)
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "thread_pool": True}], ids=str)
+def test_collate_fn_may_take_an_empty_batch(workers: Any) -> None:
+    for on_error in ("raise", "skip"):
+        loader = DataLoader(range(5), batch_sampler=[[0, 1], []], collate_fn=list, on_error=on_error, **workers)
+        assert list(loader) == [[0, 1], []]
