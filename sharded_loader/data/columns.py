@@ -134,7 +134,7 @@ class ArrayRows:
 
     Example:
         >>> rows = ArrayRows(np.arange(5) * 10)
-        >>> len(rows), rows[-1], rows.__getitems__([3, 1, 3])
+        >>> len(rows), int(rows[-1]), [int(row) for row in rows.__getitems__([3, 1, 3])]
         (5, 40, [30, 10, 30])
     """
 

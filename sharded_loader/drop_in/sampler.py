@@ -71,6 +71,11 @@ from sharded_loader.sampling.foreign import (
 from sharded_loader.sampling.state import Checkpoint
 
 
+def _seed_of(seed: int, epoch: int) -> int:
+    """The seed of torch's generator for an epoch."""
+    return derive_key(seed, "shuffle", epoch) >> 65
+
+
 class ShuffleSampler(RandomSampler):
     """Indices in random order, another one for each epoch.
 
@@ -121,7 +126,7 @@ class ShuffleSampler(RandomSampler):
         generator = torch.Generator()
         # torch takes no other numbers for a seed.
         is_torchs = epoch == 0 and -(1 << 63) <= seed < 1 << 64
-        generator.manual_seed(seed if is_torchs else derive_key(seed, "shuffle", epoch) >> 65)
+        generator.manual_seed(seed if is_torchs else _seed_of(seed, epoch))
         yield torch.randperm(len(self.data_source), generator=generator).tolist()
 
     def _as_generator_says(self, generator: torch.Generator) -> Iterator[Iterable[int]]:
@@ -134,7 +139,7 @@ class ShuffleSampler(RandomSampler):
         own = torch.Generator().set_state(torch.tensor(first, dtype=torch.uint8))
         if epoch:
             seed = int(torch.empty((), dtype=torch.int64).random_(generator=own).item())
-            own.manual_seed(derive_key(seed, "shuffle", epoch) >> 65)
+            own.manual_seed(_seed_of(seed, epoch))
         torch.randperm(len(self.data_source), generator=generator)
         yield torch.randperm(len(self.data_source), generator=own).tolist()
         torch.randperm(len(self.data_source), generator=generator)  # torch's sampler draws again where indices end
