@@ -45,11 +45,12 @@ from sharded_loader.drop_in.state import (
 )
 from sharded_loader.drop_in.workers import check_arguments, check_data, job_of, make_pool
 from sharded_loader.engine.messages import Job, OnError, Task
+from sharded_loader.engine.pipeline import Run
 from sharded_loader.engine.split import Split
 from sharded_loader.loader.arguments import check_max_skipped, length, make_split
 from sharded_loader.loader.auto import number_of_workers, tuned
 from sharded_loader.loader.check import LoaderCheck, check_loader
-from sharded_loader.loader.epochs import check_one_epoch, fetch_epoch, shown_indices
+from sharded_loader.loader.epochs import check_one_epoch, fetch_epoch, give_up_fetched, shown_indices
 from sharded_loader.loader.fingerprint import Fingerprint, fingerprint_of_epoch
 from sharded_loader.loader.iterator import Batch, BatchFuture
 from sharded_loader.loader.report import Reported
@@ -174,6 +175,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._named: int | None = None  # the epoch of the last `set_epoch`
         self._requests = EpochRequests()  # of the dataset: workers that live on have copies of it
         self._requests.listen([dataset] if persistent_workers else [])
+        self._fetched: list[weakref.ref[Run]] = []  # they read the dataset that has set_epoch here
         self._newest: weakref.ref[LoaderIterator] | None = None
         self._waiting: weakref.ref[LoaderIterator] | None = None  # the newest one that has read nothing
         self._given_skip = check_skip(skip)
@@ -315,6 +317,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         """
         self._prepared, self._epochs.next, self._named = None, epoch, epoch
         self._epochs.request(epoch)
+        give_up_fetched([run for one in self._fetched if (run := one()) is not None], epoch)
         tell_epoch(self._index_sampler, epoch)
         tell = getattr(self.dataset, "set_epoch", None)
         if callable(tell):
@@ -415,14 +418,14 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
             raise TypeError("fetch needs a dataset that is read by index: iterable data has its own order")
         number = self._epoch if epoch is None else check_int("epoch", epoch, 0, "epochs count from 0")
         planned, live = fetch_epoch(self.dataset, indices, number), self._live
-        if (
-            self._named is not None
-            and hasattr(self.dataset, "set_epoch")
-            and (live is None or live._pool.shares_dataset)
-        ):
+        is_shared = hasattr(self.dataset, "set_epoch") and (live is None or live._pool.shares_dataset)
+        if self._named is not None and is_shared:
             check_one_epoch([self._epoch], number)
         meter = Meter(None, self._meter.notices)  # it belongs to no epoch that is counted
-        return read_here(self, planned, meter) if live is None else live.fetch(planned, meter)
+        future = read_here(self, planned, meter) if live is None else live.fetch(planned, meter)
+        if is_shared:
+            self._fetched = [*(one for one in self._fetched if one() is not None), weakref.ref(future._batches.only)]
+        return future
 
     def fingerprint(self, epoch: int | None = None) -> Fingerprint:
         """A short hash of the order of an epoch and of three of its samples; see `ShardedDataLoader.fingerprint`.
@@ -616,7 +619,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         )
         meter = Meter(self.dataset, Notices(), self.max_skipped)
         own = {"_meter": meter, "_tuner": self._tuner and tuned(meter), "_epochs": copy.copy(self._epochs)}
-        return {**self.__dict__, **dict.fromkeys(gone), **own, "_memory": DeviceMemory()}
+        return {**self.__dict__, **dict.fromkeys(gone), **own, "_memory": DeviceMemory(), "_fetched": []}
 
 
 leave_alone(DataLoader.__iter__)

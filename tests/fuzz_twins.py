@@ -257,7 +257,8 @@ class Twins(Disturbed):
     def load_here(self, pair: Pair) -> None:
         if self.saved is None or self.rng.random() < 0.5:
             self.saved = json.loads(json.dumps(pair.naive.state_dict()))
-        if self.drop_in:
+        if self.drop_in:  # its persistent workers end
+            self.receive_all()
             pair.drop_all()
         self.both("load_state_dict", lambda loader: loader.load_state_dict(self.saved))
 

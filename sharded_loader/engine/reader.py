@@ -123,7 +123,7 @@ class BatchScope(SampleScope):
         error = as_exception(error, "by the dataset or collate_fn")
         place = Location(task.epoch, task.seq, board[SHARD] if task.sharded else None, self.worker)
         places = self.misfit if self.items is None else (self.place,)
-        found = [indices[place] for place in places if place >= 0]
+        found = [indices[place] for place in places if len(indices)]
         if len(found) == 2:
             place.note(error, misfit=(found[0], found[1]))
         else:

@@ -334,6 +334,18 @@ def check_one_epoch(reading: Iterable[int], epoch: int) -> None:
         )
 
 
+def give_up_fetched(fetched: Iterable[Run], epoch: int) -> None:
+    """The dataset goes to this epoch, and is shared by batches of `fetch` that were not received: others are errors."""
+    for run in list(fetched):
+        if run.epoch.number != epoch and not run.ended and run.dead is None:
+            run.failure = RuntimeError(
+                f"fetch: the batch of epoch {run.epoch.number} was not received before epoch {epoch} began. The "
+                f"dataset, which has set_epoch and is shared by all who read it, can be in one epoch only: call "
+                f"result() before, or use worker processes"
+            )
+            run.dead = str(run.failure)
+
+
 class KnownSteps(Protocol):
     """A loader whose steps are known, and whose samples can be read here: for `fingerprint`, `check` and ``replay``.
 
@@ -776,14 +788,9 @@ class Epochs(KnownSteps):
         if set_epoch is None:
             return
         new = begins.epoch.number
+        give_up_fetched([run for run in self._reading() if run.number in self._fetched], new)
         for run in self._reading():
             if run is not begins and run.epoch.number != new:
-                if run.number in self._fetched:
-                    run.failure = RuntimeError(
-                        f"fetch: the batch of epoch {run.epoch.number} was not received before epoch {new} began. The "
-                        f"dataset, which has set_epoch and is shared by all readers of this pool, can be in one epoch "
-                        f"only: call result() before, or use worker processes"
-                    )
                 run.dead = (
                     f"epoch {run.epoch.number} cannot go on: epoch {new} was begun. The dataset, which has "
                     f"set_epoch and is shared by all iterators of this pool, can be in one epoch only. "

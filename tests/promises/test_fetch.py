@@ -16,6 +16,7 @@ from conftest import PATIENCE, POOLS, PROCESS_POOLS, covering, make_pool, until
 from samples import Augmented, summed
 
 from sharded_loader import LoaderClosedError, LoaderWarning, ProcessPool, ShardedDataLoader, interleave
+from sharded_loader.torch import DataLoader
 
 LENGTH = 40
 
@@ -218,6 +219,26 @@ def test_a_batch_of_a_shared_dataset_is_read_in_its_epoch_or_not_at_all(pool: st
             RuntimeError, match=r"epoch 3 was not received before epoch 0 began.* call result\(\) before"
         ):
             late.result()
+
+
+THREAD = {"num_workers": 1, "thread_pool": True}
+
+
+@pytest.mark.parametrize("workers", [{}, THREAD, THREAD | {"persistent_workers": True}, {"num_workers": 1}], ids=str)
+def test_so_it_is_with_the_drop_in(workers: dict[str, Any]) -> None:
+    loader = DataLoader(interleave([range(9), range(100, 109)], shuffle=True, stop=12, seed=1), 4, **workers)
+    loader.set_epoch(0)
+    batches = iter(loader)
+    next(batches)
+    expected, late = loader.fetch([0, 1, 2, 3]).result().tolist(), loader.fetch([0, 1, 2, 3])
+    list(batches)
+    loader.set_epoch(1)
+    if workers in ({"num_workers": 1}, THREAD):  # they have read it before they ended with their epoch
+        assert late.result().tolist() == expected
+        return
+    with pytest.raises(RuntimeError, match=r"epoch 0 was not received before epoch 1 began.* call result\(\) before"):
+        late.result()
+    assert loader.fetch([0, 1, 2, 3]).result().tolist() != expected
 
 
 def test_it_comes_in_shards_on_devices_and_through_the_transform() -> None:
