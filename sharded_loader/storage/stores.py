@@ -442,6 +442,8 @@ class RemoteFile(ShardFile):
         self.name, self.size = shown(url), stat.size
 
     def ranges(self, begins: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+        if not all(0 <= begin <= end <= self.size for begin, end in zip(begins, ends, strict=True)):
+            raise ShardError(f"{self.name} has {self.size:,} bytes, and its index names others: make the dataset again")
         return self._store.ranges(self._url, begins, ends, self._stat)
 
 

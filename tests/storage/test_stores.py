@@ -317,6 +317,16 @@ def test_a_store_works_in_a_forked_child(served: Served, monkeypatch: pytest.Mon
     assert store.retries == 0
 
 
+@pytest.mark.parametrize("chain", ["", "simplecache::", "filecache::", "simplecache::filecache::"])
+def test_a_store_that_is_closed_leaves_the_others_open(served: Served, chain: str) -> None:
+    """fsspec shares the file system inside a chain."""
+    url = f"{chain}{served.url}/a.bin"
+    first, second = ObjectStore(), ObjectStore()
+    for store in (first, second, first, second):
+        assert store.ranges(url, [1], [3]) == [CONTENT[1:3]]
+        store.close()
+
+
 def test_a_store_is_pickled_as_its_options() -> None:
     store = pickle.loads(pickle.dumps(ObjectStore({"anon": True})))
     assert store._options == {"anon": True} and store.requests == 0
