@@ -290,8 +290,8 @@ class ShardDataset(Dataset):
             return
         kind, said = (type(error), error) if isinstance(error, ShardError) else (ShardError, repr(error))
         raise kind(
-            f"{shown(self._urls[shard])}: {said}. It was read by its index in {shown(entry.file)}: if the shard is whole, "
-            "write that file again (sharded-loader index), or delete it"
+            f"{shown(self._urls[shard])}: {said}. It was read by its index in {shown(entry.file)}: if the shard is "
+            "whole, write that file again (sharded-loader index), or delete it"
         ) from error
 
     def __repr__(self) -> str:
