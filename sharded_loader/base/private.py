@@ -391,7 +391,12 @@ def path_of(system: Any, url: str) -> str:
 
 
 def close_session(system: Any) -> None:
-    """Close the connections of a file system. Without the names: they are closed when the program ends."""
+    """Close the connections of a file system. Without the names: they are closed when the program ends.
+
+    So are those of ``simplecache::http://``: fsspec shares the file system inside with the whole program.
+    """
+    if hasattr(system, "fs"):
+        return
     session = getattr(system, "_session", None) or getattr(system, "_s3", None)
     close = getattr(system, "close_session", None)
     if session is not None and close is not None:

@@ -59,7 +59,7 @@ class BatchRow(NamedTuple):
         samples: how many are in it; -1: an error stands in its place.
         retries: see `Result`.
         worker, began, seconds: who read it, when, and for how long, without the way into its slot.
-        sent: when it was given to the workers.
+        sent: when it was given to the workers; 0: it was not.
         turn: when the batch before it was handed out.
         asked, taken: when ``next`` began, and when it returned.
         placing: seconds of conversion and of copies.
@@ -96,7 +96,7 @@ class BatchTimes(NamedTuple):
 
     Attributes:
         epoch, step: which batch. worker: its number, -1: the main process. samples: how many are in it.
-        sent: when it was given to the workers.
+        sent: when it was given to the workers; 0: it was not.
         began, ended, written: when its worker began it, had read and collated it, and had put it into its slot.
         turn: when the batch before it was handed out.
         asked, taken: when ``next`` began, and when it returned.
@@ -232,9 +232,9 @@ class Histograms:
 
 def _stages_of(row: BatchRow, times: Times) -> tuple[float, ...]:
     """The worker, the weight, and the seconds of each of the `_ROWS`."""
-    done = row.began + row.seconds + times.write
+    done, sent = row.began + row.seconds + times.write, row.sent or row.began  # 0: the main process has read it itself
     return (
-        *(row.worker, times.weight, row.began - row.sent, row.seconds - times.collate, times.collate, times.write),
+        *(row.worker, times.weight, row.began - sent, row.seconds - times.collate, times.collate, times.write),
         *(row.turn - done, row.asked - max(row.turn, done), row.placing - row.behind, row.seconds + times.write),
         *(times.idle, row.seconds if times.processor < 0 else times.processor + times.queued),
     )

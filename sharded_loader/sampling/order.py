@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from sharded_loader.base.checks import check_int
@@ -585,21 +585,30 @@ class MapOrder(Order[Signature]):
         number = check_int("epoch", number, 0, "epochs count from 0")
         self._check_weights(self._epoch_at(number, 0, None), 0)
         skips = self._count.within(self.skip, number, self._whole_length)
-        in_step = self.replicas()[0] if self.given_batches else 1
+        replicas, given = self.replicas()[0], self.given_batches
+        # Each pass over the samples is dealt to the ranks by itself, so the steps of all ranks are no batches of one.
+        by_rank = self.rolls_over and self.replicated and replicas > 1
+        in_step = replicas if given and not by_rank else 1
 
-        def read(epoch: MapEpoch) -> list[str]:
-            found: list[str] = []
-            while batches := list(
-                filter(None, map(epoch.batch, range(len(found) * in_step, (len(found) + 1) * in_step)))
-            ):
-                skipped = any(len(found) in one for one in skips)
-                found.append(LEFT_OUT if skipped else step_checksum(batch for batch, _ in batches))
+        def read(epoch: MapEpoch) -> list[Any]:
+            found: list[Any] = []
+            while batches := [
+                batch
+                for batch, _ in filter(None, map(epoch.batch, range(len(found) * in_step, (len(found) + 1) * in_step)))
+            ]:
+                found.append(batches[0] if by_rank else checksum(len(found), batches))
                 if epoch.keeps:
                     epoch.forget(len(found) * in_step)
             return found
 
-        found: list[str] = _read_twice(self._epoch(number, None, of_all=True), read)
-        return found
+        def checksum(step: int, batches: Sequence[Any]) -> str:
+            return LEFT_OUT if any(step in one for one in skips) else step_checksum(batches)
+
+        if not by_rank:
+            return _read_twice(self._epoch(number, None, of_all=True), read)  # type: ignore[no-any-return]
+        steps = zip(*(_read_twice(self._epoch(number, None, (), rank), read) for rank in range(replicas)), strict=True)
+        dealt = (batches if given else [[*chain(*zip(*batches, strict=True))]] for batches in steps)
+        return [checksum(step, batches) for step, batches in enumerate(dealt)]
 
     def place_of(self, step: Any) -> tuple[int, int]:
         """The epoch of a step that is counted since the first epoch, and its number there."""

@@ -52,7 +52,7 @@ from sharded_loader.storage import index_file
 from sharded_loader.storage.cache import TRIES, ShardCache
 from sharded_loader.storage.files import LocalFile, ShardError, ShardFile, Stat, local_path, local_stat, shown
 from sharded_loader.storage.indexes import Format, Index, Indexes, ascending_by_part, by_part, default_folder, dumped
-from sharded_loader.storage.lists import absolute, find_shards, places_of
+from sharded_loader.storage.lists import FORMATS, absolute, find_shards, places_of
 from sharded_loader.storage.parts import UNKNOWN, is_same, with_tags
 from sharded_loader.storage.read_ahead import ReadAhead
 from sharded_loader.storage.stores import ObjectStore, RemoteFile
@@ -204,8 +204,15 @@ class ShardDataset(Dataset):
         if not isinstance(self._format, TableFormat):
             return self.lengths
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            indexes = threads.map(lambda shard: self._index(shard, self._index_in_parts), range(len(self._urls)))
-            return np.concatenate(list(map(self._format.group_lengths, indexes)))
+            return np.concatenate(list(threads.map(self._groups_of, range(len(self._urls)))))
+
+    def _groups_of(self, shard: int) -> Int64s:
+        index = self._index(shard, self._index_in_parts)
+        try:
+            return self._format.group_lengths(index)  # type: ignore[attr-defined]
+        except Exception as error:
+            self._blame(shard, error)
+            raise
 
     @cached_property
     def _ends(self) -> Int64s:
@@ -265,8 +272,9 @@ class ShardDataset(Dataset):
             file, index = self._shard(shard, in_parts)
             try:
                 found = read(file, index, rows)
-            except Exception:
+            except Exception as error:
                 if self._check(shard, file, index):  # first: what a changed shard raises, or gives, says nothing
+                    self._blame(shard, error)
                     raise
             else:
                 if self._check(shard, file, index):
@@ -274,6 +282,17 @@ class ShardDataset(Dataset):
             with self._lock:
                 self._open.pop((shard, in_parts), None)
         raise ShardError(f"{file.name} is written to again and again by another program: give another cache folder")
+
+    def _blame(self, shard: int, error: Exception) -> None:
+        """Raise an error of a format as one that names the index file too, if the shard was read by one."""
+        entry = self._entries.get(self._urls[shard])
+        if entry is None or type(self._format) not in FORMATS or isinstance(error, ImportError):
+            return
+        kind, said = (type(error), error) if isinstance(error, ShardError) else (ShardError, repr(error))
+        raise kind(
+            f"{shown(self._urls[shard])}: {said}. It was read by its index in {shown(entry.file)}: if the shard is "
+            "whole, write that file again (sharded-loader index), or delete it"
+        ) from error
 
     def __repr__(self) -> str:
         size = self._cost_of_length()
@@ -423,7 +442,7 @@ class ShardDataset(Dataset):
         try:
             if entry is None or index is None:
                 return self._indexed(shard, file)
-            if not np.array_equal(_content(file), index["checksums"]):
+            if not np.array_equal(_content(file), index.get("checksums")):
                 raise ShardError(
                     f"{file.name} has changed since {shown(entry.file)} was written: write that file again "
                     "(sharded-loader index), and make the dataset again"

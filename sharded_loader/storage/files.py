@@ -129,8 +129,9 @@ class LocalFile(ShardFile):
         return self._file.stat().st_nlink == 0
 
     def _part(self, begin: int, end: int) -> bytes:
-        found = self._file.bytes_at(begin, end - begin)
-        if len(found) < end - begin:
+        size = min(end, self.size) - begin
+        found = self._file.bytes_at(begin, size) if begin >= 0 <= size else b""
+        if len(found) != end - begin or not 0 <= end <= self.size:  # a shard that was cut, or the index of another
             raise ShardError(
                 f"{self.name} ends within bytes {begin} to {end}, of which {len(found)} are there: it is shorter than "
                 "when it was indexed. Copy it again. If it is to be so, make the dataset again, which indexes it again"

@@ -96,13 +96,19 @@ def entries_in(store: ObjectStore, url: str) -> dict[str, ShardEntry]:
         raise _unusable(url, f"is cut or damaged: it has {len(content):,} bytes, and had {size:,}")
     if begin > len(content):
         content += store.ranges(url, [len(content)], [begin])[0]
-    table = loaded(content[_HEAD.size : begin])
-    if table is None:
-        raise _unusable(url, "is damaged")
-    [format], names, tags = (unpacked(table[name]) for name in ("format", "names", "tags"))
-    ends = (table["ends"] + begin).tolist()
-    rows = zip(tags, table["sizes"].tolist(), table["lengths"].tolist(), [begin, *ends], ends, strict=False)
-    entries = [ShardEntry(url, format, Stat(size, tag), *row) for tag, size, *row in rows]
+    try:
+        table = loaded(content[_HEAD.size : begin]) or {}
+        [format], names, tags = (unpacked(table[name]) for name in ("format", "names", "tags"))
+        counts = [table[name].astype(np.int64, casting="safe") for name in ("sizes", "lengths", "ends")]
+        sizes, lengths, ends = np.stack(counts).reshape(3, len(names))
+        begins = np.append(0, ends)  # the index of the last shard ends with the file
+        if min(map(np.min, [*counts, np.diff(begins)])) < 0 or lengths.max() >> 48 or begins[-1] != size - begin:
+            raise ValueError
+        columns = sizes, lengths, begins[:-1] + begin, ends + begin
+        rows = zip(tags, *(column.tolist() for column in columns), strict=True)
+        entries = [ShardEntry(url, format, Stat(size, tag), *row) for tag, size, *row in rows]
+    except Exception:  # what has the right hash may still be anything
+        raise _unusable(url, "is damaged") from None
     return dict(zip(joined(url, names, store.trust), entries, strict=True))
 
 
@@ -115,6 +121,8 @@ def index_of(store: ObjectStore, entry: ShardEntry) -> Index | None:
     if found is None:
         what = "was deleted, cut or written again since the dataset was made, so shards are indexed one by one"
         logger.warning("%s %s: make the dataset again", shown(entry.file), what)
+    elif repr(found.get("length", np.array(-1)).tolist()) != repr(entry.length):  # one integer
+        raise _unusable(entry.file, "is damaged")
     return found
 
 

@@ -161,7 +161,7 @@ def loaded(content: bytes) -> Index | None:
     try:
         with _one_at_a_time, np.load(io.BytesIO(content[:-32]), allow_pickle=False) as found:
             return dict(found)
-    except ValueError:  # arrays of objects, of a format of the user's
+    except Exception:  # arrays of objects, of a format of the user's; bytes of no such file raise anything
         return None
 
 
@@ -212,7 +212,7 @@ def packed(texts: list[str]) -> npt.NDArray[np.uint8]:
 
 def unpacked(array: npt.NDArray[np.uint8], which: Iterable[int] | None = None) -> list[str]:
     """The texts of `packed`, or some of them."""
-    raw = array.data
+    raw = array.view(np.uint8).data if array.dtype.itemsize == 1 else b""  # of no texts: ValueError
     count = int(np.frombuffer(raw[:8], "<i8")[0])
     base = 8 * (count + 2)
     ends = np.frombuffer(raw[8:base], "<i8") + base

@@ -39,7 +39,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from email.utils import parsedate_to_datetime
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, BinaryIO, TypeVar
 
 from sharded_loader.base.private import close_session, path_of
@@ -207,7 +207,7 @@ class ObjectStore:
             advice = "If the server only forbids lists: give the names of the shards, or a file that lists them"
             raise type(error)(f"{error}. {advice}") from None
         files = {name: info for name, info in sorted(found.items()) if info.get("type") != "directory"}
-        stats = {_url_like(pattern, system, name): _stat_of(info) for name, info in files.items()}
+        stats = {_url_like(pattern, path, system, name): _stat_of(info) for name, info in files.items()}
         vague = [url for url, stat in stats.items() if stat.size < 0]  # lists of http say no sizes
         return {**stats, **dict(zip(vague, self._stats(vague), strict=True))}
 
@@ -368,7 +368,11 @@ class ObjectStore:
                 if url.startswith("s3://"):
                     config = {"retries": {"total_max_attempts": 1}, **options.get("config_kwargs", {})}
                     options = {**options, "config_kwargs": config}
-                system = url_to_fs(url, skip_instance_cache=True, **bound(url, options))[0]
+                try:
+                    system = url_to_fs(url, skip_instance_cache=True, **bound(url, options))[0]
+                except Exception as error:  # no such protocol, its library is missing, no connection
+                    said = redacted(f"{type(error).__name__}: {error}", options)
+                    raise ShardError(f"{shown(url)}: {said}. Check the URL, and storage_options=") from None
                 if url.startswith("s3://"):
                     system.retries = 1  # the number of tries
                 self._systems[key] = system
@@ -442,6 +446,8 @@ class RemoteFile(ShardFile):
         self.name, self.size = shown(url), stat.size
 
     def ranges(self, begins: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+        if not all(0 <= begin <= end <= self.size for begin, end in zip(begins, ends, strict=True)):
+            raise ShardError(f"{self.name} has {self.size:,} bytes, and its index names others: make the dataset again")
         return self._store.ranges(self._url, begins, ends, self._stat)
 
 
@@ -476,17 +482,20 @@ def expanded(text: str) -> list[str]:
     """A text with each choice that its braces name.
 
     Example:
-        >>> expanded("{train,test}-{08..10}.tar")[2:4], expanded("{x}")
-        (['train-10.tar', 'test-08.tar'], ['{x}'])
+        >>> expanded("{train,test}-{08..10}.tar")[2:4], expanded("{a..e..2}{x}")
+        (['train-10.tar', 'test-08.tar'], ['a{x}', 'c{x}', 'e{x}'])
     """
-    found = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", text)
+    found = re.search(r"\{(?:((-?\d+)\.\.-?\d+|[a-z]\.\.[a-z]|[A-Z]\.\.[A-Z])(?:\.\.(-?\d+))?|([^{}]*,[^{}]*))\}", text)
     if found is None:
         return [text]
-    choices = found[3].split(",") if found[3] is not None else []
+    choices = (found[4] or "").split(",")
     if found[1]:
-        first, last = int(found[1]), int(found[2])
-        width = max(map(len, (found[1], found[2]))) if "0" in (found[1][0], found[2][0]) else 0
-        choices = [f"{i:0{width}}" for i in range(first, last + 1) or range(first, last - 1, -1)]
+        ends = found[1].split("..")
+        first, last = map(int if found[2] else ord, ends)
+        width = max(map(len, ends)) if any(re.match(r"-?0\d", end) for end in ends) else 0
+        step = (abs(int(found[3] or 1)) or 1) * (1 if first <= last else -1)
+        numbers = range(first, last + (1 if step > 0 else -1), step)
+        choices = [f"{number:0{width}}" if found[2] else chr(number) for number in numbers]
     return [one for choice in choices for one in expanded(text[: found.start()] + choice + text[found.end() :])]
 
 
@@ -544,10 +553,15 @@ def _stat_of(info: Mapping[str, Any]) -> Stat:
     return Stat(-1 if size is None else int(size), tag_of(info))
 
 
-def _url_like(pattern: str, system: Any, path: str) -> str:
-    """A path that a file system has named, as a URL of the pattern's kind."""
+def _url_like(pattern: str, inside: str, system: Any, path: str) -> str:
+    """A path that a file system has named, as a URL of the pattern's kind; ``inside``: the pattern as a path there."""
     if "://" not in pattern or "://" in path:
         return path
+    pairs = zip(pattern[::-1], inside[::-1], strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))  # before it: a host, which paths lack
+    begin = inside[: len(inside) - same]
+    if same and path.startswith(begin):
+        return pattern[: len(pattern) - same] + path[len(begin) :]
     return f"{pattern.partition('://')[0]}://{path if system.root_marker else path.lstrip('/')}"
 
 

@@ -227,7 +227,7 @@ class TableFormat:
             found = {name: _column(table.column(name), name) for name in names}
             nbytes = sum(_bytes_of(found[name], table.column(name)) for name in names)
             return grouped(found, end - begin), nbytes
-        except (ImportError, UnknownColumnError):
+        except (ImportError, ShardError):
             raise
         except Exception as error:  # pyarrow's errors have several bases
             raise ShardError(

@@ -15,8 +15,17 @@ from conftest import POOLS, covering, make_pool
 from samples import ByEpoch
 from test_look_up import LENGTH, ORDERS, Counting, loader_of
 
-from sharded_loader import Dataset, ShardedDataLoader, SimpleDataset, interleave, sample_rng
+from sharded_loader import (
+    BatchSampler,
+    Dataset,
+    RandomSampler,
+    ShardedDataLoader,
+    SimpleDataset,
+    interleave,
+    sample_rng,
+)
 from sharded_loader.loader.fingerprint import SavedRun, first_difference, other_facts
+from sharded_loader.sampling.order import step_checksum
 
 
 class Hidden(Dataset):
@@ -53,6 +62,26 @@ def test_it_is_the_same_in_every_pool_and_whatever_was_drawn_before(pool: str) -
         assert [index for _, index, _ in found.state["digests"]] == [loader.indices(2, step)[0] for step in (0, 5, 9)]
         assert len([*loader]) == 10  # to the end: threads that read on would draw from the same generators
         assert str(loader.fingerprint(2)) == str(found)
+
+
+@pytest.mark.parametrize("given", [{"last_batch": "rollover"}, {"steps_per_epoch": 3}, "batches"], ids=str)
+@pytest.mark.parametrize(("length", "size", "ranks"), [(7, 2, 2), (8, 3, 3), (13, 1, 2), (5, 3, 2), (12, 2, 3)])
+def test_where_epochs_go_on_the_steps_are_those_that_the_ranks_read(
+    given: Any, length: int, size: int, ranks: int
+) -> None:
+    more: dict[str, Any] = given if given != "batches" else {"steps_per_epoch": 3}
+    kind = {"batch_size": size, "shuffle": True}
+    if given == "batches":
+        kind = {"batch_sampler": BatchSampler(RandomSampler(length, seed=1), size)}
+    ways = [
+        ShardedDataLoader(range(length), seed=1, num_replicas=ranks, rank=rank, **kind, **more) for rank in range(ranks)
+    ]
+    for epoch in range(4):
+        steps = zip(*([batch.tolist() for batch in loader] for loader in ways), strict=True)
+        if given != "batches":  # samples are dealt in turns
+            steps = ([[index for row in zip(*step, strict=True) for index in row]] for step in steps)
+        read = "".join(map(step_checksum, steps))
+        assert {loader.fingerprint(epoch).steps for loader in ways} == {read}
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -339,6 +339,12 @@ def test_a_thread_that_stands_still_and_is_replaced_is_counted() -> None:
         dataset.go_on.set()
 
 
+def test_a_batch_that_the_main_process_reads_has_not_waited_for_a_worker() -> None:
+    loader = ShardedDataLoader(range(8), 2)
+    list(loader)
+    assert loader.stats().stages["queued"] == (0.0,) * 5
+
+
 @pytest.mark.parametrize("epoch", [-1, 1.5, "0", True])
 def test_an_epoch_that_is_none_is_refused(epoch: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="epochs count from 0"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from sharded_loader.storage import dataset as dataset_module
 from sharded_loader.storage import index_file, stores
 from sharded_loader.storage import indexes as indexes_module
 from sharded_loader.storage.files import ForbiddenShardError, ShardError, Stat
-from sharded_loader.storage.indexes import VERSION, dumped
+from sharded_loader.storage.index_file import _HEAD as HEAD
+from sharded_loader.storage.indexes import VERSION, dumped, loaded
 from sharded_loader.storage.stores import ObjectStore
 
 SHARDS, LENGTH, SIZE = 3, 32, 64 << 10
@@ -378,6 +381,57 @@ def test_an_index_file_that_cannot_be_used_is_named(memory: Any, tmp_path: Path,
     with pytest.warns(LoaderWarning, match=rf"shards\.index ({text}).*shards are indexed one by one"):
         dataset = ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "second")
     assert list(dataset) == [str(number) for number in range(6)]
+
+
+def parts_of(whole: bytes) -> list[Any]:
+    """What an index file has: its table, and an index for each shard."""
+    end = HEAD.size + HEAD.unpack_from(whole)[2]
+    table = loaded(whole[HEAD.size : end])
+    assert table is not None
+    ends = [end, *(table["ends"] + end).tolist()]
+    return [table, *(loaded(whole[begin:end]) for begin, end in itertools.pairwise(ends))]
+
+
+CRAFTED: dict[str, Callable[[Any], Any]] = {
+    "left out": lambda array: None,
+    "empty": lambda array: array[:0],
+    "text": lambda array: array.astype(str),
+    "fractions": lambda array: array + 0.5,
+    "complex": lambda array: array * 1j,
+    "no numbers": lambda array: np.full(array.shape, np.nan),
+    "negative": lambda array: array.astype(np.int64) - (1 << 50),
+    "far": lambda array: np.full(array.shape, np.iinfo(np.int64).max),
+    "one number": lambda array: np.array(7),
+    "long": lambda array: np.full(1 << 16, -1, np.int64),
+}
+
+
+@pytest.mark.parametrize("crafted", CRAFTED)
+@pytest.mark.parametrize(
+    ("suffix", "array"),
+    [(None, name) for name in ("format", "names", "tags", "lengths", "ends")]
+    + [(".txt", "offsets"), (".txt", "length"), (".txt", "checksums"), (".tar", "offsets"), (".tar", "sizes")]
+    + [(".tar", "keys"), (".mds", "offsets"), (".mds", "encodings"), (".rec", "offsets")]
+    + [(".parquet", "ends"), (".parquet", "footer"), (".arrow", "messages")],
+)
+def test_an_index_file_that_lies_is_named(tmp_path: Path, suffix: str | None, array: str, crafted: str) -> None:
+    """Its hashes are right. What it says is impossible."""
+    WRITE[suffix or ".txt"](tmp_path / f"0{suffix or '.txt'}", range(3))
+    place = Path(ShardDataset(tmp_path / f"0{suffix or '.txt'}", index_folder=tmp_path / "first").write_index())
+    parts = parts_of(place.read_bytes())
+    changed = parts[0 if suffix is None else 1]
+    if (value := CRAFTED[crafted](np.atleast_1d(changed.pop(array)))) is not None:
+        changed[array] = value
+    if suffix is not None:
+        parts[0]["ends"] = np.array([len(dumped(parts[1]))])
+    table, index = map(dumped, parts)
+    head = HEAD.pack(*HEAD.unpack_from(place.read_bytes())[:2], len(table), HEAD.size + len(table) + len(index))
+    place.write_bytes(head + table + index)
+    with pytest.raises(ShardError, match=r"shards\.index"), ExitStack() as opened:
+        dataset = ShardDataset(place, index_folder=tmp_path / "second")
+        opened.callback(dataset.close)
+        _ = suffix is not None and dataset.group_lengths
+        list(dataset)
 
 
 @pytest.mark.parametrize("later", ["cut", "deleted", "of others"])

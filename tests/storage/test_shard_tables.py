@@ -132,10 +132,31 @@ def test_a_file_that_is_cut_while_it_is_open_is_an_error(tmp_path: Path, kind: s
     index = shards.index(file)
     first = shards.read(file, index, [5])
     os.truncate(path, file.size // 2)
-    with pytest.raises(ShardError, match=rf"a\.{kind} is damaged, or was cut: rows 50000 to 100000 cannot be read"):
+    with pytest.raises(ShardError, match=rf"a\.{kind} ends within bytes .* shorter than when it was indexed"):
         shards.read(file, index, [99_999])
     assert shards.read(file, index, [5]) == first  # it was decoded before
     file.close()
+
+
+TROUBLE = {"is missing": {"refuses": 404}, "may not read": {"refuses": 403}, "has changed": {"tag": "second"}}
+
+
+@pytest.mark.parametrize("trouble", TROUBLE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shard_of_a_server_that_goes_or_changes_is_no_damage(tmp_path: Path, kind: str, trouble: str) -> None:
+    path = tmp_path / f"a.{'arrow' if kind == 'stream' else kind}"
+    write(path, kind)
+    with serving() as served:
+        served.files["/" + path.name] = path.read_bytes()
+        dataset = ShardDataset(f"{served.url}/{path.name}", index_folder=tmp_path)
+        assert len(dataset) == 10
+        vars(served).update(TROUBLE[trouble])
+        with pytest.raises(ShardError, match=rf"{path.name}.* {trouble}") as caught:
+            dataset[5]
+        dataset.close()
+    assert "damaged" not in str(caught.value)
+    kinds = {"is missing": FileNotFoundError, "may not read": PermissionError}
+    assert isinstance(caught.value, kinds.get(trouble, ShardError))
 
 
 @pytest.mark.parametrize("grows", [True, False])

@@ -18,6 +18,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 from served import Served, serving
@@ -86,7 +87,9 @@ def test_a_name_that_exists_is_a_name(tmp_path: Path, monkeypatch: pytest.Monkey
 BRACES = {
     "{000..002}": ["000", "001", "002"], "{8..10}": ["8", "9", "10"], "{08..10}": ["08", "09", "10"],
     "{2..0}": ["2", "1", "0"], "{a,b}{1..2}": ["a1", "a2", "b1", "b2"], "{a,}x": ["ax", "x"],
-    "{a{1,2},b}": ["a1", "b", "a2"],
+    "{a{1,2},b}": ["a1", "b", "a2"], "{8..0..4}": ["8", "4", "0"], "{0..10..5}": ["0", "5", "10"],
+    "{00..10..-5}": ["00", "05", "10"], "{a..c}": ["a", "b", "c"], "{C..A..2}": ["C", "A"], "{1..2..0}": ["1", "2"],
+    "{-1..1}": ["-1", "0", "1"], "{-01..0}": ["-01", "000"], "{a..3}": ["{a..3}"], "{a..c..}": ["{a..c..}"],
     "{x}": ["{x}"], "a": ["a"], "{}": ["{}"], "{1..}": ["{1..}"],
 }  # fmt: skip
 
@@ -109,6 +112,49 @@ def test_of_braces_the_name_that_is_missing_is_named(tmp_path: Path) -> None:
         ShardDataset(tmp_path / "{0..1}-a.txt")
     with pytest.raises(FileNotFoundError, match=r"no files match .*1-\*\.txt"):
         ShardDataset(tmp_path / "{0..1}-*.txt")
+
+
+class Hosted(MemoryFileSystem):  # type: ignore[misc]
+    """Its paths leave out the host of the URL, or a part of the bucket, as those of sftp, ftp, hdfs and abfs do."""
+
+    protocol, store, pseudo_dirs = "hosted", {}, [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        inside = path.partition("://")[2] or path
+        return cls.cut(inside) if "@" in inside else "/" + inside.strip("/")
+
+    @classmethod
+    def cut(cls, inside: str) -> str:
+        return "/" + inside.partition("/")[2]
+
+
+class Account(Hosted):
+    protocol = "account"
+
+    @classmethod
+    def cut(cls, inside: str) -> str:
+        return "/" + inside.partition("@")[0] + "/" + inside.partition("/")[2]
+
+
+@pytest.mark.parametrize("url", ["hosted://me@host:22/run", "account://run@host", "hosted://me@host/a/run"])
+def test_a_pattern_names_files_of_its_own_host(tmp_path: Path, url: str) -> None:
+    for kind in (Hosted, Account):
+        fsspec.register_implementation(kind.protocol, kind, clobber=True)
+    store = ObjectStore()
+    for name in ("0.txt", "1.txt"):
+        store.write(f"{url}/{name}", f"{name}\n".encode())
+    assert list(store.find(f"{url}/*.txt")) == [f"{url}/0.txt", f"{url}/1.txt"]
+    assert list(ShardDataset(f"{url}/*.txt", index_folder=tmp_path)) == ["0.txt", "1.txt"]
+
+
+@pytest.mark.filterwarnings("ignore:.*Until then, shards are indexed one by one")
+@pytest.mark.parametrize(
+    "url", ["foo://bucket/a.tar", "foo://bucket/*.tar", "simplecache::foo://b/{0..2}.tar", "zip://a.tar"]
+)
+def test_a_url_that_no_file_system_can_be_made_for_is_named(url: str) -> None:
+    with pytest.raises(ShardError, match=r"(a|\*|0)\.tar: .*Check the URL, and storage_options="):
+        ShardDataset(url, storage_options={"secret": "Error"}).close()
 
 
 def test_a_file_in_memory_is_found_and_read() -> None:
@@ -315,6 +361,16 @@ def test_a_store_works_in_a_forked_child(served: Served, monkeypatch: pytest.Mon
     queue.close()
     assert store.ranges(url, [10], [20]) == [CONTENT[10:20]]
     assert store.retries == 0
+
+
+@pytest.mark.parametrize("chain", ["", "simplecache::", "filecache::"])
+def test_a_store_that_is_closed_leaves_the_others_open(served: Served, chain: str) -> None:
+    """fsspec shares the file system inside a chain."""
+    url = f"{chain}{served.url}/a.bin"
+    first, second = ObjectStore(), ObjectStore()
+    for store in (first, second, first, second):
+        assert store.ranges(url, [1], [3]) == [CONTENT[1:3]]
+        store.close()
 
 
 def test_a_store_is_pickled_as_its_options() -> None:
