@@ -472,6 +472,10 @@ def is_pattern(url: str) -> bool:
     return any(sign in url for sign in ("*[" if re.match("https?:", url) else "*?["))  # ? begins a query there
 
 
+MOST_NAMES = 1_000_000
+"""Of one pair of numbers in braces: more are a mistake, and would fill the memory."""
+
+
 def expanded(text: str) -> list[str]:
     """A text with each choice that its braces name.
 
@@ -485,6 +489,8 @@ def expanded(text: str) -> list[str]:
     choices = found[3].split(",") if found[3] is not None else []
     if found[1]:
         first, last = int(found[1]), int(found[2])
+        if abs(last - first) >= MOST_NAMES:
+            raise ValueError(f"{found[0]} in {shown(text)} means more than {MOST_NAMES:,} names: check the numbers")
         width = max(map(len, (found[1], found[2]))) if "0" in (found[1][0], found[2][0]) else 0
         choices = [f"{i:0{width}}" for i in range(first, last + 1) or range(first, last - 1, -1)]
     return [one for choice in choices for one in expanded(text[: found.start()] + choice + text[found.end() :])]

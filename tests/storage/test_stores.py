@@ -111,6 +111,20 @@ def test_of_braces_the_name_that_is_missing_is_named(tmp_path: Path) -> None:
         ShardDataset(tmp_path / "{0..1}-*.txt")
 
 
+def test_braces_with_too_many_numbers_are_an_error_and_no_hang() -> None:
+    for braces in ("{000..99999999999}", "{99999999999..0}", "{0..1000000}"):
+        with pytest.raises(
+            ValueError, match=r"\.\.\d+} in a-{\d+\.\.\d+}-{0\.\.1}\.tar means more than 1,000,000 names"
+        ):
+            expanded(f"a-{braces}-{{0..1}}.tar")
+
+
+def test_a_path_of_bytes_is_a_path(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("0\n")
+    for urls in (os.fsencode(tmp_path / "a.txt"), [os.fsencode(tmp_path / "a.txt")]):
+        assert list(ShardDataset(urls, index_folder=tmp_path / "indexes")) == ["0"]  # type: ignore[arg-type]
+
+
 def test_a_file_in_memory_is_found_and_read() -> None:
     import fsspec
 
