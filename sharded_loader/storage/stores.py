@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import math
 import os
 import random
 import re
@@ -473,7 +474,7 @@ def is_pattern(url: str) -> bool:
 
 
 MOST_NAMES = 1_000_000
-"""Of one pair of numbers in braces: more are a mistake, and would fill the memory."""
+"""That numbers in braces may mean: more are a mistake, and would fill the memory."""
 
 
 def expanded(text: str) -> list[str]:
@@ -486,11 +487,11 @@ def expanded(text: str) -> list[str]:
     found = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", text)
     if found is None:
         return [text]
+    if math.prod(1 + abs(int(a) - int(b)) for a, b in re.findall(r"\{(\d+)\.\.(\d+)\}", text)) > MOST_NAMES:
+        raise ValueError(f"the braces of {shown(text)} mean more than {MOST_NAMES:,} names: check their numbers")
     choices = found[3].split(",") if found[3] is not None else []
     if found[1]:
         first, last = int(found[1]), int(found[2])
-        if abs(last - first) >= MOST_NAMES:
-            raise ValueError(f"{found[0]} in {shown(text)} means more than {MOST_NAMES:,} names: check the numbers")
         width = max(map(len, (found[1], found[2]))) if "0" in (found[1][0], found[2][0]) else 0
         choices = [f"{i:0{width}}" for i in range(first, last + 1) or range(first, last - 1, -1)]
     return [one for choice in choices for one in expanded(text[: found.start()] + choice + text[found.end() :])]
