@@ -205,8 +205,9 @@ class LoaderStats:
             >>> loader = ShardedDataLoader(Files(), 10, batchify_fn=len)
             >>> for batch in loader: pass
             >>> stats = loader.stats()
-            >>> print(stats.predict(num_workers=4).samples_per_second / stats.samples_per_second)  # doctest: +SKIP
-            3.9
+            >>> with_four = stats.predict(num_workers=4).samples_per_second
+            >>> with_four > 0  # 3.9 times stats.samples_per_second on an idle machine
+            True
 
         Source of the idea: Plumber (MLSys 2022).
         """
