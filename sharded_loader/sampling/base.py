@@ -13,11 +13,6 @@ sampler knows no loader: it keeps the last call, and each loader looks for calls
 
 What can go wrong: a subclass that overrides ``__iter__`` alone, as Gluon's users do, has no pure access. It still
 works, as a sampler of another library does (`sharded_loader.sampling.foreign`).
-
-`EpochRequests` notices the calls of ``set_epoch``. Samplers of this library note each call. On a dataset, and on a
-sampler of another library, ``set_epoch`` is replaced, on that object alone, by a function that notes the call and
-passes it on. The calls on an object with ``__slots__`` cannot be noted. A loader's own calls go past that function; see
-`data.inspection.set_epoch_of`.
 """
 
 from __future__ import annotations
@@ -25,15 +20,15 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import count
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
 from sharded_loader.base.checks import check_int, refuse_class
 from sharded_loader.base.described import Described
+from sharded_loader.engine.epoch_requests import EpochRequest, note
 from sharded_loader.randomness.rng import draw_seed
 from sharded_loader.sampling.tables import Table
 
@@ -108,33 +103,6 @@ def tell_epoch(sampler: Any, epoch: int) -> None:
     for each in nested(sampler):
         if callable(set_epoch := getattr(each, "set_epoch", None)):
             set_epoch(epoch)
-
-
-class EpochRequest(NamedTuple):
-    """One call of ``set_epoch``: its number is greater than those of all calls before in this process."""
-
-    number: int
-    epoch: int
-
-
-_numbers = count(1)
-
-
-def note(epoch: int) -> EpochRequest:
-    """What a sampler keeps after ``set_epoch(epoch)``."""
-    return EpochRequest(next(_numbers), epoch)
-
-
-def noted(samplers: Iterable[Any]) -> list[tuple[Any, EpochRequest | None]]:
-    """Samplers that note the calls to ``set_epoch``, each with its last call."""
-    return [(sampler, sampler.epoch_request) for sampler in samplers if hasattr(sampler, "epoch_request")]
-
-
-def put_back(before: list[tuple[Any, EpochRequest | None]]) -> None:
-    """Forget the calls to ``set_epoch`` that came since `noted`: a loader has made them."""
-    for sampler, request in before:
-        if sampler.epoch_request is not request:
-            sampler.epoch_request = request
 
 
 class Sampler(Described, Generic[Item_co]):
@@ -397,69 +365,3 @@ def find_foreign(sampler: Any, seed: int) -> tuple[Any, int]:
     while is_wrapper(sampler):
         sampler, seed = sampler.inner, sampler.seed
     return None if is_own(sampler) else sampler, seed
-
-
-# -- calls of set_epoch ------------------------------------------------------------------------------------------------
-
-
-def _notes_calls(sampler: Any) -> bool:
-    """Whether the calls to ``set_epoch`` on a sampler are noted as its ``epoch_request``, from now on."""
-    method = getattr(sampler, "set_epoch", None)
-    if callable(method) and not getattr(method, "is_noted", False):
-        epoch = getattr(sampler, "epoch", None)
-        # Of a method of its class not the bound one: a copy that is unpickled cannot be asked for it until it is whole.
-        passed = None if getattr(method, "__self__", None) is sampler else method
-        listener: Any = partial(_set_epoch, sampler, passed)
-        listener.is_noted, listener.unnoted = True, partial(_pass_on, sampler, passed)
-        try:  # an epoch above 0 is a call that came before
-            sampler.epoch_request = note(epoch) if isinstance(epoch, int) and epoch > 0 else None
-            sampler.set_epoch = listener
-        except AttributeError:  # it has __slots__
-            return False
-    return callable(method)
-
-
-def _set_epoch(sampler: Any, method: Callable[[int], Any] | None, epoch: int) -> Any:
-    """Stands in for the ``set_epoch`` of a dataset, or of a sampler of another library."""
-    answer = _pass_on(sampler, method, epoch)
-    sampler.epoch_request = note(epoch)
-    return answer
-
-
-def _pass_on(sampler: Any, method: Callable[[int], Any] | None, epoch: int) -> Any:
-    return type(sampler).set_epoch(sampler, epoch) if method is None else method(epoch)
-
-
-class EpochRequests:
-    """The calls to ``set_epoch`` on some samplers, and on a dataset, that one loader has not seen yet.
-
-    Example:
-        >>> from sharded_loader import RandomSampler
-        >>> sampler, requests = RandomSampler(4, seed=1), EpochRequests()
-        >>> requests.listen([sampler])
-        >>> sampler.set_epoch(3)
-        >>> requests.take(), requests.take()
-        (3, None)
-    """
-
-    def __init__(self) -> None:
-        self._seen: list[tuple[Any, EpochRequest | None]] = []
-
-    def listen(self, samplers: Iterable[Any]) -> None:
-        """Listen to these samplers from now on; calls on the others do not count any more."""
-        before = {id(sampler): request for sampler, request in self._seen}
-        self._seen = [(sampler, before.get(id(sampler))) for sampler in samplers if _notes_calls(sampler)]
-
-    def take(self) -> int | None:
-        """The epoch of the latest call that is new; None if there is none."""
-        calls: list[tuple[EpochRequest | None, Any]] = [(sampler.epoch_request, seen) for sampler, seen in self._seen]
-        # By identity: a sampler that was pickled brings a number that another process gave.
-        new = [call for call, seen in calls if call is not None and call is not seen]
-        if not new:
-            return None
-        self.drop()
-        return max(new).epoch
-
-    def drop(self) -> None:
-        """The calls up to now do not count: the loader itself was given an epoch."""
-        self._seen = noted(sampler for sampler, _ in self._seen)

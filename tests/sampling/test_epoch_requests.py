@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DistributedSampler
 
 from sharded_loader import RandomSampler
-from sharded_loader.sampling.base import EpochRequests
+from sharded_loader.engine.epoch_requests import EpochRequests
 
 
 class Foreign:
