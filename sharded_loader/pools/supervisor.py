@@ -37,7 +37,7 @@ from sharded_loader.base.errors import name_of_batch
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.system import write_to_stderr
-from sharded_loader.engine.board import IN_BULK, ONE_BY_ONE, SAMPLE, is_at
+from sharded_loader.engine.board import is_at
 from sharded_loader.engine.messages import NOTHING, Job, NewJob, Result, Task
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.memory.codec import classes_of_main
@@ -325,8 +325,8 @@ class Supervisor(Generic[W]):
         """A worker died over a task. The results of those that are given up."""
         key, board = (task.run, task.seq), death.board or ()
         if not self.deaths.record_batch_death(task):
-            if board[SAMPLE] in (IN_BULK, ONE_BY_ONE):
-                worker.tasks[key] = task._replace(careful=True)
+            # Also where the sample is known: the last worker, whose board the error quotes, may note no cheap samples.
+            worker.tasks[key] = task._replace(careful=True)
             return []
         assert self.new is not None  # its workers read
         tries, timeout = max(1, self._restarts), self.watch.timeout

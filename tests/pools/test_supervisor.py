@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sharded_loader import WorkerDiedError, WorkerTimeoutError
-from sharded_loader.engine.board import BEGINNING, IDLE, IN_BULK, UNUSED
+from sharded_loader.engine.board import BEGINNING, IDLE, IN_BULK, ONE_BY_ONE, UNUSED
 from sharded_loader.engine.messages import NOTHING, Job, NewJob, PartBatch, PartPoint, Stream, Task
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.pools.deaths import IDLE_DEATHS, Death
@@ -145,9 +145,10 @@ def test_a_batch_that_kills_too_many_workers_is_given_up_and_its_sample_named() 
     assert pool.requeued == [5]
 
 
-def test_after_a_death_in_bulk_the_samples_are_read_one_by_one() -> None:
+@pytest.mark.parametrize("at", [IN_BULK, ONE_BY_ONE, 1], ids=["in bulk", "one by one", "a sample"])
+def test_after_a_death_each_sample_is_noted(at: int) -> None:
     pool = Pool()
-    pool.give(0, task(3), task(4), board=reading(3, IN_BULK))
+    pool.give(0, task(3), task(4), board=reading(3, at))
     pool.kill(0)
     assert [one.careful for one in pool.supervisor.requeued] == [True, False]
     pool.give(1, task(3), board=reading(3, BEGINNING))
