@@ -64,7 +64,7 @@ from sharded_loader.data.bulk import (
     read_many,
 )
 from sharded_loader.data.columns import check_dataset, is_dataset
-from sharded_loader.data.inspection import fingerprint_of
+from sharded_loader.data.inspection import fingerprint_of, tell_epoch
 from sharded_loader.data.seeding import (
     each_by_its_key,
     handed_out,
@@ -335,8 +335,7 @@ class Wrapper(Dataset):
     def set_epoch(self, epoch: int) -> None:
         """Tell the datasets inside which epoch is read."""
         for inner in self._inside:
-            if hasattr(inner, "set_epoch"):
-                inner.set_epoch(epoch)
+            tell_epoch(inner, epoch)
 
     def _follow(self, batches: Batches, position: NextBatch, later: Batches) -> None:
         """See `follow`: tell the datasets inside, each with its own indices."""

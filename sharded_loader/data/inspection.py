@@ -165,6 +165,12 @@ def set_epoch_of(dataset: Any) -> Any:
     return getattr(method, "unnoted", method)
 
 
+def tell_epoch(dataset: Any, epoch: int) -> None:
+    """Tell a dataset inside another one the epoch, if it has ``set_epoch``."""
+    if callable(tell := set_epoch_of(dataset)):
+        tell(epoch)
+
+
 def takes_two(function: Callable[..., Any]) -> bool:
     """Whether a function needs two arguments, such as the number of its part, and how many parts there are.
 

@@ -16,8 +16,8 @@ works, as a sampler of another library does (`sharded_loader.sampling.foreign`).
 
 `EpochRequests` notices the calls of ``set_epoch``. Samplers of this library note each call. On a dataset, and on a
 sampler of another library, ``set_epoch`` is replaced, on that object alone, by a function that notes the call and
-passes it on. The calls on an object with ``__slots__`` cannot be noted. A loader's own calls go past that function; see
-`data.inspection.set_epoch_of`.
+passes it on. Copies and pickles of the object have its own method. An object with ``__slots__`` has no room for that:
+a warning. A loader's own calls go past that function; see `data.inspection.set_epoch_of`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from sharded_loader.base.checks import check_int, refuse_class
-from sharded_loader.base.described import Described
+from sharded_loader.base.described import Described, an
+from sharded_loader.base.notices import warn
 from sharded_loader.randomness.rng import draw_seed
 from sharded_loader.sampling.tables import Table
 
@@ -360,17 +361,35 @@ def _notes_calls(sampler: Any) -> bool:
     """Whether the calls to ``set_epoch`` on a sampler are noted as its ``epoch_request``, from now on."""
     method = getattr(sampler, "set_epoch", None)
     if callable(method) and not getattr(method, "is_noted", False):
-        epoch = getattr(sampler, "epoch", None)
+        epoch, known = getattr(sampler, "epoch", None), getattr(sampler, "epoch_request", None) or EpochRequest(0, 0)
         # Of a method of its class not the bound one: a copy that is unpickled cannot be asked for it until it is whole.
         passed = None if getattr(method, "__self__", None) is sampler else method
         listener: Any = partial(_set_epoch, sampler, passed)
         listener.is_noted, listener.unnoted = True, partial(_pass_on, sampler, passed)
-        try:  # an epoch above 0 is a call that came before
-            sampler.epoch_request = note(epoch) if isinstance(epoch, int) and epoch > 0 else None
-            sampler.set_epoch = listener
-        except AttributeError:  # it has __slots__
+        try:  # another epoch than 0, or than that of the object that it is a copy of, is a call that came before
+            was_called = not known.number and isinstance(epoch, int) and epoch > 0 and epoch != known.epoch
+            sampler.epoch_request = note(epoch) if was_called else known if known.number else None
+            sampler.set_epoch, sampler.__getstate__ = listener, partial(_state_of, sampler, passed)
+        except (AttributeError, TypeError):
+            warn(
+                f"set_epoch of {an(type(sampler))} cannot be heard: the object takes no attributes, as with __slots__. "
+                "The loader counts the epochs by itself: to choose one, call set_epoch of the loader"
+            )
             return False
     return callable(method)
+
+
+def _state_of(sampler: Any, method: Callable[[int], Any] | None) -> Any:
+    """What a copy or a pickle has of an object whose calls are noted: its own method, and the epoch up to now."""
+    default = getattr(type(sampler), "__getstate__", vars)  # from Python 3.11 on, each object has it
+    state = default(sampler)
+    found = state[0] if isinstance(state, tuple) and state else state
+    if not (isinstance(found, dict) and "__getstate__" in found):  # the class has a __getstate__ of its own
+        return state
+    found = {name: value for name, value in found.items() if name not in ("__getstate__", "set_epoch")}
+    found["epoch_request"] = sampler.epoch_request or EpochRequest(0, getattr(sampler, "epoch", 0))
+    found.update({} if method is None else {"set_epoch": method})
+    return (found, *state[1:]) if isinstance(state, tuple) else found
 
 
 def _set_epoch(sampler: Any, method: Callable[[int], Any] | None, epoch: int) -> Any:
@@ -400,9 +419,12 @@ class EpochRequests:
         self._seen: list[tuple[Any, EpochRequest | None]] = []
 
     def listen(self, samplers: Iterable[Any]) -> None:
-        """Listen to these samplers from now on; calls on the others do not count any more."""
+        """Listen to these samplers, and the datasets inside them, from now on. Calls on others do not count any more."""
         before = {id(sampler): request for sampler, request in self._seen}
-        self._seen = [(sampler, before.get(id(sampler))) for sampler in samplers if _notes_calls(sampler)]
+        found = list(samplers)
+        for one in found:  # it grows
+            found += one._inside if type(one).__module__.startswith("sharded_loader.data.") else ()
+        self._seen = [(sampler, before.get(id(sampler))) for sampler in found if _notes_calls(sampler)]
 
     def take(self) -> int | None:
         """The epoch of the latest call that is new; None if there is none."""
