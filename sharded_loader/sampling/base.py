@@ -367,8 +367,9 @@ def _notes_calls(sampler: Any) -> bool:
         listener: Any = partial(_set_epoch, sampler, passed)
         listener.is_noted, listener.unnoted = True, partial(_pass_on, sampler, passed)
         try:  # another epoch than 0, or than that of the object that it is a copy of, is a call that came before
-            was_called = not known.number and isinstance(epoch, int) and epoch > 0 and epoch != known.epoch
-            sampler.epoch_request = note(epoch) if was_called else known if known.number else None
+            if isinstance(epoch, int) and not known.number and 0 < epoch != known.epoch:
+                known = note(epoch)
+            sampler.epoch_request = known if known.number else None
             sampler.set_epoch, sampler.__getstate__ = listener, partial(_state_of, sampler, passed)
         except (AttributeError, TypeError):
             warn(
@@ -419,7 +420,7 @@ class EpochRequests:
         self._seen: list[tuple[Any, EpochRequest | None]] = []
 
     def listen(self, samplers: Iterable[Any]) -> None:
-        """Listen to these samplers, and the datasets inside them, from now on. Calls on others do not count any more."""
+        """Listen to these samplers, and to datasets inside, from now on. Calls on others do not count any more."""
         before = {id(sampler): request for sampler, request in self._seen}
         found = list(samplers)
         for one in found:  # it grows

@@ -209,7 +209,7 @@ class ShardDataset(Dataset):
     def _groups_of(self, shard: int) -> Int64s:
         index = self._index(shard, self._index_in_parts)
         try:
-            return self._format.group_lengths(index)  # type: ignore[attr-defined]
+            return self._format.group_lengths(index) if isinstance(self._format, TableFormat) else self.lengths
         except Exception as error:
             self._blame(shard, error)
             raise
@@ -442,7 +442,7 @@ class ShardDataset(Dataset):
         try:
             if entry is None or index is None:
                 return self._indexed(shard, file)
-            if not np.array_equal(_content(file), index.get("checksums")):
+            if not np.array_equal(_content(file), index.get("checksums", ())):
                 raise ShardError(
                     f"{file.name} has changed since {shown(entry.file)} was written: write that file again "
                     "(sharded-loader index), and make the dataset again"
