@@ -29,7 +29,6 @@ _HOMES = {
     "data.shuffle_buffer": "ShuffleBuffer",
     "data.tokens": "TokenWindows",
     "loader.loader": "ShardedDataLoader",
-    "loader.lockstep": "Lockstep",
     "loader.report": "RankStats",
     "loader.stats": "LoaderStats",
     "memory.shared": "share",

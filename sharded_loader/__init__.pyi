@@ -21,7 +21,6 @@ from sharded_loader.data.interleave import interleave as interleave
 from sharded_loader.data.shuffle_buffer import ShuffleBuffer as ShuffleBuffer
 from sharded_loader.data.tokens import TokenWindows as TokenWindows
 from sharded_loader.loader.loader import ShardedDataLoader as ShardedDataLoader
-from sharded_loader.loader.lockstep import Lockstep as Lockstep
 from sharded_loader.loader.report import RankStats as RankStats
 from sharded_loader.loader.stats import LoaderStats as LoaderStats
 from sharded_loader.memory.shared import share as share

@@ -28,20 +28,29 @@ from sharded_loader.base.described import an
 from sharded_loader.base.entries import anything, parsed, read_entry
 from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.notices import Notices
-from sharded_loader.base.private import called_by, counted_by_fabric, refuse_skipping
+from sharded_loader.base.private import counted_by_fabric, rebuilt_by_accelerate, refuse_skipping
 from sharded_loader.data.columns import as_dataset
 from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, read_here
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
-from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, TorchSteps, at_named_epoch, parts_of
-from sharded_loader.drop_in.workers import check_arguments, job_of, make_pool
+from sharded_loader.drop_in.state import (
+    ADVICE,
+    LoaderState,
+    ResumePoint,
+    TorchSteps,
+    at_named_epoch,
+    check_length,
+    parts_of,
+)
+from sharded_loader.drop_in.workers import check_arguments, check_data, job_of, make_pool
 from sharded_loader.engine.messages import Job, OnError, Task
+from sharded_loader.engine.pipeline import Run
 from sharded_loader.engine.split import Split
-from sharded_loader.loader.arguments import check_max_skipped, make_split
+from sharded_loader.loader.arguments import check_max_skipped, length, make_split
 from sharded_loader.loader.auto import number_of_workers, tuned
 from sharded_loader.loader.check import LoaderCheck, check_loader
-from sharded_loader.loader.epochs import check_one_epoch, fetch_epoch, shown_indices
+from sharded_loader.loader.epochs import check_one_epoch, fetch_epoch, give_up_fetched, shown_indices
 from sharded_loader.loader.fingerprint import Fingerprint, fingerprint_of_epoch
 from sharded_loader.loader.iterator import Batch, BatchFuture
 from sharded_loader.loader.report import Reported
@@ -56,7 +65,8 @@ from sharded_loader.streams.order import NO_SKIP
 
 __all__ = ["DataLoader"]
 
-_HAS_IN_ORDER = "in_order" in inspect.signature(torch.utils.data.DataLoader).parameters  # torch 2.4 has none
+_TORCHS = torch.utils.data.DataLoader  # programs put this module's class in its place: the name is looked up once
+_HAS_IN_ORDER = "in_order" in inspect.signature(_TORCHS).parameters  # torch 2.4 has none
 
 
 class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
@@ -72,7 +82,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         multiprocessing_context, generator, persistent_workers, in_order: As in torch's ``DataLoader``.
         prefetch_factor: The number of batches to prefetch for each worker. None: 2, and more while a batch takes less
             than 1 ms.
-        timeout: The limit for the time of each sample, in seconds. It turns ``restarts`` off. 0: none.
+        timeout: The limit for the time of each sample, in seconds. 0: none.
         seed: A seed for the order of ``shuffle=True``, for `sample_rng`, and for the global generators, which workers
             seed for each batch. With it, nothing depends on the number of workers. None: as in torch.
         on_error: What to do with a sample that cannot be read: ``"raise"``, ``"skip"``, ``"replace"`` or a function;
@@ -84,7 +94,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
             `ShardedDataLoader`.
         start_method: How worker processes start; instead of ``multiprocessing_context``.
         thread_pool: Whether workers are threads instead of processes.
-        restarts: How many workers a batch may kill before you get an error. 0: none.
+        restarts: How many workers a batch may kill before you get an error. 0: none. None: 3, or none with ``timeout``.
         max_bytes: The limit of shared memory for batches, in bytes.
         numa: Whether batches and workers are placed near the GPU; see `ProcessPool`.
         max_worker_memory: The memory that a worker process may take; see `ProcessPool`.
@@ -108,6 +118,8 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
 
     Source of the idea: ``torch.utils.data.DataLoader``, and ``StatefulDataLoader`` of torchdata.
     """
+
+    skip: Sequence[tuple[int, int]] = ()  # torchdata's subclass has a constructor that calls no other
 
     def __init__(
         self,
@@ -137,7 +149,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         num_shards: int | None = None,
         start_method: Literal["fork", "forkserver", "spawn"] | None = None,
         thread_pool: bool = False,
-        restarts: int = 3,
+        restarts: int | None = None,
         max_bytes: int | None = None,
         numa: bool = True,
         max_worker_memory: int | str | None = None,
@@ -163,7 +175,9 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._named: int | None = None  # the epoch of the last `set_epoch`
         self._requests = EpochRequests()  # of the dataset: workers that live on have copies of it
         self._requests.listen([dataset] if persistent_workers else [])
+        self._fetched: list[weakref.ref[Run]] = []  # they read the dataset that has set_epoch here
         self._newest: weakref.ref[LoaderIterator] | None = None
+        self._waiting: weakref.ref[LoaderIterator] | None = None  # the newest one that has read nothing
         self._given_skip = check_skip(skip)
         self.skip = list(self._given_skip)
         self._steps = StepCount(None)
@@ -172,6 +186,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._prepared: LoaderIterator | None = None
         self._loaded: dict[str, Any] | None = None
         self._rng_at_load: torch.Tensor | None = None
+        self._following: list[int] | None = None  # what the epoch after the resumed one would have drawn
         self._job: Job | None = None  # of the newest epoch
         self._data: str | None = None  # the dataset's fingerprint
         if sampler is None and batch_sampler is None and not isinstance(dataset, IterableDataset):
@@ -214,37 +229,42 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
     def _get_iterator(self) -> Any:
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
             return super()._get_iterator()  # datapipes are bound to torch's own workers
+        check_data(self)
         if self.num_workers and self._tuner is None:
             self.check_worker_number_rationality()
         if not isinstance(self.dataset, IterableDataset):
             text = text_if_ranks_repeat(nested(self._index_sampler))
             if text is not None:
                 self._meter.notices.happened("ranks", f"{text}give sampler=DistributedSampler(dataset) to share it out")
-        loaded, self._loaded = self._loaded, None
-        if loaded is None:
+        if self._loaded is None:
             return LoaderIterator(self)
-        state = parsed(LoaderState, loaded, ADVICE)
+        state = parsed(LoaderState, self._loaded, ADVICE)
         epoch = state.epoch_to_begin
         by_fabric = counted_by_fabric(epoch)
-        if not by_fabric and state.sampler is not None:
-            state = at_named_epoch(state, self._index_sampler, self._epochs)
-        iterator = LoaderIterator(self, state)
+        iterator = LoaderIterator(self, state if by_fabric else self._state_to_begin())
         if by_fabric:
             tell_epoch(self._index_sampler, epoch)
         return iterator
+
+    def _state_to_begin(self) -> LoaderState | None:
+        """The state that was loaded, if no epoch has begun since."""
+        if self._loaded is None:
+            return None
+        return at_named_epoch(parsed(LoaderState, self._loaded, ADVICE), self._index_sampler, self._epochs)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # the base class says nothing of batches
         prepared, self._prepared = self._prepared, None
         if prepared is not None and self._loaded is None:
             return prepared
-        told = self._requests.take()
-        if told not in (None, self._epochs.next):
-            self._named = None  # the dataset was told, and not by the loader
-        if isinstance(self._iterator, LoaderIterator) and told is not None and not self._iterator.tells(self._named):
-            self._iterator._shutdown_workers()
-        if getattr(self._iterator, "_shutdown", False):
-            self._iterator = None
+        if isinstance(self._iterator, LoaderIterator) and self._iterator.is_stale(self):
+            self._end_persistent_workers()
         return super().__iter__()
+
+    def _end_persistent_workers(self) -> None:
+        """Have the next epoch start new workers."""
+        if isinstance(self._iterator, LoaderIterator):
+            self._iterator._shutdown_workers()
+            self._iterator = None
 
     @property
     def multiprocessing_context(self) -> Any:
@@ -255,12 +275,12 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
 
     @multiprocessing_context.setter
     def multiprocessing_context(self, context: Any) -> None:
-        torch.utils.data.DataLoader.multiprocessing_context.fset(self, context)  # type: ignore[attr-defined]
+        _TORCHS.multiprocessing_context.fset(self, context)  # type: ignore[attr-defined]
 
     @property
     def _is_accelerate_prepared(self) -> bool:
         """False. Accelerate asks for it before it builds torch's loader from this one."""
-        if called_by("prepare_data_loader", "accelerate") is not None:
+        if rebuilt_by_accelerate("prepare_data_loader"):
             warnings.warn(
                 "accelerator.prepare() makes a PyTorch DataLoader of this loader, so crashed workers end the program "
                 "and seed= has no effect. Call prepare(loader, accelerator) of sharded_loader.integrations.accelerate",
@@ -296,6 +316,8 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
             True
         """
         self._prepared, self._epochs.next, self._named = None, epoch, epoch
+        self._epochs.request(epoch)
+        give_up_fetched([run for one in self._fetched if (run := one()) is not None], epoch)
         tell_epoch(self._index_sampler, epoch)
         tell = getattr(self.dataset, "set_epoch", None)
         if callable(tell):
@@ -396,14 +418,14 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
             raise TypeError("fetch needs a dataset that is read by index: iterable data has its own order")
         number = self._epoch if epoch is None else check_int("epoch", epoch, 0, "epochs count from 0")
         planned, live = fetch_epoch(self.dataset, indices, number), self._live
-        if (
-            self._named is not None
-            and hasattr(self.dataset, "set_epoch")
-            and (live is None or live._pool.shares_dataset)
-        ):
+        is_shared = hasattr(self.dataset, "set_epoch") and (live is None or live._pool.shares_dataset)
+        if self._named is not None and is_shared:
             check_one_epoch([self._epoch], number)
         meter = Meter(None, self._meter.notices)  # it belongs to no epoch that is counted
-        return read_here(self, planned, meter) if live is None else live.fetch(planned, meter)
+        future = read_here(self, planned, meter) if live is None else live.fetch(planned, meter)
+        if is_shared:
+            self._fetched = [*(one for one in self._fetched if one() is not None), weakref.ref(future._batches.only)]
+        return future
 
     def fingerprint(self, epoch: int | None = None) -> Fingerprint:
         """A short hash of the order of an epoch and of three of its samples; see `ShardedDataLoader.fingerprint`.
@@ -522,14 +544,21 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         """
         if self._loaded is not None:
             return self._with_skip(copy.deepcopy(self._loaded))
-        if self._resume_point is None:
+        point, waiting = self._resume_point, None if self._waiting is None else self._waiting()
+        if waiting is not None and (point is None or point.finished):
+            self._prepared = waiting  # its epoch is the one that comes
+        elif point is None:
             # The epoch is settled now, so that the state is the state of the epoch that comes.
-            self._prepared = self._get_iterator()
+            self._prepared = waiting = self._get_iterator()
             if self.persistent_workers and self.num_workers > 0:
-                self._iterator = self._prepared
-        if self._resume_point is None:
+                self._iterator = waiting
+        if isinstance(self._prepared, LoaderIterator):
+            point = self._prepared.resume_point
+        if point is None:
             raise TypeError("datapipes are read by torch's own workers, which have no state_dict()")
-        state, self._data = self._resume_point.state_dict(), self._data or fingerprint_of(self.dataset)
+        state, self._data = point.state_dict(), self._data or fingerprint_of(self.dataset)
+        if "_sampler" in state and (known := length(self.dataset)) is not None:
+            state["_length"] = known
         return self._with_skip(state if self._data is None else {**state, "_data": self._data})
 
     def _with_skip(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -550,6 +579,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         kind = "_stream" if isinstance(self.dataset, IterableDataset) else "_sampler"
         state = parsed(LoaderState, state_dict, ADVICE)
         read_entry(state_dict, kind, anything, ADVICE)
+        check_length(state, length(self.dataset), self.sampler)
         given = merged(self._given_skip, check_skip(skip))
         saved = read_entry({"_skip": (), **state_dict}, "_skip", steps_to_skip, ADVICE)
         self._check_skip(given)
@@ -562,24 +592,34 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._rng_at_load = torch.get_rng_state()
         self._prepared = None
         # `set_epoch` after this decides, as it would have at the end of an epoch.
-        self._epochs.next = state.epoch_to_begin
+        self._epochs.next, self._epochs.requested = state.epoch_to_begin, None
         if isinstance(self.sampler, ShuffleSampler):
             self.sampler.forget_epoch()
         tell = getattr(self.dataset, "set_epoch", None)
         if state.epoch_of_dataset is not None and callable(tell):
             tell(state.epoch_of_dataset)
-        if isinstance(self._iterator, LoaderIterator):  # its workers have datasets and generators of another time
-            self._iterator._shutdown_workers()
-            self._iterator = None
+        self._end_persistent_workers()  # they have datasets and generators of another time
 
     # -- copies ---------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         """The arguments. Workers and positions stay here."""
-        gone = ("_iterator", "_resume_point", "_prepared", "_loaded", "_rng_at_load", "_job", "_newest")
+        if "_meter" not in self.__dict__:  # made by ``__new__`` alone
+            return self.__dict__
+        gone = (
+            "_iterator",
+            "_resume_point",
+            "_prepared",
+            "_loaded",
+            "_rng_at_load",
+            "_job",
+            "_newest",
+            "_waiting",
+            "_following",
+        )
         meter = Meter(self.dataset, Notices(), self.max_skipped)
         own = {"_meter": meter, "_tuner": self._tuner and tuned(meter), "_epochs": copy.copy(self._epochs)}
-        return {**self.__dict__, **dict.fromkeys(gone), **own, "_memory": DeviceMemory()}
+        return {**self.__dict__, **dict.fromkeys(gone), **own, "_memory": DeviceMemory(), "_fetched": []}
 
 
 leave_alone(DataLoader.__iter__)

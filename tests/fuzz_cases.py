@@ -7,6 +7,7 @@ draw_order(rng, kind, length)  -> Order    samplers or batch samplers, ours and 
 from __future__ import annotations
 
 import copy
+import os
 import random
 import time
 from collections import namedtuple
@@ -56,6 +57,11 @@ class BadSample(ValueError):
 LATE_SECONDS = 0.2
 """So long a late reading stands still."""
 
+MOST_LEFT = 100 << 20
+
+HOME = os.getpid()
+"""The process that has the loaders. A spawned worker takes itself for it."""
+
 CHANCE = random.SystemRandom()
 """The global generators belong to the samples."""
 
@@ -68,9 +74,11 @@ class Plain(Drawing):
         pause: seconds that some samples take.
         slow: seconds that each sample takes.
         late: the share of readings that stand still for `LATE_SECONDS`. Chance decides, not the sample.
+        leak: bytes that each sample leaves behind in a forked worker, up to `MOST_LEFT`.
     """
 
-    version, pause, slow, late = 0, 0.0, 0.0, 0.0
+    version, pause, slow, late, leak = 0, 0.0, 0.0, 0.0, 0
+    left = b""
 
     def read(self, index: int, rng: np.random.Generator) -> Any:
         if index in self.bad:
@@ -81,6 +89,8 @@ class Plain(Drawing):
             time.sleep(self.slow)
         if self.late and CHANCE.random() < self.late:
             time.sleep(LATE_SECONDS)
+        if self.leak and os.getpid() != HOME and len(self.left) < MOST_LEFT:
+            self.left += b"x" * self.leak
         return super().read(index, rng) + [0, self.version]
 
 
@@ -248,7 +258,7 @@ WITHOUT_ERRORS: dict[str, Callable[[int], Any]] = {
     "transform of columns": lambda n: ArrayDataset(np.arange(n), np.arange(n)).transform(drawn_both),
     "part": lambda n: SimpleDataset(list(range(2 * n + 4))).filter(is_even).take(n),
     "shard": lambda n: SimpleDataset(list(range(2 * n))).shard(2, 1).transform(drawn),
-    "cached": lambda n: SimpleDataset(list(range(n))).transform(as_point).cache(),
+    "cached": lambda n: SimpleDataset(list(range(n))).transform(as_pair).cache(),
     "stored": lambda n: SimpleDataset(list(range(n))).transform(as_pair).cache("1 MB"),
     "stored, not all": lambda n: SimpleDataset(list(range(n))).transform(as_pair).cache(300),
     "stored records": lambda n: SimpleDataset(list(range(n))).transform(as_record).cache("1 MB"),

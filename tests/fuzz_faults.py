@@ -1,8 +1,11 @@
-"""Cases that are disturbed: killed workers, another number of workers, signals, a changed dataset, `close` in a thread.
+"""Cases that are disturbed: workers that are killed or stopped, or that take too much memory, another number of them,
+signals, slow samples, a changed dataset, `close` in a thread.
 
-    before a step    a timer, which kills a worker, changes their number or sends a signal while the loop waits in
-                     ``next``, with luck
-    steps            those of `Case`, and kill, kill_template, resize, refresh with a changed dataset, close_beside
+    before a step    a timer, which kills or stops a worker, changes their number or sends a signal while the loop waits
+                     in ``next``, with luck
+    steps            those of `Case`, and kill, stop, kill_template, resize, close_beside, refresh of changed data
+    loaders          also with ``num_workers="auto"``, which has another number every few steps, and
+                     ``max_worker_memory`` over samples that leave memory behind
 
 None of it changes what must come. The seed gives the case and its faults again, not their timing.
 """
@@ -21,19 +24,42 @@ from types import FrameType
 from typing import Any
 
 import psutil
+import pytest
 
-from sharded_loader import LoaderClosedError
+from sharded_loader import LoaderClosedError, ShardedDataLoader, SimpleDataset
+from sharded_loader.base.limits import private_bytes
+from sharded_loader.drop_in.iterator import LoaderIterator
+from sharded_loader.loader.auto import Tuner
 from sharded_loader.loader.iterator import EpochIterator
+from sharded_loader.pools.deaths import Deaths
 from tests import conftest, fuzz_cases
 from tests.fuzz_steps import Case, Pair
 from tests.injection import HANDLERS, TimeIsUp
 
-METHODS = [name for name in conftest.POOLS for _ in range({"fork": 4, "inline": 1, "spawn": 1}.get(name, 2))]
-"""Spawned workers start slowly: a tenth of the loaders is enough."""
+IN_NEXT = EpochIterator.__next__.__code__, LoaderIterator.__next__.__code__
+
+OFTEN = {"fork": 100, "thread": 80, "inline": 12}
+METHODS = [name for name in conftest.POOLS for _ in range(OFTEN.get(name, 1))]
+"""Spawned workers start slowly: a hundredth of the loaders is enough."""
 
 
 COUNTS = [1, 2, 2, 3, 5]
 """Of workers."""
+
+LEAK, ROOM = 4 << 20, 60 << 20
+"""Bytes that a batch leaves behind in its worker, and how many it may take beside those of one that has just begun."""
+
+
+@functools.cache
+def allowed_bytes() -> int:
+    """``max_worker_memory`` for forked workers."""
+    sizes = ShardedDataLoader(SimpleDataset([0]).transform(own_bytes), 1, pool=conftest.make_pool("fork", 1))
+    with sizes as loader:
+        return int(next(iter(loader))) + ROOM
+
+
+def own_bytes(sample: int) -> int:
+    return private_bytes()
 
 
 class Disturbed(Case):
@@ -53,22 +79,48 @@ class Disturbed(Case):
         self.sent: Counter[int] = Counter()  # signals that have not arrived yet
         self.closing = False
         self.timers: list[threading.Timer] = []
+        self.stopped: set[int] = set()
         self.victims = random.Random()  # timers draw; the global generator belongs to datasets and samplers
         super().__init__(seed, processes)
 
     def draw_kind(self) -> fuzz_cases.Kind:
+        self.leaks = self.rng.random() < 0.3
         self.slow, self.late = self.rng.choice([0.0, 0.0, 0.004]), self.rng.choice([0.0, 0.0, 0.02])
         return fuzz_cases.draw_kind(self.rng, self.length, wide=True)
 
     def make_dataset(self) -> Any:
-        dataset = super().make_dataset()
+        return self.disturbed(super().make_dataset())
+
+    def disturbed(self, dataset: Any) -> Any:
         if isinstance(dataset, fuzz_cases.Plain):
             dataset.version, dataset.pause = self.version, 0.002
             dataset.slow, dataset.late = self.slow, self.late
+            dataset.leak = LEAK // (self.batch_size or 300) if self.leaks else 0
         return dataset
+
+    def make_pair(self, state: Any = None, sampler: Any = None) -> Pair:
+        pair = super().make_pair(state, sampler)
+        self.allow_kills(pair)
+        return pair
+
+    def allow_kills(self, pair: Pair) -> None:
+        """A loader that makes its pool itself has no ``restarts=``."""
+        if (supervisor := getattr(self.pool(pair), "_supervisor", None)) is not None:
+            supervisor._restarts, supervisor.deaths = self.RESTARTS, Deaths(self.RESTARTS)
 
     def draw_pool(self) -> tuple[str, int]:
         return self.rng.choice(METHODS), self.rng.choice(COUNTS)
+
+    def give_workers(self, method: str, workers: int) -> dict[str, Any]:
+        given, which = super().give_workers(method, workers), self.rng.random()
+        if method in ("thread", "fork") and which < 0.2:
+            return {"num_workers": "auto", "pool": "thread" if method == "thread" else "process"}
+        if method == "fork" and which < 0.6 and self.leaks:
+            given["pool"] = conftest.make_pool(method, workers, restarts=1000, max_worker_memory=allowed_bytes())
+        elif method in ("thread", "fork") and which < 0.4:  # so all workers are watched; none is late
+            restarts = {"restarts": self.RESTARTS} if method == "fork" else {}
+            given["pool"] = conftest.make_pool(method, workers, timeout=600.0, **restarts)
+        return given
 
     def draw_prefetch(self) -> dict[str, Any]:
         return super().draw_prefetch() | {"prefetch": self.rng.choice([None, None, 0, 1, 2, 7, 30])}
@@ -76,12 +128,21 @@ class Disturbed(Case):
     # -- steps ----------------------------------------------------------------------------------------------
 
     def choices(self) -> list[tuple[int, Callable[[Pair], None]]]:
-        faults = [(2, self.kill), (2, self.kill_template), (2, self.resize), (1, self.refresh), (2, self.close_beside)]
-        return [*super().choices(), *faults]
+        faults = [(2, self.kill), (1, self.stop), (2, self.kill_template), (2, self.resize), (1, self.refresh)]
+        return [*super().choices(), *faults, (2, self.close_beside)]
 
     def run(self) -> int:
-        with self.signals_that_raise():
+        with self.signals_that_raise(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tuner, "look", self.tune)
             return super().run()
+
+    def tune(self, meter: Any, pipeline: Any, now: float) -> None:
+        """In the place of ``Tuner.look``, which takes seconds to come to a decision."""
+        pool = pipeline.pool
+        if self.victims.random() < 0.3 and pool.num_workers:
+            pool.wanted, pipeline.per_worker = self.victims.choice(COUNTS), self.victims.choice([1, 2, 8])
+            pipeline.follow(pool)
+            self.counts["fault: another number of workers, auto"] += 1
 
     def do(self, step: Callable[[Pair], None]) -> None:
         self.note_workers()
@@ -95,6 +156,8 @@ class Disturbed(Case):
         for timer in self.timers:
             timer.cancel()
             timer.join()
+        for pid in list(self.stopped):
+            self.go_on(pid)
         super().close()
 
     def next_of(self, pair: Pair, at: int) -> bool:
@@ -131,8 +194,12 @@ class Disturbed(Case):
 
     # -- faults ---------------------------------------------------------------------------------------------
 
+    def pool(self, pair: Pair) -> Any:
+        """The pool that reads; None: there is none."""
+        return pair.loader.pool
+
     def pids(self, pair: Pair) -> list[int]:
-        return getattr(pair.loader.pool, "pids", [])
+        return getattr(self.pool(pair), "pids", [])
 
     def note_workers(self) -> None:
         for pid in self.pids(self.pair):
@@ -146,6 +213,7 @@ class Disturbed(Case):
         count = self.rng.choice(COUNTS)
         faults: list[Callable[[], None]] = [
             lambda: self.kill(self.pair),
+            lambda: self.stop(self.pair),
             lambda: self.send(number),
             lambda: self.have(self.pair, count),
         ]
@@ -175,7 +243,7 @@ class Disturbed(Case):
             if error is TimeIsUp and self.asked.loader.num_workers == 0:
                 return  # an Exception inside the dataset is its batch's error
             while frame is not None:
-                if frame.f_code is EpochIterator.__next__.__code__:
+                if frame.f_code in IN_NEXT:
                     self.struck = True
                     raise error
                 frame = frame.f_back
@@ -197,18 +265,35 @@ class Disturbed(Case):
                 os.kill(self.victims.choice(pids), signal.SIGKILL)
                 self.counts["fault: worker killed"] += 1
 
+    def stop(self, pair: Pair) -> None:
+        """A worker stands still for a while."""
+        if hasattr(signal, "SIGSTOP") and (pids := self.pids(pair)):
+            pid = self.victims.choice(pids)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+                self.stopped.add(pid)
+                self.counts["fault: worker stopped for a while"] += 1
+                self.timers.append(threading.Timer(self.victims.choice([0.01, 0.1, 0.4]), self.go_on, [pid]))
+                self.timers[-1].start()
+
+    def go_on(self, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+        self.stopped.discard(pid)
+
     def resize(self, pair: Pair) -> None:
         self.have(pair, self.rng.choice(COUNTS))
 
     def have(self, pair: Pair, count: int) -> None:
         """The number of workers changes. Another thread may close the loader meanwhile."""
-        if pair.loader.num_workers:
+        pool = self.pool(pair)
+        if pool is not None and pool.num_workers:
             with contextlib.suppress(LoaderClosedError):
-                pair.loader.pool.resize(count)
+                pool.resize(count)
                 self.counts["fault: another number of workers"] += 1
 
     def kill_template(self, pair: Pair) -> None:
-        crew = getattr(pair.loader.pool, "_transport", None)
+        crew = getattr(self.pool(pair), "_transport", None)
         if crew is not None and crew.template is not None:
             with contextlib.suppress(ProcessLookupError, ValueError):
                 crew.template._process.kill()
@@ -219,13 +304,17 @@ class Disturbed(Case):
         pair.drop_all()
         if isinstance(pair.loader.dataset, fuzz_cases.Plain) and self.rng.random() < 0.7:
             self.version += 1
-            pair.loader.dataset.version = self.version
+            for dataset in self.datasets(pair):
+                dataset.version = self.version
             self.samples.clear()
             if self.reader is not None:
                 self.reader.close()
                 self.reader = None
             self.counts["fault: dataset changed"] += 1
         super().refresh(pair)
+
+    def datasets(self, pair: Pair) -> list[Any]:
+        return [pair.loader.dataset]
 
     def close_beside(self, pair: Pair) -> None:
         """``close()`` from another thread, in the middle of an epoch; then go on elsewhere."""

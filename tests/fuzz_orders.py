@@ -20,6 +20,7 @@ import numpy as np
 import torch.utils.data as torch_data
 
 from sharded_loader import (
+    BatchSampler,
     BoundedBudgetSampler,
     ClassBalancedBatchSampler,
     FixedBucketSampler,
@@ -75,7 +76,9 @@ class Job:
         units, whole: a sample -> what is counted; all that an epoch has, each once. None: it repeats or leaves out.
         discards: the last incomplete step is left out.
         steps, endless: ``steps_per_epoch``; the items of all epochs, by the ranks and the batch size.
-        step_size: the samples of all ranks in a step, if that must not change.
+        step_size: the samples of all ranks in a step, if that must not change. Of batches: then ranks that change have
+            batches of another size.
+        by_state: batches of another size come by a state alone, not by `rescale`.
         divides: the ranks must divide it.
         fixed: the ranks and the batch size must not change.
         shards: ``num_shards``.
@@ -99,6 +102,7 @@ class Job:
     steps: int | None = None
     endless: Callable[[int, int], Iterator[Any]] | None = None
     step_size: int | None = None
+    by_state: bool = False
     divides: int = 0
     fixed: bool = False
     shards: int | None = None
@@ -271,25 +275,33 @@ def batches(drawn: Drawn) -> Job:
     rng, length, seed, lengths, size = drawn.rng, drawn.length, drawn.seed, drawn.lengths, drawn.size
     keys, kinds = sorted({min(lengths), max(lengths)}), [f"kind {n % 3}" for n in lengths]
     schedule = [(0, size), (rng.randint(1, 4), rng.randint(1, 4)), (rng.randint(5, 20), rng.randint(1, 8))]
+    step_size = None if drawn.evaluate or rng.random() < 0.4 else rng.choice([4, 8, 12])
     last = rng.choice(["keep", "keep", "discard"])
     number = rng.randint(1, 12)
     labels = [n % 4 for n in range(max(length, 8))]
-    makers: dict[str, Callable[[], Any]] = {
-        "fixed buckets": lambda: FixedBucketSampler(
+    makers: dict[str, Callable[[int], Any]] = {
+        "batches": lambda size: BatchSampler(RandomSampler(length, seed=seed), size),
+        "fixed buckets": lambda size: FixedBucketSampler(
             lengths, size, bucket_keys=keys, shuffle=True, seed=seed, last_batch=last
         ),
-        "sorted buckets": lambda: SortedBucketSampler(lengths, size, mult=3, shuffle=True, seed=seed),
-        "budget": lambda: BoundedBudgetSampler(lengths, max_num_tokens=120, seed=seed),
-        "one kind": lambda: GroupedBatchSampler(kinds, size, seed=seed, last_batch=last),
-        "growing": lambda: GrowingBatchSampler(RandomSampler(length, seed=seed), schedule, last),
-        "classes": lambda: ClassBalancedBatchSampler(labels, classes=3, samples=2, batches=number, seed=seed),
+        "sorted buckets": lambda size: SortedBucketSampler(lengths, size, mult=3, shuffle=True, seed=seed),
+        "budget": lambda size: BoundedBudgetSampler(lengths, max_num_tokens=120, seed=seed),
+        "one kind": lambda size: GroupedBatchSampler(kinds, size, seed=seed, last_batch=last),
+        "growing": lambda size: GrowingBatchSampler(
+            RandomSampler(length, seed=seed), [(step, many * size) for step, many in schedule], last
+        ),
+        "classes": lambda size: ClassBalancedBatchSampler(labels, classes=3, samples=2, batches=number, seed=seed),
     }
     name = rng.choice(sorted(makers))
-    make = makers[name]
+    if name in ("budget", "classes") or length < 20:  # few samples may be batches of any size
+        step_size = None
+
+    def make(size: int) -> Any:
+        return makers[name](size if step_size is not None else 1 if name == "growing" else drawn.size)
 
     def sequence(epoch: int, ranks: int, size: int) -> list[Any]:
         ranks = 1 if drawn.evaluate else ranks
-        found = list(make().for_ranks(ranks).iter_epoch(epoch))
+        found = list(make(size).for_ranks(ranks).iter_epoch(epoch))
         for step in range(0, len(found), ranks):
             if name == "growing" and len(set(map(len, found[step : step + ranks]))) > 1:
                 raise Difference(f"epoch {epoch}: a step of {ranks} ranks has {found[step : step + ranks]}")
@@ -304,9 +316,11 @@ def batches(drawn: Drawn) -> Job:
     return Job(
         name,
         lambda: range(len(labels) if name == "classes" else length),
-        lambda size: {"batch_sampler": make()},
+        lambda size: {"batch_sampler": make(size)},
         sequence,
         in_batches=True,
+        step_size=step_size,
+        by_state=name == "growing",
         evaluate=drawn.evaluate,
         whole=None if name == "classes" else drawn.all,
         discards=has_last and last == "discard",
@@ -320,6 +334,11 @@ def packed(drawn: Drawn) -> Job:
     documents = [list(range(1000 * n, 1000 * n + count)) for n, count in enumerate(lengths)]
     last = rng.choice(["keep", "keep", "discard"])
     window, at_once, shuffle = rng.choice([None, 4, 16]), rng.choice([1, 3, 20]), rng.random() < 0.8
+
+    step_size = None if rng.random() < 0.4 else rng.choice([4, 8, 12])
+
+    def of_size(size: int) -> int:
+        return drawn.size if step_size is None else size
 
     def make(rows: int, last: str) -> PackSampler:
         sampler = PackSampler(
@@ -340,15 +359,16 @@ def packed(drawn: Drawn) -> Job:
         """The rows of all epochs, one behind the other, some of them at a time."""
         rows = (pieces(row) for epoch in itertools.count() for row in make(1, "keep").iter_epoch(epoch))
         while True:
-            yield list(itertools.chain.from_iterable(itertools.islice(rows, drawn.size)))
+            yield list(itertools.chain.from_iterable(itertools.islice(rows, of_size(size))))
 
     whole = Counter(token for document in documents for token in document if long != "drop" or len(document) <= tokens)
     return Job(
         "packed",
         lambda: documents,
-        lambda size: {"batch_sampler": make(drawn.size, last), "batchify_fn": Pack(tokens, pad_id=-1)},
-        lambda epoch, ranks, size: [pieces(batch) for batch in make(drawn.size, last).iter_epoch(epoch)],
+        lambda size: {"batch_sampler": make(of_size(size), last), "batchify_fn": Pack(tokens, pad_id=-1)},
+        lambda epoch, ranks, size: [pieces(batch) for batch in make(of_size(size), last).iter_epoch(epoch)],
         in_batches=True,
+        step_size=step_size,
         evaluate=drawn.evaluate,
         read=unpacked,
         units=lambda piece: list(range(1000 * piece[0] + piece[1], 1000 * piece[0] + piece[2])),
@@ -498,7 +518,9 @@ def varied(job: Job, drawn: Drawn) -> Job:
     job = with_arguments(job, steps_per_epoch=job.steps)
     if job.by_step:
         return replace(job, endless=whole_cost_steps(drawn))
-    if job.in_batches or job.name in ("list", "torch") or rng.random() < 0.5:  # a foreign one may change its length
+    if job.in_batches and job.step_size is not None and job.name != "batches":
+        pass  # the steps stay what they are
+    elif job.in_batches or job.name in ("list", "torch") or rng.random() < 0.5:  # a foreign one may change its length
         job = replace(job, fixed=True)
     else:
         job = replace(job, step_size=rng.choice([2, 4, 6, 12]), divides=length)

@@ -3,7 +3,7 @@
     python -m tests.fuzz_ranks --cases 5000 [--seed N]
     python -m tests.fuzz_ranks --case SEED              one case alone, as a difference names it
 
-    seed -> a `Job` (`tests.fuzz_orders`), or two in a `Lockstep`: an order, and what its global sequence must be
+    seed -> a `Job` (`tests.fuzz_orders`): an order, and what its global sequence must be
          -> events: steps of all ranks; a state that goes through JSON to other ranks; rescale; weights that are set;
             the next epoch
          -> after each step: each rank has exactly what stands at its places of the sequence; some steps are looked up
@@ -24,11 +24,12 @@ import random
 import sys
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from sharded_loader import Lockstep, ProcessPool, ShardedDataLoader
+from sharded_loader import LoaderWarning, ProcessPool, ShardedDataLoader
 from tests.fuzz_orders import SEED, Difference, Job, draw_job
 
 
@@ -38,13 +39,12 @@ class Track:
     Attributes:
         replicas, size: the ranks, and the batch size, as they are now.
         epoch, done: how many items of which epoch were read.
-        ended: the epoch has ended once, while another loader of a `Lockstep` goes on.
         expected: the items of the epoch; under ``steps_per_epoch`` those of all epochs, as far as they were needed.
         seen: what was read of the epoch.
     """
 
     def __init__(self, job: Job) -> None:
-        self.job, self.epoch, self.done, self.ended = job, 0, 0, False
+        self.job, self.epoch, self.done = job, 0, 0
         self.replicas = self.size = 0
         self.expected: list[Any] = []
         self.seen: Counter[Any] = Counter()
@@ -58,6 +58,26 @@ class Track:
         else:
             assert self.job.endless is not None
             self.expected, self._coming = [], self.job.endless(self.replicas, self.size)
+
+    def regroup(self, replicas: int) -> None:
+        """Other ranks read the same steps, in batches of another size."""
+        assert self.job.step_size is not None
+        steps, is_over, before = self.done // self.replicas, 0 < self.end <= self.done, self.expected
+        steps_before: list[set[Any]] | None = None
+        if self.job.steps is None and self.done < self.end:
+            steps_before = [
+                set(sum(before[n : n + self.replicas], [])) for n in range(self.done, self.end, self.replicas)
+            ]
+        self.replicas, self.size = replicas, self.job.step_size // replicas
+        self.begin()
+        self.done = self.end if is_over else steps * replicas
+        if steps_before is not None and not self.job.discards:
+            now = [set(sum(self.expected[n : n + replicas], [])) for n in range(self.done, self.end, replicas)]
+            # Some have fillers.
+            if len(now) != len(steps_before) or any(
+                not (one <= other or other <= one) for one, other in zip(now, steps_before, strict=True)
+            ):
+                raise Difference(f"epoch {self.epoch}, {self.done}: steps of {now}, and before of {steps_before}")
 
     def follow(self, whole: bool) -> None:
         """The next epoch begins. ``whole``: this one was read to its end."""
@@ -164,29 +184,19 @@ class Run:
     """One case: the ranks that there are, and where they must be."""
 
     def __init__(self, seed: int) -> None:
-        self.rng, self.look_rng = random.Random(seed), random.Random(seed)  # looking up changes no case
-        self.tracks = [Track(draw_job(self.rng))]
-        self.stop: str | None = None
-        if self.rng.random() < 0.12:
-            self.tracks.append(Track(draw_job(self.rng)))
-            self.stop = self.rng.choice(["shortest", "longest"])
-            # One may have no batch at all.
-            if any(track.job.discards or track.job.name == "packed" for track in self.tracks):
-                self.stop = "shortest"
         self.counts: Counter[str] = Counter()
+        self.rng, self.look_rng = random.Random(seed), random.Random(seed)  # looking up changes no case
+        self.track = Track(draw_job(self.rng))
         self.replicas, self.pool = 0, self.draw_pool()
         self.draw_ranks()
         self.ranks = [self.joined(rank, None) for rank in range(self.replicas)]
-        for track in self.tracks:
-            track.begin()
+        self.track.begin()
 
     @property
     def name(self) -> str:
-        kinds = []
-        for job in (track.job for track in self.tracks):
-            more = {"evaluate": job.evaluate, "steps": job.steps, "discard": job.discards, "shards": job.shards}
-            kinds.append(", ".join([job.name, *(name for name, is_so in more.items() if is_so)]))
-        return " | ".join(kinds) + (f" in lockstep, {self.stop}" if self.stop else "")
+        job = self.track.job
+        more = {"evaluate": job.evaluate, "steps": job.steps, "discard": job.discards, "shards": job.shards}
+        return ", ".join([job.name, *(name for name, is_so in more.items() if is_so)])
 
     def draw_pool(self) -> str | None:
         chance, methods = self.rng.random(), multiprocessing.get_all_start_methods()
@@ -198,35 +208,31 @@ class Run:
 
     def draw_ranks(self) -> None:
         """Other ranks, as far as the orders allow it."""
-        jobs = [track.job for track in self.tracks]
-        if not self.replicas or not any(job.fixed for job in jobs):
-            most = 12 if all(job.step_size for job in jobs) else 6
-            allowed = [n for n in range(1, most + 1) if all(job.allows(n) for job in jobs)]
-            self.replicas = self.rng.choice(allowed)
-        for track in self.tracks:
-            track.replicas = self.replicas
-            if track.job.step_size is not None:
-                track.size = track.job.step_size // self.replicas
-            elif not (track.size and track.job.fixed):
-                track.size = self.rng.randint(1, 4)
+        track, job = self.track, self.track.job
+        if not self.replicas or not job.fixed:
+            self.replicas = self.rng.choice([n for n in range(1, 13 if job.step_size else 7) if job.allows(n)])
+        if job.in_batches and job.step_size is not None and track.replicas:
+            self.counts["batches of another size"] += track.replicas != self.replicas
+            track.regroup(self.replicas)
+            return
+        track.replicas = self.replicas
+        if job.step_size is not None:
+            track.size = job.step_size // self.replicas
+        elif not (track.size and job.fixed):
+            track.size = self.rng.randint(1, 4)
 
     def joined(self, rank: int, state: Any) -> tuple[Any, Iterator[Any]]:
         """A rank that begins, or goes on from a state."""
-        loaders = []
-        for track in self.tracks:
-            given = {"seed": SEED, "evaluate": track.job.evaluate, **track.job.arguments(track.size)}
-            if self.pool is not None and self.rng.random() < 0.6:
-                is_thread = self.pool == "thread"
-                pool = "thread" if is_thread else ProcessPool(1, start_method=self.pool)  # type: ignore[arg-type]
-                given |= {"pool": pool, **({"num_workers": 1} if is_thread else {})}
-            loaders.append(ShardedDataLoader(track.job.dataset(), num_replicas=self.replicas, rank=rank, **given))
-        owner = loaders[0] if self.stop is None else Lockstep(*loaders, stop=self.stop)
+        job = self.track.job
+        given = {"seed": SEED, "evaluate": job.evaluate, **job.arguments(self.track.size)}
+        if self.pool is not None and self.rng.random() < 0.6:
+            is_thread = self.pool == "thread"
+            pool = "thread" if is_thread else ProcessPool(1, start_method=self.pool)  # type: ignore[arg-type]
+            given |= {"pool": pool, **({"num_workers": 1} if is_thread else {})}
+        loader = ShardedDataLoader(job.dataset(), num_replicas=self.replicas, rank=rank, **given)
         if state is not None:
-            owner.load_state_dict(state, strict=False)
-        return owner, iter(owner)
-
-    def loaders_of(self, owner: Any) -> list[ShardedDataLoader[Any]]:
-        return [owner] if self.stop is None else list(owner.loaders)
+            loader.load_state_dict(state, strict=False)
+        return loader, iter(loader)
 
     # -- events -----------------------------------------------------------------------------------------------
 
@@ -252,45 +258,35 @@ class Run:
             self.step()
 
     def is_over(self) -> bool:
-        """Whether the epoch of all loaders has ended."""
-        ended = [track.ended or not track.has_step() for track in self.tracks]
-        return all(ended) if self.stop == "longest" else any(ended)
+        """Whether the epoch has ended."""
+        return not self.track.has_step()
 
     def is_passed(self) -> bool:
         """Whether a state of now is that of the next epoch. An epoch without any step is not passed by loading."""
-        return self.is_over() and any(track.done for track in self.tracks)
+        return self.is_over() and self.track.done > 0
 
     def step(self) -> None:
         """One step of all ranks; at the end of the epoch its end, and the next one begins."""
         if self.is_over():
             for _, iterator in self.ranks:
                 if (more := next(iterator, None)) is not None:
-                    raise Difference(f"epoch {self.tracks[0].epoch} is over, but a rank has {more}")
+                    raise Difference(f"epoch {self.track.epoch} is over, but a rank has {more}")
             self.ranks = [(owner, iter(owner)) for owner, _ in self.ranks]
             self.follow()
             return
-        for track in self.tracks:
-            if not track.has_step():
-                track.follow(True)
-                track.ended = True
-        found = [next(iterator, None) for _, iterator in self.ranks]
+        found, track = [next(iterator, None) for _, iterator in self.ranks], self.track
         if any(one is None for one in found):
-            track = self.tracks[0]
             raise Difference(f"epoch {track.epoch} ended at {track.done} of {track.end}: {found}")
-        for number, track in enumerate(self.tracks):
-            track.read([one if self.stop is None else one[number] for one in found])
+        track.read(found)
         if self.look_rng.random() < 0.3:
             self.look_up(found)
-        self.counts["batches"] += len(found) * len(self.tracks)
+        self.counts["batches"] += len(found)
 
     def look_up(self, found: list[Any]) -> None:
         """The step that was read, once more: each rank's batch, and its indices as another rank knows them."""
-        rank, number = self.look_rng.randrange(len(self.ranks)), self.look_rng.randrange(len(self.tracks))
-        mine, other = (
-            self.loaders_of(owner)[number] for owner, _ in (self.ranks[rank], self.look_rng.choice(self.ranks))
-        )
-        epoch, step, job = mine.epoch, mine.position - 1, self.tracks[number].job
-        read = found[rank] if self.stop is None else found[rank][number]
+        rank = self.look_rng.randrange(len(self.ranks))
+        (mine, _), (other, _) = self.ranks[rank], self.look_rng.choice(self.ranks)
+        epoch, step, job, read = mine.epoch, mine.position - 1, self.track.job, found[rank]
         again, indices = mine.batch(epoch, step), mine.indices(epoch, step)
         if repr(again) != repr(read):
             raise Difference(f"epoch {epoch}, batch {step}, rank {rank}: {read}, and looked up {again}")
@@ -304,16 +300,13 @@ class Run:
 
     def follow(self) -> None:
         """The next epoch begins."""
-        for track in self.tracks:
-            track.follow(not track.has_step())
-            track.ended = False
+        self.track.follow(self.is_over())
         self.counts["epochs"] += 1
 
     def begin(self) -> None:
         """Other ranks read: an order that is at its beginning may be another one for them."""
-        for track in self.tracks:
-            if not track.done:
-                track.begin()
+        if not self.track.done:
+            self.track.begin()
 
     def state(self) -> Any:
         """A state of any rank, as it comes back from a file."""
@@ -331,17 +324,22 @@ class Run:
 
     def rescale(self) -> None:
         """Ranks leave or join between two steps."""
+        track, is_sized = self.track, not self.track.job.in_batches or self.track.job.step_size is not None
+        if track.job.by_state and track.job.step_size is not None:
+            self.resume()
+            return
         state, stayed = self.state(), list(self.ranks)
         self.draw_ranks()
         for owner, _ in stayed[self.replicas :]:
             owner.close()
         for rank, (owner, _) in enumerate(stayed[: self.replicas]):
-            for loader, track in zip(self.loaders_of(owner), self.tracks, strict=True):
-                loader.rescale(self.replicas, rank, None if track.job.in_batches else track.size)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", LoaderWarning)  # of another number of samples in a step
+                owner.rescale(self.replicas, rank, track.size if is_sized else None)
         over = self.is_passed()
         for _, iterator in stayed[: self.replicas]:
             if over and next(iterator, None) is not None:
-                raise Difference(f"epoch {self.tracks[0].epoch} is over, and goes on after rescale")
+                raise Difference(f"epoch {self.track.epoch} is over, and goes on after rescale")
         joined = [self.joined(rank, state) for rank in range(len(stayed), self.replicas)]
         self.ranks = stayed[: self.replicas] + joined
         if over:
@@ -350,15 +348,12 @@ class Run:
         self.begin()
 
     def set_weights(self) -> None:
-        """The program sets other weights of the mixtures, on all ranks."""
-        for number, track in enumerate(self.tracks):
-            # The weights hold from where the loader is: in a loop that was left before its end, as in a lockstep.
-            was_left = self.stop == "shortest" and track.job.steps is not None and track.epoch and not track.done
-            if track.job.log is not None and not was_left:
-                weights = track.set_weights(self.rng)
-                for owner, _ in self.ranks:
-                    self.loaders_of(owner)[number].set_weights(weights)
-                self.counts["weights set"] += 1
+        """The program sets other weights of the mixture, on all ranks."""
+        if self.track.job.log is not None:
+            weights = self.track.set_weights(self.rng)
+            for owner, _ in self.ranks:
+                owner.set_weights(weights)
+            self.counts["weights set"] += 1
 
 
 def run_cases(seeds: Any) -> tuple[Counter[str], int]:
@@ -385,10 +380,9 @@ def run_cases(seeds: Any) -> tuple[Counter[str], int]:
 def kinds_of(case: Run) -> Counter[str]:
     """What a case was, for the line of counts."""
     found: Counter[str] = Counter()
-    for job in (track.job for track in case.tracks):
-        more = {"evaluate": job.evaluate, "steps_per_epoch": job.steps, "discard": job.discards, "shards": job.shards}
-        found.update(["order: " + job.name, *(f"with: {name}" for name, is_so in more.items() if is_so)])
-    found.update([f"with: lockstep, {case.stop}"] if case.stop else [])
+    job = case.track.job
+    more = {"evaluate": job.evaluate, "steps_per_epoch": job.steps, "discard": job.discards, "shards": job.shards}
+    found.update(["order: " + job.name, *(f"with: {name}" for name, is_so in more.items() if is_so)])
     found.update([f"workers: {case.pool}"] if case.pool else [])
     return found
 

@@ -80,6 +80,12 @@ class Pair:
         if self.may_fail:
             gc.collect()  # an error that was raised in this thread knows the frames that held the iterator
 
+    def refresh(self) -> None:
+        self.loader.refresh()
+
+    def close(self) -> None:
+        self.loader.close()
+
     def drop_all(self) -> None:
         while self.iterators:
             self.drop(0)
@@ -112,9 +118,9 @@ class Case:
         self.counts: Counter[str] = Counter()
         self.workers: dict[int, psutil.Process] = {}
         self.last_sign = time.monotonic()
-        self.length = length = rng.choice(self.LENGTHS)
+        self.length = rng.choice(self.LENGTHS)
         self.kind = kind = self.draw_kind()
-        self.order = order = fuzz_cases.draw_order(rng, kind, length)
+        self.order = order = self.draw_order()
         self.seed: Any = rng.choice([None, 0, rng.randrange(1 << 62)])
         self.on_error: Any = rng.choice(["raise", "skip", "replace", "fill"]) if kind.bad else "raise"
         if self.on_error == "fill":
@@ -134,6 +140,9 @@ class Case:
 
     def draw_kind(self) -> fuzz_cases.Kind:
         return fuzz_cases.draw_kind(self.rng, self.length)
+
+    def draw_order(self) -> fuzz_cases.Order:
+        return fuzz_cases.draw_order(self.rng, self.kind, self.length)
 
     def make_dataset(self) -> Any:
         return self.kind.make()
@@ -161,9 +170,7 @@ class Case:
         options |= {"on_error": self.on_error, **self.draw_prefetch()}
         shown = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
         self.steps.append(f"loader: {method}({workers}), {shown}")
-        restarts = {"restarts": self.RESTARTS} if method in conftest.PROCESS_POOLS else {}
-        pool = conftest.make_pool(method, workers, **restarts)
-        loader = ShardedDataLoader(self.make_dataset(), pool=pool, **options)
+        loader = ShardedDataLoader(self.make_dataset(), **self.give_workers(method, workers), **options)
         reference = self.make_reference(loader) if state is None else self.reference
         if state is None:
             self.seed_used = loader.seed
@@ -223,6 +230,11 @@ class Case:
         rng = self.rng
         method = rng.choice(SLOW_METHODS) if SLOW_METHODS and rng.random() < 0.01 else rng.choice(METHODS)
         return method, rng.choice([1, 2, 3])
+
+    def give_workers(self, method: str, workers: int) -> dict[str, Any]:
+        """The arguments of a loader that say who reads."""
+        restarts = {"restarts": self.RESTARTS} if method in conftest.PROCESS_POOLS else {}
+        return {"pool": conftest.make_pool(method, workers, **restarts)}
 
     def draw_prefetch(self) -> dict[str, Any]:
         prefetch = self.rng.choice([None, None, 0, 1, 3, 20])
@@ -300,7 +312,7 @@ class Case:
         self.check_place(self.pair)
 
     def close(self) -> None:
-        self.pair.loader.close()
+        self.pair.close()
         if self.reader is not None:
             self.reader.close()
 
@@ -495,7 +507,7 @@ class Case:
         next(iter(sampler), None)
 
     def refresh(self, pair: Pair) -> None:
-        pair.loader.refresh()
+        pair.refresh()
 
     def change_prefetch(self, pair: Pair) -> None:
         pair.loader.prefetch = self.rng.choice([None, 0, 1, 10])

@@ -70,6 +70,12 @@ def slot_names(kind: type) -> Iterable[str]:
     return [name for some in slots for name in ([some] if isinstance(some, str) else some) if name[:1] != "_"]
 
 
+def default_state(obj: Any) -> Any:
+    """What ``object.__getstate__`` returns, for Python 3.10, where objects have none."""
+    slots = {name: getattr(obj, name) for name in slot_names(type(obj)) if hasattr(obj, name)}
+    return (vars(obj), slots) if slots else vars(obj)
+
+
 def is_thread_of_others(thread: threading.Thread) -> bool:
     """Whether `threading` has not started this thread. Without the class: by the name that it has."""
     kind: Any = getattr(threading, "_DummyThread", None)
@@ -320,6 +326,17 @@ def counted_by_fabric(epoch: int) -> bool:
     return True
 
 
+def rebuilt_by_accelerate(function: str) -> bool:
+    """Whether a function of Accelerate is about to build torch's loader from ours.
+
+    It builds one of ours if our class has taken the place of torch's.
+    """
+    theirs = getattr(sys.modules.get("accelerate.data_loader"), "DataLoader", None)
+    return called_by(function, "accelerate") is not None and getattr(theirs, "__module__", "torch.").startswith(
+        "torch."
+    )
+
+
 def refuse_skipping(loader: Any) -> None:
     """Raise an error if Accelerate is about to read iterable data with torch's loader, in another order.
 
@@ -328,7 +345,7 @@ def refuse_skipping(loader: Any) -> None:
     Raises:
         TypeError: it is.
     """
-    if called_by("skip_first_batches", "accelerate") is not None:
+    if rebuilt_by_accelerate("skip_first_batches"):
         raise TypeError(
             f"skip_first_batches() of Accelerate, which transformers' Trainer calls to resume, would read the iterable "
             f"data of this {type(loader).__name__} with torch's loader, in another order: pass the loader through "

@@ -189,21 +189,17 @@ def rebuild(template: Any, parts: Sequence[Any]) -> Any:
 
 
 def _copy(template: Any) -> Any:
-    """A shallow copy, also where the class has a ``__copy__`` for samples that fails with what is in a batch."""
+    """A shallow copy. If a class has a ``__copy__`` for samples, which fails with what is in a batch, an empty one."""
     try:
         return copy.copy(template)
     except Exception as error:
         # A dataclass says with a TypeError that it has no copies. What others hold may lie in an object inside.
         is_failed = is_dataclass_instance(template) and not isinstance(error, TypeError)
-        if is_from_outside(error) or not (is_failed or isinstance(template, (dict, list))):
+        if is_from_outside(error) or not (is_failed or isinstance(template, dict)):
             raise
     kind: Any = type(template)
     again = kind.__new__(kind)
     getattr(again, "__dict__", {}).update(getattr(template, "__dict__", {}))  # none where it has slots
-    if isinstance(template, list):
-        again.extend(template)
-    elif isinstance(template, dict):
-        dict.update(again, template)
     return again
 
 

@@ -158,9 +158,10 @@ def listed(found: Any) -> list[Any]:
     """What ``__getitems__`` has returned, as a list of samples.
 
     Raises:
-        TypeError: it has as many items as there are indices only by chance: they are keys, or in no order.
+        TypeError: it is None or an object, or its items are keys or in no order.
     """
-    if isinstance(found, (dict, UserDict, set, frozenset, str, bytes)):
+    is_list = hasattr(found, "__iter__") or hasattr(found, "__getitem__")
+    if not is_list or isinstance(found, (dict, UserDict, set, frozenset, str, bytes)):
         raise TypeError(
             f"__getitems__ returned {an(type(found))}: return a list of samples, one per index, in the order of "
             "the indices"

@@ -134,50 +134,32 @@ class ArrayRows:
 
     Example:
         >>> rows = ArrayRows(np.arange(5) * 10)
-        >>> len(rows), rows[-1], rows.__getitems__([3, 1, 3])
+        >>> len(rows), int(rows[-1]), [int(row) for row in rows.__getitems__([3, 1, 3])]
         (5, 40, [30, 10, 30])
     """
 
     def __init__(self, array: Any) -> None:
         self.array = array
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array, as it is now."""
-        return tuple(self.array.shape)
-
-    @property
-    def ndim(self) -> int:
-        """The number of its dimensions."""
-        return len(self.shape)
-
-    @property
-    def dtype(self) -> Any:
-        """Its dtype; None if it has none."""
-        return getattr(self.array, "dtype", None)
-
     def __len__(self) -> int:
         return int(self.array.shape[0])
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, (int, np.integer)):
-            index = checked_index(index, len(self))
-        row = self.array[index]
-        return row if isinstance(row, (str, bytes)) else np.asarray(row)[()]  # of 0 dimensions: NumPy's scalar
+        is_one = isinstance(index, (int, np.integer))
+        return self.__getitems__([index])[0] if is_one else np.asarray(self.array[index])
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Many rows at once."""
         where, places = np.unique(checked_indices(indices, len(self)), return_inverse=True)
-        if len(where) > 1:
+        try:
             is_run = where[-1] - where[0] == len(where) - 1
-            try:
-                rows = np.asarray(self.array[slice(int(where[0]), int(where[-1]) + 1) if is_run else where])
-                if rows.shape == (len(where), *self.shape[1:]):
-                    return list(rows[places])
-            except Exception as error:  # it takes no arrays of indices; another error comes again with its row
-                if is_from_outside(error):
-                    raise
-        return [self[index] for index in where[places].tolist()]
+            rows = np.asarray(self.array[slice(int(where[0]), int(where[-1]) + 1) if is_run else where])
+            if rows.shape == (len(where), *self.array.shape[1:]):
+                return list(rows[places])
+        except Exception as error:  # it takes no arrays of indices; another error comes again with its row
+            if is_from_outside(error):
+                raise
+        return [np.asarray(self.array[index])[()] for index in where[places].tolist()]
 
 
 def as_dataset(value: Any, owner: str, needs_length: bool = True) -> Any:
@@ -202,12 +184,9 @@ def as_dataset(value: Any, owner: str, needs_length: bool = True) -> Any:
             f"{owner} was given {an(type(value))}, which is indexed by the names of its columns: give "
             f"ArrayDataset(table), whose samples are dicts of its columns"
         )
-    if isinstance(value, (Mapping, np.ndarray)):
-        return value
-    column = as_column(value, f"{owner}: the dataset")
-    if type(column) is ArrayRows and (hasattr(value, "__len__") or not (needs_length or hasattr(value, "__array__"))):
-        return value  # it gives samples of its own
-    return column
+    column = value if isinstance(value, (Mapping, np.ndarray)) else as_column(value, f"{owner}: the dataset")
+    gives_own = hasattr(value, "__len__") or not (needs_length or hasattr(value, "__array__"))
+    return value if type(column) is ArrayRows and gives_own else column
 
 
 def _of_pandas(series: Any, name: str) -> Any:

@@ -64,7 +64,7 @@ from sharded_loader.data.bulk import (
     read_many,
 )
 from sharded_loader.data.columns import check_dataset, is_dataset
-from sharded_loader.data.inspection import fingerprint_of, tell_epoch
+from sharded_loader.data.inspection import fingerprint_of, set_epoch_of
 from sharded_loader.data.seeding import (
     each_by_its_key,
     handed_out,
@@ -317,6 +317,12 @@ class Dataset:
 
 
 # -- some samples, by index --------------------------------------------------------------------------------------------
+
+
+def tell_epoch(dataset: Any, epoch: int) -> None:
+    """Tell a dataset inside another one the epoch, if it has ``set_epoch``."""
+    if callable(tell := set_epoch_of(dataset)):
+        tell(epoch)
 
 
 class Wrapper(Dataset):
@@ -612,9 +618,7 @@ class StoredDataset(Wrapper):
         before = rng.reading.get()
         try:
             rng.reading.set(_KEPT)
-            one = len(indices) == 1
-            found = self._dataset[indices[0]] if one else read_many(self._dataset, indices)
-            return then(found, _alone if one else list, _KEPT)
+            return then(read_many(self._dataset, indices), list, _KEPT)
         finally:
             rng.reading.set(before)
 
@@ -705,10 +709,6 @@ class StoredDataset(Wrapper):
 
 
 _KEPT = rng.SampleScope(0, 0, is_cached=True)
-
-
-def _alone(sample: Any) -> list[Any]:
-    return [sample]
 
 
 def counts_of(dataset: Any) -> tuple[int, int, int]:

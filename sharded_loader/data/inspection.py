@@ -108,7 +108,7 @@ def is_stateful(obj: Any) -> bool:
     """
     if not all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict")):
         return False
-    if _is_lossy(obj):
+    if _is_lossy(obj) or hasattr(obj, "no_such_attribute"):  # a mock has every attribute
         return False
     # MosaicML's and litdata's StreamingDataset want to be told by their own loaders how far they were read.
     function: Any = getattr(obj.state_dict, "__func__", None)
@@ -163,12 +163,6 @@ def set_epoch_of(dataset: Any) -> Any:
     """The dataset's ``set_epoch`` for calls by a loader, which no loader takes for the user's; None: it has none."""
     method = getattr(dataset, "set_epoch", None)
     return getattr(method, "unnoted", method)
-
-
-def tell_epoch(dataset: Any, epoch: int) -> None:
-    """Tell a dataset inside another one the epoch, if it has ``set_epoch``."""
-    if callable(tell := set_epoch_of(dataset)):
-        tell(epoch)
 
 
 def takes_two(function: Callable[..., Any]) -> bool:

@@ -57,16 +57,8 @@ from sharded_loader.base.entries import (
 from sharded_loader.base.imports import call_after_import
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
 from sharded_loader.data.columns import check_dataset
-from sharded_loader.data.datasets import ConcatDataset, Dataset, TransformDataset, View
-from sharded_loader.data.inspection import (
-    is_indexed,
-    is_stateful,
-    iterable_of,
-    known_parts,
-    takes_two,
-    tell_epoch,
-    this_worker,
-)
+from sharded_loader.data.datasets import ConcatDataset, Dataset, TransformDataset, View, tell_epoch
+from sharded_loader.data.inspection import is_indexed, is_stateful, iterable_of, known_parts, takes_two, this_worker
 from sharded_loader.data.schedule import FAR, Plan, Schedule, changes_of
 from sharded_loader.randomness.shuffle import Bijections
 

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler
 
 from sharded_loader.base.entries import written
 from sharded_loader.batching.pack import Packed
-from sharded_loader.drop_in.sampler import BegunEpoch, SamplerStart, SamplerState
+from sharded_loader.drop_in.sampler import BegunEpoch, SamplerStart, SamplerState, raising
 from sharded_loader.engine.messages import NOTHING, Nothing, PartBatch, PartPoint, Result, Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
 from sharded_loader.sampling.foreign import ForeignItems, known_length, rank_of
@@ -75,6 +75,7 @@ class TorchEpoch(Epoch):
         self._skips = skips
         self._left_out: Sequence[range] = ()
         self._items: ForeignItems | None = None  # once the sampler has been started
+        self._length: int | None = None  # likewise, if it has one
         state = start.state
         self.first = self._low = self._drawn = self._coming = state.yielded
         self.number = 0
@@ -135,7 +136,18 @@ class TorchEpoch(Epoch):
                 self._planned[self._coming] = _Planned(number, item, lane, self._turns[lane], left_out)
                 self._turns[lane] += not left_out
                 self._coming += 1
+            # Some samplers draw, or count, at their end. A loop that never asks for a batch after the last one, and a
+            # resumed loop that has to, go on alike.
+            if self._drawn == self._length and items.stateful is None:
+                try:
+                    self._ended = items.is_over()
+                except Exception as error:  # it is the one of the next batch
+                    items.rest = raising(error)
         return self._planned.get(seq)
+
+    def ends_after(self, delivered: int) -> bool:
+        """Whether no batch is left after ``delivered`` ones, as far as the sampler was read."""
+        return self._ended and delivered == self._coming
 
     def begin(self) -> None:
         """Start the sampler, unless it has started: it draws now what it draws for its first item."""
@@ -149,6 +161,7 @@ class TorchEpoch(Epoch):
             if self._start.resumes:
                 mark = Checkpoint(self.number, at.yielded, at.checksum, at.rank, bool(at.over), at.own)
             self._items = ForeignItems(self._start.sampler, self._start.started, mark)
+            self._length = known_length(self._start.sampler, self.number)
             self._ended = False
 
     def begun(self, delivered: int) -> BegunEpoch | None:
@@ -235,6 +248,7 @@ class TorchEpoch(Epoch):
         checksum, own = self._marks[low]
         state = SamplerState(low, checksum, rank_of(start.sampler), own=own, ahead=sorted(ahead) or None)
         state.shuffle, state.rng, state.epochs = start.state.shuffle, start.state.rng, start.state.epochs
+        state.keyed = start.state.keyed
         if finished:
             state.own = None if self._items is None else self._items.own_state()
             start.set_end(state)

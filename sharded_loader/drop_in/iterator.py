@@ -144,6 +144,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         resume_point: the position in the epoch.
     """
 
+    _owner: DataLoader[Any] | None = None  # until the first `next`
+
     def __init__(self, loader: DataLoader[Any], state: LoaderState | None = None) -> None:
         # Resuming must not advance torch's global generator: the state already holds the seed and the order. The same
         # holds when persistent workers continue.
@@ -153,10 +155,12 @@ class LoaderIterator(_BaseDataLoaderIter):
         if draws:
             _load_generator(loader.generator, state)
         self._start = _start_of(loader, state)
-        drawn = _drawn_before(loader, self._start, state)
+        drawn = self._drawn_before(loader, state)
         if loader.num_workers == 0 and draws and state is not None:
             _load_dataset(loader.dataset, state)
         super().__init__(loader)
+        if self._start is not None:
+            self._start.put_back()  # torch has asked for items that may not be used
         if drawn is not None:
             self._base_seed = drawn
         if not draws:
@@ -188,7 +192,10 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._number = next(_numbers)
         self._unread: set[int] = set()  # parts that had ended in a loaded state: no worker has read them
         self._fetched: weakref.WeakSet[BatchFuture[Any]] = weakref.WeakSet()
+        self._loaded = loader._loaded
         self._begin(loader, state, self._sampler_iter if loader.num_workers == 0 else None)
+        if drawn is not None:  # what this iterator has drawn changes nothing for others that begin at this state
+            loader._rng_at_load = torch.get_rng_state()
 
     def _make_pinner(self) -> Pinner | None:
         """What pins batches as torch does; None: nothing does."""
@@ -200,12 +207,19 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         """Begin another epoch with the persistent workers. torch's loader calls this."""
+        if self._owner is not None and loader._loaded is not None:  # no epoch has begun since
+            self._make_again(loader)
+            return
         if isinstance(self._pool, ProcessPool) and not self._is_stream:
             then = "Persistent workers still have the old one: leave out persistent_workers, or make a new loader"
             warn_of_length(self._dataset, self._length, self._pool.notices, then)
         self._start = _start_of(loader, None)
+        self._drawn_before(loader, None)
         super()._reset(loader, first_iter)
-        self._points_at_start = self.resume_point.after()
+        if self._start is not None:
+            self._start.put_back()
+        if self._owner is None:
+            self._points_at_start = self.resume_point.after()
         self._begin(loader, None, self._sampler_iter)
 
     def _begin(self, loader: DataLoader[Any], state: LoaderState | None, items: Any) -> None:
@@ -227,7 +241,6 @@ class LoaderIterator(_BaseDataLoaderIter):
         number = None if start is None else start.epoch_of_seed()
         if number is None:
             number = loader._epochs.next if state is None or finished else state.epoch or 0
-        loader._epochs.next = number + 1
         seed = drawn if loader.seed is None else int(loader.seed)
         base = drawn if loader.seed is None and loader._tuner is None else None  # None: nothing depends on the workers
         batchify = batchify_fn_of(self._collate_fn, batched=self._auto_collation)
@@ -239,10 +252,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._unread = {part for part, point in epoch.at_beginning().points.items() if point.ended}
             job = replace(job, stream=epoch.stream._replace(tells_epoch=False))
         else:
-            # As in torch, a worker has the dataset as it was when the worker started. One that lives on is told the
-            # epochs, if the loader was the last to be told one.
-            tells = self._workers_live_on and loader._named is not None
-            job = replace(job, keeps_state=is_stateful(self._dataset), tells_epoch=tells)
+            # As in torch, a worker has the dataset as it was when the worker started.
+            job = replace(job, keeps_state=is_stateful(self._dataset), tells_epoch=False)
             epoch = self._sampler_epoch(start, None if saved is None else saved.sampler, items, loader._left_out)
             self._pipeline.one_by_one = start.may_draw
             epoch.takes_turns = loader._tuner is None or job.keeps_state
@@ -252,11 +263,10 @@ class LoaderIterator(_BaseDataLoaderIter):
         epoch.any_order = not loader.in_order and loader.num_workers > 0
         run = Run(next(_numbers), epoch, any_order=epoch.any_order)
         self._inner = RunIterator(self._pipeline, self._placement, loader._meter, run, job)
-        self._job, loader._newest = job, weakref.ref(self)
-        loader._job = job
+        self._job = job
         self._num_yielded = 0 if state is None or finished else state.yielded
         of_dataset = getattr(loader.dataset, "epoch", None) if self._is_stream else None
-        loader._resume_point = self.resume_point = ResumePoint(
+        self.resume_point = ResumePoint(
             epoch,
             run,
             base_seed=drawn,
@@ -269,6 +279,56 @@ class LoaderIterator(_BaseDataLoaderIter):
         )
         if loader.num_workers == 0:
             self._prime(epoch, is_new=state is None or finished)
+        # Until the first `next` the loader is what it was: an iterator that reads nothing changes nothing.
+        self._owner, self._requests, loader._waiting = loader, loader._epochs.requests, weakref.ref(self)
+
+    def _drawn_before(self, loader: DataLoader[Any], state: LoaderState | None) -> int | None:
+        """The seed that the next epoch would have drawn when a state of an epoch's end was saved; None: it draws now.
+
+        It draws one if the program has seeded, or used, the default generator since it loaded the state.
+        """
+        seed = of_sampler = None
+        loaded_at, following = loader._rng_at_load, loader._following if state is None else state.next_draws
+        self._following = following if state is not None and not state.finished else None
+        if (
+            following
+            and not self._following
+            and loaded_at is not None
+            and torch.equal(loaded_at, torch.get_rng_state())
+        ):
+            seed, of_sampler = following
+        if self._start is not None and self._start.shuffle is not None:
+            self._start.shuffle.expect(of_sampler)
+        return seed
+
+    def is_stale(self, loader: DataLoader[Any]) -> bool:
+        """True if persistent workers have ended, or if they have copies of a dataset that was told another epoch."""
+        told, has_copies = loader._requests.take() is not None, self._is_stream or not self._pool.shares_dataset
+        return self._shutdown or (told and has_copies and self._pool.started)
+
+    def _make_again(self, loader: DataLoader[Any]) -> None:
+        """Begin where an iterator would begin that is made now."""
+        self._shutdown_workers()
+        self._closer()
+        self.__init__(loader, loader._state_to_begin())  # type: ignore[misc]
+        if self._workers_live_on:
+            loader._iterator = self
+
+    def _take_over(self, loader: DataLoader[Any]) -> None:
+        """Become the newest iterator of the loader: the first batch is asked for."""
+        is_named = loader._epochs.requests != self._requests
+        if loader._loaded is not self._loaded or (is_named and self._loaded is not None) or self.is_stale(loader):
+            self._make_again(loader)
+        elif is_named:
+            self._start = _start_of(loader, None)
+            self._begin(loader, None, None)
+        epochs, number = loader._epochs, self.resume_point.epoch.number
+        epochs.next, epochs.requested, self._owner = number + 1, None, None
+        loader._following = self._following
+        loader._loaded = self._loaded = loader._waiting = None
+        loader._newest, loader._job, loader._resume_point = weakref.ref(self), self._job, self.resume_point
+        if loader._prepared is self:
+            loader._prepared = None
 
     def _sampler_epoch(self, start: SamplerStart, state: SamplerState | None, items: Any, skips: Any) -> TorchEpoch:
         """An epoch of map-style data.
@@ -328,6 +388,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         return data
 
     def _next_data(self) -> Any:
+        if self._owner is not None:
+            self._take_over(self._owner)
         if self._shutdown:
             raise StopIteration
         try:
@@ -343,11 +405,6 @@ class LoaderIterator(_BaseDataLoaderIter):
             raise in_torchs_words(error, self._timeout) from error
         self.resume_point.yielded += 1
         return data
-
-    def tells(self, named: int | None) -> bool:
-        """Whether workers that live on read the dataset in the epoch that it was told; ``named``: by the loader."""
-        by_task = named is not None and self._job.tells_epoch and not self._is_stream
-        return by_task or self._pool.shares_dataset
 
     def fetch(self, epoch: FetchEpoch, meter: Meter) -> BatchFuture[Any]:
         """A batch that the workers read beside the epoch. It keeps them alive until it is received."""
@@ -415,20 +472,6 @@ def _load_generator(generator: torch.Generator | None, state: LoaderState | None
     """Restore the generator that the user gave to the loader."""
     if generator is not None and state is not None and state.generator is not None:
         set_generator(generator, state.generator)
-
-
-def _drawn_before(loader: DataLoader[Any], start: SamplerStart | None, state: LoaderState | None) -> int | None:
-    """The seed that the next epoch would have drawn when a state of an epoch's end was saved; None: it draws one now.
-
-    It draws one if the program has seeded, or used, the default generator since it loaded the state.
-    """
-    seed = of_sampler = None
-    loaded_at = loader._rng_at_load
-    if state and state.next_draws and loaded_at is not None and torch.equal(loaded_at, torch.get_rng_state()):
-        seed, of_sampler = state.next_draws
-    if start is not None and start.shuffle is not None:
-        start.shuffle.expect(of_sampler)
-    return seed
 
 
 def _load_dataset(dataset: Any, state: LoaderState) -> None:

@@ -11,11 +11,14 @@ What decides the order of an epoch of ``shuffle=True``:
 
     seed=                        the seed and the number of the epoch
     a generator of the user's    the generator, as in torch
-    set_epoch(e)                 the first seed that was drawn, and e
+    set_epoch(e)                 the first seed that was drawn, or the generator's first state, and e
     otherwise                    a seed from torch's default generator for each epoch, as in torch
 
-Without ``seed`` and a generator, every epoch draws one number, also where ``set_epoch`` decides. So the default
-generator goes on as under torch.
+If the loader's ``set_epoch`` names an epoch, and the user's sampler has no ``set_epoch``, the epoch, the seed of the
+sampler's generator and that of torch's default generator decide its order.
+
+Without ``seed``, every epoch draws what torch's sampler draws, also where ``set_epoch`` decides. So the default
+generator, or the user's, goes on as under torch.
 
 The user's sampler is no function of (seed, epoch): it draws from the generators that it draws from under torch.
 `SamplerStart` saves the states of those generators before the start. To resume, it restores them first.
@@ -57,6 +60,7 @@ from sharded_loader.sampling.foreign import (
     ForeignItems,
     check_torchs_list,
     first_of,
+    keyed,
     loaded,
     other_indices,
     rank_of,
@@ -65,6 +69,11 @@ from sharded_loader.sampling.foreign import (
     undisturbed,
 )
 from sharded_loader.sampling.state import Checkpoint
+
+
+def _seed_of(seed: int, epoch: int) -> int:
+    """The seed of torch's generator for an epoch."""
+    return derive_key(seed, "shuffle", epoch) >> 65
 
 
 class ShuffleSampler(RandomSampler):
@@ -91,7 +100,7 @@ class ShuffleSampler(RandomSampler):
         self.seed = seed
         self.epoch = 0
         self._is_named = False  # `set_epoch` decides the next epoch
-        self._first: int | None = None  # the seed that was drawn first
+        self._first: Any = None  # the seed that was drawn first, or the state of the generator before its first draw
         self._expected: int | None = None  # takes the place of the seed that is drawn next
         self._next: tuple[int, int] | None = None  # the seed and the number that decide the next epoch, once drawn
 
@@ -109,7 +118,7 @@ class ShuffleSampler(RandomSampler):
         """The indices of the epoch, in one iterable."""
         check_torchs_list(self.data_source, "RandomSampler")
         if self.generator is not None and self.seed is None:
-            yield super().__iter__()
+            yield from self._as_generator_says(self.generator)
             return
         seed, epoch = self._decided()
         self._next, self._is_named = None, False
@@ -117,8 +126,23 @@ class ShuffleSampler(RandomSampler):
         generator = torch.Generator()
         # torch takes no other numbers for a seed.
         is_torchs = epoch == 0 and -(1 << 63) <= seed < 1 << 64
-        generator.manual_seed(seed if is_torchs else derive_key(seed, "shuffle", epoch) >> 65)
+        generator.manual_seed(seed if is_torchs else _seed_of(seed, epoch))
         yield torch.randperm(len(self.data_source), generator=generator).tolist()
+
+    def _as_generator_says(self, generator: torch.Generator) -> Iterator[Iterable[int]]:
+        """As `_orders`. What `set_epoch` decides draws as much as torch's order; number 0 is torch's first order."""
+        first, epoch = self.begin_state()["first"], self.epoch if self._is_named else None
+        self._first, self._is_named = first, False
+        if epoch is None:
+            yield super().__iter__()
+            return
+        own = torch.Generator().set_state(torch.tensor(first, dtype=torch.uint8))
+        if epoch:
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=own).item())
+            own.manual_seed(_seed_of(seed, epoch))
+        torch.randperm(len(self.data_source), generator=generator)
+        yield torch.randperm(len(self.data_source), generator=own).tolist()
+        torch.randperm(len(self.data_source), generator=generator)  # torch's sampler draws again where indices end
 
     def _decided(self) -> tuple[int, int]:
         """The seed and the number that decide the next epoch. Number 0 is torch's order."""
@@ -144,18 +168,21 @@ class ShuffleSampler(RandomSampler):
 
     def expect(self, seed: int | None) -> None:
         """Make this the next seed, unless `set_epoch` or the user's seed decides. None: a drawn one."""
+        self._next = None  # it was drawn for an iterator that has read nothing
         self._expected = None if self._is_named else seed
 
     def begin_state(self) -> dict[str, Any]:
         """What decides the next epoch. If it has to draw a seed, it draws that now, once."""
         if self.generator is not None and self.seed is None:
-            return {"generator": self.generator.get_state().tolist()}
+            now = self.generator.get_state().tolist()
+            first = now if self._first is None else self._first
+            return {"generator": now, "first": first, "told": self.epoch if self._is_named else None}
         seed, epoch = self._decided()
         return {"seed": seed, "epoch": epoch} if self.seed is not None else {**self.end_state(), "next": [seed, epoch]}
 
     def named_and_saved(self, state: dict[str, Any]) -> tuple[int, int]:
         """The epoch that `set_epoch` has named, and the one of a state of `begin_state`. The same where nothing was."""
-        epoch = state["next"][1] if "next" in state else state.get("epoch", self.epoch)
+        epoch = state["next"][1] if "next" in state else state.get("epoch", state.get("told") or 0)
         return self.epoch if self._is_named else epoch, epoch
 
     def end_state(self) -> dict[str, Any]:
@@ -170,9 +197,9 @@ class ShuffleSampler(RandomSampler):
             if self.generator is None:
                 self.generator = torch.Generator()
             self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
-        elif "seed" in state:
+        if "seed" in state:
             self.seed, self.epoch = state["seed"], state["epoch"]
-        else:
+        elif "first" in state:  # older states of a generator have none
             self._first, told = state["first"], state["told"]
             self._next, self._is_named = None, told is not None
             self.epoch = self.epoch if told is None else told
@@ -199,10 +226,18 @@ class EpochCount:
 
     Attributes:
         next: the epoch that the next ``iter()`` begins.
+        requested: the same, if ``set_epoch`` of the loader has named it and it has not begun.
+        requests: how often ``set_epoch`` of the loader was called.
     """
 
     def __init__(self) -> None:
-        self.next = self._seen = 0
+        self.next = self._seen = self.requests = 0
+        self.requested: int | None = None
+
+    def request(self, epoch: int) -> None:
+        """Note a call of ``set_epoch`` of the loader."""
+        self.next = self.requested = epoch
+        self.requests += 1
 
     def named(self, sampler: Any) -> int | None:
         """The epoch that ``set_epoch`` of a sampler has named since the last call, if any.
@@ -234,6 +269,7 @@ class SamplerState:
         own: the sampler's own state.
         generators: the states of the sampler's own generators at the end of the epoch.
         datasets: the state of each worker's dataset.
+        keyed: the seed and the epoch that decide the order of a sampler without ``set_epoch``; see `keyed`.
     """
 
     yielded: int = entry(integer(0))
@@ -247,6 +283,7 @@ class SamplerState:
     own: Any = entry(anything, write=copy.deepcopy, name="state", default=None)
     generators: list[str] | None = entry(anything, default=None)
     datasets: list[Any] | None = entry(anything, write=copy.deepcopy, default=None)
+    keyed: list[int] | None = entry(anything, default=None)
 
 
 _PLAIN = (BatchSampler, SequentialSampler, InOrderSampler, list, tuple, range)
@@ -326,6 +363,8 @@ class SamplerStart:
         if state is not None and finished:
             self._load_end(state)
         self.state = state if state is not None and self.resumes else SamplerState(0, 0)
+        if epochs.requested is not None and not self.resumes and self._draws and not self.has_set_epoch:
+            self.state.keyed = [torch.initial_seed(), epochs.requested]
         self._asked: Iterator[Any] = iter(())
         self._note()
 
@@ -342,6 +381,11 @@ class SamplerStart:
     def _set_counted(self) -> None:
         for sampler, epoch in self._counted:
             sampler.epoch = epoch
+
+    def put_back(self) -> None:
+        """Forget that samplers were asked for items: they count on with the first item. Those with a state did then."""
+        if self._draws:
+            self._set_counted()
 
     def _load_between(self, own: Any) -> None:
         """Load a state from between two epochs. The next iterator of the sampler begins the next epoch.
@@ -368,8 +412,9 @@ class SamplerStart:
         """Ask the sampler for its items, from its beginning. ``items``: torch's iterator has asked already."""
         if items is None:
             self._note()
-            self._set_counted()  # torch has asked for items that are not used
+            self._set_counted()
             items = iter(self.sampler)
+            self.put_back()
         self._asked = items
 
     def settle(self) -> None:
@@ -386,9 +431,11 @@ class SamplerStart:
     def first(self, items: Iterator[Any]) -> Iterator[Any]:
         """The same items. The sampler draws now what it draws for the first one."""
         if not self.resumes and self._keep_epochs:
-            if any(one.epoch != epoch + 1 for one, epoch in self._counted):  # set_epoch has named another one since
+            ahead = int(not self._draws)
+            if any(one.epoch != epoch + ahead for one, epoch in self._counted):  # set_epoch has named another one since
                 self._counted = [(one, one.epoch) for one, _ in self._counted]
                 items = iter(self.sampler)
+                self.put_back()
             counted = {id(one): epoch for one, epoch in self._counted}
             self.state.epochs = [counted.get(id(one), one.epoch) for one in self._keep_epochs]
         if not self.resumes and self.state.rng is not None and (now := self._generator_states()) not in self.state.rng:
@@ -396,9 +443,13 @@ class SamplerStart:
         if is_stateful(items) or not self._draws:
             return items
         try:
-            return first_of(self._of_named_epoch(items))[1]
+            items = first_of(self._of_named_epoch(items))[1]
         except Exception as error:
-            return _raising(error)
+            items = raising(error)
+        if not self.resumes:
+            for one, epoch in self._counted:
+                one.epoch = epoch + 1
+        return items
 
     def _of_named_epoch(self, items: Iterator[Any]) -> Iterator[Any]:
         """The items of the epoch that ``set_epoch`` has named since the sampler was asked for them."""
@@ -441,6 +492,11 @@ class SamplerStart:
         Args:
             mark: where the state was saved. None: the epoch begins, with the items of `begin`.
         """
+        if self.state.keyed is not None:
+            seed, epoch = self.state.keyed
+            with keyed(self.sampler, epoch, seed, mark) as begun:
+                yield begun
+            return
         if mark is None:
             items = self.first(self._asked)
             yield items, self.stateful or (items if is_stateful(items) else None)
@@ -581,6 +637,7 @@ def _set_all(generators: Iterable[torch.Generator], states: Iterable[str] | None
         set_generator(generator, state)
 
 
-def _raising(error: Exception) -> Iterator[Any]:
+def raising(error: Exception) -> Iterator[Any]:
+    """An iterator whose first item is this error."""
     raise error
     yield

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, RandomSampler
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, RandomSampler, SequentialSampler
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.entries import anything, dict_of, entry, integer, optional, parsed, true_or_false, written
@@ -72,9 +72,10 @@ class LoaderState:
         epoch: number of the epoch.
         epoch_of_dataset: the attribute ``epoch`` of an iterable dataset.
         generator: the state of the loader's generator.
-        next_draws: at the end of an epoch, what the next one would draw: for the loader and for its sampler.
+        next_draws: after the last batch, what the next epoch would draw: for the loader and for its sampler.
         sampler: of map-style data.
         stream: of iterable data; see `sharded_loader.streams.state`.
+        length: the number of samples in the dataset, of map-style data.
     """
 
     yielded: int = entry(integer(), name="_num_yielded")
@@ -86,6 +87,7 @@ class LoaderState:
     next_draws: list[int] | None = entry(anything, name="_next", default=None)
     sampler: SamplerState | None = entry(optional(dict_of(SamplerState)), write=written, name="_sampler", default=None)
     stream: Any = entry(anything, name="_stream", default=None)
+    length: int | None = entry(optional(integer(0)), name="_length", default=None)
 
     @property
     def epoch_to_begin(self) -> int:
@@ -123,13 +125,13 @@ class ResumePoint:
         """The position, with the states of the workers' datasets."""
         fetched, is_over = fetched_by_lightning()
         finished = self.finished or is_over
+        delivered = max(self.epoch.first, self.run.delivered - fetched)
         generator = following = None
         if self.generator is not None:
             generator = generator_state(self.generator)
-        elif finished:
+        elif finished or (isinstance(self.epoch, TorchEpoch) and self.epoch.ends_after(delivered)):
             # A new iterator draws the loader's seed, and then the sampler one of its own.
             following = [self.base_seed, *next_draws(1)] if self.workers_live_on else next_draws(2)
-        delivered = max(self.epoch.first, self.run.delivered - fetched)
         if isinstance(self.epoch, TorchEpoch):
             position = self.epoch.position(delivered, finished)
             named = {"sampler": position.mark}
@@ -175,6 +177,31 @@ def _snapshot(position: Position, part: int) -> dict[str, Any]:
     dataset, items, *_ = point.state or (None, None)
     fetcher = {"dataset_iter_state": items, "fetcher_ended": point.ended}
     return {"dataset_state": dataset, "fetcher_state": fetcher}
+
+
+def check_length(state: LoaderState, now: int | None, sampler: Any) -> None:
+    """Reject a state from the middle of an epoch over a dataset that had another length.
+
+    New samples at the end of a dataset that is read in order come behind the others.
+    """
+    was, is_begun = state.length, state.sampler is not None and state.sampler.yielded and not state.finished
+    if (
+        not is_begun
+        or now is None
+        or was is None
+        or now == was
+        or (now > was and isinstance(sampler, SequentialSampler))
+    ):
+        return
+    what = (
+        f"samples {now} to {was - 1} are missing: give them back, or"
+        if now < was
+        else (f"read the epoch to its end from torch.utils.data.Subset(dataset, range({was})), or")
+    )
+    raise ValueError(
+        f"the state cannot be resumed: the dataset had {was} samples, and has {now}: {what} begin an epoch with all "
+        f"samples, without the state: set_epoch({(state.epoch or 0) + 1})"
+    )
 
 
 # -- epochs that go on from a state ------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The workers of the drop-in: the pool that the loader's arguments ask for, and what torch's users see of it.
 
 check_arguments(loader)              rejects what would otherwise fail at the first batch
+check_data(loader)                   rejects, when an epoch begins, what no batch can be read from
 make_pool(loader) -> Pool
 job_of(loader) -> Job                  what they read
 WorkerView(handle)                     a worker process as torch's iterator shows it
@@ -10,7 +11,9 @@ in_torchs_words(error, timeout)      a dead or silent worker as the RuntimeError
 from __future__ import annotations
 
 import math
+import multiprocessing
 import signal
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,9 +50,6 @@ def check_arguments(loader: DataLoader[Any]) -> None:
     check_batchify_fn(loader.collate_fn)
     if loader.generator is not None and not isinstance(loader.generator, torch.Generator):
         raise TypeError(f"generator is {loader.generator!r}; it must be a torch.Generator, or give seed= (an int)")
-    for name, given in (("sampler", loader.sampler), ("batch_sampler", loader.batch_sampler)):
-        if given is not None and not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
-            raise TypeError(f"{name} is {given!r}; it must be an iterable of indices, or of lists of them")
     if loader.prefetch_factor is not None:
         check_int("prefetch_factor", loader.prefetch_factor, 0, "give the number of batches to prefetch per worker")
     if loader.seed is not None:
@@ -59,41 +59,68 @@ def check_arguments(loader: DataLoader[Any]) -> None:
         check_int("streams", loader.streams, 1, "give the number of parts, or None for one per worker")
         if not isinstance(loader.dataset, IterableDataset):
             refuse_streams(loader.streams, loader.dataset)
+    if loader.start_method and loader.multiprocessing_context is not None:
+        raise ValueError("start_method and multiprocessing_context set the same thing: leave out one of them")
+    refuse_worker_memory(loader.max_worker_memory, loader.num_workers > 0 and not _uses_threads(loader))
+    _processes(loader, max(1, loader.num_workers))
+
+
+def check_data(loader: DataLoader[Any]) -> None:
+    """Reject a dataset or a sampler that cannot be read. Programs make loaders of mocks, and never read them.
+
+    Raises:
+        TypeError: It cannot be read.
+    """
+    for name, given in (("sampler", loader.sampler), ("batch_sampler", loader.batch_sampler)):
+        if given is not None and not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
+            raise TypeError(f"{name} is {given!r}; it must be an iterable of indices, or of lists of them")
     refuse_class("the dataset", loader.dataset)
     refuse_async_iterable(loader.dataset)
     if not any(hasattr(loader.dataset, name) for name in ("__getitem__", "__getitems__", "__iter__")):
         raise TypeError(f"a dataset needs __getitem__, and {type(loader.dataset).__name__} has none")
-    if loader.start_method and loader.multiprocessing_context is not None:
-        raise ValueError("start_method and multiprocessing_context set the same thing: leave out one of them")
-    refuse_worker_memory(loader.max_worker_memory, loader.num_workers > 0 and not loader.thread_pool)
-    _processes(loader, max(1, loader.num_workers))
 
 
 def make_pool(loader: DataLoader[Any]) -> Pool:
     """The pool that a loader's arguments ask for. Its workers have not started.
 
-    With ``timeout`` the pool restarts no worker: a silent or dead worker is an error, as in torch.
+    With ``timeout`` alone the pool restarts no worker: a silent or dead worker is an error, as in torch.
     """
     if loader.num_workers == 0:
         if loader.timeout:
             raise AssertionError("a DataLoader without workers requires timeout == 0")  # the type is torch's
         return InlinePool()
     timeout, count = loader.timeout or None, loader.num_workers if loader._tuner is None else loader._tuner.workers
-    if loader.thread_pool:
+    if _uses_threads(loader):
         return ThreadPool(count, worker_init_fn=loader.worker_init_fn, timeout=timeout)
     pool = _processes(loader, count)
     pool.workers_last = loader.persistent_workers
     return pool
 
 
+def _uses_threads(loader: DataLoader[Any]) -> bool:
+    """True if workers are threads: by ``thread_pool``, or by a context whose processes are threads, as MONAI's."""
+    process: Any = getattr(loader.multiprocessing_context, "Process", None)
+    return loader.thread_pool or (isinstance(process, type) and issubclass(process, threading.Thread))
+
+
+def _start_method(context: Any) -> Any:
+    """The start method of a context. Other libraries' contexts have names of their own."""
+    methods = multiprocessing.get_all_start_methods()
+    kinds = [name for name in methods if isinstance(context, type(multiprocessing.get_context(name)))]
+    name = context.get_start_method()
+    return name if name in methods else [*kinds, "spawn"][0]
+
+
 def _processes(loader: DataLoader[Any], count: int) -> ProcessPool:
-    context, timeout = loader.multiprocessing_context, loader.timeout or None
+    context, timeout, restarts = loader.multiprocessing_context, loader.timeout or None, loader.restarts
+    if restarts is None:
+        restarts = 3 if timeout is None else 0
     return ProcessPool(
         count,
-        start_method=loader.start_method or (None if context is None else context.get_start_method()),
+        start_method=loader.start_method or (None if context is None else _start_method(context)),
         worker_init_fn=loader.worker_init_fn,
         timeout=timeout,
-        restarts=loader.restarts if timeout is None else 0,
+        restarts=restarts,
         max_bytes=loader.max_bytes,
         numa=loader.numa,
         max_worker_memory=loader.max_worker_memory,
@@ -104,6 +131,7 @@ def job_of(loader: DataLoader[Any]) -> Job:
     """The job of the newest epoch; before the first one, what is known of it."""
     if loader._job is not None:
         return loader._job
+    check_data(loader)
     batched = loader._auto_collation
     batchify = batchify_fn_of(loader.collate_fn, batched=batched)
     return Job(loader.dataset, batchify, int(loader.seed or 0), loader.on_error, in_bulk=batched)

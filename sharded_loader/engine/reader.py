@@ -122,7 +122,8 @@ class BatchScope(SampleScope):
         task, indices, board = self.task, self.indices, self.board
         error = as_exception(error, "by the dataset or collate_fn")
         place = Location(task.epoch, task.seq, board[SHARD] if task.sharded else None, self.worker)
-        found = [indices[position] for position in (self.misfit if self.items is None else (self.place,))]
+        places = self.misfit if self.items is None else (self.place,)
+        found = [indices[place] for place in places if len(indices)]
         if len(found) == 2:
             place.note(error, misfit=(found[0], found[1]))
         else:
@@ -190,8 +191,9 @@ class Reader:
         in_bulk = in_bulk and job.in_bulk
         self._gather = None
         if in_bulk:
-            of_batchify = getattr(job.batchify_fn, "bulk_of", None)
-            if job.batchify_fn is None or of_batchify is not None:
+            # Of its class: a mock has every attribute.
+            of_batchify = hasattr(type(job.batchify_fn), "bulk_of") and getattr(job.batchify_fn, "bulk_of")  # noqa: B009
+            if job.batchify_fn is None or of_batchify:
                 self._gather = (of_batchify or as_bulk)(job.dataset)
         self._takes_arrays = self._gather is not None and takes_arrays(job.dataset)
         self._get_items = as_items(job.dataset) if in_bulk else None
@@ -595,7 +597,7 @@ class Reader:
             at: the reading.
         """
         job, task = self._job, at.task
-        bad = (pairs[-1][1] for pairs in shards if all(type(sample) is Bad for _, sample in pairs))
+        bad = (pairs[-1][1] for pairs in shards if pairs and all(type(sample) is Bad for _, sample in pairs))
         lost = next((sample.skipped for sample in bad), None)
         good = [pair for pairs in shards for pair in pairs if type(pair[1]) is not Bad]
         replaces = job.on_error == "replace" and bool(good)
@@ -614,7 +616,7 @@ class Reader:
                         pairs[i] = good[int(rng.integers(len(good)))]
             kept = [pair for pair in pairs if type(pair[1]) is not Bad]
             at.dropped += len(pairs) - len(kept)
-            if kept:
+            if kept or not pairs:  # a batch may be empty from the start
                 at.board[SHARD] = number
                 at.indices = [index for index, _ in kept]
                 if isinstance(given, Packed):

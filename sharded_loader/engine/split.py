@@ -58,6 +58,8 @@ class Split:
             shards += indices.cut(shard_sizes(len(indices), self.num_shards, self.weights))
         else:
             shards += split_batch(indices, self.num_shards, self.weights, self.costs)
+        if not shards:
+            raise ValueError("the batch is empty: the batch sampler must yield at least one index")
         return task._replace(shards=tuple(shards), sharded=True)
 
 

@@ -9,8 +9,9 @@ shares them out (``even_batches``, ``split_batches``). While it is iterated over
 ends, so the last gradient accumulation step is complete and ``gather_for_metrics`` drops what was filled up.
 ``accelerator.save_state`` and ``load_state`` keep the position, exactly.
 
-The ranks get the same seed, from rank 0. What can go wrong: a loader that has been iterated over already, or that deals
-samples to ranks itself.
+The ranks get the same seed, from rank 0. Each rank reads all of iterable data and keeps its share, because nobody knows
+beforehand where it ends. What can go wrong: a loader that has been iterated over already, or that deals samples to
+ranks itself.
 """
 
 from __future__ import annotations
@@ -18,22 +19,25 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from itertools import cycle, islice
 from typing import Any
 
 import accelerate.data_loader
 import torch.utils.data
-from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler
+from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
 from accelerate.state import GradientState
-from accelerate.utils import broadcast_object_list, synchronize_rng_states
+from accelerate.utils import broadcast_object_list, find_batch_size, synchronize_rng_states
 from torch.utils.data import IterableDataset, RandomSampler
 
 from sharded_loader.base.described import an
-from sharded_loader.base.private import begin_loader, end_loader, note_prepared
+from sharded_loader.base.private import begin_loader, called_by, end_loader, note_prepared
 from sharded_loader.data.inspection import is_stream
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.loader.loader import ShardedDataLoader
 from sharded_loader.sampling.base import nested, tell_epoch
+from sharded_loader.sampling.foreign import len_epoch
 from sharded_loader.torch import DataLoader
 
 
@@ -41,28 +45,39 @@ class Prepared:
     """What Accelerate reads from a loader of its own; a mixin.
 
     Attributes:
-        end_of_dataloader: the batch that was handed out last is the last one of the epoch.
         remainder: how many samples of the last batches of all ranks are no repetitions; 0: all of them. -1: unknown.
+            Of iterable data: of the batches that were handed out last.
         total_batch_size: samples of a step, all ranks together.
         iteration: the epoch.
     """
 
     _is_accelerate_prepared = True
     use_stateful_dataloader = True  # accelerator.save_state() asks for state_dict()
-    end_of_dataloader = False
     remainder = -1
     iteration = 0
     total_batch_size: int
+    _given: dict[str, Any]
     _skips = 0
     _state: dict[str, Any] | None = None
     _synchronized: torch.Generator | None = None
+    _is_last = _is_shared = False
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """The batch that was handed out last is the last one of the epoch.
+
+        Several parts of iterable data end one after the other: to `gather_for_metrics`, each batch that was filled up
+        is a last one.
+        """
+        filled = self._is_shared and self.remainder > 0
+        return self._is_last or (filled and called_by("gather_for_metrics", "accelerate") is not None)
 
     def __iter__(self) -> Iterator[Any]:
         """The batches. Each is handed out when the next one has come, or the end: so it is known which is the last."""
         if self._synchronized is not None:
             synchronize_rng_states(["generator"], self._synchronized)
         gradient_state = GradientState()
-        self.end_of_dataloader, self.remainder = False, self._remainder()
+        self._is_last, self.remainder = False, self._remainder()
         begin_loader(gradient_state, self)
         try:
             left, self._skips = self._skip(self._skips), 0
@@ -88,7 +103,9 @@ class Prepared:
             self._state = super().state_dict()  # type: ignore[misc]
             following = next(batches, nothing)
             if following is nothing:  # as Accelerate's own loaders: the next epoch begins after a resume
-                self.end_of_dataloader, self._state = True, super().state_dict()  # type: ignore[misc]
+                self._is_last, self._state = True, super().state_dict()  # type: ignore[misc]
+            if self._is_shared:
+                self.remainder, batch = batch
             yield batch
             batch = following
 
@@ -97,9 +114,12 @@ class Prepared:
         return count
 
     def _remainder(self) -> int:
-        with contextlib.suppress(TypeError):
-            return 0 if getattr(self, "drops_rest", False) else len(self.dataset) % self.total_batch_size  # type: ignore[attr-defined]
-        return -1
+        for one in nested(self._given.get("batch_sampler")):
+            if isinstance(one, RankBatches):
+                with contextlib.suppress(TypeError):
+                    return one.remainder(getattr(self, "epoch", self.iteration), self.dataset)  # type: ignore[attr-defined]
+                return -1
+        return 0  # nothing is filled up
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batch that was handed out last."""
@@ -128,6 +148,47 @@ class RankBatches(BatchSamplerShard):  # type: ignore[misc]
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next ``iter()`` begins."""
         tell_epoch(self.batch_sampler, epoch)
+
+    def remainder(self, epoch: int, dataset: Any) -> int:
+        """How many samples of the last step of an epoch, all ranks together, are no repetitions; 0: all of them.
+
+        Raises:
+            TypeError: the lengths are not known.
+        """
+        if self.drop_last:
+            return 0
+        size, inside = self.batch_size, self.batch_sampler
+        if size is None:
+            raise TypeError("batches of any size")
+        batches, last = len_epoch(inside, epoch), int(size)
+        replicas = 1 if self.split_batches else int(self.num_processes)
+        if getattr(inside, "last_batch", None) != "rollover":
+            sampler = getattr(inside, "sampler", None)
+            samples = len(dataset) if sampler is None else len_epoch(sampler, epoch)
+            last = min(last, samples - (batches - 1) * last)
+        return ((batches - 1) % replicas * int(size) + last) % (replicas * int(size))
+
+
+class RankShare:
+    """Collates one rank's share of a batch that all ranks read. A batch that is not full is filled up with its samples.
+
+    Args:
+        collate_fn: collates the share.
+        replicas, rank: how many ranks there are, and which one this is.
+        size: samples of a share; None: the dataset yields batches, and a share is one of them.
+    """
+
+    def __init__(self, collate_fn: Callable[[Any], Any], replicas: int, rank: int, size: int | None) -> None:
+        self.collate_fn, self.replicas, self.rank, self.size = collate_fn, replicas, rank, size
+
+    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
+        """How many samples of all ranks are no repetitions, 0: all of them; the batch of this rank."""
+        size, count = self.size, len(samples)
+        if size is None:
+            filled = count < self.replicas
+            return sum(map(find_batch_size, samples)) if filled else 0, self.collate_fn(samples[self.rank % count])
+        begin = self.rank * size
+        return count % (self.replicas * size), self.collate_fn(list(islice(cycle(samples), begin, begin + size)))
 
 
 class PreparedDataLoader(Prepared, DataLoader[Any]):  # type: ignore[misc]
@@ -162,7 +223,9 @@ def prepare(loader: Any, accelerator: Any, device_placement: bool | None = None)
 
     Raises:
         TypeError: a loader of another library.
-        ValueError: a loader that deals samples to ranks itself.
+        ValueError: a loader that deals samples to ranks itself. Of iterable data, ``num_replicas`` is allowed: the
+            dataset then yields a part of its own on each rank. ``split_batches`` with a ``batch_size`` that the ranks
+            do not divide.
 
     Example:
         ```python
@@ -177,6 +240,12 @@ def prepare(loader: Any, accelerator: Any, device_placement: bool | None = None)
     Source of the idea: ``accelerate.data_loader.prepare_data_loader``.
     """
     _replace_skip_first_batches()
+    if accelerator.dispatch_batches and accelerator.num_processes > 1:
+        warnings.warn(
+            "dispatch_batches=True has no effect here: each rank reads the data itself, and gets "
+            "the same batches as if rank 0 had sent them",
+            stacklevel=2,
+        )
     on_device = accelerator.device_placement if device_placement is None else device_placement
     if isinstance(loader, Prepared):
         prepared: Any = loader
@@ -206,7 +275,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     """
     if not isinstance(loader, Prepared):
         raise TypeError(f"skip_first_batches() takes what prepare() has returned, not {an(type(loader))}")
-    given = dict(loader._given)  # type: ignore[attr-defined]
+    given = dict(loader._given)
     if given.get("batch_sampler") is not None:
         given["batch_sampler"] = SkipBatchSampler(given["batch_sampler"], skip_batches=num_batches)
     if isinstance(loader, ShardedDataLoader):
@@ -245,7 +314,7 @@ def _prepare_drop_in(loader: DataLoader[Any], accelerator: Any, on_device: bool)
     given = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
     if loader._scales_prefetch:
         del given["prefetch_factor"]
-    replicas, rank = accelerator.num_processes, accelerator.process_index
+    replicas = accelerator.num_processes
     size, drops, batched = loader.batch_size, loader.drop_last, loader.batch_sampler is not None
     synchronized = None
     if on_device:
@@ -253,9 +322,8 @@ def _prepare_drop_in(loader: DataLoader[Any], accelerator: Any, on_device: bool)
     if isinstance(loader.dataset, IterableDataset):
         given["sampler"] = given["batch_sampler"] = None
         if replicas > 1:
-            given["dataset"] = IterableDatasetShard(
-                loader.dataset, size or 1, drops, replicas, rank, accelerator.split_batches
-            )
+            synchronized = getattr(loader.dataset, "generator", None)
+            given.update(_share(loader, accelerator, given))
     elif replicas > 1:
         if not batched:
             raise ValueError("batch_size=None cannot be shared out to ranks: give a batch_size")
@@ -271,20 +339,22 @@ def _prepare_drop_in(loader: DataLoader[Any], accelerator: Any, on_device: bool)
 
 def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, on_device: bool) -> Any:
     given = dict(loader.arguments)
-    if given.get("num_replicas") is not None:
+    divided = given.get("num_replicas") is not None
+    if divided and not is_stream(loader.dataset):
         raise ValueError("num_replicas and prepare() would share out the samples twice: leave out num_replicas")
-    replicas, rank = accelerator.num_processes, accelerator.process_index
+    replicas = accelerator.num_processes
     seed = _broadcast(loader.seed) if replicas > 1 else loader.seed
     loader.close()  # its pool, if it was given one, is the new loader's
     if on_device and all(given.get(name) is None for name in ("device", "devices", "num_shards")):
         given["device"] = accelerator.device
     given["seed"] = seed
     if is_stream(loader.dataset):
-        if replicas > 1:
-            given.update(num_replicas=replicas, rank=rank)
+        if replicas > 1 and not divided:
+            given.pop("batchify_fn", None)
+            given.update(_share(loader, accelerator, given))
     elif replicas > 1:
         none = dict.fromkeys(("pool", "device", "timeout", "max_worker_memory"))
-        order = ShardedDataLoader(**{**given, **none, "num_workers": 0})
+        order = ShardedDataLoader(**{**given, **none, "num_workers": 0, "thread_pool": False})
         for name in ("batch_size", "shuffle", "sampler", "last_batch", "drop_last"):
             given.pop(name, None)
         given["batch_sampler"] = _shard(order.batch_sampler, accelerator, loader.drop_last)
@@ -295,8 +365,25 @@ def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, on_device: boo
 def _made(kind: Any, given: dict[str, Any], total_batch_size: int, drops_rest: bool, synchronized: Any = None) -> Any:
     prepared = kind(**given)
     prepared._given, prepared._synchronized = given, synchronized
+    prepared._is_shared = isinstance(given.get("collate_fn"), RankShare)
     prepared.total_batch_size, prepared.drops_rest = total_batch_size, drops_rest
     return prepared
+
+
+def _share(loader: Any, accelerator: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for iterable data: the batches of all ranks, of which this rank keeps its share."""
+    replicas, size = accelerator.num_processes, loader.batch_size
+    whole = (size or 1) * replicas
+    if given.get("devices") or given.get("num_shards"):
+        raise ValueError("iterable data cannot be shared out to ranks and to shards: leave out devices and num_shards")
+    if size and accelerator.split_batches:
+        if size % replicas:
+            raise ValueError(
+                f"split_batches=True cannot split a batch of {size} among {replicas} ranks: give a multiple"
+            )
+        size, whole = size // replicas, size
+    share = RankShare(loader.collate_fn, replicas, accelerator.process_index, size)
+    return {"batch_size": whole, "collate_fn": share}
 
 
 def _shard(batch_sampler: Any, accelerator: Any, drop_last: bool) -> Any:

@@ -111,7 +111,9 @@ class LoaderAttributes(Reported):
         """The loader was rescaled."""
         given = {**self._arguments, "num_replicas": num_replicas, "rank": rank}
         given.pop("mesh", None)
-        if batch_size is not None:
+        if self._order.given_batches:
+            given["batch_sampler"] = self._order.batch_sampler
+        elif batch_size is not None:
             given["batch_size"] = self._batch_size = batch_size
         self._arguments = MappingProxyType(given)
 

@@ -39,7 +39,7 @@ import numpy as np
 
 from sharded_loader.base.described import brief
 from sharded_loader.base.interrupts import is_from_outside
-from sharded_loader.base.notices import Notices
+from sharded_loader.base.notices import Notices, warn
 from sharded_loader.base.private import fetched_by_lightning, is_owned
 from sharded_loader.data.arrays import takes_arrays
 from sharded_loader.data.datasets import can_follow, follow
@@ -334,6 +334,18 @@ def check_one_epoch(reading: Iterable[int], epoch: int) -> None:
         )
 
 
+def give_up_fetched(fetched: Iterable[Run], epoch: int) -> None:
+    """The dataset goes to this epoch, and is shared by batches of `fetch` that were not received: others are errors."""
+    for run in list(fetched):
+        if run.epoch.number != epoch and not run.ended and run.dead is None:
+            run.failure = RuntimeError(
+                f"fetch: the batch of epoch {run.epoch.number} was not received before epoch {epoch} began. The "
+                f"dataset, which has set_epoch and is shared by all who read it, can be in one epoch only: call "
+                f"result() before, or use worker processes"
+            )
+            run.dead = str(run.failure)
+
+
 class KnownSteps(Protocol):
     """A loader whose steps are known, and whose samples can be read here: for `fingerprint`, `check` and ``replay``.
 
@@ -431,6 +443,7 @@ class Epochs(KnownSteps):
         self._workers, self._split = pipeline.pool, pipeline.split
         self.prefetch_epochs = prefetch_epochs
         self._numbers = itertools.count()
+        self._fetched: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
         order.arrays, order.max_shards = job.batchify_fn is None and takes_arrays(job.dataset), self._split.max_shards
         self._split.costs = order.shard_costs
         self._kept: _KeptRun | None = None
@@ -503,7 +516,7 @@ class Epochs(KnownSteps):
         """A run that reads what a run has not delivered yet, by the order as it is now."""
         position = run.epoch.position(run.delivered)
         if isinstance(self.order, MapOrder) and isinstance(run.epoch, MapEpoch):
-            position = self.order.moved(position, run.epoch.signature)
+            position = self.order.moved(*self.order.regrouped(position, run.epoch.signature))
         rest = self._new_run(self.order.epoch(position.epoch, position))
         rest.epoch.in_mid_epoch = False  # it ends where the epoch ends
         return rest
@@ -584,15 +597,17 @@ class Epochs(KnownSteps):
             goes_on = resumes or order.steps is not None or any(not run.ended for run in progress.live_runs())
             state, settings = progress.state(), order.settings
             try:
-                order.rescale(num_replicas, rank, batch_size)
+                text = order.rescale(num_replicas, rank, batch_size)
                 if goes_on:
                     advice = (
                         "Give other ranks, or a batch_size= with which all read as many samples in a step as before"
                     )
                     doing = "rescale: the position belongs to the ranks before: "
                     position = order.load(state, False, doing, advice)[0]
-                    if resumes:
-                        progress.begin_at(position)
+                if text is not None:
+                    warn(text)
+                if resumes:
+                    progress.begin_at(position)
             except BaseException:
                 order.settings = settings
                 raise
@@ -733,9 +748,11 @@ class Epochs(KnownSteps):
         run = Run(next(self._numbers), fetch_epoch(self.dataset, indices, epoch))
         live = [one for one in self.progress.live_runs() if not one.ended and one.dead is None]
         if self._workers.shares_dataset and (set_epoch := self._set_epoch()) is not None:
-            check_one_epoch([one.epoch.number for one in live], epoch)
-            if not live:
+            reading = self._reading()
+            check_one_epoch([one.epoch.number for one in reading], epoch)
+            if not reading:
                 set_epoch(epoch)
+        self._fetched[run.number] = run
         renew, self.stale = self.stale and not live, self.stale and bool(live)
         if renew and self._kept is not None:  # it was read before the change
             self._drop(self._kept.run)
@@ -771,8 +788,9 @@ class Epochs(KnownSteps):
         if set_epoch is None:
             return
         new = begins.epoch.number
-        for run in self.progress.live_runs():
-            if run is not begins and not run.ended and run.epoch.number != new:
+        give_up_fetched([run for run in self._reading() if run.number in self._fetched], new)
+        for run in self._reading():
+            if run is not begins and run.epoch.number != new:
                 run.dead = (
                     f"epoch {run.epoch.number} cannot go on: epoch {new} was begun. The dataset, which has "
                     f"set_epoch and is shared by all iterators of this pool, can be in one epoch only. "
@@ -786,6 +804,12 @@ class Epochs(KnownSteps):
 
     def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
         """Inside, the dataset is in ``epoch``; afterwards in the loader's. See the function."""
-        reads = self._workers.num_workers and self._workers.shares_dataset
-        live = [run for run in self.progress.live_runs() if reads and not run.ended and run.dead is None]
-        return in_epoch(self._set_epoch(), epoch, lambda: self.progress.at()[0], [run.epoch.number for run in live])
+        reading = [run.epoch.number for run in self._reading()] if self._workers.shares_dataset else []
+        back = (lambda: reading[0]) if reading else (lambda: self.progress.at()[0])
+        return in_epoch(self._set_epoch(), epoch, back, reading if self._workers.num_workers else ())
+
+    def _reading(self) -> list[Run]:
+        """The runs that are under way, those of `fetch` too. If they share a dataset with set_epoch, of one epoch."""
+        fetched = [run for reference in self._fetched.valuerefs() if (run := reference()) is not None]
+        runs = [*self.progress.live_runs(), *fetched]
+        return [run for run in runs if not run.ended and run.dead is None]

@@ -433,17 +433,17 @@ class RunIterator(BatchIterator[Any]):
 
     def __init__(self, pipeline: Pipeline, placement: Placement, meter: Meter, run: Run, job: Job) -> None:
         super().__init__(pipeline, placement, meter)
-        self._only, self._job = run, job
+        self.only, self._job = run, job
 
     def _choose(self) -> Run:
-        return self._only
+        return self.only
 
     def _open(self, run: Run) -> None:
         self._pipeline.open(run, self._job)
 
     def poll(self, *, renew: bool = False, block: bool = False, seconds: float = 0.0) -> bool:
         """See `Pipeline.poll`. Without workers it is `next` that reads, so there is nothing to wait for."""
-        has_come = self._pipeline.poll(self._only, self._job, renew=renew, block=block, seconds=seconds)
+        has_come = self._pipeline.poll(self.only, self._job, renew=renew, block=block, seconds=seconds)
         return has_come or not self._pipeline.pool.num_workers
 
     def wake(self) -> None:
@@ -456,7 +456,8 @@ class RunIterator(BatchIterator[Any]):
 
     def drop(self) -> None:
         """The batches are not wanted any more."""
-        self._pipeline.drop(self._only.number)
+        self.only.ended = True
+        self._pipeline.drop(self.only.number)
 
 
 class BatchFuture(Future[Batch]):

@@ -418,6 +418,8 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
 
         Raises:
             TypeError: The dataset is iterable data, or ``indices`` is no list of indices.
+            ValueError: The dataset has ``set_epoch``, is shared by threads, and is read in another epoch. If another
+                epoch begins before ``result()``, that raises a RuntimeError.
             LoaderClosedError: after `close`.
 
         Example:
@@ -541,7 +543,9 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
 
         Args:
             num_replicas, rank: As in the constructor.
-            batch_size: The number of samples per step of each rank from now on. Default: as before.
+            batch_size: The number of samples per step of each rank from now on. Default: as before. If all ranks
+                together then read another number of samples in a step, a `LoaderWarning` says so. Of a batch sampler
+                it changes the size of the batches, as far as they have one.
 
         Raises:
             TypeError: The dataset is iterable data: its parts belong to ranks.
@@ -558,9 +562,9 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             >>> batches = iter(loader)
             >>> next(batches)
             tensor([0, 2])
-            >>> loader.rescale(1, 0)
+            >>> loader.rescale(1, 0, batch_size=4)
             >>> list(batches)
-            [tensor([4, 5]), tensor([6, 7])]
+            [tensor([4, 5, 6, 7])]
         """
         self._pipeline.check_open()
         self._epochs.rescale(num_replicas, rank, batch_size)

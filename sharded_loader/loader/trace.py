@@ -87,9 +87,8 @@ def trace_of(rows: Sequence[BatchTimes], name: str) -> dict[str, Any]:
     for number, row in enumerate(rows):
         about = {"epoch": row.epoch, "step": row.step, "samples": row.samples}
         waited = {"waited_seconds": row.waited, "placing_seconds": row.placing, "cause": row.cause}
-        calls.append((row.ended, number, about, trace.slice("next", NEXT, row.asked, row.taken, **about, **waited)))
-    # As the workers were done with them: one that several workers read began before others in the lane of the last one.
-    for _, number, about, (asked, taken) in sorted(calls, key=lambda call: call[0]):
+        calls.append((row.began, number, about, trace.slice("next", NEXT, row.asked, row.taken, **about, **waited)))
+    for _, number, about, (asked, taken) in sorted(calls, key=lambda call: call[0]):  # as the workers had them
         row = rows[number]
         read = [trace.slice(stage, FIRST_WORKER + row.worker, *at, **about) for stage, *at in stages_in_worker(row)]
         if not (row.sent and read):

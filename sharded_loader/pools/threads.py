@@ -118,19 +118,22 @@ class _Thread(threading.Thread):
         self.written_off = False
 
     def run(self) -> None:
-        """The thread, from its first line to its last. While it waits for a task it holds nothing of the user's."""
-        shared, board, who = self.shared, self.board, f"thread {self.number}"
-        init, self.init = self.init, None
-        if init is not None:
-            try:
+        """The thread. It never ends without a word: whatever it raises is the error of the pool."""
+        try:
+            if (init := self.init) is not None:
                 init(self.number)
-            except BaseException as error:
-                failure = as_exception(error, "while a worker started")
-                add_note(failure, f"sharded_loader: while {who} started (worker_init_fn)")
-                shared.results.append(failure)
-                shared.ring()
-                return
-        del init
+            self.init = init = None
+            self._serve()
+        except BaseException as error:
+            failure = as_exception(error, "while a worker started" if self.init else "by a thread of the loader")
+            if self.init is not None:
+                add_note(failure, f"sharded_loader: while thread {self.number} started (worker_init_fn)")
+            self.shared.results.append(failure)
+            self.shared.ring()
+
+    def _serve(self) -> None:
+        """Read until there is no more to do. While it waits for a task it holds nothing of the user's."""
+        shared, board, who = self.shared, self.board, f"thread {self.number}"
         while not self.written_off and not shared.closing:
             queues = shared.queues
             tasks = queues[self.number % len(queues)]

@@ -23,9 +23,10 @@ a warning. A loader's own calls go past that function; see `data.inspection.set_
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -34,6 +35,7 @@ import numpy as np
 from sharded_loader.base.checks import check_int, refuse_class
 from sharded_loader.base.described import Described, an
 from sharded_loader.base.notices import warn
+from sharded_loader.base.private import default_state
 from sharded_loader.randomness.rng import draw_seed
 from sharded_loader.sampling.tables import Table
 
@@ -171,6 +173,24 @@ class Sampler(Described, Generic[Item_co]):
     """The number of ranks that the order is made for; None: the order is the same for any number of ranks."""
     order_version: int = 1
     """Of the order. States have it, so that one from the middle of an epoch in an older order is rejected."""
+    cut_by: ClassVar[tuple[str, ...]] = ()
+    """Names in ``decided_by``: the arguments that say where a batch sampler cuts its order into batches."""
+    sized_by: ClassVar[tuple[str, ...]] = ()
+    """The attributes that grow with the size of a batch. The first one is that size, if it is a number."""
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Arguments that the sampler keeps under their names, and that have no effect after it was made."""
+    plan: Any = None
+    """What else must be equal in two batch samplers whose steps have the same samples, on other numbers of ranks."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        kind: Any = type(self)
+        if name in _unchangeable(kind) or (name in self.fixed and name in vars(self)):
+            named = kind.__name__
+            raise AttributeError(
+                f"{name} of a {named} was read when it was made, and a change would have no effect: make another "
+                f"{named}, and a loader with it"
+            )
+        super().__setattr__(name, value)
 
     @property
     def epoch(self) -> int:
@@ -229,6 +249,33 @@ class Sampler(Described, Generic[Item_co]):
         Override it to give the ranks of one step items that take equally long. Return a copy: others read the sampler.
         """
         return self
+
+    def resized(self, size: int, before: int) -> Any:
+        """A copy whose batches are larger by ``size / before``, in the same order; None if it cannot have them."""
+        twin = copy.copy(self)
+        for name in self.sized_by:
+            value = getattr(self, name)
+            found = [divmod(int(one) * size, before) for one in np.atleast_1d(value).tolist()]
+            if any(rest for _, rest in found):
+                return None
+            sizes = [one for one, _ in found]
+            kind = partial(np.array, dtype=value.dtype) if isinstance(value, np.ndarray) else list
+            setattr(twin, name, kind(sizes) if np.ndim(value) else sizes[0])
+        return twin if self.sized_by else None
+
+    @property
+    def samples_in_batch(self) -> Any:
+        """The number of samples, or of rows, in a batch. No number: they have several sizes."""
+        return getattr(self, self.sized_by[0], None) if self.sized_by else None
+
+
+@lru_cache
+def _unchangeable(kind: type[Sampler[Any]]) -> frozenset[str]:
+    """The arguments of a class of this library that are not kept under their names."""
+    if not kind.__module__.startswith(__package__):
+        return frozenset()
+    kept = [name for name, attribute in (*kind.decided_by, *kind.shown) if name == attribute]
+    return frozenset(inspect.signature(kind).parameters) - {"seed", "sampler", "batch_sampler", *kept}
 
 
 class BalancedSampler(Sampler[Item_co]):
@@ -382,15 +429,14 @@ def _notes_calls(sampler: Any) -> bool:
 
 def _state_of(sampler: Any, method: Callable[[int], Any] | None) -> Any:
     """What a copy or a pickle has of an object whose calls are noted: its own method, and the epoch up to now."""
-    default = getattr(type(sampler), "__getstate__", vars)  # from Python 3.11 on, each object has it
-    state = default(sampler)
-    found = state[0] if isinstance(state, tuple) and state else state
-    if not (isinstance(found, dict) and "__getstate__" in found):  # the class has a __getstate__ of its own
+    state = getattr(type(sampler), "__getstate__", default_state)(sampler)
+    parts = state if isinstance(state, tuple) else (state,)
+    if not (parts and isinstance(parts[0], dict) and "__getstate__" in parts[0]):  # the class says what its state is
         return state
-    found = {name: value for name, value in found.items() if name not in ("__getstate__", "set_epoch")}
+    found = {name: value for name, value in parts[0].items() if name not in ("__getstate__", "set_epoch")}
     found["epoch_request"] = sampler.epoch_request or EpochRequest(0, getattr(sampler, "epoch", 0))
     found.update({} if method is None else {"set_epoch": method})
-    return (found, *state[1:]) if isinstance(state, tuple) else found
+    return (found, *parts[1:]) if isinstance(state, tuple) else found
 
 
 def _set_epoch(sampler: Any, method: Callable[[int], Any] | None, epoch: int) -> Any:
@@ -424,7 +470,7 @@ class EpochRequests:
         before = {id(sampler): request for sampler, request in self._seen}
         found = list(samplers)
         for one in found:  # it grows
-            found += one._inside if type(one).__module__.startswith("sharded_loader.data.") else ()
+            found += getattr(one, "_inside", ()) if type(one).__module__.startswith("sharded_loader.data.") else ()
         self._seen = [(sampler, before.get(id(sampler))) for sampler in found if _notes_calls(sampler)]
 
     def take(self) -> int | None:

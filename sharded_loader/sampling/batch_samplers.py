@@ -76,6 +76,7 @@ class BatchSampler(WrapperSampler[list[int]]):
     """
 
     decided_by = (("batch_size", "batch_size"), ("last_batch", "last_batch"))
+    cut_by = sized_by = ("batch_size",)
     sampler: Iterable[Any]
 
     def __init__(
@@ -100,6 +101,10 @@ class BatchSampler(WrapperSampler[list[int]]):
         if self.last_batch == "rollover":
             return self._rolling(epoch).length()
         return parts(len_epoch(self.sampler, epoch), self.batch_size, self.drop_last)
+
+    def resized(self, size: int, before: int) -> Any:
+        # With rollover, epochs of other batches begin elsewhere.
+        return None if self.last_batch == "rollover" and size != before else super().resized(size, before)
 
     def _rolling(self, epoch: int) -> Rolling:
         return Rolling(len_epoch(self.sampler, epoch), self.batch_size, epoch)
@@ -132,6 +137,7 @@ class GrowingBatchSampler(WrapperSampler[list[int]]):
 
     decided_by = (("schedule", "_schedule"), ("last_batch", "last_batch"))
     shown = decided_by
+    cut_by, sized_by = ("schedule",), ("_sizes",)
     ranks = 1
     for_ranks = BalancedSampler.for_ranks
     sampler: Iterable[Any]
@@ -146,8 +152,11 @@ class GrowingBatchSampler(WrapperSampler[list[int]]):
     ) -> None:
         self.last_batch = check_choice("last_batch", last_batch, LAST_BATCH[:2], "GrowingBatchSampler")
         self._starts, self._sizes = _checked_schedule(schedule)
-        self._schedule = str(list(zip(self._starts.tolist(), self._sizes.tolist(), strict=True)))
         super().__init__(sampler, seed)
+
+    @property
+    def _schedule(self) -> str:
+        return str(list(zip(self._starts.tolist(), self._sizes.tolist(), strict=True)))
 
     def _before(self, steps: Any) -> Any:
         """The number of samples before a step, of all ranks."""
@@ -262,6 +271,15 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
     def epoch_table(self, epoch: int) -> Table:
         return _SplitTable(table_of(self.batch_sampler, epoch, self.seed), self._split)
 
+    def resized(self, size: int, before: int) -> Any:
+        inner = self.batch_sampler
+        twin = inner.resized(size, before) if isinstance(inner, Sampler) else None
+        return None if twin is None else self.over(twin)
+
+    @property
+    def samples_in_batch(self) -> Any:
+        return getattr(self.batch_sampler, "samples_in_batch", None)
+
     def _split(self, batch: Any, number: int) -> list[list[int]]:
         if is_sharded(batch):
             raise ValueError(
@@ -314,6 +332,7 @@ class SortedBucketSampler(BalancedSampler[list[int]]):
 
     _sizes = (("batch_size", "batch_size"), ("bucket size", "_bucket_size"))
     decided_by = (*underscored("sort_keys"), *_sizes, *underscored("reverse", "shuffle"))
+    cut_by, sized_by = ("batch_size", "bucket size"), ("batch_size", "_in_bucket")
     shown = tuple((name.replace(" ", "_"), attribute) for name, attribute in decided_by)
 
     def __init__(
@@ -330,7 +349,7 @@ class SortedBucketSampler(BalancedSampler[list[int]]):
         self.batch_size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
         if not mult >= 1:
             raise ValueError(f"mult must be at least 1, got {mult}: a bucket holds mult * batch_size samples")
-        self._bucket_size = min(int(min(mult * batch_size, 2.0**62)), max(len(self._sort_keys), 1))
+        self._in_bucket = int(min(mult * batch_size, 2.0**62))
         self._reverse = bool(reverse)
         self._shuffle = bool(shuffle)
         self.seed = resolve_seed(seed) if shuffle or seed is not None else None
@@ -361,6 +380,14 @@ class SortedBucketSampler(BalancedSampler[list[int]]):
             return indices[begin : begin + size].tolist()
 
         return Table(self.len_epoch(epoch), lambda positions: list(map(batch, positions.tolist())), BATCHES)
+
+    @property
+    def _bucket_size(self) -> int:
+        return min(self._in_bucket, max(len(self._sort_keys), 1))
+
+    @property
+    def plan(self) -> Any:
+        return min(self._whole_bucket, len(self._sort_keys))
 
     @property
     def _whole_bucket(self) -> int:
@@ -402,6 +429,7 @@ class BoundedBudgetSampler(BalancedSampler[list[int]]):
     """
 
     decided_by = (("lengths", "_order"), ("budget", "_bounds"), ("shuffle", "_shuffle"))
+    cut_by = ("budget",)
     shown = underscored("max_num_tokens", "max_num_sentences", "required_batch_size_multiple", "shuffle")
 
     def __init__(
@@ -494,6 +522,7 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
 
     _numbers = (("classes", "classes"), ("samples", "samples"), ("batches", "_batches"), ("repeat", "_repeat"))
     decided_by = (("labels", "_members"), ("sizes of the classes", "_counts"), *_numbers)
+    cut_by, sized_by = ("classes", "samples", "batches"), ("classes",)
     order_version = 2
     shown = (("labels", "dataset_length"), *_numbers)
 
@@ -551,6 +580,18 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
 
     def len_epoch(self, epoch: int) -> int:
         return self._batches
+
+    def resized(self, size: int, before: int) -> Any:
+        twin, kinds = super().resized(size, before), len(self._counts)
+        # Batches in the same places of the rounds: both numbers of classes divide that of all.
+        if twin is None or kinds % self.classes or kinds % twin.classes or self._batches * before % size:
+            return None
+        twin._batches = self._batches * before // size
+        return twin
+
+    @property
+    def samples_in_batch(self) -> int:
+        return self.classes * self.samples
 
     def check_dataset(self, length: int) -> None:
         """Reject a dataset of another length."""

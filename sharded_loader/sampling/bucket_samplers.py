@@ -233,6 +233,8 @@ class FixedBucketSampler(BalancedSampler[Any]):
         ("batch sizes", "_batch_begin"),
         *underscored("shuffle", "last_batch"),
     )
+    fixed = ("bucket_keys",)
+    cut_by, sized_by = ("buckets", "batch sizes"), ("_batch_size", "bucket_batch_sizes")
     _buckets = (("bucket_keys", "bucket_keys"), ("bucket_batch_sizes", "bucket_batch_sizes"))
     shown = (*underscored("batch_size"), *_buckets, *underscored("num_shards", "last_group", "shuffle", "last_batch"))
 
@@ -282,7 +284,6 @@ class FixedBucketSampler(BalancedSampler[Any]):
             self._choose_batch_sizes(table, size, float(ratio), use_average_length)
         else:
             self.bucket_batch_sizes = [sizes[bucket] for bucket in used]
-        self._plan()
 
     def _fill(self, table: Indices, keys: list[tuple[int, ...]]) -> list[int]:
         """Sort the samples into buckets; buckets without samples go. Returns the numbers of those that stay."""
@@ -312,12 +313,24 @@ class FixedBucketSampler(BalancedSampler[Any]):
         lengths = (table[members] for members in self._members)
         self.bucket_batch_sizes = [max(int(batch_size / (part.mean() + part.std())), 1) for part in lengths]
 
-    def _plan(self) -> None:
-        """All batches as (bucket, position of the first sample in it), the longest bucket first."""
+    @property
+    def plan(self) -> list[int]:
+        """The samples of the batches that come together, of each bucket."""
+        return [size * self._unit for size in self.bucket_batch_sizes]
+
+    @property
+    def _batch_bucket(self) -> Indices:
+        """The bucket of each batch, the longest one first."""
         buckets = range(len(self._members) - 1, -1, -1)
-        begins = [np.arange(0, len(self._members[b]), self.bucket_batch_sizes[b], dtype=np.int64) for b in buckets]
-        self._batch_bucket = np.repeat(np.array(buckets, dtype=np.int64), [len(begin) for begin in begins])
-        self._batch_begin = np.concatenate([np.zeros(0, dtype=np.int64), *begins])
+        counts = [parts(len(self._members[b]), self.bucket_batch_sizes[b], False) for b in buckets]
+        return np.repeat(np.array(buckets, dtype=np.int64), counts)
+
+    @property
+    def _batch_begin(self) -> Indices:
+        """The position of the first sample of each batch in its bucket."""
+        pairs = list(zip(self._members, self.bucket_batch_sizes, strict=True))[::-1]
+        begins = (np.arange(0, len(members), size, dtype=np.int64) for members, size in pairs)
+        return np.concatenate([np.zeros(0, dtype=np.int64), *begins])
 
     def epoch_table(self, epoch: int) -> Table:
         shards, unit = self._num_shards, self._unit
@@ -474,7 +487,7 @@ class GroupedBatchSampler(FixedBucketSampler):
             seed=seed,
             last_batch=last_batch,
         )
-        self.bucket_keys, self.dataset_length = kinds, len(numbers)
+        vars(self)["bucket_keys"], self.dataset_length = kinds, len(numbers)
 
     def check_dataset(self, length: int) -> None:
         """Reject a dataset of another length."""

@@ -65,6 +65,7 @@ class CostSampler(Sampler[int]):
     """
 
     decided_by = (("costs", "costs"),)
+    fixed = ("costs",)
     order_version = 2
     _ranks = 1
 

@@ -469,7 +469,8 @@ class _SeparateSpan:
         source, table = self._source, table_of(items, self._epoch, self._source.seed)
         if source.evaluates:
             steps = parts(self._end - self._done, self._step, cut=False)
-            table = Filled(table, self._end, self._done, self._done + steps * self._step)
+            goes_back = source.replicas if find_foreign(source.items, 0)[0] is None else 0
+            table = Filled(table, self._end, self._done, self._done + steps * self._step, goes_back)
         if source.dealt or self._done:
             table = Dealt(table, source.replicas, source.rank, self._done, source.dealt and source.drops_last)
         if source.batch_size is None:

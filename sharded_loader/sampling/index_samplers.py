@@ -754,6 +754,7 @@ class RepeatedSampler(WrapperSampler[int]):
     """
 
     decided_by = (("copies", "copies"),)
+    fixed = ("copies",)
     sampler: Any
 
     def __init__(self, copies: int, sampler: Iterable[Any] | None = None, *, seed: int | None = None) -> None:

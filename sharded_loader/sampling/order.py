@@ -22,12 +22,15 @@ seeds, each reads its own order, and no rank can notice it.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from fractions import Fraction
+from functools import lru_cache
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -137,6 +140,8 @@ class MapOrder(Order[Signature]):
         self.skip = self.given_skip
         # The epoch of a state, and the ranks that its order is made for.
         self._step_ranks: tuple[int, int] | None = None
+        # The epoch of a state that was saved before the dataset grew, and the number of samples then.
+        self._before_growth: tuple[int, int] | None = None
         self.given_batches = batch_sampler is not None
         self._given_sampler = batch_sampler if self.given_batches else sampler
         self.is_given = self._given_sampler is not None
@@ -155,6 +160,7 @@ class MapOrder(Order[Signature]):
             self._read_sampler = with_seeds(self._read_sampler, seeds)
         self._arguments = arguments_of(self._samplers)
         self._settled = False
+        self._of_first = lru_cache(1)(self._sampler_of_first)
         self._requests, self._dataset = EpochRequests(), dataset
         self.resize(length)
         self._check_skip()
@@ -162,11 +168,13 @@ class MapOrder(Order[Signature]):
     @property
     def settings(self) -> tuple[Any, ...]:
         """What `rescale` changes: ``batch_size``, the ranks, and what follows from them."""
-        return self._batch_size, self._replicas, self.replicated, self._shift, self._step_ranks, self._since
+        sampler = self._given_sampler, self._read_sampler, self._arguments
+        return self._batch_size, self._replicas, self.replicated, self._shift, self._step_ranks, self._since, sampler
 
     @settings.setter
     def settings(self, before: tuple[Any, ...]) -> None:
-        self._batch_size, self._replicas, self.replicated, self._shift, self._step_ranks, self._since = before
+        self._batch_size, self._replicas, self.replicated, self._shift, self._step_ranks, self._since, sampler = before
+        self._given_sampler, self._read_sampler, self._arguments = sampler
         self.resize(self.dataset_length)
 
     @property
@@ -199,6 +207,7 @@ class MapOrder(Order[Signature]):
             self.batch_sampler = BatchSampler(indices, self._batch_size, self._last_batch, seed=self.seed)
         # The sampler of the global order: of batches, or of samples.
         self._items = self.batch_sampler if self.given_batches else self._sampler
+        self._of_first.cache_clear()
         # set_epoch may be called on the samplers that the user gave, and on those that the loader shows.
         self._requests.listen([*nested(self._given_sampler), *nested(self.batch_sampler), self._dataset])
 
@@ -206,8 +215,17 @@ class MapOrder(Order[Signature]):
         if length is None:
             raise TypeError("the dataset has no __len__: give it one, or give the loader a sampler of its indices")
         if self._costs is not None:
-            return CostSampler(self._costs, self._batch_size, length, self.seed, self.steps is not None)
+            costs = self._costs if callable(self._costs) or length == self.dataset_length else self._costs[:length]
+            return CostSampler(costs, self._batch_size, length, self.seed, self.steps is not None)
         return RandomSampler(length, seed=self.seed) if self._shuffle else SequentialSampler(length)
+
+    def _sampler_of_first(self, length: int) -> Any:
+        """The sampler of the global order for the first samples, as it was before the dataset grew."""
+        given = self._read_sampler
+        if self.given_batches or not takes_order(given):
+            return _of_first(given, length, self.dataset_length)
+        indices = self._make_sampler(length)
+        return indices if given is None else given.over(indices)
 
     def undisturbed(self, but: Any) -> AbstractContextManager[None]:
         """Inside, the samplers may be read. Those of other libraries are put back. ``but``, the dataset, stays."""
@@ -221,7 +239,7 @@ class MapOrder(Order[Signature]):
         made_for = ranks_of(items)
         return Signature(
             seed=self.seed,
-            dataset_length=self.dataset_length,
+            dataset_length=self._length_in(epoch),
             sampler=kind_of(self._items),
             # Samplers of other libraries may have another length when they are read.
             sampler_length=known_length(items, epoch) if find_foreign(self._items, 0)[0] is None else None,
@@ -242,19 +260,122 @@ class MapOrder(Order[Signature]):
             step_ranks = self._step_ranks[1]
         if self._evaluates:
             step_ranks = 1  # for more ranks some batches would come twice
-        ranks = self.replicas()[0]
-        return for_ranks(self._items, ranks if step_ranks is None or ranks_of(self._items) is None else step_ranks)
+        ranks, items, length = self.replicas()[0], self._items, self._length_in(epoch)
+        if length is not None and length != self.dataset_length:
+            items = self._of_first(length)
+        return for_ranks(items, ranks if step_ranks is None or ranks_of(items) is None else step_ranks)
+
+    def _length_in(self, epoch: int) -> int | None:
+        """The number of samples that an epoch has."""
+        before = self._before_growth
+        return before[1] if before is not None and before[0] == epoch else self.dataset_length
+
+    def _growth(self, saved: Signature, position: Position) -> tuple[int, int] | None:
+        """The epoch of a state whose rest is read as before the dataset grew, and the number of samples then."""
+        was, now = saved.dataset_length, self.dataset_length
+        if was is None or now is None or was >= now or self.rolls_over or not position.done:
+            return None
+        return position.epoch, was
+
+    def _text_of_length(self, saved: Signature, position: Position, strict: bool) -> str | None:
+        """What to do about a dataset that has another length than it had."""
+        was, now, then = saved.dataset_length, self.dataset_length, position.epoch + 1
+        if was is None or now is None or was == now:
+            return None
+        if was > now:
+            return f"samples {now} to {was - 1} are missing: give them back, or begin with set_epoch({then})"
+        if strict and not self._differences(saved, position, strict=False):
+            return f"strict=False reads the rest of the epoch from the first {was}, and all in the next one"
+        return f"read the epoch to its end with the first {was} samples, or begin one with all, set_epoch({then})"
 
     def _parsed(self, state: Any) -> tuple[Position, Signature]:
-        return parse(state)
+        return self.regrouped(*parse(state))
+
+    def regrouped(self, position: Position, saved: Signature) -> tuple[Position, Signature]:
+        """A position that was saved with batches of another size, as it counts in those of this sampler.
+
+        R ranks with batches of B samples read the same steps as R * B / b ranks with batches of b samples.
+
+        Raises:
+            ValueError: some samples would come again, or be lost.
+        """
+        cutter = next((one for one in self._samplers if is_own(one) and one.cut_by), None)
+        is_other = saved.sampler != kind_of(self._items) or saved.dataset_length != self.dataset_length
+        if cutter is None or saved.batch_size is not None or is_other or self._is_cut_as(saved, cutter):
+            return position, saved
+        factor, ranks, number, twin = Fraction(1), saved.num_replicas or 1, position.epoch, cutter
+        if position.done or self.steps is not None:
+            factor, twin = self._factor(saved, cutter)
+        done, step_ranks, shift = (one * factor for one in (position.done, saved.step_ranks or 1, saved.shift))
+        items = for_ranks(self._items, 1 if self._evaluates else max(int(step_ranks), 1))
+        before, length = known_length(twin, number), known_length(items, number)
+        if self.steps is None:
+            is_over = position.done == saved.sampler_length or (position.mark is not None and position.mark.finished)
+            # At its end an epoch may have fewer rows than batches, and rows that were left out are not read now.
+            if twin.counts_by_pass and (twin.last_batch == "discard" or done.denominator > 1):
+                twin.note_landmark(number, position.landmark or twin.known(number)[0])
+                is_over = twin.epoch_table(number).upto(position.done, position.done + 1) <= position.done
+                length = cutter.len_epoch(number) if is_over else None
+            if is_over:
+                done = Fraction(math.ceil(done) if length is None else length)
+        elif (ranks * factor).denominator * shift.denominator > 1 or (before and length != before * factor):
+            raise self._other_batches(saved)  # passes over the sampler would end in other steps
+        if done.denominator > 1:
+            raise self._other_batches(saved, done % 1 * cutter.samples_in_batch)
+        keeps_step = ranks * factor == self.replicas()[0] or not position.done
+        return replace(position, done=int(done)), replace(
+            saved,
+            sampler_length=None if twin.counts_by_pass or find_foreign(self._items, 0)[0] is not None else length,
+            num_replicas=saved.num_replicas and max(int(ranks * factor), 1),
+            step_ranks=int(step_ranks) if step_ranks > 1 else None,
+            shift=int(shift),
+            sampler_arguments=self._arguments if keeps_step else saved.sampler_arguments,
+        )
+
+    def _is_cut_as(self, saved: Signature, cutter: Any) -> bool:
+        """Whether a batch sampler cuts its order into batches as the one that a state was saved with."""
+        was, names = dict(saved.sampler_arguments), {f"{type(cutter).__name__}.{name}" for name in cutter.cut_by}
+        return all(was.get(name, now) == now for name, now in arguments_of([cutter]) if name in names)
+
+    def _factor(self, saved: Signature, cutter: Any) -> tuple[Fraction, Any]:
+        """How many batches of this sampler are one of a state's, and a sampler with those."""
+        was, is_for_ranks = dict(saved.sampler_arguments), ranks_of(self._items) is not None
+        factor = Fraction(self.replicas()[0], saved.num_replicas or 1)  # of steps with as many samples as before
+        size = next((name for name, attribute in cutter.decided_by if (attribute,) == cutter.sized_by[:1]), None)
+        if isinstance(before := was.get(f"{type(cutter).__name__}.{size}"), int) and before > 0:
+            factor = Fraction(before, getattr(cutter, cutter.sized_by[0]))
+        ranks = (saved.step_ranks or 1) * factor if is_for_ranks else Fraction(1)
+        if ranks.denominator == 1 and (ranks == 1 or not self._evaluates):
+            own = for_ranks(cutter, int(ranks))
+            twin = for_ranks(own.resized(factor.numerator, factor.denominator), saved.step_ranks or 1)
+            if twin is not None and self._is_cut_as(saved, twin) and twin.plan == own.plan:
+                return factor, twin
+        raise self._other_batches(saved)
+
+    def _other_batches(self, saved: Signature, again: Any = None) -> ValueError:
+        """The error for a state of other batches. ``again``: the samples, or rows, that come again; None: unknown."""
+        found = other_arguments(saved, replace(saved, sampler_arguments=self._arguments))
+        lost = f"up to {self.dataset_length} samples" if again is None else f"{again} samples, or rows,"
+        return ValueError(
+            f"load_state_dict: the state was saved with other batches: {', '.join(found)}. Here {lost} would come "
+            "again, or be lost. Make the sampler as it was then, or with batches with which all ranks together read as "
+            "many samples in a step as before"
+        )
 
     def _differences(self, saved: Signature, position: Position, strict: bool) -> list[str]:
-        before, self._step_ranks = self._step_ranks, None
+        before = self._step_ranks, self._before_growth
+        self._step_ranks, self._before_growth = None, None if strict else self._growth(saved, position)
         try:
             own = self.signature(position.epoch, saved.step_ranks or 1)
         finally:
-            self._step_ranks = before
+            self._step_ranks, self._before_growth = before
+        text = self._text_of_length(saved, position, strict)
+        if text is not None and not (strict or position.done or self.rolls_over or "missing" in text):
+            own = replace(own, dataset_length=saved.dataset_length, sampler_length=saved.sampler_length)  # it begins
         phrases = differences(saved, own, strict, self._is_endless, position)
+        if phrases and text is not None:
+            lengths = f"the dataset had {saved.dataset_length} samples, and has {self.dataset_length}"
+            phrases = [lengths, *(one for one in phrases if one != lengths), text]
         if self._costs is not None and position.done and saved.step != own.step:
             phrases.append(f"a step of all ranks had {saved.step} samples, and has {own.step}: costs= needs it to stay")
         if saved.skip and self.steps is None and _counts_others(saved, own):
@@ -287,6 +408,7 @@ class MapOrder(Order[Signature]):
         if self.steps is not None:
             self._shift = shifted(position, saved, self.signature(position.epoch), self._is_endless) or 0
         self._step_ranks = (position.epoch, saved.step_ranks or 1) if position.done else None
+        self._before_growth = self._growth(saved, position)
         for sampler in filter(has_weights, self._samplers):
             sampler.adopt(dict(saved.sampler_arguments))
         self.skip = merged(self.given_skip, saved.skip)
@@ -305,21 +427,41 @@ class MapOrder(Order[Signature]):
     def settle_replicas(self) -> None:
         """An epoch begins: what ``"auto"`` means is not asked again; ranks that would repeat each other are warned."""
         super().settle_replicas()
+        self._follow_given()
         if not self._settled:
             self._settled = True
             if not self.replicated and (text := text_if_ranks_repeat(nested(self.batch_sampler))) is not None:
                 warn(f'{text}give num_replicas="auto" to share it out, or num_replicas=1 if that is meant')
 
-    def rescale(self, num_replicas: Any, rank: Any, batch_size: Any) -> None:
+    def _follow_given(self) -> None:
+        """Take over what the user has set in the given samplers, such as ``batch_size``, where copies are read."""
+        for given, read in zip(nested(self._given_sampler), self._samplers, strict=False):
+            if given is not read and is_own(given):
+                own = {"seed", "epoch_request", "_epoch", getattr(given, "_wraps", "")}
+                vars(read).update((name, value) for name, value in vars(given).items() if name not in own)
+                if not isinstance(getattr(given, "seed", None), DrawnSeed):
+                    read.seed = given.seed
+        self._arguments = arguments_of(self._samplers if self._costs is None else [self._sampler])
+
+    def rescale(self, num_replicas: Any, rank: Any, batch_size: Any) -> str | None:
+        """Make the order for other ranks. Returns what to say of a step that gets larger or smaller without a word."""
         replicas = resolve_replicas(num_replicas, rank)
         refuse_distributed_sampler([self._given_sampler])
+        before, size = self.replicas()[0], self._batch_size
+        if self.given_batches:
+            size = getattr(self._read_sampler, "samples_in_batch", None)
         if batch_size is not None:
+            batch_size = check_int("batch_size", batch_size, 1, "give the number of samples per rank and step")
             if self.given_batches:
-                raise ValueError("rescale: the batch_sampler decides the batches: leave out batch_size")
-            self._batch_size = check_int("batch_size", batch_size, 1, "give the number of samples per rank and step")
+                self._read_sampler = self._given_sampler = _resized(self._read_sampler, batch_size, size)
+                self._arguments = arguments_of(self._samplers)
+            else:
+                self._batch_size = batch_size
         self._replicas, self.replicated = replicas, True
         self._since = _Since(self.next_epoch, 0, None, False)  # unless a state is loaded: then that is where
         self.resize(self.dataset_length)
+        is_meant = batch_size is not None or before == replicas[0]
+        return None if is_meant else _text_of_step(size, before, replicas[0])
 
     # -- epochs ---------------------------------------------------------------------------------------------
 
@@ -515,6 +657,38 @@ def _counts_others(saved: Signature, own: Signature) -> bool:
     """Whether steps, or their batches, were others than they are now."""
     rolls_over = own.last_batch == "rollover" and (saved.num_replicas or 1) != (own.num_replicas or 1)
     return rolls_over or saved.items_in_step != own.items_in_step
+
+
+def _resized(sampler: Any, size: int, before: Any) -> Any:
+    """A batch sampler with batches of another size."""
+    twin = sampler.resized(size, before) if isinstance(before, int) else None
+    if twin is None:
+        raise ValueError(
+            f"rescale: the batch_sampler decides the batches, and the {type(sampler).__name__} cannot have batches of "
+            f"{size} in the same order: leave out batch_size"
+        )
+    return twin
+
+
+def _of_first(sampler: Any, length: int, now: int | None) -> Any:
+    """A sampler of the first samples, as far as it knows nothing of them but how many there are ``now``."""
+    if is_wrapper(sampler):
+        return sampler.over(_of_first(sampler.inner, length, now))
+    if type(sampler) in (RandomSampler, SequentialSampler) and len(sampler) == now:
+        sampler = copy.copy(sampler)
+        sampler._length = length
+    return sampler
+
+
+def _text_of_step(size: Any, before: int, ranks: int) -> str:
+    """What to say if a step of all ranks gets larger or smaller. ``size``: of a rank's batch, if it is a number."""
+    if not isinstance(size, int):
+        return f"rescale: all ranks together read {ranks} batches in a step from now on, and {before} before"
+    whole = size * before
+    hint = f"batch_size={whole // ranks} keeps" if whole % ranks == 0 else f"{ranks} ranks cannot keep"
+    return (
+        f"rescale: all ranks together read {size * ranks} samples in a step from now on: {hint} the {whole} of before"
+    )
 
 
 def _steps_of(epoch: MapEpoch) -> str:

@@ -105,6 +105,8 @@ class PackSampler(Sampler[list[int]]):
 
     shown = tuple((name, name) for name in ("tokens", "rows", "window", "long", "shuffle", "last_batch"))
     decided_by = (("lengths", "_checksum"), *shown)
+    fixed = ("tokens", "window", "long", "shuffle")
+    cut_by, sized_by = ("tokens", "rows", "window", "long"), ("rows",)
     counts_by_pass = True
 
     def __init__(

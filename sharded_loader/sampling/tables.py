@@ -207,14 +207,16 @@ class Filled(Table):
         table, length: the items, and how many they are.
         begin: the first item that anybody reads.
         total: the number of items with the fillers.
+        replicas: the items of one rank lie so far apart; 0: the table cannot be read before ``begin``.
 
     Example:
         >>> list(Filled(Table(3, lambda positions: positions + 10, block=8), 3, 0, 5).items())
         [10, 11, 12, 12, 12]
     """
 
-    def __init__(self, table: Table, length: int, begin: int, total: int) -> None:
+    def __init__(self, table: Table, length: int, begin: int, total: int, replicas: int = 0) -> None:
         self._table, self._length, self._begin, self._total = table, length, begin, total
+        self._replicas = replicas
         self._last: Any = None  # items that were read, at least one of them
 
     @property
@@ -227,8 +229,11 @@ class Filled(Table):
     def at(self, positions: Indices) -> Any:
         within = positions[: np.searchsorted(positions, self._length)]
         if len(within) or self._last is None:
-            # A rank that has no item reads the first one: it belongs to rank 0, which has a table of its own.
-            items = self._table.at(within if len(within) else positions[:1] * 0 + self._begin)
+            first = int(positions[0])
+            # A rank that has no item reads its last one before, or the first of all: rank 0 has a table of its own.
+            if replicas := self._replicas:
+                first = max(first - parts(first + 1 - self._length, replicas, cut=False) * replicas, 0)
+            items = self._table.at(within if len(within) else np.array([first if replicas else self._begin]))
             if len(items) < max(len(within), 1):
                 raise ValueError(
                     f"the sampler yielded fewer items than its length, {self._length}, says: correct its __len__, or "

@@ -128,7 +128,7 @@ class ShardDataset(Dataset):
         if cache is not None and not isinstance(cache, ShardCache):
             raise TypeError(f"cache is {cache!r}; give a ShardCache: ShardCache(folder, max_bytes)")
         self._store, self._cache = ObjectStore(storage_options, places_of(trust)), cache
-        patterns = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+        patterns = [urls] if isinstance(urls, (str, bytes, os.PathLike)) else list(urls)
         self._format, stats, self._known_lengths, self._entries = find_shards(self._store, patterns, format)
         if columns is not None:
             if not isinstance(self._format, TableFormat):
@@ -209,7 +209,7 @@ class ShardDataset(Dataset):
     def _groups_of(self, shard: int) -> Int64s:
         index = self._index(shard, self._index_in_parts)
         try:
-            return self._format.group_lengths(index) if isinstance(self._format, TableFormat) else self.lengths
+            return self._format.group_lengths(index)  # type: ignore[attr-defined, no-any-return]
         except Exception as error:
             self._blame(shard, error)
             raise

@@ -276,6 +276,16 @@ def trusted(url: str, trust: Trust) -> str | None:
     return next((place for place in places if f"{url}/".startswith(place.rstrip("/") + "/")), None)
 
 
+def normal(path: str) -> str:
+    """A path without ``..``, as the system reads it: the parent of a link is that of the folder that it names.
+
+    Example:
+        >>> normal("/data/./set//")
+        '/data/set'
+    """
+    return (os.path.realpath if ".." in path else os.path.normpath)(path).replace(os.sep, "/")
+
+
 def joined(url: str, names: Iterable[str], trust: Trust = False) -> list[str]:
     """The names in a file as URLs: names that are no URLs lie beside the file.
 
@@ -290,12 +300,13 @@ def joined(url: str, names: Iterable[str], trust: Trust = False) -> list[str]:
     """
     host, is_here, found = host_of(url), "://" not in url, []
     folder = url.partition("?")[0].rpartition("/")[0] if url.startswith("http") else url.rpartition("/")[0]
+    folder = normal(folder + "/") if is_here else folder
     for name in names:
         is_url = "://" in name or "::" in name  # :: joins file systems
         path = local_path(name) if is_here or is_url or os.path.isabs(name) else None
         leaves = re.search(r"[\0-\x1f]|(?<![^/\\])\.\.(?![^/\\?#;])", unquote(unquote(name))) is not None
         if path is not None and "::" not in path:
-            full = os.path.normpath(os.path.join(folder + "/" if is_here else "", path)).replace(os.sep, "/")
+            full = os.path.normpath(os.path.join(folder if is_here else "", path)).replace(os.sep, "/")
             leaves = any(sign < " " for sign in path)
             is_own = is_here and trusted(full, {folder: {}}) is not None
         elif is_url:

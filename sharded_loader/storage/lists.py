@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from sharded_loader.base.notices import warn
 from sharded_loader.base.private import path_of
-from sharded_loader.storage.files import ShardError, Stat, Trust, joined, local_path, local_stat, shown
+from sharded_loader.storage.files import ShardError, Stat, Trust, joined, local_path, local_stat, normal, shown
 from sharded_loader.storage.index_file import SUFFIX, ShardEntry, entries_in, place_of
 from sharded_loader.storage.indexes import Format
 from sharded_loader.storage.parts import is_same
@@ -72,7 +72,7 @@ def find_shards(
     stats: dict[str, Stat | None] = {}
     counts: dict[str, int] = {}
     entries: dict[str, ShardEntry] = {}
-    names = list(chain.from_iterable(store.named_by(absolute(os.fspath(pattern))) for pattern in patterns))
+    names = list(chain.from_iterable(store.named_by(absolute(os.fsdecode(pattern))) for pattern in patterns))
     store.give(names)
     for name in names:
         named: Mapping[str, Stat | None] = store.find(name) if is_pattern(name) else {name: None}
@@ -151,7 +151,8 @@ def places_of(trust: Any) -> Trust:
     trust = [trust] if isinstance(trust, (str, os.PathLike)) else trust
     try:
         places = trust if isinstance(trust, Mapping) else {place: {} for place in trust}
-        return {absolute(os.fspath(place)): dict(options) for place, options in places.items()}
+        named = {absolute(os.fspath(place)): dict(options) for place, options in places.items()}
+        return {place if local_path(place) is None else normal(place): named[place] for place in named}
     except (TypeError, ValueError):
         raise TypeError(
             "trust is no URL or path, no list of them, and no dict of storage options by them: give one, or True"

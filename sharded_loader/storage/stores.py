@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import math
 import os
 import random
 import re
@@ -478,6 +479,10 @@ def is_pattern(url: str) -> bool:
     return any(sign in url for sign in ("*[" if re.match("https?:", url) else "*?["))  # ? begins a query there
 
 
+MOST_NAMES = 1_000_000
+"""That numbers in braces may mean: more are a mistake, and would fill the memory."""
+
+
 def expanded(text: str) -> list[str]:
     """A text with each choice that its braces name.
 
@@ -488,6 +493,9 @@ def expanded(text: str) -> list[str]:
     found = re.search(r"\{(?:((-?\d+)\.\.-?\d+|[a-z]\.\.[a-z]|[A-Z]\.\.[A-Z])(?:\.\.(-?\d+))?|([^{}]*,[^{}]*))\}", text)
     if found is None:
         return [text]
+    ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?\}", text)
+    if math.prod(1 + abs(int(a) - int(b)) // (abs(int(c or 1)) or 1) for a, b, c in ranges) > MOST_NAMES:
+        raise ValueError(f"the braces of {shown(text)} mean more than {MOST_NAMES:,} names: check their numbers")
     choices = (found[4] or "").split(",")
     if found[1]:
         ends = found[1].split("..")

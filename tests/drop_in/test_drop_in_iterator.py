@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 import threading
@@ -25,6 +26,43 @@ from sharded_loader.engine.messages import Task
 from sharded_loader.torch import DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+TORCHS_MODULES = (torch.utils.data, torch.utils.data.dataloader)
+
+
+# -- the place of torch's class -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("modules", [(torch.utils.data,), (torch.utils.data.dataloader,), TORCHS_MODULES])
+@pytest.mark.parametrize("arguments", [{}, {"num_workers": 1, "multiprocessing_context": "fork"}])
+def test_it_takes_the_place_of_torchs_class_under_its_name(
+    modules: Any, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.utils.data.DataLoader(range(6), 4)
+    with monkeypatch.context() as swapped:
+        for module in modules:
+            swapped.setattr(module, "DataLoader", DataLoader)
+
+        class Own(modules[0].DataLoader):  # type: ignore[misc]
+            def __init__(self, *given: Any, **named: Any) -> None:
+                self.early = True
+                super().__init__(*given, **named)
+
+        for kind in (modules[0].DataLoader, Own):
+            loader = kind(range(6), 4, **arguments)
+            assert isinstance(loader, modules[0].DataLoader)
+            assert plain(loader) == plain(copy.copy(loader)) == [[0, 1, 2, 3], [4, 5]]
+        assert plain(pickle.loads(pickle.dumps(modules[0].DataLoader(range(6), 4)))) == [[0, 1, 2, 3], [4, 5]]
+        assert plain(before) == [[0, 1, 2, 3], [4, 5]]
+    assert plain(Own(range(6), 4, **arguments)) == plain(torch.utils.data.DataLoader(range(6), 4))
+
+
+def test_a_subclass_without_our_constructor_has_a_length() -> None:
+    class Apart(DataLoader[Any]):  # as torchdata's class is, after the swap
+        def __init__(self, dataset: Any, batch_size: int) -> None:
+            torch.utils.data.DataLoader.__init__(self, dataset, batch_size)
+
+    assert len(Apart(range(6), 4)) == 2
 
 
 # -- workers come and go ------------------------------------------------------------------------------------
@@ -374,3 +412,23 @@ def test_a_profiler_sees_the_batches_as_with_torchs_loader(workers: int) -> None
     next(iterator)
     seen = [event.count for event in profile.key_averages() if "enumerate(DataLoader)" in event.key]
     assert seen == [2]
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "thread_pool": True}, {"num_workers": 1}], ids=str)
+@pytest.mark.parametrize("on_error", ["raise", "skip", "replace"])
+@pytest.mark.parametrize("num_shards", [None, 2])
+def test_an_empty_batch_is_an_error_in_its_place(workers: Any, on_error: Any, num_shards: int | None) -> None:
+    kind, text = (IndexError, "out of range") if num_shards is None else (ValueError, "the batch is empty")
+    options = {"batch_sampler": [[0, 1], [], [2]], "on_error": on_error, "num_shards": num_shards, **workers}
+    batches = iter(DataLoader(range(5), **options))
+    assert len(next(batches)) == 2
+    with pytest.raises(kind, match=text):
+        next(batches)
+    assert len(next(batches)) == 1 and not list(batches)
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "thread_pool": True}], ids=str)
+def test_collate_fn_may_take_an_empty_batch(workers: Any) -> None:
+    for on_error in ("raise", "skip"):
+        loader = DataLoader(range(5), batch_sampler=[[0, 1], []], collate_fn=list, on_error=on_error, **workers)
+        assert list(loader) == [[0, 1], []]

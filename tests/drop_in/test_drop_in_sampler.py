@@ -28,6 +28,7 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     Sampler,
+    SubsetRandomSampler,
 )
 from torch.utils.data import DataLoader as TorchsLoader
 
@@ -81,6 +82,67 @@ def test_what_set_epoch_decides_draws_as_much_as_torchs() -> None:
 def test_with_a_generator_every_epoch_is_torchs() -> None:
     own, torchs = (kind(range(20), generator=seeded()) for kind in (ShuffleSampler, RandomSampler))
     assert [list(own) for _ in range(3)] == [list(torchs) for _ in range(3)]
+
+
+def test_with_a_generator_set_epoch_decides_the_order_and_draws_as_much_as_torchs() -> None:
+    own, torchs = (kind(range(20), generator=seeded()) for kind in (ShuffleSampler, RandomSampler))
+    first = list(torchs)
+    named = []
+    for epoch in (0, 1, 0):
+        own.set_epoch(epoch)
+        named.append(list(own))
+    assert named[0] == named[2] == first != named[1]
+    list(torchs), list(torchs)
+    assert list(own) == list(torchs)  # without set_epoch the generator decides
+
+
+class Named(Sampler[int]):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+    def __len__(self) -> int:
+        return 20
+
+
+_TOLD: dict[str, Callable[[], dict[str, Any]]] = {
+    "shuffle": lambda: {"shuffle": True},
+    "shuffle, generator": lambda: {"shuffle": True, "generator": seeded()},
+    "shuffle, generator, seed": lambda: {"shuffle": True, "generator": seeded(), "seed": 2},
+    "RandomSampler": lambda: {"sampler": RandomSampler(range(20))},
+    "RandomSampler, generator": lambda: {"sampler": RandomSampler(range(20), generator=seeded())},
+    "SubsetRandomSampler": lambda: {"sampler": SubsetRandomSampler(range(20), generator=seeded())},
+    "own": lambda: {"sampler": Named()},
+}
+
+
+@pytest.mark.parametrize("when", ["before iter", "after iter"])
+@pytest.mark.parametrize("given", [{}, {"num_workers": 1, "thread_pool": True}], ids=["inline", "thread"])
+@pytest.mark.parametrize("kind", _TOLD)
+def test_set_epoch_of_the_loader_names_the_order_in_every_process(kind: str, given: Any, when: str) -> None:
+    def made() -> DataLoader[Any]:
+        torch.manual_seed(3)
+        return DataLoader(range(20), 4, **_TOLD[kind](), **given)
+
+    def read(loader: DataLoader[Any], epoch: int) -> list[Any]:
+        batches = iter(loader) if when == "after iter" else None
+        loader.set_epoch(epoch)
+        return plain(loader if batches is None else batches)
+
+    loader = made()
+    epochs = [read(loader, epoch) for epoch in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert read(made(), 1) == epochs[1]  # as in another process
+    stopped, resumed = made(), made()
+    stopped.set_epoch(1)
+    next(iter(stopped))
+    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    assert plain(resumed) == epochs[1][1:]
+    assert read(resumed, 2) == epochs[2]
 
 
 def test_epochs_differ_and_each_has_every_index_once() -> None:

@@ -27,8 +27,9 @@ from drop_in_samples import (
     plain,
     some,
 )
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
+from sharded_loader import RandomSampler as RandomSamplerOfEpochs
 from sharded_loader import interleave, sample_rng
 from sharded_loader.base.entries import parsed
 from sharded_loader.drop_in.sampler import SamplerState
@@ -499,6 +500,137 @@ def test_only_another_epoch_than_that_of_the_state_begins() -> None:
     some(iter(drawn), 10)
     saved = drawn.state_dict()
     drawn.load_state_dict(saved)
-    drawn.sampler.set_epoch(3)  # type: ignore[attr-defined]  # which decides nothing there
     state = parsed(LoaderState, saved, "give a state")
     assert at(drawn, state) is state
+    drawn.sampler.set_epoch(3)  # type: ignore[attr-defined]
+    assert at(drawn, state).finished
+
+
+# -- iter() without next ------------------------------------------------------------------------------------
+
+
+_QUIET: dict[str, Callable[[], dict[str, Any]]] = {
+    "in order": dict,
+    "seed": lambda: {"shuffle": True, "seed": 2},
+    "counts": lambda: {"sampler": RandomSamplerOfEpochs(20, seed=1)},
+    "drawn": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(1)},
+}
+_WORKERS: dict[str, dict[str, Any]] = {
+    "inline": {},
+    "thread": {"num_workers": 2, "thread_pool": True},
+    "persistent": {"num_workers": 2, "thread_pool": True, "persistent_workers": True},
+}
+
+
+def quiet(kind: str, given: str) -> DataLoader[Any]:
+    return DataLoader(range(20), **{"batch_size": 4, **_QUIET[kind](), **_WORKERS[given]})
+
+
+@pytest.mark.parametrize("given", _WORKERS)
+@pytest.mark.parametrize("kind", _QUIET)
+def test_an_iterator_that_reads_nothing_uses_up_no_state(kind: str, given: str) -> None:
+    stopped = quiet(kind, given)
+    next(iter(stopped))
+    for _ in range(2):  # within an epoch, and at its end
+        state = stopped.state_dict()
+        expected, loader, late, kept = (quiet(kind, given) for _ in range(4))
+        for one in (expected, loader):
+            one.load_state_dict(state)
+        iter(loader), iter(loader)
+        assert loader.state_dict() == state
+        rest = plain(expected)
+        assert plain(loader) == rest
+        batches = iter(late)
+        late.load_state_dict(state)
+        assert plain([next(batches)]) == rest[:1]
+        kept.load_state_dict(late.state_dict())
+        assert plain(kept) == rest[1:]
+        list(stopped)
+
+
+@pytest.mark.parametrize("given", _WORKERS)
+@pytest.mark.parametrize("kind", ["in order", "seed", "counts"])
+def test_an_iterator_that_reads_nothing_counts_no_epoch(kind: str, given: str) -> None:
+    loader, busy = quiet(kind, given), quiet(kind, given)
+    for _ in range(3):
+        iter(busy), iter(busy)
+        assert plain(busy) == plain(loader)
+    next(iter(busy))
+    state = busy.state_dict()
+    iter(busy)
+    assert busy.state_dict() == state
+    assert busy.stats().batches == 16
+
+
+# -- after the last batch -----------------------------------------------------------------------------------
+
+
+def drawing() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+_ENDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "shuffle": lambda: {"shuffle": True},
+    "generator": lambda: {"shuffle": True, "generator": drawing()},
+    "sampler": lambda: {"sampler": RandomSampler(range(18), generator=drawing())},
+    "drop_last": lambda: {"sampler": RandomSampler(range(18), generator=drawing()), "drop_last": True},
+    "batches": lambda: {
+        "batch_sampler": BatchSampler(RandomSampler(range(18), generator=drawing()), 4, False),
+        "batch_size": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("given", _WORKERS)
+@pytest.mark.parametrize("kind", _ENDS)
+def test_a_loop_that_stops_at_the_last_batch_goes_on_alike_after_a_resume(kind: str, given: str, asks: bool) -> None:
+    def made() -> DataLoader[Any]:
+        return DataLoader(range(18), **{"batch_size": 4, **_ENDS[kind](), **_WORKERS[given]})
+
+    torch.manual_seed(5)
+    loader, resumed = made(), made()
+    batches = iter(loader)
+    some(batches, len(loader))
+    state = json.loads(json.dumps(loader.state_dict()))
+    if asks:
+        assert next(batches, None) is None
+    expected = some(iter(loader), len(loader))
+    torch.manual_seed(6)
+    resumed.load_state_dict(state)
+    assert plain(resumed) == []
+    assert some(iter(resumed), len(resumed)) == expected
+
+
+def test_an_error_at_the_end_of_a_sampler_comes_after_the_last_batch() -> None:
+    class Fails(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield from range(4)
+            raise RuntimeError("at its end")
+
+    batches = iter(DataLoader(range(4), None, sampler=Fails(range(4))))
+    assert [int(next(batches)) for _ in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(RuntimeError, match="at its end"):
+        next(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_state_over_data_of_another_length_is_an_error_with_a_way_on(shuffle: bool, workers: int) -> None:
+    def made(dataset: Any) -> DataLoader[Any]:
+        return DataLoader(dataset, batch_size=2, shuffle=shuffle, seed=1, num_workers=workers)
+
+    loader = made(range(12))
+    iterator = iter(loader)
+    next(iterator)
+    state = json.loads(json.dumps(loader.state_dict()))
+    with pytest.raises(ValueError, match=r"had 12 samples, and has 10: samples 10 to 11 are missing.*set_epoch\(1\)"):
+        made(range(10)).load_state_dict(state)
+    if shuffle:  # in order, the new samples come behind the others
+        with pytest.raises(ValueError, match=r"had 12 samples, and has 14: .*Subset\(dataset, range\(12\)\)"):
+            made(range(14)).load_state_dict(state)
+    rest = made(torch.utils.data.Subset(range(14), range(12)))  # type: ignore[arg-type]
+    rest.load_state_dict(state)
+    wanted = [batch.tolist() for batch in iterator]
+    assert [batch.tolist() for batch in rest] == wanted
+    made(range(14)).load_state_dict(loader.state_dict())  # at the end of an epoch they may have grown

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.context import BaseContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +212,15 @@ def test_restarts_says_how_many_workers_a_batch_may_kill(restarts: int, tmp_path
     assert len((tmp_path / "deaths").read_text()) == restarts
 
 
+def test_a_timeout_turns_off_no_restarts_that_were_asked_for() -> None:
+    restarts = []
+    for given in ({}, {"timeout": 5}, {"timeout": 5, "restarts": 3}, {"restarts": 1}):
+        pool: Any = make_pool(DataLoader(range(3), num_workers=1, **given))  # type: ignore[arg-type]
+        restarts.append(pool.restarts)
+        pool.close()
+    assert restarts == [3, 0, 3, 1]
+
+
 def test_no_restarts_make_a_death_an_error_at_once() -> None:
     with pytest.raises(RuntimeError, match="is killed by signal"):
         list(DataLoader(Bad(kill), 4, num_workers=1, restarts=0))
@@ -296,6 +308,36 @@ def test_which_pool_reads() -> None:
         names.append(type(pool).__name__)
         pool.close()
     assert names == ["InlinePool", "ProcessPool", "ThreadPool"]
+
+
+class ThreadContext(SpawnContext):
+    """As MONAI's ThreadDataLoader has it."""
+
+    _name = "threads of another library"  # type: ignore[assignment]
+    Process = threading.Thread  # type: ignore[assignment]
+
+
+class OtherSpawns(SpawnContext):
+    _name = "spawns of another library"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("context", "kind", "method"),
+    [
+        (ThreadContext(), "ThreadPool", None),
+        (OtherSpawns(), "ProcessPool", "spawn"),
+        (type("Loky", (BaseContext,), {"_name": "loky"})(), "ProcessPool", "spawn"),
+        (multiprocessing.get_context("spawn"), "ProcessPool", "spawn"),
+    ],
+)
+def test_contexts_of_other_libraries_name_the_pool(context: Any, kind: str, method: str | None) -> None:
+    loader = DataLoader(range(4), 2, num_workers=1, multiprocessing_context=context)
+    assert loader.multiprocessing_context is context
+    pool = make_pool(loader)
+    assert (type(pool).__name__, getattr(pool, "start_method", None)) == (kind, method)
+    pool.close()
+    if kind == "ThreadPool":
+        assert plain(loader) == [[0, 1], [2, 3]]
 
 
 class EmptyAtFirst(IterableDataset[Any]):

@@ -68,7 +68,7 @@ def test_the_loader_reads_as_the_rank_of_its_mesh() -> None:
     by_rank = ShardedDataLoader(range(12), 2, shuffle=True, num_replicas=2, rank=1)
     assert [batch.tolist() for batch in by_mesh] == [batch.tolist() for batch in by_rank]
     assert by_mesh.state_dict() == by_rank.state_dict()
-    by_mesh.rescale(1, 0)
+    by_mesh.rescale(1, 0, batch_size=4)
     assert "mesh" not in by_mesh.arguments
 
 

@@ -225,8 +225,13 @@ def test_a_bulk_read_that_fails_alone_names_all_samples() -> None:
         def __getitems__(self, indices: list[int]) -> Any:
             return {"x": [1, 2], "y": [3, 4]}  # as many as there are indices
 
+    class Nothing(InItems):
+        def __getitems__(self, indices: list[int]) -> Any:
+            return None
+
     messages = {
         Fails: "no items",
+        Nothing: "__getitems__ returned a NoneType: return a list of samples",
         TooFew: "asked for 2 samples and returned 1: return one sample per",
         Columns: "__getitems__ returned a dict: return a list of samples",
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,12 +20,20 @@ from sharded_loader.torch import DataLoader
 LENGTH, SIZE = 23, 4
 
 
-def make(name: str, **order: Any) -> Any:
-    """A loader by name, of numbers from 0 to 22 in batches of 4."""
+class Numbers(torch.utils.data.IterableDataset[int]):
+    """Numbers from 0 to 17, without a length. Workers divide them."""
+
+    def __iter__(self) -> Iterator[int]:
+        info: Any = torch.utils.data.get_worker_info()
+        return iter(range(18) if info is None else range(info.id, 18, info.num_workers))
+
+
+def make(name: str, data: Any = range(LENGTH), **order: Any) -> Any:
+    """A loader by name, by default of numbers from 0 to 22, in batches of 4."""
     workers = 2 if "workers" in name else 0
     if name.startswith("drop-in"):
-        return DataLoader(range(LENGTH), batch_size=SIZE, num_workers=workers, **order)
-    return ShardedDataLoader(range(LENGTH), SIZE, num_workers=workers, **order)
+        return DataLoader(data, batch_size=SIZE, num_workers=workers, **order)
+    return ShardedDataLoader(data, SIZE, num_workers=workers, **order)
 
 
 def look(loader: Any, accelerator: Any) -> tuple[list[Any], list[int], list[bool]]:
@@ -86,7 +95,21 @@ def main() -> None:
         assert all(len(batch) == SIZE for batch in look(dropped, accelerator)[0])
         say("uneven")
         accelerator.free_memory()
-        for one in (loader, shuffled, dropped):
+        stream = prepare(make(name, Numbers()), accelerator)
+        batches, gathered, ends = look(stream, accelerator)
+        assert gathered == list(range(18))
+        assert ends == [False] * (len(ends) - 1) + [True]
+        say("iterable data, gathered")
+        assert look(skip_first_batches(stream, 1), accelerator)[0] == batches[1:]
+        reading = iter(stream)
+        next(reading)
+        state = stream.state_dict()
+        rest = [batch.tolist() for batch in reading]
+        stream.load_state_dict(state)
+        assert [batch.tolist() for batch in stream] == rest == batches[1:]
+        say("iterable data, resumed")
+        accelerator.free_memory()
+        for one in (loader, shuffled, dropped, stream):
             if isinstance(one, ShardedDataLoader):
                 one.close()
 
@@ -102,4 +125,5 @@ def main() -> None:
     accelerator.end_training()
 
 
-main()
+if __name__ == "__main__":
+    main()

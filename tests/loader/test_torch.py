@@ -7,13 +7,14 @@ import inspect
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
 import torch
 import torch.utils.data
 from conftest import METHODS
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from sharded_loader import ShardedDataLoader, sample_rng
 from sharded_loader.drop_in.sampler import ShuffleSampler
@@ -213,8 +214,6 @@ LATE: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "seed": (TypeError, "seed must be an integer", {"seed": "x"}),
     "seed, shuffle": (TypeError, "seed must be an integer", {"seed": 1.5, "shuffle": True}),
     "generator": (TypeError, "must be a torch.Generator", {"generator": 3}),
-    "sampler": (TypeError, "sampler is 3; it must be an iterable", {"sampler": 3}),
-    "batch_sampler": (TypeError, "batch_sampler is 3; it must be an iterable", {"batch_sampler": 3}),
     "collate_fn": (TypeError, "must be a function of a list of samples", {"collate_fn": 3}),
     "worker_init_fn": (TypeError, "must be a function of the worker's number", {"worker_init_fn": 3}),
     "start_method": (ValueError, "start_method is 'forks'; this platform has", {"start_method": "forks"}),
@@ -231,8 +230,6 @@ LATE: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "num_shards": (ValueError, "num_shards is 0; it must be at least 1", {"num_shards": 0}),
     "num_shards, device": (ValueError, "num_shards makes lists of shards", {"num_shards": 2, "device": "cpu"}),
     "streams": (ValueError, "is for iterable data", {"streams": 2}),
-    "dataset": (TypeError, "a dataset needs __getitem__, and int has none", {"dataset": 3}),
-    "class": (TypeError, "the dataset is the class Rows", {"dataset": Rows}),
     "device": (ValueError, "device 'nowhere' is unknown", {"device": "nowhere"}),
 }
 
@@ -242,6 +239,50 @@ def test_what_would_fail_at_the_first_batch_is_refused_at_construction(name: str
     kind, text, arguments = LATE[name]
     with pytest.raises(kind, match=text):
         DataLoader(**{"dataset": Rows(), **arguments})
+
+
+UNREADABLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "sampler": ("sampler is 3; it must be an iterable", {"sampler": 3}),
+    "batch_sampler": ("batch_sampler is 3; it must be an iterable", {"batch_sampler": 3}),
+    "mock of a sampler": ("sampler is <Mock", {"sampler": Mock()}),
+    "int": ("a dataset needs __getitem__, and int has none", {"dataset": 3}),
+    "class": ("the dataset is the class Rows", {"dataset": Rows}),
+    "None": ("a dataset needs __getitem__, and NoneType has none", {"dataset": None}),
+    "mock": ("a dataset needs __getitem__, and Mock has none", {"dataset": Mock()}),
+    "mock of a dataset": ("a dataset needs __getitem__, and Mock has none", {"dataset": Mock(spec=Dataset)}),
+    "mock of a stream": ("a dataset needs __getitem__, and Mock has none", {"dataset": Mock(spec=IterableDataset)}),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_cannot_be_read_is_rejected_when_it_is_read_as_torch_does(name: str, workers: int) -> None:
+    text, arguments = UNREADABLE[name]
+    loader: Any = DataLoader(**{"dataset": Rows(), "num_workers": workers, **arguments})
+    for read in (iter, copy.copy, DataLoader.state_dict):
+        with pytest.raises(TypeError, match=text):
+            list(read(loader))
+    if "sampler" not in name and "stream" not in name:
+        with pytest.raises(TypeError, match=text):
+            loader.read(0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("spec", [Rows, None])
+def test_mocks_are_read_as_torch_reads_them(spec: Any, workers: int) -> None:
+    dataset = MagicMock(spec=spec)
+    dataset.__len__.return_value, dataset.__getitem__.side_effect = 2, lambda index: index * 10
+    for kind in (DataLoader, TORCHS):
+        assert [batch.tolist() for batch in kind(dataset, num_workers=workers)] == [[0], [10]]
+        collate_fn = Mock(return_value="batch")
+        assert list(kind(Rows(), 11, collate_fn=collate_fn)) == ["batch"]
+        assert len(collate_fn.call_args.args[0]) == 11
+
+
+def test_a_loader_that_new_has_made_is_copied_as_it_is() -> None:
+    made: Any = DataLoader.__new__(DataLoader)
+    made.name = "found"
+    assert copy.copy(made).name == pickle.loads(pickle.dumps(made)).name == "found"
 
 
 PUBLIC: dict[str, dict[str, Any]] = {
@@ -391,6 +432,37 @@ def test_a_state_of_several_parts_takes_the_length_away() -> None:
         iterator = iter(loader)
         next(iterator)
     list(iterator)
+
+
+class ToldPart(ToldStream):
+    epoch = -1
+
+    def __iter__(self) -> Iterator[int]:
+        torch.utils.data.get_worker_info()  # each part yields the same
+        yield from [self.epoch] * 2
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("pool", [{}, {"start_method": "fork"}, {"thread_pool": True}], ids=str)
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", [Told, ToldPart])
+def test_set_epoch_of_the_loader_and_of_the_dataset_is_heard_in_every_worker(
+    kind: Any, persistent: bool, pool: dict[str, Any]
+) -> None:
+    workers = {"num_workers": 2, "persistent_workers": persistent} if pool else {}
+    loader = DataLoader(kind(), batch_size=2, **workers, **pool)
+
+    def read() -> set[int]:
+        return {int(epoch) for batch in loader for epoch in batch}
+
+    assert read() == {-1}
+    loader.set_epoch(5)
+    assert read() == read() == {5}
+    loader.dataset.set_epoch(9)
+    assert read() == read() == {9}
+    loader.set_epoch(2)
+    loader.dataset.set_epoch(7)
+    assert read() == {7}
 
 
 # -- what it has done ---------------------------------------------------------------------------------------

@@ -127,6 +127,15 @@ def test_wake_ends_a_wait(pool: ThreadPool) -> None:
     assert pool.wait() == []
 
 
+def test_a_thread_that_a_defect_of_the_loader_ends_breaks_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: Any) -> None:
+        raise AssertionError("a defect")
+
+    monkeypatch.setattr("sharded_loader.engine.reader.Reader.read", read)
+    with ShardedDataLoader(range(8), 2, pool=ThreadPool(2)) as loader, pytest.raises(AssertionError, match="a defect"):
+        next(iter(loader))
+
+
 def test_a_worker_init_fn_that_fails_breaks_the_pool() -> None:
     pool = ThreadPool(2, worker_init_fn=lambda number: 1 // number)
     pool.start(Job([1], None, 0, "raise"))

@@ -13,7 +13,7 @@ from conftest import POOLS, make_pool
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharded_loader import FixedBucketSampler, PackSampler, SequentialSampler, ShardedDataLoader, batchify
+from sharded_loader import FixedBucketSampler, PackSampler, SequentialSampler, ShardedDataLoader, batchify, interleave
 
 KINDS: dict[str, Any] = {
     "in order": dict,
@@ -206,3 +206,20 @@ def test_with_packed_documents_real_counts_documents() -> None:
         return [real for _, real in loader]
 
     assert sorted(map(reals, range(3))) == [[0], [2], [3]]
+
+
+def test_fillers_are_the_same_after_weights_were_set_and_when_a_step_is_looked_up() -> None:
+    ranks = []
+    for rank in range(3):
+        mixed = interleave([[0, 1, 2], [10]], [1, 1], seed=1, stop="each_once", shuffle=True)
+        loader = ShardedDataLoader(mixed, 1, seed=1, evaluate=True, num_replicas=3, rank=rank)
+        iterator = iter(loader)
+        first = next(iterator)
+        loader.set_weights([3, 1])
+        rest = list(iterator)  # the last one of two ranks is a filler
+        assert [real for _, real in rest] == [int(rank == 0)]
+        ranks.append((loader, [first, *rest]))
+    for loader, batches in ranks:
+        for step, (batch, real) in enumerate(batches):
+            again = loader.batch(0, step)
+            assert (again[0].tolist(), again[1]) == (batch.tolist(), real)

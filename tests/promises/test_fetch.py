@@ -16,6 +16,7 @@ from conftest import PATIENCE, POOLS, PROCESS_POOLS, covering, make_pool, until
 from samples import Augmented, summed
 
 from sharded_loader import LoaderClosedError, LoaderWarning, ProcessPool, ShardedDataLoader, interleave
+from sharded_loader.torch import DataLoader
 
 LENGTH = 40
 
@@ -195,6 +196,49 @@ def test_samples_of_a_mixture_are_named_as_indices_names_them() -> None:
         assert loader.fetch([(1, 3), (0, -1)]).result() == ["b3", "a8"]
         assert isinstance(loader.fetch([(2, 0)]).exception(), IndexError)
         assert isinstance(loader.fetch([(1, 4)]).exception(), IndexError)
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread"])
+def test_a_batch_of_a_shared_dataset_is_read_in_its_epoch_or_not_at_all(pool: str) -> None:
+    mixed = interleave([range(9), range(100, 109)], shuffle=True, stop=12, seed=1)
+    with ShardedDataLoader(mixed, 4, pool=make_pool(pool)) as loader:
+        expected = loader.fetch([0, 1, 2, 3], epoch=3).result().tolist()
+        pending = loader.fetch([0, 1, 2, 3], epoch=3)
+        with pytest.raises(ValueError, match="cannot fetch a batch of epoch 1"):
+            loader.fetch([0], epoch=1)
+        if pool == "inline":
+            loader.read(0, epoch=1)  # reads now, and goes back
+        else:
+            with pytest.raises(RuntimeError, match="cannot read in epoch 1 while threads read epoch 3"):
+                loader.read(0, epoch=1)
+        assert pending.result().tolist() == expected
+        loader.fetch([0], epoch=1).cancel()
+        late = loader.fetch([0, 1, 2, 3], epoch=3)
+        next(iter(loader))
+        with pytest.raises(
+            RuntimeError, match=r"epoch 3 was not received before epoch 0 began.* call result\(\) before"
+        ):
+            late.result()
+
+
+THREAD = {"num_workers": 1, "thread_pool": True}
+
+
+@pytest.mark.parametrize("workers", [{}, THREAD, THREAD | {"persistent_workers": True}, {"num_workers": 1}], ids=str)
+def test_so_it_is_with_the_drop_in(workers: dict[str, Any]) -> None:
+    loader = DataLoader(interleave([range(9), range(100, 109)], shuffle=True, stop=12, seed=1), 4, **workers)
+    loader.set_epoch(0)
+    batches = iter(loader)
+    next(batches)
+    expected, late = loader.fetch([0, 1, 2, 3]).result().tolist(), loader.fetch([0, 1, 2, 3])
+    list(batches)
+    loader.set_epoch(1)
+    if workers in ({"num_workers": 1}, THREAD):  # they have read it before they ended with their epoch
+        assert late.result().tolist() == expected
+        return
+    with pytest.raises(RuntimeError, match=r"epoch 0 was not received before epoch 1 began.* call result\(\) before"):
+        late.result()
+    assert loader.fetch([0, 1, 2, 3]).result().tolist() != expected
 
 
 def test_it_comes_in_shards_on_devices_and_through_the_transform() -> None:

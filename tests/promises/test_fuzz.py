@@ -11,7 +11,7 @@ import torch.utils.data as torch_data
 from failures import Boom, boom
 from samples import Bad
 
-from sharded_loader import BatchSampler, ShardedDataLoader
+from sharded_loader import BatchSampler, ShardedDataLoader, ThreadPool
 from sharded_loader.engine.pool import Pool
 from sharded_loader.sampling import epoch as epochs
 from sharded_loader.sampling.foreign import table_of
@@ -66,6 +66,19 @@ def test_the_comparison_notices_other_batches(
     with pytest.raises(fuzz.Difference, match=rf"again: python -m tests.fuzz --case \d+{' --faults' * faults}"):
         for case in range(100):
             fuzz.run_case(case, faults, processes=False)
+
+
+@pytest.mark.costly
+def test_twins_notice_workers_that_read_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = ThreadPool.submit
+
+    def submit_others(self: ThreadPool, tasks: Any) -> None:
+        submit(self, [task._replace(epoch=task.epoch + 1) for task in tasks])
+
+    monkeypatch.setattr(ThreadPool, "submit", submit_others)
+    with pytest.raises(fuzz.Difference, match="twin: "):
+        for case in range(1, 100, 2):
+            fuzz.run_case(case, faults=True, processes=False)
 
 
 def test_the_comparison_notices_another_order(monkeypatch: pytest.MonkeyPatch) -> None:

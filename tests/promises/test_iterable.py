@@ -132,6 +132,7 @@ def test_a_slow_part_changes_nothing(pool: str, slow: int, prefetch: int) -> Non
     assert epochs_of(loader) == [batches_of(LENGTHS, SIZE)]
 
 
+@pytest.mark.filterwarnings("ignore:epoch .. last_batch=.discard.")
 @covering(1, pool=POOLS, last_batch=["keep", "discard"], prefetch=[2, 9])
 def test_short_batches_end_their_parts_and_may_be_left_out(pool: str, last_batch: str, prefetch: int) -> None:
     lengths = (5, 9, 3, 0, 13)

@@ -65,6 +65,7 @@ def go_on(dataset: Any, state: Any, pool: Any = "inline", **options: Any) -> Ite
 # -- after any batch ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:epoch .. last_batch=.discard.")
 @pytest.mark.costly(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("last_batch", ["keep", "discard"])

@@ -17,7 +17,21 @@ from conftest import POOLS, make_pool
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharded_loader import FixedBucketSampler, LoaderClosedError, PackSampler, RandomSampler, ShardedDataLoader
+from sharded_loader import (
+    BatchSampler,
+    BoundedBudgetSampler,
+    ClassBalancedBatchSampler,
+    FixedBucketSampler,
+    GroupedBatchSampler,
+    GrowingBatchSampler,
+    LoaderClosedError,
+    LoaderWarning,
+    PackSampler,
+    RandomSampler,
+    ShardedBatchSampler,
+    ShardedDataLoader,
+    SortedBucketSampler,
+)
 
 
 def through_json(state: Any) -> Any:
@@ -39,7 +53,7 @@ def rescaled(ranks: list[Rank], replicas: int, batch_size: int | None = None, **
     """The ranks that stay, with others that join."""
     state = ranks[-1][0].state_dict()
     for rank, (loader, _) in enumerate(ranks[:replicas]):
-        loader.rescale(replicas, rank, batch_size)
+        loader.rescale(replicas, rank, batch_size or 2)
     for loader, _ in ranks[replicas:]:
         loader.close()
     if batch_size is not None:
@@ -141,7 +155,7 @@ def test_after_a_loop_that_was_left_the_position_counts_the_steps_of_the_new_ran
         if batch[0] == 8:
             break
     assert loader.position == 3
-    loader.rescale(1, 0)
+    loader.rescale(1, 0, batch_size=2)
     assert (loader.epoch, loader.position, loader.state_dict()["samples"]) == (0, 6, 12)
 
 
@@ -213,7 +227,8 @@ def read_by_changing_ranks(steps: Steps, **more: Any) -> None:
     steps.read(2)
     steps.end()
     steps.read(1)
-    steps.ranks[0][0].rescale(1, 0)
+    size = steps.arguments.get("batch_size", 2)
+    steps.ranks[0][0].rescale(1, 0, size)
     steps.ranks = steps.ranks[:1]
     steps.read(4)
     steps.end()
@@ -221,7 +236,7 @@ def read_by_changing_ranks(steps: Steps, **more: Any) -> None:
         steps.read(5)
         steps.end()
     steps.read(5)
-    steps.ranks[0][0].rescale(2, 0)  # between two epochs
+    steps.ranks[0][0].rescale(2, 0, size)  # between two epochs
     state = through_json(steps.ranks[0][0].state_dict())
     steps.join(2, state, **more)
     for _ in range(3):
@@ -296,6 +311,181 @@ def test_buckets_are_made_for_the_new_ranks_from_the_next_epoch_on() -> None:
     keys = [16, 32, 48]
     for _ in range(12):
         assert len({sum(index >= key for key in keys) for batch in step(ranks) for index in batch}) == 1
+
+
+LENGTHS = [1 + index * 7 % 50 for index in range(96)]
+KINDS = [index % 16 for index in range(96)]
+
+OF_SIZE: dict[str, Any] = {
+    "batches": lambda size: BatchSampler(RandomSampler(96, seed=1), size),
+    "batches of torch's order": lambda size: BatchSampler(torch_data.RandomSampler(range(96)), size, seed=1),
+    "shards": lambda size: ShardedBatchSampler(BatchSampler(RandomSampler(96, seed=1), size), 1),
+    "sorted": lambda size: SortedBucketSampler(LENGTHS, size, mult=3, shuffle=True, seed=1),
+    "buckets": lambda size: FixedBucketSampler(LENGTHS, size, 3, shuffle=True, seed=1),
+    "rolling buckets": lambda size: FixedBucketSampler(LENGTHS, size, 3, seed=1, last_batch="rollover"),
+    "kinds": lambda size: GroupedBatchSampler(KINDS, {kind: size * (1 + kind % 2) for kind in range(16)}, seed=1),
+    "growing": lambda size: GrowingBatchSampler(RandomSampler(96, seed=1), [(0, size), (4, 2 * size)]),
+    "classes": lambda size: ClassBalancedBatchSampler(KINDS, size, 2, 48 // size, seed=1),
+    "packed": lambda size: PackSampler(LENGTHS, 60, size, window=16, seed=1),
+}
+
+
+def flat(batch: Any) -> list[int]:
+    return [index for one in batch for index in (one if isinstance(one, list) else [one])]
+
+
+def of_batches(sampler: Any, replicas: int, state: Any = None, strict: bool = True, **more: Any) -> list[Rank]:
+    """All ranks, which read batches of a sampler that is made by a function."""
+    ranks = []
+    for rank in range(replicas):
+        given = {"batch_sampler": sampler(), "collate_fn": list, "seed": 5, **more}
+        loader = ShardedDataLoader(range(96), num_replicas=replicas, rank=rank, **given)
+        if state is not None:
+            loader.load_state_dict(through_json(state), strict=strict)
+        ranks.append((loader, iter(loader)))
+    return ranks
+
+
+def steps_of(ranks: list[Rank], count: int | None = None) -> list[set[int]]:
+    """The samples of all ranks in some steps, or in those that are left."""
+    iterators = [iterator for _, iterator in ranks]
+    steps = itertools.islice(zip(*iterators, strict=True), count)
+    return [{index for batch in step for index in flat(batch)} for step in steps]
+
+
+@pytest.mark.parametrize(("before", "after"), [((1, 4), (4, 1)), ((4, 1), (1, 4)), ((2, 2), (4, 1)), ((4, 2), (2, 4))])
+@pytest.mark.parametrize("name", OF_SIZE)
+def test_batches_of_another_size_on_other_ranks_go_on_with_the_same_steps(name: str, before: Any, after: Any) -> None:
+    def made(replicas: int, size: int, state: Any = None) -> list[Rank]:
+        return of_batches(lambda: OF_SIZE[name](size), replicas, state)
+
+    for epochs, done in ((0, 3), (2, 1)):
+        ranks = made(*before)
+        for _ in range(epochs):
+            steps_of(ranks)
+            ranks = [(loader, iter(loader)) for loader, _ in ranks]
+        steps_of(ranks, done)
+        resumed = made(*after, ranks[-1][0].state_dict())
+        assert (resumed[0][0].epoch, resumed[0][0].position) == (epochs, done)
+        halfway = [ranks[0][0].state_dict(), steps_of(ranks, 2), steps_of(resumed, 2)]
+        assert name == "kinds" or halfway[1] == halfway[2]
+        back = made(*before, resumed[0][0].state_dict())
+        rest = steps_of(ranks)
+        # Where the samples do not divide evenly, ranks have fillers: others on another number of ranks.
+        assert len(rest) == len(steps_of(back))
+        for here, there in zip(rest, steps_of(resumed), strict=True):
+            assert here <= there or there <= here
+
+
+@pytest.mark.parametrize("name", ["sorted", "buckets", "classes", "packed"])
+def test_batches_of_another_size_go_on_with_steps_per_epoch(name: str) -> None:
+    def made(replicas: int, size: int, state: Any = None) -> list[Rank]:
+        return of_batches(lambda: OF_SIZE[name](size), replicas, state, steps_per_epoch=5)
+
+    ranks = made(1, 4)
+    steps_of(ranks)
+    ranks = [(ranks[0][0], iter(ranks[0][0]))]
+    steps_of(ranks, 2)
+    resumed = made(4, 1, ranks[0][0].state_dict())
+    for _ in range(3):
+        for here, there in zip(steps_of(ranks), steps_of(resumed), strict=True):
+            assert here <= there or there <= here
+        ranks, resumed = ([(loader, iter(loader)) for loader, _ in all_of] for all_of in (ranks, resumed))
+
+
+@pytest.mark.parametrize("name", OF_SIZE)
+def test_rescale_gives_a_batch_sampler_batches_of_another_size(name: str) -> None:
+    one, reference = (of_batches(lambda: OF_SIZE[name](4), 1) for _ in range(2))
+    steps_of(one, 3), steps_of(reference, 3)
+    state = one[0][0].state_dict()
+    if name in ("growing", "kinds"):  # its batches have several sizes
+        with pytest.raises(ValueError, match="cannot have batches of 2 in the same order: leave out batch_size"):
+            one[0][0].rescale(2, 0, batch_size=2)
+        return
+    size = 2 * (2 if name == "classes" else 1)  # of which each class has 2 samples
+    one[0][0].rescale(2, 0, batch_size=size)
+    joined = of_batches(lambda: OF_SIZE[name](2), 2, state)[1]
+    for here, there in zip(steps_of(reference), steps_of([one[0], joined]), strict=True):
+        assert here <= there or there <= here
+    assert one[0][0].batch_size is None
+    again = of_batches(lambda: one[0][0].arguments["batch_sampler"], 1)[0]  # what the loader shows makes it again
+    assert len(flat(next(again[1]))) <= len(flat(next(iter(reference[0][0]))))
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "done", "again"),
+    [
+        (lambda: BatchSampler(RandomSampler(96, seed=1), 4), lambda: BatchSampler(RandomSampler(96, seed=1), 3), 1, 1),
+        (lambda: PackSampler(LENGTHS, 60, 4), lambda: PackSampler(LENGTHS, 60, 3), 2, 2),
+        (lambda: PackSampler(LENGTHS, 60, 4), lambda: PackSampler(LENGTHS, 70, 4), 1, "up to 96"),
+        (lambda: OF_SIZE["buckets"](4), lambda: OF_SIZE["buckets"](3), 1, "up to 96"),
+        (lambda: OF_SIZE["sorted"](4), lambda: OF_SIZE["sorted"](3), 1, "up to 96"),
+        (lambda: OF_SIZE["kinds"](4), lambda: OF_SIZE["kinds"](3), 1, "up to 96"),
+        (lambda: OF_SIZE["classes"](4), lambda: OF_SIZE["classes"](3), 1, "up to 96"),
+        (
+            lambda: SortedBucketSampler(LENGTHS, 4, mult=2.5, shuffle=True, seed=1),
+            lambda: SortedBucketSampler(LENGTHS, 2, mult=2.5, shuffle=True, seed=1),
+            1,
+            "up to 96",
+        ),
+        (
+            lambda: BoundedBudgetSampler(LENGTHS, 120, seed=1),
+            lambda: BoundedBudgetSampler(LENGTHS, 60, seed=1),
+            1,
+            "up to 96",
+        ),
+    ],
+)
+def test_batches_that_cannot_go_on_are_an_error_that_counts_samples(was: Any, now: Any, done: int, again: Any) -> None:
+    ranks = of_batches(was, 1)
+    steps_of(ranks, done)
+    loader = of_batches(now, 1)[0][0]
+    before = loader.state_dict()
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=f"Here {again} samples.* would come again, or be lost"):
+            loader.load_state_dict(ranks[0][0].state_dict(), strict=strict)
+        assert loader.state_dict() == before
+
+
+@pytest.mark.parametrize("name", ["batches", "packed", "sorted"])
+def test_a_larger_step_of_all_ranks_is_allowed_if_the_samples_come_once(name: str) -> None:
+    """Two batches of 4 are four of 2, whatever the ranks; only the steps have other samples."""
+    ranks = of_batches(lambda: OF_SIZE[name](4), 1)
+    done = steps_of(ranks, 2)
+    state = ranks[0][0].state_dict()
+    with pytest.raises(ValueError, match="was 4, and is 2"):
+        of_batches(lambda: OF_SIZE[name](2), 4, state)
+    resumed = of_batches(lambda: OF_SIZE[name](2), 4, state, strict=False)
+    rest = steps_of(resumed)
+    assert set().union(*done, *rest) == set(range(96))
+    assert not set().union(*done) & set().union(*rest[:-1]) or name == "packed"  # documents of two rows
+
+
+def test_rescale_keeps_the_samples_of_a_step_or_says_that_it_does_not() -> None:
+    def made(**given: Any) -> ShardedDataLoader[Any]:
+        return ShardedDataLoader(range(96), num_replicas=4, rank=0, **given)
+
+    with pytest.warns(
+        LoaderWarning, match="read 12 samples in a step from now on: 3 ranks cannot keep the 16 of before"
+    ):
+        made(batch_size=4).rescale(3, 0)
+    with pytest.warns(LoaderWarning, match="read 8 samples in a step from now on: batch_size=8 keeps the 16 of before"):
+        made(batch_sampler=OF_SIZE["buckets"](4)).rescale(2, 0)
+    with pytest.warns(LoaderWarning, match="read 2 batches in a step from now on, and 4 before"):
+        made(batch_sampler=[[0], [1, 2]]).rescale(2, 0)
+    for loader in (made(batch_size=4), made(batch_sampler=OF_SIZE["buckets"](4))):
+        loader.rescale(4, 1)  # no warning
+        loader.rescale(2, 0, batch_size=8)
+        loader.rescale(3, 0, batch_size=8)  # the program has said it
+
+
+def test_a_warning_of_rescale_that_is_an_error_changes_nothing() -> None:
+    loader, iterator = joined(2, 0)
+    next(iterator)
+    state = loader.state_dict()
+    with pytest.raises(LoaderWarning):  # an error in these tests
+        loader.rescale(1, 0)
+    assert loader.state_dict() == state and loader.arguments["num_replicas"] == 2
 
 
 def test_wrong_calls_change_nothing() -> None:

@@ -28,6 +28,7 @@ from sharded_loader import (
     InlinePool,
     IntervalSampler,
     RandomSampler,
+    RepeatedSampler,
     Sampler,
     SequentialSampler,
     ShardedBatchSampler,
@@ -1021,3 +1022,98 @@ def test_our_samplers_jump_to_any_place_of_a_trillion() -> None:
     other = ShardedDataLoader(Numbers(), 4, True, num_replicas=3, rank=1)
     other.load_state_dict(state)
     assert len(batches(iter(other), 2)) == 2
+
+
+# -- data that have grown, or shrunk ------------------------------------------------------------------------
+
+COSTS = [1 + index * 7 % 50 for index in range(120)]
+
+OF_LENGTH: dict[str, Callable[[int], dict[str, Any]]] = {
+    "in order": lambda n: {},
+    "shuffled": lambda n: {"shuffle": True},
+    "discard": lambda n: {"shuffle": True, "last_batch": "discard"},
+    "evaluate": lambda n: {"evaluate": True},
+    "costs": lambda n: {"costs": COSTS[:n]},
+    "repeated": lambda n: {"shuffle": True, "sampler": RepeatedSampler(2)},
+    "a given sampler": lambda n: {"sampler": RandomSampler(n, seed=1)},
+    "a sampler of the first samples": lambda n: {"sampler": WeightedRandomSampler(COSTS[:100], 100, seed=1)},
+    "batches": lambda n: {"batch_size": None, "batch_sampler": BatchSampler(RandomSampler(n, seed=1), 4)},
+}
+
+
+def of_length(kind: str, length: int, replicas: int = 1, rank: int = 0) -> ShardedDataLoader[Any]:
+    given = {"batch_size": 4, "collate_fn": list, "seed": 3, **OF_LENGTH[kind](length)}
+    return ShardedDataLoader(range(length), num_replicas=replicas, rank=rank, **given)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("kind", OF_LENGTH)
+def test_over_data_that_have_grown_the_rest_of_an_epoch_is_that_of_before(kind: str, replicas: int) -> None:
+    loader = of_length(kind, 100, replicas)
+    loader.set_epoch(1)
+    iterator = iter(loader)
+    assert len(list(itertools.islice(iterator, 3))) == 3
+    state = through_json(loader.state_dict())
+    grown = of_length(kind, 120, replicas)
+    before = grown.state_dict()
+    with pytest.raises(ValueError, match="had 100 samples, and has 120.*strict=False reads the rest of the epoch from"):
+        grown.load_state_dict(state)
+    assert grown.state_dict() == before
+    grown.load_state_dict(state, strict=False)
+    assert (grown.epoch, grown.position, len(grown)) == (1, 3, len(loader))
+    first = next(resumed := iter(grown))
+    again = of_length(kind, 120, replicas)
+    again.load_state_dict(through_json(grown.state_dict()), strict=False)  # in the rest of that epoch
+    rest, new = list(iterator), of_length(kind, 120, replicas)
+    assert [first, *resumed] == rest and list(again) == rest[1:]
+    assert kind == "costs" or grown.indices(1, 0) == loader.indices(1, 0)  # also what was read before
+    new.set_epoch(2)
+    assert list(grown) == list(new)  # the next epoch has all of them
+
+
+@pytest.mark.parametrize("kind", ["in order", "shuffled", "batches"])
+def test_at_the_end_of_an_epoch_data_may_have_grown(kind: str) -> None:
+    loader, new = of_length(kind, 100), of_length(kind, 120)
+    list(loader)
+    grown = of_length(kind, 120)
+    grown.load_state_dict(loader.state_dict(), strict=False)
+    new.set_epoch(1)
+    assert grown.epoch == 1 and list(grown) == list(new)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda n: {"sampler": WeightedRandomSampler(COSTS[:n], n, seed=1)}, "the sampler had 100 samples"),
+        (
+            lambda n: {"batch_sampler": SortedBucketSampler(COSTS[:n], 4), "batch_size": None},
+            "the sampler had 25 batches",
+        ),
+        (lambda n: {"steps_per_epoch": 5}, "the dataset had 100"),
+        (lambda n: {"last_batch": "rollover"}, "the dataset had 100"),
+    ],
+)
+def test_an_order_that_is_another_one_over_grown_data_is_an_error_with_a_way_on(given: Any, said: str) -> None:
+    def made(length: int) -> ShardedDataLoader[Any]:
+        return ShardedDataLoader(range(length), **{"batch_size": 4, "seed": 3, **given(length)})
+
+    loader, grown = made(100), made(120)
+    next(iter(loader))
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=r"has 120.*read the epoch to its end with the first 100.*set_epoch\(1\)"):
+            grown.load_state_dict(loader.state_dict(), strict=strict)
+    with pytest.raises(ValueError, match=said):
+        grown.load_state_dict(loader.state_dict(), strict=False)
+    grown.set_epoch(1)
+    assert next(iter(grown)) is not None
+
+
+@pytest.mark.parametrize("kind", OF_LENGTH)
+@pytest.mark.parametrize("done", [0, 2, 60])
+def test_data_that_have_shrunk_are_an_error_that_says_what_is_missing(kind: str, done: int) -> None:
+    loader = of_length(kind, 120)
+    assert len(list(itertools.islice(iter(loader), done))) == min(done, len(loader))
+    state = loader.state_dict()
+    for strict in (True, False):
+        with pytest.raises(ValueError, match="had 120 samples, and has 110.*samples 110 to 119 are missing"):
+            of_length(kind, 110).load_state_dict(state, strict=strict)

@@ -17,7 +17,6 @@ from samples import Augmented, ByEpoch, summed
 from sharded_loader import (
     FixedBucketSampler,
     LoaderWarning,
-    Lockstep,
     RandomSampler,
     ShardedDataLoader,
     interleave,
@@ -155,7 +154,7 @@ def test_an_epoch_that_is_left_out_is_empty() -> None:
         loader_of(skip=[(0, 7)]).peek()
 
 
-def test_it_goes_with_weights_that_are_set_and_with_lockstep() -> None:
+def test_it_goes_with_weights_that_are_set() -> None:
     def make(**given: Any) -> ShardedDataLoader[Any]:
         return ShardedDataLoader(interleave([["a"] * 30, ["b"] * 30], stop=24, shuffle=True), 4, **given)
 
@@ -168,8 +167,6 @@ def test_it_goes_with_weights_that_are_set_and_with_lockstep() -> None:
                 loader.set_weights([0, 1])
         found.append(batches)
     assert found[1] == found[0][:2] + found[0][4:]
-    both = Lockstep(make(skip=[(0, 0)]), make(skip=[(1, 1)]))
-    assert list(both) == list(zip(make(skip=[(0, 0)]), make(skip=[(1, 1)]), strict=True))
 
 
 def test_it_holds_on_other_ranks_with_the_same_steps() -> None:

@@ -16,12 +16,20 @@ import torch.utils.data as torch_data
 from sharded_loader import (
     BatchSampler,
     BoundedBudgetSampler,
+    ClassBalancedBatchSampler,
     FixedBucketSampler,
+    GroupedBatchSampler,
+    GrowingBatchSampler,
     IntervalSampler,
+    LoaderWarning,
+    PackSampler,
     RandomSampler,
+    RepeatedSampler,
     Sampler,
+    SequentialSampler,
     ShardedBatchSampler,
     ShardedDataLoader,
+    ShardShuffleSampler,
     SortedBucketSampler,
     SplitSampler,
     SubsetRandomSampler,
@@ -313,7 +321,8 @@ def test_a_sampler_that_nobody_can_listen_to_is_read_all_the_same() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter([self.epoch + index for index in range(4)])
 
-    loader = ShardedDataLoader(range(40), 4, sampler=Slots())
+    with pytest.warns(LoaderWarning, match="set_epoch of a Slots cannot be heard"):
+        loader = ShardedDataLoader(range(40), 4, sampler=Slots())
     loader.set_epoch(2)
     assert epochs(loader, 2) == [[[2, 3, 4, 5]], [[3, 4, 5, 6]]]
 
@@ -329,3 +338,65 @@ def test_a_sampler_from_another_process_is_heard_as_well() -> None:
     assert loader.epoch == 3
     sampler.set_epoch(1)
     assert loader.epoch == 1
+
+
+@pytest.mark.parametrize(
+    ("sampler", "name", "value"),
+    [
+        (WeightedRandomSampler([1, 2, 3], 3), "weights", [3, 2, 1]),
+        (WeightedRandomSampler([1, 2, 3], 3), "num_samples", 2),
+        (RandomSampler(3), "length", 2),
+        (SequentialSampler(3), "start", 1),
+        (SubsetRandomSampler([0, 2]), "indices", [1]),
+        (IntervalSampler(4, 2), "interval", 1),
+        (SplitSampler(4, 2), "part_index", 1),
+        (ShardShuffleSampler([2, 2]), "lengths", [1, 3]),
+        (RepeatedSampler(2, RandomSampler(3)), "copies", 3),
+        (SortedBucketSampler([1, 2, 3], 1), "sort_keys", [3, 2, 1]),
+        (SortedBucketSampler([1, 2, 3], 1), "mult", 1),
+        (BoundedBudgetSampler([1, 2, 3], 6), "max_num_tokens", 3),
+        (FixedBucketSampler([1, 2, 3], 1, 2), "batch_size", 2),
+        (FixedBucketSampler([1, 2, 3], 1, 2), "bucket_keys", [3]),
+        (GroupedBatchSampler([1, 2, 3], 1), "by", [1, 1, 1]),
+        (ClassBalancedBatchSampler([0, 1, 0, 1], 2, 1), "labels", [0, 0, 1, 1]),
+        (GrowingBatchSampler(RandomSampler(3), [(0, 1)]), "schedule", [(0, 2)]),
+        (PackSampler([1, 2, 3], 4), "tokens", 5),
+        (PackSampler([1, 2, 3], 4), "lengths", [3, 2, 1]),
+    ],
+)
+def test_an_argument_that_would_change_nothing_is_an_error(sampler: Any, name: str, value: Any) -> None:
+    before = list(sampler.iter_epoch(0))
+    kind = type(sampler).__name__
+    with pytest.raises(AttributeError, match=f"{name} of a {kind} was read when it was made, .*: make another {kind}"):
+        setattr(sampler, name, value)
+    assert list(sampler.iter_epoch(0)) == before
+
+    class Own(type(sampler)):  # type: ignore[misc]
+        """A class of the user's may have any attributes."""
+
+        def __init__(self) -> None:
+            self.weights = self.length = None
+
+    assert Own().weights is None
+
+
+def test_a_batch_size_that_is_set_counts_from_the_next_epoch_on_and_is_in_states() -> None:
+    def made(size: int) -> tuple[BatchSampler, ShardedDataLoader[Any]]:
+        sampler = BatchSampler(RandomSampler(12), size)  # the loader's seed counts, so it reads a copy
+        return sampler, ShardedDataLoader(range(12), batch_sampler=sampler, seed=1, collate_fn=list)
+
+    sampler, loader = made(4)
+    iterator = iter(loader)
+    first = next(iterator)
+    sampler.batch_size = 3
+    assert [first, *iterator] == list(made(4)[1])
+    iterator = iter(loader)
+    assert len(next(iterator)) == 3
+    state = loader.state_dict()
+    assert state["sampler_arguments"]["BatchSampler.batch_size"] == 3
+    other = made(3)[1]
+    other.load_state_dict(state)
+    assert list(other) == list(iterator)
+    sampler.sampler.seed = 5  # type: ignore[attr-defined]
+    wanted = BatchSampler(RandomSampler(12, seed=5), 3)
+    assert list(loader) == list(wanted.iter_epoch(2))

@@ -253,7 +253,7 @@ def test_an_index_file_lies_beside_its_shards_and_is_found(memory: Any, tmp_path
     lines(memory, 5)
     for number, pattern in enumerate(("memory://opening/*.txt", "memory://opening/shards.index")):
         written = ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "first").write_index()
-        assert written == "memory:///opening/shards.index"
+        assert written == "memory://opening/shards.index"
         dataset = ShardDataset(pattern, index_folder=tmp_path / f"new {number}")
         assert dataset.lengths.tolist() == [2] * 5 and not (tmp_path / f"new {number}").exists()
         assert list(dataset) == [str(number) for number in range(10)]
@@ -296,7 +296,7 @@ def test_shards_that_were_added_are_added_to_the_index_file(
     with pytest.warns(LoaderWarning, match=text):
         dataset = ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "second")
     dataset.write_index()
-    assert sorted(indexed) == ["memory:///opening/00003.txt", "memory:///opening/00004.txt"]
+    assert sorted(indexed) == ["memory://opening/00003.txt", "memory://opening/00004.txt"]
     assert len(ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "third")) == 10
 
 

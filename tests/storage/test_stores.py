@@ -157,6 +157,18 @@ def test_a_url_that_no_file_system_can_be_made_for_is_named(url: str) -> None:
         ShardDataset(url, storage_options={"secret": "Error"}).close()
 
 
+def test_braces_with_too_many_numbers_are_an_error_and_no_hang() -> None:
+    for braces in ("{000..99999999999}", "{99999999999..0}", "{0..1000000}", "{-9..9999999..2}", "{0..999}x{0..1000}"):
+        with pytest.raises(ValueError, match=r"braces of a-{.*}-{0\.\.0}\.tar mean more than 1,000,000 names"):
+            expanded(f"a-{braces}-{{0..0}}.tar")
+
+
+def test_a_path_of_bytes_is_a_path(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("0\n")
+    for urls in (os.fsencode(tmp_path / "a.txt"), [os.fsencode(tmp_path / "a.txt")]):
+        assert list(ShardDataset(urls, index_folder=tmp_path / "indexes")) == ["0"]  # type: ignore[arg-type]
+
+
 def test_a_file_in_memory_is_found_and_read() -> None:
     import fsspec
 

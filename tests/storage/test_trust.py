@@ -135,6 +135,30 @@ def test_a_list_on_this_machine_is_data_too(tmp_path: Path, kind: str) -> None:
             assert ShardDataset(folder / kind, trust=trust, **given)._urls == [f"{tmp_path.as_posix()}/b.txt"]  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", LISTS)
+def test_a_list_may_be_named_from_another_folder(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = tmp_path / "real" / "set"
+    for folder in (real, tmp_path / "from"):
+        folder.mkdir(parents=True)
+        (folder.parent / "b.txt").write_text("1\n2\n")
+    (real / "a.txt").write_text("1\n2\n")
+    (tmp_path / "link").symlink_to(real, target_is_directory=True)
+    monkeypatch.chdir(tmp_path / "from")
+    given = {"index_folder": tmp_path / "indexes", "format": "lines"}
+    (real / kind).write_bytes(LISTS[kind]((real / kind).as_posix(), ["a.txt"]))
+    root = tmp_path.as_posix()
+    for url in ("../real/set/", "../from/../real//set/", f"{root}//real/./set/", f"file://{root}/from/../real/set/"):
+        assert ShardDataset(url + kind, **given)._urls == [f"{root}/real/set/a.txt"], url  # type: ignore[arg-type]
+    # The parent of a link is that of its folder, as for the system.
+    assert ShardDataset("../link/../set/" + kind, **given)._urls == [f"{root}/real/set/a.txt"]  # type: ignore[arg-type]
+    (real / kind).write_bytes(LISTS[kind]((real / kind).as_posix(), ["../b.txt"]))
+    for trust in ("../real", Path("..") / "real", f"file://{root}/from/../real"):
+        assert len(ShardDataset(real / kind, trust=trust, **given)) == 2  # type: ignore[arg-type]
+    for trust in (".", "../rea", "../real/../from"):
+        with pytest.raises(ShardError, match=r"names .*b\.txt"):
+            ShardDataset(real / kind, trust=trust, **given)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "name",
     [
