@@ -44,6 +44,7 @@ from sharded_loader.drop_in.state import (
     parts_of,
 )
 from sharded_loader.drop_in.workers import check_arguments, check_data, job_of, make_pool
+from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.messages import Job, OnError, Task
 from sharded_loader.engine.pipeline import Run
 from sharded_loader.engine.split import Split
@@ -56,7 +57,7 @@ from sharded_loader.loader.iterator import Batch, BatchFuture
 from sharded_loader.loader.report import Reported
 from sharded_loader.loader.stats import Meter
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
-from sharded_loader.sampling.base import EpochRequests, nested, tell_epoch
+from sharded_loader.sampling.base import nested, tell_epoch
 from sharded_loader.sampling.foreign import len_epoch
 from sharded_loader.sampling.order import text_if_ranks_repeat, warn_of_done_steps
 from sharded_loader.sampling.state import steps_to_skip

@@ -14,8 +14,8 @@ What decides the order of an epoch of ``shuffle=True``:
     set_epoch(e)                 the first seed that was drawn, or the generator's first state, and e
     otherwise                    a seed from torch's default generator for each epoch, as in torch
 
-If the loader's ``set_epoch`` names an epoch, and the user's sampler has no ``set_epoch``, the epoch, the seed of the
-sampler's generator and that of torch's default generator decide its order.
+The loader's ``set_epoch`` also decides the order of a user's sampler that has no ``set_epoch``: together with the seeds
+of the sampler's generator and of torch's default one.
 
 Without ``seed``, every epoch draws what torch's sampler draws, also where ``set_epoch`` decides. So the default
 generator, or the user's, goes on as under torch.

@@ -39,6 +39,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import add_note, as_batch_error
 from sharded_loader.base.private import blake2b
 from sharded_loader.base.system import integer
+from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.messages import Nothing, PartPoint, Result, Stream, Task
 from sharded_loader.randomness.rng import draw_seed
 
@@ -272,7 +273,7 @@ class Order(ABC, Generic[Signature]):
         asked: ``set_epoch`` of a sampler or of the dataset has said which epoch is next, since a state was loaded.
     """
 
-    _requests: Any  # the calls of `set_epoch` that the loader has not seen yet: `sampling.base.EpochRequests`
+    _requests: EpochRequests  # the calls of `set_epoch` that the loader has not seen yet
     _sampler: Any = None
     batch_sampler: Any = None
     shard_costs: Any = None

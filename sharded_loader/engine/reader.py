@@ -3,10 +3,10 @@
     Task -> Reader.read -> Result (NumPy arrays and tensors, or the error with notes that say where)
 
 In bulk where the dataset can: as a finished batch (``get_batch``, columns: see `data.arrays`; with the default
-batchify, or one that has ``bulk_of``, as the drop-in's), then ``__getitems__(indices)``, whose result a function of the
-user's gets as it is, then one ``__getitem__`` per sample. If a bulk read raises, the samples are read one by one, to
-name the one that fails. The batch is put together in memory from the caller's ``empty``. While ``batchify_fn`` or
-``get_batch`` runs, `sharded_loader.empty` gives the user's code memory of the same kind.
+batchify, or one that has ``bulk_of``, as the drop-in's), then ``__getitems__(indices)``, then one ``__getitem__`` per
+sample. The user's ``batchify_fn`` gets what ``__getitems__`` returns as it is. If a bulk read raises, the samples are
+read one by one, to name the one that fails. The batch is put together in memory from the caller's ``empty``. While
+``batchify_fn`` or ``get_batch`` runs, `sharded_loader.empty` gives the user's code memory of the same kind.
 
 A `BatchScope` says at every moment where the reader is: `sample_rng()` and the notes of an error look there. The main
 process looks at the board, over a dead worker. All samples that are read alone pass the loops of `_read_one_by_one`,

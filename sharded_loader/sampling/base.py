@@ -13,11 +13,6 @@ sampler knows no loader: it keeps the last call, and each loader looks for calls
 
 What can go wrong: a subclass that overrides ``__iter__`` alone, as Gluon's users do, has no pure access. It still
 works, as a sampler of another library does (`sharded_loader.sampling.foreign`).
-
-`EpochRequests` notices the calls of ``set_epoch``. Samplers of this library note each call. On a dataset, and on a
-sampler of another library, ``set_epoch`` is replaced, on that object alone, by a function that notes the call and
-passes it on. Copies and pickles of the object have its own method. An object with ``__slots__`` has no room for that:
-a warning. A loader's own calls go past that function; see `data.inspection.set_epoch_of`.
 """
 
 from __future__ import annotations
@@ -25,17 +20,15 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import count
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
 from sharded_loader.base.checks import check_int, refuse_class
-from sharded_loader.base.described import Described, an
-from sharded_loader.base.notices import warn
-from sharded_loader.base.private import default_state
+from sharded_loader.base.described import Described
+from sharded_loader.engine.epoch_requests import EpochRequest, note
 from sharded_loader.randomness.rng import draw_seed
 from sharded_loader.sampling.tables import Table
 
@@ -110,33 +103,6 @@ def tell_epoch(sampler: Any, epoch: int) -> None:
     for each in nested(sampler):
         if callable(set_epoch := getattr(each, "set_epoch", None)):
             set_epoch(epoch)
-
-
-class EpochRequest(NamedTuple):
-    """One call of ``set_epoch``: its number is greater than those of all calls before in this process."""
-
-    number: int
-    epoch: int
-
-
-_numbers = count(1)
-
-
-def note(epoch: int) -> EpochRequest:
-    """What a sampler keeps after ``set_epoch(epoch)``."""
-    return EpochRequest(next(_numbers), epoch)
-
-
-def noted(samplers: Iterable[Any]) -> list[tuple[Any, EpochRequest | None]]:
-    """Samplers that note the calls to ``set_epoch``, each with its last call."""
-    return [(sampler, sampler.epoch_request) for sampler in samplers if hasattr(sampler, "epoch_request")]
-
-
-def put_back(before: list[tuple[Any, EpochRequest | None]]) -> None:
-    """Forget the calls to ``set_epoch`` that came since `noted`: a loader has made them."""
-    for sampler, request in before:
-        if sampler.epoch_request is not request:
-            sampler.epoch_request = request
 
 
 class Sampler(Described, Generic[Item_co]):
@@ -399,90 +365,3 @@ def find_foreign(sampler: Any, seed: int) -> tuple[Any, int]:
     while is_wrapper(sampler):
         sampler, seed = sampler.inner, sampler.seed
     return None if is_own(sampler) else sampler, seed
-
-
-# -- calls of set_epoch ------------------------------------------------------------------------------------------------
-
-
-def _notes_calls(sampler: Any) -> bool:
-    """Whether the calls to ``set_epoch`` on a sampler are noted as its ``epoch_request``, from now on."""
-    method = getattr(sampler, "set_epoch", None)
-    if callable(method) and not getattr(method, "is_noted", False):
-        epoch, known = getattr(sampler, "epoch", None), getattr(sampler, "epoch_request", None) or EpochRequest(0, 0)
-        # Of a method of its class not the bound one: a copy that is unpickled cannot be asked for it until it is whole.
-        passed = None if getattr(method, "__self__", None) is sampler else method
-        listener: Any = partial(_set_epoch, sampler, passed)
-        listener.is_noted, listener.unnoted = True, partial(_pass_on, sampler, passed)
-        try:  # another epoch than 0, or than that of the object that it is a copy of, is a call that came before
-            if isinstance(epoch, int) and not known.number and 0 < epoch != known.epoch:
-                known = note(epoch)
-            sampler.epoch_request = known if known.number else None
-            sampler.set_epoch, sampler.__getstate__ = listener, partial(_state_of, sampler, passed)
-        except (AttributeError, TypeError):
-            warn(
-                f"set_epoch of {an(type(sampler))} cannot be heard: the object takes no attributes, as with __slots__. "
-                "The loader counts the epochs by itself: to choose one, call set_epoch of the loader"
-            )
-            return False
-    return callable(method)
-
-
-def _state_of(sampler: Any, method: Callable[[int], Any] | None) -> Any:
-    """What a copy or a pickle has of an object whose calls are noted: its own method, and the epoch up to now."""
-    state = getattr(type(sampler), "__getstate__", default_state)(sampler)
-    parts = state if isinstance(state, tuple) else (state,)
-    if not (parts and isinstance(parts[0], dict) and "__getstate__" in parts[0]):  # the class says what its state is
-        return state
-    found = {name: value for name, value in parts[0].items() if name not in ("__getstate__", "set_epoch")}
-    found["epoch_request"] = sampler.epoch_request or EpochRequest(0, getattr(sampler, "epoch", 0))
-    found.update({} if method is None else {"set_epoch": method})
-    return (found, *parts[1:]) if isinstance(state, tuple) else found
-
-
-def _set_epoch(sampler: Any, method: Callable[[int], Any] | None, epoch: int) -> Any:
-    """Stands in for the ``set_epoch`` of a dataset, or of a sampler of another library."""
-    answer = _pass_on(sampler, method, epoch)
-    sampler.epoch_request = note(epoch)
-    return answer
-
-
-def _pass_on(sampler: Any, method: Callable[[int], Any] | None, epoch: int) -> Any:
-    return type(sampler).set_epoch(sampler, epoch) if method is None else method(epoch)
-
-
-class EpochRequests:
-    """The calls to ``set_epoch`` on some samplers, and on a dataset, that one loader has not seen yet.
-
-    Example:
-        >>> from sharded_loader import RandomSampler
-        >>> sampler, requests = RandomSampler(4, seed=1), EpochRequests()
-        >>> requests.listen([sampler])
-        >>> sampler.set_epoch(3)
-        >>> requests.take(), requests.take()
-        (3, None)
-    """
-
-    def __init__(self) -> None:
-        self._seen: list[tuple[Any, EpochRequest | None]] = []
-
-    def listen(self, samplers: Iterable[Any]) -> None:
-        """Listen to these samplers, and to datasets inside, from now on. Calls on others do not count any more."""
-        before = {id(sampler): request for sampler, request in self._seen}
-        found = list(samplers)
-        for one in found:  # it grows
-            found += getattr(one, "_inside", ()) if type(one).__module__.startswith("sharded_loader.data.") else ()
-        self._seen = [(sampler, before.get(id(sampler))) for sampler in found if _notes_calls(sampler)]
-
-    def take(self) -> int | None:
-        """The epoch of the latest call that is new; None if there is none."""
-        calls: list[tuple[EpochRequest | None, Any]] = [(sampler.epoch_request, seen) for sampler, seen in self._seen]
-        # By identity: a sampler that was pickled brings a number that another process gave.
-        new = [call for call, seen in calls if call is not None and call is not seen]
-        if not new:
-            return None
-        self.drop()
-        return max(new).epoch
-
-    def drop(self) -> None:
-        """The calls up to now do not count: the loader itself was given an epoch."""
-        self._seen = noted(sampler for sampler, _ in self._seen)

@@ -37,10 +37,11 @@ import numpy as np
 
 from sharded_loader.base.errors import as_batch_error
 from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.engine.epoch_requests import noted, put_back
 from sharded_loader.engine.messages import NOTHING, Nothing, Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
 from sharded_loader.engine.split import is_sharded, plain_indices
-from sharded_loader.sampling.base import EVERY, find_foreign, nested, noted, put_back
+from sharded_loader.sampling.base import EVERY, find_foreign, nested
 from sharded_loader.sampling.foreign import Listed, Replay, known_length, len_epoch, name_of, over_replay, table_of
 from sharded_loader.sampling.state import Checkpoint, Signature, dump
 from sharded_loader.sampling.tables import ENDLESS, Batched, Dealt, Filled, Rolling, Table, parts

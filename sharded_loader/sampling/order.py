@@ -36,10 +36,10 @@ from typing import Any, NamedTuple
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.notices import warn
+from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.order import Order, Position, process_group, resolve_replicas
 from sharded_loader.sampling.base import (
     DrawnSeed,
-    EpochRequests,
     Sampler,
     WrapperSampler,
     check_sampler,

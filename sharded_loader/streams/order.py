@@ -19,9 +19,9 @@ from sharded_loader.base.described import an
 from sharded_loader.base.notices import warn
 from sharded_loader.base.private import fetched_by_lightning
 from sharded_loader.data.inspection import known_parts
+from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.messages import Stream
 from sharded_loader.engine.order import Epoch, Order, Position
-from sharded_loader.sampling.base import EpochRequests
 from sharded_loader.streams.epoch import SharedParts, StreamEpoch, length_of_epoch
 from sharded_loader.streams.state import StreamSignature, differences, parse
 

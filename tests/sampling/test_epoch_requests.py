@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import DistributedSampler
 
 from sharded_loader import LoaderWarning, RandomSampler
-from sharded_loader.sampling.base import EpochRequests
+from sharded_loader.engine.epoch_requests import EpochRequests
 
 
 class Foreign:
