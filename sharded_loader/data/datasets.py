@@ -64,7 +64,7 @@ from sharded_loader.data.bulk import (
     read_many,
 )
 from sharded_loader.data.columns import check_dataset, is_dataset
-from sharded_loader.data.inspection import fingerprint_of
+from sharded_loader.data.inspection import fingerprint_of, set_epoch_of
 from sharded_loader.data.seeding import (
     each_by_its_key,
     handed_out,
@@ -319,6 +319,12 @@ class Dataset:
 # -- some samples, by index --------------------------------------------------------------------------------------------
 
 
+def tell_epoch(dataset: Any, epoch: int) -> None:
+    """Tell a dataset inside another one the epoch, if it has ``set_epoch``."""
+    if callable(tell := set_epoch_of(dataset)):
+        tell(epoch)
+
+
 class Wrapper(Dataset):
     """Around another dataset, or several: forwards ``set_epoch`` where one of them has it."""
 
@@ -335,8 +341,7 @@ class Wrapper(Dataset):
     def set_epoch(self, epoch: int) -> None:
         """Tell the datasets inside which epoch is read."""
         for inner in self._inside:
-            if hasattr(inner, "set_epoch"):
-                inner.set_epoch(epoch)
+            tell_epoch(inner, epoch)
 
     def _follow(self, batches: Batches, position: NextBatch, later: Batches) -> None:
         """See `follow`: tell the datasets inside, each with its own indices."""

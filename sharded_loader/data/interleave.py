@@ -57,7 +57,7 @@ from sharded_loader.base.entries import (
 from sharded_loader.base.imports import call_after_import
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
 from sharded_loader.data.columns import check_dataset
-from sharded_loader.data.datasets import ConcatDataset, Dataset, TransformDataset, View
+from sharded_loader.data.datasets import ConcatDataset, Dataset, TransformDataset, View, tell_epoch
 from sharded_loader.data.inspection import is_indexed, is_stateful, iterable_of, known_parts, takes_two, this_worker
 from sharded_loader.data.schedule import FAR, Plan, Schedule, changes_of
 from sharded_loader.randomness.shuffle import Bijections
@@ -188,7 +188,7 @@ def _checked_stop(stop: Any) -> Any:
 def _levels(dataset: Any) -> int:
     """How many mixtures lie within each other in a dataset."""
     own = isinstance(dataset, (InterleavedDataset, InterleavedIterable))
-    inside = dataset._datasets if isinstance(dataset, InterleavedIterable) else getattr(dataset, "_inside", ())
+    inside = getattr(dataset, "_inside", ())
     return own + max(map(_levels, inside), default=0)
 
 
@@ -348,8 +348,7 @@ class ShuffledDataset(InterleavedDataset):
     def set_epoch(self, epoch: int) -> None:
         """Read in the order of this epoch, and tell the datasets. A `ShardedDataLoader` counts the epochs itself."""
         self._epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
+        tell_epoch(self._dataset, epoch)
 
 
 def _is_coded(array: Any) -> bool:
@@ -585,7 +584,7 @@ class InterleavedIterable(InOrder):
     num_shards: int
 
     def __init__(self, datasets: Sequence[Any], schedule: Schedule | Plan, stop: str | int) -> None:
-        self._datasets = datasets
+        self._inside = self._datasets = datasets
         self._schedule = schedule
         self._stop = stop
         self._epoch: Any = 0
@@ -632,8 +631,7 @@ class InterleavedIterable(InOrder):
     def set_epoch(self, epoch: Any) -> None:
         """Pass the epoch on to the datasets. A position stays if it is in this epoch."""
         for dataset in self._datasets:
-            if hasattr(dataset, "set_epoch"):
-                dataset.set_epoch(epoch)
+            tell_epoch(dataset, epoch)
         if epoch != self._epoch:
             self._epoch, self._loaded, self._last = epoch, None, None
 

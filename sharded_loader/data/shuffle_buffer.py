@@ -26,6 +26,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import an, brief
 from sharded_loader.base.entries import dict_of, differing, entry, instance, integer, parsed, written
 from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.data.datasets import tell_epoch
 from sharded_loader.data.inspection import is_indexed, known_parts, this_worker
 from sharded_loader.data.interleave import BEGINNING, END, InOrder, Source, SourcePoint, check_source, is_divided
 from sharded_loader.randomness import rng
@@ -77,6 +78,7 @@ class ShuffleBuffer(InOrder):
 
     def __init__(self, dataset: Any, size: int, seed: int = 0) -> None:
         self._dataset = check_source(dataset, _NAME)
+        self._inside = (self._dataset,)
         self.size = check_int("size", size, 1, "give the number of samples in the buffer")
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer")
         self.epoch = 0
@@ -87,8 +89,7 @@ class ShuffleBuffer(InOrder):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iterator begin this epoch. The dataset is told, if it has ``set_epoch``."""
         self.epoch = epoch
-        if callable(tell := getattr(self._dataset, "set_epoch", None)):
-            tell(epoch)
+        tell_epoch(self._dataset, epoch)
 
     def __iter__(self) -> ShuffledIterator:
         return ShuffledIterator(self._dataset, self.size, self.seed, self.epoch)

@@ -5,11 +5,11 @@
     requests.drop()                         the loader itself was given an epoch
 
 Each object keeps its last call as ``epoch_request``, so several loaders may listen to one. Samplers of this library
-note each call. On a dataset, and on a sampler of another library, ``set_epoch`` is replaced, on that object alone, by a
-function that notes the call and passes it on. A loader's own calls go past that function; see
-`data.inspection.set_epoch_of`.
+note each call. On a dataset, on those inside it, and on a sampler of another library, ``set_epoch`` is replaced, on
+that object alone, by a function that notes the call and passes it on. Copies and pickles of the object have its own
+method. A loader's own calls go past that function; see `data.inspection.set_epoch_of`.
 
-What can go wrong: the calls on an object with ``__slots__`` cannot be noted.
+What can go wrong: an object with ``__slots__`` has no room for that. A warning says that its calls cannot be heard.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
+
+from sharded_loader.base.described import an
+from sharded_loader.base.notices import warn
+from sharded_loader.base.private import default_state
 
 
 class EpochRequest(NamedTuple):
@@ -51,17 +55,35 @@ def _notes_calls(sampler: Any) -> bool:
     """Whether the calls to ``set_epoch`` on a sampler are noted as its ``epoch_request``, from now on."""
     method = getattr(sampler, "set_epoch", None)
     if callable(method) and not getattr(method, "is_noted", False):
-        epoch = getattr(sampler, "epoch", None)
+        epoch, known = getattr(sampler, "epoch", None), getattr(sampler, "epoch_request", None) or EpochRequest(0, 0)
         # Of a method of its class not the bound one: a copy that is unpickled cannot be asked for it until it is whole.
         passed = None if getattr(method, "__self__", None) is sampler else method
         listener: Any = partial(_set_epoch, sampler, passed)
         listener.is_noted, listener.unnoted = True, partial(_pass_on, sampler, passed)
-        try:  # an epoch above 0 is a call that came before
-            sampler.epoch_request = note(epoch) if isinstance(epoch, int) and epoch > 0 else None
-            sampler.set_epoch = listener
-        except AttributeError:  # it has __slots__
+        try:  # another epoch than 0, or than that of the object that it is a copy of, is a call that came before
+            if isinstance(epoch, int) and not known.number and 0 < epoch != known.epoch:
+                known = note(epoch)
+            sampler.epoch_request = known if known.number else None
+            sampler.set_epoch, sampler.__getstate__ = listener, partial(_state_of, sampler, passed)
+        except (AttributeError, TypeError):
+            warn(
+                f"set_epoch of {an(type(sampler))} cannot be heard: the object takes no attributes, as with __slots__. "
+                "The loader counts the epochs by itself: to choose one, call set_epoch of the loader"
+            )
             return False
     return callable(method)
+
+
+def _state_of(sampler: Any, method: Callable[[int], Any] | None) -> Any:
+    """What a copy or a pickle has of an object whose calls are noted: its own method, and the epoch up to now."""
+    state = getattr(type(sampler), "__getstate__", default_state)(sampler)
+    parts = state if isinstance(state, tuple) else (state,)
+    if not (parts and isinstance(parts[0], dict) and "__getstate__" in parts[0]):  # the class says what its state is
+        return state
+    found = {name: value for name, value in parts[0].items() if name not in ("__getstate__", "set_epoch")}
+    found["epoch_request"] = sampler.epoch_request or EpochRequest(0, getattr(sampler, "epoch", 0))
+    found.update({} if method is None else {"set_epoch": method})
+    return (found, *parts[1:]) if isinstance(state, tuple) else found
 
 
 def _set_epoch(sampler: Any, method: Callable[[int], Any] | None, epoch: int) -> Any:
@@ -91,9 +113,12 @@ class EpochRequests:
         self._seen: list[tuple[Any, EpochRequest | None]] = []
 
     def listen(self, samplers: Iterable[Any]) -> None:
-        """Listen to these samplers from now on; calls on the others do not count any more."""
+        """Listen to these samplers, and to datasets inside, from now on. Calls on others do not count any more."""
         before = {id(sampler): request for sampler, request in self._seen}
-        self._seen = [(sampler, before.get(id(sampler))) for sampler in samplers if _notes_calls(sampler)]
+        found = list(samplers)
+        for one in found:  # it grows
+            found += getattr(one, "_inside", ()) if type(one).__module__.startswith("sharded_loader.data.") else ()
+        self._seen = [(sampler, before.get(id(sampler))) for sampler in found if _notes_calls(sampler)]
 
     def take(self) -> int | None:
         """The epoch of the latest call that is new; None if there is none."""

@@ -20,6 +20,7 @@ from torch.utils.data import DistributedSampler
 from sharded_loader import (
     ArrayDataset,
     BatchSampler,
+    ConcatDataset,
     FixedBucketSampler,
     InlinePool,
     LoaderClosedError,
@@ -27,7 +28,10 @@ from sharded_loader import (
     SequentialSampler,
     ShardedBatchSampler,
     ShardedDataLoader,
+    ShuffleBuffer,
+    SimpleDataset,
     ThreadPool,
+    interleave,
 )
 from sharded_loader.engine.pool import Pool
 
@@ -533,6 +537,44 @@ def test_set_epoch_of_the_dataset_is_heard(pool: Pool) -> None:
                 assert loader.epoch == epoch
             assert loader.peek().tolist()[0] == 100 * wanted
             assert sum(lists(loader), []) == [100 * wanted + i for i in range(12)]
+
+
+WRAPPED: dict[str, Any] = {
+    "transform": lambda inside: SimpleDataset(inside).transform(abs).take(12),
+    "concatenated": lambda inside: ConcatDataset([inside, range(4)]),
+    "mixture": lambda inside: interleave([inside, [0] * 12], weights=[1, 1], seed=1),
+    "stream": lambda inside: interleave([Flow(inside)]),
+    "buffer": lambda inside: ShuffleBuffer(Flow(inside), 2, seed=1),
+}
+
+
+class Flow:
+    """An iterable dataset that passes the epoch on."""
+
+    def __init__(self, inside: Any) -> None:
+        self.flows = inside
+
+    def __iter__(self) -> Any:
+        return (self.flows[i] for i in range(12))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.flows.set_epoch(epoch)
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_set_epoch_of_a_dataset_inside_another_is_heard(kind: str) -> None:
+    dataset = Told()
+    outside = WRAPPED[kind](dataset)
+    with ShardedDataLoader(outside, 4) as loader, ShardedDataLoader(dataset, 4) as other:
+        list(loader)
+        told = outside._inside[0] if kind in ("stream", "buffer") else dataset
+        told.set_epoch(5)
+        for epoch in (5, 6):
+            assert max(sum(lists(loader), [])) // 100 == epoch
+        outside.set_epoch(2)
+        assert max(sum(lists(loader), [])) // 100 == 2
+        if kind not in ("stream", "buffer"):  # there, `Flow` tells the dataset
+            assert other.epoch == 5  # the calls of another loader are not heard
 
 
 def test_where_there_is_one_dataset_it_can_be_in_one_epoch_only(pool: Pool) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
+import pytest
 from torch.utils.data import DistributedSampler
 
-from sharded_loader import RandomSampler
+from sharded_loader import LoaderWarning, RandomSampler
 from sharded_loader.engine.epoch_requests import EpochRequests
 
 
@@ -27,6 +31,19 @@ class Slotted:
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
+
+
+class Stateful(Foreign):
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Frozen:
+    epoch: int
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
 
 
 def listening(*samplers: Any) -> EpochRequests:
@@ -87,11 +104,37 @@ def test_to_listen_again_keeps_what_was_seen_and_forgets_the_others() -> None:
     assert requests.take() == 3
 
 
-def test_what_has_no_set_epoch_or_no_room_is_left_alone() -> None:
-    slotted = Slotted()
-    requests = listening([1, 2], range(3), slotted, object())
-    slotted.set_epoch(3)
-    assert requests.take() is None
+def test_what_has_no_set_epoch_is_left_alone_and_what_cannot_be_heard_is_told() -> None:
+    assert listening([1, 2], range(3), object()).take() is None
+    for slotted in (Slotted(), Frozen(0)):
+        with pytest.warns(LoaderWarning, match=r"set_epoch of a \w+ cannot be heard.*call set_epoch of the loader"):
+            listening(slotted)
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda one: pickle.loads(pickle.dumps(one)),
+    "cloudpickle": lambda one: cloudpickle.loads(cloudpickle.dumps(one)),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("kind", ["plain", "own state", "own method"])
+def test_a_copy_is_told_by_itself(kind: str, way: str) -> None:
+    one = Stateful() if kind == "own state" else Foreign()
+    if kind == "own method":
+        one.set_epoch = print  # type: ignore[method-assign]
+    requests = listening(one)
+    one.epoch = 2  # a loader has told it
+    other = COPIES[way](one)
+    assert listening(COPIES[way](one)).take() is None
+    other.set_epoch(5)
+    assert (one.epoch, requests.take()) == (2, None)
+    if kind != "own method":
+        assert other.epoch == 5 and listening(other).take() == 5
+    one.set_epoch(7)
+    assert requests.take() == 7 and other.epoch != 7
 
 
 def test_a_sampler_that_was_pickled_is_heard_too() -> None:

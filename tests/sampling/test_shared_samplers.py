@@ -21,6 +21,7 @@ from sharded_loader import (
     GroupedBatchSampler,
     GrowingBatchSampler,
     IntervalSampler,
+    LoaderWarning,
     PackSampler,
     RandomSampler,
     RepeatedSampler,
@@ -320,7 +321,8 @@ def test_a_sampler_that_nobody_can_listen_to_is_read_all_the_same() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter([self.epoch + index for index in range(4)])
 
-    loader = ShardedDataLoader(range(40), 4, sampler=Slots())
+    with pytest.warns(LoaderWarning, match="set_epoch of a Slots cannot be heard"):
+        loader = ShardedDataLoader(range(40), 4, sampler=Slots())
     loader.set_epoch(2)
     assert epochs(loader, 2) == [[[2, 3, 4, 5]], [[3, 4, 5, 6]]]
 
