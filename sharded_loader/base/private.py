@@ -326,9 +326,8 @@ def rebuilt_by_accelerate(function: str) -> bool:
     It builds one of ours if our class has taken the place of torch's.
     """
     theirs = getattr(sys.modules.get("accelerate.data_loader"), "DataLoader", None)
-    return called_by(function, "accelerate") is not None and getattr(theirs, "__module__", "torch.").startswith(
-        "torch."
-    )
+    is_torchs = getattr(theirs, "__module__", "torch.").startswith("torch.")
+    return is_torchs and called_by(function, "accelerate") is not None
 
 
 def refuse_skipping(loader: Any) -> None:
