@@ -34,15 +34,7 @@ from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, read_here
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
-from sharded_loader.drop_in.state import (
-    ADVICE,
-    LoaderState,
-    ResumePoint,
-    TorchSteps,
-    at_named_epoch,
-    check_length,
-    parts_of,
-)
+from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, TorchSteps, at_named_epoch, parts_of
 from sharded_loader.drop_in.workers import check_arguments, check_data, job_of, make_pool
 from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.messages import Job, OnError, Task
@@ -316,7 +308,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
             >>> [batch.tolist() for batch in loader] == second
             True
         """
-        self._prepared, self._epochs.next, self._named = None, epoch, epoch
+        self._prepared, self._named = None, epoch
         self._epochs.request(epoch)
         give_up_fetched([run for one in self._fetched if (run := one()) is not None], epoch)
         tell_epoch(self._index_sampler, epoch)
@@ -580,7 +572,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         kind = "_stream" if isinstance(self.dataset, IterableDataset) else "_sampler"
         state = parsed(LoaderState, state_dict, ADVICE)
         read_entry(state_dict, kind, anything, ADVICE)
-        check_length(state, length(self.dataset), self.sampler)
+        state.check_length(length(self.dataset), self.sampler)
         given = merged(self._given_skip, check_skip(skip))
         saved = read_entry({"_skip": (), **state_dict}, "_skip", steps_to_skip, ADVICE)
         self._check_skip(given)
@@ -607,17 +599,8 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         """The arguments. Workers and positions stay here."""
         if "_meter" not in self.__dict__:  # made by ``__new__`` alone
             return self.__dict__
-        gone = (
-            "_iterator",
-            "_resume_point",
-            "_prepared",
-            "_loaded",
-            "_rng_at_load",
-            "_job",
-            "_newest",
-            "_waiting",
-            "_following",
-        )
+        here = ("_iterator", "_prepared", "_newest", "_waiting", "_job")
+        gone = (*here, "_resume_point", "_loaded", "_rng_at_load", "_following")
         meter = Meter(self.dataset, Notices(), self.max_skipped)
         own = {"_meter": meter, "_tuner": self._tuner and tuned(meter), "_epochs": copy.copy(self._epochs)}
         return {**self.__dict__, **dict.fromkeys(gone), **own, "_memory": DeviceMemory(), "_fetched": []}

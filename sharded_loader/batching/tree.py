@@ -175,9 +175,8 @@ def rebuild(template: Any, parts: Sequence[Any]) -> Any:
         # A copy keeps what the constructor may not take back: a defaultdict's factory, own attributes.
         again = _copy(template)
         if isinstance(plain, dict):
-            again.update(
-                plain
-            )  # as torch does: a dict's calls no ``__setitem__`` of the user's, which may want samples
+            # As torch does: it calls no ``__setitem__`` of a user's dict, which may check its values.
+            again.update(plain)
         else:
             for position, part in enumerate(plain):
                 again[position] = part

@@ -290,12 +290,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         seed = of_sampler = None
         loaded_at, following = loader._rng_at_load, loader._following if state is None else state.next_draws
         self._following = following if state is not None and not state.finished else None
-        if (
-            following
-            and not self._following
-            and loaded_at is not None
-            and torch.equal(loaded_at, torch.get_rng_state())
-        ):
+        is_as_loaded = loaded_at is not None and torch.equal(loaded_at, torch.get_rng_state())
+        if following and not self._following and is_as_loaded:
             seed, of_sampler = following
         if self._start is not None and self._start.shuffle is not None:
             self._start.shuffle.expect(of_sampler)

@@ -171,8 +171,13 @@ class ShuffleSampler(RandomSampler):
         self._next = None  # it was drawn for an iterator that has read nothing
         self._expected = None if self._is_named else seed
 
-    def begin_state(self) -> dict[str, Any]:
-        """What decides the next epoch. If it has to draw a seed, it draws that now, once."""
+    def begin_state(self, before: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What decides the next epoch. If it has to draw a seed, it draws that now, once.
+
+        Args:
+            before: what this has returned for the same iterator. Others may have drawn since, or have begun.
+        """
+        self._next = (before or {}).get("next", self._next)
         if self.generator is not None and self.seed is None:
             now = self.generator.get_state().tolist()
             first = now if self._first is None else self._first
@@ -426,7 +431,7 @@ class SamplerStart:
             for sampler, epoch in zip(self._keep_epochs, self.state.epochs or (), strict=False):
                 sampler.set_epoch(epoch)
         elif self.shuffle is not None:
-            self.state.shuffle = self.shuffle.begin_state()
+            self.state.shuffle = self.shuffle.begin_state(self.state.shuffle)
 
     def first(self, items: Iterator[Any]) -> Iterator[Any]:
         """The same items. The sampler draws now what it draws for the first one."""

@@ -94,6 +94,22 @@ class LoaderState:
         """The number of the epoch that goes on from here."""
         return (self.epoch or 0) + self.finished
 
+    def check_length(self, now: int | None, sampler: Any) -> None:
+        """Reject a state from the middle of an epoch over a dataset that had another length.
+
+        New samples at the end of a dataset that is read in order come behind the others.
+        """
+        was, is_begun = self.length, self.sampler is not None and self.sampler.yielded and not self.finished
+        if not is_begun or now is None or was in (None, now) or (now > was and isinstance(sampler, SequentialSampler)):
+            return
+        what = f"read the epoch to its end from torch.utils.data.Subset(dataset, range({was}))"
+        if now < was:
+            what = f"samples {now} to {was - 1} are missing: give them back"
+        raise ValueError(
+            f"the state cannot be resumed: the dataset had {was} samples, and has {now}: {what}, or begin an epoch "
+            f"with all samples, without the state: set_epoch({(self.epoch or 0) + 1})"
+        )
+
 
 @dataclass
 class ResumePoint:
@@ -177,31 +193,6 @@ def _snapshot(position: Position, part: int) -> dict[str, Any]:
     dataset, items, *_ = point.state or (None, None)
     fetcher = {"dataset_iter_state": items, "fetcher_ended": point.ended}
     return {"dataset_state": dataset, "fetcher_state": fetcher}
-
-
-def check_length(state: LoaderState, now: int | None, sampler: Any) -> None:
-    """Reject a state from the middle of an epoch over a dataset that had another length.
-
-    New samples at the end of a dataset that is read in order come behind the others.
-    """
-    was, is_begun = state.length, state.sampler is not None and state.sampler.yielded and not state.finished
-    if (
-        not is_begun
-        or now is None
-        or was is None
-        or now == was
-        or (now > was and isinstance(sampler, SequentialSampler))
-    ):
-        return
-    what = (
-        f"samples {now} to {was - 1} are missing: give them back, or"
-        if now < was
-        else (f"read the epoch to its end from torch.utils.data.Subset(dataset, range({was})), or")
-    )
-    raise ValueError(
-        f"the state cannot be resumed: the dataset had {was} samples, and has {now}: {what} begin an epoch with all "
-        f"samples, without the state: set_epoch({(state.epoch or 0) + 1})"
-    )
 
 
 # -- epochs that go on from a state ------------------------------------------------------------------------------------

@@ -478,7 +478,6 @@ class Reader:
         if self._awaiter is not None:
             awaited = self._awaited(number, at)
         dataset: Any = self._dataset if awaited is None else awaited
-        tolerant = self._tolerant
         at.indices = indices = plain_indices(at.task.shards[number])
         at.items = items = iter(indices)
         at.drawn = None
@@ -487,7 +486,7 @@ class Reader:
         if at.measure is not None:
             at.is_alone = True
         samples: list[Any] = []
-        if not (notes or tolerant or stamps):
+        if not (notes or self._tolerant or stamps):
             samples = [dataset[index] for index in items]
             if not samples or type(samples[0]) not in AWAITED:
                 return samples
@@ -501,7 +500,7 @@ class Reader:
                         stamps.append(host_clock.now())
                 break
             except Exception as error:
-                if not tolerant or at.passes(error):
+                if not self._tolerant or at.passes(error):
                     raise
                 samples.append(self._in_place_of(index, error, at))
                 stamps += stamps[-1:]  # it is over, but has not been read
@@ -523,7 +522,7 @@ class Reader:
     def _make_batch(self, samples: Any, at: BatchScope) -> Any:
         at.board[SAMPLE] = IN_BATCHIFY
         task = at.task
-        at.set_index(OfBatch(task.seq if task.part is None else task.position, at.board[SHARD]))
+        at.set_index(OfBatch(task.key, at.board[SHARD]))
         at.misfit = ()
         began = 0.0 if at.measure is None else host_clock.now()
         try:

@@ -336,7 +336,7 @@ def check_one_epoch(reading: Iterable[int], epoch: int) -> None:
 
 def give_up_fetched(fetched: Iterable[Run], epoch: int) -> None:
     """The dataset goes to this epoch, and is shared by batches of `fetch` that were not received: others are errors."""
-    for run in list(fetched):
+    for run in fetched:
         if run.epoch.number != epoch and not run.ended and run.dead is None:
             run.failure = RuntimeError(
                 f"fetch: the batch of epoch {run.epoch.number} was not received before epoch {epoch} began. The "

@@ -456,4 +456,4 @@ def _checksum(path: Path) -> int:
 
 def _started() -> int:
     """When this machine was started, in steps of ten minutes: another number after each restart."""
-    return int(time.time() - host_clock.now()) // 600
+    return int(time.time() - time.monotonic()) // 600

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import math
 import os
 import random
 import re
@@ -40,7 +39,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from email.utils import parsedate_to_datetime
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Any, BinaryIO, TypeVar
 
 from sharded_loader.base.private import close_session, path_of
@@ -480,31 +479,41 @@ def is_pattern(url: str) -> bool:
 
 
 MOST_NAMES = 1_000_000
-"""That numbers in braces may mean: more are a mistake, and would fill the memory."""
+"""That braces may mean: more are a mistake, and would fill the memory."""
 
 
 def expanded(text: str) -> list[str]:
     """A text with each choice that its braces name.
 
+    Raises:
+        ValueError: they are more than `MOST_NAMES`.
+
     Example:
         >>> expanded("{train,test}-{08..10}.tar")[2:4], expanded("{a..e..2}{x}")
         (['train-10.tar', 'test-08.tar'], ['a{x}', 'c{x}', 'e{x}'])
     """
-    found = re.search(r"\{(?:((-?\d+)\.\.-?\d+|[a-z]\.\.[a-z]|[A-Z]\.\.[A-Z])(?:\.\.(-?\d+))?|([^{}]*,[^{}]*))\}", text)
-    if found is None:
-        return [text]
-    ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?\}", text)
-    if math.prod(1 + abs(int(a) - int(b)) // (abs(int(c or 1)) or 1) for a, b, c in ranges) > MOST_NAMES:
-        raise ValueError(f"the braces of {shown(text)} mean more than {MOST_NAMES:,} names: check their numbers")
-    choices = (found[4] or "").split(",")
-    if found[1]:
-        ends = found[1].split("..")
-        first, last = map(int if found[2] else ord, ends)
-        width = max(map(len, ends)) if any(re.match(r"-?0\d", end) for end in ends) else 0
-        step = (abs(int(found[3] or 1)) or 1) * (1 if first <= last else -1)
-        numbers = range(first, last + (1 if step > 0 else -1), step)
-        choices = [f"{number:0{width}}" if found[2] else chr(number) for number in numbers]
-    return [one for choice in choices for one in expanded(text[: found.start()] + choice + text[found.end() :])]
+    ends = r"(?:-?\d+\.\.-?\d+|[a-z]\.\.[a-z]|[A-Z]\.\.[A-Z])"
+    parts, names = re.split(rf"\{{({ends}(?:\.\.-?\d+)?|[^{{}}]*,[^{{}}]*)\}}", text), [""]
+    for number, text_or_braces in enumerate(parts):
+        choices = _choices(text_or_braces) if number % 2 else [text_or_braces]
+        if len(names) * len(choices) > MOST_NAMES:
+            raise ValueError(f"the braces of {shown(text)} mean more than {MOST_NAMES:,} names: check their numbers")
+        names = [name + choice for name in names for choice in choices]
+    if len(parts) == 1 or "{" not in "".join(parts[::2]):
+        return names
+    return [one for name in names for one in expanded(name)]
+
+
+def _choices(inside: str) -> list[str]:
+    """What is between two braces, as its choices; of too many, one more than are allowed."""
+    if "," in inside:
+        return inside.split(",")
+    first, last, step = f"{inside}..1".split("..")[:3]
+    is_number, by = first[-1].isdigit(), abs(int(step)) or 1
+    begin, end = map(int if is_number else ord, (first, last))
+    numbers = (range(begin, end + 1, by) if begin <= end else range(begin, end - 1, -by))[: MOST_NAMES + 1]
+    width = max(map(len, (first, last))) if re.match(r"-?0\d", first) or re.match(r"-?0\d", last) else 0
+    return [f"{number:0{width}}" if is_number else chr(number) for number in numbers]
 
 
 def pieces_of(size: int, piece: int | None = None) -> int:
@@ -565,8 +574,8 @@ def _url_like(pattern: str, inside: str, system: Any, path: str) -> str:
     """A path that a file system has named, as a URL of the pattern's kind; ``inside``: the pattern as a path there."""
     if "://" not in pattern or "://" in path:
         return path
-    pairs = zip(pattern[::-1], inside[::-1], strict=False)
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))  # before it: a host, which paths lack
+    # Before what is the same there is a host, which paths lack.
+    same = len(os.path.commonprefix([pattern[::-1], inside[::-1]]))  # noqa: RUF071  # by letters
     begin = inside[: len(inside) - same]
     if same and path.startswith(begin):
         return pattern[: len(pattern) - same] + path[len(begin) :]

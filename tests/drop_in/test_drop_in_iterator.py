@@ -15,6 +15,7 @@ import multiprocess
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader as TorchLoader
 from conftest import METHODS, SPAWNED, _processes, here, remains
 from drop_in_samples import Shared, Squares, Uneven, assert_same, flat, plain
 from failures import Boom, boom
@@ -160,6 +161,32 @@ def test_persistent_workers_begin_again_in_the_middle_of_an_epoch(dataset: Any) 
         batches = iter(loader)
         assert [next(batches).tolist() for _ in range(count)] == expected[:count]
     assert plain(loader) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_two_iterators_that_are_made_before_they_are_read_have_the_orders_of_torchs(workers: int) -> None:
+    found = []
+    for kind in (TorchLoader, DataLoader):
+        torch.manual_seed(0)
+        loader: Any = kind(range(6), 3, shuffle=True, num_workers=workers)
+        pairs = [(one.tolist(), other.tolist()) for one, other in zip(loader, loader, strict=True)]
+        late, early = iter(loader), iter(loader)
+        rest = [[batch.tolist() for batch in batches] for batches in (early, late, loader)]
+        found.append((pairs, rest, torch.rand(1)))
+    assert found[0] == found[1]
+
+
+def test_a_state_of_the_iterator_that_is_read_second_goes_on_with_its_order() -> None:
+    loader: Any = DataLoader(range(6), 2, shuffle=True, num_workers=1)
+    second, first = iter(loader), iter(loader)
+    next(first)
+    seen = next(second).tolist()
+    state = loader.state_dict()
+    other: Any = DataLoader(range(6), 2, shuffle=True)
+    other.load_state_dict(state)
+    rest = [batch.tolist() for batch in other]
+    assert rest == [batch.tolist() for batch in second]
+    assert sorted(sum(rest, seen)) == list(range(6))
 
 
 def test_an_iterator_cannot_be_pickled_as_torchs_cannot() -> None:

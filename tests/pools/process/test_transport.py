@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import gc
+import itertools
 import os
 import signal
 import sys
@@ -12,11 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import multiprocess
+import psutil
 import pytest
 
 from sharded_loader import WorkerDiedError
 from sharded_loader.engine.board import IDLE, RUN, SAMPLE, SEQ, SHARD
 from sharded_loader.engine.messages import Job, NewJob, Task
+from sharded_loader.pools.process import template
 from sharded_loader.pools.process import transport as transport_module
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
 from sharded_loader.pools.supervisor import Supervisor
@@ -115,6 +120,76 @@ def test_what_is_opened_is_opened_once_and_closed_once() -> None:
     assert open_descriptors() == before
     owner.open()
     owner.close()
+    assert open_descriptors() == before
+
+
+STEPS = {
+    "before the template forks": (template.Template, "fork", True),
+    "when it was asked": (template.Template, "_receive", True),
+    "when it has forked": (template.Template, "fork", False),
+    "before the process is known": (transport_module, "open_pidfd", True),
+    "when it is known": (transport_module, "open_pidfd", False),
+    "before the board": (transport_module, "board_in", True),
+    "before the lifeline": (transport_module.Lifeline, "tie", True),
+    "behind the lifeline": (transport_module.Lifeline, "tie", False),
+}
+
+
+def fail() -> None:
+    raise MemoryError("in the middle of a launch")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts what is under /proc")
+@pytest.mark.filterwarnings("ignore:the process that workers are forked from:RuntimeWarning")
+@pytest.mark.parametrize(
+    "step, event",
+    [
+        *itertools.product(STEPS, ["closed", "template killed"]),
+        *itertools.product(["before the template forks", "before the board", "before the lifeline"], ["no memory"]),
+    ],
+)
+def test_whatever_happens_in_a_launch_it_leaves_nothing(step: str, event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, children = open_descriptors(), set(psutil.Process().children())
+    owner = ProcessTransport(2, "fork", None)
+    supervisor = Supervisor(owner, 2, None)
+    supervisor.start(NEW_JOB)
+    owner.make_template(NEW_JOB)
+    made = owner.template
+    assert made is not None
+    kill(owner.workers[1])
+    where, name, is_before = STEPS[step]
+    happen = {"closed": supervisor.close, "template killed": made._process.kill, "no memory": fail}[event]
+    known, happened = getattr(where, name), []
+
+    def strike(*args: Any) -> Any:
+        done = None if is_before else known(*args)
+        if not happened:
+            happened.append(name)
+            happen()
+        return known(*args) if is_before else done
+
+    monkeypatch.setattr(where, name, strike)
+    with contextlib.suppress(*{"closed": (Exception,), "no memory": (MemoryError,)}.get(event, ())):
+        supervisor.replace(owner.workers[1])
+    assert happened
+    if event == "template killed":
+        assert [one.is_alive() for one in owner.workers] == [True, True]
+    supervisor.close()  # as at the end of the step
+    gc.collect()  # boards are mapped until then
+    assert (open_descriptors(), set(psutil.Process().children()) - children) == (before, set())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts what is under /proc")
+def test_a_process_that_cannot_be_forked_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise BlockingIOError(errno.EAGAIN, "too many processes")
+
+    before, owner = open_descriptors(), ProcessTransport(2, "fork", None)
+    monkeypatch.setattr(os, "fork", fork)
+    with pytest.warns(RuntimeWarning, match="too many processes"):
+        owner.make_template(NEW_JOB)
+    with pytest.raises(BlockingIOError):
+        Supervisor(owner, 2, None).start(NEW_JOB)
     assert open_descriptors() == before
 
 
