@@ -170,7 +170,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._requests.listen([dataset] if persistent_workers else [])
         self._fetched: list[weakref.ref[Run]] = []  # they read the dataset that has set_epoch here
         self._newest: weakref.ref[LoaderIterator] | None = None
-        self._waiting: weakref.ref[LoaderIterator] | None = None  # the newest one that has read nothing
+        self._waiting: LoaderIterator | None = None  # the newest one that has read nothing
         self._given_skip = check_skip(skip)
         self.skip = list(self._given_skip)
         self._steps = StepCount(None)
@@ -308,7 +308,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
             >>> [batch.tolist() for batch in loader] == second
             True
         """
-        self._prepared, self._named = None, epoch
+        self._prepared, self._waiting, self._named = None, None, epoch
         self._epochs.request(epoch)
         give_up_fetched([run for one in self._fetched if (run := one()) is not None], epoch)
         tell_epoch(self._index_sampler, epoch)
@@ -537,7 +537,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         """
         if self._loaded is not None:
             return self._with_skip(copy.deepcopy(self._loaded))
-        point, waiting = self._resume_point, None if self._waiting is None else self._waiting()
+        point, waiting = self._resume_point, self._waiting
         if waiting is not None and (point is None or point.finished):
             self._prepared = waiting  # its epoch is the one that comes
         elif point is None:
@@ -583,7 +583,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._given_skip, self.skip = given, list(merged(given, saved))
         self._loaded = copy.deepcopy(dict(state_dict))
         self._rng_at_load = torch.get_rng_state()
-        self._prepared = None
+        self._prepared = self._waiting = None
         # `set_epoch` after this decides, as it would have at the end of an epoch.
         self._epochs.next, self._epochs.requested = state.epoch_to_begin, None
         if isinstance(self.sampler, ShuffleSampler):

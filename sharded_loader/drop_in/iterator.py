@@ -28,6 +28,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.imports import leave_alone
+from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.batching.tree import TensorBatch, to_torch
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.devices.names import accelerators, find_devices
@@ -192,8 +193,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._number = next(_numbers)
         self._unread: set[int] = set()  # parts that had ended in a loaded state: no worker has read them
         self._fetched: weakref.WeakSet[BatchFuture[Any]] = weakref.WeakSet()
-        self._loaded = loader._loaded
         self._begin(loader, state, self._sampler_iter if loader.num_workers == 0 else None)
+        self._loaded = loader._loaded
         if drawn is not None:  # what this iterator has drawn changes nothing for others that begin at this state
             loader._rng_at_load = torch.get_rng_state()
 
@@ -280,7 +281,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if loader.num_workers == 0:
             self._prime(epoch, is_new=state is None or finished)
         # Until the first `next` the loader is what it was: an iterator that reads nothing changes nothing.
-        self._owner, self._requests, loader._waiting = loader, loader._epochs.requests, weakref.ref(self)
+        self._owner, self._requests, loader._waiting = loader, loader._epochs.requests, self
 
     def _drawn_before(self, loader: DataLoader[Any], state: LoaderState | None) -> int | None:
         """The seed that the next epoch would have drawn when a state of an epoch's end was saved; None: it draws now.
@@ -304,6 +305,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def _make_again(self, loader: DataLoader[Any]) -> None:
         """Begin where an iterator would begin that is made now."""
+        self._loaded = self  # no state of the loader: if this is interrupted, the next `next` does it again
         self._shutdown_workers()
         self._closer()
         self.__init__(loader, loader._state_to_begin())  # type: ignore[misc]
@@ -319,12 +321,13 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._start = _start_of(loader, None)
             self._begin(loader, None, None)
         epochs, number = loader._epochs, self.resume_point.epoch.number
-        epochs.next, epochs.requested, self._owner = number + 1, None, None
-        loader._following = self._following
-        loader._loaded = self._loaded = loader._waiting = None
-        loader._newest, loader._job, loader._resume_point = weakref.ref(self), self._job, self.resume_point
-        if loader._prepared is self:
-            loader._prepared = None
+        with uninterrupted():
+            epochs.next, epochs.requested, self._owner = number + 1, None, None
+            loader._following = self._following
+            loader._loaded = self._loaded = loader._waiting = None
+            loader._newest, loader._job, loader._resume_point = weakref.ref(self), self._job, self.resume_point
+            if loader._prepared is self:
+                loader._prepared = None
 
     def _sampler_epoch(self, start: SamplerStart, state: SamplerState | None, items: Any, skips: Any) -> TorchEpoch:
         """An epoch of map-style data.

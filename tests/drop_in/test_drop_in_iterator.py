@@ -15,11 +15,11 @@ import multiprocess
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader as TorchLoader
 from conftest import METHODS, SPAWNED, _processes, here, remains
 from drop_in_samples import Shared, Squares, Uneven, assert_same, flat, plain
 from failures import Boom, boom
 from samples import Bad, Draws, Filled
+from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from sharded_loader.drop_in.iterator import AsCollated, LoaderIterator
