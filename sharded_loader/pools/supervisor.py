@@ -103,7 +103,14 @@ class Transport(ABC, Generic[W]):
         """Launch those that are lacking."""
         while len(self.workers) < self.num_workers:
             with uninterrupted():
-                self.workers.append(self.launch(len(self.workers), new))
+                self.launch_as(len(self.workers), new)
+
+    def launch_as(self, number: int, new: NewJob) -> None:
+        """Launch the worker of this number, and put it into the list.
+
+        If another thread has closed the transport meanwhile, that is its new list, which the end of the step closes.
+        """
+        self.workers[number : number + 1] = [self.launch(number, new)]
 
     @abstractmethod
     def launch(self, number: int, new: NewJob) -> W:
@@ -243,7 +250,7 @@ class Supervisor(Generic[W]):
         """Another worker takes the number of one that lives."""
         assert self.new is not None  # its workers run
         with uninterrupted():
-            self._transport.workers[worker.number] = self._transport.launch(worker.number, self.new)
+            self._transport.launch_as(worker.number, self.new)
             self._retire(worker)
 
     def _retire(self, worker: W) -> None:
@@ -254,9 +261,11 @@ class Supervisor(Generic[W]):
 
     def cancel(self, run: int) -> None:
         """Drop the tasks of a run that have not begun."""
-        self._cancelled.add(run)
         self.requeued = deque(task for task in self.requeued if task.run != run)
-        for worker in (*self._transport.workers, *self._transport.leaving):
+        workers = [*self._transport.workers, *self._transport.leaving]
+        self._cancelled |= {run}
+        self._cancelled &= {task.run for worker in workers for task in worker.tasks.values()}
+        for worker in workers:
             if any(task.run == run for task in worker.tasks.values()):
                 self._transport.send_cancel(worker, run)
 
@@ -283,9 +292,10 @@ class Supervisor(Generic[W]):
         is_leaving = worker in transport.leaving
         if not is_leaving and worker not in transport.workers:
             return []
-        assert self.new is not None  # its workers run
         with uninterrupted():
             death = transport.last_words(worker, error)
+        if self.new is None:
+            return []  # a signal handler, or another thread, has closed the pool
         results: list[Result] = []
         if death.is_of_machine or (is_leaving and not worker.tasks):
             pass
@@ -304,7 +314,7 @@ class Supervisor(Generic[W]):
             if is_leaving:
                 transport.leaving.remove(worker)
             else:
-                transport.workers[worker.number] = transport.launch(worker.number, self.new)
+                transport.launch_as(worker.number, self.new)
             self.take_back(worker.tasks.values())
         if not is_leaving:
             self.notices.happened("replaced_workers", f"{death.fate}. Another worker has its place")

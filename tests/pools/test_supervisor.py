@@ -133,6 +133,32 @@ def test_the_tasks_of_a_dead_worker_wait_in_front_of_newer_ones_and_not_if_they_
     assert ("cancel", 0, 1) in pool.transport.said and ("cancel", 1, 1) not in pool.transport.said
 
 
+def test_a_cancelled_run_is_forgotten_when_no_worker_has_its_tasks() -> None:
+    pool = Pool()
+    for run in range(5):
+        pool.give(0, task(0, run))
+        pool.supervisor.cancel(run)
+        if run != 1:  # its worker has not answered
+            pool.transport.workers[0].tasks.clear()
+            pool.give(0, task(0, 1))
+    assert pool.supervisor._cancelled == {1, 4}  # the last one until another one is cancelled
+    pool.kill(0)
+    assert pool.requeued == []
+
+
+def test_a_worker_that_is_launched_while_the_pool_is_closed_is_in_the_list_that_is_closed_next() -> None:
+    pool = Pool()
+    launch = pool.transport.launch
+
+    def launch_while_another_thread_closes(number: int, new: NewJob) -> Pretended:
+        pool.supervisor.close()
+        return launch(number, new)
+
+    pool.transport.launch = launch_while_another_thread_closes  # type: ignore[method-assign]
+    pool.kill(1)
+    assert numbers_and_pids(pool.transport.workers) == [(1, 103)]
+
+
 def test_a_batch_that_kills_too_many_workers_is_given_up_and_its_sample_named() -> None:
     pool = Pool(restarts=2)
     pool.give(0, task(3), task(4), board=reading(3))

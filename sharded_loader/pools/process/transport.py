@@ -318,19 +318,23 @@ class ProcessTransport(Transport[ProcessWorker]):
         else:
             process, link = self._start_process(number, new, directly=True)
         worker = ProcessWorker(number, process, link)
-        if row >= 0:
-            board, worker.row = self.boards[row // ROWS], row
-            worker.board = board_in(board.mapping, row % ROWS)
-            worker.board[SAMPLE] = IDLE
-            link.send_segment(board, BOARD, row % ROWS)
-        if self.lifeline is not None:
-            self.lifeline.tie(process, link)
-        # A forked worker has its job, but begins when a message tells it to. It has then taken the lifeline, which
-        # comes before, and ends with the main process even if the user's code holds the GIL from its first line on.
-        if self.start_method == "fork":
-            link.send(pack_head(JOB))
-        elif self._is_up:
-            self._send_job(link)
+        with contextlib.ExitStack() as undo:  # another thread may close the transport in the middle of this
+            undo.callback(worker.release)
+            undo.callback(link.close)
+            if row >= 0:
+                board, worker.row = self.boards[row // ROWS], row
+                worker.board = board_in(board.mapping, row % ROWS)
+                worker.board[SAMPLE] = IDLE
+                link.send_segment(board, BOARD, row % ROWS)
+            if self.lifeline is not None:
+                self.lifeline.tie(process, link)
+            # A forked worker has its job, but begins when a message tells it to. It has then taken the lifeline, which
+            # comes before: it ends with the main process even if the user's code holds the GIL from its first line on.
+            if self.start_method == "fork":
+                link.send(pack_head(JOB))
+            elif self._is_up:
+                self._send_job(link)
+            undo.pop_all()
         return worker
 
     def _start_process(self, number: int, new: NewJob, *, directly: bool = False) -> tuple[Any, Link]:
@@ -496,7 +500,8 @@ class ProcessTransport(Transport[ProcessWorker]):
 
     def stop_workers(self) -> None:
         """End the workers, after `BUSY_GRACE` or `CLOSING_GRACE` by SIGKILL."""
-        workers, self.workers, self.leaving = [*self.workers, *self.leaving], [], []
+        workers, self.workers, leaving, self.leaving = self.workers, [], self.leaving, []
+        workers += leaving
         self.poller = None
         self._is_up = False
         ended, self.template = self.template, None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import itertools
 import os
 import signal
 import sys
@@ -12,12 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import multiprocess
+import psutil
 import pytest
 
 from sharded_loader import WorkerDiedError
 from sharded_loader.engine.board import IDLE, RUN, SAMPLE, SEQ, SHARD
 from sharded_loader.engine.messages import Job, NewJob, Task
+from sharded_loader.pools.process import template
 from sharded_loader.pools.process import transport as transport_module
+from sharded_loader.pools.process.lifeline import Lifeline
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
 from sharded_loader.pools.supervisor import Supervisor
 
@@ -116,6 +121,62 @@ def test_what_is_opened_is_opened_once_and_closed_once() -> None:
     owner.open()
     owner.close()
     assert open_descriptors() == before
+
+
+STEPS = {
+    "before the template forks": (template.Template, "fork", True),
+    "when it was asked": (template.Template, "_receive", True),
+    "when it has forked": (template.Template, "fork", False),
+    "before the process is known": (transport_module, "open_pidfd", True),
+    "when it is known": (transport_module, "open_pidfd", False),
+    "before the board": (transport_module, "board_in", True),
+    "before the lifeline": (Lifeline, "tie", True),
+    "behind the lifeline": (Lifeline, "tie", False),
+}
+
+
+def fail() -> None:
+    raise MemoryError("in the middle of a launch")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts what is under /proc")
+@pytest.mark.filterwarnings("ignore:the process that workers are forked from:RuntimeWarning")
+@pytest.mark.parametrize(
+    "step, event",
+    [
+        *itertools.product(STEPS, ["closed", "template killed"]),
+        *itertools.product(["before the template forks", "before the board", "before the lifeline"], ["no memory"]),
+    ],
+)
+def test_whatever_happens_in_a_launch_it_leaves_nothing(step: str, event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, children = open_descriptors(), set(psutil.Process().children())
+    owner = ProcessTransport(2, "fork", None)
+    supervisor = Supervisor(owner, 2, None)
+    supervisor.start(NEW_JOB)
+    owner.make_template(NEW_JOB)
+    made = owner.template
+    assert made is not None
+    kill(owner.workers[1])
+    where, name, is_before = STEPS[step]
+    happen = {"closed": supervisor.close, "template killed": made._process.kill, "no memory": fail}[event]
+    known, happened = getattr(where, name), list[str]()
+
+    def strike(*args: Any) -> Any:
+        done = None if is_before else known(*args)
+        if not happened:
+            happened.append(name)
+            happen()
+        return known(*args) if is_before else done
+
+    monkeypatch.setattr(where, name, strike)
+    with contextlib.suppress(*{"closed": (Exception,), "no memory": (MemoryError,)}.get(event, ())):
+        supervisor.replace(owner.workers[1])
+    assert happened
+    if event == "template killed":
+        assert [one.is_alive() for one in owner.workers] == [True, True]
+    supervisor.close()  # as at the end of the step
+    gc.collect()  # boards are mapped until then
+    assert (open_descriptors(), set(psutil.Process().children()) - children) == (before, set())
 
 
 def test_what_a_worker_that_was_left_behind_may_write_to_is_not_used_again() -> None:
