@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import ctypes
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 try:
@@ -88,10 +89,20 @@ def fork_quietly(popen: Any, started: Any) -> None:
     """
     from multiprocess import popen_fork
 
-    launch = popen_fork.Popen._launch
+    launch, made = popen_fork.Popen._launch, list[int]()
+
+    def pipe() -> list[int]:
+        made.extend(os.pipe())
+        return made[-2:]
+
     if isinstance(launch, FunctionType):
-        launch = FunctionType(launch.__code__, {**vars(popen_fork), "__name__": None}, closure=launch.__closure__)
-    launch(popen, started)
+        names = {**vars(popen_fork), "__name__": None, "os": SimpleNamespace(**{**vars(os), "pipe": pipe})}
+        launch = FunctionType(launch.__code__, names, closure=launch.__closure__)
+    try:
+        launch(popen, started)
+    except OSError:  # no process, or no descriptors: `multiprocess` leaves its pipes open
+        popen_fork.util.close_fds(*made)
+        raise
 
 
 def forget_child(started: Any) -> None:

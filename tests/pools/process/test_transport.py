@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import itertools
 import os
@@ -177,6 +178,20 @@ def test_whatever_happens_in_a_launch_it_leaves_nothing(step: str, event: str, m
     supervisor.close()  # as at the end of the step
     gc.collect()  # boards are mapped until then
     assert (open_descriptors(), set(psutil.Process().children()) - children) == (before, set())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts what is under /proc")
+def test_a_process_that_cannot_be_forked_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise BlockingIOError(errno.EAGAIN, "too many processes")
+
+    before, owner = open_descriptors(), ProcessTransport(2, "fork", None)
+    monkeypatch.setattr(os, "fork", fork)
+    with pytest.warns(RuntimeWarning, match="too many processes"):
+        owner.make_template(NEW_JOB)
+    with pytest.raises(BlockingIOError):
+        Supervisor(owner, 2, None).start(NEW_JOB)
+    assert open_descriptors() == before
 
 
 def test_what_a_worker_that_was_left_behind_may_write_to_is_not_used_again() -> None:
