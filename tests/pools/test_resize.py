@@ -212,6 +212,26 @@ class Waits:
         return index
 
 
+@pytest.mark.parametrize("method", PROCESS_POOLS)
+def test_numbers_that_change_faster_than_workers_start_leave_few_of_them(method: str) -> None:
+    with loader_over(range(SAMPLES), make_pool(method, 1)) as loader:
+        batches = iter(loader)
+        next(batches)
+        pool: Any = loader.pool
+        pool.resize(3)
+        pool.adopt()
+        started = pool.workers[1:]
+        for number in [1, 3] * 20:
+            for worker in started:  # as if none of them could start
+                worker.ready = False
+            pool.resize(number)
+            pool.adopt()
+        assert (pool.num_workers, pool.wanted, pool._transport.leaving) == (1, 3, started[::-1])
+        for worker in started:
+            worker.ready = True
+        assert len(list(batches)) == SAMPLES // 4 - 1 and pool.num_workers == 3
+
+
 def test_while_next_waits_another_thread_may_change_the_number() -> None:
     data = Waits()
     with ShardedDataLoader(data, 1, pool=ThreadPool(1)) as loader:

@@ -190,6 +190,11 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             warn_of_workers(num_workers)
         super().resize(num_workers)
 
+    def adopt(self) -> None:
+        # One change at a time: a program that changes its mind faster than workers start would have hundreds of them.
+        if all(worker.ready for worker in self._transport.leaving):
+            super().adopt()
+
     def _have(self, num_workers: int) -> None:
         if self.start_method == "fork" and self.num_workers == 1 < num_workers and (job := self._supervisor.job):
             warn_of_open_file(job.dataset, "forked processes")

@@ -23,6 +23,7 @@ from sharded_loader.engine.board import IDLE, RUN, SAMPLE, SEQ, SHARD
 from sharded_loader.engine.messages import Job, NewJob, Task
 from sharded_loader.pools.process import template
 from sharded_loader.pools.process import transport as transport_module
+from sharded_loader.pools.process.lifeline import Lifeline
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
 from sharded_loader.pools.supervisor import Supervisor
 
@@ -130,8 +131,8 @@ STEPS = {
     "before the process is known": (transport_module, "open_pidfd", True),
     "when it is known": (transport_module, "open_pidfd", False),
     "before the board": (transport_module, "board_in", True),
-    "before the lifeline": (transport_module.Lifeline, "tie", True),
-    "behind the lifeline": (transport_module.Lifeline, "tie", False),
+    "before the lifeline": (Lifeline, "tie", True),
+    "behind the lifeline": (Lifeline, "tie", False),
 }
 
 
@@ -159,7 +160,7 @@ def test_whatever_happens_in_a_launch_it_leaves_nothing(step: str, event: str, m
     kill(owner.workers[1])
     where, name, is_before = STEPS[step]
     happen = {"closed": supervisor.close, "template killed": made._process.kill, "no memory": fail}[event]
-    known, happened = getattr(where, name), []
+    known, happened = getattr(where, name), list[str]()
 
     def strike(*args: Any) -> Any:
         done = None if is_before else known(*args)
