@@ -30,7 +30,7 @@ from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import counted_by_fabric, rebuilt_by_accelerate, refuse_skipping
 from sharded_loader.data.columns import as_dataset
-from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
+from sharded_loader.data.inspection import fingerprint_of, told_in, warn_of_other_data
 from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, read_here
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
@@ -167,7 +167,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._epochs = EpochCount()
         self._named: int | None = None  # the epoch of the last `set_epoch`
         self._requests = EpochRequests()  # of the dataset: workers that live on have copies of it
-        self._requests.listen([dataset] if persistent_workers else [])
+        self._requests.listen([dataset, *told_in(dataset)] if persistent_workers else [])
         self._fetched: list[weakref.ref[Run]] = []  # they read the dataset that has set_epoch here
         self._newest: weakref.ref[LoaderIterator] | None = None
         self._waiting: LoaderIterator | None = None  # the newest one that has read nothing

@@ -39,7 +39,7 @@ import threading
 import types
 import warnings
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from os import PathLike
@@ -163,6 +163,16 @@ def set_epoch_of(dataset: Any) -> Any:
     """The dataset's ``set_epoch`` for calls by a loader, which no loader takes for the user's; None: it has none."""
     method = getattr(dataset, "set_epoch", None)
     return getattr(method, "unnoted", method)
+
+
+def told_in(dataset: Any, depth: int = 3) -> Iterator[Any]:
+    """The datasets with ``set_epoch`` that a dataset holds in its attributes, or in lists there."""
+    for value in getattr(dataset, "__dict__", {}).values() if depth else ():
+        for one in islice(value, 100) if isinstance(value, list | tuple) else [value]:
+            if hasattr(type(one), "set_epoch"):
+                yield one
+            if hasattr(type(one), "__getitem__") or hasattr(type(one), "__iter__"):
+                yield from told_in(one, depth - 1)
 
 
 def takes_two(function: Callable[..., Any]) -> bool:

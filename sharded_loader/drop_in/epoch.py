@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler
 
 from sharded_loader.base.entries import written
 from sharded_loader.batching.pack import Packed
-from sharded_loader.drop_in.sampler import BegunEpoch, SamplerStart, SamplerState, raising
+from sharded_loader.drop_in.sampler import BegunEpoch, SamplerStart, SamplerState, keep_epochs, raising
 from sharded_loader.engine.messages import NOTHING, Nothing, PartBatch, PartPoint, Result, Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
 from sharded_loader.sampling.foreign import ForeignItems, known_length, rank_of
@@ -136,9 +136,9 @@ class TorchEpoch(Epoch):
                 self._planned[self._coming] = _Planned(number, item, lane, self._turns[lane], left_out)
                 self._turns[lane] += not left_out
                 self._coming += 1
-            # Some samplers draw, or count, at their end. A loop that never asks for a batch after the last one, and a
-            # resumed loop that has to, go on alike.
-            if self._drawn == self._length and items.stateful is None:
+            # Some samplers draw at their end. A loop that never asks for a batch after the last one, and a resumed loop
+            # that has to, go on alike. Trainers name the epochs of others, and read them in between.
+            if self._is_at_end and not keep_epochs(self._start.sampler):
                 try:
                     self._ended = items.is_over()
                 except Exception as error:  # it is the one of the next batch
@@ -147,7 +147,12 @@ class TorchEpoch(Epoch):
 
     def ends_after(self, delivered: int) -> bool:
         """Whether no batch is left after ``delivered`` ones, as far as the sampler was read."""
-        return self._ended and delivered == self._coming
+        return (self._ended or self._is_at_end) and delivered == self._coming
+
+    @property
+    def _is_at_end(self) -> bool:
+        """Whether the sampler has yielded as many items as it has. It may not know it, if it has a state."""
+        return self._items is not None and self._items.stateful is None and self._drawn == self._length
 
     def begin(self) -> None:
         """Start the sampler, unless it has started: it draws now what it draws for its first item."""
@@ -215,7 +220,8 @@ class TorchEpoch(Epoch):
 
     def discarded(self) -> tuple[int, str]:
         one = self._start.sampler
-        cuts = isinstance(one, BatchSampler) and one.drop_last and self._ended
+        # A subclass yields what it likes, and may have none of these attributes.
+        cuts = type(one) is BatchSampler and one.drop_last and self._ended
         return ((known_length(one.sampler, 0) or 0) % one.batch_size if cuts else 0), ""
 
     def points_after(self, delivered: int) -> dict[int, PartPoint]:

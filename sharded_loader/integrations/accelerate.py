@@ -9,8 +9,8 @@ shares them out (``even_batches``, ``split_batches``). While it is iterated over
 ends, so the last gradient accumulation step is complete and ``gather_for_metrics`` drops what was filled up.
 ``accelerator.save_state`` and ``load_state`` keep the position, exactly.
 
-The ranks get the same seed, from rank 0. Each rank reads all of iterable data and keeps its share, as its end is not
-known beforehand. What can go wrong: a loader that has been iterated over already, or that deals samples to
+The ranks get the same seed, from rank 0. Each rank reads all of iterable data and keeps its share: it is not known
+beforehand where it ends. What can go wrong: a loader that has been iterated over already, or that deals samples to
 ranks itself.
 """
 

@@ -27,7 +27,14 @@ from drop_in_samples import (
     plain,
     some,
 )
-from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from sharded_loader import RandomSampler as RandomSamplerOfEpochs
 from sharded_loader import interleave, sample_rng
@@ -600,6 +607,27 @@ def test_a_loop_that_stops_at_the_last_batch_goes_on_alike_after_a_resume(kind: 
     resumed.load_state_dict(state)
     assert plain(resumed) == []
     assert some(iter(resumed), len(resumed)) == expected
+
+
+def test_a_sampler_with_set_epoch_counts_when_its_end_is_asked_for() -> None:
+    """As Accelerate's ``SeedableRandomSampler``, whose epoch trainers read and name."""
+
+    class Counts(SequentialSampler):
+        epoch = 3
+
+        def __iter__(self) -> Iterator[int]:
+            yield from super().__iter__()
+            self.set_epoch(self.epoch + 1)
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    loader = DataLoader(range(4), 2, sampler=(sampler := Counts(range(4))))
+    batches = iter(loader)
+    some(batches, 2)
+    assert sampler.epoch == 3
+    assert loader.state_dict()["_next"] is not None  # the seed of the next epoch is known already
+    assert next(batches, None) is None and sampler.epoch == 4
 
 
 def test_an_error_at_the_end_of_a_sampler_comes_after_the_last_batch() -> None:

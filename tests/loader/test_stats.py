@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import BatchSampler
 
 from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, WorkerTimeoutError
 from sharded_loader.engine.messages import Result, Times
@@ -417,3 +419,23 @@ def test_what_discard_leaves_out_of_an_epoch_is_counted(ranks: int) -> None:
     for loader in (ShardedDataLoader(range(3), 4, drop_last=True), DataLoader(range(3), 4, drop_last=True)):
         assert list(loader) == []
         assert loader.stats().discarded_samples == 3
+
+
+def test_of_the_users_batch_sampler_nothing_is_counted_as_discarded() -> None:
+    class Rest(BatchSampler):
+        """As Accelerate's ``SkipBatchSampler``: it has no attributes of its base class."""
+
+        def __init__(self, drop_last: bool | None) -> None:
+            if drop_last is not None:
+                self.drop_last = drop_last
+
+        def __iter__(self) -> Iterator[list[int]]:
+            yield [2, 3]
+
+        def __len__(self) -> int:
+            return 1
+
+    for drop_last in (None, True):
+        loader = DataLoader(range(5), batch_sampler=Rest(drop_last))
+        assert [batch.tolist() for batch in loader] == [[2, 3]]
+        assert loader.stats().discarded_samples == 0

@@ -14,7 +14,16 @@ import pytest
 import torch
 import torch.utils.data
 from conftest import METHODS
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    default_collate,
+)
 
 from sharded_loader import ShardedDataLoader, sample_rng
 from sharded_loader.drop_in.sampler import ShuffleSampler
@@ -463,6 +472,19 @@ def test_set_epoch_of_the_loader_and_of_the_dataset_is_heard_in_every_worker(
     loader.set_epoch(2)
     loader.dataset.set_epoch(7)
     assert read() == {7}
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    "wrap", [lambda told: Subset(told, range(2)), lambda told: ConcatDataset([Subset(told, range(2)), told])]
+)
+def test_set_epoch_of_a_dataset_inside_is_heard_by_persistent_workers(wrap: Any) -> None:
+    told = Told()
+    loader = DataLoader(wrap(told), 2, num_workers=2, persistent_workers=True, start_method="fork")
+    for epoch in (5, 9):
+        told.set_epoch(epoch)
+        for _ in range(2):
+            assert {int(one) for batch in loader for one in batch} == {epoch}
 
 
 # -- what it has done ---------------------------------------------------------------------------------------
