@@ -44,16 +44,7 @@ import numpy as np
 
 from sharded_loader.base.checks import check_int, refuse_arguments, refuse_class
 from sharded_loader.base.described import an, brief
-from sharded_loader.base.entries import (
-    anything,
-    dict_of,
-    differing,
-    entry,
-    integer,
-    list_of,
-    parsed,
-    written,
-)
+from sharded_loader.base.entries import anything, dict_of, differing, entry, integer, list_of, parsed, written
 from sharded_loader.base.imports import call_after_import
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
 from sharded_loader.data.columns import check_dataset

@@ -146,6 +146,7 @@ class LoaderIterator(_BaseDataLoaderIter):
     """
 
     _owner: DataLoader[Any] | None = None  # until the first `next`
+    _loaded: Any = None  # the state that the loader had then
 
     def __init__(self, loader: DataLoader[Any], state: LoaderState | None = None) -> None:
         # Resuming must not advance torch's global generator: the state already holds the seed and the order. The same
