@@ -264,11 +264,10 @@ class ProcessTransport(Transport[ProcessWorker]):
 
     def make_template(self, new: NewJob) -> None:
         """Fork the template, if there is none."""
-        if self.template is not None or not can_pass_descriptors():
-            return
         try:
             with uninterrupted():
-                self.template = template.Template(new)
+                if self.template is None and can_pass_descriptors():
+                    self.template = template.Template(new)
         except OSError as error:
             template.warn(f"the process that workers are forked from could not be forked ({error}); {_AS_IT_IS_NOW}")
 

@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -178,6 +179,25 @@ def test_whatever_happens_in_a_launch_it_leaves_nothing(step: str, event: str, m
     supervisor.close()  # as at the end of the step
     gc.collect()  # boards are mapped until then
     assert (open_descriptors(), set(psutil.Process().children()) - children) == (before, set())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts what is under /proc")
+def test_a_ctrl_c_while_the_system_is_asked_for_descriptors_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    receive, struck = socket.recv_fds, list[bool]()
+
+    def strike(*args: Any) -> Any:
+        received = receive(*args)
+        if not struck:
+            struck.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return received
+
+    before, owner = open_descriptors(), ProcessTransport(2, "fork", None)
+    monkeypatch.setattr(socket, "recv_fds", strike)
+    with pytest.raises(KeyboardInterrupt):
+        owner.make_template(NEW_JOB)
+    owner.close()
+    assert open_descriptors() == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts what is under /proc")
