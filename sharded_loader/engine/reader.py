@@ -522,7 +522,7 @@ class Reader:
     def _make_batch(self, samples: Any, at: BatchScope) -> Any:
         at.board[SAMPLE] = IN_BATCHIFY
         task = at.task
-        at.set_index(OfBatch(task.key, at.board[SHARD]))
+        at.set_index(OfBatch(task.seq if task.part is None else task.key, at.board[SHARD]))
         at.misfit = ()
         began = 0.0 if at.measure is None else host_clock.now()
         try:
