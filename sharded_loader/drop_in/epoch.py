@@ -138,7 +138,7 @@ class TorchEpoch(Epoch):
                 self._coming += 1
             # Some samplers draw at their end. A loop that never asks for a batch after the last one, and a resumed loop
             # that has to, go on alike. Trainers name the epochs of others, and read them in between.
-            if self._is_at_end and not keep_epochs(self._start.sampler):
+            if self._drawn == self._length and self._is_at_end and not keep_epochs(self._start.sampler):
                 try:
                     self._ended = items.is_over()
                 except Exception as error:  # it is the one of the next batch

@@ -316,7 +316,8 @@ class LoaderIterator(_BaseDataLoaderIter):
     def _take_over(self, loader: DataLoader[Any]) -> None:
         """Become the newest iterator of the loader: the first batch is asked for."""
         is_named = loader._epochs.requests != self._requests
-        if loader._loaded is not self._loaded or (is_named and self._loaded is not None) or self.is_stale(loader):
+        is_stale = self.is_stale(loader) if self._workers_live_on else self._shutdown
+        if is_stale or loader._loaded is not self._loaded or (is_named and self._loaded is not None):
             self._make_again(loader)
         elif is_named:
             self._start = _start_of(loader, None)

@@ -5,9 +5,9 @@
     requests.drop()                         the loader itself was given an epoch
 
 Each object keeps its last call as ``epoch_request``, so several loaders may listen to one. Samplers of this library
-note each call. On a dataset, on those inside it, and on a sampler of another library, ``set_epoch`` is replaced, on
-that object alone, by a function that notes the call and passes it on. Copies and pickles of the object have its own
-method. A loader's own calls go past that function; see `data.inspection.set_epoch_of`.
+note each call. On a dataset, on those inside it, and on a sampler of another library, ``set_epoch`` is replaced by a
+function that notes the call and passes it on. Only that object has it: copies and pickles have their own method. A
+loader's own calls go past that function; see `data.inspection.set_epoch_of`.
 
 What can go wrong: an object with ``__slots__`` has no room for that. A warning says that its calls cannot be heard.
 """
