@@ -17,6 +17,7 @@ from waiting_samples import Collates, Hangs, HangsInStart, InBulk, Starts, Waits
 from sharded_loader import InlinePool, LoaderClosedError, ProcessPool, ShardedDataLoader, WorkerDiedError
 from sharded_loader.engine import pipeline
 from sharded_loader.pools import deaths
+from sharded_loader.pools.process import worker as process_worker
 from sharded_loader.torch import DataLoader
 
 SEES = [name for name in PROCESS_POOLS if name != "forkserver"]
@@ -195,6 +196,8 @@ def test_quick_batches_say_nothing_and_iterations_after_a_message_say_it_again(
     pool: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = tmp_path / "open"
+    # Otherwise, in the second epoch, a worker may keep batch 1 until batch 2 is done, which waits for the gate.
+    monkeypatch.setattr(process_worker, "GROUP_SECONDS", 0.0)
     with ShardedDataLoader(Waits(gate), 2, pool=make_pool(pool, 2), prefetch_epochs=False) as loader:
         for _ in range(2):
             gate.unlink(missing_ok=True)
