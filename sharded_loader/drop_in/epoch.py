@@ -138,7 +138,7 @@ class TorchEpoch(Epoch):
                 self._coming += 1
             # Some samplers draw at their end. A loop that never asks for a batch after the last one, and a resumed loop
             # that has to, go on alike. Trainers name the epochs of others, and read them in between.
-            if self._drawn == self._length and self._is_at_end and not keep_epochs(self._start.sampler):
+            if self._drawn == self._length and items.stateful is None and not keep_epochs(self._start.sampler):
                 try:
                     self._ended = items.is_over()
                 except Exception as error:  # it is the one of the next batch
@@ -146,13 +146,9 @@ class TorchEpoch(Epoch):
         return self._planned.get(seq)
 
     def ends_after(self, delivered: int) -> bool:
-        """Whether no batch is left after ``delivered`` ones, as far as the sampler was read."""
-        return (self._ended or self._is_at_end) and delivered == self._coming
-
-    @property
-    def _is_at_end(self) -> bool:
-        """Whether the sampler has yielded as many items as it has. It may not know it, if it has a state."""
-        return self._items is not None and self._items.stateful is None and self._drawn == self._length
+        """True if no batch is left after ``delivered`` ones. A sampler with a state may yield more than its length."""
+        is_at_end = self._items is not None and self._items.stateful is None and self._drawn == self._length
+        return (self._ended or is_at_end) and delivered == self._coming
 
     def begin(self) -> None:
         """Start the sampler, unless it has started: it draws now what it draws for its first item."""
@@ -220,7 +216,7 @@ class TorchEpoch(Epoch):
 
     def discarded(self) -> tuple[int, str]:
         one = self._start.sampler
-        # A subclass yields what it likes, and may have none of these attributes.
+        # Only torch's own class: a subclass may choose its batches itself, or lack these attributes.
         cuts = type(one) is BatchSampler and one.drop_last and self._ended
         return ((known_length(one.sampler, 0) or 0) % one.batch_size if cuts else 0), ""
 
