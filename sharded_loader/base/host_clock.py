@@ -2,9 +2,9 @@
 
     host_clock.now() -> seconds, as a float, from an arbitrary start
 
-Every threshold in seconds is compared with differences of this clock, and every time that ``stats()`` reports is one.
-All threads and processes of a machine share it. Tests put a clock of their own in the place of `now`, for the whole
-package at once: modules import this one, and not the function.
+Thresholds in seconds are compared with differences of this clock, and the times that ``stats()`` reports are such
+differences. All threads and processes of a machine share it. Modules import this module, and not the function, so tests
+replace `now` for the whole package at once. File times and the command line read the system's clocks themselves.
 """
 
 from __future__ import annotations

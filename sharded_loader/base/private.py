@@ -72,7 +72,7 @@ def slot_names(kind: type) -> Iterable[str]:
 
 
 def default_state(obj: Any) -> Any:
-    """What ``object.__getstate__`` returns, for Python 3.10, where objects have none."""
+    """Return what ``object.__getstate__`` does. Python 3.10 has no such method."""
     slots = {name: getattr(obj, name) for name in slot_names(type(obj)) if hasattr(obj, name)}
     return (vars(obj), slots) if slots else vars(obj)
 
@@ -338,9 +338,9 @@ def counted_by_fabric(epoch: int) -> bool:
 
 
 def rebuilt_by_accelerate(function: str) -> bool:
-    """Whether a function of Accelerate is about to build torch's loader from ours.
+    """Return True if a function of Accelerate is about to turn our loader into one of torch's.
 
-    It builds one of ours if our class has taken the place of torch's.
+    Where our class has replaced torch's, Accelerate builds one of ours instead.
     """
     theirs = getattr(sys.modules.get("accelerate.data_loader"), "DataLoader", None)
     is_torchs = getattr(theirs, "__module__", "torch.").startswith("torch.")

@@ -113,7 +113,7 @@ def as_column(value: Any, name: str) -> Any:
 
 
 def has_rows(value: Any) -> bool:
-    """Whether an object is indexed by position, and has a shape: those that have no length are read by it.
+    """Return True for an array-like: indexed by position, with a shape that gives its length.
 
     Example:
         >>> has_rows(np.zeros((2, 3))), has_rows(np.zeros(())), has_rows([1])
@@ -248,7 +248,7 @@ def _missing(name: str, count: int, dtype: Any, fill: str) -> ValueError:
 
 
 def is_dataset(value: Any) -> bool:
-    """Whether ``value`` has samples by index, and a length, or a shape that says it.
+    """Return True if ``value`` can be indexed and has a length, or a shape from which it follows.
 
     Example:
         >>> is_dataset([1]), is_dataset(iter([1]))

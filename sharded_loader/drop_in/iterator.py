@@ -300,7 +300,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         return seed
 
     def is_stale(self, loader: DataLoader[Any]) -> bool:
-        """True if persistent workers have ended, or if they have copies of a dataset that was told another epoch."""
+        """Return True if persistent workers have exited, or hold copies of the dataset from another epoch."""
         told, has_copies = loader._requests.take() is not None, self._is_stream or not self._pool.shares_dataset
         return self._shutdown or (told and has_copies and self._pool.started)
 
