@@ -80,6 +80,7 @@ class TorchEpoch(Epoch):
         self.first = self._low = self._drawn = self._coming = state.yielded
         self.number = 0
         self._is_started = self._ended = False
+        self._is_open = False  # the sampler is asked for an item; afterwards: a Ctrl-C has struck there
         self._planned: dict[int, _Planned] = {}  # by seq
         # Items that were delivered although one before them was not, with in_order=False.
         self._ahead: set[int] = set(state.ahead or ())
@@ -115,27 +116,33 @@ class TorchEpoch(Epoch):
 
     def batch(self, seq: int) -> _Planned | None:
         """Batch ``seq``; None behind the last one. The sampler is read up to there."""
-        if self._drawn == self.first:
+        if self._is_open:  # a generator that a Ctrl-C strikes has ended: start the sampler again, where it was
+            checksum, own = self._marks[self._drawn]
+            self._start = self._start.again(self._drawn, checksum, own)
+            self._start.settle()
+            self._is_started = False
+        if self._drawn == self.first or self._is_open:
             self.begin()
         items = self._items
         while items is not None and self._coming <= seq and not self._ended:
+            number, coming, self._is_open = self._drawn, self._coming, True
             try:
                 item = next(items.rest)
                 items.checksum = zlib.crc32(bytes_of_one(item), items.checksum)
             except StopIteration:
-                self._ended = True
+                self._ended, self._is_open = True, False
                 break
-            except BaseException:
-                self._ended = True
+            except Exception:
+                self._ended, self._is_open = True, False
                 raise
-            number, self._drawn = self._drawn, self._drawn + 1
-            self._marks[self._drawn] = items.checksum, None if items.stateful is None else items.own_state()
+            self._marks[number + 1] = items.checksum, None if items.stateful is None else items.own_state()
             if number not in self._ahead:
-                lane = self._coming % self._lanes
+                lane = coming % self._lanes
                 left_out = any(number in one for one in self._left_out) if self._left_out else False
-                self._planned[self._coming] = _Planned(number, item, lane, self._turns[lane], left_out)
+                self._planned[coming] = _Planned(number, item, lane, self._turns[lane], left_out)
                 self._turns[lane] += not left_out
-                self._coming += 1
+                self._coming = coming + 1
+            self._drawn, self._is_open = number + 1, False
             # Some samplers draw at their end. A loop that never asks for a batch after the last one, and a resumed loop
             # that has to, go on alike. Trainers name the epochs of others, and read them in between.
             if self._drawn == self._length and items.stateful is None and not keep_epochs(self._start.sampler):
@@ -157,13 +164,17 @@ class TorchEpoch(Epoch):
             self.number = self._start.epoch(self.number)
             self._left_out = self._skips(self.number)
         if not self._is_started:
-            self._is_started = self._ended = True  # unless it starts
+            self._is_started = self._ended = self._is_open = True  # unless it starts
             mark, at = None, self._start.state
             if self._start.resumes:
                 mark = Checkpoint(self.number, at.yielded, at.checksum, at.rank, bool(at.over), at.own)
-            self._items = ForeignItems(self._start.sampler, self._start.started, mark)
+            try:
+                self._items = ForeignItems(self._start.sampler, self._start.started, mark)
+            except Exception:
+                self._is_open = False
+                raise
             self._length = known_length(self._start.sampler, self.number)
-            self._ended = False
+            self._ended = self._is_open = False
 
     def begun(self, delivered: int) -> BegunEpoch | None:
         """What is known of the epoch after ``delivered`` batches, to look up its items; None: it has not begun."""

@@ -34,7 +34,7 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import GeneratorType
 from typing import Any, NamedTuple
@@ -371,6 +371,7 @@ class SamplerStart:
         if epochs.requested is not None and not self.resumes and self._draws and not self.has_set_epoch:
             self.state.keyed = [torch.initial_seed(), epochs.requested]
         self._asked: Iterator[Any] = iter(())
+        self._has_begun = False  # it may have drawn what it draws for its first item
         self._note()
 
     def _load_end(self, state: SamplerState) -> None:
@@ -402,6 +403,13 @@ class SamplerStart:
         with contextlib.suppress(Exception):
             if list(itertools.islice(self.stateful, 1)):
                 self.stateful.load_state_dict(copy.deepcopy(own))
+
+    def again(self, items: int, checksum: int, own: Any) -> SamplerStart:
+        """Start the epoch again and pass over ``items``; the arguments are those of `SamplerState`."""
+        if items == self.state.yielded and not self._has_begun:
+            return self
+        state = replace(self.state, yielded=items, checksum=checksum, rank=rank_of(self.sampler), own=own)
+        return SamplerStart(self.sampler, state, False, self._epochs)
 
     def _note(self) -> None:
         """Save the states of the generators, or of the sampler, before it is asked for its iterator."""
@@ -445,6 +453,7 @@ class SamplerStart:
             self.state.epochs = [counted.get(id(one), one.epoch) for one in self._keep_epochs]
         if not self.resumes and self.state.rng is not None and (now := self._generator_states()) not in self.state.rng:
             self.state.rng.append(now)
+        self._has_begun = True
         if is_stateful(items) or not self._draws:
             return items
         try:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from drop_in_samples import Resets
+from injection import InterruptAt, next_interrupted
 
 from sharded_loader.base.entries import parsed
 from sharded_loader.drop_in.epoch import TorchEpoch
 from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, SamplerState
 from sharded_loader.engine.messages import PartPoint, Result, Task
+from sharded_loader.torch import DataLoader
 
 
 def read(
@@ -175,3 +180,55 @@ def test_a_state_says_whether_the_epoch_is_over(count: int) -> None:
     for seq in range(count):
         reading.batch(seq)
     assert state_after(reading, count)["over"] is (count == 9)
+
+
+class Draws:
+    """Batches of two in random order, written as a generator. It interrupts itself before a batch, once.
+
+    Attributes:
+        at: which batch; None: none.
+    """
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at = at
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(12).tolist()
+        for first in range(0, 12, 2):
+            if self.at == first // 2:
+                self.at = None
+                signal.raise_signal(signal.SIGINT)
+            yield order[first : first + 2]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("at", range(6))
+def test_a_sampler_that_a_ctrl_c_ended_is_started_again_where_it_was(at: int, workers: int) -> None:
+    given: dict[str, Any] = {"num_workers": workers, "thread_pool": True} if workers else {}
+    torch.manual_seed(5)
+    expected = [batch.tolist() for batch in DataLoader(range(12), batch_sampler=Draws(), **given)]
+    torch.manual_seed(5)
+    loader = DataLoader(range(12), batch_sampler=Draws(at), **given)
+    iterator, found, interrupts = iter(loader), list[Any](), 0
+    while len(found) < 7:
+        try:
+            found.append(next(iterator, None))
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == 1 and found.pop() is None
+    assert [batch.tolist() for batch in found] == expected
+
+
+@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_interruption_at_any_line_that_reads_the_sampler_loses_no_batch(step: int) -> None:
+    interrupt = functools.partial(InterruptAt, modules=("epoch.py", "sampler.py", "foreign.py"))
+    line, fired = 1, True
+    while fired:
+        torch.manual_seed(5)
+        whole = [batch.tolist() for batch in DataLoader(range(12), batch_sampler=Draws())]
+        torch.manual_seed(5)
+        iterator = iter(DataLoader(range(12), batch_sampler=Draws()))
+        found, fired = next_interrupted(iterator, line, interrupt)
+        assert [batch.tolist() for batch in [*found, *iterator]] == whole
+        line += step
+    assert line > 40

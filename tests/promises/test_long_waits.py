@@ -196,8 +196,8 @@ def test_quick_batches_say_nothing_and_iterations_after_a_message_say_it_again(
     pool: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = tmp_path / "open"
-    # Otherwise, in the second epoch, a worker may keep batch 1 until batch 2 is done, which waits for the gate.
-    monkeypatch.setattr(process_worker, "GROUP_SECONDS", 0.0)
+    # In the second epoch a worker keeps batch 1, and begins batch 2, which waits for the gate.
+    monkeypatch.setattr(process_worker, "GROUP_SECONDS", 60.0)
     with ShardedDataLoader(Waits(gate), 2, pool=make_pool(pool, 2), prefetch_epochs=False) as loader:
         for _ in range(2):
             gate.unlink(missing_ok=True)

@@ -10,6 +10,7 @@
                      descriptor follows
     DEATH            name: the worker dies when the other end of that pipe is closed; likewise
     STACKS  run         write what is read, and the user's stacks, to stderr. 1: and end
+    FLUSH            send what is finished now: the consumer waits for it, and the worker still reads what comes after
     LEAVE            end when the tasks that came before are done
     SEGMENT          number, size, name     shared memory; likewise
     JOB              pickled NewJob; its buffers lie in the segment that came before, or follow. To a forked worker,
@@ -70,7 +71,7 @@ CHUNK = 65536
 """Bytes that a link reads at once: two batches that go through the pipe, or hundreds of small ones."""
 
 TASKS, CANCEL, SEGMENT, JOB, READY, FAILED, RESULTS = b"T", b"C", b"S", b"J", b"Y", b"F", b"R"
-BOARD, DEATH, STACKS, CRASHED, LEAVE, GROWN = b"B", b"D", b"P", b"X", b"L", b"G"
+BOARD, DEATH, STACKS, CRASHED, LEAVE, GROWN, FLUSH = b"B", b"D", b"P", b"X", b"L", b"G", b"U"
 
 _HEAD = struct.Struct("!cqq")
 TASKS_HEAD = _HEAD.pack(TASKS, 0, 0)

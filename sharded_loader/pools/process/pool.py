@@ -50,7 +50,18 @@ from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.segments import chosen_backend
 from sharded_loader.pools.deaths import too_large
-from sharded_loader.pools.process.link import CRASHED, FAILED, GROWN, READY, RESULTS, TASKS_HEAD, Poller, pack_tasks
+from sharded_loader.pools.process.link import (
+    CRASHED,
+    FAILED,
+    FLUSH,
+    GROWN,
+    READY,
+    RESULTS,
+    TASKS_HEAD,
+    Poller,
+    pack_head,
+    pack_tasks,
+)
 from sharded_loader.pools.process.start import choose_start_method
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
 from sharded_loader.pools.supervised import SupervisedPool, own_pickle
@@ -139,6 +150,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         self.start_method: Any = choose_start_method(start_method)
         self._transport = ProcessTransport(self.num_workers, self.start_method, max_bytes)
         self._supervisor = Supervisor(self._transport, self.restarts, self.timeout)
+        self._looks = 0  # for messages, in a row, that found none
         # False: they live for one epoch. A template takes as long as a worker, so there is none before one dies.
         self.workers_last = True
 
@@ -265,6 +277,13 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         if ended:
             noted |= ended.intersection(worker.sentinel for worker in watched)
         results, self._rejected = self._rejected, []
+        self._looks = 0 if ready or ended or results else self._looks + block
+        # After 1, 2, 4 ... seconds of waiting. Not after each: a worker in C code that holds the GIL reads no messages,
+        # and a portable link blocks when the pipe is full.
+        if block and self._looks.bit_count() == 1:
+            for worker in workers:
+                if len(worker.tasks) > 1:  # one that is finished may wait there for a slow one
+                    worker.link.send(pack_head(FLUSH))
         for worker in watched if noted else ready:
             link = worker.link
             if link.outbox:

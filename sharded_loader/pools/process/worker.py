@@ -85,6 +85,7 @@ class WorkerThreads:
         self._inbox: queue.SimpleQueue[tuple[bytes, int, memoryview, Sequence[Any]] | None] = queue.SimpleQueue()
         self._finished = threading.Event()
         self._reading = TaskReader(number, num_workers, self._name)
+        self._sending = threading.RLock()  # of what follows, and of the pipe: both threads send
         self._replies: list[bytes] = []
         self._places: list[tuple[int, int]] = []
         self._sent = 0.0
@@ -104,6 +105,12 @@ class WorkerThreads:
                 kind, run, content = message.kind, message.run, message.content
                 if kind in (link.BOARD, link.DEATH, link.SEGMENT):
                     self.open_shared(kind, run, message.seq, bytes(content).decode())
+                elif kind == link.FLUSH:
+                    if self._sending.acquire(blocking=False):  # otherwise the main thread sends; this one must drain
+                        try:
+                            self._send_replies()
+                        finally:
+                            self._sending.release()
                 elif kind == link.STACKS:
                     write_stacks(__file__)
                     if run:  # it is to end
@@ -165,8 +172,7 @@ class WorkerThreads:
                 elif kind == link.CANCEL:
                     self._reading.cancelled.discard(run)
                 elif kind == link.LEAVE:
-                    if self._replies:
-                        self._send_replies()
+                    self._send_replies()
                     break
                 else:
                     for task in link.unpack_tasks(content):
@@ -175,8 +181,7 @@ class WorkerThreads:
                             self._look_at_memory(self._max_memory)
                 del message, content, buffers
                 if self._inbox.empty():
-                    if self._replies:
-                        self._send_replies()
+                    self._send_replies()
                     self._reading.board[SAMPLE] = IDLE
         except BaseException as error:  # this process may have no more threads
             self._crash(error)
@@ -233,22 +238,26 @@ class WorkerThreads:
             whole = self._segments.get(segment)
             memory = whole[offset : offset + nbytes] if isinstance(whole, np.ndarray) else None
         reply, encoded, _ = self._reading.answer(run, seq, fields, memory)
-        self._replies.append(reply)
-        self._places.extend(encoded.places)
+        with self._sending:
+            self._replies.append(reply)
+            self._places.extend(encoded.places)
         # Buffers are views into the batch's own arrays, which nothing else keeps after this.
         # Samples of the next task are to be awaited soon: 0.79 of the bare rate if a reply waits for others, now 0.92.
         if encoded.buffers or self._reading.reads_ahead or host_clock.now() - self._sent >= GROUP_SECONDS:
             self._send_replies(encoded.buffers)
 
     def _send_replies(self, buffers: Sequence[memoryview] = ()) -> None:
-        self._send(link.pack_head(link.RESULTS, content=b"".join(self._replies)), self._places, buffers)
-        self._replies.clear()
-        self._places.clear()
-        self._sent = host_clock.now()
+        with self._sending:
+            if self._replies:
+                self._send(link.pack_head(link.RESULTS, content=b"".join(self._replies)), self._places, buffers)
+                self._replies.clear()
+                self._places.clear()
+                self._sent = host_clock.now()
 
     def _send(self, head: bytes, places: Sequence[tuple[int, int]] = (), buffers: Sequence[memoryview] = ()) -> None:
         try:
-            link.send_message(self._conn, head, places, buffers)
+            with self._sending:
+                link.send_message(self._conn, head, places, buffers)
         except OSError:
             _leave(0)  # the main process has closed the pipe, or is gone
 
