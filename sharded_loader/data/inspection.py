@@ -163,14 +163,9 @@ def known_parts(dataset: Any) -> int | None:
 
 
 def set_epoch_of(dataset: Any) -> Any:
-    """Return what tells a dataset, or those inside, the epoch, unheard by listeners; None: nobody has ``set_epoch``."""
+    """Return what tells a dataset, or those inside, the epoch, not heard by listeners; None without a ``set_epoch``."""
     methods = [getattr(one.set_epoch, "unnoted", one.set_epoch) for one in told_in(dataset, nearest=True)]
-    return partial(_call_all, methods) if methods else None
-
-
-def _call_all(functions: list[Any], epoch: int) -> None:
-    for function in functions:
-        function(epoch)
+    return (lambda epoch: [method(epoch) for method in methods]) if methods else None
 
 
 def told_in(dataset: Any, nearest: bool = False) -> Iterator[Any]:
