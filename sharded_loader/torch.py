@@ -30,7 +30,7 @@ from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import counted_by_fabric, rebuilt_by_accelerate, refuse_skipping
 from sharded_loader.data.columns import as_dataset
-from sharded_loader.data.inspection import fingerprint_of, told_in, warn_of_other_data
+from sharded_loader.data.inspection import fingerprint_of, set_epoch_of, told_in, warn_of_other_data
 from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, read_here
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
@@ -167,7 +167,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._epochs = EpochCount()
         self._named: int | None = None  # the epoch of the last `set_epoch`
         self._requests = EpochRequests()  # of the dataset: workers that live on have copies of it
-        self._requests.listen([dataset, *told_in(dataset)] if persistent_workers else [])
+        self._requests.listen(told_in(dataset) if persistent_workers else [])
         self._fetched: list[weakref.ref[Run]] = []  # they read the dataset that has set_epoch here
         self._newest: weakref.ref[LoaderIterator] | None = None
         self._waiting: LoaderIterator | None = None  # the newest one that has read nothing
@@ -312,9 +312,8 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._epochs.request(epoch)
         give_up_fetched([run for one in self._fetched if (run := one()) is not None], epoch)
         tell_epoch(self._index_sampler, epoch)
-        tell = getattr(self.dataset, "set_epoch", None)
-        if callable(tell):
-            tell(epoch)
+        for one in told_in(self.dataset, nearest=True):
+            one.set_epoch(epoch)
 
     def read(self, index: Any, epoch: int = 0) -> Any:
         """One sample, read here and now, with its random generator: where a debugger works.
@@ -411,7 +410,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
             raise TypeError("fetch needs a dataset that is read by index: iterable data has its own order")
         number = self._epoch if epoch is None else check_int("epoch", epoch, 0, "epochs count from 0")
         planned, live = fetch_epoch(self.dataset, indices, number), self._live
-        is_shared = hasattr(self.dataset, "set_epoch") and (live is None or live._pool.shares_dataset)
+        is_shared = set_epoch_of(self.dataset) is not None and (live is None or live._pool.shares_dataset)
         if self._named is not None and is_shared:
             check_one_epoch([self._epoch], number)
         meter = Meter(None, self._meter.notices)  # it belongs to no epoch that is counted

@@ -71,12 +71,6 @@ def slot_names(kind: type) -> Iterable[str]:
     return [name for some in slots for name in ([some] if isinstance(some, str) else some) if name[:1] != "_"]
 
 
-def default_state(obj: Any) -> Any:
-    """Return what ``object.__getstate__`` does. Python 3.10 has no such method."""
-    slots = {name: getattr(obj, name) for name in slot_names(type(obj)) if hasattr(obj, name)}
-    return (vars(obj), slots) if slots else vars(obj)
-
-
 def is_thread_of_others(thread: threading.Thread) -> bool:
     """Whether `threading` has not started this thread. Without the class: by the name that it has."""
     kind: Any = getattr(threading, "_DummyThread", None)

@@ -321,7 +321,7 @@ class Dataset:
 
 def tell_epoch(dataset: Any, epoch: int) -> None:
     """Tell a dataset inside another one the epoch, if it has ``set_epoch``."""
-    if callable(tell := set_epoch_of(dataset)):
+    if (tell := set_epoch_of(dataset)) is not None:
         tell(epoch)
 
 
@@ -581,7 +581,7 @@ class StoredDataset(Wrapper):
         self._dataset = check_dataset(dataset, "StoredDataset")
         if not isinstance(key, (str, type(None))):
             raise TypeError(f"cache(key={key!r}): give a text, such as the version of your decoder")
-        if hasattr(dataset, "set_epoch"):
+        if set_epoch_of(dataset) is not None:
             raise ValueError(
                 f"cache(...) keeps samples for all epochs, and {brief(dataset)} has set_epoch, so they depend on the "
                 "epoch: cache the datasets inside it"

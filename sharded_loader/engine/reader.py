@@ -57,6 +57,7 @@ from sharded_loader.data.arrays import as_bulk, as_items, takes_arrays
 from sharded_loader.data.awaiting import AWAITED, CONCURRENCY, Awaiter, Read, ReadCall, at_a_time, outcome, resolved
 from sharded_loader.data.bulk import NOT_IN_BULK, listed
 from sharded_loader.data.datasets import RETRIES
+from sharded_loader.data.inspection import set_epoch_of
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board, phase
 from sharded_loader.engine.messages import NOTHING, Job, PartPoint, Result, Task, Times
 from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, philox, reading
@@ -204,10 +205,10 @@ class Reader:
         self._awaiter = Awaiter(limit) if limit else None
         self._begun: dict[tuple[int, int], Awaited] = {}
         # A sample that depends on the epoch, or on those before it, is read when it is its turn.
-        self.reads_ahead = bool(limit) and not (self._gather or job.keeps_state or hasattr(job.dataset, "set_epoch"))
+        self.reads_ahead = bool(limit) and not (self._gather or job.keeps_state or set_epoch_of(job.dataset))
         self._tolerant = job.on_error != "raise"
         self._in_bulk = self._gather is not None or self._get_items is not None
-        self._set_epoch = getattr(job.dataset, "set_epoch", None) if tells_epoch else None
+        self._set_epoch: Any = set_epoch_of(job.dataset) if tells_epoch else None
         self._epoch: int | None = None
         self._notes_samples = notes_samples
         self.free: dict[int, float] = {}
@@ -406,7 +407,7 @@ class Reader:
 
     def _tell_epoch(self, epoch: int) -> None:
         try:
-            self._dataset.set_epoch(epoch)
+            self._set_epoch(epoch)
         except BaseException as error:
             add_note(error, f"raised by dataset.set_epoch({epoch})")
             raise

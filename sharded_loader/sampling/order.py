@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.notices import warn
+from sharded_loader.data.inspection import told_in
 from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.order import Order, Position, process_group, resolve_replicas
 from sharded_loader.sampling.base import (
@@ -209,7 +210,7 @@ class MapOrder(Order[Signature]):
         self._items = self.batch_sampler if self.given_batches else self._sampler
         self._of_first.cache_clear()
         # set_epoch may be called on the samplers that the user gave, and on those that the loader shows.
-        self._requests.listen([*nested(self._given_sampler), *nested(self.batch_sampler), self._dataset])
+        self._requests.listen([*nested(self._given_sampler), *nested(self.batch_sampler), *told_in(self._dataset)])
 
     def _make_sampler(self, length: int | None) -> Sampler[int]:
         if length is None:

@@ -165,20 +165,6 @@ def test_slots_and_threads_of_others_are_known_without_the_names(monkeypatch: py
     assert private.is_thread_of_others(threading.Thread(name="Dummy-1"))
 
 
-@pytest.mark.skipif(not hasattr(object, "__getstate__"), reason="Python 3.10 has none")
-def test_the_state_of_an_object_is_known_without_the_method() -> None:
-    class Slots:
-        __slots__ = ("a", "b")
-
-    class Both(Slots):
-        pass
-
-    both, plain = Both(), types.SimpleNamespace(x=1)
-    both.a, both.c = 1, 2  # type: ignore[attr-defined]
-    for one in (both, plain):
-        assert private.default_state(one) == one.__getstate__()  # type: ignore[attr-defined]
-
-
 def test_multiprocess_without_the_names_has_its_own_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
     monkeypatch.setattr(multiprocess.popen_fork.Popen, "_launch", list.append)

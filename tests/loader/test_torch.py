@@ -485,6 +485,8 @@ def test_set_epoch_of_a_dataset_inside_is_heard_by_persistent_workers(wrap: Any)
         told.set_epoch(epoch)
         for _ in range(2):
             assert {int(one) for batch in loader for one in batch} == {epoch}
+    loader.set_epoch(3)
+    assert {int(one) for batch in loader for one in batch} == {3}
 
 
 # -- what it has done ---------------------------------------------------------------------------------------
