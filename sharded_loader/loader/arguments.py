@@ -335,8 +335,6 @@ def make_pool(
         )
     if is_auto and pool == "ray":
         raise ValueError('num_workers="auto" is for workers on this machine: give the number of Ray actors')
-    if isinstance(num_workers, bool):
-        raise TypeError(f'num_workers is {num_workers!r}; it must be an int, the number of workers, or "auto"')
     count = max(0, int(num_workers))
     if num_workers < 0:
         logger.warning(
