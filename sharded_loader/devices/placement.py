@@ -35,7 +35,6 @@ import torch
 
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import Location, as_batch_error
-from sharded_loader.base.limits import Near, cpus_near
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.batching.tree import ATOMS, has_method, map_leaves, to_torch
 from sharded_loader.devices.copies import (
@@ -119,7 +118,6 @@ class Placement:
         self.clock = Clock()
         self.copies = _CopyStreams(self.clock)
         self._registrar: Registrar | None = None
-        self._near: Near | None = None
         self._reused = ReusedMemory()
         self._gives_pinned = False
         self._numbers = itertools.count()
@@ -154,13 +152,6 @@ class Placement:
         if self._registrar is None:
             self._registrar = Registrar(self._first_streams, self.closer())
         return self._registrar.register(mapping)
-
-    def near(self) -> Near:
-        """The CPUs near the devices, as they are at the first call: where segments and workers belong."""
-        if self._near is None:
-            copies = [self.copies[device] for device in self.asynchronous]
-            self._near = cpus_near(one.streams.address() for one in copies if one is not None)
-        return self._near
 
     def settle(self) -> None:
         """Settle which device a ``cuda`` without a number is: the current one of this thread, not of one that reads."""

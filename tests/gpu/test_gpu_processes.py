@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -17,8 +16,6 @@ from conftest import PROCESS_POOLS, make_pool
 from on_cuda import needs_cuda, needs_two, run_program, sleep
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
-from sharded_loader.base.limits import cpus_near, node_of, numa_nodes
-from sharded_loader.devices.streams import pci_address
 from sharded_loader.parallel import split_and_load
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
@@ -58,37 +55,6 @@ def test_a_worker_killed_while_its_segments_are_locked_is_replaced(cuda: torch.d
                 if epoch and number == 3:
                     os.kill(pool.pids[0], signal.SIGKILL)
                 check(batch, number)
-
-
-def nodes_of_pages(mapping: Any) -> set[int]:
-    """The NUMA nodes of the pages of a mapping."""
-    values = np.frombuffer(mapping, np.uint8)
-    assert values[::4096].max() >= 0  # a page is listed when this process has looked at it
-    address = f"{values.ctypes.data:08x}"
-    lines = Path("/proc/self/numa_maps").read_text().splitlines()
-    [line] = [line for line in lines if line.split()[0] == address]
-    return set(map(int, re.findall(r" N(\d+)=", line)))
-
-
-@pytest.mark.parametrize("start_method", PROCESS_POOLS)
-def test_slots_and_workers_are_near_the_gpu(cuda: torch.device, start_method: str) -> None:
-    address = pci_address(torch.cuda.get_device_properties(cuda))
-    if address is None:
-        pytest.skip("this torch does not tell where the GPU is on the PCI bus")
-    if len(numa_nodes()) < 2:
-        pytest.skip("this machine has one NUMA node, or does not tell")
-    if (node := node_of(address)) < 0:
-        pytest.skip(f"the system does not tell the NUMA node of {address}")
-    if not (near := cpus_near([address])).cpus:
-        pytest.skip(f"this process may run on node {node} alone, or not on it")
-    own, pool = os.sched_getaffinity(0), ProcessPool(1, start_method=start_method)
-    with ShardedDataLoader(dataset(), 8, device=cuda, pool=pool) as loader:
-        list(loader)
-        threads = [int(thread) for pid in pool.pids for thread in os.listdir(f"/proc/{pid}/task")]
-        assert [os.sched_getaffinity(thread) for thread in threads] == [near.cpus] * len(threads)
-        segments = pool._transport.arena.segments
-        assert [nodes_of_pages(segment.mapping) for segment in segments] == [{node}] * len(segments) != []
-    assert os.sched_getaffinity(0) == own
 
 
 class Part:

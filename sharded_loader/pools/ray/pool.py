@@ -34,12 +34,11 @@ from typing import Any, NamedTuple
 from sharded_loader.base import host_clock
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import Location, add_note, as_batch_error
-from sharded_loader.base.limits import Near
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.engine.grouping import HELD, Grouping
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
 from sharded_loader.engine.pool import PoolBroken, check_timeout
-from sharded_loader.memory.arena import FindNear, Register
+from sharded_loader.memory.arena import Register
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.pools.ray.actor import Begun, Group
@@ -161,9 +160,7 @@ class RayPool(SupervisedPool[ActorWorker]):
         kind, options = super()._options()
         return kind, {**options, "resources": (self.resources, {})}  # None means none
 
-    def use_memory(
-        self, empty: Empty, register: Register, *, pinned: Empty | None = None, near: FindNear = Near
-    ) -> None:
+    def use_memory(self, empty: Empty, register: Register, *, pinned: Empty | None = None) -> None:
         self._lent.empty, self._lent.copies_all = empty, pinned is not None
 
     @property
