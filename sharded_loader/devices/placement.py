@@ -48,7 +48,7 @@ from sharded_loader.devices.copies import (
     note_device,
 )
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
-from sharded_loader.devices.pinning import PinnedCopy, Pinner, Registrar, Undo, copied_out, pinned_empty
+from sharded_loader.devices.pinning import PinnedCopy, Pinner, Registrar, Undo, pinned_empty
 from sharded_loader.devices.streams import (
     OUT_OF_MEMORY,
     Streams,
@@ -119,7 +119,6 @@ class Placement:
         self.copies = _CopyStreams(self.clock)
         self._registrar: Registrar | None = None
         self._reused = ReusedMemory()
-        self._gives_pinned = False
         self._numbers = itertools.count()
         self._latest: Ready | None = None
         self.copy_ahead(AHEAD)
@@ -170,7 +169,7 @@ class Placement:
 
         Other large batches lie in memory that is used again.
         """
-        return self._empty if self.asynchronous else self._reused
+        return self._pinned if self.asynchronous else self._reused
 
     @property
     def pinned(self) -> Empty | None:
@@ -184,10 +183,6 @@ class Placement:
             if not is_late(error):
                 raise
             return np.empty(shape, dtype)  # the copy of the batch meets the error again, so no reader is blamed
-
-    def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
-        self._gives_pinned = True
-        return self._pinned(shape, dtype)
 
     # -- batches --------------------------------------------------------------------------------------------
 
@@ -268,8 +263,6 @@ class Placement:
             self._until_retry -= 1
             if self._until_retry <= 0:
                 self.ahead, self._until_retry, self._retried = self.ahead + 1, self._pause, True
-        if self._gives_pinned:
-            batch = copied_out(self._first_streams, to_torch(batch))
         pending, number = PendingBatch(task.sharded), next(self._numbers)
         shards = batch if task.sharded else (batch,)
         for place, (device, shard) in enumerate(zip(self.devices or itertools.repeat(_CPU), shards, strict=False)):

@@ -280,9 +280,7 @@ class RayPool(SupervisedPool[ActorWorker]):
     def _decode(self, group: Group, tasks: dict[tuple[int, int], Task], results: list[Result]) -> None:
         """The results of a group, over its memory."""
         replies, places, memory, rest = group
-        mapped = self._lent.take(memory) if memory.nbytes else memory
-        others = (self._lent.take(buffer) for buffer in rest)
-        buffers = (next(others) if at < 0 else mapped[at : at + nbytes] for at, nbytes in places)
+        buffers = self._lent.buffers(places, memory, rest)
         content, now, found = memoryview(replies), host_clock.now(), []
         while len(content):
             run, seq, wanted, count, pickled, content, times = unpack_reply(content)
