@@ -89,7 +89,6 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         thread_pool: Whether workers are threads instead of processes.
         restarts: How many workers a batch may kill before you get an error. 0: none. None: 3, or none with ``timeout``.
         max_bytes: The limit of shared memory for batches, in bytes.
-        numa: Whether batches and workers are placed near the GPU; see `ProcessPool`.
         max_worker_memory: The memory that a worker process may take; see `ProcessPool`.
         streams: The number of parts of iterable data; see `ShardedDataLoader`. None: one for each worker, as in torch.
         skip: Steps to leave out; see `ShardedDataLoader`. They count the batches of the sampler, whose length must be
@@ -144,7 +143,6 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         thread_pool: bool = False,
         restarts: int | None = None,
         max_bytes: int | None = None,
-        numa: bool = True,
         max_worker_memory: int | str | None = None,
         streams: int | None = None,
         skip: Sequence[tuple[int, int]] | None = None,
@@ -161,7 +159,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._tuner = tuned(self._meter) if is_auto else None  # it finds the number of workers
         self.device, self.devices, self.num_shards = device, devices, num_shards
         self.start_method, self.thread_pool = start_method, thread_pool
-        self.restarts, self.max_bytes, self.numa, self.max_worker_memory = restarts, max_bytes, numa, max_worker_memory
+        self.restarts, self.max_bytes, self.max_worker_memory = restarts, max_bytes, max_worker_memory
         self.streams, self.snapshot_every_n_steps = streams, snapshot_every_n_steps
         self._scales_prefetch = prefetch_factor is None
         self._epochs = EpochCount()

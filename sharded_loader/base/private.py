@@ -275,16 +275,6 @@ SEED_BYTES, WORD_BYTES = slice(0, 8), slice(24, 24 + 8 * 624)
 """Where torch keeps the seed and the words of a Mersenne Twister in the state of a CPU generator."""
 
 
-def copy_each(targets: list[Any], sources: list[Any]) -> None:
-    """Copy tensors to tensors of one device, at once. Without the name: one after the other."""
-    together: Any = getattr(sys.modules["torch"], "_foreach_copy_", None)
-    if together is not None:
-        together(targets, sources)
-    else:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-
-
 # -- Lightning and Accelerate ------------------------------------------------------------------------------------------
 
 
