@@ -130,7 +130,6 @@ class LoaderActor:
         if run in self._positions:
             self._positions[run] = position
         reading, tasks = self._reading, unpack_tasks(content)
-        reading.look_ahead(lambda: tasks)
         nbytes = max(self._sizes.wanted * len(tasks), self._groups.wanted)
         if not nbytes <= self._memory.nbytes <= SPARE * SPARE * nbytes:  # new memory takes four times as long to fill
             self._memory = np.empty(SPARE * nbytes, np.uint8)
