@@ -36,7 +36,7 @@ _HOMES = {
     "parallel": "split_and_load split_data",
     "pools.inline": "InlinePool",
     "pools.process.pool": "ProcessPool",
-    "pools.ray.pool": "RayPool",
+    "ray.pool": "RayPool",
     "pools.threads": "ThreadPool",
     "randomness.rng": "sample_generator sample_rng sample_seed",
     "randomness.shuffle": "IndexView",

@@ -29,7 +29,7 @@ from sharded_loader.parallel import split_and_load as split_and_load
 from sharded_loader.parallel import split_data as split_data
 from sharded_loader.pools.inline import InlinePool as InlinePool
 from sharded_loader.pools.process.pool import ProcessPool as ProcessPool
-from sharded_loader.pools.ray.pool import RayPool as RayPool
+from sharded_loader.ray.pool import RayPool as RayPool
 from sharded_loader.pools.threads import ThreadPool as ThreadPool
 from sharded_loader.randomness.rng import sample_generator as sample_generator
 from sharded_loader.randomness.rng import sample_rng as sample_rng

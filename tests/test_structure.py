@@ -12,7 +12,7 @@ from benchmarks.sizes import FLOORS, out_of_core, sizes_of
 
 ROOT = Path(__file__).parents[1]
 SOURCES = read_sources(ROOT / "sharded_loader")
-LAZY = {("loader.arguments", "pools.ray.pool")}
+LAZY = {("loader.arguments", "ray.pool")}
 """Imports of optional modules by the core, in a function: the loader makes a `RayPool` for the user who names Ray."""
 
 

@@ -361,7 +361,7 @@ def make_pool(
     if kind == "thread":
         return ThreadPool(count, **options)
     if kind == "ray":
-        from sharded_loader.pools.ray.pool import RayPool
+        from sharded_loader.ray.pool import RayPool
 
         return RayPool(count, **options)
     return ProcessPool(count, **options)

@@ -18,7 +18,7 @@ from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, empty
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.pool import Pool
 from sharded_loader.memory.codec import APART
-from sharded_loader.pools.ray.cluster import Lent
+from sharded_loader.ray.cluster import Lent
 
 WIDTH = 4096
 """Numbers per sample: a batch of four is larger than what goes through the pipe."""

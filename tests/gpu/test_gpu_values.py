@@ -24,7 +24,7 @@ from sharded_loader.engine.messages import Task
 from sharded_loader.engine.pool import Pool
 from sharded_loader.memory.arena import Arena
 from sharded_loader.memory.codec import APART
-from sharded_loader.pools.ray.cluster import Lent
+from sharded_loader.ray.cluster import Lent
 
 pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(300)]
 

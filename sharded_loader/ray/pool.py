@@ -1,9 +1,9 @@
 """Actors of Ray that read, on this machine or on all of a cluster.
 
-    driver                                              actor i, on any node (pools/ray/actor.py)
+    driver                                              actor i, on any node (ray/actor.py)
     submit -> a group of tasks is a call   ==Ray==>     Reader -> memory of the actor
     wait <- the call has ended             <==Ray==     copied into the node's object store
-         <- arrays over this node's copy of it, lent out (pools/ray/cluster.py)
+         <- arrays over this node's copy of it, lent out (ray/cluster.py)
 
 Order, randomness, errors, resuming, shards and devices are those of every pool: tasks and results are the same. Ray
 starts the processes, moves the bytes, and notices deaths. What an actor's death means is decided in `pools.supervisor`.
@@ -41,8 +41,8 @@ from sharded_loader.engine.pool import PoolBroken, check_timeout
 from sharded_loader.memory.arena import Register
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
-from sharded_loader.pools.ray.actor import Begun, Group
-from sharded_loader.pools.ray.cluster import (
+from sharded_loader.ray.actor import Begun, Group
+from sharded_loader.ray.cluster import (
     Lent,
     check_address,
     check_installed,
@@ -52,7 +52,7 @@ from sharded_loader.pools.ray.cluster import (
     is_of_call,
     store_bytes,
 )
-from sharded_loader.pools.ray.transport import ActorWorker, Followed, RayTransport
+from sharded_loader.ray.transport import ActorWorker, Followed, RayTransport
 from sharded_loader.pools.supervised import SupervisedPool, own_pickle
 from sharded_loader.pools.supervisor import Supervisor
 

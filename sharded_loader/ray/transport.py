@@ -40,8 +40,8 @@ from sharded_loader.engine.grouping import HELD
 from sharded_loader.engine.messages import Job, NewJob, Task
 from sharded_loader.pools.deaths import Death
 from sharded_loader.pools.process.link import pack_tasks
-from sharded_loader.pools.ray.actor import Begun, LoaderActor
-from sharded_loader.pools.ray.cluster import (
+from sharded_loader.ray.actor import Begun, LoaderActor
+from sharded_loader.ray.cluster import (
     Wanted,
     alive,
     cause_of,

@@ -7,7 +7,7 @@
     stacks(), cancel(run)                           likewise
 
 The batches of a group are put together in one stretch of this process's memory. Ray copies it into the object store
-when `read` returns, so the next group may lie there again. The driver maps it (`pools.ray.cluster`).
+when `read` returns, so the next group may lie there again. The driver maps it (`ray.cluster`).
 
 What can go wrong: the job cannot be taken (`begin` returns the error). What goes wrong with one task is its reply. Ray
 ends the process when the driver has gone.
