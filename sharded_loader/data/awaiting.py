@@ -53,16 +53,17 @@ class EventLoop:
         import asyncio
 
         self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=_run, args=[self.loop], name="sharded_loader-event-loop", daemon=True)
+        over, name = threading.Event(), "sharded_loader-event-loop"
+        self.thread = threading.Thread(target=_run, args=[self.loop, over], name=name, daemon=True)
         self.thread.start()
-        weakref.finalize(self, _end, self.loop, self.thread, os.getpid())
+        weakref.finalize(self, _end, self.loop, over, self.thread.ident, os.getpid())
 
 
 _loops: weakref.WeakValueDictionary[int, EventLoop] = weakref.WeakValueDictionary()
 """The event loop of a process, by its id: a forked child has no thread of its parent's."""
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
+def _run(loop: asyncio.AbstractEventLoop, over: threading.Event) -> None:
     import asyncio
 
     asyncio.set_event_loop(loop)
@@ -75,14 +76,15 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         task.cancel()
     loop.run_until_complete(asyncio.gather(*tasks, loop.shutdown_asyncgens(), return_exceptions=True))
     loop.close()
+    over.set()
 
 
-def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
+def _end(loop: asyncio.AbstractEventLoop, over: threading.Event, ident: int | None, pid: int) -> None:
     if os.getpid() == pid:
         with suppress(RuntimeError):  # it is closed
             loop.call_soon_threadsafe(loop.stop)
-        if thread is not threading.current_thread():
-            thread.join(CLOSING_GRACE)
+        if ident != threading.get_ident():
+            over.wait(CLOSING_GRACE)  # not `join`: in a thread that is at its end, that leaves an entry behind for ever
 
 
 def _event_loop() -> EventLoop:
