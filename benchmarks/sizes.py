@@ -40,7 +40,7 @@ FLOORS = (
     ("engine", "recordio"),
     ("sampling", "streams", "devices", "storage"),
     ("pools",),
-    ("loader", "parallel", "batchify"),
+    ("loader", "parallel", "batchify", "ray"),
     ("drop_in",),
     ("torch",),
     ("integrations", *APART),

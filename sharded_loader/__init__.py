@@ -56,6 +56,11 @@ _HOMES = {
 }
 """The public names of each module; `__init__.pyi` has the same names for type checkers."""
 
+PROVIDED = {
+    ("pool", "ray"): "sharded_loader.ray.pool:RayPool",
+}
+"""What the satellites give to the core, which imports none of them: kind, name, and place. See `base.imports`."""
+
 _HOME_OF = {name: f"sharded_loader.{home}" for home, names in _HOMES.items() for name in names.split()}
 _MODULES = ("batchify", "recordio")
 
