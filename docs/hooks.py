@@ -3,6 +3,7 @@
     tutorials/*.ipynb   -> pages below "Tutorials", in the order of their names: whichever are there
     benchmarks/         -> one page, and next to it what the page links to
     CHANGELOG.md        -> one page, with an anchor for each version
+    sharded_loader/     -> the list of modules, in "How it works"
     sharded_loader      -> the version, beside the name of the site
     code                -> copy buttons leave prompts and output out
     tables              -> each cell knows its heading, for phones
@@ -13,6 +14,7 @@ MkDocs calls these functions while it builds; nothing of the library is imported
 
 from __future__ import annotations
 
+import ast
 import logging
 import re
 from pathlib import Path
@@ -75,8 +77,22 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def modules() -> str:
+    """The modules of the package, a table for each folder, each module with the first paragraph of its docstring."""
+    lines = []
+    for folder in sorted({path.parent for path in PACKAGE.parent.rglob("*.py")}):
+        lines += [f"\n### `{folder.relative_to(ROOT).as_posix()}/`\n", "| module | what it does |", "|---|---|"]
+        for path in sorted(folder.glob("*.py")):
+            text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            sentence = " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
+            lines.append(f"| `{path.name}` | {sentence} |")
+    return "\n".join(lines)
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """In the changelog: ``## [0.1.0]`` is a heading without brackets, and its anchor is the version."""
+    if page.file.src_uri == "how-it-works.md":
+        return markdown.replace("<!-- modules -->", modules())
     if page.file.src_uri != CHANGELOG.name:
         return markdown
     return re.sub(r"^## \[(.+?)\](.*)$", r"## \1\2 { #\1 }", markdown, flags=re.MULTILINE)

@@ -31,8 +31,8 @@ _HOMES = {
     "loader.loader": "ShardedDataLoader",
     "loader.report": "RankStats",
     "loader.stats": "LoaderStats",
-    "memory.shared": "share",
-    "memory.store": "CacheMismatchError",
+    "caching.shared": "share",
+    "caching.store": "CacheMismatchError",
     "parallel": "split_and_load split_data",
     "pools.inline": "InlinePool",
     "pools.process.pool": "ProcessPool",
@@ -57,6 +57,7 @@ _HOMES = {
 """The public names of each module; `__init__.pyi` has the same names for type checkers."""
 
 PROVIDED = {
+    ("dataset", "cache"): "sharded_loader.caching.dataset:StoredDataset",
     ("pool", "ray"): "sharded_loader.ray.pool:RayPool",
 }
 """What the satellites give to the core, which imports none of them: kind, name, and place. See `base.imports`."""

@@ -11,6 +11,8 @@ from sharded_loader.base.errors import WorkerTimeoutError as WorkerTimeoutError
 from sharded_loader.base.notices import LoaderWarning as LoaderWarning
 from sharded_loader.batching.default import default_batchify_fn as default_batchify_fn
 from sharded_loader.batching.protocol import empty as empty
+from sharded_loader.caching.shared import share as share
+from sharded_loader.caching.store import CacheMismatchError as CacheMismatchError
 from sharded_loader.data.arrays import ArrayDataset as ArrayDataset
 from sharded_loader.data.columns import PackedList as PackedList
 from sharded_loader.data.datasets import ConcatDataset as ConcatDataset
@@ -23,8 +25,6 @@ from sharded_loader.data.tokens import TokenWindows as TokenWindows
 from sharded_loader.loader.loader import ShardedDataLoader as ShardedDataLoader
 from sharded_loader.loader.report import RankStats as RankStats
 from sharded_loader.loader.stats import LoaderStats as LoaderStats
-from sharded_loader.memory.shared import share as share
-from sharded_loader.memory.store import CacheMismatchError as CacheMismatchError
 from sharded_loader.parallel import split_and_load as split_and_load
 from sharded_loader.parallel import split_data as split_data
 from sharded_loader.pools.inline import InlinePool as InlinePool

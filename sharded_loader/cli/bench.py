@@ -326,7 +326,7 @@ def gain_of_cache(
         batch_size, batchify_fn: as for `measure`.
     """
     from sharded_loader import ShardedDataLoader, SimpleDataset
-    from sharded_loader.data.datasets import StoredDataset
+    from sharded_loader.caching.dataset import StoredDataset
 
     count = min(len(dataset), max(batch_size, int(seconds * fastest.samples_per_second)))
     arguments: dict[str, Any] = {"batch_size": batch_size, "shuffle": True, "batchify_fn": batchify_fn}

@@ -1,6 +1,6 @@
 """``sharded-loader cache``: look into the file of a cache, or delete it.
 
-    info PATH, clear PATH --> memory.store.examine, is_cache
+    info PATH, clear PATH --> caching.store.examine, is_cache
 
 Exit code 0; 2 if there is no such file, or if it is no cache of samples: then it stays.
 """
@@ -33,7 +33,7 @@ cache = click.Group(
 @output.json_option
 def info(path: Path, as_json: bool) -> None:
     """Say how many samples are in the file of a cache, and what they take."""
-    from sharded_loader.memory.store import examine
+    from sharded_loader.caching.store import examine
 
     with _errors_in_one_line():
         found = examine(str(path))
@@ -49,7 +49,7 @@ def info(path: Path, as_json: bool) -> None:
 @output.quiet_option
 def clear(path: Path, quiet: bool) -> None:
     """Delete the file of a cache. Programs that use it go on; the next one makes a new file."""
-    from sharded_loader.memory.store import is_cache
+    from sharded_loader.caching.store import is_cache
 
     with _errors_in_one_line():
         if not is_cache(str(path)):

@@ -10,7 +10,7 @@
 | NumPy array, torch tensor | one gather |
 | torch ``TensorDataset`` | one gather per tensor |
 | Hugging Face ``datasets.Dataset`` | ``dataset[indices]``, then each column by the default rules |
-| our `StoredDataset` | one gather per column, if all samples of the batch are stored |
+| what ``cache`` returns | one gather per column, if all samples of the batch are stored |
 | our `ShardDataset` over tables | the rows of each column, out of decoded groups |
 | torch ``Subset``, our `SimpleDataset` and `SubsetDataset` over any of these | the same |
 
@@ -56,7 +56,7 @@ from sharded_loader.data.bulk import (
     read_many,
 )
 from sharded_loader.data.columns import as_column, is_dataset, named_columns
-from sharded_loader.data.datasets import Dataset, SimpleDataset, StoredDataset, SubsetDataset
+from sharded_loader.data.datasets import Dataset, SimpleDataset, SubsetDataset
 from sharded_loader.data.seeding import handed_out, translated
 
 
@@ -212,7 +212,8 @@ def as_bulk(dataset: Any) -> Gather | None:
         return _translated(as_bulk(inside[0]), inside[1])
     read = batch_reader(dataset)
     if read is not None:
-        return dataset.gather if type(dataset) is StoredDataset else read
+        gathers = isinstance(dataset, Dataset) and known_to(type(dataset), "gather", READS) is not None
+        return dataset.gather if gathers else read
     if isinstance(dataset, Dataset) and known_to(type(dataset), "_in_columns", READS) is not None:
         in_columns: Gather = dataset._in_columns
         return in_columns

@@ -3,10 +3,10 @@
     SimpleDataset(anything)        ArrayDataset(columns): see arrays        ConcatDataset(datasets)
           .filter .shard .take .sample .split      -> SubsetDataset: fewer samples, by indices
           .transform .transform_first              -> TransformDataset: other samples
-          .cache                                   -> StoredDataset: the same samples, kept
+          .cache                                   -> `caching.dataset.StoredDataset`: the same samples, kept
           a + b                                    -> ConcatDataset: one after the other
 
-    Wrapper          around other datasets: TransformDataset, StoredDataset, ConcatDataset
+    Wrapper          around other datasets: TransformDataset, ConcatDataset, and what ``cache`` returns
       View           samples of another dataset, by translated indices: SimpleDataset, SubsetDataset
 
 A dataset owns no thread and no process. Where it can it reads in bulk: ``get_batch(indices)`` returns a finished batch,
@@ -16,14 +16,8 @@ and ``__getitems__`` exactly where what it wraps has them.
 A part of a part is made a part of the dataset at once, so reading a sample takes one look-up, however often a dataset
 was cut. A part owns its array of indices, which cannot be changed.
 
-`StoredDataset` keeps samples in memory that all processes share, or in a file: `sharded_loader.memory.store` owns the
-bytes. It is made before workers start, so each of them inherits it, or opens it when it unpickles the dataset. A worker
-that cannot open it, as one on another machine, reads uncached. Each read copies: a sample that is changed in place
-changes no other one.
-
 What can go wrong: an index out of range (IndexError with the length), samples whose structure differs in one batch
-(ValueError that names the field). Indices that do not fit a dataset are rejected when the subset is made. A sample
-that draws random numbers, or depends on ``set_epoch``, below ``cache(...)`` is an error.
+(ValueError that names the field). Indices that do not fit a dataset are rejected when the subset is made.
 
 Source of the idea: ``mxnet.gluon.data.dataset``.
 """
@@ -33,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
-import re
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,19 +34,17 @@ from functools import partial
 from inspect import iscoroutinefunction
 from itertools import accumulate
 from types import CoroutineType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sharded_loader.base.described import brief, briefs
+from sharded_loader.base.imports import provided
 from sharded_loader.base.limits import check_fits
-from sharded_loader.base.system import job_of_ranks
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.flat import batched
 from sharded_loader.batching.protocol import Empty, known_to, new_array
 from sharded_loader.data.awaiting import each
 from sharded_loader.data.bulk import (
-    NOT_IN_BULK,
     Indices,
     Int64s,
     bulk,
@@ -63,25 +54,24 @@ from sharded_loader.data.bulk import (
     checked_indices,
     each_sample,
     gather,
-    gather_rows,
     read_many,
 )
 from sharded_loader.data.columns import check_dataset, is_dataset
-from sharded_loader.data.inspection import fingerprint_of, set_epoch_of
+from sharded_loader.data.inspection import set_epoch_of
 from sharded_loader.data.seeding import (
     each_by_its_key,
     handed_out,
-    held_generators,
     keys_of,
     next_level,
     transform_seed,
     translated,
 )
 from sharded_loader.data.splits import split_sizes, stratified_parts
-from sharded_loader.memory.store import MISSING, Store, exact_digest, open_store
 from sharded_loader.randomness import rng
-from sharded_loader.randomness.global_generators import global_states
 from sharded_loader.randomness.shuffle import IndexView, Selection, bound_of, composed, shuffled_parts, taken
+
+if TYPE_CHECKING:
+    from sharded_loader.caching.dataset import StoredDataset
 
 Batches = Callable[[int], Any]
 NextBatch = Callable[[], "int | None"]
@@ -271,7 +261,8 @@ class Dataset:
         Source of the idea: CoorDL (VLDB 2021). If each epoch is in a new random order, the share of the samples that
         fits is the share of hits, and to evict gains nothing.
         """
-        return StoredDataset(self, max_bytes, path, key)
+        cached: StoredDataset = provided("dataset", "cache")(self, max_bytes, path, key)
+        return cached
 
     def transform(self, fn: Callable[..., Any], lazy: bool = True, seeded: bool = False) -> Dataset:
         """Pass every sample through ``fn``; a tuple sample is unpacked: ``fn(*sample)``.
@@ -333,6 +324,9 @@ class Wrapper(Dataset):
 
     _dataset: Any
 
+    counts: Any = (0, 0, 0)
+    """Samples that a cache had, samples that it had not, and the bytes that it holds."""
+
     @property
     def _inside(self) -> Any:
         return (self._dataset,)
@@ -375,7 +369,7 @@ class View(Wrapper):
         return gather(self._dataset, self._inner(indices), empty)
 
     def _follow(self, batches: Batches, position: NextBatch, later: Batches) -> None:
-        follow(self._dataset, _each(batches, self._inner), position, _each(later, self._inner))
+        follow(self._dataset, of_inner(batches, self._inner), position, of_inner(later, self._inner))
 
 
 class SimpleDataset(View):
@@ -566,150 +560,6 @@ class _OfFirst:
         return f"first: {self.fn!r}"
 
 
-# -- kept in memory ----------------------------------------------------------------------------------------------------
-
-
-class StoredDataset(Wrapper):
-    """The samples of a dataset, in one memory or file for all workers; made by `Dataset.cache`.
-
-    Sample 0 is read twice when the dataset is made: it tells the structure of the samples, and whether they are random.
-
-    Args:
-        dataset: anything with ``__getitem__`` and ``__len__``.
-        max_bytes, path, key: see `Dataset.cache`.
-    """
-
-    _reads = ("get_batch",)
-
-    def __init__(self, dataset: Any, max_bytes: int | str | None, path: Any = None, key: str | None = None) -> None:
-        self._dataset = check_dataset(dataset, "StoredDataset")
-        if not isinstance(key, (str, type(None))):
-            raise TypeError(f"cache(key={key!r}): give a text, such as the version of your decoder")
-        if set_epoch_of(dataset) is not None:
-            raise ValueError(
-                f"cache(...) keeps samples for all epochs, and {brief(dataset)} has set_epoch, so they depend on the "
-                "epoch: cache the datasets inside it"
-            )
-        self._length = len(dataset)
-        first, job = self._first_sample() if self._length else None, job_of_ranks()
-        text = re.sub(" at 0x[0-9a-fA-F]+", "", brief(dataset))  # the same in all processes
-        shared = None if job is None else f"{job} {fingerprint_of(dataset)} {text}"
-        self._store: Store | None = open_store(path, max_bytes, self._length, key, first, shared)
-        self._shown = [] if max_bytes is None else [str(self._store.max_bytes)]
-        self._shown += [] if path is None else [f"path={self._store.path!r}"]
-
-    def _first_sample(self) -> Any:
-        """Sample 0. It is read twice, because a sample that is random is an error."""
-        moved, samples = [], []
-        for _ in range(2):
-            before = global_states()
-            samples.append(self._read([0])[0])
-            moved.append([name for name, state in global_states().items() if state != before.get(name, state)])
-        drawn = ", ".join(name for name in moved[0] if name in moved[1])
-        if not drawn and exact_digest(samples[0]) != exact_digest(samples[1]):
-            held = ", ".join(held_generators(self._dataset)[:3])
-            drawn = f"the generator of {held}" if held else "something of its own: two reads give two samples"
-        if drawn:
-            raise ValueError(
-                f"cache(...) keeps samples for all epochs, and sample 0 draws from {drawn}: move the transform that "
-                "draws behind the cache, dataset.cache(...).transform(fn)"
-            )
-        return samples[0]
-
-    def _read(self, indices: list[int]) -> list[Any]:
-        """Samples that are not stored. To draw random numbers is an error meanwhile."""
-        before = rng.reading.get()
-        try:
-            rng.reading.set(_KEPT)
-            return read_many(self._dataset, indices)
-        finally:
-            rng.reading.set(before)
-
-    def _checked(self) -> int:
-        length = len(self._dataset)
-        if length != self._length:
-            raise ValueError(
-                f"{brief(self._dataset)} has {length} samples, and had {self._length} when it was cached: call "
-                "cache(...) again after a change"
-            )
-        return length
-
-    @property
-    def cached(self) -> int:
-        """The number of samples that are stored."""
-        return 0 if self._store is None else int(np.count_nonzero(self._store.places))
-
-    @property
-    def structure(self) -> Any:
-        """That of the samples that are kept as columns, as of `batching.flat`; None: this process has no cache."""
-        return None if self._store is None else self._store.node
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """How many samples were found, and not found, by all processes that share this object; the bytes stored."""
-        if self._store is None:
-            return 0, 0, 0
-        hits, misses = self._store.session.counts.sum(0).tolist()
-        return hits, misses, self._store.used_bytes
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self._part(index)
-        return self._samples([checked_index(index, self._checked())])[0]
-
-    def _samples(self, where: list[int]) -> list[Any]:
-        store = self._store
-        if store is None:  # it is in memory that this process cannot reach
-            return self._read(where)
-        found = [store.read(index) for index in where]  # one object for each place: the user may change it
-        places = [place for place, sample in enumerate(found) if sample is MISSING]
-        missing = [where[place] for place in places]
-        store.session.count(len(where) - len(missing), len(missing))
-        for place, index, sample in zip(places, missing, self._read(missing) if missing else (), strict=True):
-            found[place] = sample
-            try:
-                store.write(index, sample)
-            except TypeError as error:
-                raise TypeError(f"sample {index} cannot be cached: {error}") from None
-        return found
-
-    @bulk
-    def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Many samples: those not yet stored are read at once."""
-        return self._samples(checked_indices(indices, self._checked()).tolist())
-
-    def gather(self, indices: Indices, empty: Empty) -> Any:
-        """A finished batch, or `NOT_IN_BULK` if not all samples are rows of the store."""
-        where, store = checked_indices(indices, self._checked()), self._store
-        rows = None if store is None else store.rows(where)
-        if store is None or rows is None:
-            return NOT_IN_BULK
-        store.session.count(len(where), 0)
-        return batched(store.node, iter(gather_rows(store.columns, rows, empty)), len(where))
-
-    @bulk
-    def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
-        """A finished batch, in memory from ``empty``."""
-        batch = self.gather(indices, empty)
-        if batch is NOT_IN_BULK:
-            where = checked_indices(indices, self._checked()).tolist()
-            batch = default_batchify_fn.assemble(self._samples(where), empty)
-        return batch
-
-    def _follow(self, batches: Batches, position: NextBatch, later: Batches) -> None:
-        follow(self._dataset, _each(batches, self._missing), position, _each(later, self._missing))
-
-    def _missing(self, indices: Indices) -> Int64s:
-        where = checked_indices(indices, self._length)
-        return where if self._store is None else where[self._store.places[where] == 0]
-
-    def __repr__(self) -> str:
-        return f"{brief(self._dataset)}.cache({', '.join(self._shown)})"
-
-
-_KEPT = rng.SampleScope(0, 0, is_cached=True)
-
-
 def counts_of(dataset: Any) -> tuple[int, int, int]:
     """The hits and misses of the caches of a dataset, and of those inside it, and the bytes that they hold.
 
@@ -718,9 +568,9 @@ def counts_of(dataset: Any) -> tuple[int, int, int]:
         >>> list(cached), counts_of(cached.take(1) + [3])
         ([1, 2], (0, 2, 16))
     """
-    inside = dataset._inside if isinstance(dataset, Wrapper) else ()
-    own = [dataset.counts] if isinstance(dataset, StoredDataset) else []
-    hits, misses, nbytes = zip((0, 0, 0), *own, *map(counts_of, inside), strict=True)
+    if not isinstance(dataset, Wrapper):
+        return 0, 0, 0
+    hits, misses, nbytes = zip(dataset.counts, *map(counts_of, dataset._inside), strict=True)
     return sum(hits), sum(misses), sum(nbytes)
 
 
@@ -795,7 +645,7 @@ class ConcatDataset(Wrapper):
     def _follow(self, batches: Batches, position: NextBatch, later: Batches) -> None:
         for part in filter(can_follow, self._parts):
             inner = partial(self._of_part, part)
-            follow(part, _each(batches, inner), position, _each(later, inner))
+            follow(part, of_inner(batches, inner), position, of_inner(later, inner))
 
     def _of_part(self, part: Any, indices: Indices) -> Int64s:
         """The indices that lie in one part, as the part counts them."""
@@ -843,7 +693,7 @@ def can_follow(dataset: Any) -> bool:
     return callable(getattr(dataset, "follow", None)) or any(map(can_follow, inside))
 
 
-def _each(batches: Batches, translate: Callable[[Any], Any]) -> Batches:
+def of_inner(batches: Batches, translate: Callable[[Any], Any]) -> Batches:
     """The indices of each batch, translated."""
 
     def translated_batch(number: int) -> Any:

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.batching.default import JOINABLE, Batchify, stack_arrays
-from sharded_loader.batching.flat import fits_columns
 from sharded_loader.batching.protocol import BatchifyError, Empty, assembler
 from sharded_loader.batching.tensors import dtype_of, is_plain, stack_tensors
 from sharded_loader.batching.tree import TensorBatch, to_torch, torch_has
+from sharded_loader.caching.dataset import StoredDataset
+from sharded_loader.caching.flat import fits_columns
 from sharded_loader.data.arrays import as_bulk, part_of
 from sharded_loader.data.bulk import NOT_IN_BULK, Gather
-from sharded_loader.data.datasets import StoredDataset
 
 _NUMBERS = {int: np.dtype(np.int64), float: np.dtype(np.float64), bool: np.dtype(bool)}
 
@@ -109,7 +109,7 @@ def _stacked(column: Sequence[Any], types: set[type], empty: Empty) -> Any:
 
 
 def _is_collated(node: Any) -> bool:
-    """Whether torch's function makes of samples of this structure (`batching.flat`) what their columns are."""
+    """Whether torch's function makes of samples of this structure (`caching.flat`) what their columns are."""
     if type(node) is not list:
         return False
     kind, first, *rest = node

@@ -22,7 +22,8 @@ from sharded_loader import (
 )
 from sharded_loader.batchify import Pad, Stack, Tuple
 from sharded_loader.batching.default import DefaultBatchify
-from sharded_loader.data.datasets import StoredDataset, SubsetDataset, TransformDataset
+from sharded_loader.caching.dataset import StoredDataset
+from sharded_loader.data.datasets import SubsetDataset, TransformDataset
 
 N = 8
 

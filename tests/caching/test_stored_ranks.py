@@ -20,7 +20,7 @@ from conftest import until
 
 from sharded_loader import CacheMismatchError, SimpleDataset
 from sharded_loader.base.system import JOB, job_of_ranks
-from sharded_loader.memory.rendezvous import HAS_LINKS, links_of
+from sharded_loader.caching.rendezvous import HAS_LINKS, links_of
 
 pytestmark = pytest.mark.skipif(not HAS_LINKS, reason="elsewhere each rank has its own")
 
@@ -210,7 +210,7 @@ def test_ranks_of_another_job_have_their_own(job: Job) -> None:
 @pytest.fixture
 def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """This process becomes another rank of one job."""
-    from sharded_loader.memory import store
+    from sharded_loader.caching import store
 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_PORT", uuid.uuid4().hex)

@@ -33,10 +33,11 @@ from sharded_loader import (
     sample_seed,
 )
 from sharded_loader.base.limits import Limit
+from sharded_loader.caching import rendezvous, store
+from sharded_loader.caching.dataset import StoredDataset
 from sharded_loader.data.arrays import as_bulk
 from sharded_loader.data.bulk import NOT_IN_BULK
-from sharded_loader.data.datasets import StoredDataset, SubsetDataset, counts_of
-from sharded_loader.memory import rendezvous, store
+from sharded_loader.data.datasets import SubsetDataset, counts_of
 
 COUNT = 24
 
@@ -335,7 +336,7 @@ def test_one_sample_that_is_too_large_does_not_keep_the_others_out() -> None:
 def test_a_full_cache_costs_nothing(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cached = SimpleDataset(Files("image")).cache(room)
     expected = list(map(repr, cached))
-    monkeypatch.setattr("sharded_loader.memory.store.flat", None)  # no sample is looked at any more
+    monkeypatch.setattr("sharded_loader.caching.store.flat", None)  # no sample is looked at any more
     assert list(map(repr, cached)) == expected and cached.cached == room // 192
 
 

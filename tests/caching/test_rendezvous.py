@@ -15,8 +15,8 @@ import pytest
 
 from sharded_loader.base import system
 from sharded_loader.base.system import PREFIX, alone
-from sharded_loader.memory import rendezvous
-from sharded_loader.memory.rendezvous import Opened, links_of, meet, name_of, open_nameless
+from sharded_loader.caching import rendezvous
+from sharded_loader.caching.rendezvous import Opened, links_of, meet, name_of, open_nameless
 
 LINUX_HERE = os.path.isdir("/proc/self/fd")
 LINUX = pytest.mark.skipif(not LINUX_HERE, reason="elsewhere each process makes its own")

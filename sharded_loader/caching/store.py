@@ -13,7 +13,7 @@ One layout, in memory without a name (`system.open_memory`) or in a file:
     text       JSON: version, length, key, digest of the first sample, its structure, number of rows
     entries    for each sample its place, its length in the log, its checksum
     columns    one for each leaf of the first sample: samples of the same structure are rows
-    log        all other samples, one after the other: structure and leaves (`batching.flat`). No pickle.
+    log        all other samples, one after the other: structure and leaves (`caching.flat`). No pickle.
 
 The place is 0: the sample is missing. r + 1: row r. -1 - o: byte o of the log. Nothing is ever moved or evicted. Rows
 and log are holes until they are written, and take no room. The entries are written at once, since they are changed
@@ -64,10 +64,10 @@ from sharded_loader.base.limits import SMALL, Limit, free_bytes
 from sharded_loader.base.notices import logger
 from sharded_loader.base.private import blake2b
 from sharded_loader.base.system import close_locked, locked, read_at, write_at
-from sharded_loader.batching.flat import fits_columns, flat, flatten, parsed, text_of, unflatten
 from sharded_loader.batching.protocol import Array
+from sharded_loader.caching.flat import fits_columns, flat, flatten, parsed, text_of, unflatten
+from sharded_loader.caching.rendezvous import Opened, is_private, meet, name_of, open_named, open_nameless
 from sharded_loader.memory.codec import aligned
-from sharded_loader.memory.rendezvous import Opened, is_private, meet, name_of, open_named, open_nameless
 
 VERSION = 1
 """Of the layout. A file of another version is rejected."""

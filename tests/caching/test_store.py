@@ -21,8 +21,8 @@ import pytest
 from sharded_loader import CacheMismatchError
 from sharded_loader.base.limits import Limit
 from sharded_loader.base.system import locked, write_at
-from sharded_loader.memory import store as stores
-from sharded_loader.memory.store import MISSING, UNFINISHED, Contents, Store, examine, is_cache, open_store
+from sharded_loader.caching import store as stores
+from sharded_loader.caching.store import MISSING, UNFINISHED, Contents, Store, examine, is_cache, open_store
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="forks")
 COUNT = 20

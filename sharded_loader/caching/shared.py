@@ -54,10 +54,10 @@ from sharded_loader.base.limits import check_fits
 from sharded_loader.base.notices import logger, warn
 from sharded_loader.base.private import blake2b
 from sharded_loader.base.system import PREFIX, alone, read_at, write_at
+from sharded_loader.caching.rendezvous import HAS_LINKS, joined, links_of, name_of, open_nameless
+from sharded_loader.caching.store import Store
 from sharded_loader.memory.codec import Encoded, aligned, decode, is_findable
 from sharded_loader.memory.publish import SHARED, Lasting, children, culprit_in, dump
-from sharded_loader.memory.rendezvous import HAS_LINKS, joined, links_of, name_of, open_nameless
-from sharded_loader.memory.store import Store
 
 VERSION = 1
 """Of the layout. Processes with other versions, of Python and NumPy too, do not find each other's memory."""

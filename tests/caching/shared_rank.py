@@ -15,8 +15,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from sharded_loader.caching.shared import share
 from sharded_loader.data.columns import PackedList
-from sharded_loader.memory.shared import share
 
 
 class Data:
