@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from sharded_loader.base.limits import cores_for_workers
-from sharded_loader.cli.doctor import busy_text, cores_of_others
-from sharded_loader.cli.output import POOLS, CannotRun, Steps, quiet_option
+from sharded_loader.cli.output import POOLS, CannotRun, Steps, busy_text, cores_of_others, quiet_option
 
 if TYPE_CHECKING:
     from sharded_loader.demo.train import Report
