@@ -33,7 +33,7 @@ _HOMES = {
     "loader.stats": "LoaderStats",
     "memory.shared": "share",
     "memory.store": "CacheMismatchError",
-    "parallel": "Replicas split_and_load split_data",
+    "parallel": "split_and_load split_data",
     "pools.inline": "InlinePool",
     "pools.process.pool": "ProcessPool",
     "pools.ray.pool": "RayPool",

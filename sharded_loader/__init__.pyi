@@ -25,7 +25,6 @@ from sharded_loader.loader.report import RankStats as RankStats
 from sharded_loader.loader.stats import LoaderStats as LoaderStats
 from sharded_loader.memory.shared import share as share
 from sharded_loader.memory.store import CacheMismatchError as CacheMismatchError
-from sharded_loader.parallel import Replicas as Replicas
 from sharded_loader.parallel import split_and_load as split_and_load
 from sharded_loader.parallel import split_data as split_data
 from sharded_loader.pools.inline import InlinePool as InlinePool

@@ -47,7 +47,6 @@ INSTEAD = {
     "try_nopython": "leave it out",
     "start_method": 'write pool=ProcessPool(n, start_method="spawn") instead',
     "shm_size": "leave it out: shared memory grows with the batches. ProcessPool(n, max_bytes=) limits it",
-    "numa": "write pool=ProcessPool(n, numa=False) instead, or leave it out",
     "use_shared_mem": "leave it out: worker processes always write batches into shared memory",
     "num_threads": "write num_workers= and thread_pool=True instead",
     "ctx_list": "write devices= instead",
@@ -335,8 +334,6 @@ def make_pool(
         )
     if is_auto and pool == "ray":
         raise ValueError('num_workers="auto" is for workers on this machine: give the number of Ray actors')
-    if isinstance(num_workers, bool):
-        raise TypeError(f'num_workers is {num_workers!r}; it must be an int, the number of workers, or "auto"')
     count = max(0, int(num_workers))
     if num_workers < 0:
         logger.warning(
