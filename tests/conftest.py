@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 import mmap
+import multiprocessing.resource_tracker
 import os
 import re
 import shutil
@@ -513,10 +514,11 @@ _helpers_started = False
 
 
 def start_helpers() -> None:
-    """Start the forkserver and the resource tracker once, so that no test is blamed for their descriptors."""
+    """Start the forkserver and the resource trackers once, so that no test is blamed for their descriptors."""
     global _helpers_started
     if not _helpers_started and sys.platform != "win32":
         start_forkserver()
+        multiprocessing.resource_tracker.ensure_running()
         _helpers_started = True
 
 

@@ -401,13 +401,3 @@ def close_session(system: Any) -> None:
     close = getattr(system, "close_session", None)
     if session is not None and close is not None:
         close(system.loop, session)
-
-
-def reader_of(system: Any) -> Callable[..., Any]:
-    """The coroutine function that reads a part of a file."""
-    return system._cat_file  # type: ignore[no-any-return]
-
-
-def s3_caller(system: Any) -> Callable[..., Any] | None:
-    """The coroutine function that sends a request to S3. Without the name: None; the version is then not checked."""
-    return getattr(system, "_call_s3", None)

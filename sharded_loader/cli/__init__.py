@@ -3,7 +3,7 @@
 main --> demo       trains a small network (the run itself is in ``sharded_loader.demo``)
      --> doctor
      --> bench      target --> measure
-     --> records    record_files
+     --> records
      --> cache
 All of them print through output.
 """

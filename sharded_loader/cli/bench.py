@@ -1,7 +1,7 @@
 """``sharded-loader bench module:dataset``: which pool, and how many workers, for the user's own dataset?
 
     target.find_dataset --> measure --> a table, recommend
-    doctor.cores_of_others, between two rounds --> a line, if other programs disturb the measurement
+    output.cores_of_others, between two rounds --> a line, if other programs disturb the measurement
 
     rows_of(pools, workers) -> Rows
     measure(dataset, rows, ...) -> a Measurement for each row: the medians of several rounds, and their spread
@@ -32,8 +32,7 @@ import click
 
 from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.cli import output
-from sharded_loader.cli.doctor import busy_text, cores_of_others
-from sharded_loader.cli.output import POOLS, CannotRun, Steps, complain
+from sharded_loader.cli.output import POOLS, CannotRun, Steps, busy_text, complain, cores_of_others
 from sharded_loader.cli.target import find_dataset, find_function, kind_of, say_error
 
 

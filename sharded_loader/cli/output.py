@@ -26,6 +26,9 @@ import click
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+BUSY = 0.3
+"""Cores. Measurements vary visibly if workers lack more than this."""
+
 PATIENCE = 2.0
 """Seconds without any progress shown."""
 
@@ -120,6 +123,34 @@ def size_text(nbytes: float) -> str:
 
     unit, name = pick_unit_and_suffix(int(nbytes), ["bytes", "KiB", "MiB", "GiB"], 1024)
     return f"{nbytes / unit:,.{0 if unit == 1 else 1}f} {name}"
+
+
+def cores_of_others(seconds: float = 0.1) -> float:
+    """How many cores other programs use.
+
+    Args:
+        seconds: how long to look. This process must do nothing meanwhile.
+    """
+    import psutil
+
+    return float(psutil.cpu_percent(interval=seconds)) / 100 * (os.cpu_count() or 1)
+
+
+def busy_text(others: float, cores: int, usable: float) -> str | None:
+    """A sentence about other programs, if they use cores that workers need; otherwise None.
+
+    Args:
+        others: as `cores_of_others` returns it.
+        cores: the cores of the machine.
+        usable: how many of them workers may use.
+
+    Example:
+        >>> busy_text(1.7, cores=2, usable=2), busy_text(1.7, cores=64, usable=8)
+        ('Other programs use 1.7 of 2 cores.', None)
+    """
+    if others + usable < cores + BUSY:
+        return None
+    return f"Other programs use {others:.1f} of {cores} cores."
 
 
 class Steps(AbstractContextManager["Steps"]):

@@ -1,106 +1,178 @@
 """``sharded-loader records``: pack files into a RecordIO file, look into one, write its index.
 
-    pack FOLDER_OR_LIST OUT.rec --> record_files.pack_files
-    inspect FILE.rec -------------> record_files.examine
-    index FILE.rec ---------------> record_files.examine, record_files.write_index
+    pack FOLDER OUT.rec --> find_folder (a sub-folder is a class) --> pack_files
+    inspect FILE.rec -----> reads every byte once, with one record at a time in memory
+    index FILE.rec -------> the same, and writes where each record begins
 
-Exit code 0; 1 if the record file is damaged, and one line says where; 2 if the command cannot run: missing files, an
-output that exists, a folder that cannot be written to.
+A record is MXNet's label header and the bytes of the file as they are. Output is written under other names and renamed
+at the end. So a full disk, Ctrl-C or a file that cannot be read leaves no half of a record file.
+
+Exit code 0; 1 if the record file is damaged, and one line says where; 2 if the command cannot run: missing files, a
+name without a number, an output that exists, a folder that cannot be written to.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import os
+import statistics
 from array import array
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 import click
 
-from sharded_loader.cli import output, record_files
-from sharded_loader.cli.files import check_output, force_option, os_errors_in_one_line
+from sharded_loader.cli import output
+from sharded_loader.cli.files import check_output, force_option, os_errors_in_one_line, replaced
 from sharded_loader.cli.output import CannotRun, Steps, complain, counted, size_text
 
 DAMAGED = 1
-_PATH = click.Path(path_type=Path)
-_INPUT = click.Path(exists=True, path_type=Path)
+SIGNATURES = {b"\xff\xd8\xff": "JPEG", b"\x89PNG": "PNG", b"GIF8": "GIF", b"RIFF": "RIFF", b"\x93NUMPY": "NumPy"}
+"""How the contents of well-known files begin. WebP and WAV are RIFF."""
+
 _REC = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE.rec")
 
 records = click.Group(
-    "records",
-    callback=output.print_help,
-    invoke_without_command=True,
-    help="Pack files into a RecordIO file, look into one, or write its index.",
+    "records", callback=output.print_help, invoke_without_command=True, help="RecordIO files.",
     short_help="Pack files into RecordIO, look into a record file, write its index.",
-)
+)  # fmt: skip
 
 
-@records.command(short_help="Pack the files of a folder or a list.")
-@click.argument("source", type=_INPUT, metavar="FOLDER_OR_LIST")
-@click.argument("out", type=_PATH, metavar="OUT.rec")
-@click.option(
-    "--labels", type=_PATH, metavar="FILE", help="Class numbers, name<TAB>number: read, or written if absent."
-)
-@click.option("--suffix", multiple=True, metavar=".EXT", help="Pack only such files of the folder. May be repeated.")
-@click.option("--root", type=_PATH, metavar="FOLDER", help="Where the paths of a list begin. Default: beside the list.")
+@records.command(short_help="Pack the files of a folder.")
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path), metavar="OUT.rec")
+@click.option("--labels", type=click.Path(path_type=Path), help="Numbers, name<TAB>number: read, or written if absent.")
 @force_option
 @output.quiet_option
-def pack(
-    source: Path, out: Path, labels: Path | None, suffix: tuple[str, ...], root: Path | None, force: bool, quiet: bool
-) -> None:
+def pack(folder: Path, out: Path, labels: Path | None, force: bool, quiet: bool) -> None:
     """Pack files into OUT.rec and OUT.idx. The bytes of the files do not change.
 
-    In a folder, each sub-folder is a class. The classes get the numbers 0, 1, 2 ... in the order of their names. A list
-    has a path on each line, or MXNet's key<TAB>label<TAB>path.
+    Each sub-folder is a class. The classes get the numbers 0, 1, 2 ... in the order of their names.
     """
     if out.suffix != ".rec":
         raise CannotRun(f"{out}: give a name that ends in .rec, so that readers find the index beside it")
     check_output(out, out.with_suffix(".idx"), force=force)
     with os_errors_in_one_line(out):
-        names = record_files.read_labels(labels) if labels is not None and labels.exists() else None
-        listing = _listing(source, suffix, root, names)
-        if labels is not None and not listing.names:
-            raise CannotRun(f"{source} has no class names for --labels {labels}: leave out --labels")
-        with Steps("packing", len(listing.entries), quiet) as steps:
-            nbytes = record_files.pack_files(listing.entries, out, steps.update)
-        if labels is not None and names is None:
-            record_files.write_labels(labels, listing.names)
-    if quiet:
-        return
-    count = counted(len(listing.entries), "record")
-    click.echo(f"{out}: {count}, {size_text(nbytes)}; index in {out.with_suffix('.idx').name}")
-    kinds = Counter(entry.path.suffix.lower() or "no suffix" for entry in listing.entries)
-    if len(kinds) > 1:
-        shown = [f"{count:,} {kind}" for kind, count in kinds.most_common(10)]
-        click.echo(f"files: {', '.join(shown)}. To pack one kind only, give --suffix .EXT")
-    if listing.names:
-        shown = [f"{number} {name}" for name, number in list(listing.names.items())[:10]]
-        click.echo(f"labels: {', '.join(shown)}{', ...' if len(listing.names) > 10 else ''}")
-    if listing.left_out:
-        click.echo(f"left out: {counted(listing.left_out, 'file')} directly in {source}, in no class")
+        given = read_labels(labels) if labels is not None and labels.exists() else None
+        files, names = find_folder(folder, given)
+        with Steps("packing", len(files), quiet) as steps:
+            nbytes = pack_files(files, out, steps.update)
+        if labels is not None and given is None and names:
+            labels.write_text("".join(f"{name}\t{number}\n" for name, number in names.items()), "utf-8")
+    if not quiet:
+        click.echo(f"{out}: {counted(len(files), 'record')}, {size_text(nbytes)}; index in {out.stem}.idx")
+        click.echo(f"labels: {_listed([f'{number} {name}' for name, number in names.items()])}")
+
+
+def find_folder(folder: Path, given: dict[str, int] | None) -> tuple[list[tuple[Path, int]], dict[str, int]]:
+    """The files of a folder with their labels, and the number of each class. Files beside sub-folders are left out.
+
+    Args:
+        folder: where to look. Names that begin with a dot are passed over.
+        given: the number of each class. None: 0, 1, 2 ... in the order of the names.
+
+    Raises:
+        CannotRun: there are no files, or a class has no number in ``given``.
+    """
+    walked = [Path(at, one).relative_to(folder) for at, _, files in os.walk(folder, followlinks=True) for one in files]
+    paths = sorted(path for path in walked if not any(part.startswith(".") for part in path.parts))
+    paths = [path for path in paths if len(path.parts) > 1] or paths
+    if not paths:
+        raise CannotRun(f"{folder} has no files: give a folder with a sub-folder of files for each class")
+    classes = sorted({path.parts[0] for path in paths if len(path.parts) > 1})
+    if unknown := [repr(name) for name in classes if given is not None and name not in given]:
+        raise CannotRun(f"no number for {', '.join(unknown[:5])} in the file of --labels: add it there")
+    numbers = {name: number if given is None else given[name] for number, name in enumerate(classes)}
+    return [(folder / path, numbers.get(path.parts[0], 0)) for path in paths], numbers
+
+
+def read_labels(file: Path) -> dict[str, int]:
+    """The number of each class name, from a file with ``name<TAB>number`` on each line.
+
+    Raises:
+        CannotRun: a line is not like that, or a name stands there twice.
+    """
+    names: dict[str, int] = {}
+    for number, line in enumerate(file.read_text("utf-8", "replace").splitlines(), 1):
+        name, _, label = line.rpartition("\t")
+        if line.strip() and (not name or not label.isdecimal() or names.setdefault(name, int(label)) != int(label)):
+            raise CannotRun(f"{file}, line {number}: {line[:80]!r} is not name<TAB>number with a new name")
+    return names
+
+
+def pack_files(files: Sequence[tuple[Path, float]], out: Path, on_file: Callable[[int], object]) -> int:
+    """Write the files as records, and the index beside them.
+
+    Args:
+        files: what to pack, with their labels. The keys of the records are 0, 1, 2 ...
+        out: the record file. An existing one is replaced at the end.
+        on_file: called with the number of files that are written.
+
+    Returns:
+        The size of the record file in bytes.
+
+    Raises:
+        CannotRun: a file is too large for a record, or its label does not fit.
+        OSError: a file cannot be read, or the output cannot be written.
+    """
+    from sharded_loader import recordio
+
+    with replaced(out.with_suffix(".idx"), out) as (idx, rec):
+        with recordio.MXIndexedRecordIO(idx, rec, "w") as written:
+            for key, (path, label) in enumerate(files):
+                try:
+                    written.write_idx(key, recordio.pack((0, label, key, 0), path.read_bytes()))
+                except ValueError as error:
+                    raise CannotRun(f"{path}: {error}") from None
+                on_file(key + 1)
+        return int(rec.stat().st_size)
+
+
+# -- what is in a record file ------------------------------------------------------------------------------------------
 
 
 @records.command(short_help="Say what is in a record file, and where it is damaged.")
 @_REC
 @click.option("--first", type=click.IntRange(0), default=5, help="How many records to list.")
-@output.json_option
 @output.quiet_option
-def inspect(file: Path, first: int, as_json: bool, quiet: bool) -> int:
+def inspect(file: Path, first: int, quiet: bool) -> int:
     """Read all of a record file: sizes, labels, contents, its index, and where it is damaged.
 
     With --quiet it prints only what is wrong.
     """
-    result, _ = _examine(file, first, quiet)
-    if as_json:
-        output.show_json(dataclasses.asdict(result))
-    elif not quiet:
-        _show(result)
-    if result.damage is not None:
-        complain(f"{file} is damaged at offset {result.damage_offset:,}: {result.damage}")
-        complain(f"{counted(result.records, 'whole record')} before that can be read: pack or copy the file again")
-    elif result.index_is_wrong:
-        complain(f"the index is wrong: {result.index}. Write it again: sharded-loader records index {file} --force")
-    return DAMAGED if result.damage is not None or result.index_is_wrong else 0
+    from sharded_loader.recordio import RecordIOError
+
+    damage, rows = "", list[list[str]]()
+    offsets, sizes, contents, labels = array("q"), array("q"), Counter[str](), Counter[str]()
+    try:
+        for offset, record in _records_of(file, quiet):
+            label, key, payload = _unpacked(record)
+            kind = next((SIGNATURES[one] for one in SIGNATURES if payload.startswith(one)), "other")
+            if len(rows) < first:
+                rows.append([f"{len(rows)}", f"{offset:,}", f"{len(payload):,}", label or "-", key or "-", kind])
+            offsets.append(offset)
+            sizes.append(len(payload))
+            contents[kind] += 1
+            labels.update([label] if key else [])
+    except RecordIOError as error:
+        damage = str(error)
+    index_text, is_wrong = _check_index(file.with_suffix(".idx"), offsets)
+    if not quiet:
+        ends = (min(sizes), statistics.median_high(sizes), max(sizes)) if sizes else (0, 0, 0)
+        whole = f"{len(sizes):,}; {labels.total():,} with a label header"
+        click.echo(f"file      {file}, {size_text(file.stat().st_size)}\nrecords   {whole}")
+        click.echo("sizes     smallest {}, median {}, largest {}".format(*map(size_text, ends)))
+        for name, counts in ("contents", contents), ("labels", labels):
+            click.echo(f"{name:9} {_listed([f'{one} ({times:,})' for one, times in counts.most_common()])}")
+        click.echo(f"index     {index_text}\n")
+        output.show_table(["record", "offset", "bytes", "label", "id", "content"], rows, left=0)
+    if damage:
+        complain(f"{counted(len(sizes), 'whole record')}, then it is damaged: {damage}")
+    elif is_wrong:
+        complain(f"the index is wrong: {index_text}. Write it again: sharded-loader records index {file} --force")
+    return DAMAGED if damage or is_wrong else 0
 
 
 @records.command(short_help="Write the index of a record file.")
@@ -109,53 +181,59 @@ def inspect(file: Path, first: int, as_json: bool, quiet: bool) -> int:
 @output.quiet_option
 def index(file: Path, force: bool, quiet: bool) -> int:
     """Write FILE.idx beside FILE.rec. The keys are 0, 1, 2 ... in the order of the records."""
+    from sharded_loader.recordio.files import RecordIOError, index_line
+
     idx = file.with_suffix(".idx")
     check_output(idx, force=force)
-    result, offsets = _examine(file, 0, quiet)
-    if result.damage is not None:
-        complain(f"{file} is damaged at offset {result.damage_offset:,}, no index was written: {result.damage}")
+    try:
+        offsets = [offset for offset, _ in _records_of(file, quiet)]
+    except RecordIOError as error:
+        complain(f"no index was written, the file is damaged: {error}")
         return DAMAGED
-    with os_errors_in_one_line(idx):
-        record_files.write_index(file, offsets)
+    with os_errors_in_one_line(idx), replaced(idx) as (written,):
+        written.write_text("".join(map(index_line, count(), offsets)), "ascii", newline="\n")
     if not quiet:
         click.echo(f"{idx}: {counted(len(offsets), 'key')}")
     return 0
 
 
-def _examine(file: Path, first: int, quiet: bool) -> tuple[record_files.Examination, array[int]]:
-    with os_errors_in_one_line(file), Steps("reading", file.stat().st_size, quiet) as steps:
-        return record_files.examine(file, first, steps.update)
+def _records_of(file: Path, quiet: bool) -> Iterator[tuple[int, bytes]]:
+    """Where each record begins, and the record. A damaged one is a `RecordIOError`."""
+    from sharded_loader.recordio import MXRecordIO
+
+    nbytes, offset = file.stat().st_size, 0
+    with os_errors_in_one_line(file), Steps("reading", nbytes, quiet) as steps, MXRecordIO(str(file), "r") as rec:
+        while (record := rec.read()) is not None:
+            yield offset, record
+            offset = rec.tell()
+            steps.update(offset)
 
 
-def _listing(
-    source: Path, suffix: tuple[str, ...], root: Path | None, names: dict[str, int] | None
-) -> record_files.Listing:
-    if source.is_dir():
-        if root is not None:
-            raise CannotRun(f"--root is for lists, and {source} is a folder: leave out --root")
-        return record_files.find_folder(source, [f".{end.lower().lstrip('.')}" for end in suffix], names)
-    if suffix:
-        raise CannotRun(f"--suffix is for folders, and {source} is a list: leave out --suffix")
-    return record_files.find_list(source, root, names)
+def _unpacked(record: bytes) -> tuple[str, str, bytes]:
+    """Label and id in the label header of a record, empty if it has none, and its payload."""
+    from sharded_loader.recordio import unpack
+
+    with contextlib.suppress(ValueError, OverflowError):  # no header; infinite labels, of what only looks like one
+        header, payload = unpack(record)
+        numbers = [float(header.label)] if header.flag == 0 else header.label.tolist()
+        labels = [f"{number:.{9 if number == int(number) else 6}g}" for number in numbers]
+        return " ".join(labels), str(header.id), payload
+    return "", "", record
 
 
-def _show(result: record_files.Examination) -> None:
-    def listed(counts: dict[str, int]) -> str:
-        shown = [f"{name} ({count:,})" for name, count in list(counts.items())[:10]]
-        return ", ".join(shown) + (", ..." if len(counts) > 10 else "") or "none"
+def _check_index(idx: Path, offsets: Sequence[int]) -> tuple[str, bool]:
+    """What the index beside a record file says, and whether it is wrong."""
+    from sharded_loader.recordio.files import load_index
 
-    sizes = [size_text(nbytes) for nbytes in (result.smallest, result.median, result.largest)]
-    click.echo(f"file      {result.path}, {size_text(result.nbytes)}")
-    click.echo(f"records   {result.records:,}; {result.headers:,} with a label header")
-    if result.records:
-        click.echo("sizes     smallest {}, median {}, largest {}".format(*sizes))
-    click.echo(f"contents  {listed(result.contents)}")
-    click.echo(f"labels    {listed(result.labels)}")
-    click.echo(f"index     {result.index}")
-    rows = []
-    for number, record in enumerate(result.first):
-        key = "-" if record.id is None else str(record.id)
-        rows.append([str(number), f"{record.offset:,}", f"{record.nbytes:,}", record.label or "-", key, record.content])
-    if rows:
-        click.echo()
-        output.show_table(["record", "offset", "bytes", "label", "id", "content"], rows, left=0)
+    if not idx.exists():
+        return "none", False
+    try:
+        listed = load_index(str(idx), str)[1]
+    except ValueError as error:
+        return str(error), True
+    is_wrong = not set(offsets).issuperset(listed)
+    return f"{idx.name}: {counted(len(listed), 'key')}{', not of these records' if is_wrong else ''}", is_wrong
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return ", ".join([*texts[:10], *["..."] * (len(texts) > 10)]) or "none"

@@ -1,21 +1,18 @@
 """The training run of ``sharded-loader demo``: handwritten digits, a small network, all devices from one process.
 
     load_digits_split -> train set  --ShardedDataLoader-->  shards[i] on devices[i]  --`forward`-->  one model
-                      -> held-out set  ------------------------------------------>  `accuracy_on`
+                      -> held-out set  ----------------------------------------------------------->  accuracy
 
-`train` takes any loader and model and returns the losses. `train_and_test` builds both from `Options`, owns the
-loader and closes it, and returns a `Report`. With a `CheckpointFile` both go on from where the file says. No output
-here, and no terminal: that is the part of `sharded_loader.cli.demo`.
+`train_and_test` returns a `Report`. With a checkpoint it goes on from there. No output here, and no terminal: that is
+the part of `sharded_loader.cli.demo`.
 
-Everything random follows from the seed: the weights (``torch.manual_seed``), the order (the loader's ``seed``) and
-the shift of each image (`sample_rng`, keyed by seed, epoch and index). So the losses are the same to the last bit
-whichever pool reads, with any number of workers. Two functions disturb the run to show this:
+Everything random follows from the seed: the weights (``torch.manual_seed``), the order (the loader's ``seed``) and the
+shift of each image (`sample_rng`, keyed by seed, epoch and index). So the losses are the same to the last bit whoever
+reads. Two functions disturb the run to show this:
 
-    stop_and_resume(options) -- starts --> a process that trains, and saves after half of the steps
-                             -- the file is there: SIGKILL, while it goes on training (on Windows TerminateProcess)
-                             -- starts --> another one, which goes on from the file
-                             <-- its report, through a pipe --
-    train_and_kill(options)  trains; after a step, now and then: a worker of its pool is killed
+    stop_and_resume  starts a process that trains, and saves after half of the steps; kills it; starts another one,
+                     which goes on from the file
+    train_and_kill   trains; after a step, now and then: a worker of its pool is killed
 
 The processes are spawned: they share nothing with this one, as after the restart of a machine. No worker is killed
 without a step since the last one, so that training comes to its end even where workers start more slowly than they are
@@ -28,33 +25,29 @@ fails, or ends before it is killed. That is a RuntimeError; the process has said
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import random
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import multiprocess
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from sharded_loader import ArrayDataset, Dataset, ShardedDataLoader, sample_rng
-from sharded_loader.devices.names import accelerators, find_device
+from sharded_loader import ArrayDataset, Dataset, ProcessPool, ShardedDataLoader, sample_rng
+from sharded_loader.devices.names import accelerators
 from sharded_loader.engine.pool import Pool
-from sharded_loader.loader.stats import LoaderStats
-from sharded_loader.pools.process.pool import ProcessPool
 
-BATCH_SIZE = 64
-HELD_OUT = 0.2
-SPLIT_SEED = 0
-"""The same scans are held out for every ``--seed``, so that accuracies can be compared."""
+BATCH_SIZE, WORKERS = 64, 2
 
 EVERY = 0.1
 """Seconds between two kills, on average."""
@@ -62,27 +55,8 @@ EVERY = 0.1
 RESTARTS = 1000
 """By default a batch is given up when it has killed three workers, which kills at random do now and then."""
 
-# On Windows os.kill with any signal but two is TerminateProcess.
-_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to train with.
-
-    Attributes:
-        devices: one shard of each batch goes to each; one may stand twice.
-        pool: ``"inline"``, ``"thread"``, ``"process"`` or ``"ray"``: who reads the samples.
-        workers: how many threads or processes; 0 with ``"inline"``.
-        epochs: passes over the training set.
-        seed: of weights, order and shifts.
-    """
-
-    devices: tuple[torch.device, ...]
-    pool: str = "process"
-    workers: int = 2
-    epochs: int = 20
-    seed: int = 0
+OnBatch = Callable[[int, float], object]
+"""Called after each step with the epoch and the loss of the batch."""
 
 
 @dataclass(frozen=True)
@@ -93,71 +67,24 @@ class Report:
         accuracy: share of the held-out scans that were recognised, from 0 to 1.
         held_out: how many they are.
         losses: mean training loss of each epoch.
-        stats: of the loader that read the training set.
-        first: of the first epoch alone, in which the workers start.
+        samples_per_second: of the loader that read the training set.
+        waiting_share: of the time, that the loop waited for data. The first epoch counts only if it is alone.
     """
 
     accuracy: float
     held_out: int
-    losses: tuple[float, ...]
-    stats: LoaderStats
-    first: LoaderStats
-
-    @property
-    def waiting_share(self) -> float:
-        """Share of the time that the loop waited for data, from 0 to 1. The first epoch counts only if it is alone."""
-        seconds = self.stats.seconds - self.first.seconds
-        if seconds <= 0:
-            return self.stats.waiting_share
-        return (self.stats.waiting_seconds - self.first.waiting_seconds) / seconds
+    losses: list[float]
+    samples_per_second: float
+    waiting_share: float
 
 
-@dataclass(frozen=True)
-class CheckpointFile:
-    """A file from which a training run goes on, as any program would keep one.
-
-    Attributes:
-        path: begun from if it is there.
-        save_at: number of the step after which it is written, from 1; None: never.
-    """
-
-    path: Path
-    save_at: int | None = None
-
-    def save(self, state: dict[str, Any]) -> None:
-        """Write the file whole or not at all."""
-        partial = self.path.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(self.path)
-
-
-def find_devices(names: str) -> tuple[torch.device, ...]:
-    """The devices of a list such as ``cuda:0,cuda:1``.
-
-    Args:
-        names: separated by commas; or ``auto``: all accelerators that this process sees. Without any these are the CPU
-            twice, so that there are two shards.
-
-    Raises:
-        ValueError: a device is not there.
-
-    Example:
-        >>> find_devices("cpu, cpu")
-        (device(type='cpu'), device(type='cpu'))
-    """
-    if names.strip() == "auto":
-        return tuple(accelerators()) or (torch.device("cpu"), torch.device("cpu"))
-    return tuple(find_device(name.strip()) for name in names.split(","))
+def devices() -> list[torch.device]:
+    """All accelerators that this process sees. Without any: the CPU twice, so that there are two shards."""
+    return list(accelerators()) or [torch.device("cpu")] * 2
 
 
 def shift(image: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Move an image by up to one pixel, zeros moving in; by how much depends on (seed, epoch, index) alone.
-
-    Args:
-        image: float32, shape (1, 8, 8).
-
-    Returns:
-        The same shape and dtype.
 
     Example:
         >>> shift(np.ones((1, 8, 8), np.float32)).shape
@@ -173,11 +100,8 @@ def load_digits_split() -> tuple[Dataset, Dataset]:
     """scikit-learn's digits, 1,797 scans, in two parts.
 
     Returns:
-        The training set, whose images are shifted at random, and the held-out set. Samples are (float32[1, 8, 8] in
-        0..1, int64 label).
-
-    Raises:
-        ImportError: scikit-learn is not installed.
+        The training set, whose images are shifted at random, and the held-out set, the same for every seed. Samples are
+        (float32[1, 8, 8] in 0..1, int64 label).
 
     Example:
         >>> train_set, held_out = load_digits_split()
@@ -188,8 +112,7 @@ def load_digits_split() -> tuple[Dataset, Dataset]:
 
     digits = load_digits()
     images = (digits.images[:, None] / 16).astype(np.float32)
-    labels = digits.target.astype(np.int64)
-    train_set, held_out = ArrayDataset(images, labels).split([1 - HELD_OUT, HELD_OUT], seed=SPLIT_SEED)
+    train_set, held_out = ArrayDataset(images, digits.target.astype(np.int64)).split([0.8, 0.2], seed=0)
     return train_set.transform_first(shift), held_out
 
 
@@ -202,16 +125,9 @@ def make_model(seed: int) -> nn.Module:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return nn.Sequential(
-            nn.Conv2d(1, 32, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(32, 64, 3, stride=2, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(64, 64, 3, stride=2, padding=1),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(64 * 2 * 2, 10),
-        )
+        sizes = ((1, 32, 1), (32, 64, 2), (64, 64, 2))
+        layers = [(nn.Conv2d(given, made, 3, stride, padding=1), nn.ReLU()) for given, made, stride in sizes]
+        return nn.Sequential(*(one for pair in layers for one in pair), nn.Flatten(), nn.Linear(64 * 2 * 2, 10))
 
 
 def forward(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
@@ -226,135 +142,88 @@ def forward(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def train(
-    loader: ShardedDataLoader,
-    model: nn.Module,
-    epochs: int,
-    on_batch: Callable[[int, float], object] = lambda epoch, loss: None,
-    checkpoint: CheckpointFile | None = None,
-) -> tuple[float, ...]:
-    """Train the model on the batches of ``loader``.
-
-    Args:
-        loader: its batches are lists of shards, [images, labels] each, on any devices.
-        model: on the device of the first shard.
-        epochs: number of the epoch to stop before. A fresh loader is passed over this many times.
-        on_batch: called after each step with the epoch and the loss of the batch.
-        checkpoint: where to go on from and to save to.
-
-    Returns:
-        The mean loss of each epoch.
-
-    Raises:
-        Exception: what loader, model or ``on_batch`` raise.
-
-    Example:
-        >>> dataset = ArrayDataset(np.zeros((4, 1, 8, 8), np.float32), np.zeros(4, np.int64))
-        >>> with ShardedDataLoader(dataset, 4, devices=["cpu", "cpu"]) as loader:
-        ...     losses = train(loader, make_model(seed=0), epochs=2)
-        >>> losses[1] < losses[0]
-        True
-    """
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=max(1, epochs * len(loader)))
-    learning: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
-    sums = torch.zeros(epochs, 2, dtype=torch.float64)  # of each epoch: loss times samples, and samples
-    if checkpoint is not None and checkpoint.path.exists():
-        state = torch.load(checkpoint.path, weights_only=True)
-        sums = state["sums"]
-        for name, part in learning.items():
-            part.load_state_dict(state[name])
-    model.train()
-    for epoch in range(loader.epoch, epochs):
-        for shards in loader:
-            sizes = [len(labels) for _, labels in shards]
-            losses = [cross_entropy(forward(model, images), labels, reduction="sum") for images, labels in shards]
-            loss = loader.gather(losses).sum() / sum(sizes)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            sums[epoch, 0] += loss.item() * sum(sizes)
-            sums[epoch, 1] += sum(sizes)
-            on_batch(epoch, loss.item())
-            if checkpoint is not None and checkpoint.save_at == schedule.last_epoch:  # counts the steps
-                checkpoint.save({"sums": sums, **{name: part.state_dict() for name, part in learning.items()}})
-    return tuple((sums[:, 0] / sums[:, 1].clamp(min=1)).tolist())
-
-
-def accuracy_on(dataset: Any, model: nn.Module, devices: Sequence[torch.device]) -> float:
-    """Share of the samples of ``dataset`` that the model recognises, from 0 to 1.
-
-    Args:
-        dataset: samples (image, label).
-        model: the trained model, on the first of the devices.
-        devices: each one gets a shard of each batch.
-
-    Example:
-        >>> dataset = ArrayDataset(np.zeros((3, 1, 8, 8), np.float32), [7, 7, 1])
-        >>> accuracy_on(dataset, nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), [torch.device("cpu")]) <= 2 / 3
-        True
-    """
-    model.eval()
-    right = 0
-    with torch.no_grad(), ShardedDataLoader(dataset, 4 * BATCH_SIZE, devices=devices) as loader:
-        for shards in loader:
-            right += sum(int((forward(model, images).argmax(dim=1) == labels).sum()) for images, labels in shards)
-    return right / len(dataset)
-
-
 def train_and_test(
-    options: Options,
-    on_batch: Callable[[int, float], object] = lambda epoch, loss: None,
-    checkpoint: CheckpointFile | None = None,
+    epochs: int,
+    seed: int = 0,
+    on_batch: OnBatch = lambda epoch, loss: None,
     pool: Pool | None = None,
+    checkpoint: Path | None = None,
+    save_at: int | None = None,
 ) -> Report:
     """Train on the digits and test on those held out.
 
     Args:
-        options: devices, pool and so on.
-        on_batch: called after each step with the epoch and the loss of the batch.
-        checkpoint: where to go on from and to save to.
-        pool: reads in the place of the one that ``options`` name.
+        epochs: passes over the training set.
+        seed: of weights, order and shifts.
+        on_batch: called after each step.
+        pool: reads the samples; None: one of two processes.
+        checkpoint: gone on from if it is there.
+        save_at: number of the step after which it is written, from 1; None: never.
 
     Raises:
-        ImportError: scikit-learn is not installed.
         Exception: what the loader, a device or ``on_batch`` raise. The loader is closed.
-
-    Example:
-        >>> report = train_and_test(Options((torch.device("cpu"),) * 2, pool="inline", workers=0, epochs=1))
-        >>> report.held_out, report.stats.samples
-        (359, 1438)
     """
-    train_set, held_out = load_digits_split()
-    with (
-        contextlib.ExitStack() as steady
-    ):  # sums in one order everywhere, so that a seed gives the same accuracy every time
-        # So small a network gains nothing from more threads (3.5 s either way on two free cores) and loses much where
-        # another program holds a core: 33 s with two, because they wait for each other in every operation.
-        steady.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)
-        steady.enter_context(
-            torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=True)
-        )
-        model = make_model(options.seed).to(options.devices[0])
-        reads = {"pool": pool} if pool else {"num_workers": options.workers, "pool": options.pool}
-        with ShardedDataLoader(
-            train_set, BATCH_SIZE, shuffle=True, devices=options.devices, seed=options.seed, **reads
-        ) as loader:
-            losses = train(loader, model, options.epochs, on_batch, checkpoint)
-            stats, first = loader.stats(), loader.stats(0)
-        return Report(accuracy_on(held_out, model, options.devices), len(held_out), losses, stats, first)
+    (train_set, held_out), model = load_digits_split(), make_model(seed).to(devices()[0])
+    loader = ShardedDataLoader(
+        train_set, BATCH_SIZE, shuffle=True, devices=devices(), seed=seed, pool=pool or ProcessPool(WORKERS)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=epochs * len(loader))
+    sums = torch.zeros(epochs, 2, dtype=torch.float64)  # of each epoch: loss times samples, and samples
+    learning: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
+    if checkpoint is not None and checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        sums = state["sums"]
+        for name, part in learning.items():
+            part.load_state_dict(state[name])
+    with _steady(), loader, ShardedDataLoader(held_out, 4 * BATCH_SIZE, devices=devices()) as tested:
+        for epoch in range(loader.epoch, epochs):
+            for shards in loader:
+                losses = [cross_entropy(forward(model, images), labels, reduction="sum") for images, labels in shards]
+                total, count = loader.gather(losses).sum(), sum(len(labels) for _, labels in shards)
+                optimizer.zero_grad()
+                (total / count).backward()
+                optimizer.step()
+                schedule.step()
+                sums[epoch] += torch.tensor([total.item(), count])
+                on_batch(epoch, total.item() / count)
+                if checkpoint is not None and save_at == schedule.last_epoch:  # counts the steps
+                    partial = checkpoint.with_suffix(".partial")
+                    torch.save({"sums": sums, **{name: part.state_dict() for name, part in learning.items()}}, partial)
+                    partial.replace(checkpoint)
+        stats, first = loader.stats(), loader.stats(0)
+        with torch.no_grad():
+            right = sum(int((forward(model, x).argmax(1) == y).sum()) for shards in tested for x, y in shards)
+    seconds, waited = stats.seconds - first.seconds, stats.waiting_seconds - first.waiting_seconds
+    share = waited / seconds if seconds > 0 else stats.waiting_share
+    mean = [float(loss) for loss in sums[:, 0] / sums[:, 1].clamp(min=1)]
+    return Report(right / len(held_out), len(held_out), mean, stats.samples_per_second, share)
+
+
+@contextlib.contextmanager
+def _steady() -> Iterator[None]:
+    """Have sums in one order everywhere, so that a seed gives the same accuracy every time.
+
+    So small a network gains nothing from more threads, and loses much where another program holds a core: 33 s with
+    two, in place of 3.5 s, because they wait for each other in every operation.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=True):
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 # -- disturbed ---------------------------------------------------------------------------------------------------------
 
 
-def stop_and_resume(options: Options, on_wait: Callable[[str], object] = lambda what: None) -> tuple[Report, str]:
+def stop_and_resume(epochs: int, seed: int, on_wait: Callable[[str], object]) -> tuple[Report, str]:
     """Train, be killed in the middle of an epoch, train on.
 
     Args:
-        options: of the training.
+        epochs, seed: of the training.
         on_wait: called now and then with what the runs do.
 
     Returns:
@@ -364,76 +233,43 @@ def stop_and_resume(options: Options, on_wait: Callable[[str], object] = lambda 
         RuntimeError: a run failed, or ended too soon to be killed.
     """
     steps_per_epoch = -(-len(load_digits_split()[0]) // BATCH_SIZE)
-    step = options.epochs // 2 * steps_per_epoch + steps_per_epoch // 2
+    step, spawn = epochs // 2 * steps_per_epoch + steps_per_epoch // 2, multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="sharded_loader-") as folder:
         path = Path(folder) / "checkpoint.pt"
-        with _training(options, CheckpointFile(path, step)) as (first, _):
+        first = spawn.Process(target=train_and_test, args=(epochs, seed), kwargs={"checkpoint": path, "save_at": step})
+        first.start()
+        try:
             while first.is_alive() and not path.exists():
                 first.join(0.02)
                 on_wait("training until it is killed")
+        finally:
+            first.kill()
+            first.join()
         if not path.exists() or first.exitcode == 0:
             raise RuntimeError(f"the training run ended by itself, exit code {first.exitcode}; see above")
-        with _training(options, CheckpointFile(path)) as (second, reports):
-            try:
-                while not reports.poll(0.1):
-                    on_wait("training on from the checkpoint")
-                report: Report = reports.recv()
-            except (EOFError, BrokenPipeError):  # Windows says the second
-                second.join()
-                raise RuntimeError(f"the resumed training run failed, exit code {second.exitcode}; see above") from None
-    return report, f"saved after step {step}, killed in mid-epoch, resumed in a new process"
+        with ProcessPoolExecutor(1, spawn) as second:
+            report = second.submit(train_and_test, epochs, seed, checkpoint=path)
+            while not wait([report], 0.1).done:
+                on_wait("training on from the checkpoint")
+            return report.result(), f"saved after step {step}, killed in mid-epoch, resumed in a new process"
 
 
-@contextlib.contextmanager
-def _training(options: Options, checkpoint: CheckpointFile) -> Iterator[tuple[Any, Any]]:
-    """A process that trains, killed at the end of the block, and the pipe that its report comes through."""
-    spawn = multiprocess.get_context("spawn")
-    receiver, sender = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=_train, args=(options, checkpoint, sender))
-    with receiver:
-        try:
-            with sender:
-                process.start()
-            yield process, receiver
-        finally:
-            if process.pid is not None:
-                process.kill()
-                process.join()
-
-
-def _train(options: Options, checkpoint: CheckpointFile, sender: Any) -> None:
-    with contextlib.suppress(KeyboardInterrupt):  # the parent says so
-        sender.send(train_and_test(options, checkpoint=checkpoint))
-
-
-def train_and_kill(
-    options: Options, on_batch: Callable[[int, float], object] = lambda epoch, loss: None
-) -> tuple[Report, str]:
+def train_and_kill(epochs: int, seed: int, on_batch: OnBatch) -> tuple[Report, str]:
     """Train, while workers are killed.
-
-    Args:
-        options: of the training. The pool is one of processes, whatever they say.
-        on_batch: called after each step with the epoch and the loss of the batch.
 
     Returns:
         What came of it, and a text: how many workers were killed.
-
-    Raises:
-        Exception: what the training raises.
     """
-    pool = ProcessPool(options.workers, restarts=RESTARTS)
-    killed = 0
-    due = time.monotonic()
+    pool, killed, due = ProcessPool(WORKERS, restarts=RESTARTS), 0, time.monotonic()
 
     def kill_one(epoch: int, loss: float) -> None:
         nonlocal killed, due
         on_batch(epoch, loss)
-        if time.monotonic() < due:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just been killed
-            os.kill(random.choice(pool.pids), _KILL)
-            killed += 1
-        due = time.monotonic() + random.uniform(0, 2 * EVERY)
+        if time.monotonic() >= due:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just been killed
+                # On Windows os.kill with any signal but two is TerminateProcess.
+                os.kill(random.choice(pool.pids), getattr(signal, "SIGKILL", signal.SIGTERM))
+                killed += 1
+            due = time.monotonic() + random.uniform(0, 2 * EVERY)
 
-    report = train_and_test(options, kill_one, pool=pool)
-    return report, f"{killed} killed at random while it trained"
+    return train_and_test(epochs, seed, kill_one, pool), f"{killed} killed at random while it trained"

@@ -1,20 +1,21 @@
-"""Reads a part of a remote file, and sees whether the answer is of the version that was found first.
+"""Reads a part of a remote file, and sees of which version the answer is.
 
     tag_of(info)                                      -> "abc", or "last-modified Wed, 21 Oct ...", or ""
-    part(system, path, begin, end, stat, seconds)     -> the bytes, and whether the answer had the tag of ``stat``
-    FastS3(options).read(path, begin, end, ...)       -> the same through obstore; None: ask fsspec
+    part(system, path, begin, end, stat, seconds)     -> the bytes and the tag of the answer, through fsspec
+    FastS3(options).read(path, begin, end, seconds)   -> the same through obstore; None: ask fsspec
 
 The tag is the ETag, otherwise the time of the last change; each file system has names of its own for them. Servers of
-http and S3 send the tag with each answer. Of other file systems the caller asks for the tag again after reading.
+http send the tag with each answer, and so does obstore. Others are asked for the tag after reading.
 
 obstore needs a fifth of the processor time that s3fs needs: one request, against a server in another process, median of
 5: 0.74 ms for 1,000 bytes (s3fs: 3.6), 3.7 ms for 4 MB (s3fs: 6.6). In these cases `FastS3` answers None:
 
-- obstore is not installed, or an option has no counterpart.
+- obstore is not installed, or it does not know an option.
 - The process was forked after its parent had used obstore. A request would never be answered there.
-- No request for a bucket has succeeded in obstore yet, and one failed a short time ago. obstore may look for
-  credentials or a region in fewer places than s3fs. It gets another chance after `AGAIN` seconds, then after twice the
-  time, and so on. After a first success, errors are those of the bucket, and go to the caller.
+- The first request for a bucket failed: obstore may look for credentials or a region in fewer places than s3fs. After a
+  first success, errors are those of the bucket, and go to the caller.
+
+obstore does not read http: after a redirect it would send the headers of the user to the other host.
 
 Names, sizes and tags of files come from fsspec.
 
@@ -26,16 +27,13 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import uuid
 from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from sharded_loader.base import host_clock
 from sharded_loader.base.notices import logger, warn
-from sharded_loader.base.private import reader_of, s3_caller
 from sharded_loader.storage.files import Stat, shown
 
 _NAMES = (
@@ -45,9 +43,6 @@ _NAMES = (
 )
 """What file systems call a tag or a time, the best first. s3, abfs, gcs and http say etag or last-modified, Hugging
 Face blob_id and xet_hash, git and GitHub hex and sha, sftp mtime, ftp modify, memory created."""
-
-AGAIN = 5.0
-"""Seconds after which obstore is asked again for a bucket that it could not read."""
 
 UNKNOWN = "unknown "
 """How the tag begins that a dataset gives to a file of which the server says none."""
@@ -101,7 +96,7 @@ def is_same(tag: str, other: str) -> bool | None:
     return None if not tag or not other or kind != other_kind else tag == other
 
 
-def part(system: Any, path: str, begin: int, end: int, stat: Stat | None, seconds: float) -> tuple[bytes, bool]:
+def part(system: Any, path: str, begin: int, end: int, stat: Stat | None, seconds: float) -> tuple[bytes, str]:
     """A part of a file. An asynchronous file system fails after ``seconds``; the others cannot be interrupted.
 
     Args:
@@ -111,58 +106,29 @@ def part(system: Any, path: str, begin: int, end: int, stat: Stat | None, second
         seconds: see above.
 
     Returns:
-        The bytes, and whether the answer said that they are of this version.
+        The bytes, and the tag of the answer. Of most file systems it is empty: fsspec does not pass it on.
     """
-    if not getattr(system, "async_impl", False):
-        return system.cat_file(path, start=begin, end=end), False
-    from fsspec.asyn import sync
+    names, seen = (system.protocol,) if isinstance(system.protocol, str) else system.protocol, []
+    how: dict[str, Any] = {"timeout": seconds} if getattr(system, "async_impl", False) else {}
+    if not how or "http" not in names:
+        return system.cat_file(path, start=begin, end=end, **how), ""
 
-    names = (system.protocol,) if isinstance(system.protocol, str) else system.protocol
-    if "http" in names:
-        read: Any = _http_part
-    else:
-        read = _s3_part if "s3" in names and s3_caller(system) is not None else _any_part
-    found: tuple[bytes, bool] = sync(system.loop, read, system, path, begin, end, stat, timeout=seconds)
-    return found
+    async def look(answer: Any) -> None:
+        seen.append(answer)
 
-
-async def _any_part(system: Any, path: str, begin: int, end: int, stat: Stat | None) -> tuple[bytes, bool]:
-    return await reader_of(system)(path, start=begin, end=end), False
-
-
-async def _s3_part(system: Any, path: str, begin: int, end: int, stat: Stat | None) -> tuple[bytes, bool]:
-    bucket, key, version = system.split_path(path)
-    how = {**getattr(system, "req_kw", {}), **({"VersionId": version} if version else {})}
-    call: Any = s3_caller(system)
-    answer = await call("get_object", Bucket=bucket, Key=key, Range=f"bytes={begin}-{end - 1}", **how)
+    how.update(headers={**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}, raise_for_status=look)
     try:
-        is_sure = agrees(stat, tag_of(answer))
-        return await answer["Body"].read(), is_sure
+        found = system.cat_file(path, start=begin, end=end, **how)
     finally:
-        answer["Body"].close()
-
-
-async def _http_part(system: Any, url: str, begin: int, end: int, stat: Stat | None) -> tuple[bytes, bool]:
-    seen: list[Any] = []
-
-    async def look(answer: Any) -> None:  # before the bytes are read
-        try:
+        for answer in seen:
             check_answer(answer.status, answer.headers, begin, end, stat)
-            seen[:] = [answer.status, answer.status < 400 and agrees(stat, tag_of(answer.headers))]
-        except BaseException:
-            answer.close()
-            raise
-        answer.raise_for_status()
-
-    headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
-    found = await reader_of(system)(url, start=begin, end=end, headers=headers, raise_for_status=look)
-    if seen and seen[0] == 200:  # a server that does not know requests for parts sends the whole file
+    if seen and seen[0].status == 200:  # a server that does not know requests for parts sends the whole file
         if stat is not None and len(found) != stat.size:
             raise Unfit(f"{len(found):,} bytes came for the whole file, which has {stat.size:,}")
         if len(found) > end - begin:
-            _note_whole_files(shown(url).rpartition("/")[0])
+            _note_whole_files(shown(path).rpartition("/")[0])
         found = found[begin:end]
-    return found, bool(seen and seen[1])
+    return found, tag_of(seen[0].headers) if seen else ""  # without an answer: from a cache of fsspec
 
 
 @lru_cache
@@ -173,20 +139,6 @@ def _note_whole_files(folder: str) -> None:
         "Give the dataset a ShardCache, or let the server answer ranges",
         folder,
     )
-
-
-def http_tag(system: Any, url: str, seconds: float) -> str:
-    """The tag of a file of a web server. Versions of fsspec before 2025.12 do not say the time of the last change."""
-    if not getattr(system, "async_impl", False):
-        return ""
-    from fsspec.asyn import sync
-
-    async def ask() -> str:
-        session, how = await system.set_session(), {"allow_redirects": True, **system.kwargs}
-        async with session.head(system.encode_url(url), **how) as answer:
-            return tag_of(answer.headers) if answer.status < 400 else ""
-
-    return str(sync(system.loop, ask, timeout=seconds))
 
 
 def bound(url: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -221,18 +173,6 @@ _PLAIN = ("Accept", "Accept-Encoding", "Range", "User-Agent")
 """Headers that another server may see."""
 
 
-def agrees(stat: Stat | None, tag: str) -> bool:
-    """Whether an answer with this tag is of the version that is wanted, for sure.
-
-    Raises:
-        Changed: it is of another one.
-    """
-    same = None if stat is None else is_same(stat.tag, tag)
-    if same is False:
-        raise Changed("another version is there now")
-    return bool(same)
-
-
 def check_answer(status: int, headers: Mapping[str, str], begin: int, end: int, stat: Stat | None) -> None:
     """Check which bytes a server of http is about to send.
 
@@ -260,18 +200,8 @@ def check_answer(status: int, headers: Mapping[str, str], begin: int, end: int, 
 # -- through obstore ---------------------------------------------------------------------------------------------------
 
 
-_SETTINGS = {
-    "key": "access_key_id",
-    "secret": "secret_access_key",
-    "token": "session_token",
-    "endpoint_url": "endpoint",
-    "client_kwargs.region_name": "region",
-    "client_kwargs.endpoint_url": "endpoint",
-    "client_kwargs.aws_access_key_id": "access_key_id",
-    "client_kwargs.aws_secret_access_key": "secret_access_key",
-    "client_kwargs.aws_session_token": "session_token",
-}
-"""What obstore calls the options of s3fs."""
+_SETTINGS = {"anon": "skip_signature", "key": "access_key_id", "secret": "secret_access_key", "region_name": "region"}
+"""What obstore calls the options of s3fs, if it calls them otherwise."""
 
 
 class FastS3:
@@ -289,87 +219,55 @@ class FastS3:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._settings = settings_of(options)
-        self._lock = threading.Lock()
         self._buckets: dict[str, Any] = {}  # None: fsspec reads it
-        # Until when fsspec reads a bucket, and for how many seconds the next time.
-        self._resting: dict[str, tuple[float, float]] = {}
         self._proven: set[str] = set()
 
-    def read(
-        self, path: str, begin: int, end: int, seconds: float, stat: Stat | None = None
-    ) -> tuple[bytes, bool] | None:
-        """A part of a file, or None if fsspec has to read it.
+    def read(self, path: str, begin: int, end: int, seconds: float) -> tuple[bytes, str] | None:
+        """A part of a file and the tag of the answer, or None if fsspec has to read it.
 
         Args:
             path: bucket and key, ``"bucket/folder/file"``.
             begin, end: the part, in bytes.
             seconds: after which the request fails.
-            stat: of the file, as it was; None: of any version.
-
-        Returns:
-            The bytes, and whether the answer said that they are of this version.
 
         Raises:
             FileNotFoundError: there is no such file.
-            Changed: it is of another version.
             Exception: what obstore raises.
         """
         bucket, _, key = path.partition("/")
-        store = self._bucket(bucket, seconds)
-        began = host_clock.now()
-        until, seconds_of_rest = self._resting.get(bucket, (0.0, AGAIN))
-        if store is None or began < until:
+        if FastS3._used_in not in (None, os.getpid()):
             return None
         try:
+            if bucket not in self._buckets:
+                self._buckets[bucket] = self._opened(bucket, seconds)
+            store = self._buckets[bucket]
+            if store is None:
+                return None
             answer = store.get(key, options={"range": (begin, end)})
-            is_sure = agrees(stat, tag_of(answer.meta))
-            found = bytes(answer.bytes())
-        except (FileNotFoundError, Changed):
-            raise
-        except Exception:
-            if bucket in self._proven:
+            found = bytes(answer.bytes()), tag_of(answer.meta)
+        except Exception as error:
+            if bucket in self._proven or isinstance(error, FileNotFoundError):
                 raise
-            with self._lock:  # of several requests that fail together, one counts
-                self._resting[bucket] = began + seconds_of_rest, 2 * seconds_of_rest
+            self._buckets[bucket] = None
             return None
         self._proven.add(bucket)
-        return found, is_sure
-
-    def _bucket(self, name: str, seconds: float) -> Any:
-        if self._settings is None or FastS3._used_in not in (None, os.getpid()):
-            return None
-        with self._lock:
-            if name not in self._buckets:
-                self._buckets[name] = self._opened(name, seconds)
-            return self._buckets[name]
+        return found
 
     def _opened(self, name: str, seconds: float) -> Any:
-        try:
-            from obstore.store import S3Store
-        except ImportError:
-            return None
+        from obstore.store import S3Store
+
         FastS3._used_in = os.getpid()
-        settings = dict(self._settings or {})
-        plain = str(settings.get("endpoint", "")).startswith("http://")
+        plain = str(self._settings.get("endpoint_url", "")).startswith("http://")
         limits = {"timeout": f"{seconds:.0f}s", "connect_timeout": f"{min(seconds, 5):.0f}s", "allow_http": plain}
-        try:
-            return S3Store(name, client_options=limits, retry_config={"max_retries": 0}, **settings)
-        except Exception:  # a setting that obstore refuses
-            return None
+        return S3Store(name, client_options=limits, retry_config={"max_retries": 0}, **self._settings)
 
 
-def settings_of(options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The settings of obstore that mean what these options of s3fs mean; None if there are none.
+def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of s3fs as settings of obstore, which does not open a bucket with a setting that it does not know.
 
     Example:
         >>> settings_of({"key": "k", "secret": "s", "client_kwargs": {"region_name": "eu-west-1"}})
         {'access_key_id': 'k', 'secret_access_key': 's', 'region': 'eu-west-1'}
-        >>> settings_of({"anon": True}), settings_of({"profile": "work"})
-        ({'skip_signature': True}, None)
     """
-    given = {name: value for name, value in options.items() if name not in ("anon", "client_kwargs")}
-    given.update({f"client_kwargs.{name}": value for name, value in options.get("client_kwargs", {}).items()})
-    if not given.keys() <= _SETTINGS.keys():
-        return None
-    settings = {_SETTINGS[name]: value for name, value in given.items()}
-    return {**settings, "skip_signature": True} if options.get("anon") else settings
+    given = {**options, **options.get("client_kwargs", {})}
+    return {_SETTINGS.get(name, name): value for name, value in given.items() if name != "client_kwargs"}

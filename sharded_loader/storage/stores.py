@@ -59,7 +59,7 @@ from sharded_loader.storage.files import (
     shown,
     trusted,
 )
-from sharded_loader.storage.parts import UNKNOWN, Changed, FastS3, Unfit, bound, http_tag, is_same, part, tag_of
+from sharded_loader.storage.parts import UNKNOWN, Changed, FastS3, Unfit, bound, is_same, part, tag_of
 
 TRIES = 6
 PAUSE, LONGEST_PAUSE = 0.2, 10.0
@@ -233,8 +233,8 @@ class ObjectStore:
         found = _stat_of(self._try(url, lambda: system.info(path)))
         if found.size < 0:
             raise ShardError(f"{shown(url)}: the server does not say how large it is, so no part of it can be read")
-        if not found.tag and url.startswith("http"):
-            return found._replace(tag=self._try(url, lambda: http_tag(system, path, STALL)))
+        if not found.tag and found.size and url.startswith("http"):  # fsspec before 2025.12 leaves out Last-Modified
+            return found._replace(tag=self._try(url, lambda: part(system, path, 0, 1, None, STALL))[1])
         return found
 
     # -- bytes --------------------------------------------------------------------------------------------------------
@@ -341,15 +341,18 @@ class ObjectStore:
         fast_s3 = self._fast[self._access(url)[0]]
 
         def read() -> tuple[bytes, bool]:
-            fast = fast_s3.read(path, begin, end, STALL, stat) if url.startswith("s3://") else None
-            found, is_sure = part(system, path, begin, end, stat, STALL) if fast is None else fast
+            fast = fast_s3.read(path, begin, end, STALL) if url.startswith("s3://") else None
+            found, tag = fast or part(system, path, begin, end, stat, STALL)
+            same = None if stat is None else is_same(stat.tag, tag)
+            if same is False:
+                raise Changed("another version is there now")
             if len(found) > end - begin:  # a file system that does not know requests for parts
                 found = found[begin:end]
             if len(found) != end - begin and not may_be_shorter:
                 raise Unfit(
                     f"{len(found):,} bytes came where {end - begin:,} were asked for: the file may have been cut"
                 )
-            return found, is_sure
+            return found, bool(same)
 
         return self._try(url, read)
 

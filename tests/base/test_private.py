@@ -59,8 +59,7 @@ NAMES = {
     "lightning.pytorch.loops": "_FitLoop",
     "lightning.fabric.wrappers": "_FabricDataLoader",
     "accelerate.state": "GradientState._add_dataloader GradientState._remove_dataloader",
-    "fsspec.asyn": "AsyncFileSystem._cat_file AsyncFileSystem._strip_protocol",
-    "s3fs": "S3FileSystem._call_s3",
+    "fsspec.asyn": "AsyncFileSystem._strip_protocol",
 }
 """By module: the names that this library uses."""
 
@@ -238,7 +237,6 @@ def test_a_library_of_an_old_threadpoolctl_is_called(monkeypatch: pytest.MonkeyP
 
 def test_a_file_system_without_the_names_stays_open() -> None:
     private.close_session(object())
-    assert private.s3_caller(object()) is None
 
 
 # -- functions among the callers ---------------------------------------------------------------------------------------

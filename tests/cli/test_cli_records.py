@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from sharded_loader import RecordFileDataset
 from sharded_loader.cli.main import main
-from sharded_loader.recordio import MXIndexedRecordIO, unpack
+from sharded_loader.recordio import MXIndexedRecordIO, MXRecordIO, pack, unpack
 
 PICTURES = {"cat/1.jpg": b"\xff\xd8\xff cat", "cat/2.jpg": b"\xff\xd8\xff cat 2", "dog/1.jpg": b"\xff\xd8\xff dog"}
 
@@ -43,13 +42,14 @@ def damaged() -> Path:
 
 
 def test_a_folder_is_packed_and_says_what_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("pictures/readme.txt").write_text("not packed")
+    for name in ("readme.txt", "cat/.hidden", ".git/x"):
+        Path("pictures", name).parent.mkdir(exist_ok=True)
+        Path("pictures", name).write_text("not packed")
     assert main(["records", "pack", "pictures", "out.rec", "--labels", "labels.txt"]) == 0
     shown = capsys.readouterr()
     assert shown.out.splitlines() == [
         "out.rec: 3 records, 124 bytes; index in out.idx",
         "labels: 0 cat, 1 dog",
-        "left out: 1 file directly in pictures, in no class",
     ]
     assert shown.err == ""
     assert Path("labels.txt").read_text() == "cat\t0\ndog\t1\n"
@@ -57,14 +57,6 @@ def test_a_folder_is_packed_and_says_what_it_holds(capsys: pytest.CaptureFixture
         found = list(map(unpack, records))
     assert [payload for _, payload in found] == list(PICTURES.values())
     assert [header.label for header, _ in found] == [0, 0, 1]
-
-
-def test_files_of_several_kinds_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("pictures/cat/notes.txt").write_text("not a picture")
-    assert main(["records", "pack", "pictures", "out.rec"]) == 0
-    kinds = {path.suffix for path in map(Path, PICTURES)}
-    assert len(kinds) == 1
-    assert f"files: 3 {kinds.pop()}, 1 .txt. To pack one kind only, give --suffix" in capsys.readouterr().out
 
 
 def test_the_numbers_of_a_label_file_are_used_and_it_stays(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,20 +68,42 @@ def test_the_numbers_of_a_label_file_are_used_and_it_stays(capsys: pytest.Captur
     assert Path("labels.txt").read_text() == "dog\t3\ncat\t4\nbird\t5\n"
 
 
-def test_a_list_is_packed() -> None:
-    Path("train.lst").write_text("8\t2\tdog/1.jpg\n")
-    assert main(["records", "pack", "train.lst", "out.rec", "--root", "pictures", "-q"]) == 0
+def test_a_folder_without_sub_folders_has_no_classes() -> None:
+    assert main(["records", "pack", "pictures/cat", "out.rec", "-q"]) == 0
     with RecordFileDataset("out.rec") as records:
-        [(header, payload)] = map(unpack, records)
-    assert (header.label, header.id, payload) == (2.0, 8, PICTURES["dog/1.jpg"])
+        assert [(header.label, header.id) for header, _ in map(unpack, records)] == [(0, 0), (0, 1)]
+
+
+@pytest.mark.parametrize("line", ["cat", "cat\tone", "\t1", "dog\t2", "cat\t-1"])
+def test_a_wrong_line_of_a_label_file_is_named(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("labels.txt").write_text(f"dog\t0\n\n{line}\n")
+    assert main(["records", "pack", "pictures", "out.rec", "--labels", "labels.txt"]) == 2
+    assert f"labels.txt, line 3: {line!r} is not name<TAB>number with a new name" in capsys.readouterr().err
+
+
+def test_a_number_that_does_not_fit_is_named_with_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("labels.txt").write_text("dog\t16777217\ncat\t0\n")
+    assert main(["records", "pack", "pictures", "out.rec", "--labels", "labels.txt"]) == 2
+    error = capsys.readouterr().err
+    assert "1.jpg: " in error and "does not fit (the label 16777217 would be stored as" in error
+    assert not Path("out.rec").exists()
+
+
+def test_a_file_that_is_too_large_for_a_record_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sharded_loader.recordio.MAX_LENGTH", 30)
+    assert main(["records", "pack", "pictures", "out.rec"]) == 2
+    assert "1.jpg: " in (error := capsys.readouterr().err) and "is too long, RecordIO has room for 30" in error
 
 
 def test_an_output_that_exists_is_replaced_only_by_force(capsys: pytest.CaptureFixture[str]) -> None:
     before = packed().read_bytes()
-    options = ["records", "pack", "pictures", "out.rec", "--suffix", "none"]
+    Path("hollow").mkdir()
+    options = ["records", "pack", "hollow", "out.rec"]
     assert main(options) == 2
     assert "there is already out.rec and out.idx: give another name, or --force" in capsys.readouterr().err
-    assert main([*options, "--force"]) == 2  # there are no such files, so nothing is replaced
+    assert main([*options, "--force"]) == 2  # there are no files, so nothing is replaced
     assert Path("out.rec").read_bytes() == before
     assert main(["records", "pack", "pictures/cat", "out.rec", "--force"]) == 0
     with RecordFileDataset("out.rec") as records:
@@ -99,15 +113,12 @@ def test_an_output_that_exists_is_replaced_only_by_force(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["absent", "a.rec"], "Path 'absent' does not exist."),
+        (["absent", "a.rec"], "Directory 'absent' does not exist."),
         (["pictures", "a.bin"], "a.bin: give a name that ends in .rec"),
         (["pictures", "absent/a.rec"], "absent: create it first"),
-        (["pictures", "a.rec", "--suffix", "gif"], "pictures has no files that end in .gif"),
+        (["list.txt", "a.rec"], "Directory 'list.txt' is a file."),
+        (["pictures", "a.rec", "--labels", "bird.txt"], "no number for 'cat' in the file of --labels: add it there"),
         (["hollow", "a.rec"], "hollow has no files: give a folder"),
-        (["pictures", "a.rec", "--root", "x"], "--root is for lists, and pictures is a folder"),
-        (["list.txt", "a.rec", "--suffix", "jpg"], "--suffix is for folders, and list.txt is a list"),
-        (["list.txt", "a.rec"], "list.txt, line 1: there is no file absent.jpg"),
-        (["pictures/cat", "a.rec", "--labels", "new.txt"], "has no class names for --labels new.txt"),
         (["pictures", "a.rec", "--labels", "list.txt"], "list.txt, line 1: 'absent.jpg' is not name<TAB>number"),
     ],
 )
@@ -116,6 +127,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(
 ) -> None:
     Path("hollow").mkdir()
     Path("list.txt").write_text("absent.jpg\n")
+    Path("bird.txt").write_text("bird\t0\ndog\t1\n")
     before = sorted(os.listdir("."))
     assert main(["records", "pack", *arguments]) == 2
     shown = capsys.readouterr()
@@ -162,21 +174,65 @@ def test_a_record_file_is_described(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.err == ""
 
 
-def test_a_description_can_be_json_or_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    packed()
-    assert main(["records", "inspect", "out.rec", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["records"], found["labels"], len(found["first"])) == (3, {"0": 2, "1": 1}, 3)
-    assert main(["records", "inspect", "out.rec", "-q"]) == 0
-    assert capsys.readouterr().out == ""
+def test_sizes_labels_and_contents_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    jpeg, png, plain = b"\xff\xd8\xff\xe0 a photo", b"\x89PNG\r\n\x1a\n a drawing", b"plain text, without a header"
+    with MXRecordIO("some.rec", "w") as file:
+        for record in (pack((0, 1.0, 7, 0), jpeg), pack((0, [1.0, 0.5], 8, 0), png), pack((0, 1.0, 9, 0), b""), plain):
+            file.write(record)
+    assert main(["records", "inspect", "some.rec", "--first", "0"]) == 0
+    told = capsys.readouterr().out
+    assert "records   4; 3 with a label header\nsizes     smallest 0 bytes, median 18 bytes, largest 28 bytes" in told
+    assert "contents  other (2), JPEG (1), PNG (1)\nlabels    1 (2), 1 0.5 (1)\nindex     none" in told
+
+
+def test_a_file_without_records_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+    MXRecordIO("some.rec", "w").close()
+    assert main(["records", "inspect", "some.rec"]) == 0
+    assert "records   0; 0 with a label header" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("0\t0\n1\t12\n", 0, "some.idx: 2 keys"),
+        ("0\t12\n", 0, "some.idx: 1 key"),
+        ("0\t0\n1\t16\n", 1, "some.idx: 2 keys, not of these records"),
+        ("0\tzero\n", 1, "is no line 'key<TAB>offset'"),
+    ],
+)
+def test_the_index_is_compared_with_the_records(
+    text: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with MXRecordIO("some.rec", "w") as file:
+        file.write(b"one")
+        file.write(b"two")
+    Path("some.idx").write_text(text)
+    assert main(["records", "inspect", "some.rec"]) == code
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["other bytes", "cut"])
+def test_damage_is_named_with_its_offset(number: int, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    offsets = []
+    with MXRecordIO("some.rec", "w") as file:
+        for record in (b"one", b"two", b"three"):
+            offsets.append(file.tell())
+            file.write(record)
+    content = bytearray(Path("some.rec").read_bytes())
+    content[offsets[number]] ^= 0xFF
+    Path("some.rec").write_bytes(content if kind == "other bytes" else content[: offsets[number] + 6])
+    assert main(["records", "inspect", "some.rec", "-q"]) == 1
+    [where] = capsys.readouterr().err.splitlines()
+    assert f"some.rec, offset {offsets[number]}: " in where and f": {number} whole record" in where
 
 
 def test_inspect_says_where_a_file_is_damaged(capsys: pytest.CaptureFixture[str]) -> None:
     damaged()
     assert main(["records", "inspect", "out.rec", "-q"]) == 1
-    where, what = capsys.readouterr().err.splitlines()
-    assert "sharded-loader records inspect: out.rec is damaged at offset 40: no record at 40: " in where
-    assert what.endswith("1 whole record before that can be read: pack or copy the file again")
+    [where] = capsys.readouterr().err.splitlines()
+    assert "sharded-loader records inspect: 1 whole record, then it is damaged: " in where
+    assert "out.rec, offset 40: no record at 40: " in where and "copy or write it again" in where
 
 
 def test_inspect_says_that_an_index_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,7 +255,7 @@ def test_an_index_is_written_again(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_index_is_written_for_a_damaged_file(capsys: pytest.CaptureFixture[str]) -> None:
     damaged()
     assert main(["records", "index", "out.rec"]) == 1
-    assert "out.rec is damaged at offset 40, no index was written" in capsys.readouterr().err
+    assert "out.rec, offset 40: no record at 40: " in capsys.readouterr().err
     assert not Path("out.idx").exists()
 
 

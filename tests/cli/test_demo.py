@@ -12,8 +12,6 @@ from interrupted import interrupt
 
 from sharded_loader.cli import demo
 from sharded_loader.cli.main import main
-from sharded_loader.demo.train import Report
-from sharded_loader.loader.stats import LoaderStats
 
 DEMO = [sys.executable, "-m", "sharded_loader", "demo"]
 
@@ -23,7 +21,7 @@ def test_the_demo_says_what_it_did_how_fast_and_what_waiting_means(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "cores_of_others", lambda: 0.0)
-    assert main(["demo", "--epochs", "1", "--pool", "inline"]) == 0
+    assert main(["demo", "--epochs", "1"]) == 0
     accuracy, speed, waiting, explained = capsys.readouterr().out.splitlines()[-4:]
     assert re.fullmatch(r"held-out accuracy +[\d.]+% of 359 scans", accuracy)
     assert re.fullmatch(r"samples per second +[\d,]+", speed)
@@ -40,16 +38,9 @@ def test_the_demo_says_that_other_programs_use_the_cores(monkeypatch: pytest.Mon
     )
 
 
-def test_the_first_epoch_in_which_workers_start_is_no_waiting_for_data() -> None:
-    first = LoaderStats(seconds=1.0, waiting_seconds=0.9)
-    both = LoaderStats(seconds=3.0, waiting_seconds=1.0)
-    assert Report(1.0, 359, (0.1, 0.1), both, first).waiting_share == pytest.approx(0.05)
-    assert Report(1.0, 359, (0.1,), first, first).waiting_share == pytest.approx(0.9)
-
-
 @pytest.mark.slow
 def test_a_quiet_demo_prints_its_three_results(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--epochs", "1", "--pool", "inline", "-q"]) == 0
+    assert main(["demo", "--epochs", "1", "-q"]) == 0
     said = capsys.readouterr()
     assert [line.split("  ")[0] for line in said.out.splitlines()] == [
         "held-out accuracy",
@@ -77,16 +68,6 @@ def test_the_demo_recognises_digits() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--devices", "cpu,tpu9"], r"device 'tpu9' is unknown; this process sees: cpu"),
-        (["--devices", "cuda:99"], r"device 'cuda:99' is not there; this process sees: cpu"),
-        (["--devices", "cpu,"], r"device '' is unknown"),
-        (["--devices", "meta"], r"meta"),
-        (["--pool", "dask"], r"'dask' is not one of '?inline'?, '?thread'?, '?process'?, '?ray'?"),
-        (["--workers", "0"], r"--workers.*0 is not in the range"),
-        (["--pool", "inline", "--workers", "2"], r"leave out --workers"),
-        (["--kill", "--pool", "thread"], r"--kill kills worker processes, and --pool thread has none"),
-        (["--kill", "--pool", "ray"], r"--kill kills worker processes, and --pool ray has none here"),
-        (["--kill", "--pool", "inline"], r"--kill kills worker processes, and --pool inline has none"),
         (["--epochs", "0"], r"--epochs.*0 is not in the range"),
         (["--epochs", "many"], r"--epochs.*'many' is not a valid integer"),
         (["--seed", "-1"], r"--seed.*-1 is not in the range"),

@@ -3,66 +3,65 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, ThreadPool
 from sharded_loader.cli.main import main
 from sharded_loader.demo import train
-from sharded_loader.demo.train import CheckpointFile, Options, Report, stop_and_resume, train_and_test
-
-CPU_TWICE = (torch.device("cpu"), torch.device("cpu"))
+from sharded_loader.demo.train import Report, stop_and_resume, train_and_test
+from sharded_loader.engine.pool import Pool
+from sharded_loader.loader.stats import LoaderStats
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_accuracy_is_no_luck(seed: int) -> None:
-    assert train_and_test(Options(CPU_TWICE, seed=seed)).accuracy > 0.97
+    assert train_and_test(20, seed).accuracy > 0.97
 
 
-def trained(pool: str, workers: int, seed: int = 5) -> tuple[float, tuple[float, ...]]:
-    report = train_and_test(Options(CPU_TWICE, pool=pool, workers=workers, epochs=2, seed=seed))
+def trained(pool: Pool, seed: int = 5) -> tuple[float, list[float]]:
+    report = train_and_test(2, seed, pool=pool)
     return report.accuracy, report.losses
 
 
 @pytest.mark.slow
 def test_same_seed_same_training_whoever_reads() -> None:
-    inline = trained("inline", 0)
-    for pool, workers in (("thread", 3), ("process", 1), ("process", 2)):
-        assert trained(pool, workers) == inline, (pool, workers)
-    assert trained("inline", 0, seed=6) != inline
+    inline = trained(InlinePool())
+    for pool in (ThreadPool(3), ProcessPool(1), ProcessPool(2)):
+        assert trained(pool) == inline, pool
+    assert trained(InlinePool(), seed=6) != inline
 
 
 @pytest.mark.slow
 def test_the_demo_leaves_torch_as_it_was() -> None:
     before = torch.get_num_threads(), torch.backends.cudnn.deterministic
-    trained("inline", 0)
+    trained(InlinePool())
     assert before == (torch.get_num_threads(), torch.backends.cudnn.deterministic)
 
 
 @pytest.mark.slow
-def test_each_batch_is_shown_once() -> None:
-    shown: list[tuple[int, float]] = []
-    report = train_and_test(
-        Options(CPU_TWICE, pool="inline", workers=0, epochs=2), lambda epoch, loss: shown.append((epoch, loss))
-    )
-    assert len(shown) == report.stats.batches
-    assert [epoch for epoch, _ in shown] == sorted(epoch for epoch, _ in shown)
+def test_each_batch_is_shown_once_and_waiting_is_that_of_later_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = replace(LoaderStats(), seconds=3.0, waiting_seconds=1.0)
+    first = replace(LoaderStats(), seconds=1.0, waiting_seconds=0.9)
+    monkeypatch.setattr(ShardedDataLoader, "stats", lambda self, epoch=None: both if epoch is None else first)
+    shown: list[int] = []
+    report = train_and_test(2, on_batch=lambda epoch, loss: shown.append(epoch), pool=InlinePool())
+    assert shown == [0] * 23 + [1] * 23
+    assert report.held_out == 359 and report.waiting_share == pytest.approx(0.05)
 
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_from_a_checkpoint_ends_as_one_that_was_left_alone(tmp_path: Path) -> None:
-    checkpoint = CheckpointFile(tmp_path / "checkpoint.pt", save_at=30)
-    whole = train_and_test(Options(CPU_TWICE, pool="inline", workers=0, epochs=2), checkpoint=checkpoint)
+    checkpoint = tmp_path / "checkpoint.pt"
+    whole = train_and_test(2, pool=InlinePool(), checkpoint=checkpoint, save_at=30)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
     shown: list[int] = []
-    rest = train_and_test(
-        Options(CPU_TWICE, pool="thread", workers=2, epochs=2),
-        lambda epoch, loss: shown.append(epoch),
-        CheckpointFile(checkpoint.path),
-    )
+    rest = train_and_test(2, 0, lambda epoch, loss: shown.append(epoch), ThreadPool(2), checkpoint)
     assert (rest.accuracy, rest.losses) == (whole.accuracy, whole.losses)
     assert shown == [1] * 16  # 46 steps in all
 
@@ -85,25 +84,25 @@ def test_a_run_that_is_killed_and_resumed_ends_as_one_that_was_left_alone(capsys
 def test_a_resumed_run_that_differs_is_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = Report(0.5, 359, (1.0,), None, None)  # type: ignore[arg-type]
-    monkeypatch.setattr(train, "stop_and_resume", lambda options, on_wait: (other, ""))
-    assert main(["demo", "--stop-resume", "--epochs", "1", "--pool", "inline"]) == 1
+    other = Report(0.5, 359, [1.0], 1.0, 0.5)
+    monkeypatch.setattr(train, "stop_and_resume", lambda epochs, seed, on_wait: (other, ""))
+    assert main(["demo", "--stop-resume", "--epochs", "1"]) == 1
     assert "NOT the same accuracy and losses" in capsys.readouterr().out
 
 
-def fails(*arguments: Any) -> None:
-    raise SystemExit(3)
+def fails(*arguments: Any, **named: Any) -> None:
+    raise ArithmeticError("no training")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("save_at", ["never", "at once"])
-def test_a_process_that_fails_is_an_error(save_at: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_process_that_fails_is_an_error(save_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it is killed, or after it was resumed."""
-    monkeypatch.setattr(train, "_train", fails)
+    monkeypatch.setattr(train, "train_and_test", fails)
     if save_at == "at once":
         monkeypatch.setattr(Path, "exists", lambda path: True)
-    with pytest.raises(RuntimeError, match=r"ended by itself, exit code 3|resumed training run failed, exit code"):
-        stop_and_resume(Options(CPU_TWICE[:1], "inline", 0, epochs=1))
+    with pytest.raises((RuntimeError, ArithmeticError), match="ended by itself, exit code 1|no training"):
+        stop_and_resume(1, 0, lambda what: None)
 
 
 @pytest.mark.slow
@@ -123,7 +122,7 @@ def test_a_run_with_killed_workers_that_differs_is_an_exit_code(
 ) -> None:
     monkeypatch.setattr(
         "sharded_loader.demo.train.train_and_kill",
-        lambda options, on_batch: (Report(0.5, 359, (1.0,), None, None), ""),  # type: ignore[arg-type]
+        lambda epochs, seed, on_batch: (Report(0.5, 359, [1.0], 1.0, 0.5), ""),
     )
     assert main(["demo", "--kill", "--epochs", "1"]) == 1
     assert "NOT the same accuracy and losses" in capsys.readouterr().out
