@@ -58,6 +58,7 @@ _HOMES = {
 
 PROVIDED = {
     ("dataset", "cache"): "sharded_loader.caching.dataset:StoredDataset",
+    ("pool on devices", "resident"): "sharded_loader.resident.pool:make_resident",
     ("pool", "ray"): "sharded_loader.ray.pool:RayPool",
 }
 """What the satellites give to the core, which imports none of them: kind, name, and place. See `base.imports`."""

@@ -53,7 +53,6 @@ from sharded_loader.engine.pipeline import Pipeline, Run, ShownRun
 from sharded_loader.engine.reader import Reader
 from sharded_loader.engine.split import plain_indices
 from sharded_loader.loader.arguments import length
-from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
 from sharded_loader.randomness.global_generators import seeded_globals
 from sharded_loader.sampling.base import nested
@@ -433,7 +432,7 @@ class Epochs(KnownSteps):
         pipeline: Pipeline,
         placement: Placement,
         *,
-        resident: ResidentPool | None = None,
+        resident: Any = None,
         prefetch_epochs: bool = False,
     ) -> None:
         self._job, self.dataset, self.batchify_fn = job, job.dataset, job.batchify_fn

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from sharded_loader.base.checks import check_int
+from sharded_loader.base.imports import provided
 from sharded_loader.base.limits import warn_of_workers
 from sharded_loader.base.notices import Notices
 from sharded_loader.batching.default import default_batchify_fn
@@ -62,7 +63,6 @@ from sharded_loader.loader.iterator import Batch, BatchFuture, EpochIterator, Ru
 from sharded_loader.loader.stats import Meter
 from sharded_loader.parallel.split import gather
 from sharded_loader.pools.process.pool import ProcessPool
-from sharded_loader.pools.resident import LEAST, ResidentPool, check_resident
 from sharded_loader.sampling.index_samplers import RepeatedSampler, sampler_of
 from sharded_loader.sampling.order import MapOrder, takes_order
 from sharded_loader.streams.order import NO_SKIP, StreamOrder
@@ -266,9 +266,9 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         contradicting: dict[str, Any] = {"devices": found, "pin_memory": pin_memory, "resident": resident}
         transform = transform_of(device_transform, host_fields, lambda: order.seed, **contradicting)
         placement, kept = Placement(found, pin_memory, workers.num_workers > 0, transform), None
-        if share := check_resident(resident, dataset, found, batchify_fn):
-            least = LEAST if resident == "auto" and workers.num_workers else 0.0
-            kept = ResidentPool(dataset, found or [], placement, share, resident != "auto", least)
+        if resident is not False:
+            make = provided("pool on devices", "resident")
+            kept = make(resident, dataset, found, batchify_fn, placement, bool(workers.num_workers))
         reads_ahead = check_prefetch_epochs(prefetch_epochs, workers)
         job = Job(dataset, batchify_fn, order.seed, on_error, order.replicated)
         meter = Meter(dataset, Notices(), check_max_skipped(max_skipped, on_error))

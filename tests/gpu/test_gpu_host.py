@@ -31,7 +31,7 @@ from on_cuda import (
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.devices import placement
 from sharded_loader.engine.pool import Pool
-from sharded_loader.pools import resident
+from sharded_loader.resident import pool as resident
 from sharded_loader.torch import DataLoader
 
 pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(300)]

@@ -22,8 +22,8 @@ from sharded_loader.devices.copies import HOST_AHEAD
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pool import Pool
-from sharded_loader.pools import resident as module
-from sharded_loader.pools.resident import ResidentPool, room_for_rows
+from sharded_loader.resident import pool as module
+from sharded_loader.resident.pool import ResidentPool, room_for_rows
 
 N = 60
 
@@ -335,7 +335,7 @@ def test_close_gives_the_memory_back(machine: Machine) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_interrupt_at_every_line_loses_no_batch(machine: Machine, step: int) -> None:
-    modules = ("iterator.py", "pipeline.py", "placement.py", "copies.py", "inline.py", "resident.py")
+    modules = ("iterator.py", "pipeline.py", "placement.py", "copies.py", "inline.py", "pool.py")
     data = np.arange(6000).reshape(3000, 2)
     shuffled = {"shuffle": True, "seed": 1}
     wanted = [index for (index,) in ShardedDataLoader(range(3000), 1, **shuffled).__iter__()]

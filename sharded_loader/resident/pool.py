@@ -114,6 +114,16 @@ def check_resident(resident: Any, dataset: Any, devices: Any, batchify_fn: Any) 
     return float(resident) if is_share else 1.0
 
 
+def make_resident(
+    resident: Any, dataset: Any, devices: Any, batchify_fn: Any, placement: Placement, has_workers: bool
+) -> ResidentPool | None:
+    """The pool that the loader's ``resident=`` asks for; None: none. Errors are those of `check_resident`."""
+    if not (share := check_resident(resident, dataset, devices, batchify_fn)):
+        return None
+    least = LEAST if resident == "auto" and has_workers else 0.0
+    return ResidentPool(dataset, devices or [], placement, share, resident != "auto", least)
+
+
 def room_for_rows(free: int, total: int, needed: int = 0) -> int:
     """Bytes of a device that rows may take.
 

@@ -17,7 +17,7 @@ from sharded_loader.devices.copies import Placed
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pool import Pool
-from sharded_loader.pools.resident import ResidentPool
+from sharded_loader.resident.pool import ResidentPool
 
 
 def dataset(rows: int = 100) -> ArrayDataset:
@@ -373,7 +373,7 @@ def test_an_epoch_under_way_survives_an_interrupted_copy_of_the_columns(
         assert [batch.tolist() for batch in seen] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
-MODULES = ("iterator.py", "loader.py", "pipeline.py", "placement.py", "resident.py")
+MODULES = ("iterator.py", "loader.py", "pipeline.py", "placement.py", "pool.py")
 
 
 @pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
