@@ -224,7 +224,7 @@ class BatchIterator(Iterator[Batch]):
             self._counts = Counts()
         self._counted = run
         pipeline = self._pipeline
-        setup = Setup(pipeline.pool.num_workers, pipeline.prefetch, pipeline.pool.shares_dataset)
+        setup = Setup(pipeline.pool.num_workers, pipeline.pool.shares_dataset)
         self._meter.begin(run.epoch.number, self._totals_at_start, self._counts, setup)
 
     def _end(self, run: Run, is_first: bool) -> bool:

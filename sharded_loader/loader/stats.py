@@ -38,7 +38,6 @@ from sharded_loader.base.errors import (
     notes_of,
     text_of,
 )
-from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.base.notices import Notices
 from sharded_loader.data.datasets import counts_of, retries_of
 from sharded_loader.data.interleave import mixture_of
@@ -48,13 +47,11 @@ from sharded_loader.engine.reader import KEPT_SAMPLES, plain_indices
 from sharded_loader.loader.times import STAGES, BatchRow, BatchTimes, Histograms, SlowSample, StageTimes, WorkerTimes
 from sharded_loader.loader.waits import (
     CAUSES,
-    Prediction,
     Setup,
     advice,
     causes_of,
     compute_share,
     looked_at,
-    predict,
     verdict,
 )
 
@@ -107,7 +104,7 @@ class LoaderStats:
         >>> print(stats)
         640 samples in 10 batches, 320 samples/s, 25% of the time waiting for data
         Training waits for the workers, which compute.
-        Do less for each sample, or read with more workers.
+        Do less for each sample, or let num_workers="auto" find how many workers help.
         >>> stats.as_dict("samples_per_second", "waiting_share")
         {'samples_per_second': 320.0, 'waiting_share': 0.25}
     """
@@ -168,59 +165,7 @@ class LoaderStats:
     @property
     def advice(self) -> str:
         """What to do about the `verdict`, in one sentence. Empty if that is not known."""
-        return advice(self, cores_for_workers())
-
-    def predict(
-        self,
-        num_workers: int | None = None,
-        *,
-        prefetch: int | None = None,
-        threads: bool | None = None,
-        cached: bool = False,
-    ) -> Prediction:
-        """How long your program would wait with other workers. A model reads the last 1,000 batches again, on paper.
-
-        Args:
-            num_workers: Number of workers; 0: the main process reads. None: as it was.
-            prefetch: Batches in flight. None: as it was; if it was twice the number of workers, it is so again.
-            threads: True: the workers are threads. False: processes. None: as it was. The model expects that threads
-                take turns, as they do in Python code.
-            cached: True: samples wait for no disk and no network.
-
-        Returns:
-            The waiting share and the samples per second. ``python -m benchmarks.waits`` compares them with what is
-            measured: on a quiet machine they are about 15 % apart at most. Of cached samples that then take nearly no
-            time, you may get twice the rate that is predicted.
-
-        Raises:
-            TypeError, ValueError: A number is out of its range.
-            RuntimeError: No batches were measured: read some first.
-
-        Example:
-            >>> import time
-            >>> from sharded_loader import ShardedDataLoader
-            >>> class Files:
-            ...     def __len__(self): return 100
-            ...     def __getitem__(self, index): time.sleep(0.005)
-            >>> loader = ShardedDataLoader(Files(), 10, batchify_fn=len)
-            >>> for batch in loader: pass
-            >>> stats = loader.stats()
-            >>> with_four = stats.predict(num_workers=4).samples_per_second
-            >>> with_four > 0  # 3.9 times stats.samples_per_second on an idle machine
-            True
-
-        Source of the idea: Plumber (MLSys 2022).
-        """
-        if self._setup is None or not self._batches:
-            raise RuntimeError("predict: no batch was measured: read some batches, and ask loader.stats() again")
-        setup = self._setup
-        if num_workers is not None:
-            setup = setup.with_workers(check_int("num_workers", num_workers, 0, "give a number of workers", ValueError))
-        if prefetch is not None:
-            setup = setup._replace(prefetch=check_int("prefetch", prefetch, 1, "give a number of batches", ValueError))
-        if threads is not None:
-            setup = setup._replace(is_threads=threads)
-        return predict(self._batches, self._setup, setup, cores_for_workers(), "input" if cached else "")
+        return advice(self)
 
     @property
     def shares(self) -> tuple[float, ...]:

@@ -1,9 +1,8 @@
-"""Why ``next`` waited, what to do about it, and what that gains: pure functions of what was measured.
+"""Why ``next`` waited, and what to do about it: pure functions of what was measured.
 
     causes_of(row, ...) -> [(cause, seconds)]      of one ``next``; what is left of it is the main process's own work
     limit_of(stats) -> name        what limits the rate: a cause, or what is behind it
     verdict(stats), advice(stats)  one sentence each; ``stats`` is a `LoaderStats`
-    predict(batches, setup) -> Prediction          the last batches once more, with other workers, on paper
 
 A wait is a stretch of time. It is cut where the batch's worker began and ended, and each piece has one cause:
 
@@ -19,8 +18,6 @@ out: training would wait for the same if it had the machine for itself.
 A batch that was read again because a worker has ended is `replaced`. The other time in ``next`` is `placing` or the
 main process's own work. The first ``next`` of an iterator is `start`, if nothing was read before it.
 
-The model reads the last batches again, one after the other: the first worker that is free reads a batch, when there is
-room for it in flight; ``next`` takes them in order. If more threads want to run than there are cores, each waits.
 Source of the idea: Plumber (MLSys 2022) and DS-Analyzer (VLDB 2021), which ask what a step would gain if it were free.
 """
 
@@ -28,12 +25,11 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from sharded_loader.engine.pipeline import PER_WORKER, Wait
+from sharded_loader.engine.pipeline import Wait
 from sharded_loader.loader.times import BatchRow, BatchTimes, WorkerTimes
 
 CAUSES = (
@@ -64,10 +60,6 @@ that together run for this share of the time of all cores."""
 
 LASTING = 4.0
 """A start that is over is the verdict only if it took this many times as long as what training waits for since then."""
-
-
-WORTH = 1.05
-"""More workers are worth it if each step of their number gains so much."""
 
 
 def compute_share(rows: Iterable[BatchRow], before: float) -> float:
@@ -282,66 +274,29 @@ def verdict(stats: Any) -> str:
     return told.get(limit, "")
 
 
+_MORE = 'or let num_workers="auto" find how many workers help'
+
 _ADVICE = {
     "loop": "Leave the loader as it is, and make the training step cheaper",
     "device": "Leave the loader as it is, and make the step cheaper on the device",
     "worker": "Look at what this worker shares with no other one: its core, its disk, its part of the data",
-    "compute": "Do less for each sample, or read whole batches at once (get_batch): the workers have all cores",
+    "compute": f"Do less for each sample, {_MORE}",
     "collate": "Make the collate function cheaper: join arrays at once, or do its work on the device",
-    "input": "Read neighbours together (shards), or cache the files",
+    "input": f"Read neighbours together (shards), cache the files, {_MORE}",
     "late_sample": "Make the slowest samples cheaper (stats().slowest lists them)",
-    "main_process": "Use larger batches or a cheaper sampler: the main process has work for each batch",
+    "main_process": "Use larger batches, a cheaper sampler, or a larger prefetch=",
     "held_batches": "Let go of batches that you have used, or raise max_bytes= of the pool",
     "placing": "Make batches smaller, for example of uint8, and let device= copy them in the background",
     "start": "Keep one loader for all epochs, and import less in the workers",
     "replaced": "Look at the log for what has ended the workers; too little memory is the most frequent reason",
     "retries": "Ask the server less often: larger shards, a cache, or fewer workers",
 }
-_WITHOUT = ("collate", "input", "late_sample", "placing")
 
 
-def advice(stats: Any, cores: int) -> str:
-    """What to do about the verdict, and what the model says that it gains, in one sentence; "" where it is not known.
-
-    Args:
-        stats: the numbers.
-        cores: how many the workers can use.
-    """
-    limit, batches, setup = limit_of(stats), stats._batches, stats._setup
-    if not limit:
-        return ""
-    known = setup is not None and bool(_steady(batches))
-    if not known:
-        return "Do less for each sample, or read with more workers." if limit == "compute" else f"{_ADVICE[limit]}."
-    now = predict(batches, setup, setup, cores)
-    best, text = now, ""
-    for name, other in _others(limit, setup, cores):
-        found = predict(batches, setup, other, cores)
-        if found.samples_per_second > max(WORTH * best.samples_per_second, 1.05 * now.samples_per_second):
-            best, text = found, name
-    if not text:
-        text = _ADVICE[limit]
-        if limit in _WITHOUT:
-            best = predict(batches, setup, setup, cores, limit)
-    if best is now or not now.samples_per_second:
-        return f"{text}."
-    gain = best.samples_per_second / now.samples_per_second
-    return f"{text}: at most {gain:.2g} times the rate, and {best.waiting_share:.0%} of the time waiting for data."
-
-
-def _others(limit: str, setup: Setup, cores: int) -> Iterable[tuple[str, Setup]]:
-    """What may help, the cheapest first: how to say it, and who reads then."""
-    workers, in_flight = setup.num_workers, 2 * max(1, setup.num_workers)
-    if limit == "main_process" and setup.prefetch < in_flight:
-        yield f"Give prefetch={in_flight}", setup._replace(prefetch=in_flight)
-    if limit == "late_sample" and workers:
-        yield f"Give prefetch={4 * in_flight}", setup._replace(prefetch=4 * in_flight)
-    if limit == "compute" and setup.is_threads:
-        yield "Read with processes instead of threads", setup._replace(is_threads=False)
-    most = {"compute": cores, "input": max(16, 4 * workers)}.get(limit, 0)
-    for number in sorted({*range(workers + 1, min(most, workers + 4) + 1), *[2**power for power in range(10)]}):
-        if workers < number <= most:
-            yield f"Read with {number} workers (num_workers={number})", setup.with_workers(number)
+def advice(stats: Any) -> str:
+    """What to do about the verdict, in one sentence; "" where it is not known."""
+    limit = limit_of(stats)
+    return f"{_ADVICE[limit]}." if limit else ""
 
 
 def time_text(seconds: float) -> str:
@@ -354,170 +309,13 @@ def time_text(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------
-
-
 class Setup(NamedTuple):
     """Who reads.
 
     Attributes:
         num_workers: how many workers; 0: the main process reads.
-        prefetch: batches in flight.
         is_threads: the workers are threads.
-
-    Example:
-        >>> Setup(2, 4).with_workers(8)
-        Setup(num_workers=8, prefetch=16, is_threads=False)
     """
 
     num_workers: int
-    prefetch: int
     is_threads: bool = False
-
-    def with_workers(self, number: int) -> Setup:
-        """Another number of workers. The number of batches in flight follows, as it does in a loader."""
-        follows = self.prefetch == PER_WORKER * self.num_workers or not self.num_workers
-        return self._replace(num_workers=number, prefetch=PER_WORKER * number if follows else self.prefetch)
-
-
-class Prediction(NamedTuple):
-    """What `LoaderStats.predict` expects.
-
-    Attributes:
-        waiting_share: share of the time that your program waits for data, from 0 to 1.
-        samples_per_second: the rate.
-    """
-
-    waiting_share: float
-    samples_per_second: float
-
-
-class _Work(NamedTuple):
-    """One batch on paper: seconds of the loop before it, of its worker, and of the main process.
-
-    Those of the worker are: a core ran it, it waited for a core, it waited for something else.
-    """
-
-    loop: float
-    core: float
-    queued: float
-    other: float
-    own: float
-    samples: int
-
-
-def predict(batches: Sequence[BatchTimes], measured: Setup, setup: Setup, cores: int, without: str = "") -> Prediction:
-    """How long training would wait for the same batches.
-
-    Args:
-        batches: the last ones.
-        measured: who has read them.
-        setup: who would read them.
-        cores: how many there are.
-        without: what would take no time: ``"input"``, ``"collate"``, ``"late_sample"``, ``"placing"``; "": nothing.
-
-    Example:
-        >>> from sharded_loader.engine.messages import Times
-        >>> known = {"wait": Wait(1.0, 1.2), "times": Times(processor=0.2)}
-        >>> row = BatchRow(0, 0, 8, 0, 0, 1.0, 0.2, 0.9, 1.0, 1.0, 1.2, 0.0, **known)
-        >>> each = looked_at([row])[0]
-        >>> predict([each] * 100, Setup(1, 2), Setup(2, 4), cores=4)
-        Prediction(waiting_share=1.0, samples_per_second=80.0)
-    """
-    works = _works(_steady(batches) or batches, measured, without)
-    count, number, stretch = len(works), setup.num_workers, _stretch(works, measured, setup, cores)
-    busy: list[deque[float]] = [deque([0.0]) for _ in range(max(1, number))]
-    taken: deque[float] = deque([0.0] * max(1, setup.prefetch), max(1, setup.prefetch))
-    now = waited = began = 0.0
-    samples = 0
-    for place in range(max(count, SETTLED) + SETTLED):
-        work = works[place % count]
-        if place == SETTLED:
-            began, waited, samples = now, 0.0, 0
-        asked = now + work.loop
-        if number:
-            done = _read(busy, taken[0], work.core * stretch + work.other, setup.is_threads)
-            now = max(asked, done) + work.own
-            taken.append(now)
-        else:
-            now = asked + work.core * stretch + work.other + work.own
-        waited, samples = waited + now - asked, samples + work.samples
-    seconds = now - began or 1e-9
-    return Prediction(round(waited / seconds, 9), round(samples / seconds, 6))
-
-
-def _stretch(works: Sequence[_Work], measured: Setup, setup: Setup, cores: int) -> float:
-    """How many times as long as on a core of its own a worker computes, as others want to run too.
-
-    Threads that want to run get equal shares of the cores. So the share that the measured workers got tells how many
-    others there are.
-    """
-    core, queued, other = (sum(work[place] for work in works) for place in (1, 2, 3))
-    if not core:
-        return 1.0
-    share, others = core / (core + queued), 0.0
-    if share < CROWDED:
-        others = max(0.0, cores / share - max(1, measured.num_workers) * (core + queued) / (core + queued + other))
-    number, stretch = max(1, setup.num_workers), 1.0
-    for _ in range(SETTLED):
-        running = number * stretch * core / (stretch * core + other)
-        if setup.is_threads:  # Python code runs in one of them
-            running = min(1.0, running)
-        stretch = (stretch + max(1.0, (running + others) / cores)) / 2
-    return max(stretch, (number * stretch * core - other) / core) if setup.is_threads else stretch
-
-
-CROWDED = 0.95
-"""Workers that get a larger share of the time in which they could run have the cores for themselves."""
-
-SETTLED = 100
-"""Batches on paper before the ones that count, and the least number of those that do."""
-
-
-def _read(busy: list[deque[float]], sent: float, seconds: float, is_shared: bool) -> float:
-    """When a batch is done that is sent now. ``busy``: of each worker, when it is done with its batches."""
-    if is_shared:
-        worker = min(busy, key=lambda done: done[-1])  # the first one that is free
-    else:
-        for worker in busy:
-            while len(worker) > 1 and worker[0] <= sent:
-                worker.popleft()
-        worker = min(busy, key=lambda done: len(done) - (done[0] <= sent))
-    worker.append(max(worker[-1], sent) + seconds)
-    if is_shared:
-        worker.popleft()
-    return worker[-1]
-
-
-def _steady(batches: Sequence[BatchTimes]) -> list[BatchTimes]:
-    """The batches that say what comes: not those before which workers were started."""
-    return [one for one in batches if one.cause not in ("start", "replaced") and one.began]
-
-
-def _works(batches: Sequence[BatchTimes], measured: Setup, without: str) -> list[_Work]:
-    full = [one for one in batches if one.weight]
-    weights = sum(one.weight * (one.written - one.began) for one in full) or 1.0
-    shares = [
-        sum(one.weight * seconds for one, seconds in zip(full, column, strict=True)) / weights
-        for column in ([one.ran for one in full], [one.processor for one in full], [one.collate for one in full])
-    ]
-    usual = sum(one.ended - one.began for one in batches) / max(1, sum(one.samples for one in batches))
-    takes_turns = measured.is_threads and shares[0] * measured.num_workers >= TURNS
-    works = []
-    for one in batches:
-        length = one.written - one.began
-        ran, core, collate = (one.ran, one.processor, one.collate) if one.weight else [part * length for part in shares]
-        queued, other = max(0.0, ran - core), 0.0 if takes_turns else max(0.0, length - ran)
-        own = max(0.0, one.waited - one.for_workers)
-        kept = max(0.0, 1 - collate / length) if length else 0.0
-        if without == "input":
-            other *= 1 - kept
-        elif without == "collate":
-            core, queued, other = core * kept, queued * kept, other * kept
-        elif without == "late_sample" and one.longest > LATE * usual:
-            other = max(0.0, other - one.longest)
-        elif without == "placing":
-            own = max(0.0, own - one.placing)
-        loop = max(0.0, one.asked - one.turn) + max(0.0, one.taken - one.asked - one.waited)
-        works.append(_Work(loop, core, queued, other, own, one.samples))
-    return works

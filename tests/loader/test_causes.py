@@ -17,8 +17,8 @@ from sharded_loader.data.datasets import note_retry
 from sharded_loader.engine.messages import Times
 from sharded_loader.engine.pipeline import Wait
 from sharded_loader.loader.stats import LoaderStats
-from sharded_loader.loader.times import BatchRow, BatchTimes, WorkerTimes
-from sharded_loader.loader.waits import CAUSES, Setup, causes_of, limit_of, looked_at, predict, slow_worker
+from sharded_loader.loader.times import BatchRow, WorkerTimes
+from sharded_loader.loader.waits import CAUSES, causes_of, limit_of, slow_worker
 from sharded_loader.torch import DataLoader
 from tests.failures import Fails, kill
 from tests.samples import Drawing
@@ -130,7 +130,7 @@ def test_what_takes_the_time_is_the_limit(kind: Any, slow: str, cause: str, host
 def test_too_few_workers(method: str) -> None:
     stats = read(Job(400, 0.002, computes=True), method, batch_size=10)
     check_sum(stats)
-    assert limit_of(stats) == "compute" and "compute" in stats.verdict
+    assert limit_of(stats) == "compute" and "compute" in stats.verdict and 'num_workers="auto"' in stats.advice
 
 
 @pytest.mark.slow
@@ -398,67 +398,3 @@ def test_of_cheap_batches_few_are_measured_and_stand_for_all() -> None:
     check_sum(stats)
     assert len(measured) < 1000 or stats.stages["read"].p50 > 1e-3  # if this machine is busy
     assert stats.batches == 10_000 and 5_000 < stats.workers[-1].batches <= 10_000
-
-
-# -- what others would gain --------------------------------------------------------------------------------------------
-
-
-def batches(core: float, other: float, loop: float = 0.0, count: int = 200, late: int = 0) -> list[BatchTimes]:
-    """Batches of one worker that takes so long for each, which `next` has waited for."""
-    rows, now = [], 1.0
-    for number in range(count):
-        more = 10.0 if late and number % late == 0 else 0.0
-        began, now = now, now + loop + core + other + more
-        times = Times(processor=core, longest=more)
-        wait = Wait(began + loop, now)
-        stamps = began + loop, core + other + more, began, began, began + loop, now
-        rows.append(BatchRow(0, number, 10, 0, 0, *stamps, 0.0, wait=wait, times=times))
-    return looked_at(rows)
-
-
-@pytest.mark.parametrize(
-    ("work", "setup", "cores", "rate"),
-    [
-        ({"core": 1.0, "other": 0.0}, Setup(1, 2), 8, 10),
-        ({"core": 1.0, "other": 0.0}, Setup(4, 8), 8, 40),
-        ({"core": 1.0, "other": 0.0}, Setup(4, 8), 2, 20),
-        ({"core": 1.0, "other": 0.0}, Setup(4, 8, is_threads=True), 8, 10),
-        ({"core": 0.0, "other": 1.0}, Setup(4, 8, is_threads=True), 1, 40),
-        ({"core": 0.0, "other": 1.0}, Setup(4, 1), 1, 10),
-        ({"core": 0.5, "other": 0.5}, Setup(4, 8), 1, 20),
-        ({"core": 1.0, "other": 0.0, "loop": 0.5}, Setup(0, 0), 8, 10 / 1.5),
-        ({"core": 1.0, "other": 0.0, "loop": 0.5}, Setup(8, 16), 8, 20),
-    ],
-)
-def test_the_model_knows_what_limits_workers(work: Any, setup: Setup, cores: int, rate: float) -> None:
-    found = predict(batches(**work), Setup(1, 2), setup, cores)
-    assert found.samples_per_second == pytest.approx(rate, rel=0.03)
-    share = 1 - rate / 10 * work.get("loop", 0.0)
-    assert found.waiting_share == pytest.approx(share, abs=0.03)
-
-
-def test_what_takes_no_time_gains_its_time() -> None:
-    work = batches(0.5, 0.5, late=50)
-    before = predict(work, Setup(1, 2), Setup(1, 2), 8).samples_per_second
-    assert before == pytest.approx(10 / 1.2, rel=0.03)
-    for without, rate in (("input", 20), ("late_sample", 10), ("collate", 10 / 1.2)):
-        assert predict(work, Setup(1, 2), Setup(1, 2), 8, without).samples_per_second == pytest.approx(rate, rel=0.05)
-
-
-def test_more_batches_in_flight_help_where_single_samples_are_late() -> None:
-    work = batches(0.0, 0.5, late=50)
-    few, many = (predict(work, Setup(1, 2), Setup(4, depth), 8).samples_per_second for depth in (4, 64))
-    assert many > 1.2 * few
-
-
-@pytest.mark.slow
-def test_a_loader_can_be_asked_what_others_would_gain() -> None:
-    stats = read(Job(100, 0.01), "thread", batch_size=10)
-    assert stats.predict(num_workers=8).samples_per_second > 1.5 * stats.predict().samples_per_second
-    assert stats.predict(cached=True).samples_per_second > 1.5 * stats.predict().samples_per_second
-    assert "num_workers=" in stats.advice and "times the rate" in stats.advice
-    for wrong in ({"num_workers": -1}, {"num_workers": 1.5}, {"prefetch": 0}):
-        with pytest.raises((TypeError, ValueError), match="give a number"):
-            stats.predict(**wrong)
-    with pytest.raises(RuntimeError, match="no batch was measured"):
-        LoaderStats().predict(num_workers=4)

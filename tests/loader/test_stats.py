@@ -397,13 +397,12 @@ def test_samples_that_all_fail_have_stats_too(pool: Pool | None) -> None:
         for stats in (loader.stats(), loader.stats(0), loader.stats(1)):
             assert "0 samples in 0 batches" in str(stats)
             assert (stats.samples_per_second, stats.shares, stats.as_dict()["samples"]) == (0, (), 0)
-        assert loader.stats().predict(num_workers=2).samples_per_second == 0
 
 
 def test_the_advice_for_samples_that_all_fail_names_no_gain() -> None:
     row = BatchRow(0, 0, -1, 0, 0, 1.0, 0.2, 0.9, 1.0, 1.0, 1.2, 0.0, wait=Wait(1.0, 1.2), times=Times(processor=0.2))
     causes = NO_CAUSES | {"compute": 0.2}
-    stats = LoaderStats(seconds=0.2, waiting_seconds=0.2, causes=causes, _rows=[row], _setup=Setup(1, 2))
+    stats = LoaderStats(seconds=0.2, waiting_seconds=0.2, causes=causes, _rows=[row], _setup=Setup(1))
     assert "compute" in str(stats)
     assert LoaderStats(sources=(0, 0)).shares == (0, 0)
 
