@@ -136,7 +136,6 @@ class Times(NamedTuple):
         queued: seconds in which it waited for a core. In the others it waited for something else.
         collate: seconds in ``batchify_fn``.
         write: seconds until the batch lay in its slot.
-        longest: seconds of the sample that took longest; 0: samples were not timed.
         retries: requests of the dataset that had to be tried again.
         weight: how many batches this one stands for.
         is_first: it is the worker's first batch.
@@ -148,7 +147,6 @@ class Times(NamedTuple):
     queued: float = 0.0
     collate: float = 0.0
     write: float = 0.0
-    longest: float = 0.0
     retries: int = 0
     weight: int = 1
     is_first: bool = False
@@ -157,7 +155,7 @@ class Times(NamedTuple):
 
 # Run, seq, wanted, buffers, slow samples; the size of the pickle last: with strings in it, it may exceed 4 GiB.
 _REPLY = struct.Struct("!qqqIhQ")
-_TIMES = struct.Struct("!6dII?")  # a `Times` up to its slow samples
+_TIMES = struct.Struct("!5dII?")  # a `Times` up to its slow samples
 _SLOW = struct.Struct("!Id")
 _NO_TIMES = -1  # in the place of the number of slow samples
 

@@ -16,7 +16,6 @@ What can go wrong: the pool breaks; then every run ends with the pool's error, a
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import threading
@@ -64,20 +63,15 @@ class Wait(NamedTuple):
 
     Attributes:
         began, ended: stamps of `host_clock.now`.
-        overtaken: a batch behind it was finished when it came.
-        lacks_tasks: a worker had no task, as no more batches may be in flight (``prefetch``).
-        is_held: a worker had no task, as the pool took no more: the user holds too many batches.
-        is_slow: the batch found no room in shared memory, and took the slow way.
+        lacks_tasks: a worker had no task, as no more batches may be in flight (``prefetch``), or as the pool took no
+            more: the user holds too many batches.
         threads: how many workers are threads of this process; 1 if none is.
         per_core: workers for each core that they can use.
     """
 
     began: float
     ended: float
-    overtaken: bool = False
     lacks_tasks: bool = False
-    is_held: bool = False
-    is_slow: bool = False
     threads: int = 1
     per_core: float = 0.0
 
@@ -225,7 +219,6 @@ class Pipeline:
         self._job: Job | None = None
         self._runs: dict[int, Run] = {}
         self._dropped: deque[int] = deque()
-        self._slow: deque[float] = deque(maxlen=64)  # when tasks were sent whose batches found no room in shared memory
         self.pid = os.getpid()
         self._cores = cores_for_workers()
 
@@ -442,13 +435,11 @@ class Pipeline:
         if len(self._runs) > 1:
             in_flight = sum([len(one.window) for one in self._runs.values()])
             waiting = sum([len(one.waiting) for one in self._runs.values()])
-        behind = itertools.islice(run.window, 1, 2 * pool.num_workers)  # not all of hundreds
-        overtaken = any(entry.result is not None for entry in behind)
         lacks = in_flight < pool.num_workers and not (run.exhausted or run.epoch.takes_turns)
-        is_held = waiting > 0 and in_flight - waiting < pool.num_workers
+        lacks = lacks or (waiting > 0 and in_flight - waiting < pool.num_workers)
         threads = pool.num_workers if pool.shares_dataset else 1
         per_core = pool.num_workers / self._cores
-        head.wait = Wait(began, ended, overtaken, lacks, is_held, head.sent in self._slow, threads, per_core)
+        head.wait = Wait(began, ended, lacks, threads, per_core)
 
     def take(self, run: Run) -> None:
         """The head of the window is going to be handed out: put another batch in flight."""
@@ -525,14 +516,8 @@ class Pipeline:
                 Location(run.epoch.number, entry.seq).note(error, samples=task.shards[0])
                 leave_frames(error)  # as in `_fill`
                 entry.result = Result(run.number, entry.seq, error=error)
-        if tasks and not now:
+        if tasks:
             self.pool.submit(tasks)
-        elif tasks:
-            counts = self.pool.notices.counts
-            before = counts.get("slow_batches", 0)
-            self.pool.submit(tasks)
-            if counts.get("slow_batches", 0) > before:
-                self._slow.append(now)
 
     def poll(self, run: Run, job: Job, *, renew: bool = False, block: bool = False, seconds: float = 0.0) -> bool:
         """A step for a run: it is put in flight, and what has come from the pool is filed.

@@ -306,12 +306,9 @@ class Reader:
             # With waits for a core: on a busy machine they may seem to be all of it. Needless times cost little.
             self._lone_seconds += weight * max(0.0, seconds - at.collating)
             self._times_samples = self._lone_seconds >= SAMPLE_SECONDS * self._lone
-        longest, slow = max(at.durations, default=0.0), self._slowest(at)
-        if at.durations and self._awaiter is not None:
-            longest -= sorted(at.durations)[len(at.durations) // 2]  # they waited at the same time
         free = began if worker < 0 else self.free.get(worker)  # between two batches, the main process does not idle
         idle = 0.0 if free is None else max(0.0, began - free)
-        return Times(idle, processor, queued, at.collating, 0.0, longest, retries, weight, free is None, slow)
+        return Times(idle, processor, queued, at.collating, 0.0, retries, weight, free is None, self._slowest(at))
 
     def _slowest(self, at: BatchScope) -> tuple[tuple[int, float], ...]:
         """The place and the seconds of those samples of a batch that are among the slowest of the epoch."""

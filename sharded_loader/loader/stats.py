@@ -92,10 +92,8 @@ class LoaderStats:
             are timed where one takes 20 us or more on average, and the dataset reads them one by one.
 
     These are the causes. ``"compute"``: workers compute. ``"input"``: they wait for a disk or a network.
-    ``"late_sample"``: one sample takes long, while other batches are finished. ``"main_process"``: workers have no
-    task, or the main process works. ``"held_batches"``: the batches that you hold leave no room in shared memory.
-    ``"placing"``: conversion and copies. ``"start"``: workers start, or an epoch begins. ``"replaced"``: a worker
-    ended. ``"retries"``: requests are tried again.
+    ``"main_process"``: workers have no task, or the main process works. ``"placing"``: conversion and copies.
+    ``"start"``: workers start, or an epoch begins.
 
     Example:
         >>> causes = {"compute": 0.4, "placing": 0.1}
@@ -330,10 +328,9 @@ class Sums(NamedTuple):
         numbers = tuple(known[name] for name in COUNTED)
         noted = list(map(BatchRow._make, rows))
         share = compute_share(noted, self.share)
-        usual = known["reading_seconds"] / max(1, known["samples"])
         causes = dict.fromkeys(CAUSES, 0.0)
         for row in noted:
-            for cause, seconds in causes_of(row, usual, share):
+            for cause, seconds in causes_of(row, share):
                 causes[cause] += seconds
         causes["placing"] += known["placing_seconds"]
         causes["main_process"] += max(0.0, known["waiting_seconds"] - sum(causes.values()))

@@ -103,9 +103,8 @@ class BatchTimes(NamedTuple):
         placing: the end of ``next``: conversion and copies.
         collate: the end of reading.
         ran: of reading, when a core ran the worker, or it waited for a core. processor: when a core ran it.
-        longest: of the sample that took longest; 0: samples were not timed.
-        weight: how many batches it stands for: few of the cheapest are measured. 0: `collate`, `ran`, `processor`
-            and `longest` are not known.
+        weight: how many batches it stands for: few of the cheapest are measured. 0: `collate`, `ran` and
+            `processor` are not known.
         waited: of ``next``, without those behind a device. for_workers: of these, those in which it waited for a
             worker.
         cause: the largest cause of `waited`.
@@ -126,7 +125,6 @@ class BatchTimes(NamedTuple):
     collate: float
     ran: float
     processor: float
-    longest: float
     weight: int
     waited: float
     for_workers: float

@@ -4,19 +4,20 @@
     limit_of(stats) -> name        what limits the rate: a cause, or what is behind it
     verdict(stats), advice(stats)  one sentence each; ``stats`` is a `LoaderStats`
 
-A wait is a stretch of time. It is cut where the batch's worker began and ended, and each piece has one cause:
+A wait is a stretch of time. It is cut where the batch's worker began, and each part has one cause:
 
-    before its worker began      `start`: the worker had just been started. `main_process` or `held_batches`: the worker
-                                 had no task. Otherwise it read other batches: as in the next row
-    while it was read            `retries`; `late_sample`; `main_process`, `held_batches`: other workers had no task.
-                                 Otherwise `compute`, as far as the worker ran, and `input`
-    until it was here            `held_batches`: it had to take the slow way. Otherwise as in the row before
+    before its worker began      `start`: the worker had just been started. `main_process`: it had no task. Otherwise it
+                                 read other batches: as in the next row
+    since then                   `main_process`: other workers had no task. Otherwise `compute`, as far as the worker
+                                 ran, and `input`
 
-That a worker waits for a core is `compute` too, if the workers use the cores. If other programs use them, it is shared
-out: training would wait for the same if it had the machine for itself.
+A worker has no task if no more batches may be in flight, or if the batches that the program holds leave no room. That a
+worker waits for a core is `compute` too, if the workers use the cores. If other programs use them, it is shared out:
+training would wait for the same if it had the machine for itself.
 
-A batch that was read again because a worker has ended is `replaced`. The other time in ``next`` is `placing` or the
-main process's own work. The first ``next`` of an iterator is `start`, if nothing was read before it.
+A batch that was read again because a worker has ended is `start`: another one had to be started. So is the first
+``next`` of an iterator, if nothing was read before it. The other time in ``next`` is `placing` or the main process's
+own work.
 
 Source of the idea: Plumber (MLSys 2022) and DS-Analyzer (VLDB 2021), which ask what a step would gain if it were free.
 """
@@ -24,7 +25,6 @@ Source of the idea: Plumber (MLSys 2022) and DS-Analyzer (VLDB 2021), which ask 
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
@@ -32,21 +32,11 @@ from typing import Any, NamedTuple
 from sharded_loader.engine.pipeline import Wait
 from sharded_loader.loader.times import BatchRow, BatchTimes, WorkerTimes
 
-CAUSES = (
-    "compute",
-    "input",
-    "late_sample",
-    "main_process",
-    "held_batches",
-    "placing",
-    "start",
-    "replaced",
-    "retries",
-)
+CAUSES = ("compute", "input", "main_process", "placing", "start")
 """Why ``next`` waits, by names that never change."""
 
-LATE = 8
-"""A sample is late if it takes this many times as long as usual, and half of the time of its batch."""
+LATE = 2
+"""Single samples are late if batches take this many times as long on average as half of them take at most."""
 
 ENOUGH = 0.05
 """If training waits for a smaller share of the time, a faster loader would not help."""
@@ -76,62 +66,34 @@ def compute_share(rows: Iterable[BatchRow], before: float) -> float:
     return min(1.0, ran / seconds) if seconds > 0 else before
 
 
-def turns(threads: int, share: float) -> float:
-    """Seconds that a sample may take longer, as other threads have their turns: Python runs one of them at a time.
-
-    Args:
-        threads: how many workers are threads of one process.
-        share: of the time in which they compute.
-    """
-    return 2 * (threads - 1) * sys.getswitchinterval() if threads > 1 and share * threads >= TURNS else 0.0
-
-
-def late_seconds(longest: float, seconds: float, usual: float) -> float:
-    """Seconds of a late sample; 0: none is late.
-
-    Args:
-        longest, seconds: of the longest sample, and of its batch, without waits for a core and for `turns`.
-        usual: seconds of one sample.
-    """
-    return longest if longest > max(LATE * usual, seconds / 2) else 0.0
-
-
-def reading_causes(row: BatchRow, wait: Wait, usual: float, share: float) -> dict[str, float]:
+def reading_causes(row: BatchRow, wait: Wait, share: float) -> dict[str, float]:
     """Why a batch was not there while it was read: causes, and their shares.
 
     Args:
         row: the batch.
         wait: for it.
-        usual: seconds of one sample.
         share: of the time of other batches, in which workers computed.
     """
-    times = row.times
-    if row.is_lost or (times is not None and times.retries):
-        return {"replaced" if row.is_lost else "retries": 1.0}
-    if times is not None and wait.overtaken:
-        queued = times.queued + turns(wait.threads, share)
-        if late_seconds(times.longest - queued, row.seconds - queued, usual):
-            return {"late_sample": 1.0}
-    if wait.is_held or wait.lacks_tasks:
-        return {"held_batches" if wait.is_held else "main_process": 1.0}
-    if times is not None and times.processor >= 0:
+    if row.is_lost or wait.lacks_tasks:
+        return {"start" if row.is_lost else "main_process": 1.0}
+    if row.times is not None and row.times.processor >= 0:
         share = compute_share([row], share)
     if wait.threads > 1 and share * wait.threads >= TURNS:
         share = 1.0
     return {"compute": share, "input": 1 - share}
 
 
-def causes_of(row: BatchRow, usual: float, share: float) -> list[tuple[str, float]]:
+def causes_of(row: BatchRow, share: float) -> list[tuple[str, float]]:
     """The causes of one ``next``, without ``placing`` and the main process's own work.
 
     Args:
-        row, usual, share: as of `reading_causes`.
+        row, share: as of `reading_causes`.
 
     Example:
         >>> from sharded_loader.engine.messages import Times
         >>> times = Times(processor=1.5, is_first=True)
         >>> row = BatchRow(0, 7, 8, 0, 0, 11.0, 2.0, 9.0, 9.0, 10.0, 14.0, 0.0, wait=Wait(10.0, 14.0), times=times)
-        >>> causes_of(row, 0.25, 1.0)
+        >>> causes_of(row, 1.0)
         [('start', 1.0), ('compute', 2.25), ('input', 0.75)]
     """
     if row.starts:
@@ -141,16 +103,15 @@ def causes_of(row: BatchRow, usual: float, share: float) -> list[tuple[str, floa
         wait = Wait(row.began, row.began + row.seconds)
         if row.worker >= 0 or row.began < row.asked:
             return []
-    reading, length = reading_causes(row, wait, usual, share), wait.ended - wait.began
+    reading, length = reading_causes(row, wait, share), wait.ended - wait.began
     pieces: list[tuple[str, float]] = []
-    if wait.is_slow or (row.began > wait.began and not row.is_lost):
-        began = min(max(row.began, wait.began), wait.ended)
-        ended = min(max(row.began + row.seconds, began), wait.ended)
+    if row.began > wait.began and not row.is_lost:
+        began = min(row.began, wait.ended)
         idle, is_first = (0.0, False) if times is None else (times.idle, times.is_first)
         free = min(max(row.began - idle, wait.began), began)  # since then the worker had no task
-        no_task = "start" if is_first else "held_batches" if wait.is_held else "main_process"
-        pieces = [("start", free - wait.began)] if is_first else []
-        pieces += [(no_task, began - free), ("held_batches", wait.ended - ended if wait.is_slow else 0.0)]
+        pieces = [("start" if is_first else "main_process", began - free)]
+        if is_first:
+            pieces.append(("start", free - wait.began))
         length -= sum(seconds for _, seconds in pieces)
     pieces += [(cause, part * length) for cause, part in reading.items()]
     return [piece for piece in pieces if piece[1] > 0]
@@ -160,12 +121,11 @@ def looked_at(rows: Sequence[tuple[Any, ...]]) -> list[BatchTimes]:
     """Rows with what they mean: the cause of each wait, and when each stage began and ended."""
     found = list(itertools.starmap(BatchRow, rows))
     share = compute_share(found, 1.0)
-    usual = sum(row.seconds for row in found) / max(1, sum(row.samples for row in found))
-    return [_looked_at(row, usual, share) for row in found]
+    return [_looked_at(row, share) for row in found]
 
 
-def _looked_at(row: BatchRow, usual: float, share: float) -> BatchTimes:
-    causes, waited, times = causes_of(row, usual, share), row.taken - row.asked - row.behind, row.times
+def _looked_at(row: BatchRow, share: float) -> BatchTimes:
+    causes, waited, times = causes_of(row, share), row.taken - row.asked - row.behind, row.times
     workers = sum(seconds for _, seconds in causes)
     causes += [("placing", row.placing - row.behind), ("main_process", waited - workers - row.placing + row.behind)]
     ended, nothing = row.began + row.seconds, times is None or times.processor < 0
@@ -175,7 +135,6 @@ def _looked_at(row: BatchRow, usual: float, share: float) -> BatchTimes:
         0.0 if times is None else times.collate,
         0.0 if times is None or nothing else times.processor + times.queued,
         0.0 if times is None or nothing else times.processor,
-        0.0 if times is None else times.longest,
         0 if times is None or nothing else times.weight,
         waited,
         workers,
@@ -187,7 +146,8 @@ def _looked_at(row: BatchRow, usual: float, share: float) -> BatchTimes:
 
 
 def limit_of(stats: Any) -> str:
-    """What limits the rate: one of `CAUSES`, ``"collate"``, ``"worker"``, ``"device"``, ``"loop"``; "": not known."""
+    """What limits the rate: one of `CAUSES`, or what is behind it: ``"collate"``, ``"late"``, ``"worker"``,
+    ``"device"``, ``"loop"``; "": not known."""
     if not stats.seconds:
         return ""
     if stats.waiting_share < ENOUGH or stats.waiting_seconds < stats.device_seconds:
@@ -197,35 +157,17 @@ def limit_of(stats: Any) -> str:
     causes["reading"] = computing + inputs
     first, second = sorted(causes, key=lambda name: causes[name], reverse=True)[:2]
     cause = second if first == "start" and causes[first] < LASTING * causes[second] else first
-    if cause == "reading" and not turns_of(stats) and slow_worker(stats.workers) is not None:
-        return "worker"
-    if cause in ("reading", "late_sample") and is_late(stats):
-        return "late_sample"
-    if cause != "reading":
+    if not causes[cause] or cause != "reading":
         return cause if causes[cause] else ""
-    if stats.stages and stats.stages["collate"].seconds >= stats.stages["read"].seconds:
-        return "collate"
-    if not causes[cause]:
-        return ""
+    if slow_worker(stats.workers) is not None:
+        return "worker"
+    if stages := stats.stages:
+        read, batches = stages["read"], sum(worker.batches for worker in stats.workers.values())
+        if stages["collate"].seconds >= read.seconds:
+            return "collate"
+        if stats.slowest and read.seconds > LATE * read.p50 * batches:
+            return "late"
     return "compute" if computing >= inputs else "input"
-
-
-def is_late(stats: Any) -> bool:
-    """Whether the workers spend most of their time with single samples that take much longer than the others."""
-    usual = stats.reading_seconds / max(1, stats.samples)
-    turn, late = turns_of(stats), 0.0
-    for one in stats._batches:
-        queued = one.ran - one.processor + turn
-        late += late_seconds(one.longest - queued, one.ended - one.began - queued, usual)
-    return bool(late > 0.5 * sum(one.ended - one.began for one in stats._batches))
-
-
-def turns_of(stats: Any) -> float:
-    """`turns` of the workers that have read the last batches."""
-    setup = stats._setup
-    ran = sum(one.weight * one.ran for one in stats._batches)
-    seconds = sum(one.weight * (one.ended - one.began) for one in stats._batches)
-    return turns(setup.num_workers, ran / seconds) if setup and setup.is_threads and seconds else 0.0
 
 
 def slow_worker(workers: Mapping[int, WorkerTimes]) -> tuple[int, float] | None:
@@ -254,22 +196,18 @@ def verdict(stats: Any) -> str:
         mean = {name: stats.stages[name].seconds / max(1, stats.batches) for name in ("read", "collate")}
         took = f"{time_text(mean['collate'])} for each batch, and to read it takes {time_text(mean['read'])}"
         return f"The collate function is slow: it takes {took}."
-    late = "Training waits for single samples" + " while other batches are finished" * (-1 not in workers)
-    if stats.slowest:
+    if limit == "late":
         index, seconds, *_ = stats.slowest[0]
-        late += f": the slowest one, index {index!r}, took {time_text(seconds)}"
+        return f"Training waits for single samples: the slowest one, index {index!r}, took {time_text(seconds)}."
+    also = f" ({stats.replaced_workers} in the place of others)" if stats.replaced_workers else ""
     told = {
         "loop": f"The training loop is the limit: it waits for data for {share} of the time.",
         "device": f"The device is the limit: training waits for it for {device:.0%} of the time.",
         "compute": f"Training waits for {who} compute{one}.",
         "input": f"Training waits for {who} wait{one} for a disk or a network.",
-        "late_sample": f"{late}.",
         "main_process": "Training waits for the main process, which gives the workers too few tasks or too late.",
-        "held_batches": "The batches that the program holds leave no room in shared memory for others.",
         "placing": "Training waits while the main process converts and copies batches.",
-        "start": "Training waits for workers to start, and for the first batches of epochs.",
-        "replaced": f"Training waits for batches of workers that ended: {stats.replaced_workers} were replaced.",
-        "retries": f"Training waits for requests that are tried again: {stats.retries} so far.",
+        "start": f"Training waits for workers to start{also}, and for the first batches of epochs.",
     }
     return told.get(limit, "")
 
@@ -283,13 +221,10 @@ _ADVICE = {
     "compute": f"Do less for each sample, {_MORE}",
     "collate": "Make the collate function cheaper: join arrays at once, or do its work on the device",
     "input": f"Read neighbours together (shards), cache the files, {_MORE}",
-    "late_sample": "Make the slowest samples cheaper (stats().slowest lists them)",
-    "main_process": "Use larger batches, a cheaper sampler, or a larger prefetch=",
-    "held_batches": "Let go of batches that you have used, or raise max_bytes= of the pool",
+    "late": "Make the slowest samples cheaper (stats().slowest lists them)",
+    "main_process": "Use larger batches, a cheaper sampler or a larger prefetch=, and hold fewer batches",
     "placing": "Make batches smaller, for example of uint8, and let device= copy them in the background",
-    "start": "Keep one loader for all epochs, and import less in the workers",
-    "replaced": "Look at the log for what has ended the workers; too little memory is the most frequent reason",
-    "retries": "Ask the server less often: larger shards, a cache, or fewer workers",
+    "start": "Keep one loader for all epochs, and import less in the workers; the log says why workers ended",
 }
 
 
