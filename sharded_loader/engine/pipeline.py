@@ -22,14 +22,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, leave_frames, name_of_batch
 from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.base.private import is_owned
-from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
+from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, Nothing, Result, Task
 from sharded_loader.engine.order import Epoch
 from sharded_loader.engine.pool import Pool, PoolBroken
 from sharded_loader.engine.split import Split
@@ -52,28 +52,10 @@ PER_WORKER = 2
 """Batches in flight for each worker, unless the user says otherwise."""
 
 NOTED_SECONDS = 2e-4
-"""Of a batch that is read faster, only sums are kept, unless it was measured (`messages.Times`) or waited for for long.
-To note it takes 2 us: 5 % of a batch of `tiny`."""
+"""Of a batch that is read faster, only sums are kept, unless it was measured (`messages.BatchTimes`) or waited for for
+long. To note it takes 2 us: 5 % of a batch of `tiny`."""
 
 _FAR = 1 << 40  # farther than any batch of a run whose epoch has begun
-
-
-class Wait(NamedTuple):
-    """A stretch of time in which `Pipeline.head` waited for a batch, and what was known then.
-
-    Attributes:
-        began, ended: stamps of `host_clock.now`.
-        lacks_tasks: a worker had no task, as no more batches may be in flight (``prefetch``), or as the pool took no
-            more: the user holds too many batches.
-        threads: how many workers are threads of this process; 1 if none is.
-        per_core: workers for each core that they can use.
-    """
-
-    began: float
-    ended: float
-    lacks_tasks: bool = False
-    threads: int = 1
-    per_core: float = 0.0
 
 
 @dataclass(slots=True)
@@ -84,7 +66,8 @@ class Entry:
 
     Attributes:
         sent: when the task was given to the pool.
-        wait: how the consumer has waited for it; of a cheap batch only the seconds.
+        waited: seconds in which the consumer has waited for it.
+        times: what is known of that; None: nothing.
     """
 
     seq: int
@@ -92,7 +75,8 @@ class Entry:
     result: Result | None = None
     begun: Any = None
     sent: float = 0.0
-    wait: Wait | float = 0.0
+    waited: float = 0.0
+    times: BatchTimes | None = None
 
 
 class ShownRun:
@@ -428,8 +412,8 @@ class Pipeline:
             run.waited = run.waited or began
             return
         began, run.waited = run.waited or began, 0.0
-        if result.times is None and result.seconds < NOTED_SECONDS and ended - began < 5 * NOTED_SECONDS:
-            head.wait = ended - began
+        head.waited = ended - began
+        if result.times is None and result.seconds < NOTED_SECONDS and head.waited < 5 * NOTED_SECONDS:
             return
         pool, in_flight, waiting = self.pool, len(run.window), len(run.waiting)
         if len(self._runs) > 1:
@@ -437,9 +421,10 @@ class Pipeline:
             waiting = sum([len(one.waiting) for one in self._runs.values()])
         lacks = in_flight < pool.num_workers and not (run.exhausted or run.epoch.takes_turns)
         lacks = lacks or (waiting > 0 and in_flight - waiting < pool.num_workers)
-        threads = pool.num_workers if pool.shares_dataset else 1
-        per_core = pool.num_workers / self._cores
-        head.wait = Wait(began, ended, lacks, threads, per_core)
+        head.times = times = result.times or BatchTimes()
+        times.wait_began, times.wait_ended, times.lacks_tasks = began, ended, lacks
+        times.threads = pool.num_workers if pool.shares_dataset else 1
+        times.per_core = pool.num_workers / self._cores
 
     def take(self, run: Run) -> None:
         """The head of the window is going to be handed out: put another batch in flight."""

@@ -24,13 +24,12 @@ Source of the idea: Plumber (MLSys 2022) and DS-Analyzer (VLDB 2021), which ask 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-from sharded_loader.engine.pipeline import Wait
-from sharded_loader.loader.times import BatchRow, BatchTimes, WorkerTimes
+from sharded_loader.engine.messages import BatchTimes
+from sharded_loader.loader.times import WorkerTimes
 
 CAUSES = ("compute", "input", "main_process", "placing", "start")
 """Why ``next`` waits, by names that never change."""
@@ -52,94 +51,62 @@ LASTING = 4.0
 """A start that is over is the verdict only if it took this many times as long as what training waits for since then."""
 
 
-def compute_share(rows: Iterable[BatchRow], before: float) -> float:
+def compute_share(rows: Iterable[BatchTimes], before: float) -> float:
     """The share of the time in which workers computed, of those batches that were measured; ``before``, if none was."""
-    known = [(row, row.times) for row in rows if row.times is not None and row.times.processor >= 0]
-    seconds = sum(times.weight * row.seconds for row, times in known)
-    ran = sum(times.weight * times.processor for _, times in known)
-    queued = sum(times.weight * times.queued for _, times in known)
-    per_core = max((row.wait.per_core for row, _ in known if row.wait is not None), default=0.0)
-    if per_core * ran >= TURNS * seconds:
+    known = [row for row in rows if row.processor >= 0]
+    seconds = sum(row.weight * row.seconds for row in known)
+    ran = sum(row.weight * row.processor for row in known)
+    queued = sum(row.weight * row.queued for row in known)
+    if max((row.per_core for row in known), default=0.0) * ran >= TURNS * seconds:
         ran += queued
     else:  # other programs have the cores
         seconds -= queued
     return min(1.0, ran / seconds) if seconds > 0 else before
 
 
-def reading_causes(row: BatchRow, wait: Wait, share: float) -> dict[str, float]:
-    """Why a batch was not there while it was read: causes, and their shares.
-
-    Args:
-        row: the batch.
-        wait: for it.
-        share: of the time of other batches, in which workers computed.
-    """
-    if row.is_lost or wait.lacks_tasks:
-        return {"start" if row.is_lost else "main_process": 1.0}
-    if row.times is not None and row.times.processor >= 0:
-        share = compute_share([row], share)
-    if wait.threads > 1 and share * wait.threads >= TURNS:
-        share = 1.0
-    return {"compute": share, "input": 1 - share}
-
-
-def causes_of(row: BatchRow, share: float) -> list[tuple[str, float]]:
+def causes_of(row: BatchTimes, share: float) -> list[tuple[str, float]]:
     """The causes of one ``next``, without ``placing`` and the main process's own work.
 
     Args:
-        row, share: as of `reading_causes`.
+        row: the batch.
+        share: of the time of other batches, in which workers computed.
 
     Example:
-        >>> from sharded_loader.engine.messages import Times
-        >>> times = Times(processor=1.5, is_first=True)
-        >>> row = BatchRow(0, 7, 8, 0, 0, 11.0, 2.0, 9.0, 9.0, 10.0, 14.0, 0.0, wait=Wait(10.0, 14.0), times=times)
-        >>> causes_of(row, 1.0)
+        >>> waited = {"wait_began": 10.0, "wait_ended": 14.0, "processor": 1.5, "weight": 1, "is_first": True}
+        >>> causes_of(BatchTimes(began=11.0, seconds=2.0, worker=0, **waited), 1.0)
         [('start', 1.0), ('compute', 2.25), ('input', 0.75)]
     """
     if row.starts:
         return [("start", row.taken - row.asked - row.placing)]
-    wait, times = row.wait, row.times
-    if wait is None:
-        wait = Wait(row.began, row.began + row.seconds)
-        if row.worker >= 0 or row.began < row.asked:
+    since, until, began = row.wait_began, row.wait_ended, row.began
+    if not until:
+        if row.worker >= 0 or began < row.asked:
             return []
-    reading, length = reading_causes(row, wait, share), wait.ended - wait.began
-    pieces: list[tuple[str, float]] = []
-    if row.began > wait.began and not row.is_lost:
-        began = min(row.began, wait.ended)
-        idle, is_first = (0.0, False) if times is None else (times.idle, times.is_first)
-        free = min(max(row.began - idle, wait.began), began)  # since then the worker had no task
-        pieces = [("start" if is_first else "main_process", began - free)]
-        if is_first:
-            pieces.append(("start", free - wait.began))
-        length -= sum(seconds for _, seconds in pieces)
-    pieces += [(cause, part * length) for cause, part in reading.items()]
-    return [piece for piece in pieces if piece[1] > 0]
+        since, until = began, began + row.seconds
+    pieces = []
+    if began > since and not row.is_lost:
+        began = min(began, until)
+        free = max(row.began - row.idle, since)  # since then the worker had no task
+        free = since if row.is_first else min(free, began)
+        pieces, since = [("start" if row.is_first else "main_process", began - free)], since + began - free
+    if row.is_lost or row.lacks_tasks:
+        return [*pieces, ("start" if row.is_lost else "main_process", until - since)]
+    if row.processor >= 0:
+        share = compute_share([row], share)
+    if row.threads > 1 and share * row.threads >= TURNS:
+        share = 1.0
+    return [*pieces, ("compute", share * (until - since)), ("input", (1 - share) * (until - since))]
 
 
-def looked_at(rows: Sequence[tuple[Any, ...]]) -> list[BatchTimes]:
-    """Rows with what they mean: the cause of each wait, and when each stage began and ended."""
-    found = list(itertools.starmap(BatchRow, rows))
-    share = compute_share(found, 1.0)
-    return [_looked_at(row, share) for row in found]
-
-
-def _looked_at(row: BatchRow, share: float) -> BatchTimes:
-    causes, waited, times = causes_of(row, share), row.taken - row.asked - row.behind, row.times
-    workers = sum(seconds for _, seconds in causes)
-    causes += [("placing", row.placing - row.behind), ("main_process", waited - workers - row.placing + row.behind)]
-    ended, nothing = row.began + row.seconds, times is None or times.processor < 0
-    return BatchTimes(
-        *(row.epoch, row.step, row.worker, max(0, row.samples), row.sent, row.began, ended),
-        *(ended + (0.0 if times is None else times.write), row.turn, row.asked, row.taken, row.placing),
-        0.0 if times is None else times.collate,
-        0.0 if times is None or nothing else times.processor + times.queued,
-        0.0 if times is None or nothing else times.processor,
-        0 if times is None or nothing else times.weight,
-        waited,
-        workers,
-        max(causes, key=lambda one: one[1])[0] if waited else "",
-    )
+def name_causes(rows: Sequence[BatchTimes]) -> None:
+    """Note the largest cause of each wait."""
+    share = compute_share(rows, 1.0)
+    for row in rows:
+        causes = causes_of(row, share)
+        placing = row.placing - row.behind
+        own = row.waited - placing - sum(seconds for _, seconds in causes)
+        causes += [("placing", placing), ("main_process", own)]
+        row.cause = max(causes, key=lambda one: one[1])[0] if row.waited else ""
 
 
 # -- what it means -----------------------------------------------------------------------------------------------------
@@ -242,15 +209,3 @@ def time_text(seconds: float) -> str:
         ('0.25 s', '31.2 ms')
     """
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
-
-
-class Setup(NamedTuple):
-    """Who reads.
-
-    Attributes:
-        num_workers: how many workers; 0: the main process reads.
-        is_threads: the workers are threads.
-    """
-
-    num_workers: int
-    is_threads: bool = False

@@ -13,10 +13,9 @@ import pytest
 from conftest import HostClock, make_pool
 
 from sharded_loader import ProcessPool, ShardedDataLoader
-from sharded_loader.engine.messages import Times
-from sharded_loader.engine.pipeline import Wait
+from sharded_loader.engine.messages import BatchTimes
 from sharded_loader.loader.stats import LoaderStats
-from sharded_loader.loader.times import BatchRow, WorkerTimes
+from sharded_loader.loader.times import WorkerTimes
 from sharded_loader.loader.waits import CAUSES, causes_of, limit_of, slow_worker
 from sharded_loader.torch import DataLoader
 from tests.failures import Fails, kill
@@ -269,7 +268,7 @@ def test_without_workers_the_main_process_computes_or_waits(computes: bool, caus
     check_sum(stats)
     assert stats.causes[cause] >= 0.9 * 40 * 0.005
     assert set(stats.workers) == {-1}
-    stats = dataclasses.replace(stats, causes={cause: stats.waiting_seconds}, _rows=())
+    stats = dataclasses.replace(stats, causes={cause: stats.waiting_seconds})
     assert limit_of(stats) == cause and "main process" in stats.verdict
 
 
@@ -302,36 +301,46 @@ def test_a_device_that_is_behind() -> None:
 
 # -- the rules ---------------------------------------------------------------------------------------------------------
 
-TIMES = Times(0.5, processor=2.0)
-ROW = BatchRow(0, 7, 8, 0, 0, 11.0, 2.0, 9.0, 9.0, 10.0, 14.0, 0.0)
+
+def batch(wait_began: float = 0.0, wait_ended: float = 0.0, **known: Any) -> BatchTimes:
+    """A batch that worker 0 began at 11.0, and had at 13.0; `next` was called at 10.0."""
+    times = {"worker": 0, "began": 11.0, "seconds": 2.0, "turn": 9.0, "asked": 10.0, "taken": 14.0}
+    return BatchTimes(**times, wait_began=wait_began, wait_ended=wait_ended, **known)
+
+
+MEASURED = {"weight": 1, "idle": 0.5, "processor": 2.0}
 
 
 @pytest.mark.parametrize(
-    ("wait", "times", "causes"),
+    ("wait", "known", "causes"),
     [
-        (Wait(11.5, 13.5), TIMES, {"compute": 2.0}),
-        (Wait(11.5, 13.5), TIMES._replace(processor=0.1), {"compute": 0.1, "input": 1.9}),
-        (Wait(11.5, 13.5), TIMES._replace(processor=0.1, queued=1.0), {"compute": 0.2, "input": 1.8}),
-        (Wait(11.5, 13.5, per_core=20.0), TIMES._replace(processor=0.1, queued=0.9), {"compute": 1.0, "input": 1.0}),
-        (Wait(11.5, 13.5, threads=30), TIMES._replace(processor=0.1), {"compute": 2.0}),
-        (Wait(10.0, 13.5), TIMES, {"compute": 3.0, "main_process": 0.5}),
-        (Wait(10.0, 13.0), TIMES._replace(is_first=True), {"start": 1.0, "compute": 2.0}),
-        (Wait(10.0, 13.5, lacks_tasks=True), TIMES, {"main_process": 3.5}),
-        (Wait(11.5, 13.5, lacks_tasks=True), TIMES, {"main_process": 2.0}),
-        (Wait(11.5, 13.5), None, {"compute": 0.5, "input": 1.5}),
-        (None, TIMES, {}),
+        ((11.5, 13.5), MEASURED, {"compute": 2.0}),
+        ((11.5, 13.5), MEASURED | {"processor": 0.1}, {"compute": 0.1, "input": 1.9}),
+        ((11.5, 13.5), MEASURED | {"processor": 0.1, "queued": 1.0}, {"compute": 0.2, "input": 1.8}),
+        (
+            (11.5, 13.5),
+            MEASURED | {"per_core": 20.0, "processor": 0.1, "queued": 0.9},
+            {"compute": 1.0, "input": 1.0},
+        ),
+        ((11.5, 13.5), MEASURED | {"threads": 30, "processor": 0.1}, {"compute": 2.0}),
+        ((10.0, 13.5), MEASURED, {"compute": 3.0, "main_process": 0.5}),
+        ((10.0, 13.0), MEASURED | {"is_first": True}, {"start": 1.0, "compute": 2.0}),
+        ((10.0, 13.5), MEASURED | {"lacks_tasks": True}, {"main_process": 3.5}),
+        ((11.5, 13.5), MEASURED | {"lacks_tasks": True}, {"main_process": 2.0}),
+        ((11.5, 13.5), {}, {"compute": 0.5, "input": 1.5}),
+        ((0.0, 0.0), MEASURED, {}),
+        ((0.0, 0.0), {"worker": -1}, {"compute": 0.5, "input": 1.5}),
+        ((10.0, 13.5), MEASURED | {"is_first": True, "is_lost": True}, {"start": 3.5}),
+        ((11.5, 13.5), {"starts": True, "placing": 0.5}, {"start": 3.5}),
     ],
 )
-def test_each_second_of_a_wait_has_one_cause(wait: Any, times: Any, causes: dict[str, float]) -> None:
+def test_each_second_of_a_wait_has_one_cause(wait: Any, known: dict[str, Any], causes: dict[str, float]) -> None:
     found: dict[str, float] = {}
-    for cause, seconds in causes_of(ROW._replace(wait=wait, times=times), 0.25):
+    times = batch(*wait)
+    times.__dict__.update(known)
+    for cause, seconds in causes_of(times, 0.25):
         found[cause] = found.get(cause, 0.0) + seconds
-    assert found == pytest.approx(causes)
-
-
-def test_a_batch_that_a_worker_ended_over_waits_for_the_start_of_another_one() -> None:
-    row = ROW._replace(wait=Wait(10.0, 13.5), times=TIMES._replace(is_first=True), is_lost=True)
-    assert causes_of(row, 1.0) == [("start", 3.5)]
+    assert {cause: seconds for cause, seconds in found.items() if seconds} == pytest.approx(causes)
 
 
 def test_a_worker_is_slow_beside_the_others() -> None:
@@ -360,14 +369,14 @@ def test_the_last_batches_are_kept_as_they_were() -> None:
     assert [(one.epoch, one.step, one.samples) for one in last] == [(0, number, 10) for number in range(4)]
     for one in last:
         assert one.sent <= one.began <= one.ended <= one.written <= one.taken and one.asked <= one.taken
-        assert one.for_workers <= one.waited and one.cause in CAUSES
+        assert one.wait_ended - one.wait_began <= one.waited and one.cause in CAUSES
 
 
 @pytest.mark.slow
 def test_of_cheap_batches_few_are_measured_and_stand_for_all() -> None:
     with ShardedDataLoader(range(40_000), 4) as loader:
         list(loader)
-        stats, measured = loader.stats(), [one for one in loader._meter.rows() if one.weight]
+        stats, measured = loader.stats(), [one for one in loader._meter.rows() if one.processor >= 0]
     check_sum(stats)
     assert len(measured) < 1000 or stats.stages["read"].p50 > 1e-3  # if this machine is busy
     assert stats.batches == 10_000 and 5_000 < stats.workers[-1].batches <= 10_000
