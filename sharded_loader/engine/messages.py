@@ -24,6 +24,7 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -127,7 +128,7 @@ class PartIndices(Sequence[Any]):
         return PartIndices, (self.part, self.places)
 
 
-class BatchTimes:
+class BatchTimes(SimpleNamespace):
     """One batch on its way. Its worker, the pipeline and ``next`` each fill in by keyword what they know.
 
     Stamps are of `host_clock.now` in the main process, the others are seconds.
@@ -175,9 +176,6 @@ class BatchTimes:
     slow: tuple[tuple[int, float], ...] = ()
     named: tuple[Any, ...] = ()
     cause = ""
-
-    def __init__(self, **known: Any) -> None:
-        self.__dict__.update(known)
 
     @property
     def ended(self) -> float:

@@ -204,17 +204,8 @@ class BatchIterator(Iterator[Batch]):
             if self._counted is None or self._counted.epoch.number != run.epoch.number:
                 self._begin_counts(run)
             counts, behind = self._counts, clock.behind - behind
-            meter.note(
-                counts,
-                entry,
-                result,
-                turn=turn,
-                asked=began,
-                taken=taken,
-                placing=placing,
-                behind=behind,
-                starts=starts,
-            )
+            stamps = {"turn": turn, "asked": began, "taken": taken, "placing": placing, "behind": behind}
+            meter.note(counts, entry, result, starts, **stamps)
             if result.error is None and entry.task is not None and (meter.looks is None or meter.mixture is not None):
                 meter.look(batch, counts, entry.task.shards)
             if taken >= meter.tune_at:

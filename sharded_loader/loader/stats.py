@@ -404,13 +404,13 @@ class Meter:
         counts: Counts,
         entry: Entry,
         result: Result,
+        starts: bool = False,
         *,
         turn: float,
         asked: float,
         taken: float,
         placing: float,
         behind: float,
-        starts: bool = False,
     ) -> None:
         """Count a batch, or an error in its place. Unless it was cheap, keep how it was on its way.
 
@@ -418,7 +418,7 @@ class Meter:
             counts: what `begin` was given.
             entry: the batch.
             result: of the batch; an error, if the batch could not be handed out.
-            turn, asked, taken, placing, behind, starts: see `BatchTimes`.
+            starts, turn, asked, taken, placing, behind: see `BatchTimes`.
         """
         read, error = entry.result or result, result.error
         times, of = entry.times or read.times, counts
