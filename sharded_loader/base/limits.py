@@ -232,5 +232,5 @@ def warn_of_workers(workers: int, environ: Mapping[str, str] = os.environ) -> No
         each = f", in each of {ranks} ranks on this machine," if ranks > 1 else ""
         warn(
             f"{workers} worker processes{each} share {cores} core{'s' * (cores > 1)}. They take turns, and each takes "
-            f"memory: give num_workers={max(1, cores // ranks)}, or threads if they wait for files or the network"
+            f'memory: num_workers="auto" finds how many help. If they wait for files or the network, use threads'
         )

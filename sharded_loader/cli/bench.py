@@ -1,11 +1,11 @@
 """``sharded-loader bench module:dataset``: which pool, and how many workers, for the user's own dataset?
 
-    target.find_dataset --> measure --> a table, recommend
+    target.find_dataset --> find_workers, for each pool --> measure --> a table, recommend
     output.cores_of_others, between two rounds --> a line, if other programs disturb the measurement
 
-    rows_of(pools, workers) -> Rows
+    find_workers(pool, seconds, arguments) -> how many workers ``num_workers="auto"`` has found, without a training step
     measure(dataset, rows, ...) -> a Measurement for each row: the medians of several rounds, and their spread
-    recommend(measurements, cores) -> one sentence, a pure function
+    recommend(measurements) -> one sentence, a pure function
     gain_of_cache(dataset, fastest row, ...) -> one sentence: what `Dataset.cache` would gain
 
 Rounds are interleaved: every row is measured once, then every row again. So a disturbance of the machine hits all rows
@@ -25,24 +25,21 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from warnings import catch_warnings, simplefilter
 
 import click
 
 from sharded_loader.base.limits import cores_for_workers
+from sharded_loader.base.notices import LoaderWarning
 from sharded_loader.cli import output
 from sharded_loader.cli.output import POOLS, CannotRun, Steps, busy_text, complain, cores_of_others
 from sharded_loader.cli.target import find_dataset, find_function, kind_of, say_error
 
-
-def _listed_numbers(context: click.Context, parameter: click.Parameter, text: str | None) -> list[int]:
-    if text is None:
-        return [count for count in (1, 2, 4, 8, 16) if count <= max(2, cores_for_workers())]
-    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if min(numbers) < 1:
-        raise click.BadParameter(f"{text!r} is not a list of positive integers, such as 1,2,4")
-    return list(dict.fromkeys(numbers))
+if TYPE_CHECKING:
+    from sharded_loader import ShardedDataLoader
 
 
 def _listed_pools(context: click.Context, parameter: click.Parameter, text: str) -> list[str]:
@@ -56,9 +53,11 @@ def _listed_pools(context: click.Context, parameter: click.Parameter, text: str)
 @click.argument("dataset", metavar="MODULE:DATASET")
 @click.option("--batch-size", type=click.IntRange(1), default=64, help="Samples per batch.")
 @click.option("--collate", metavar="MODULE:FUNCTION", help="Your collate function. Default: the loader's own.")
-@click.option("--seconds", type=click.FloatRange(0, min_open=True), default=3.0, help="Time for each row of the table.")
 @click.option(
-    "--workers", callback=_listed_numbers, metavar="LIST", help="Such as 1,2,4. Default: up to the number of cores."
+    "--seconds",
+    type=click.FloatRange(0, min_open=True),
+    default=3.0,
+    help="Time for each row of the table. To find its number of workers takes five times as long.",
 )
 @click.option(
     "--pools",
@@ -75,13 +74,14 @@ def bench(
     batch_size: int,
     collate: str | None,
     seconds: float,
-    workers: list[int],
     pools: list[str],
     shuffle: bool | None,
     as_json: bool,
     quiet: bool,
 ) -> int:
     """Measure how fast your dataset is read: inline, by threads and by processes.
+
+    ``num_workers="auto"`` finds how many workers are measured.
 
     MODULE:DATASET is an object in a module, or path/to/file.py:DATASET. DATASET is a dataset, or a function that takes
     no arguments and returns one. Datasets with only __iter__ work too.
@@ -103,8 +103,8 @@ def bench(
     if not quiet and not as_json:
         order = "random order" if shuffle else "the dataset's own order"
         click.echo(f"{dataset}: {asked['kind']}, in {order}; batches of {batch_size}.")
-    rows = rows_of(pools, workers)
     others: list[float] = []
+    arguments = {"dataset": data, "batch_size": batch_size, "shuffle": shuffle, "batchify_fn": batchify_fn}
 
     def on_turn(number: int, row: Row) -> None:
         if number % len(rows) == 0:  # between two rounds, when this program does nothing
@@ -112,13 +112,18 @@ def bench(
         steps.update(number, str(row))
 
     try:
+        with Steps("finding the number of workers", len(pools), quiet) as steps:
+            rows = []
+            for number, pool in enumerate(sorted(pools, key=lambda pool: pool != "inline")):
+                steps.update(number, pool)
+                rows.append(Row(pool, find_workers(pool, ROUNDS * seconds, arguments)))
         with Steps("measuring", ROUNDS * len(rows), quiet) as steps:
-            measured = measure(data, rows, seconds, batch_size, shuffle, batchify_fn, on_turn)
+            measured = measure(rows, seconds, arguments, on_turn)
     except DatasetFailed as error:
         raise CannotRun(f"reading {dataset} failed: {error}") from None
-    recommendation, cores_used = recommend(measured, cores_for_workers()), statistics.median(others)
+    recommendation, cores_used = recommend(measured), statistics.median(others)
     fastest = max(measured, key=lambda row: row.samples_per_second)
-    cached = "" if is_stream(data) else gain_of_cache(data, fastest, seconds / ROUNDS, batch_size, batchify_fn)
+    cached = "" if is_stream(data) else gain_of_cache(fastest, seconds / ROUNDS, arguments)
     if as_json:
         cells = [dataclasses.asdict(row) | {"times_inline": times_inline(row, measured)} for row in measured]
         result = {"rounds": ROUNDS, "cores_of_others": cores_used, "rows": cells, "recommendation": recommendation}
@@ -168,9 +173,6 @@ ROUNDS = 5
 WORTH = 1.2
 """Workers are worth their memory if they read this many times as fast as the main process."""
 
-NEARLY = 0.9
-"""A row with fewer workers is preferred if it has this share of the highest speed."""
-
 _ARGUMENTS = {"process": "", "thread": ", thread_pool=True", "ray": ', pool="ray"'}
 
 
@@ -216,35 +218,38 @@ class DatasetFailed(Exception):
     """The dataset raised in the main process or in every row; the message says what and at which sample."""
 
 
-def rows_of(pools: Sequence[str], workers: Sequence[int]) -> list[Row]:
-    """The rows to measure: inline first, then each pool with each number of workers.
+def find_workers(pool: str, seconds: float, arguments: dict[str, Any]) -> int:
+    """How many workers ``num_workers="auto"`` has found after some seconds, in a loader with these arguments.
 
-    Example:
-        >>> [str(row) for row in rows_of(["process", "inline"], [2, 4])]
-        ['inline', '2 x process', '4 x process']
+    If they cannot read the dataset, it is the number to begin with: then `measure` says why. On a cluster of Ray it is
+    the number of cores here.
     """
-    inline = [Row("inline", 0)] if "inline" in pools else []
-    return inline + [Row(pool, count) for pool in pools if pool != "inline" for count in workers]
+    from sharded_loader import ShardedDataLoader
+    from sharded_loader.loader.auto import START
+
+    if pool in ("inline", "ray"):
+        return cores_for_workers() * (pool == "ray")
+    kind: Any = pool
+    with suppress(Exception), ShardedDataLoader(num_workers="auto", pool=kind, seed=0, **arguments) as loader:
+        began = time.perf_counter()
+        for _ in _without_end(loader):
+            if time.perf_counter() - began >= seconds:
+                return loader.num_workers
+    return START
 
 
 def measure(
-    dataset: Any,
     rows: Sequence[Row],
     seconds: float,
-    batch_size: int,
-    shuffle: bool,
-    batchify_fn: Callable[[list[Any]], Any] | None = None,
+    arguments: dict[str, Any],
     on_turn: Callable[[int, Row], object] = lambda number, row: None,
 ) -> list[Measurement]:
     """Measure every row in several rounds.
 
     Args:
-        dataset: what to read.
-        rows: as from `rows_of`.
+        rows: inline first.
         seconds: for each row, all rounds together, without what is not counted.
-        batch_size: samples per batch.
-        shuffle: read in random order.
-        batchify_fn: makes a batch of a list of samples, as for the loader; None: the default.
+        arguments: of the loader, without its workers.
         on_turn: called before each turn with its number, from 0, and its row.
 
     Returns:
@@ -253,7 +258,6 @@ def measure(
     Raises:
         DatasetFailed: the dataset raised in the main process or in every row, or it has no samples.
     """
-    arguments = {"dataset": dataset, "batch_size": batch_size, "shuffle": shuffle, "batchify_fn": batchify_fn}
     turns: dict[Row, list[tuple[float, float]]] = {row: [] for row in rows}
     errors: dict[Row, str] = {}
     for number in range(ROUNDS * len(rows)):
@@ -282,10 +286,7 @@ def _summed_up(row: Row, turns: list[tuple[float, float]], error: str | None) ->
 
 def _turn(row: Row, seconds: float, arguments: dict[str, Any]) -> tuple[float, float]:
     """Samples per second and milliseconds per batch, of a loader with these arguments."""
-    from sharded_loader import ShardedDataLoader
-
-    pool: Any = row.pool
-    with ShardedDataLoader(num_workers=row.workers, pool=pool, seed=0, **arguments) as loader:
+    with _loader_of(row, arguments) as loader:
         batches = _without_end(loader)
         for _ in range(1 + 2 * row.workers):
             next(batches)
@@ -295,6 +296,15 @@ def _turn(row: Row, seconds: float, arguments: dict[str, Any]) -> tuple[float, f
             count += 1
         took = time.perf_counter() - begin
         return (loader.stats().samples - before) / took, 1000 * took / count
+
+
+def _loader_of(row: Row, arguments: dict[str, Any]) -> ShardedDataLoader[Any]:
+    from sharded_loader import ShardedDataLoader
+
+    pool: Any = row.pool
+    with catch_warnings():
+        simplefilter("ignore", LoaderWarning)  # about more workers than cores: these were found to be the fastest
+        return ShardedDataLoader(num_workers=row.workers, pool=pool, seed=0, **arguments)
 
 
 def _without_end(loader: Any) -> Iterator[Any]:
@@ -309,30 +319,23 @@ def _without_end(loader: Any) -> Iterator[Any]:
         why = "it gives its samples only once: return a new iterator from __iter__"
 
 
-def gain_of_cache(
-    dataset: Any,
-    fastest: Measurement,
-    seconds: float,
-    batch_size: int,
-    batchify_fn: Callable[[list[Any]], Any] | None = None,
-) -> str:
+def gain_of_cache(fastest: Measurement, seconds: float, arguments: dict[str, Any]) -> str:
     """What a cache of the samples would gain, in one sentence. It is tried with as many samples as are read in time.
 
     Args:
-        dataset: what is read, by index.
         fastest: the row whose pool reads.
         seconds: how long samples are read that are not cached, and then samples that are.
-        batch_size, batchify_fn: as for `measure`.
+        arguments: of the loader, without its workers. Samples are read by index.
     """
-    from sharded_loader import ShardedDataLoader, SimpleDataset
+    from sharded_loader import SimpleDataset
     from sharded_loader.caching.dataset import StoredDataset
 
-    count = min(len(dataset), max(batch_size, int(seconds * fastest.samples_per_second)))
-    arguments: dict[str, Any] = {"batch_size": batch_size, "shuffle": True, "batchify_fn": batchify_fn}
-    pool: Any = fastest.pool
+    dataset = arguments["dataset"]
+    count = min(len(dataset), max(arguments["batch_size"], int(seconds * fastest.samples_per_second)))
     try:
-        arguments["dataset"] = part = StoredDataset(SimpleDataset(dataset).take(count), "50%")
-        with ShardedDataLoader(num_workers=fastest.workers, pool=pool, **arguments) as loader:
+        part = StoredDataset(SimpleDataset(dataset).take(count), "50%")
+        arguments = arguments | {"dataset": part, "shuffle": True}
+        with _loader_of(fastest, arguments) as loader:
             for _ in loader:
                 pass
         times = _turn(fastest, seconds, arguments)[0] / fastest.samples_per_second
@@ -347,18 +350,17 @@ def gain_of_cache(
     )
 
 
-def recommend(measurements: Sequence[Measurement], cores: int) -> str:
+def recommend(measurements: Sequence[Measurement]) -> str:
     """Which arguments to give to the loader, in one sentence.
 
     Args:
-        measurements: rows that failed are ignored.
-        cores: how many cores workers can share.
+        measurements: one of each pool, with as many workers as ``"auto"`` has found. Those that failed are ignored.
 
     Returns:
         The sentence. It names no arguments if the rounds of two rows overlap that lead to other arguments.
 
     Example:
-        >>> recommend([Measurement("inline", 0, 1000, 64.0), Measurement("process", 2, 1100, 58.2)], cores=2)
+        >>> recommend([Measurement("inline", 0, 1000, 64.0), Measurement("process", 2, 1100, 58.2)])
         'Inline is enough, so leave out num_workers: with workers it is at best 1.10 times as fast.'
     """
     good = [row for row in measurements if row.error is None]
@@ -366,7 +368,9 @@ def recommend(measurements: Sequence[Measurement], cores: int) -> str:
     inline_ms = "" if inline is None else f"{ms_text(inline.ms_per_batch)} ms"
     if inline is not None and len(good) == 1:
         return f"Only inline was measured, {inline_ms} per batch: add --pools inline,thread,process to compare."
-    chosen = _choose(good, inline)
+    chosen = max(good, key=lambda row: row.samples_per_second)
+    if inline is not None and chosen.samples_per_second < WORTH * inline.samples_per_second:
+        chosen = inline
     if unclear := [row for row in good if row is not chosen and _may_be_faster(row, chosen)]:
         return (
             f"No clear winner: the rounds of {_arguments(chosen)} and {_arguments(unclear[0])} overlap. "
@@ -374,27 +378,13 @@ def recommend(measurements: Sequence[Measurement], cores: int) -> str:
         )
     arguments = _arguments(chosen)
     if inline is None:
-        return f"Use {arguments}: no other row that was measured is much faster or needs fewer workers."
+        return f"Use {arguments}: no other pool that was measured is faster."
     if chosen is inline:
         times = max(row.samples_per_second for row in good if row is not inline) / inline.samples_per_second
         return f"Inline is enough, so leave out num_workers: with workers it is at best {times:.2f} times as fast."
-    most = max(row.workers for row in good if row.pool == chosen.pool)
-    if chosen.workers == most and most < cores:
-        then = f"more may be faster, so measure with --workers {most},{2 * most}."
-    else:
-        then = f"inline is enough if your training step takes far longer than {inline_ms}."
     times = chosen.samples_per_second / inline.samples_per_second
+    then = f"inline is enough if your training step takes far longer than {inline_ms}."
     return f"Use {arguments}: {times:.1f} times as fast as inline; {then}"
-
-
-def _choose(good: Sequence[Measurement], inline: Measurement | None) -> Measurement:
-    """Inline if no row is much faster; otherwise the row with the fewest workers among the fastest."""
-    best = max(row.samples_per_second for row in good)
-    worth = WORTH * inline.samples_per_second if inline else 0.0
-    if inline is not None and best < worth:
-        return inline
-    near = [row for row in good if row.samples_per_second >= max(NEARLY * best, worth)]
-    return min(near, key=lambda row: (row.workers, -row.samples_per_second))
 
 
 def _may_be_faster(other: Measurement, chosen: Measurement) -> bool:

@@ -2,7 +2,7 @@
 
     Task(run, seq, ...)    pipeline -> pool -> worker
     Result(run, seq, ...)  worker -> pool -> pipeline
-    Times                  in a `Result`: what was measured of the batch
+    BatchTimes             in a `Result`: what was measured of the batch
     Job                    loader -> pool -> worker, once
 
 Iterable data is cut into parts, and each part is read in its own order. This is what the messages say of it:
@@ -24,6 +24,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, repeat
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -130,37 +131,75 @@ class PartIndices(Sequence[Any]):
         return PartIndices, (self.part, self.places)
 
 
-class Times(NamedTuple):
-    """What a worker has measured of a batch, beside when it began and how long it took. See `Reader` of which batches.
+class BatchTimes(SimpleNamespace):
+    """One batch on its way. Its worker, the pipeline and ``next`` each fill in by keyword what they know.
+
+    Stamps are of `host_clock.now` in the main process, the others are seconds.
 
     Attributes:
-        idle: seconds before, since the end of the batch before.
-        processor: seconds in which a core ran the worker; negative: that was not measured.
-        queued: seconds in which it waited for a core. In the others it waited for something else.
-        collate: seconds in ``batchify_fn``.
-        write: seconds until the batch lay in its slot.
-        longest: seconds of the sample that took longest; 0: samples were not timed.
-        retries: requests of the dataset that had to be tried again.
-        weight: how many batches this one stands for.
+        idle: before the worker began, since the end of its batch before.
+        processor: in which a core ran the worker; negative: that was not measured.
+        queued: in which the worker waited for a core. In the others it waited for something else.
+        collate: in ``batchify_fn``.
+        write: until the batch lay in its slot.
+        retries: requests of the dataset that had to be tried again. They count in the `Result`.
+        weight: how many batches it stands for: few of the cheapest are measured, see `Reader`; 0: it was not.
         is_first: it is the worker's first batch.
         slow: place among the task's indices, and seconds, of samples that took long.
+        sent: when it was given to the workers; 0: it was not.
+        wait_began, wait_ended: when ``next`` waited for workers; 0: it did not.
+        lacks_tasks: then a worker had no task, as no more batches may be in flight (``prefetch``), or as the pool took
+            no more: the user holds too many batches.
+        threads: how many workers are threads of this process; 1 if none is.
+        per_core: workers for each core that they can use.
+        epoch, step: which batch.
+        samples: how many are in it; -1: an error stands in its place.
+        worker, began, seconds: who read it, when, and for how long, without `write`. -1: the main process.
+        turn: when the batch before it was handed out.
+        asked, taken: when ``next`` began, and when it returned.
+        placing: conversion and copies.
+        behind: of these, in which the host waited for a device.
+        starts: it is an iterator's first one, and nothing was read before.
+        is_lost: a worker ended over it.
+        named: its slow samples, as `LoaderStats` tells them.
+        cause: the largest cause of `waited`.
+
+    Example:
+        >>> times = BatchTimes(asked=1.0, taken=1.5, placing=0.25, behind=0.125)
+        >>> times.waited, times.weight
+        (0.375, 0)
     """
 
-    idle: float = 0.0
-    processor: float = -1.0
-    queued: float = 0.0
-    collate: float = 0.0
-    write: float = 0.0
-    longest: float = 0.0
-    retries: int = 0
-    weight: int = 1
-    is_first: bool = False
+    idle = queued = collate = write = sent = wait_began = wait_ended = 0.0
+    began = seconds = turn = asked = taken = placing = behind = per_core = 0.0
+    processor = -1.0
+    retries = weight = epoch = step = samples = 0
+    worker, threads = -1, 1
+    is_first = lacks_tasks = starts = is_lost = False
     slow: tuple[tuple[int, float], ...] = ()
+    named: tuple[Any, ...] = ()
+    cause = ""
+
+    @property
+    def ended(self) -> float:
+        """When its worker had read and collated it."""
+        return self.began + self.seconds
+
+    @property
+    def written(self) -> float:
+        """When its worker had put it into its slot."""
+        return self.began + self.seconds + self.write
+
+    @property
+    def waited(self) -> float:
+        """Seconds of ``next``, without those behind a device."""
+        return self.taken - self.asked - self.behind
 
 
 # Run, seq, wanted, buffers, slow samples; the size of the pickle last: with strings in it, it may exceed 4 GiB.
 _REPLY = struct.Struct("!qqqIhQ")
-_TIMES = struct.Struct("!6dII?")  # a `Times` up to its slow samples
+_TIMES = struct.Struct("!5dII?")
+_MEASURED = ("idle", "processor", "queued", "collate", "write", "retries", "weight", "is_first")
 _SLOW = struct.Struct("!Id")
 _NO_TIMES = -1  # in the place of the number of slow samples
 
@@ -177,7 +216,7 @@ def task_of(fields: Any) -> Task:
     return Task(run, seq, epoch, position, shards, *rest)
 
 
-def pack_reply(run: int, seq: int, wanted: int, encoded: Encoded, times: Times | None = None) -> bytes:
+def pack_reply(run: int, seq: int, wanted: int, encoded: Encoded, times: BatchTimes | None = None) -> bytes:
     """One result in the content of a RESULTS message.
 
     Args:
@@ -189,12 +228,12 @@ def pack_reply(run: int, seq: int, wanted: int, encoded: Encoded, times: Times |
     buffers, size = len(encoded.places), len(encoded.head)
     if times is None:
         return _REPLY.pack(run, seq, wanted, buffers, _NO_TIMES, size) + encoded.head
-    *numbers, slow = times
+    slow, numbers = times.slow, [getattr(times, name) for name in _MEASURED]
     head = _REPLY.pack(run, seq, wanted, buffers, len(slow), size) + _TIMES.pack(*numbers)
     return b"".join([head, *[_SLOW.pack(*one) for one in slow], encoded.head])
 
 
-def unpack_reply(content: memoryview) -> tuple[int, int, int, int, memoryview, memoryview, Times | None]:
+def unpack_reply(content: memoryview) -> tuple[int, int, int, int, memoryview, memoryview, BatchTimes | None]:
     """The first result in the content: run, seq, wanted, how many buffers, pickle; the rest of it; the times."""
     run, seq, wanted, buffers, count, size = _REPLY.unpack_from(content)
     begin, times = _REPLY.size, None
@@ -202,7 +241,7 @@ def unpack_reply(content: memoryview) -> tuple[int, int, int, int, memoryview, m
         numbers = _TIMES.unpack_from(content, begin)
         begin += _TIMES.size + count * _SLOW.size
         slow = tuple(_SLOW.iter_unpack(content[begin - count * _SLOW.size : begin]))
-        times = Times._make((*numbers, slow))
+        times = BatchTimes(**dict(zip(_MEASURED, numbers, strict=True)), slow=slow)
     end = begin + size
     return run, seq, wanted, buffers, content[begin:end], content[end:], times
 
@@ -277,7 +316,7 @@ class Result(NamedTuple):
     began: float = 0.0
     worker: int = -1
     rebuilt: bool = False
-    times: Times | None = None
+    times: BatchTimes | None = None
 
 
 class Nothing:
@@ -392,7 +431,7 @@ def pack_result(result: Result, slot: SlotWriter) -> Encoded | None:
     return Encoded(head, tuple(places), tuple(buffers))
 
 
-def unpack_result(run: int, seq: int, packed: Any, buffers: Sequence[Any], times: Times | None = None) -> Result:
+def unpack_result(run: int, seq: int, packed: Any, buffers: Sequence[Any], times: BatchTimes | None = None) -> Result:
     """The result that `pack_result` has packed, its arrays over the memory in ``buffers``."""
     is_list, is_tensors, fields, samples, seconds, began, worker, told = packed
     following = iter(buffers)

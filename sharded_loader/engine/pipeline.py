@@ -16,21 +16,20 @@ What can go wrong: the pool breaks; then every run ends with the pool's error, a
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, leave_frames, name_of_batch
 from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.base.private import is_owned
-from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
+from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, Nothing, Result, Task
 from sharded_loader.engine.order import Epoch
 from sharded_loader.engine.pool import Pool, PoolBroken
 from sharded_loader.engine.split import Split
@@ -53,33 +52,10 @@ PER_WORKER = 2
 """Batches in flight for each worker, unless the user says otherwise."""
 
 NOTED_SECONDS = 2e-4
-"""Of a batch that is read faster, only sums are kept, unless it was measured (`messages.Times`) or waited for for long.
-To note it takes 2 us: 5 % of a batch of `tiny`."""
+"""Of a batch that is read faster, only sums are kept, unless it was measured (`messages.BatchTimes`) or waited for for
+long. To note it takes 2 us: 5 % of a batch of `tiny`."""
 
 _FAR = 1 << 40  # farther than any batch of a run whose epoch has begun
-
-
-class Wait(NamedTuple):
-    """A stretch of time in which `Pipeline.head` waited for a batch, and what was known then.
-
-    Attributes:
-        began, ended: stamps of `host_clock.now`.
-        overtaken: a batch behind it was finished when it came.
-        lacks_tasks: a worker had no task, as no more batches may be in flight (``prefetch``).
-        is_held: a worker had no task, as the pool took no more: the user holds too many batches.
-        is_slow: the batch found no room in shared memory, and took the slow way.
-        threads: how many workers are threads of this process; 1 if none is.
-        per_core: workers for each core that they can use.
-    """
-
-    began: float
-    ended: float
-    overtaken: bool = False
-    lacks_tasks: bool = False
-    is_held: bool = False
-    is_slow: bool = False
-    threads: int = 1
-    per_core: float = 0.0
 
 
 @dataclass(slots=True)
@@ -90,7 +66,8 @@ class Entry:
 
     Attributes:
         sent: when the task was given to the pool.
-        wait: how the consumer has waited for it; of a cheap batch only the seconds.
+        waited: seconds in which the consumer has waited for it.
+        times: what is known of that; None: nothing.
     """
 
     seq: int
@@ -98,7 +75,8 @@ class Entry:
     result: Result | None = None
     begun: Any = None
     sent: float = 0.0
-    wait: Wait | float = 0.0
+    waited: float = 0.0
+    times: BatchTimes | None = None
 
 
 class ShownRun:
@@ -225,7 +203,6 @@ class Pipeline:
         self._job: Job | None = None
         self._runs: dict[int, Run] = {}
         self._dropped: deque[int] = deque()
-        self._slow: deque[float] = deque(maxlen=64)  # when tasks were sent whose batches found no room in shared memory
         self.pid = os.getpid()
         self._cores = cores_for_workers()
 
@@ -435,20 +412,19 @@ class Pipeline:
             run.waited = run.waited or began
             return
         began, run.waited = run.waited or began, 0.0
-        if result.times is None and result.seconds < NOTED_SECONDS and ended - began < 5 * NOTED_SECONDS:
-            head.wait = ended - began
+        head.waited = ended - began
+        if result.times is None and result.seconds < NOTED_SECONDS and head.waited < 5 * NOTED_SECONDS:
             return
         pool, in_flight, waiting = self.pool, len(run.window), len(run.waiting)
         if len(self._runs) > 1:
             in_flight = sum([len(one.window) for one in self._runs.values()])
             waiting = sum([len(one.waiting) for one in self._runs.values()])
-        behind = itertools.islice(run.window, 1, 2 * pool.num_workers)  # not all of hundreds
-        overtaken = any(entry.result is not None for entry in behind)
         lacks = in_flight < pool.num_workers and not (run.exhausted or run.epoch.takes_turns)
-        is_held = waiting > 0 and in_flight - waiting < pool.num_workers
-        threads = pool.num_workers if pool.shares_dataset else 1
-        per_core = pool.num_workers / self._cores
-        head.wait = Wait(began, ended, overtaken, lacks, is_held, head.sent in self._slow, threads, per_core)
+        lacks = lacks or (waiting > 0 and in_flight - waiting < pool.num_workers)
+        head.times = times = result.times or BatchTimes()
+        times.wait_began, times.wait_ended, times.lacks_tasks = began, ended, lacks
+        times.threads = pool.num_workers if pool.shares_dataset else 1
+        times.per_core = pool.num_workers / self._cores
 
     def take(self, run: Run) -> None:
         """The head of the window is going to be handed out: put another batch in flight."""
@@ -525,14 +501,8 @@ class Pipeline:
                 Location(run.epoch.number, entry.seq).note(error, samples=task.shards[0])
                 leave_frames(error)  # as in `_fill`
                 entry.result = Result(run.number, entry.seq, error=error)
-        if tasks and not now:
+        if tasks:
             self.pool.submit(tasks)
-        elif tasks:
-            counts = self.pool.notices.counts
-            before = counts.get("slow_batches", 0)
-            self.pool.submit(tasks)
-            if counts.get("slow_batches", 0) > before:
-                self._slow.append(now)
 
     def poll(self, run: Run, job: Job, *, renew: bool = False, block: bool = False, seconds: float = 0.0) -> bool:
         """A step for a run: it is put in flight, and what has come from the pool is filed.

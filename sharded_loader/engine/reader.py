@@ -14,8 +14,8 @@ which do nothing for a sample but read it. What fails, fails in the user's code,
 
 A reader keeps nothing of a batch that was read, so several threads may use one. Nothing here imports torch.
 
-It notes when a batch began and how long it took, and of some batches more (`messages.Times`): of the first one, of one
-in `MEASURED_SECONDS` of work, of those that take longer, and of those whose requests were tried again. Samples are
+It notes when a batch began and how long it took, and of some batches more (`messages.BatchTimes`): of the first one, of
+one in `MEASURED_SECONDS` of work, of those that take longer, and of those whose requests were tried again. Samples are
 timed where one takes `SAMPLE_SECONDS` on average. If two threads write what a reader knows of the batches so far, an
 update may be lost: it decides on no batch.
 
@@ -55,7 +55,7 @@ from sharded_loader.data.bulk import NOT_IN_BULK, listed
 from sharded_loader.data.datasets import RETRIES
 from sharded_loader.data.inspection import set_epoch_of
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board, phase
-from sharded_loader.engine.messages import NOTHING, Job, PartPoint, Result, Task, Times
+from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, PartPoint, Result, Task
 from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, philox, reading
 
 MEASURED_SECONDS = 2e-2
@@ -241,13 +241,15 @@ class Reader:
         finally:
             del error  # otherwise error -> traceback -> this frame -> error, and each frame waits for the collector
 
-    def _times(self, at: BatchScope, samples: int, began: float, seconds: float, worker: int, retries: int) -> Times:
+    def _times(
+        self, at: BatchScope, samples: int, began: float, seconds: float, worker: int, retries: int
+    ) -> BatchTimes:
         """What was measured of a batch; learn from it what to measure.
 
         Args:
             at: the batch.
             samples: how many are in it.
-            began, seconds, worker, retries: see `Result` and `Times`.
+            began, seconds, worker, retries: see `Result` and `BatchTimes`.
         """
         weight, processor, queued = 1 if at.measure is None else max(1, self._batches - self._counted), -1.0, 0.0
         if at.measure is not None or seconds > MEASURED_SECONDS:
@@ -267,10 +269,10 @@ class Reader:
             # With waits for a core: on a busy machine they may seem to be all of it. Needless times cost little.
             self._lone_seconds += weight * max(0.0, seconds - at.collating)
             self._times_samples = self._lone_seconds >= SAMPLE_SECONDS * self._lone
-        longest, slow = max(at.durations, default=0.0), self._slowest(at)
         free = began if worker < 0 else self.free.get(worker)  # between two batches, the main process does not idle
         idle = 0.0 if free is None else max(0.0, began - free)
-        return Times(idle, processor, queued, at.collating, 0.0, longest, retries, weight, free is None, slow)
+        measured = {"idle": idle, "processor": processor, "queued": queued, "collate": at.collating, "weight": weight}
+        return BatchTimes(**measured, retries=retries, is_first=free is None, slow=self._slowest(at))
 
     def _slowest(self, at: BatchScope) -> tuple[tuple[int, float], ...]:
         """The place and the seconds of those samples of a batch that are among the slowest of the epoch."""

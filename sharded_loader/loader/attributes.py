@@ -32,7 +32,7 @@ from sharded_loader.loader.arguments import (
 )
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.report import Reported
-from sharded_loader.loader.stats import LoaderStats, Meter, quiet_counts
+from sharded_loader.loader.stats import Meter, quiet_counts
 from sharded_loader.sampling.index_samplers import NO_WEIGHTS, MixtureSampler
 from sharded_loader.streams.order import StreamOrder
 
@@ -425,6 +425,6 @@ class LoaderAttributes(Reported):
             parts.append(f"{self._split.num_shards} shards")
         parts.append(repr(self.pool))
         parts.append(f"batch: {self._meter.looks or 'none read yet'}")
-        parts += quiet_counts(LoaderStats(**self._meter.totals()._asdict()))
+        parts += quiet_counts(self._meter.totals())
         at = "resumes at" if self._progress.resumes else "at"
         return f"ShardedDataLoader({', '.join(parts)}; epoch {self.epoch}, {at} batch {self.position})"

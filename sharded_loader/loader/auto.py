@@ -85,7 +85,7 @@ class Observed(NamedTuple):
         rate: samples per second.
         waits: share in which the program waited for data.
         hungry: of this, for what workers do. The rest is the main process's own work.
-        late: of this, for single samples.
+        late: of this, in which finished batches waited for one before them, for each worker.
         reading: how many workers were in a batch, on average.
         running: of these, how many ran or waited for a core. The others waited for input.
     """
@@ -158,21 +158,21 @@ def choose(seen: Sequence[Observed], cores: int, most: int) -> Setting:
 def observe(before: LoaderStats, after: LoaderStats, setting: Setting) -> Observed | None:
     """What happened between two looks; None if that is too little."""
     causes = {name: seconds - before.causes[name] for name, seconds in after.causes.items()}
-    seconds = after.seconds - before.seconds - causes["start"] - causes["replaced"]
+    seconds = after.seconds - before.seconds - causes["start"]
     if seconds < WINDOW or (after.batches - before.batches < LEAST and seconds < 4 * WINDOW):
         return None
-    late = causes["late_sample"]
-    hungry = causes["compute"] + causes["input"] + late
-    waits = sum(causes.values()) - causes["start"] - causes["replaced"]
-    (reading, running), (read, ran) = _at_work(after), _at_work(before)
+    hungry, waits = causes["compute"] + causes["input"], sum(causes.values()) - causes["start"]
+    (reading, running, behind), (read, ran, was) = _at_work(after), _at_work(before)
+    late = min(hungry, (behind - was) / setting.workers)
     amounts = after.samples - before.samples, waits, hungry, late, reading - read, running - ran
     return Observed(setting, *(amount / seconds for amount in amounts))
 
 
-def _at_work(stats: LoaderStats) -> tuple[float, float]:
-    """The seconds in which workers were in batches, and in which they ran."""
+def _at_work(stats: LoaderStats) -> tuple[float, float, float]:
+    """The seconds in which workers were in batches, in which they ran, and in which batches waited for others."""
     workers = [worker for number, worker in stats.workers.items() if number >= 0]
-    return sum(worker.seconds for worker in workers), sum(worker.processor_seconds for worker in workers)
+    behind = stats.stages["behind"].seconds if stats.stages else 0.0
+    return sum(worker.seconds for worker in workers), sum(worker.processor_seconds for worker in workers), behind
 
 
 def number_of_workers(num_workers: Any) -> tuple[bool, Any]:

@@ -33,10 +33,9 @@ from sharded_loader.base.private import find_profiler_enabled, is_owned
 from sharded_loader.batching.tree import to_torch
 from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.engine.messages import NOTHING, Job, Result
-from sharded_loader.engine.pipeline import NOTED_SECONDS, Entry, Pipeline, Run, ShownRun
+from sharded_loader.engine.pipeline import Entry, Pipeline, Run, ShownRun
 from sharded_loader.loader.epochs import Epochs, Mark
-from sharded_loader.loader.stats import NO_TOTALS, Counts, Meter
-from sharded_loader.loader.waits import Setup
+from sharded_loader.loader.stats import Counts, LoaderStats, Meter
 from sharded_loader.streams.epoch import StreamEpoch
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class BatchIterator(Iterator[Batch]):
         self._last_ended: float | None = None
         self._counted: Run | None = None  # the run that has added to `_counts`
         self._counts = Counts()
-        self._totals_at_start = NO_TOTALS
+        self._totals_at_start = LoaderStats()
         self._skipped = 0  # samples of this epoch
         self._range = name
 
@@ -204,11 +203,9 @@ class BatchIterator(Iterator[Batch]):
             self._last_ended = taken = host_clock.now()
             if self._counted is None or self._counted.epoch.number != run.epoch.number:
                 self._begin_counts(run)
-            behind, counts = clock.behind - behind, self._counts
-            if result.times is None and result.seconds < NOTED_SECONDS and type(entry.wait) is float and not starts:
-                counts.count(taken - began, taken - turn, placing, behind, result, entry.wait)
-            else:
-                meter.note(counts, entry, result, (entry.sent, turn, began, taken, placing, behind, starts))
+            counts, behind = self._counts, clock.behind - behind
+            stamps = {"turn": turn, "asked": began, "taken": taken, "placing": placing, "behind": behind}
+            meter.note(counts, entry, result, starts, **stamps)
             if result.error is None and entry.task is not None and (meter.looks is None or meter.mixture is not None):
                 meter.look(batch, counts, entry.task.shards)
             if taken >= meter.tune_at:
@@ -223,9 +220,7 @@ class BatchIterator(Iterator[Batch]):
         if self._counted is not None:
             self._counts = Counts()
         self._counted = run
-        pipeline = self._pipeline
-        setup = Setup(pipeline.pool.num_workers, pipeline.prefetch, pipeline.pool.shares_dataset)
-        self._meter.begin(run.epoch.number, self._totals_at_start, self._counts, setup)
+        self._meter.begin(run.epoch.number, self._totals_at_start, self._counts)
 
     def _end(self, run: Run, is_first: bool) -> bool:
         """The run has no more batches: the epoch ends.

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
+from sharded_loader.engine.messages import BatchTimes
 from sharded_loader.loader.facts import Facts, Section
-from sharded_loader.loader.times import STAGES, BatchTimes
+from sharded_loader.loader.times import STAGES
 from sharded_loader.loader.trace import stages_in_worker
 from sharded_loader.loader.waits import CAUSES, time_text
 
@@ -33,9 +34,9 @@ SHOWN = 60
 
 _FACTS = re.compile(r'<script type="application/json" id="sharded-loader-report-1" data-crc="(\d+)">(.*?)</script>')
 
-_HUES = ("#e4572e", "#2e86ab", "#f2a93b", "#7b5ea7", "#3a9d6e", "#c94f7c", "#8d6e63", "#5c7cfa", "#78909c")
-_COLOURS = dict(zip(STAGES, (_HUES[place] for place in (8, 7, 2, 4, 3, 6, 5)), strict=True))
-_COLOURS |= dict(zip(CAUSES, _HUES, strict=True))  # both have "placing"
+_HUES = ("#e4572e", "#2e86ab", "#7b5ea7", "#c94f7c", "#8d6e63", "#f2a93b", "#3a9d6e", "#5c7cfa", "#78909c")
+_COLOURS = dict(zip(STAGES, (_HUES[place] for place in (8, 7, 5, 6, 2, 4, 3)), strict=True))
+_COLOURS |= dict(zip(CAUSES, _HUES, strict=False))  # both have "placing"
 
 _STYLE = Path(__file__).with_name("page.css")
 

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sharded_loader.base.system import write_whole
+from sharded_loader.engine.messages import BatchTimes
 from sharded_loader.engine.order import process_group, resolve_replicas
 from sharded_loader.loader.facts import compared, facts_of, text_of
 from sharded_loader.loader.page import page_of
 from sharded_loader.loader.stats import LoaderStats, Metered
-from sharded_loader.loader.times import BatchTimes
 from sharded_loader.loader.trace import trace_of
 
 

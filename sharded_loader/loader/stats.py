@@ -1,7 +1,7 @@
 """Where the time of a training loop goes: waiting for data, or in the loop.
 
-    the iterator -> Counts.count: sums of cheap batches;  Meter.note -> a BatchRow in the Counts of its epoch
-    Sums.adding(rows) -> Sums     `KEPT_BATCHES` at a time, and when somebody asks
+    the iterator -> Meter.note -> sums in the Counts of its epoch; of a batch that is not cheap its `BatchTimes`, too
+    with_rows(stats, rows) -> LoaderStats     `KEPT_BATCHES` at a time, and when somebody asks
     Counts.report() -> LoaderStats, what the user sees -> as_dict() -> TensorBoard, W&B, tqdm
     `waits` says why ``next`` waited, `times` how long each stage of a batch took
 
@@ -9,25 +9,21 @@ Only the time inside epochs counts, from the first ``next`` to the last batch; n
 times of several iterators add up in the sum. In the counts of one epoch only the newest iterator of this epoch counts.
 
 Iterators add one at a time, under the pipeline's lock. Readers take no lock: `stats` may be called in a signal handler.
-A reader finds `Sums`, which never change, and a list of rows, which only grows. Nothing can go wrong.
-
-Measured (inline `tiny`, 45 us for each batch, in short turns with a loader that only counts): 2 us more for each batch,
-half of them in the reader. To note a batch takes 2 us more: see `engine.pipeline.NOTED_SECONDS`.
+A reader finds a `LoaderStats`, which never changes, and a list of batches, which only grows. Nothing can go wrong.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import nlargest
 from itertools import chain
-from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import (
@@ -38,25 +34,14 @@ from sharded_loader.base.errors import (
     notes_of,
     text_of,
 )
-from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.base.notices import Notices
 from sharded_loader.data.datasets import counts_of, retries_of
 from sharded_loader.data.interleave import mixture_of
-from sharded_loader.engine.messages import Result, Task
-from sharded_loader.engine.pipeline import Entry, Wait
+from sharded_loader.engine.messages import BatchTimes, Result, Task
+from sharded_loader.engine.pipeline import NOTED_SECONDS, Entry
 from sharded_loader.engine.reader import KEPT_SAMPLES, plain_indices
-from sharded_loader.loader.times import STAGES, BatchRow, BatchTimes, Histograms, SlowSample, StageTimes, WorkerTimes
-from sharded_loader.loader.waits import (
-    CAUSES,
-    Prediction,
-    Setup,
-    advice,
-    causes_of,
-    compute_share,
-    looked_at,
-    predict,
-    verdict,
-)
+from sharded_loader.loader.times import STAGES, Histograms, SlowSample, StageTimes, WorkerTimes
+from sharded_loader.loader.waits import CAUSES, advice, causes_of, compute_share, name_causes, verdict
 
 
 @dataclass(frozen=True)
@@ -95,10 +80,8 @@ class LoaderStats:
             are timed where one takes 20 us or more on average, and the dataset reads them one by one.
 
     These are the causes. ``"compute"``: workers compute. ``"input"``: they wait for a disk or a network.
-    ``"late_sample"``: one sample takes long, while other batches are finished. ``"main_process"``: workers have no
-    task, or the main process works. ``"held_batches"``: the batches that you hold leave no room in shared memory.
-    ``"placing"``: conversion and copies. ``"start"``: workers start, or an epoch begins. ``"replaced"``: a worker
-    ended. ``"retries"``: requests are tried again.
+    ``"main_process"``: workers have no task, or the main process works. ``"placing"``: conversion and copies.
+    ``"start"``: workers start, or an epoch begins.
 
     Example:
         >>> causes = {"compute": 0.4, "placing": 0.1}
@@ -107,7 +90,7 @@ class LoaderStats:
         >>> print(stats)
         640 samples in 10 batches, 320 samples/s, 25% of the time waiting for data
         Training waits for the workers, which compute.
-        Do less for each sample, or read with more workers.
+        Do less for each sample, or let num_workers="auto" find how many workers help.
         >>> stats.as_dict("samples_per_second", "waiting_share")
         {'samples_per_second': 320.0, 'waiting_share': 0.25}
     """
@@ -133,12 +116,7 @@ class LoaderStats:
     causes: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0), hash=False)
     slowest: tuple[SlowSample, ...] = ()
     _timed: Histograms = field(default_factory=Histograms, repr=False, compare=False)
-    _rows: Sequence[tuple[Any, ...]] = field(default=(), repr=False, compare=False)
-    _setup: Setup | None = field(default=None, repr=False, compare=False)
-
-    @cached_property
-    def _batches(self) -> list[BatchTimes]:
-        return looked_at(self._rows)
+    _share: float = field(default=1.0, repr=False, compare=False)  # of the workers' time in which they computed, lately
 
     @cached_property
     def stages(self) -> Mapping[str, StageTimes]:
@@ -168,59 +146,7 @@ class LoaderStats:
     @property
     def advice(self) -> str:
         """What to do about the `verdict`, in one sentence. Empty if that is not known."""
-        return advice(self, cores_for_workers())
-
-    def predict(
-        self,
-        num_workers: int | None = None,
-        *,
-        prefetch: int | None = None,
-        threads: bool | None = None,
-        cached: bool = False,
-    ) -> Prediction:
-        """How long your program would wait with other workers. A model reads the last 1,000 batches again, on paper.
-
-        Args:
-            num_workers: Number of workers; 0: the main process reads. None: as it was.
-            prefetch: Batches in flight. None: as it was; if it was twice the number of workers, it is so again.
-            threads: True: the workers are threads. False: processes. None: as it was. The model expects that threads
-                take turns, as they do in Python code.
-            cached: True: samples wait for no disk and no network.
-
-        Returns:
-            The waiting share and the samples per second. ``python -m benchmarks.waits`` compares them with what is
-            measured: on a quiet machine they are about 15 % apart at most. Of cached samples that then take nearly no
-            time, you may get twice the rate that is predicted.
-
-        Raises:
-            TypeError, ValueError: A number is out of its range.
-            RuntimeError: No batches were measured: read some first.
-
-        Example:
-            >>> import time
-            >>> from sharded_loader import ShardedDataLoader
-            >>> class Files:
-            ...     def __len__(self): return 100
-            ...     def __getitem__(self, index): time.sleep(0.005)
-            >>> loader = ShardedDataLoader(Files(), 10, batchify_fn=len)
-            >>> for batch in loader: pass
-            >>> stats = loader.stats()
-            >>> with_four = stats.predict(num_workers=4).samples_per_second
-            >>> with_four > 0  # 3.9 times stats.samples_per_second on an idle machine
-            True
-
-        Source of the idea: Plumber (MLSys 2022).
-        """
-        if self._setup is None or not self._batches:
-            raise RuntimeError("predict: no batch was measured: read some batches, and ask loader.stats() again")
-        setup = self._setup
-        if num_workers is not None:
-            setup = setup.with_workers(check_int("num_workers", num_workers, 0, "give a number of workers", ValueError))
-        if prefetch is not None:
-            setup = setup._replace(prefetch=check_int("prefetch", prefetch, 1, "give a number of batches", ValueError))
-        if threads is not None:
-            setup = setup._replace(is_threads=threads)
-        return predict(self._batches, self._setup, setup, cores_for_workers(), "input" if cached else "")
+        return advice(self)
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -294,7 +220,7 @@ class LoaderStats:
         return "\n".join(filter(None, [numbers, self.verdict, self.advice]))
 
 
-NUMBERS = tuple(one.name for one in dataclasses.fields(LoaderStats) if one.type in ("int", "float"))
+NUMBERS = tuple(one.name for one in dataclasses.fields(LoaderStats) if one.type in ("int", "float") and one.repr)
 """The attributes of `LoaderStats` that are numbers."""
 
 _SCALARS = *NUMBERS, "samples_per_second", "waiting_share"
@@ -316,87 +242,38 @@ def quiet_counts(stats: LoaderStats) -> list[str]:
     return [f"{n} {one if n == 1 else plural.get(one, one + 's')} {fate}" for one, (n, fate) in words.items() if n]
 
 
-class PoolTotals(NamedTuple):
-    """Retried requests, replaced workers and the like since the loader was made. Fields of `LoaderStats`."""
+POOLED = NUMBERS[NUMBERS.index("retries") : NUMBERS.index("slow_batches") + 1] + NUMBERS[-5:]
+"""The numbers that the pool and the dataset count, not each batch."""
 
-    retries: int = 0
-    replaced_workers: int = 0
-    skipped_samples: int = 0
-    slow_batches: int = 0
-    recycled_workers: int = 0
-    discarded_samples: int = 0
-    cache_hits: int = 0
-    cache_misses: int = 0
-    cache_bytes: int = 0
-
-
-NO_TOTALS = PoolTotals()
+COUNTED = tuple(name for name in reversed(NUMBERS) if name not in POOLED[1:])
+"""The numbers that are sums over batches. Read in this order in another thread, a part never exceeds its whole."""
 
 KEPT_BATCHES = 1000
 """The last batches whose times are kept. They are added up 1,000 at a time, in a third of the time."""
 
-COUNTED = tuple(name for name in NUMBERS if name not in (*PoolTotals._fields[1:], "device_waiting_seconds"))
-"""The numbers that are sums over batches."""
+_numbers_of = attrgetter(*NUMBERS)
 
 
-NO_CAUSES = dict.fromkeys(CAUSES, 0.0)
+def sum_of(parts: Sequence[LoaderStats]) -> LoaderStats:
+    """The numbers of all parts together, without sources."""
+    columns = zip(*map(_numbers_of, parts), strict=True)
+    numbers: dict[str, Any] = dict(zip(NUMBERS, map(sum, columns), strict=True))
+    causes = {name: sum(part.causes[name] for part in parts) for name in CAUSES}
+    slowest = nlargest(KEPT_SAMPLES, chain.from_iterable(part.slowest for part in parts), key=attrgetter("seconds"))
+    timed = sum((part._timed for part in parts if part._timed.num_workers), Histograms())
+    return LoaderStats(**numbers, causes=causes, slowest=tuple(slowest), _timed=timed, _share=parts[-1]._share)
 
 
-class Sums(NamedTuple):
-    """What the batches of an epoch add up to. It never changes.
-
-    Attributes:
-        numbers: of `COUNTED`.
-        causes: the seconds of each cause.
-        timed: the measured batches.
-        slowest: the samples that took longest.
-        share: of the time of the workers, in the last rows, in which they computed.
-    """
-
-    numbers: tuple[float, ...] = (0,) * len(COUNTED)
-    causes: Mapping[str, float] = NO_CAUSES
-    timed: Histograms = Histograms()
-    slowest: tuple[SlowSample, ...] = ()
-    share: float = 1.0
-
-    def plus(self, other: Sums) -> Sums:
-        """The sums of both."""
-        causes = {name: self.causes[name] + other.causes[name] for name in CAUSES}
-        slowest = nlargest(KEPT_SAMPLES, [*self.slowest, *other.slowest], key=attrgetter("seconds"))
-        numbers = tuple(map(operator.add, self.numbers, other.numbers))
-        return Sums(numbers, causes, self.timed + other.timed, tuple(slowest), other.share)
-
-    def adding(self, rows: Sequence[tuple[Any, ...]]) -> Sums:
-        """These, and some more batches: a `BatchRow` each."""
-        if not rows:
-            return self
-        columns: dict[str, Any] = dict(zip(BatchRow._fields, zip(*rows, strict=True), strict=True))
-        behind = sum(columns["behind"])
-        known = {
-            "batches": len(rows) - columns["samples"].count(-1),
-            "samples": sum(columns["samples"]) + columns["samples"].count(-1),
-            "seconds": sum(map(operator.sub, columns["taken"], columns["turn"])),
-            "waiting_seconds": sum(map(operator.sub, columns["taken"], columns["asked"])) - behind,
-            "reading_seconds": sum(columns["seconds"]),
-            "placing_seconds": sum(columns["placing"]) - behind,
-            "retries": sum(columns["retries"]),
-            "device_seconds": behind,
-        }
-        numbers = tuple(known[name] for name in COUNTED)
-        noted = list(map(BatchRow._make, rows))
-        share = compute_share(noted, self.share)
-        usual = known["reading_seconds"] / max(1, known["samples"])
-        causes = dict.fromkeys(CAUSES, 0.0)
-        for row in noted:
-            for cause, seconds in causes_of(row, usual, share):
-                causes[cause] += seconds
-        causes["placing"] += known["placing_seconds"]
-        causes["main_process"] += max(0.0, known["waiting_seconds"] - sum(causes.values()))
-        slow = tuple(chain.from_iterable(row.slow for row in noted))
-        return self.plus(Sums(numbers, causes, Histograms().adding(noted), slow, share))
-
-
-_EPOCH, _TAKEN = map(BatchRow._fields.index, ("epoch", "taken"))
+def with_rows(stats: LoaderStats, rows: Sequence[BatchTimes]) -> LoaderStats:
+    """With the causes, stages and slow samples of some more batches."""
+    if not rows:
+        return stats
+    share, causes = compute_share(rows, stats._share), dict.fromkeys(CAUSES, 0.0)
+    for row in rows:
+        for cause, seconds in causes_of(row, share):
+            causes[cause] += seconds
+    slowest = tuple(chain.from_iterable(row.named for row in rows))
+    return sum_of([stats, LoaderStats(causes=causes, slowest=slowest, _timed=Histograms().adding(rows), _share=share)])
 
 
 class Counts:
@@ -404,91 +281,63 @@ class Counts:
 
     Attributes:
         number: of the epoch.
-        state: what the batches that were noted add up to, and the rows of those that have not been added up yet.
-        batches, samples, seconds, waiting_seconds, reading_seconds, placing_seconds, device_seconds: of the others,
-            which are cheap, as in `LoaderStats`.
-        for_workers: of their `waiting_seconds`, when a worker was waited for.
+        state: causes, stages and slow samples, without ``placing`` and the main process's own work; and the batches
+            that were noted, and have not been added to them yet.
+        for_workers: seconds in which ``next`` waited for workers, of the batches that were not noted.
+        batches, samples, seconds, waiting_seconds, reading_seconds, placing_seconds, device_seconds, retries: of all
+            batches, as in `LoaderStats`.
         device_waiting_seconds, sources: as in `LoaderStats`.
-        began, ended: the totals when the epoch began, and when the next one began.
+        began, ended: `Meter.totals` when the epoch began, and when the next one began.
         sum: of an old epoch, the counts that take what its iterator still adds; otherwise None.
-        setup: who reads.
     """
 
     number = -1
-    began = NO_TOTALS
-    ended: PoolTotals | None = None
+    began = LoaderStats()
+    ended: LoaderStats | None = None
     sum: Counts | None = None
-    setup: Setup | None = None
+    batches = samples = retries = 0
+    seconds = waiting_seconds = reading_seconds = placing_seconds = device_seconds = 0.0
+    for_workers = device_waiting_seconds = 0.0
 
     def __init__(self) -> None:
-        self.state: tuple[Sums, list[tuple[Any, ...]]] = Sums(), []
-        self.device_waiting_seconds = 0.0
+        self.state: tuple[LoaderStats, list[BatchTimes]] = LoaderStats(), []
         self.sources: Any = None  # an array, if there are any
-        self.batches = self.samples = 0
-        self.seconds = self.waiting_seconds = self.reading_seconds = self.placing_seconds = self.device_seconds = 0.0
+
+    def add_up(self) -> list[BatchTimes]:
+        """Add up the batches that were noted. They are returned."""
+        stats, rows = self.state
+        self.state = with_rows(stats, rows), []  # in one step: another thread may look
+        return rows
+
+    def noted(self) -> LoaderStats:
+        """Causes, stages and slow samples of all batches."""
+        stats, rows = self.state
+        stats = with_rows(stats, rows[:])
+        causes = dict(stats.causes)
+        causes["compute"] += stats._share * self.for_workers
+        causes["input"] += (1 - stats._share) * self.for_workers
+        return dataclasses.replace(stats, causes=causes)
+
+    def merge(self, others: Sequence[Counts]) -> None:
+        """Add what other ones have counted."""
+        every = [self, *others]
+        self.state = sum_of([one.noted() for one in every]), []
+        for name in COUNTED:
+            setattr(self, name, sum([getattr(one, name) for one in every]))
         self.for_workers = 0.0
+        known = [one.sources for one in every if one.sources is not None]
+        self.sources = sum(known[1:], known[0]) if known else None
 
-    def count(
-        self, inside: float, seconds: float, placing: float, behind: float, result: Result, waited: float
-    ) -> None:
-        """Add a batch of which nothing else is kept, or an error in its place.
-
-        Args:
-            inside: seconds in ``next``.
-            seconds: of these and of the loop since the batch before.
-            placing: those in ``next`` of conversion and of copies.
-            behind: of these, in which the host waited for a device.
-            result: of the batch.
-            waited: seconds in which ``next`` waited for workers.
-        """
-        # Another thread may read them meanwhile, from the last field to the first: a part never exceeds its whole.
-        self.seconds += seconds
-        self.waiting_seconds += inside - behind
-        self.device_seconds += behind
-        if result.error is None:
-            self.batches += 1
-            self.samples += result.samples
-            self.reading_seconds += result.seconds
-        self.placing_seconds += placing - behind
-        self.for_workers += waited
-        if self.sum is not None:
-            self.sum.count(inside, seconds, placing, behind, result, waited)
-
-    @property
-    def sums(self) -> Sums:
-        """Of all its batches."""
-        sums, rows = self.state
-        sums = sums.adding(rows[:])
-        is_here = self.setup is not None and not self.setup.num_workers
-        for_workers, placing = self.reading_seconds if is_here else self.for_workers, self.placing_seconds
-        numbers = {name: getattr(self, name, 0) for name in reversed(COUNTED)}
-        causes = dict.fromkeys(CAUSES, 0.0)
-        causes |= {"compute": sums.share * for_workers, "input": (1 - sums.share) * for_workers, "placing": placing}
-        causes["main_process"] = max(0.0, numbers["waiting_seconds"] - for_workers - placing)
-        return sums.plus(Sums(tuple(numbers[name] for name in COUNTED), causes, share=sums.share))
-
-    def merge(self, other: Counts) -> None:
-        """Add what another one has counted."""
-        sums, rows = self.state
-        self.state = sums.adding(rows).plus(other.sums), []
-        self.device_waiting_seconds += other.device_waiting_seconds
-        if other.sources is not None:
-            self.sources = other.sources + (0 if self.sources is None else self.sources)
-
-    def report(self, totals: PoolTotals = NO_TOTALS, rows: Sequence[tuple[Any, ...]] = ()) -> LoaderStats:
-        """The counts so far.
-
-        Args:
-            totals: as `Meter.totals` returns them.
-            rows: the last batches.
-        """
-        sums = self.sums
-        counts: dict[str, Any] = dict(zip(COUNTED, sums.numbers, strict=True))
-        for name, before, now in zip(PoolTotals._fields, self.began, self.ended or totals, strict=True):
-            counts[name] = counts.get(name, 0) + now - before
-        counts["sources"] = () if self.sources is None else tuple(self.sources.tolist())
-        counts |= {"causes": sums.causes, "slowest": sums.slowest, "_timed": sums.timed, "_rows": rows}
-        return LoaderStats(**counts, device_waiting_seconds=self.device_waiting_seconds, _setup=self.setup)
+    def report(self, totals: LoaderStats = LoaderStats()) -> LoaderStats:
+        """The counts so far. ``totals``: as `Meter.totals` returns them."""
+        stats, after = self.noted(), self.ended or totals
+        counts: dict[str, Any] = {name: getattr(self, name) for name in COUNTED}
+        for name in POOLED:
+            counts[name] = counts.get(name, 0) + getattr(after, name) - getattr(self.began, name)
+        causes = {**stats.causes, "placing": counts["placing_seconds"]}
+        causes["main_process"] += max(0.0, counts["waiting_seconds"] - sum(causes.values()))
+        sources = () if self.sources is None else tuple(self.sources.tolist())
+        return dataclasses.replace(stats, **counts, causes=causes, sources=sources)
 
 
 class Meter:
@@ -527,78 +376,97 @@ class Meter:
         self._last: deque[tuple[int, Counts]] = deque([(-1, Counts())])
         self.skipped: list[tuple[Any, BaseException]] = []
         self.looks: str | None = None
-        self._ring: list[tuple[Any, ...]] = []  # the rows that were added up last
+        self._ring: list[BatchTimes] = []  # those that were added up last
 
-    def begin(self, epoch: int, totals: PoolTotals, counts: Counts, setup: Setup | None = None) -> None:
-        """An iterator delivers its first batch of an epoch, and will `add` to these counts. ``setup``: who reads."""
+    def begin(self, epoch: int, totals: LoaderStats, counts: Counts) -> None:
+        """An iterator delivers its first batch of an epoch, and will add to these counts."""
         self._last[-1][1].ended = totals
         self._add_up(self._last[-1][1])
-        counts.began, counts.number, counts.setup = totals, epoch, setup
+        counts.began, counts.number = totals, epoch
         self.epochs[epoch] = counts
         self._last.append((epoch, counts))
         if len(self._last) > self.KEPT_TIMES:
             old = self._last[-self.KEPT_TIMES - 1][1]
             self._add_up(old)
-            measured = old.state[0]._replace(numbers=Sums().numbers, causes=NO_CAUSES)
-            self._sum.state = self._sum.state[0].plus(measured), []
-            old.state = old.state[0]._replace(timed=Histograms(), slowest=()), []
+            stats, summed = old.state[0], self._sum.state[0]
+            measured = LoaderStats(slowest=stats.slowest, _timed=stats._timed, _share=summed._share)
+            self._sum.state = sum_of([summed, measured]), []
+            old.state = dataclasses.replace(stats, _timed=Histograms(), slowest=()), []
         if len(self._last) > self.KEPT_EPOCHS:
             number, old = self._last.popleft()
-            self._sum.merge(old)
+            self._sum.merge([old])
             old.sum = self._sum
             if self.epochs.get(number) is old:
                 del self.epochs[number]
 
     def note(
         self,
-        epoch: Counts,
+        counts: Counts,
         entry: Entry,
         result: Result,
-        stamps: tuple[float, float, float, float, float, float, bool],
+        starts: bool = False,
+        *,
+        turn: float,
+        asked: float,
+        taken: float,
+        placing: float,
+        behind: float,
     ) -> None:
-        """Keep how a batch, or an error in its place, was on its way.
+        """Count a batch, or an error in its place. Unless it was cheap, keep how it was on its way.
 
         Args:
-            epoch: what `begin` was given.
+            counts: what `begin` was given.
             entry: the batch.
             result: of the batch; an error, if the batch could not be handed out.
-            stamps: fields of its `BatchRow`, from ``sent`` to ``starts``.
+            starts, turn, asked, taken, placing, behind: see `BatchTimes`.
         """
-        slow: tuple[SlowSample, ...] = ()
-        read, samples = entry.result or result, result.samples
-        wait = entry.wait if isinstance(entry.wait, Wait) else None
-        is_lost, times = read.rebuilt, read.times
-        if result.error is not None:
-            samples, is_lost = -1, is_lost or isinstance(read.error, (WorkerDiedError, WorkerTimeoutError))
-        if times is not None and times.slow and entry.task is not None:
-            slow = self._name_slow(entry.task, read)
-        who = epoch.number, entry.seq, samples, read.retries, read.worker, read.began, read.seconds
-        row = (*who, *stamps, is_lost, wait, times, slow)
-        rows = epoch.state[1]
-        rows.append(row)
-        if len(rows) >= KEPT_BATCHES:
-            self._add_up(epoch)
-        if epoch.sum is not None:
-            epoch.sum.state = epoch.sum.state[0].adding([row]), []
+        read, error = entry.result or result, result.error
+        times, of = entry.times or read.times, counts
+        if times is None and (starts or read.seconds >= NOTED_SECONDS):
+            times = BatchTimes()
+        if times is not None:
+            times.__dict__.update(epoch=counts.number, step=entry.seq, samples=result.samples)
+            times.__dict__.update(turn=turn, asked=asked, taken=taken, placing=placing, behind=behind, starts=starts)
+            times.__dict__.update(sent=entry.sent, worker=read.worker, began=read.began, seconds=read.seconds)
+            times.is_lost = read.rebuilt
+            if error is not None:
+                times.samples, lost = -1, isinstance(read.error, (WorkerDiedError, WorkerTimeoutError))
+                times.is_lost = read.rebuilt or lost
+            if times.slow and entry.task is not None:
+                times.named = self._name_slow(entry.task, times)
+        while True:
+            of.seconds += taken - turn  # first: see `COUNTED`
+            of.waiting_seconds += taken - asked - behind
+            of.device_seconds += behind
+            if error is None:
+                of.batches += 1
+                of.samples += result.samples
+            of.reading_seconds += read.seconds
+            of.placing_seconds += placing - behind
+            of.retries += read.retries
+            if times is None:
+                of.for_workers += entry.waited if read.worker >= 0 else read.seconds
+            else:
+                of.state[1].append(times)
+                if len(of.state[1]) >= KEPT_BATCHES:
+                    (self._add_up if of is counts else Counts.add_up)(of)
+            if of.sum is None:
+                return
+            of = of.sum
 
-    def _add_up(self, epoch: Counts) -> None:
-        sums, rows = epoch.state
-        epoch.state = sums.adding(rows), []  # in one step: another thread may look
-        self._ring = [*self._ring, *rows][-KEPT_BATCHES:]
+    def _add_up(self, counts: Counts) -> None:
+        self._ring = [*self._ring, *counts.add_up()][-KEPT_BATCHES:]
 
-    def _name_slow(self, task: Task, read: Result) -> tuple[SlowSample, ...]:
+    def _name_slow(self, task: Task, times: BatchTimes) -> tuple[SlowSample, ...]:
         indices = list(chain.from_iterable(map(plain_indices, task.shards)))
-        slow = () if read.times is None else read.times.slow
-        return tuple([SlowSample(indices[place], seconds, task.epoch, read.worker) for place, seconds in slow])
-
-    def _last_rows(self) -> list[tuple[Any, ...]]:
-        """Those of the last batches that were handed out."""
-        rows = [*self._ring, *chain.from_iterable(counts.state[1][:] for _, counts in tuple(self._last))]
-        return sorted(rows, key=itemgetter(_TAKEN))[-KEPT_BATCHES:]
+        return tuple([SlowSample(indices[place], seconds, task.epoch, times.worker) for place, seconds in times.slow])
 
     def rows(self) -> list[BatchTimes]:
         """The last 1,000 batches that were handed out, of all epochs, the oldest first."""
-        return looked_at(self._last_rows())
+        rows = [*self._ring, *chain.from_iterable(counts.state[1][:] for _, counts in tuple(self._last))]
+        rows = sorted(rows, key=attrgetter("taken"))[-KEPT_BATCHES:]
+        name_causes(rows)
+        return rows
 
     def look(self, batch: Any, epoch: Counts, shards: Sequence[Any]) -> None:
         """Note what the first batch looks like, and of each batch of a mixture where its samples came from: 20 us."""
@@ -638,22 +506,20 @@ class Meter:
         count, limit = before + len(skipped), self.max_skipped
         return None if limit is None or count <= limit else TooManySkippedError(count, limit, where, *skipped[-1])
 
-    def totals(self) -> PoolTotals:
+    def totals(self) -> LoaderStats:
         """What has been counted so far: retried requests of this process for the dataset, the notices, the caches."""
-        noted = (self.notices.counts[name] for name in PoolTotals._fields[1:-3])
-        return PoolTotals._make((retries_of(self._dataset), *noted, *counts_of(self._dataset)))
+        noted = [self.notices.counts[name] for name in POOLED[1:-3]]
+        counts: dict[str, Any] = dict(zip(POOLED[1:], [*noted, *counts_of(self._dataset)], strict=True))
+        return LoaderStats(retries=retries_of(self._dataset), **counts)
 
     def stats(self, epoch: int | None = None) -> LoaderStats:
         """The counts of all epochs, or of one; all zeros if it has delivered no batch yet."""
-        rows = self._last_rows()
         if epoch is not None:
-            counts, rows = self.epochs.get(epoch), [row for row in rows if row[_EPOCH] == epoch]
-            return LoaderStats() if counts is None else counts.report(self.totals(), rows)
-        total, last = Counts(), tuple(self._last)
-        for one in (self._sum, *(counts for _, counts in last)):
-            total.merge(one)
-        total.setup = last[-1][1].setup
-        return total.report(self.totals(), rows)
+            counts = self.epochs.get(epoch)
+            return LoaderStats() if counts is None else counts.report(self.totals())
+        total = Counts()
+        total.merge([self._sum, *(counts for _, counts in tuple(self._last))])
+        return total.report(self.totals())
 
 
 class Metered:

@@ -1,11 +1,10 @@
-"""How long each batch took on its way: the last ones as they were, all of them in histograms.
+"""How long batches took on their way, in histograms.
 
-    BatchRow                       one batch, as ``next`` notes it;  BatchTimes    the same, to look at
     Histograms.adding(rows) -> Histograms        of fixed size, for each worker and each stage
     Histograms.stages(), .workers() -> `StageTimes`, `WorkerTimes`: sums and quantiles
 
 A histogram has `PER_POWER` buckets for each power of two. So a quantile is at most 5 percent from the true one. The
-largest value is exact. Only measured batches are in it, by their weights (`messages.Times`).
+largest value is exact. Only measured batches are in it, by their weights (`messages.BatchTimes`).
 
 Nothing here changes: a reader in another thread has what was counted when it asked. Nothing can go wrong.
 """
@@ -17,8 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sharded_loader.engine.messages import Times
-from sharded_loader.engine.pipeline import Wait
+from sharded_loader.engine.messages import BatchTimes
 
 Table = np.ndarray[Any, Any]
 
@@ -49,88 +47,6 @@ class SlowSample(NamedTuple):
     seconds: float
     epoch: int
     worker: int
-
-
-class BatchRow(NamedTuple):
-    """One batch that ``next`` has handed out, as it is noted there. Stamps are of `host_clock.now`.
-
-    Attributes:
-        epoch, step: which batch.
-        samples: how many are in it; -1: an error stands in its place.
-        retries: see `Result`.
-        worker, began, seconds: who read it, when, and for how long, without the way into its slot.
-        sent: when it was given to the workers; 0: it was not.
-        turn: when the batch before it was handed out.
-        asked, taken: when ``next`` began, and when it returned.
-        placing: seconds of conversion and of copies.
-        behind: of these, in which the host waited for a device.
-        starts: it is an iterator's first one, and nothing was read before.
-        is_lost: a worker ended over it.
-        wait: how ``next`` has waited for it; None: it was there, or the main process has read it.
-        times: what its worker has measured; None: nothing.
-        slow: its samples that took long.
-    """
-
-    epoch: int
-    step: int
-    samples: int
-    retries: int
-    worker: int
-    began: float
-    seconds: float
-    sent: float
-    turn: float
-    asked: float
-    taken: float
-    placing: float
-    behind: float = 0.0
-    starts: bool = False
-    is_lost: bool = False
-    wait: Wait | None = None
-    times: Times | None = None
-    slow: tuple[SlowSample, ...] = ()
-
-
-class BatchTimes(NamedTuple):
-    """One batch on its way. Stamps are of `host_clock.now` in the main process, the others are seconds.
-
-    Attributes:
-        epoch, step: which batch. worker: its number, -1: the main process. samples: how many are in it.
-        sent: when it was given to the workers; 0: it was not.
-        began, ended, written: when its worker began it, had read and collated it, and had put it into its slot.
-        turn: when the batch before it was handed out.
-        asked, taken: when ``next`` began, and when it returned.
-        placing: the end of ``next``: conversion and copies.
-        collate: the end of reading.
-        ran: of reading, when a core ran the worker, or it waited for a core. processor: when a core ran it.
-        longest: of the sample that took longest; 0: samples were not timed.
-        weight: how many batches it stands for: few of the cheapest are measured. 0: `collate`, `ran`, `processor`
-            and `longest` are not known.
-        waited: of ``next``, without those behind a device. for_workers: of these, those in which it waited for a
-            worker.
-        cause: the largest cause of `waited`.
-    """
-
-    epoch: int
-    step: int
-    worker: int
-    samples: int
-    sent: float
-    began: float
-    ended: float
-    written: float
-    turn: float
-    asked: float
-    taken: float
-    placing: float
-    collate: float
-    ran: float
-    processor: float
-    longest: float
-    weight: int
-    waited: float
-    for_workers: float
-    cause: str
 
 
 class StageTimes(NamedTuple):
@@ -171,7 +87,7 @@ class Histograms:
         workers: for how many there is room.
 
     Example:
-        >>> batch = BatchRow(0, 0, 8, 0, 1, 0.5, 2.0, 0.0, 0.0, 3.0, 3.0, 0.0, times=Times(processor=1.5, collate=0.5))
+        >>> batch = BatchTimes(worker=1, began=0.5, seconds=2.0, asked=3.0, collate=0.5, weight=1)
         >>> times = Histograms().adding([batch] * 10)
         >>> times.stages()["read"].seconds, times.workers()[1].batches
         (15.0, 10)
@@ -192,9 +108,9 @@ class Histograms:
             np.maximum(made._longest[:size], one._longest, out=made._longest[:size])
         return made
 
-    def adding(self, rows: Iterable[BatchRow]) -> Histograms:
+    def adding(self, rows: Iterable[BatchTimes]) -> Histograms:
         """These, and those of some more batches, as far as they were measured."""
-        found = [_stages_of(row, row.times) for row in rows if row.times is not None]
+        found = [_stages_of(row) for row in rows if row.weight]
         if not found:
             return self
         table = np.array(found)
@@ -230,13 +146,13 @@ class Histograms:
         return found
 
 
-def _stages_of(row: BatchRow, times: Times) -> tuple[float, ...]:
+def _stages_of(row: BatchTimes) -> tuple[float, ...]:
     """The worker, the weight, and the seconds of each of the `_ROWS`."""
-    done, sent = row.began + row.seconds + times.write, row.sent or row.began  # 0: the main process has read it itself
+    done, sent = row.written, row.sent or row.began  # 0: the main process has read it itself
     return (
-        *(row.worker, times.weight, row.began - sent, row.seconds - times.collate, times.collate, times.write),
-        *(row.turn - done, row.asked - max(row.turn, done), row.placing - row.behind, row.seconds + times.write),
-        *(times.idle, row.seconds if times.processor < 0 else times.processor + times.queued),
+        *(row.worker, row.weight, row.began - sent, row.seconds - row.collate, row.collate, row.write),
+        *(row.turn - done, row.asked - max(row.turn, done), row.placing - row.behind, row.seconds + row.write),
+        *(row.idle, row.seconds if row.processor < 0 else row.processor + row.queued),
     )
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from sharded_loader.loader.times import BatchTimes
+from sharded_loader.engine.messages import BatchTimes
 
 NEXT, TASKS, MAIN_PROCESS, FIRST_WORKER = range(4)
 """Numbers of the lanes. In the third one the main process reads, if there are no workers."""
@@ -85,7 +85,7 @@ def trace_of(rows: Sequence[BatchTimes], name: str) -> dict[str, Any]:
     }
     calls = []
     for number, row in enumerate(rows):
-        about = {"epoch": row.epoch, "step": row.step, "samples": row.samples}
+        about = {"epoch": row.epoch, "step": row.step, "samples": max(0, row.samples)}
         waited = {"waited_seconds": row.waited, "placing_seconds": row.placing, "cause": row.cause}
         calls.append((row.began, number, about, trace.slice("next", NEXT, row.asked, row.taken, **about, **waited)))
     for _, number, about, (asked, taken) in sorted(calls, key=lambda call: call[0]):  # as the workers had them

@@ -1,56 +1,41 @@
-"""Why ``next`` waited, what to do about it, and what that gains: pure functions of what was measured.
+"""Why ``next`` waited, and what to do about it: pure functions of what was measured.
 
     causes_of(row, ...) -> [(cause, seconds)]      of one ``next``; what is left of it is the main process's own work
     limit_of(stats) -> name        what limits the rate: a cause, or what is behind it
     verdict(stats), advice(stats)  one sentence each; ``stats`` is a `LoaderStats`
-    predict(batches, setup) -> Prediction          the last batches once more, with other workers, on paper
 
-A wait is a stretch of time. It is cut where the batch's worker began and ended, and each piece has one cause:
+A wait is a stretch of time. It is cut where the batch's worker began, and each part has one cause:
 
-    before its worker began      `start`: the worker had just been started. `main_process` or `held_batches`: the worker
-                                 had no task. Otherwise it read other batches: as in the next row
-    while it was read            `retries`; `late_sample`; `main_process`, `held_batches`: other workers had no task.
-                                 Otherwise `compute`, as far as the worker ran, and `input`
-    until it was here            `held_batches`: it had to take the slow way. Otherwise as in the row before
+    before its worker began      `start`: the worker had just been started. `main_process`: it had no task. Otherwise it
+                                 read other batches: as in the next row
+    since then                   `main_process`: other workers had no task. Otherwise `compute`, as far as the worker
+                                 ran, and `input`
 
-That a worker waits for a core is `compute` too, if the workers use the cores. If other programs use them, it is shared
-out: training would wait for the same if it had the machine for itself.
+A worker has no task if no more batches may be in flight, or if the batches that the program holds leave no room. That a
+worker waits for a core is `compute` too, if the workers use the cores. If other programs use them, it is shared out:
+training would wait for the same if it had the machine for itself.
 
-A batch that was read again because a worker has ended is `replaced`. The other time in ``next`` is `placing` or the
-main process's own work. The first ``next`` of an iterator is `start`, if nothing was read before it.
+A batch that was read again because a worker has ended is `start`: another one had to be started. So is the first
+``next`` of an iterator, if nothing was read before it. The other time in ``next`` is `placing` or the main process's
+own work.
 
-The model reads the last batches again, one after the other: the first worker that is free reads a batch, when there is
-room for it in flight; ``next`` takes them in order. If more threads want to run than there are cores, each waits.
 Source of the idea: Plumber (MLSys 2022) and DS-Analyzer (VLDB 2021), which ask what a step would gain if it were free.
 """
 
 from __future__ import annotations
 
-import itertools
-import sys
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-from sharded_loader.engine.pipeline import PER_WORKER, Wait
-from sharded_loader.loader.times import BatchRow, BatchTimes, WorkerTimes
+from sharded_loader.engine.messages import BatchTimes
+from sharded_loader.loader.times import WorkerTimes
 
-CAUSES = (
-    "compute",
-    "input",
-    "late_sample",
-    "main_process",
-    "held_batches",
-    "placing",
-    "start",
-    "replaced",
-    "retries",
-)
+CAUSES = ("compute", "input", "main_process", "placing", "start")
 """Why ``next`` waits, by names that never change."""
 
-LATE = 8
-"""A sample is late if it takes this many times as long as usual, and half of the time of its batch."""
+LATE = 2
+"""Single samples are late if batches take this many times as long on average as half of them take at most."""
 
 ENOUGH = 0.05
 """If training waits for a smaller share of the time, a faster loader would not help."""
@@ -66,136 +51,70 @@ LASTING = 4.0
 """A start that is over is the verdict only if it took this many times as long as what training waits for since then."""
 
 
-WORTH = 1.05
-"""More workers are worth it if each step of their number gains so much."""
-
-
-def compute_share(rows: Iterable[BatchRow], before: float) -> float:
+def compute_share(rows: Iterable[BatchTimes], before: float) -> float:
     """The share of the time in which workers computed, of those batches that were measured; ``before``, if none was."""
-    known = [(row, row.times) for row in rows if row.times is not None and row.times.processor >= 0]
-    seconds = sum(times.weight * row.seconds for row, times in known)
-    ran = sum(times.weight * times.processor for _, times in known)
-    queued = sum(times.weight * times.queued for _, times in known)
-    per_core = max((row.wait.per_core for row, _ in known if row.wait is not None), default=0.0)
-    if per_core * ran >= TURNS * seconds:
+    known = [row for row in rows if row.processor >= 0]
+    seconds = sum(row.weight * row.seconds for row in known)
+    ran = sum(row.weight * row.processor for row in known)
+    queued = sum(row.weight * row.queued for row in known)
+    if max((row.per_core for row in known), default=0.0) * ran >= TURNS * seconds:
         ran += queued
     else:  # other programs have the cores
         seconds -= queued
     return min(1.0, ran / seconds) if seconds > 0 else before
 
 
-def turns(threads: int, share: float) -> float:
-    """Seconds that a sample may take longer, as other threads have their turns: Python runs one of them at a time.
-
-    Args:
-        threads: how many workers are threads of one process.
-        share: of the time in which they compute.
-    """
-    return 2 * (threads - 1) * sys.getswitchinterval() if threads > 1 and share * threads >= TURNS else 0.0
-
-
-def late_seconds(longest: float, seconds: float, usual: float) -> float:
-    """Seconds of a late sample; 0: none is late.
-
-    Args:
-        longest, seconds: of the longest sample, and of its batch, without waits for a core and for `turns`.
-        usual: seconds of one sample.
-    """
-    return longest if longest > max(LATE * usual, seconds / 2) else 0.0
-
-
-def reading_causes(row: BatchRow, wait: Wait, usual: float, share: float) -> dict[str, float]:
-    """Why a batch was not there while it was read: causes, and their shares.
-
-    Args:
-        row: the batch.
-        wait: for it.
-        usual: seconds of one sample.
-        share: of the time of other batches, in which workers computed.
-    """
-    times = row.times
-    if row.is_lost or (times is not None and times.retries):
-        return {"replaced" if row.is_lost else "retries": 1.0}
-    if times is not None and wait.overtaken:
-        queued = times.queued + turns(wait.threads, share)
-        if late_seconds(times.longest - queued, row.seconds - queued, usual):
-            return {"late_sample": 1.0}
-    if wait.is_held or wait.lacks_tasks:
-        return {"held_batches" if wait.is_held else "main_process": 1.0}
-    if times is not None and times.processor >= 0:
-        share = compute_share([row], share)
-    if wait.threads > 1 and share * wait.threads >= TURNS:
-        share = 1.0
-    return {"compute": share, "input": 1 - share}
-
-
-def causes_of(row: BatchRow, usual: float, share: float) -> list[tuple[str, float]]:
+def causes_of(row: BatchTimes, share: float) -> list[tuple[str, float]]:
     """The causes of one ``next``, without ``placing`` and the main process's own work.
 
     Args:
-        row, usual, share: as of `reading_causes`.
+        row: the batch.
+        share: of the time of other batches, in which workers computed.
 
     Example:
-        >>> from sharded_loader.engine.messages import Times
-        >>> times = Times(processor=1.5, is_first=True)
-        >>> row = BatchRow(0, 7, 8, 0, 0, 11.0, 2.0, 9.0, 9.0, 10.0, 14.0, 0.0, wait=Wait(10.0, 14.0), times=times)
-        >>> causes_of(row, 0.25, 1.0)
+        >>> waited = {"wait_began": 10.0, "wait_ended": 14.0, "processor": 1.5, "weight": 1, "is_first": True}
+        >>> causes_of(BatchTimes(began=11.0, seconds=2.0, worker=0, **waited), 1.0)
         [('start', 1.0), ('compute', 2.25), ('input', 0.75)]
     """
     if row.starts:
         return [("start", row.taken - row.asked - row.placing)]
-    wait, times = row.wait, row.times
-    if wait is None:
-        wait = Wait(row.began, row.began + row.seconds)
-        if row.worker >= 0 or row.began < row.asked:
+    since, until, began = row.wait_began, row.wait_ended, row.began
+    if not until:
+        if row.worker >= 0 or began < row.asked:
             return []
-    reading, length = reading_causes(row, wait, usual, share), wait.ended - wait.began
-    pieces: list[tuple[str, float]] = []
-    if wait.is_slow or (row.began > wait.began and not row.is_lost):
-        began = min(max(row.began, wait.began), wait.ended)
-        ended = min(max(row.began + row.seconds, began), wait.ended)
-        idle, is_first = (0.0, False) if times is None else (times.idle, times.is_first)
-        free = min(max(row.began - idle, wait.began), began)  # since then the worker had no task
-        no_task = "start" if is_first else "held_batches" if wait.is_held else "main_process"
-        pieces = [("start", free - wait.began)] if is_first else []
-        pieces += [(no_task, began - free), ("held_batches", wait.ended - ended if wait.is_slow else 0.0)]
-        length -= sum(seconds for _, seconds in pieces)
-    pieces += [(cause, part * length) for cause, part in reading.items()]
-    return [piece for piece in pieces if piece[1] > 0]
+        since, until = began, began + row.seconds
+    pieces = []
+    if began > since and not row.is_lost:
+        began = min(began, until)
+        free = max(row.began - row.idle, since)  # since then the worker had no task
+        free = since if row.is_first else min(free, began)
+        pieces, since = [("start" if row.is_first else "main_process", began - free)], since + began - free
+    if row.is_lost or row.lacks_tasks:
+        return [*pieces, ("start" if row.is_lost else "main_process", until - since)]
+    if row.processor >= 0:
+        share = compute_share([row], share)
+    if row.threads > 1 and share * row.threads >= TURNS:
+        share = 1.0
+    return [*pieces, ("compute", share * (until - since)), ("input", (1 - share) * (until - since))]
 
 
-def looked_at(rows: Sequence[tuple[Any, ...]]) -> list[BatchTimes]:
-    """Rows with what they mean: the cause of each wait, and when each stage began and ended."""
-    found = list(itertools.starmap(BatchRow, rows))
-    share = compute_share(found, 1.0)
-    usual = sum(row.seconds for row in found) / max(1, sum(row.samples for row in found))
-    return [_looked_at(row, usual, share) for row in found]
-
-
-def _looked_at(row: BatchRow, usual: float, share: float) -> BatchTimes:
-    causes, waited, times = causes_of(row, usual, share), row.taken - row.asked - row.behind, row.times
-    workers = sum(seconds for _, seconds in causes)
-    causes += [("placing", row.placing - row.behind), ("main_process", waited - workers - row.placing + row.behind)]
-    ended, nothing = row.began + row.seconds, times is None or times.processor < 0
-    return BatchTimes(
-        *(row.epoch, row.step, row.worker, max(0, row.samples), row.sent, row.began, ended),
-        *(ended + (0.0 if times is None else times.write), row.turn, row.asked, row.taken, row.placing),
-        0.0 if times is None else times.collate,
-        0.0 if times is None or nothing else times.processor + times.queued,
-        0.0 if times is None or nothing else times.processor,
-        0.0 if times is None else times.longest,
-        0 if times is None or nothing else times.weight,
-        waited,
-        workers,
-        max(causes, key=lambda one: one[1])[0] if waited else "",
-    )
+def name_causes(rows: Sequence[BatchTimes]) -> None:
+    """Note the largest cause of each wait."""
+    share = compute_share(rows, 1.0)
+    for row in rows:
+        causes = causes_of(row, share)
+        placing = row.placing - row.behind
+        own = row.waited - placing - sum(seconds for _, seconds in causes)
+        causes += [("placing", placing), ("main_process", own)]
+        row.cause = max(causes, key=lambda one: one[1])[0] if row.waited else ""
 
 
 # -- what it means -----------------------------------------------------------------------------------------------------
 
 
 def limit_of(stats: Any) -> str:
-    """What limits the rate: one of `CAUSES`, ``"collate"``, ``"worker"``, ``"device"``, ``"loop"``; "": not known."""
+    """What limits the rate: one of `CAUSES`, or what is behind it: ``"collate"``, ``"late"``, ``"worker"``,
+    ``"device"``, ``"loop"``; "": not known."""
     if not stats.seconds:
         return ""
     if stats.waiting_share < ENOUGH or stats.waiting_seconds < stats.device_seconds:
@@ -205,35 +124,17 @@ def limit_of(stats: Any) -> str:
     causes["reading"] = computing + inputs
     first, second = sorted(causes, key=lambda name: causes[name], reverse=True)[:2]
     cause = second if first == "start" and causes[first] < LASTING * causes[second] else first
-    if cause == "reading" and not turns_of(stats) and slow_worker(stats.workers) is not None:
-        return "worker"
-    if cause in ("reading", "late_sample") and is_late(stats):
-        return "late_sample"
-    if cause != "reading":
+    if not causes[cause] or cause != "reading":
         return cause if causes[cause] else ""
-    if stats.stages and stats.stages["collate"].seconds >= stats.stages["read"].seconds:
-        return "collate"
-    if not causes[cause]:
-        return ""
+    if slow_worker(stats.workers) is not None:
+        return "worker"
+    if stages := stats.stages:
+        read, batches = stages["read"], sum(worker.batches for worker in stats.workers.values())
+        if stages["collate"].seconds >= read.seconds:
+            return "collate"
+        if stats.slowest and read.seconds > LATE * read.p50 * batches:
+            return "late"
     return "compute" if computing >= inputs else "input"
-
-
-def is_late(stats: Any) -> bool:
-    """Whether the workers spend most of their time with single samples that take much longer than the others."""
-    usual = stats.reading_seconds / max(1, stats.samples)
-    turn, late = turns_of(stats), 0.0
-    for one in stats._batches:
-        queued = one.ran - one.processor + turn
-        late += late_seconds(one.longest - queued, one.ended - one.began - queued, usual)
-    return bool(late > 0.5 * sum(one.ended - one.began for one in stats._batches))
-
-
-def turns_of(stats: Any) -> float:
-    """`turns` of the workers that have read the last batches."""
-    setup = stats._setup
-    ran = sum(one.weight * one.ran for one in stats._batches)
-    seconds = sum(one.weight * (one.ended - one.began) for one in stats._batches)
-    return turns(setup.num_workers, ran / seconds) if setup and setup.is_threads and seconds else 0.0
 
 
 def slow_worker(workers: Mapping[int, WorkerTimes]) -> tuple[int, float] | None:
@@ -262,86 +163,42 @@ def verdict(stats: Any) -> str:
         mean = {name: stats.stages[name].seconds / max(1, stats.batches) for name in ("read", "collate")}
         took = f"{time_text(mean['collate'])} for each batch, and to read it takes {time_text(mean['read'])}"
         return f"The collate function is slow: it takes {took}."
-    late = "Training waits for single samples" + " while other batches are finished" * (-1 not in workers)
-    if stats.slowest:
+    if limit == "late":
         index, seconds, *_ = stats.slowest[0]
-        late += f": the slowest one, index {index!r}, took {time_text(seconds)}"
+        return f"Training waits for single samples: the slowest one, index {index!r}, took {time_text(seconds)}."
+    also = f" ({stats.replaced_workers} in the place of others)" if stats.replaced_workers else ""
     told = {
         "loop": f"The training loop is the limit: it waits for data for {share} of the time.",
         "device": f"The device is the limit: training waits for it for {device:.0%} of the time.",
         "compute": f"Training waits for {who} compute{one}.",
         "input": f"Training waits for {who} wait{one} for a disk or a network.",
-        "late_sample": f"{late}.",
         "main_process": "Training waits for the main process, which gives the workers too few tasks or too late.",
-        "held_batches": "The batches that the program holds leave no room in shared memory for others.",
         "placing": "Training waits while the main process converts and copies batches.",
-        "start": "Training waits for workers to start, and for the first batches of epochs.",
-        "replaced": f"Training waits for batches of workers that ended: {stats.replaced_workers} were replaced.",
-        "retries": f"Training waits for requests that are tried again: {stats.retries} so far.",
+        "start": f"Training waits for workers to start{also}, and for the first batches of epochs.",
     }
     return told.get(limit, "")
 
+
+_MORE = 'or let num_workers="auto" find how many workers help'
 
 _ADVICE = {
     "loop": "Leave the loader as it is, and make the training step cheaper",
     "device": "Leave the loader as it is, and make the step cheaper on the device",
     "worker": "Look at what this worker shares with no other one: its core, its disk, its part of the data",
-    "compute": "Do less for each sample, or read whole batches at once (get_batch): the workers have all cores",
+    "compute": f"Do less for each sample, {_MORE}",
     "collate": "Make the collate function cheaper: join arrays at once, or do its work on the device",
-    "input": "Read neighbours together (shards), or cache the files",
-    "late_sample": "Make the slowest samples cheaper (stats().slowest lists them)",
-    "main_process": "Use larger batches or a cheaper sampler: the main process has work for each batch",
-    "held_batches": "Let go of batches that you have used, or raise max_bytes= of the pool",
+    "input": f"Read neighbours together (shards), cache the files, {_MORE}",
+    "late": "Make the slowest samples cheaper (stats().slowest lists them)",
+    "main_process": "Use larger batches, a cheaper sampler or a larger prefetch=, and hold fewer batches",
     "placing": "Make batches smaller, for example of uint8, and let device= copy them in the background",
-    "start": "Keep one loader for all epochs, and import less in the workers",
-    "replaced": "Look at the log for what has ended the workers; too little memory is the most frequent reason",
-    "retries": "Ask the server less often: larger shards, a cache, or fewer workers",
+    "start": "Keep one loader for all epochs, and import less in the workers; the log says why workers ended",
 }
-_WITHOUT = ("collate", "input", "late_sample", "placing")
 
 
-def advice(stats: Any, cores: int) -> str:
-    """What to do about the verdict, and what the model says that it gains, in one sentence; "" where it is not known.
-
-    Args:
-        stats: the numbers.
-        cores: how many the workers can use.
-    """
-    limit, batches, setup = limit_of(stats), stats._batches, stats._setup
-    if not limit:
-        return ""
-    known = setup is not None and bool(_steady(batches))
-    if not known:
-        return "Do less for each sample, or read with more workers." if limit == "compute" else f"{_ADVICE[limit]}."
-    now = predict(batches, setup, setup, cores)
-    best, text = now, ""
-    for name, other in _others(limit, setup, cores):
-        found = predict(batches, setup, other, cores)
-        if found.samples_per_second > max(WORTH * best.samples_per_second, 1.05 * now.samples_per_second):
-            best, text = found, name
-    if not text:
-        text = _ADVICE[limit]
-        if limit in _WITHOUT:
-            best = predict(batches, setup, setup, cores, limit)
-    if best is now or not now.samples_per_second:
-        return f"{text}."
-    gain = best.samples_per_second / now.samples_per_second
-    return f"{text}: at most {gain:.2g} times the rate, and {best.waiting_share:.0%} of the time waiting for data."
-
-
-def _others(limit: str, setup: Setup, cores: int) -> Iterable[tuple[str, Setup]]:
-    """What may help, the cheapest first: how to say it, and who reads then."""
-    workers, in_flight = setup.num_workers, 2 * max(1, setup.num_workers)
-    if limit == "main_process" and setup.prefetch < in_flight:
-        yield f"Give prefetch={in_flight}", setup._replace(prefetch=in_flight)
-    if limit == "late_sample" and workers:
-        yield f"Give prefetch={4 * in_flight}", setup._replace(prefetch=4 * in_flight)
-    if limit == "compute" and setup.is_threads:
-        yield "Read with processes instead of threads", setup._replace(is_threads=False)
-    most = {"compute": cores, "input": max(16, 4 * workers)}.get(limit, 0)
-    for number in sorted({*range(workers + 1, min(most, workers + 4) + 1), *[2**power for power in range(10)]}):
-        if workers < number <= most:
-            yield f"Read with {number} workers (num_workers={number})", setup.with_workers(number)
+def advice(stats: Any) -> str:
+    """What to do about the verdict, in one sentence; "" where it is not known."""
+    limit = limit_of(stats)
+    return f"{_ADVICE[limit]}." if limit else ""
 
 
 def time_text(seconds: float) -> str:
@@ -352,172 +209,3 @@ def time_text(seconds: float) -> str:
         ('0.25 s', '31.2 ms')
     """
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
-
-
-# -- the model ---------------------------------------------------------------------------------------------------------
-
-
-class Setup(NamedTuple):
-    """Who reads.
-
-    Attributes:
-        num_workers: how many workers; 0: the main process reads.
-        prefetch: batches in flight.
-        is_threads: the workers are threads.
-
-    Example:
-        >>> Setup(2, 4).with_workers(8)
-        Setup(num_workers=8, prefetch=16, is_threads=False)
-    """
-
-    num_workers: int
-    prefetch: int
-    is_threads: bool = False
-
-    def with_workers(self, number: int) -> Setup:
-        """Another number of workers. The number of batches in flight follows, as it does in a loader."""
-        follows = self.prefetch == PER_WORKER * self.num_workers or not self.num_workers
-        return self._replace(num_workers=number, prefetch=PER_WORKER * number if follows else self.prefetch)
-
-
-class Prediction(NamedTuple):
-    """What `LoaderStats.predict` expects.
-
-    Attributes:
-        waiting_share: share of the time that your program waits for data, from 0 to 1.
-        samples_per_second: the rate.
-    """
-
-    waiting_share: float
-    samples_per_second: float
-
-
-class _Work(NamedTuple):
-    """One batch on paper: seconds of the loop before it, of its worker, and of the main process.
-
-    Those of the worker are: a core ran it, it waited for a core, it waited for something else.
-    """
-
-    loop: float
-    core: float
-    queued: float
-    other: float
-    own: float
-    samples: int
-
-
-def predict(batches: Sequence[BatchTimes], measured: Setup, setup: Setup, cores: int, without: str = "") -> Prediction:
-    """How long training would wait for the same batches.
-
-    Args:
-        batches: the last ones.
-        measured: who has read them.
-        setup: who would read them.
-        cores: how many there are.
-        without: what would take no time: ``"input"``, ``"collate"``, ``"late_sample"``, ``"placing"``; "": nothing.
-
-    Example:
-        >>> from sharded_loader.engine.messages import Times
-        >>> known = {"wait": Wait(1.0, 1.2), "times": Times(processor=0.2)}
-        >>> row = BatchRow(0, 0, 8, 0, 0, 1.0, 0.2, 0.9, 1.0, 1.0, 1.2, 0.0, **known)
-        >>> each = looked_at([row])[0]
-        >>> predict([each] * 100, Setup(1, 2), Setup(2, 4), cores=4)
-        Prediction(waiting_share=1.0, samples_per_second=80.0)
-    """
-    works = _works(_steady(batches) or batches, measured, without)
-    count, number, stretch = len(works), setup.num_workers, _stretch(works, measured, setup, cores)
-    busy: list[deque[float]] = [deque([0.0]) for _ in range(max(1, number))]
-    taken: deque[float] = deque([0.0] * max(1, setup.prefetch), max(1, setup.prefetch))
-    now = waited = began = 0.0
-    samples = 0
-    for place in range(max(count, SETTLED) + SETTLED):
-        work = works[place % count]
-        if place == SETTLED:
-            began, waited, samples = now, 0.0, 0
-        asked = now + work.loop
-        if number:
-            done = _read(busy, taken[0], work.core * stretch + work.other, setup.is_threads)
-            now = max(asked, done) + work.own
-            taken.append(now)
-        else:
-            now = asked + work.core * stretch + work.other + work.own
-        waited, samples = waited + now - asked, samples + work.samples
-    seconds = now - began or 1e-9
-    return Prediction(round(waited / seconds, 9), round(samples / seconds, 6))
-
-
-def _stretch(works: Sequence[_Work], measured: Setup, setup: Setup, cores: int) -> float:
-    """How many times as long as on a core of its own a worker computes, as others want to run too.
-
-    Threads that want to run get equal shares of the cores. So the share that the measured workers got tells how many
-    others there are.
-    """
-    core, queued, other = (sum(work[place] for work in works) for place in (1, 2, 3))
-    if not core:
-        return 1.0
-    share, others = core / (core + queued), 0.0
-    if share < CROWDED:
-        others = max(0.0, cores / share - max(1, measured.num_workers) * (core + queued) / (core + queued + other))
-    number, stretch = max(1, setup.num_workers), 1.0
-    for _ in range(SETTLED):
-        running = number * stretch * core / (stretch * core + other)
-        if setup.is_threads:  # Python code runs in one of them
-            running = min(1.0, running)
-        stretch = (stretch + max(1.0, (running + others) / cores)) / 2
-    return max(stretch, (number * stretch * core - other) / core) if setup.is_threads else stretch
-
-
-CROWDED = 0.95
-"""Workers that get a larger share of the time in which they could run have the cores for themselves."""
-
-SETTLED = 100
-"""Batches on paper before the ones that count, and the least number of those that do."""
-
-
-def _read(busy: list[deque[float]], sent: float, seconds: float, is_shared: bool) -> float:
-    """When a batch is done that is sent now. ``busy``: of each worker, when it is done with its batches."""
-    if is_shared:
-        worker = min(busy, key=lambda done: done[-1])  # the first one that is free
-    else:
-        for worker in busy:
-            while len(worker) > 1 and worker[0] <= sent:
-                worker.popleft()
-        worker = min(busy, key=lambda done: len(done) - (done[0] <= sent))
-    worker.append(max(worker[-1], sent) + seconds)
-    if is_shared:
-        worker.popleft()
-    return worker[-1]
-
-
-def _steady(batches: Sequence[BatchTimes]) -> list[BatchTimes]:
-    """The batches that say what comes: not those before which workers were started."""
-    return [one for one in batches if one.cause not in ("start", "replaced") and one.began]
-
-
-def _works(batches: Sequence[BatchTimes], measured: Setup, without: str) -> list[_Work]:
-    full = [one for one in batches if one.weight]
-    weights = sum(one.weight * (one.written - one.began) for one in full) or 1.0
-    shares = [
-        sum(one.weight * seconds for one, seconds in zip(full, column, strict=True)) / weights
-        for column in ([one.ran for one in full], [one.processor for one in full], [one.collate for one in full])
-    ]
-    usual = sum(one.ended - one.began for one in batches) / max(1, sum(one.samples for one in batches))
-    takes_turns = measured.is_threads and shares[0] * measured.num_workers >= TURNS
-    works = []
-    for one in batches:
-        length = one.written - one.began
-        ran, core, collate = (one.ran, one.processor, one.collate) if one.weight else [part * length for part in shares]
-        queued, other = max(0.0, ran - core), 0.0 if takes_turns else max(0.0, length - ran)
-        own = max(0.0, one.waited - one.for_workers)
-        kept = max(0.0, 1 - collate / length) if length else 0.0
-        if without == "input":
-            other *= 1 - kept
-        elif without == "collate":
-            core, queued, other = core * kept, queued * kept, other * kept
-        elif without == "late_sample" and one.longest > LATE * usual:
-            other = max(0.0, other - one.longest)
-        elif without == "placing":
-            own = max(0.0, own - one.placing)
-        loop = max(0.0, one.asked - one.turn) + max(0.0, one.taken - one.asked - one.waited)
-        works.append(_Work(loop, core, queued, other, own, one.samples))
-    return works

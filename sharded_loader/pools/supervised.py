@@ -22,7 +22,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import Location, as_batch_error, leave_frames
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.engine.grouping import Grouping
-from sharded_loader.engine.messages import NewJob, Result, Task, Times, unpack_result
+from sharded_loader.engine.messages import BatchTimes, NewJob, Result, Task, unpack_result
 from sharded_loader.engine.pool import WorkerPool
 from sharded_loader.memory.arena import RecentSizes
 from sharded_loader.memory.codec import SetApart, is_findable
@@ -105,7 +105,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
         pickled: memoryview,
         buffers: list[Any],
         task: Task | None,
-        times: Times | None,
+        times: BatchTimes | None,
     ) -> Result:
         """The result in a reply (`messages.unpack_reply`), whose buffers are here."""
         result, rebuilt = decode_result(run, seq, pickled, buffers, task, times), self._supervisor.rebuilt
@@ -160,7 +160,7 @@ def own_pickle(task: Task, *, forked: bool) -> bytes | None:
 
 
 def decode_result(
-    run: int, seq: int, pickled: memoryview, buffers: list[Any], task: Task | None, times: Times | None = None
+    run: int, seq: int, pickled: memoryview, buffers: list[Any], task: Task | None, times: BatchTimes | None = None
 ) -> Result:
     """The result in a reply; if it cannot be unpickled here, that is its batch's error."""
     try:

@@ -174,7 +174,7 @@ class TaskReader:
         encoded, times = self.pack(result, slot, task), result.times
         if times is not None and self._reader is not None:
             self._reader.free[self._number] = now = host_clock.now()
-            times = times._replace(write=now - result.began - result.seconds)
+            times.write = now - result.began - result.seconds
         return pack_reply(run, seq, slot.wanted, encoded, times), encoded, slot
 
     def read(

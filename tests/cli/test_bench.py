@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from torch.utils.data import get_worker_info
 
 from sharded_loader import SimpleDataset
 from sharded_loader.cli import bench
-from sharded_loader.cli.bench import ROUNDS, DatasetFailed, Measurement, Row, measure, recommend, rows_of
+from sharded_loader.cli.bench import ROUNDS, DatasetFailed, Measurement, Row, measure, recommend
 from sharded_loader.cli.main import main
+from sharded_loader.loader.auto import START, Tuner
 
-QUICK = ["--seconds", "0.03", "--workers", "2"]
+QUICK = ["--seconds", "0.03"]
 
 
 @pytest.fixture(autouse=True)
@@ -118,8 +120,6 @@ def test_a_row_that_fails_is_shown_beside_the_others(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["benched_data:numbers", "--workers", "0"], "is not a list of positive integers, such as 1,2,4"),
-        (["benched_data:numbers", "--workers", "two"], "'two' is not a list of positive integers"),
         (["benched_data:numbers", "--pools", "inline,dask"], "'dask' is not a pool: choose from inline"),
         (["benched_data:numbers", "--seconds", "0"], "0.0 is not in the range"),
         (["benched_data:numbers", "--batch-size", "0"], "0 is not in the range"),
@@ -135,10 +135,28 @@ def test_a_wrong_argument_is_one_line(options: list[str], said: str, capsys: pyt
     assert shown.out == ""
 
 
-def test_by_default_as_many_workers_are_measured_as_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, numbers in (1, [1, 2]), (6, [1, 2, 4]), (64, [1, 2, 4, 8, 16]):
-        monkeypatch.setattr(bench, "cores_for_workers", lambda cores=cores: cores)
-        assert bench._listed_numbers(None, None, None) == numbers  # type: ignore[arg-type]
+@pytest.mark.parametrize("pool", ["thread", "process"])
+def test_auto_finds_how_many_workers_are_measured(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(self: Tuner, meter: Any, pipeline: Any, now: float) -> None:
+        pipeline.pool.wanted = 5
+
+    monkeypatch.setattr(Tuner, "look", look)
+    seconds = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
+    assert bench.find_workers(pool, 9.0, arguments(range(1000))) == 5
+
+
+def test_more_processes_than_cores_are_no_warning_where_auto_has_found_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sharded_loader.base.limits.cores_for_workers", lambda: 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bench._loader_of(Row("process", 32), arguments(range(8))).close()
+
+
+@pytest.mark.parametrize(("pool", "number"), [("inline", 0), ("ray", 6), ("thread", START)])
+def test_where_auto_finds_none_the_number_is_fixed(pool: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "cores_for_workers", lambda: 6)
+    assert bench.find_workers(pool, 9.0, arguments(_Divides())) == number
 
 
 @pytest.mark.parametrize(("others", "said"), [(1.7, True), (0.0, False)])
@@ -180,7 +198,11 @@ def test_spawned_workers_find_the_classes_of_a_file_in_another_folder(tmp_path: 
 
 
 INLINE, THREADS, PROCESSES = Row("inline", 0), Row("thread", 2), Row("process", 2)
-BRIEFLY = {"batch_size": 4, "seconds": 0.03}
+SECONDS = 0.03
+
+
+def arguments(dataset: Any, batch_size: int = 4, shuffle: bool = False, batchify_fn: Any = None) -> dict[str, Any]:
+    return {"dataset": dataset, "batch_size": batch_size, "shuffle": shuffle, "batchify_fn": batchify_fn}
 
 
 class Counting:
@@ -221,7 +243,7 @@ class FailsInWorkers:
 def test_rows_are_measured_in_turn_in_every_round() -> None:
     turns: list[tuple[int, Row]] = []
     rows = [INLINE, THREADS]
-    measured = measure(range(100), rows, shuffle=True, on_turn=lambda *turn: turns.append(turn), **BRIEFLY)
+    measured = measure(rows, SECONDS, arguments(range(100), shuffle=True), lambda *turn: turns.append(turn))
     assert turns == list(enumerate(rows * ROUNDS))
     assert [(one.pool, one.workers, one.error) for one in measured] == [("inline", 0, None), ("thread", 2, None)]
     assert all(one.samples_per_second > 0 and one.ms_per_batch > 0 for one in measured)
@@ -232,7 +254,7 @@ def test_rows_are_measured_in_turn_in_every_round() -> None:
 )
 @pytest.mark.slow
 def test_data_of_every_kind_is_measured_in_every_pool(dataset: Any) -> None:
-    measured = measure(dataset, [INLINE, THREADS, PROCESSES], shuffle=False, **BRIEFLY)
+    measured = measure([INLINE, THREADS, PROCESSES], SECONDS, arguments(dataset))
     assert [one.error for one in measured] == [None, None, None]
 
 
@@ -240,7 +262,7 @@ def test_speed_and_time_per_batch_are_counted_from_the_same_batches(monkeypatch:
     # Every look at the clock takes a second.
     seconds = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
-    [one] = measure(range(1000), [INLINE], shuffle=False, batch_size=10, seconds=60)
+    [one] = measure([INLINE], 60, arguments(range(1000), 10))
     assert one.samples_per_second * one.ms_per_batch / 1000 == pytest.approx(10)
     assert one.ms_per_batch >= 1000
 
@@ -249,13 +271,13 @@ def test_speed_and_time_per_batch_are_counted_from_the_same_batches(monkeypatch:
 def test_a_slow_dataset_is_measured_for_a_batch_of_each_worker() -> None:
     read: list[int] = []
     data = SimpleDataset(range(10**6)).transform(lambda index: read.append(index) or index)
-    measure(data, [Row("thread", 3)], shuffle=False, batch_size=1, seconds=1e-9)
+    measure([Row("thread", 3)], 1e-9, arguments(data, 1))
     assert len(read) >= ROUNDS * (1 + 2 * 3 + 3)
 
 
 def test_what_the_dataset_raises_inline_ends_it_with_the_sample() -> None:
     with pytest.raises(DatasetFailed, match=r"^ZeroDivisionError: division by zero \(in epoch 0, batch 1, sample 5\)$"):
-        measure(_Divides(), [INLINE, THREADS], shuffle=False, **BRIEFLY)
+        measure([INLINE, THREADS], SECONDS, arguments(_Divides()))
 
 
 class _Divides:
@@ -267,7 +289,7 @@ class _Divides:
 
 
 def test_what_fails_only_in_workers_ends_only_their_row() -> None:
-    inline, processes = measure(FailsInWorkers(), [INLINE, PROCESSES], shuffle=False, **BRIEFLY)
+    inline, processes = measure([INLINE, PROCESSES], SECONDS, arguments(FailsInWorkers()))
     assert inline.error is None
     assert processes.error is not None and processes.error.startswith("OSError: no files here (in epoch 0, batch ")
     assert processes.samples_per_second == 0
@@ -278,11 +300,7 @@ def test_what_fails_only_in_workers_ends_only_their_row() -> None:
 )
 def test_data_without_samples_is_an_error(dataset: Any, said: str) -> None:
     with pytest.raises(DatasetFailed, match=said):
-        measure(dataset, [INLINE], shuffle=False, **BRIEFLY)
-
-
-def test_inline_is_one_row_and_comes_first() -> None:
-    assert rows_of(["thread", "inline"], [1, 2]) == [INLINE, Row("thread", 1), Row("thread", 2)]
+        measure([INLINE], SECONDS, arguments(dataset))
 
 
 INLINE_ROW = Measurement("inline", 0, 1000.0, 64.0)
@@ -293,44 +311,38 @@ def rows(*speeds: tuple[str, int, float]) -> list[Measurement]:
 
 
 @pytest.mark.parametrize(
-    ("measured", "cores", "said"),
+    ("measured", "said"),
     [
         # Workers gain nothing.
-        (rows(("process", 1, 900), ("process", 2, 1100)), 2, "Inline is enough, so leave out num_workers"),
-        (rows(("process", 1, 900), ("process", 2, 1100)), 2, "with workers it is at best 1.10 times as fast"),
-        # The fewest workers that are nearly as fast as the best ones.
-        (rows(("process", 2, 1900), ("process", 4, 3800), ("process", 8, 4000)), 8, "Use num_workers=4: 3.8 times"),
-        (rows(("process", 2, 1900), ("process", 4, 1950)), 8, "Use num_workers=2: 1.9 times"),
-        # Nearly as fast as the best ones, but not worth it beside inline.
-        (rows(("process", 1, 1150), ("process", 2, 1250)), 8, "Use num_workers=2: 1.2 times"),
+        (rows(("thread", 1, 900), ("process", 2, 1100)), "Inline is enough, so leave out num_workers"),
+        (rows(("thread", 1, 900), ("process", 2, 1100)), "with workers it is at best 1.10 times as fast"),
         # The faster pool, and how to choose it.
-        (rows(("process", 2, 1500), ("thread", 2, 1900)), 2, "Use num_workers=2, thread_pool=True: 1.9 times"),
-        (rows(("process", 2, 1900), ("thread", 2, 1890)), 2, "Use num_workers=2: 1.9 times"),
-        (rows(("ray", 2, 1900)), 2, 'Use num_workers=2, pool="ray": 1.9 times'),
-        # Says when inline is enough all the same, or that more could be measured.
-        (rows(("process", 2, 1900)), 2, "inline is enough if your training step takes far longer than 64 ms"),
-        (rows(("process", 2, 1900)), 8, "more may be faster, so measure with --workers 2,4"),
+        (rows(("process", 2, 1500), ("thread", 4, 1900)), "Use num_workers=4, thread_pool=True: 1.9 times"),
+        (rows(("process", 2, 1900), ("thread", 2, 1890)), "Use num_workers=2: 1.9 times"),
+        (rows(("ray", 2, 1900)), 'Use num_workers=2, pool="ray": 1.9 times'),
+        # Says when inline is enough all the same.
+        (rows(("process", 2, 1900)), "inline is enough if your training step takes far longer than 64 ms"),
     ],
 )
-def test_it_names_the_arguments_and_the_reason(measured: list[Measurement], cores: int, said: str) -> None:
-    advice = recommend([INLINE_ROW, *measured], cores)
+def test_it_names_the_arguments_and_the_reason(measured: list[Measurement], said: str) -> None:
+    advice = recommend([INLINE_ROW, *measured])
     assert said in advice
     assert advice.endswith(".") and "\n" not in advice
 
 
 def test_inline_alone_is_compared_with_nothing() -> None:
-    assert recommend([INLINE_ROW], 8) == (
+    assert recommend([INLINE_ROW]) == (
         "Only inline was measured, 64 ms per batch: add --pools inline,thread,process to compare."
     )
 
 
 def test_without_inline_the_best_row_is_named() -> None:
-    assert recommend(rows(("process", 1, 900), ("process", 2, 1800)), 8).startswith("Use num_workers=2: ")
+    assert recommend(rows(("thread", 1, 900), ("process", 2, 1800))).startswith("Use num_workers=2: ")
 
 
 def test_rows_that_failed_do_not_count() -> None:
     failed = Measurement("thread", 8, error="boom")
-    assert recommend([INLINE_ROW, failed, *rows(("process", 2, 1900))], 2).startswith("Use num_workers=2: ")
+    assert recommend([INLINE_ROW, failed, *rows(("process", 2, 1900))]).startswith("Use num_workers=2: ")
 
 
 def spread(pool: str, workers: int, lowest: float, median: float, highest: float) -> Measurement:
@@ -339,17 +351,17 @@ def spread(pool: str, workers: int, lowest: float, median: float, highest: float
 
 def test_rounds_that_overlap_have_no_clear_winner() -> None:
     inline = spread("inline", 0, 600, 1000, 1500)
-    advice = recommend([inline, spread("process", 2, 1300, 1900, 2000)], 2)
+    advice = recommend([inline, spread("process", 2, 1300, 1900, 2000)])
     assert advice.startswith("No clear winner: the rounds of num_workers=2 and inline overlap.")
     assert "--seconds" in advice
-    assert recommend([inline, spread("process", 2, 1600, 1900, 2000)], 2).startswith("Use num_workers=2: ")
+    assert recommend([inline, spread("process", 2, 1600, 1900, 2000)]).startswith("Use num_workers=2: ")
 
 
 def test_rows_that_are_alike_need_no_winner() -> None:
-    two, four = spread("process", 2, 1800, 1900, 2000), spread("process", 4, 1850, 1950, 2050)
-    assert recommend([INLINE_ROW, two, four], 8).startswith("Use num_workers=2: ")
+    two, four = spread("process", 2, 1800, 1900, 2000), spread("thread", 4, 1750, 1850, 1950)
+    assert recommend([INLINE_ROW, two, four]).startswith("Use num_workers=2: ")
     slower = spread("thread", 2, 990, 1010, 1200)
-    assert recommend([INLINE_ROW, slower], 2).startswith("Inline is enough")
+    assert recommend([INLINE_ROW, slower]).startswith("Inline is enough")
 
 
 # -- what a cache gains ------------------------------------------------------------------------------------------------
@@ -365,7 +377,7 @@ class Slow:
 
 
 def test_it_says_what_a_cache_gains() -> None:
-    text = bench.gain_of_cache(Slow(), Measurement("inline", 0, 40.0, 1.0), 0.05, 16)
+    text = bench.gain_of_cache(Measurement("inline", 0, 40.0, 1.0), 0.05, arguments(Slow(), 16))
     found = re.fullmatch(
         r"With dataset.cache.*, epochs after the first are (\d+\.\d) times as fast; .* 512 bytes.", text
     )
@@ -373,7 +385,7 @@ def test_it_says_what_a_cache_gains() -> None:
 
 
 def test_it_says_why_a_cache_cannot_keep_the_samples() -> None:
-    text = bench.gain_of_cache(SimpleDataset([object()]), Measurement("inline", 0, 400.0, 1.0), 0.05, 16)
+    text = bench.gain_of_cache(Measurement("inline", 0, 400.0, 1.0), 0.05, arguments(SimpleDataset([object()]), 16))
     assert text.startswith("A cache cannot keep the samples: TypeError: the sample is an object")
 
 
@@ -384,5 +396,6 @@ class OneObject(Slow):
 
 @pytest.mark.parametrize("pool", ["inline", "thread"])
 def test_it_says_so_too_if_a_later_sample_cannot_be_kept(pool: str) -> None:
-    text = bench.gain_of_cache(OneObject(), Measurement(pool, int(pool != "inline"), 4000.0, 1.0), 0.05, 16, list)
+    fastest = Measurement(pool, int(pool != "inline"), 4000.0, 1.0)
+    text = bench.gain_of_cache(fastest, 0.05, arguments(OneObject(), 16, batchify_fn=list))
     assert "sample 9 cannot be cached: field ['x'] of the sample is a ndarray (object)" in text

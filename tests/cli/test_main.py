@@ -154,7 +154,7 @@ def test_ctrl_c_stops_bench_and_its_workers_without_a_traceback(tmp_path: Path) 
             time.sleep(0.02)
         return readers
 
-    arguments = ["bench", "data_to_stop:slow", "--pools", "process", "--workers", "2", "--seconds", "999", "-q"]
+    arguments = ["bench", "data_to_stop:slow", "--pools", "process", "--seconds", "999", "-q"]
     readers, out = interrupt([*COMMAND, *arguments], workers_that_read, **at(tmp_path))
     assert out == ""
     for reader in readers:

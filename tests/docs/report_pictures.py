@@ -1,4 +1,4 @@
-"""The pictures of the guide "Why does training wait?": reports of three jobs that are slow in different ways.
+"""The pictures of the guide "Why does training wait?": reports of two jobs that are slow in different ways.
 
     python -m tests.docs.report_pictures
 
@@ -34,11 +34,10 @@ class Samples:
 
     Args:
         computes: seconds in which each sample keeps a core busy.
-        late: seconds that one sample of a hundred sleeps.
     """
 
-    def __init__(self, computes: float = 0.0, late: float = 0.0) -> None:
-        self.computes, self.late = computes, late
+    def __init__(self, computes: float = 0.0) -> None:
+        self.computes = computes
 
     def __len__(self) -> int:
         return 1600
@@ -47,8 +46,6 @@ class Samples:
         until = time.thread_time() + self.computes
         while time.thread_time() < until:
             pass
-        if self.late and index % 100 == 37:
-            time.sleep(self.late)
         return index
 
 
@@ -61,7 +58,6 @@ def slow_collate(samples: list[int]) -> Any:
 JOBS: dict[str, dict[str, Any]] = {
     "too-few-workers": {"dataset": Samples(computes=0.002), "num_workers": 1},
     "slow-collate": {"dataset": Samples(), "num_workers": 2, "collate_fn": slow_collate},
-    "late-samples": {"dataset": Samples(late=0.4), "num_workers": 2},
 }
 """The arguments of a loader for each picture."""
 

@@ -22,7 +22,7 @@ from sharded_loader.engine.pool import Pool
 from sharded_loader.loader import auto
 from sharded_loader.loader.auto import AHEAD, DEEPEST, KEPT, MOST, START, Observed, Setting, Tuner, choose, observe
 from sharded_loader.loader.stats import LoaderStats, Meter
-from sharded_loader.loader.times import WorkerTimes
+from sharded_loader.loader.times import StageTimes, WorkerTimes
 from sharded_loader.torch import DataLoader
 from tests.conftest import PROCESS_POOLS
 
@@ -168,7 +168,8 @@ def stats_of(seconds: float, batches: int, workers: dict[int, tuple[float, float
 
 def test_a_look_tells_shares_of_the_time_without_the_start_of_workers() -> None:
     before = stats_of(10.0, 100, {0: (5.0, 1.0)}, input=1.0)
-    after = stats_of(15.0, 200, {-1: (9.0, 9.0), 0: (8.0, 2.0), 1: (1.0, 1.0)}, input=3.0, late_sample=0.4, start=1.0)
+    after = stats_of(15.0, 200, {-1: (9.0, 9.0), 0: (8.0, 2.0), 1: (1.0, 1.0)}, input=3.4, start=1.0)
+    after.__dict__["stages"] = {"behind": StageTimes(0.8, 0.0, 0.0, 0.0, 0.0)}
     found = observe(before, after, Setting())
     assert found == Observed(Setting(), 100.0, pytest.approx(0.6), pytest.approx(0.6), pytest.approx(0.1), 1.0, 0.5)
 

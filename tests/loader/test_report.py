@@ -233,10 +233,10 @@ def of_ranks(*facts: Facts) -> str:
 
 def test_the_slow_rank_is_named_and_why_it_is_slow() -> None:
     slow = dict.fromkeys(range(100), 0.4)
-    text = of_ranks(rank_of(0, {}), rank_of(1, slow, "retries"), rank_of(2, {5: 0.1}))
+    text = of_ranks(rank_of(0, {}), rank_of(1, slow, "placing"), rank_of(2, {5: 0.1}))
     first, verdict, *_ = text.splitlines()
     assert first == "Rank 1 is slow: the others wait for it for 40% of the time."
-    assert verdict == "Training waits for requests that are tried again: 0 so far."
+    assert verdict == "Training waits while the main process converts and copies batches."
     assert [line.split()[0] for line in text.splitlines()[-3:]] == ["0", "1", "2"]
     assert "3 of 3 ranks" in text
 
