@@ -1,7 +1,7 @@
 """A store that answers after 20 ms, read by an ``async def``: ``python -m benchmarks.awaited``. A minute.
 
     bare        asyncio.gather of 64 samples at a time, and nothing else
-    the rest    one worker of each pool, by the size of a batch
+    the rest    by the pool, with its number of workers, and the size of a batch
 
 The table shows samples per second, and the share of the bare rate: the best of three rounds, in each of which all are
 read in turn.
@@ -50,10 +50,9 @@ def main() -> None:
     store = Store()
     rows: dict[str, ShardedDataLoader[Any]] = {}
     for batch_size in (16, 64, 256):
-        for pool in (ProcessPool(1), ThreadPool(1), InlinePool()):
-            prefetch = None if isinstance(pool, InlinePool) or batch_size > 16 else 4
-            loader = ShardedDataLoader(store, batch_size, pool=pool, prefetch=prefetch)
-            rows[f"{type(pool).__name__}, batches of {batch_size}"] = loader
+        for pool in (ProcessPool(2), ThreadPool(4), InlinePool()):
+            loader = ShardedDataLoader(store, batch_size, pool=pool)
+            rows[f"{type(pool).__name__}({pool.num_workers or ''}), batches of {batch_size}"] = loader
             sum(1 for _ in loader)
     found: dict[str, list[float]] = {name: [] for name in ("bare", *rows)}
     for _ in range(ROUNDS):

@@ -28,7 +28,7 @@ MAX_FUNCTION_LINES = 50
 APART = ("cli", "demo", "__main__")
 """Below the package: programs that use it."""
 
-OPTIONAL = ("storage", "recordio", "pools.ray", "drop_in", "torch", "integrations", *APART)
+OPTIONAL = ("storage", "recordio", "ray", "drop_in", "torch", "integrations", *APART)
 """Below the package: what `ShardedDataLoader` does not need. The rest of the package is its core."""
 
 FLOORS = (
@@ -40,7 +40,7 @@ FLOORS = (
     ("engine", "recordio"),
     ("sampling", "streams", "devices", "storage"),
     ("pools",),
-    ("loader", "parallel", "batchify"),
+    ("loader", "parallel", "batchify", "ray"),
     ("drop_in",),
     ("torch",),
     ("integrations", *APART),
@@ -77,7 +77,7 @@ def core_of(modules: Iterable[str]) -> list[str]:
     """The modules of a package that are not `OPTIONAL`.
 
     Example:
-        >>> core_of(["p", "p.torch", "p.pools", "p.pools.ray.actor", "p.storage", "p.storages"])
+        >>> core_of(["p", "p.torch", "p.pools", "p.ray.actor", "p.storage", "p.storages"])
         ['p', 'p.pools', 'p.storages']
     """
     return [name for name in modules if not _below(name, OPTIONAL)]

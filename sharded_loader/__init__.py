@@ -33,10 +33,10 @@ _HOMES = {
     "loader.stats": "LoaderStats",
     "memory.shared": "share",
     "memory.store": "CacheMismatchError",
-    "parallel": "Replicas split_and_load split_data",
+    "parallel": "split_and_load split_data",
     "pools.inline": "InlinePool",
     "pools.process.pool": "ProcessPool",
-    "pools.ray.pool": "RayPool",
+    "ray.pool": "RayPool",
     "pools.threads": "ThreadPool",
     "randomness.rng": "sample_generator sample_rng sample_seed",
     "randomness.shuffle": "IndexView",
@@ -55,6 +55,11 @@ _HOMES = {
     "storage.files": "ShardError",
 }
 """The public names of each module; `__init__.pyi` has the same names for type checkers."""
+
+PROVIDED = {
+    ("pool", "ray"): "sharded_loader.ray.pool:RayPool",
+}
+"""What the satellites give to the core, which imports none of them: kind, name, and place. See `base.imports`."""
 
 _HOME_OF = {name: f"sharded_loader.{home}" for home, names in _HOMES.items() for name in names.split()}
 _MODULES = ("batchify", "recordio")

@@ -25,17 +25,16 @@ from sharded_loader.loader.report import RankStats as RankStats
 from sharded_loader.loader.stats import LoaderStats as LoaderStats
 from sharded_loader.memory.shared import share as share
 from sharded_loader.memory.store import CacheMismatchError as CacheMismatchError
-from sharded_loader.parallel import Replicas as Replicas
 from sharded_loader.parallel import split_and_load as split_and_load
 from sharded_loader.parallel import split_data as split_data
 from sharded_loader.pools.inline import InlinePool as InlinePool
 from sharded_loader.pools.process.pool import ProcessPool as ProcessPool
-from sharded_loader.pools.ray.pool import RayPool as RayPool
 from sharded_loader.pools.threads import ThreadPool as ThreadPool
 from sharded_loader.randomness.rng import sample_generator as sample_generator
 from sharded_loader.randomness.rng import sample_rng as sample_rng
 from sharded_loader.randomness.rng import sample_seed as sample_seed
 from sharded_loader.randomness.shuffle import IndexView as IndexView
+from sharded_loader.ray.pool import RayPool as RayPool
 from sharded_loader.recordio import RecordFileDataset as RecordFileDataset
 from sharded_loader.sampling.base import Sampler as Sampler
 from sharded_loader.sampling.batch_samplers import BatchSampler as BatchSampler
@@ -67,4 +66,5 @@ from sharded_loader.storage.dataset import ShardDataset as ShardDataset
 from sharded_loader.storage.files import ShardError as ShardError
 
 __all__: list[str]
+PROVIDED: dict[tuple[str, str], str]
 __version__: str

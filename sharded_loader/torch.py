@@ -88,7 +88,6 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         thread_pool: Whether workers are threads instead of processes.
         restarts: How many workers a batch may kill before you get an error. 0: none. None: 3, or none with ``timeout``.
         max_bytes: The limit of shared memory for batches, in bytes.
-        numa: Whether batches and workers are placed near the GPU; see `ProcessPool`.
         max_worker_memory: The memory that a worker process may take; see `ProcessPool`.
         streams: The number of parts of iterable data; see `ShardedDataLoader`. None: one for each worker, as in torch.
         skip: Steps to leave out; see `ShardedDataLoader`. They count the batches of the sampler, whose length must be
@@ -143,7 +142,6 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         thread_pool: bool = False,
         restarts: int | None = None,
         max_bytes: int | None = None,
-        numa: bool = True,
         max_worker_memory: int | str | None = None,
         streams: int | None = None,
         skip: Sequence[tuple[int, int]] | None = None,
@@ -160,13 +158,13 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._tuner = tuned(self._meter) if is_auto else None  # it finds the number of workers
         self.device, self.devices, self.num_shards = device, devices, num_shards
         self.start_method, self.thread_pool = start_method, thread_pool
-        self.restarts, self.max_bytes, self.numa, self.max_worker_memory = restarts, max_bytes, numa, max_worker_memory
+        self.restarts, self.max_bytes, self.max_worker_memory = restarts, max_bytes, max_worker_memory
         self.streams, self.snapshot_every_n_steps = streams, snapshot_every_n_steps
         self._scales_prefetch = prefetch_factor is None
         self._epochs = EpochCount()
         self._named: int | None = None  # the epoch of the last `set_epoch`
         self._requests = EpochRequests()  # of the dataset: workers that live on have copies of it
-        self._requests.listen([dataset, *told_in(dataset)] if persistent_workers else [])
+        self._requests.listen(told_in(dataset) if persistent_workers else [])
         self._newest: weakref.ref[LoaderIterator] | None = None
         self._waiting: LoaderIterator | None = None  # the newest one that has read nothing
         self._given_skip = check_skip(skip)
@@ -309,9 +307,8 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._prepared, self._waiting, self._named = None, None, epoch
         self._epochs.request(epoch)
         tell_epoch(self._index_sampler, epoch)
-        tell = getattr(self.dataset, "set_epoch", None)
-        if callable(tell):
-            tell(epoch)
+        for one in told_in(self.dataset, nearest=True):
+            one.set_epoch(epoch)
 
     def read(self, index: Any, epoch: int = 0) -> Any:
         """One sample, read here and now, with its random generator: where a debugger works.

@@ -47,7 +47,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,24 +141,6 @@ class Stream:
         self.give(lambda: None, lambda: last is None or last.passed)
 
 
-def pretended_sys(root: Path, nodes: dict[int, str], gpus: dict[str, str], **siblings: str) -> Path:
-    """The files of a machine under /sys that say what is near what.
-
-    Args:
-        root: where it is to stand.
-        nodes: the CPUs of each NUMA node.
-        gpus: of each PCI address the number of the node.
-        siblings: of ``cpu0`` and others, the CPUs that share the core.
-    """
-    files = {f"devices/system/node/node{number}/cpulist": cpus for number, cpus in nodes.items()}
-    files |= {f"bus/pci/devices/{address}/numa_node": node for address, node in gpus.items()}
-    files |= {f"devices/system/cpu/{cpu}/topology/thread_siblings_list": cpus for cpu, cpus in siblings.items()}
-    for name, text in files.items():
-        (root / "sys" / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / "sys" / name).write_text(f"{text}\n")
-    return root
-
-
 class Machine:
     """All devices, and the host memory that they read.
 
@@ -179,7 +160,6 @@ class Machine:
         self.allocated = self.peak = self.blocked = self.cleared = self.caches_emptied = 0
         self.refuse: int = 0
         self.hangs = self.has_failed = False
-        self.addresses: dict[torch.device, str] = {}
         self.clock: Callable[[], float] = time.perf_counter
         self.memory_bytes: tuple[int, int] | None = (1 << 30, 1 << 30)
         self.peak_bytes = 0
@@ -461,9 +441,6 @@ class SimulatedStreams(Streams):
 
     def runtime(self) -> Any:
         return self.machine
-
-    def address(self) -> str | None:
-        return self.machine.addresses.get(self.device)
 
     def timed_event(self) -> Event:
         return Event(self.machine, timed=True)

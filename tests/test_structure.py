@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks.imports import FUNCTION, HIDDEN, Import, circles, imports_of, parsed, read_sources, upward
+from benchmarks.imports import HIDDEN, Import, circles, imports_of, parsed, read_sources, upward
 from benchmarks.road import lost, read_targets
 from benchmarks.sizes import FLOORS, out_of_core, sizes_of
+from sharded_loader import PROVIDED
 
 ROOT = Path(__file__).parents[1]
 SOURCES = read_sources(ROOT / "sharded_loader")
-LAZY = {("loader.arguments", "pools.ray.pool")}
-"""Imports of optional modules by the core, in a function: the loader makes a `RayPool` for the user who names Ray."""
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +29,14 @@ def test_no_modules_import_each_other_and_no_import_goes_upwards_or_is_hidden(im
     assert [found for found in imports if found.kind == HIDDEN] == []
 
 
-def test_the_core_imports_no_optional_module(imports: list[Import]) -> None:
-    outward = out_of_core(imports)
-    lazy = [found for found in outward if found.kind == FUNCTION]
-    assert [found for found in outward if found not in lazy] == []
-    names = {(found.importer.partition(".")[2], found.imported.partition(".")[2]) for found in lazy}
-    assert names <= LAZY
+def test_the_core_imports_no_satellite(imports: list[Import]) -> None:
+    assert out_of_core(imports) == []
+
+
+def test_what_satellites_give_to_the_core_is_there() -> None:
+    for place in PROVIDED.values():
+        module, _, name = place.partition(":")
+        assert module in SOURCES and re.search(rf"^(class|def) {name}\b", SOURCES[module], re.MULTILINE)
 
 
 @pytest.mark.slow

@@ -30,8 +30,8 @@ def refuse_async_iterable(dataset: Any) -> None:
     if hasattr(type(dataset), "__aiter__") and not any(hasattr(type(dataset), n) for n in ("__getitem__", "__iter__")):
         raise TypeError(
             f"the dataset, {type(dataset).__name__}, is an async iterable (__aiter__), which the loader does not read: "
-            f"write __len__ and async def __getitem__(self, index), which is awaited for many samples at a time, or "
-            f"an ordinary __iter__ that reads it with an event loop of its own"
+            f"write __len__ and async def __getitem__(self, index), which is awaited for all samples of a batch, or an "
+            f"ordinary __iter__ that reads it with an event loop of its own"
         )
 
 

@@ -1,7 +1,9 @@
-"""Waits for the import of a module that this library does not import itself.
+"""What is imported later, or by others.
 
     call_after_import("torch", then)    calls ``then`` when torch has been imported; at once if it is imported already
     forget_import("torch")              takes that back
+    provide("pool", "ray", "sharded_loader.ray.pool:RayPool")    gives the core something that it does not import
+    provided("pool", "ray")             the class; its module is imported now
     leave_alone(function, ...)          `torch.compile` compiles neither these functions nor what they call
 
 The first serves what a worker has to say to a library, or has to seed in it. Most workers never import torch.
@@ -12,11 +14,13 @@ dataset, and in forked workers, which inherit Dynamo's hook, everything that the
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
+from sharded_loader import PROVIDED
 from sharded_loader.base.private import is_being_imported, skip_compiling
 
 
@@ -66,6 +70,36 @@ class _Finder:
 
 
 _alone: list[FunctionType] = []
+
+
+_places = dict(PROVIDED)
+
+
+def provide(kind: str, name: str, place: str) -> None:
+    """Give the core something by name. What its own satellites give stands in ``sharded_loader/__init__.py``.
+
+    Args:
+        kind: What it is, such as ``"pool"``.
+        name: What the user, or the core, calls it.
+        place: Where it is, as ``"package.module:attribute"``. The module is imported when it is asked for.
+
+    Example:
+        >>> provide("example", "ordered", "collections:OrderedDict")
+        >>> provided("example", "ordered").__name__, names_of("example")
+        ('OrderedDict', ['ordered'])
+    """
+    _places[kind, name] = place
+
+
+def provided(kind: str, name: str) -> Any:
+    """Return what `provide` was given under this name."""
+    module, _, attribute = _places[kind, name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def names_of(kind: str) -> list[str]:
+    """The names of everything of a kind."""
+    return [name for one, name in _places if one == kind]
 
 
 def leave_alone(*functions: Any) -> None:

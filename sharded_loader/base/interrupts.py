@@ -32,18 +32,35 @@ def uninterrupted() -> Iterator[None]:
         return
     noted: dict[int, Any] = {}
     before = python_handlers()
+    is_over = False
+
+    def note(number: int, frame: Any) -> None:
+        if is_over:  # the handlers are being put back
+            before[number](number, frame)
+        else:
+            noted.setdefault(number, frame)  # as the kernel does: a signal that waits is one signal
+
     _noted.append(noted)
     try:
         for number in before:
-            signal.signal(number, noted.setdefault)  # as the kernel does: a signal that waits is one signal
+            signal.signal(number, note)
         yield
     finally:
         _noted.pop()
-        for number, handler in before.items():
-            signal.signal(number, handler)
         with contextlib.ExitStack() as calls:  # each handler runs, whatever another one raises
-            for number, frame in reversed(noted.items()):
-                calls.callback(before[number], number, frame)
+            try:
+                for is_over in (False, True):  # noqa: B007  # `note` reads it; a signal may come before it does
+                    while noted:
+                        number, frame = noted.popitem()
+                        calls.callback(before[number], number, frame)
+                _put_back(before)
+            finally:
+                _put_back(before)  # once more, if a handler has raised meanwhile
+
+
+def _put_back(handlers: dict[int, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 _noted: list[dict[int, Any]] = []

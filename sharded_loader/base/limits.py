@@ -1,5 +1,4 @@
 """How much this process may use: memory and cores of the machine, and what the cgroups around it allow (v1, v2).
-Which of the cores are near a device.
 
     free_bytes() -> Limit(nbytes, what)      the tightest limit of memory
     own_bytes(), private_bytes() -> nbytes   what this process takes, with and without what a fork has left to two
@@ -7,8 +6,6 @@ Which of the cores are near a device.
     oom_kills() -> count | None              how often the kernel has killed in this cgroup, where it says so
     cores_for_workers() -> number
     warn_of_workers(workers)                 far more worker processes than cores: a `LoaderWarning`
-    cpus_near(addresses) -> Near             the CPUs of the NUMA node that all these devices are attached to
-    run_on(cpus, work), bind(pid, cpus)      work in a thread on these CPUs; a process that runs on them
 
 `free_bytes` is asked before shared memory grows: in a memory cgroup the kernel gives no error, it kills. Nothing here
 imports NumPy or torch.
@@ -19,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -179,16 +176,11 @@ def _cgroup(folder: Path, maximum: str, current: str) -> Limit:
 # -- cores ------------------------------------------------------------------------------------------------------------
 
 
-def usable_cpus() -> frozenset[int]:
-    """The CPUs that this thread may run on; none where the system does not say."""
-    with contextlib.suppress(AttributeError, OSError):  # not on this system, or a sandbox does not allow it
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset()
-
-
 def usable_cores() -> int:
     """How many cores this process may run on."""
-    return len(usable_cpus()) or os.cpu_count() or 1
+    with contextlib.suppress(AttributeError, OSError):  # not on this system, or a sandbox does not allow it
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def core_limit(root: Path = Path("/")) -> float | None:
@@ -242,120 +234,3 @@ def warn_of_workers(workers: int, environ: Mapping[str, str] = os.environ) -> No
             f"{workers} worker processes{each} share {cores} core{'s' * (cores > 1)}. They take turns, and each takes "
             f"memory: give num_workers={max(1, cores // ranks)}, or threads if they wait for files or the network"
         )
-
-
-# -- cores near a device ----------------------------------------------------------------------------------------------
-
-
-class Near(NamedTuple):
-    """CPUs near a loader's devices, and the number of their cores. Empty: no reason to prefer some CPUs to others."""
-
-    cpus: frozenset[int] = frozenset()
-    cores: int = 0
-
-
-def cpus_in(text: str) -> frozenset[int]:
-    """The numbers in a list of CPUs, as the kernel writes it.
-
-    Example:
-        >>> sorted(cpus_in("0-3,8,10-11"))
-        [0, 1, 2, 3, 8, 10, 11]
-    """
-    found: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
-
-
-def numa_nodes(root: Path = Path("/")) -> dict[int, frozenset[int]]:
-    """The CPUs of each NUMA node that has any: of each socket of a machine, or of a part of one.
-
-    Args:
-        root: where /sys is; another folder in tests.
-    """
-    found = {}
-    for path in sorted((root / "sys/devices/system/node").glob("node[0-9]*/cpulist")):
-        with contextlib.suppress(OSError, ValueError):
-            found[int(path.parent.name[4:])] = cpus_in(path.read_text())
-    return {number: cpus for number, cpus in found.items() if cpus}
-
-
-def node_of(address: str | None, root: Path = Path("/")) -> int:
-    """The NUMA node that a device is attached to; -1, as in the kernel's file, where the system does not say.
-
-    Args:
-        address: on the PCI bus, such as ``"0000:81:00.0"``; None: not known.
-        root: as above.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        return int((root / "sys/bus/pci/devices" / (address or "unknown") / "numa_node").read_text())
-    return -1
-
-
-def cpus_near(addresses: Iterable[str | None], root: Path = Path("/")) -> Near:
-    """The CPUs that this process may use of the NUMA node that all these devices are attached to.
-
-    Empty if a node is not known, and if the devices are attached to several nodes. Also if all CPUs that this process
-    may use are at the node, as on a machine with one node, or none.
-
-    Args:
-        addresses: of the devices, see `node_of`.
-        root: as above.
-    """
-    nodes, usable = numa_nodes(root), usable_cpus()
-    near = {node_of(address, root) for address in addresses}
-    cpus = nodes.get(near.pop(), frozenset()) & usable if len(near) == 1 else frozenset()
-    return Near() if cpus == usable else Near(cpus, len({_siblings(cpu, root) for cpu in cpus}))
-
-
-def _siblings(cpu: int, root: Path) -> str:
-    """The CPUs that share a core with this one, which is its own where the system does not say."""
-    with contextlib.suppress(OSError):
-        return (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
-    return str(cpu)
-
-
-def run_on(cpus: Collection[int], work: Callable[[], None]) -> None:
-    """Call a function in a new thread on these CPUs, so that memory which it allocates lies at their NUMA node.
-
-    The CPUs of this thread stay as they are, whatever strikes.
-
-    Args:
-        cpus: none: call the function here.
-        work: the function.
-
-    Raises:
-        Exception: what the function raises.
-    """
-    if not cpus:
-        return work()
-    from concurrent.futures import ThreadPoolExecutor  # a worker does not need it
-
-    usable = usable_cpus()
-
-    def there() -> None:
-        with contextlib.suppress(OSError):  # the CPUs were taken away meanwhile: then anywhere
-            os.sched_setaffinity(0, usable.intersection(cpus))
-        work()
-
-    with ThreadPoolExecutor(1) as threads:
-        try:
-            future = threads.submit(there)
-        except RuntimeError:  # the system has no more threads, or the program ends
-            return work()
-        return future.result()
-
-
-def bind(pid: int, cpus: Collection[int]) -> None:
-    """Have a child process run on these CPUs. A thread that the user's code has bound already stays where it is.
-
-    Linux. What the system rejects is left out.
-    """
-    usable = usable_cpus()
-    for _ in range(2):  # threads that begin meanwhile are found by the second look
-        with contextlib.suppress(OSError):  # the process has ended
-            for thread in map(int, os.listdir(f"/proc/{pid}/task")):
-                with contextlib.suppress(OSError):
-                    if os.sched_getaffinity(thread) == usable:
-                        os.sched_setaffinity(thread, usable.intersection(cpus))

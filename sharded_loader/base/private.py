@@ -71,12 +71,6 @@ def slot_names(kind: type) -> Iterable[str]:
     return [name for some in slots for name in ([some] if isinstance(some, str) else some) if name[:1] != "_"]
 
 
-def default_state(obj: Any) -> Any:
-    """Return what ``object.__getstate__`` does. Python 3.10 has no such method."""
-    slots = {name: getattr(obj, name) for name in slot_names(type(obj)) if hasattr(obj, name)}
-    return (vars(obj), slots) if slots else vars(obj)
-
-
 def is_thread_of_others(thread: threading.Thread) -> bool:
     """Whether `threading` has not started this thread. Without the class: by the name that it has."""
     kind: Any = getattr(threading, "_DummyThread", None)
@@ -279,16 +273,6 @@ def set_worker_info(**fields: Any) -> None:
 
 SEED_BYTES, WORD_BYTES = slice(0, 8), slice(24, 24 + 8 * 624)
 """Where torch keeps the seed and the words of a Mersenne Twister in the state of a CPU generator."""
-
-
-def copy_each(targets: list[Any], sources: list[Any]) -> None:
-    """Copy tensors to tensors of one device, at once. Without the name: one after the other."""
-    together: Any = getattr(sys.modules["torch"], "_foreach_copy_", None)
-    if together is not None:
-        together(targets, sources)
-    else:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
 
 
 # -- Lightning and Accelerate ------------------------------------------------------------------------------------------

@@ -166,8 +166,8 @@ def refuse_async(values: Sequence[Any], what: str) -> None:
                 one.close()  # or Python warns of each that it was never awaited
         raise TypeError(
             f"{what} is async: it gives {type(values[0]).__name__} objects, and the loader does not await them there. "
-            f"Write it with def instead of async def. Only async def __getitem__ and __getitems__, and functions of "
-            f"dataset.transform(), are awaited"
+            f"Write it with def instead of async def. Only __getitem__, __getitems__ and functions of "
+            f"dataset.transform() are awaited, where they are written as an async def"
         )
 
 

@@ -33,7 +33,7 @@ from typing import Any
 import click
 
 from sharded_loader import __version__
-from sharded_loader.base.limits import core_limit, free_bytes, node_of, numa_nodes, usable_cores, usable_cpus
+from sharded_loader.base.limits import core_limit, free_bytes, usable_cores
 from sharded_loader.base.system import can_pass_descriptors, open_memory
 from sharded_loader.cli.output import counted, json_option, one_line, quiet_option, show_json, size_text
 
@@ -103,13 +103,11 @@ class Gpu:
         device: such as ``cuda:0``.
         name: of the product.
         memory: in bytes; 0: unknown.
-        node: the NUMA node that it is attached to; -1: unknown.
     """
 
     device: str
     name: str
     memory: int = 0
-    node: int = -1
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,6 @@ class Facts:
         cores: of the machine.
         usable_cores: the cores that this process may run on.
         core_limit: processor time that its cgroup allows, in cores; None: no limit.
-        nodes: the number of CPUs that this process may use on each NUMA node. Empty: unknown.
         others: how many cores other programs use.
         memory: of the machine in bytes.
         free_memory: what this process may still use, in bytes.
@@ -156,7 +153,6 @@ class Facts:
     cores: int = 8
     usable_cores: int = 8
     core_limit: float | None = None
-    nodes: dict[int, int] = field(default_factory=lambda: {0: 8})
     others: float = 0.0
     memory: int = 64 << 30
     free_memory: int = 32 << 30
@@ -206,7 +202,6 @@ def collect() -> Facts:
         cores=os.cpu_count() or 1,
         usable_cores=usable_cores(),
         core_limit=core_limit(),
-        nodes={number: len(cpus & usable_cpus()) for number, cpus in numa_nodes().items()},
         others=cores_of_others(0.3),
         memory=psutil.virtual_memory().total,
         shm=_room("/dev/shm") if sys.platform != "win32" else None,
@@ -316,11 +311,9 @@ def _look_at_gpus(torch: Any, found: dict[str, Any]) -> None:
 
 
 def _gpu(torch: Any, device: Any) -> Gpu:
-    from sharded_loader.devices.streams import pci_address
-
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        return Gpu(str(device), properties.name, properties.total_memory, node_of(pci_address(properties)))
+        return Gpu(str(device), properties.name, properties.total_memory)
     return Gpu(str(device), device.type)
 
 
@@ -386,7 +379,7 @@ def find(facts: Facts) -> list[Finding]:
         >>> [finding.change for finding in find(Facts(descriptors=100, most_descriptors=4096))]
         ['Run: ulimit -n 4096']
     """
-    looks = _packages, _cores, _memory, _descriptors, _processes, _gpus, _numa
+    looks = _packages, _cores, _memory, _descriptors, _processes, _gpus
     return sorted((finding for look in looks for finding in look(facts)), key=lambda finding: not finding.is_problem)
 
 
@@ -480,37 +473,6 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
         yield Finding(True, what, "Raise the memory limit of the container; without pinned memory, copies are slower.")
 
 
-def _numa(facts: Facts) -> Iterator[Finding]:
-    for number, cpus in facts.nodes.items():
-        far = [gpu.device for gpu in facts.gpus if gpu.node == number]
-        if far and not cpus:
-            what = f"This process may use no CPU of NUMA node {number}, which {', '.join(far)} is attached to."
-            change = f"Run: numactl --cpunodebind={number} --membind={number} ..., or torchrun --numa-binding=node ..."
-            yield Finding(False, what, change)
-
-
-def explain_numa(facts: Facts) -> str:
-    """The NUMA nodes of the machine, the GPUs that are attached to each, and what the loader does about it.
-
-    Example:
-        >>> explain_numa(Facts())
-        '1, so nothing is far from a GPU'
-        >>> explain_numa(Facts(nodes={0: 32, 1: 32}, gpus=[Gpu("cuda:0", "H100", node=1)]))
-        '2; node 0: 32 CPUs, no GPU; node 1: 32 CPUs, cuda:0, the loader places batches and workers here'
-    """
-    if len(facts.nodes) < 2:
-        return "1, so nothing is far from a GPU" if facts.nodes else "unknown"
-    parts = [str(len(facts.nodes))]
-    for number, cpus in facts.nodes.items():
-        near = [gpu.device for gpu in facts.gpus if gpu.node == number]
-        does = "the loader places batches and workers here"
-        if cpus in (0, sum(facts.nodes.values())):
-            does = "this process runs here already" if cpus else "this process may not run here"
-        parts.append(f"node {number}: {cpus} CPUs, {', '.join([*near, does]) if near else 'no GPU'}")
-    unknown = [gpu.device for gpu in facts.gpus if gpu.node < 0]
-    return "; ".join([*parts, *([f"unknown node: {', '.join(unknown)}"] if unknown else [])])
-
-
 def explain_start_method(facts: Facts) -> str:
     """Which start method worker processes have by default, and why.
 
@@ -553,7 +515,6 @@ def lines(facts: Facts) -> list[tuple[str, str]]:
         ("optional", ", ".join(installed) or "none"),
         ("not installed", ", ".join(absent) or "none"),
         ("cores", cores),
-        ("NUMA nodes", explain_numa(facts)),
         ("memory", f"{size_text(facts.free_memory)} of {size_text(facts.memory)} free ({facts.memory_limit})"),
         ("shared memory", memory),
         ("open files", descriptors),

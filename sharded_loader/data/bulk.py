@@ -23,8 +23,9 @@ from __future__ import annotations
 import operator
 import sys
 from collections import UserDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, update_wrapper
+from inspect import iscoroutinefunction
 from types import MethodType
 from typing import Any, Protocol, TypeVar
 
@@ -35,8 +36,8 @@ from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Empty, call_with_empty, known_to
 from sharded_loader.batching.tensors import as_numpy, check_no_grad, empty_tensor, is_column
 from sharded_loader.batching.tree import is_tensor
-from sharded_loader.data.awaiting import at_a_time, resolved, then, together
-from sharded_loader.data.seeding import each_by_its_key, handed_out, keys_of
+from sharded_loader.data.awaiting import CONCURRENCY, Awaited, is_awaited, many, resolved
+from sharded_loader.data.seeding import each_by_its_key, handed_out
 
 Indices = Sequence[int] | np.ndarray[Any, Any]
 """The positions of samples in a dataset: a sequence of integers, or an array of integers."""
@@ -67,6 +68,8 @@ READS = ("__getitem__", "__getitems__", "get_batch")
 def bulk_method(dataset: Any, name: str) -> Any:
     """The bound ``__getitems__`` or ``get_batch`` of a dataset, if it reads what ``dataset[index]`` reads; or None.
 
+    Where samples are awaited, ``__getitems__`` is a function that awaits those of a batch together.
+
     Example:
         >>> from sharded_loader import ArrayDataset
         >>> class Negative(ArrayDataset):
@@ -76,11 +79,18 @@ def bulk_method(dataset: Any, name: str) -> Any:
     """
     plain = READS[: READS.index(name)]
     if known_to(type(dataset), name, plain) is None and name not in getattr(dataset, "__dict__", ()):
-        return None
-    # Where nothing inside is faster, torch's method reads one by one, and an error would not name its sample.
-    if name == "__getitems__" and any(bulk_method(inner, name) is None for inner in _read_by_torch(dataset)):
-        return None
-    return getattr(dataset, name, None)
+        return many(dataset) if name == "__getitems__" and is_awaited(dataset) else None
+    method = getattr(dataset, name, None)
+    if name == "__getitems__":
+        inside = _read_by_torch(dataset)
+        # Where nothing inside is faster, torch's method reads one by one, and an error would not name its sample.
+        if any(bulk_method(inner, name) is None for inner in inside):
+            return None
+        if any(map(is_awaited, inside)):  # which torch's method does not do
+            return many(dataset)
+        if iscoroutinefunction(method):
+            return lambda indices: resolved(method(indices))
+    return method
 
 
 def _read_by_torch(dataset: Any) -> Iterable[Any]:
@@ -135,6 +145,7 @@ class _Offered:
         else:
             is_offered = name in getattr(instance, "_reads", ())  # whatever is inside
             is_offered = is_offered or all(bulk_method(one, name) is not None for one in instance._inside)
+            is_offered = is_offered or (name == "__getitems__" and is_awaited(instance))
         if not is_offered:
             raise AttributeError(f"{owner.__name__!r} object has no attribute {name!r} here")
         if name not in READS or known_to(owner, name, READS[: READS.index(name)]) is not None:
@@ -169,18 +180,18 @@ def listed(found: Any) -> list[Any]:
     return list(found)
 
 
-def read_many(dataset: Any, indices: Sequence[int]) -> Any:
-    """The samples at these indices, in bulk where the dataset can; still to be awaited where it has an ``async def``.
+def read_many(dataset: Any, indices: Sequence[int]) -> list[Any]:
+    """The samples at these indices, in bulk where the dataset can.
 
     Example:
         >>> read_many("abc", [2, 0])
         ['c', 'a']
     """
     read = bulk_method(dataset, "__getitems__")
-    return _one_by_one(dataset, indices) if read is None else then(read(handed_out(indices)), listed)
+    return _one_by_one(dataset, indices) if read is None else listed(read(handed_out(indices)))
 
 
-def _one_by_one(dataset: Any, indices: Sequence[int]) -> Any:
+def _one_by_one(dataset: Any, indices: Sequence[int]) -> list[Any]:
     if type(dataset) in _DRAW_NOTHING:
         return [dataset[index] for index in indices]
     samples = []
@@ -188,8 +199,23 @@ def _one_by_one(dataset: Any, indices: Sequence[int]) -> Any:
         for position, index in enumerate(indices):
             turn_to(position)
             samples.append(dataset[index])
-    limit = at_a_time(dataset)
-    return together(samples, keys_of(indices), limit) if limit else samples
+    return samples
+
+
+def each_sample(dataset: Any) -> Iterator[Any]:
+    """The samples of a dataset in order. Those of an ``async def`` are awaited many at a time.
+
+    Example:
+        >>> list(each_sample("abc"))
+        ['a', 'b', 'c']
+    """
+    if is_awaited(dataset):
+        held = Awaited(dataset)
+        for begin in range(0, len(dataset), CONCURRENCY):
+            yield from read_many(dataset, range(begin, min(begin + CONCURRENCY, len(dataset))))
+        del held
+    else:
+        yield from (dataset[index] for index in range(len(dataset)))
 
 
 def batch_reader(dataset: Any) -> Gather | None:
@@ -282,7 +308,7 @@ def _other_rows(column: Any, where: Int64s, empty: Empty) -> Any:
     read = batch_reader(column)
     if read is not None:
         return read(where, empty)
-    return default_batchify_fn.assemble(resolved(read_many(column, where.tolist())), empty)
+    return default_batchify_fn.assemble(read_many(column, where.tolist()), empty)
 
 
 # -- checked indices ---------------------------------------------------------------------------------------------------

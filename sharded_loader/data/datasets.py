@@ -40,6 +40,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from inspect import iscoroutinefunction
 from itertools import accumulate
+from types import CoroutineType
 from typing import Any
 
 import numpy as np
@@ -50,15 +51,17 @@ from sharded_loader.base.system import job_of_ranks
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.flat import batched
 from sharded_loader.batching.protocol import Empty, known_to, new_array
-from sharded_loader.data.awaiting import AWAITED, at_a_time, each_sample, resolved, then, together
+from sharded_loader.data.awaiting import each
 from sharded_loader.data.bulk import (
     NOT_IN_BULK,
     Indices,
     Int64s,
     bulk,
+    bulk_method,
     check_one_index,
     checked_index,
     checked_indices,
+    each_sample,
     gather,
     gather_rows,
     read_many,
@@ -87,8 +90,8 @@ NextBatch = Callable[[], "int | None"]
 class Dataset:
     """Base of datasets: subclasses write ``__getitem__(index)`` and ``__len__()``.
 
-    ``__getitem__`` may be an ``async def``. Loaders then await many samples at a time: ``concurrency``, an attribute of
-    the dataset, or 64.
+    ``__getitem__`` may be an ``async def``. Loaders then await the samples of a batch together, at most ``concurrency``
+    of them (an attribute of the dataset), or 64.
 
     Example:
         >>> class Squares(Dataset):
@@ -321,7 +324,7 @@ class Dataset:
 
 def tell_epoch(dataset: Any, epoch: int) -> None:
     """Tell a dataset inside another one the epoch, if it has ``set_epoch``."""
-    if callable(tell := set_epoch_of(dataset)):
+    if (tell := set_epoch_of(dataset)) is not None:
         tell(epoch)
 
 
@@ -364,7 +367,7 @@ class View(Wrapper):
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Many samples at once, as the dataset inside returns them."""
-        return self._dataset.__getitems__(translated(self._inner(indices).tolist(), indices))
+        return bulk_method(self._dataset, "__getitems__")(translated(self._inner(indices).tolist(), indices))
 
     @bulk
     def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
@@ -507,7 +510,7 @@ class TransformDataset(Wrapper):
         if not callable(fn):
             raise TypeError(f"transform was given {fn!r}, which is not callable: give a function of a sample")
         self._fn = fn
-        self._is_async = iscoroutinefunction(fn)
+        self._is_async = iscoroutinefunction(fn) or iscoroutinefunction(type(fn).__call__)
         if self._is_async and seeded:
             raise TypeError(
                 f"transform({fn!r}, seeded=True): an async def cannot be seeded: draw from sample_rng() there"
@@ -519,10 +522,12 @@ class TransformDataset(Wrapper):
             return self._part(index)
         check_one_index(index)
         found = self._dataset[index]
-        return self._apply_async(found) if self._is_async else then(found, self._apply)
+        is_coroutine = type(found) is CoroutineType
+        return self._apply_async(found, is_coroutine) if is_coroutine or self._is_async else self._apply(found)
 
-    async def _apply_async(self, found: Any) -> Any:
-        return await self._apply(await found if type(found) in AWAITED else found)
+    async def _apply_async(self, found: Any, is_coroutine: bool) -> Any:
+        sample = self._apply(await found if is_coroutine else found)
+        return await sample if self._is_async else sample
 
     def _apply(self, sample: Any) -> Any:
         fields = sample if isinstance(sample, tuple) else (sample,)
@@ -535,15 +540,14 @@ class TransformDataset(Wrapper):
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Many samples: read at once, then transformed one by one."""
         indices = translated(indices, indices)
-        found = read_many(self._dataset, indices)  # which hands out a copy: these are looked at again
-        return then(found, partial(self._apply_each, indices))
-
-    def _apply_each(self, indices: Sequence[int], samples: list[Any]) -> Any:
+        samples = read_many(self._dataset, indices)  # which hands out a copy: these are looked at again
+        if self._is_async:
+            return each(self._apply, samples, keys_of(indices))
         with each_by_its_key(indices) as turn_to:
             for position, sample in enumerate(samples):
                 turn_to(position)
                 samples[position] = self._apply(sample)
-        return together(samples, keys_of(indices)) if self._is_async else samples
+        return samples
 
     def __repr__(self) -> str:
         return f"{brief(self._dataset)}.transform({self._fn!r}{'' if self._level is None else ', seeded=True'})"
@@ -581,7 +585,7 @@ class StoredDataset(Wrapper):
         self._dataset = check_dataset(dataset, "StoredDataset")
         if not isinstance(key, (str, type(None))):
             raise TypeError(f"cache(key={key!r}): give a text, such as the version of your decoder")
-        if hasattr(dataset, "set_epoch"):
+        if set_epoch_of(dataset) is not None:
             raise ValueError(
                 f"cache(...) keeps samples for all epochs, and {brief(dataset)} has set_epoch, so they depend on the "
                 "epoch: cache the datasets inside it"
@@ -590,7 +594,6 @@ class StoredDataset(Wrapper):
         first, job = self._first_sample() if self._length else None, job_of_ranks()
         text = re.sub(" at 0x[0-9a-fA-F]+", "", brief(dataset))  # the same in all processes
         shared = None if job is None else f"{job} {fingerprint_of(dataset)} {text}"
-        self._is_awaited = bool(at_a_time(dataset))
         self._store: Store | None = open_store(path, max_bytes, self._length, key, first, shared)
         self._shown = [] if max_bytes is None else [str(self._store.max_bytes)]
         self._shown += [] if path is None else [f"path={self._store.path!r}"]
@@ -600,7 +603,7 @@ class StoredDataset(Wrapper):
         moved, samples = [], []
         for _ in range(2):
             before = global_states()
-            samples.append(resolved(self._read([0]))[0])
+            samples.append(self._read([0])[0])
             moved.append([name for name, state in global_states().items() if state != before.get(name, state)])
         drawn = ", ".join(name for name in moved[0] if name in moved[1])
         if not drawn and exact_digest(samples[0]) != exact_digest(samples[1]):
@@ -613,12 +616,12 @@ class StoredDataset(Wrapper):
             )
         return samples[0]
 
-    def _read(self, indices: list[int]) -> Any:
+    def _read(self, indices: list[int]) -> list[Any]:
         """Samples that are not stored. To draw random numbers is an error meanwhile."""
         before = rng.reading.get()
         try:
             rng.reading.set(_KEPT)
-            return then(read_many(self._dataset, indices), list, _KEPT)
+            return read_many(self._dataset, indices)
         finally:
             rng.reading.set(before)
 
@@ -652,9 +655,9 @@ class StoredDataset(Wrapper):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self._part(index)
-        return then(self._samples([checked_index(index, self._checked())]), operator.itemgetter(0))
+        return self._samples([checked_index(index, self._checked())])[0]
 
-    def _samples(self, where: list[int]) -> Any:
+    def _samples(self, where: list[int]) -> list[Any]:
         store = self._store
         if store is None:  # it is in memory that this process cannot reach
             return self._read(where)
@@ -662,17 +665,13 @@ class StoredDataset(Wrapper):
         places = [place for place, sample in enumerate(found) if sample is MISSING]
         missing = [where[place] for place in places]
         store.session.count(len(where) - len(missing), len(missing))
-
-        def stored(samples: list[Any]) -> list[Any]:
-            for place, index, sample in zip(places, missing, samples, strict=True):
-                found[place] = sample
-                try:
-                    store.write(index, sample)
-                except TypeError as error:
-                    raise TypeError(f"sample {index} cannot be cached: {error}") from None
-            return found
-
-        return then(self._read(missing) if missing else together([]) if self._is_awaited else [], stored)
+        for place, index, sample in zip(places, missing, self._read(missing) if missing else (), strict=True):
+            found[place] = sample
+            try:
+                store.write(index, sample)
+            except TypeError as error:
+                raise TypeError(f"sample {index} cannot be cached: {error}") from None
+        return found
 
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> Any:
@@ -694,7 +693,7 @@ class StoredDataset(Wrapper):
         batch = self.gather(indices, empty)
         if batch is NOT_IN_BULK:
             where = checked_indices(indices, self._checked()).tolist()
-            batch = default_batchify_fn.assemble(resolved(self._samples(where)), empty)
+            batch = default_batchify_fn.assemble(self._samples(where), empty)
         return batch
 
     def _follow(self, batches: Batches, position: NextBatch, later: Batches) -> None:
@@ -778,16 +777,12 @@ class ConcatDataset(Wrapper):
         outer = handed_out(indices)
         outer = translated(outer, outer)
         chunks = [(part, inner.tolist(), positions.tolist()) for part, inner, positions in self._chunks(indices)]
-        found = [read_many(part, translated(inner, outer, positions)) for part, inner, positions in chunks]
-
-        def in_place(found: list[Any]) -> list[Any]:
-            samples: list[Any] = [None] * len(outer)
-            for (_, _, positions), of_part in zip(chunks, found, strict=True):
-                for position, sample in zip(positions, of_part, strict=True):
-                    samples[position] = sample
-            return samples
-
-        return then(together(found) if any(type(one) in AWAITED for one in found) else found, in_place)
+        samples: list[Any] = [None] * len(outer)
+        for part, inner, positions in chunks:
+            found = read_many(part, translated(inner, outer, positions))
+            for position, sample in zip(positions, found, strict=True):
+                samples[position] = sample
+        return samples
 
     @bulk
     def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
@@ -795,7 +790,7 @@ class ConcatDataset(Wrapper):
         chunks = self._chunks(indices)
         if len(chunks) == 1:
             return gather(chunks[0][0], chunks[0][1], empty)
-        return default_batchify_fn.assemble(resolved(ConcatDataset.__getitems__(self, indices)), empty)
+        return default_batchify_fn.assemble(ConcatDataset.__getitems__(self, indices), empty)
 
     def _follow(self, batches: Batches, position: NextBatch, later: Batches) -> None:
         for part in filter(can_follow, self._parts):

@@ -51,10 +51,13 @@ from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import warn
 from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.columns import PackedList, is_dataset
-from sharded_loader.data.seeding import Children, reachable
+from sharded_loader.data.seeding import Children, attributes, reachable
 
 DEPTH, ENTRIES, OBJECTS = 4, 8, 4000
 """Of a search for open files: levels, the entries of a list or dict, and all objects."""
+
+TOLD = 1000
+"""Of a search for datasets with ``set_epoch``: objects, and the entries of a list or dict. It takes 1 ms at most."""
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
@@ -147,7 +150,7 @@ def _package(obj: Any) -> str:
 
 def keeps_place(dataset: Any) -> bool:
     """Whether a dataset may know in itself how far it was read, or in which epoch: then it can be open once only."""
-    return any(hasattr(dataset, name) for name in ("state_dict", "__next__", "set_epoch"))
+    return hasattr(dataset, "state_dict") or hasattr(dataset, "__next__") or set_epoch_of(dataset) is not None
 
 
 def known_parts(dataset: Any) -> int | None:
@@ -160,19 +163,35 @@ def known_parts(dataset: Any) -> int | None:
 
 
 def set_epoch_of(dataset: Any) -> Any:
-    """The dataset's ``set_epoch`` for calls by a loader, which no loader takes for the user's; None: it has none."""
-    method = getattr(dataset, "set_epoch", None)
-    return getattr(method, "unnoted", method)
+    """Return what tells a dataset, or those inside, the epoch, not heard by listeners; None without a ``set_epoch``."""
+    methods = [getattr(one.set_epoch, "unnoted", one.set_epoch) for one in told_in(dataset, nearest=True)]
+    return (lambda epoch: [method(epoch) for method in methods]) if methods else None
 
 
-def told_in(dataset: Any, depth: int = 3) -> Iterator[Any]:
-    """The datasets with ``set_epoch`` that a dataset holds in its attributes, or in lists there."""
-    for value in getattr(dataset, "__dict__", {}).values() if depth else ():
-        for one in islice(value, 100) if isinstance(value, list | tuple) else [value]:
-            if hasattr(type(one), "set_epoch"):
-                yield one
-            if hasattr(type(one), "__getitem__") or hasattr(type(one), "__iter__"):
-                yield from told_in(one, depth - 1)
+def told_in(dataset: Any, nearest: bool = False) -> Iterator[Any]:
+    """Those with ``set_epoch`` among a dataset and the objects that it holds in attributes, or in lists there.
+
+    With ``nearest``, one that lies inside another is left out: the outer one passes the epoch on.
+    """
+
+    def children(obj: Any) -> Children:
+        return iter(()) if nearest and is_told(obj) else _datasets_in(obj)
+
+    def is_told(obj: Any) -> bool:  # of an object inside, no code that looks up attributes is run
+        return (obj is dataset or hasattr(type(obj), "set_epoch")) and callable(getattr(obj, "set_epoch", None))
+
+    return (one for _, one in reachable(dataset, children, most=TOLD, deepest=2 * DEPTH) if is_told(one))
+
+
+def _datasets_in(obj: Any) -> Children:
+    """What an object holds that has ``set_epoch``, or is read as a dataset is and may hold one."""
+    for end, value in attributes(obj):
+        held = value.values() if isinstance(value, dict) else value
+        for one in tuple(islice(held, TOLD)) if isinstance(value, (list, tuple, dict)) else (value,):
+            kind = type(one)
+            is_read = hasattr(kind, "__getitem__") or hasattr(kind, "__iter__")
+            if hasattr(kind, "set_epoch") or (is_read and hasattr(one, "__dict__") and not hasattr(kind, "__array__")):
+                yield end, one
 
 
 def takes_two(function: Callable[..., Any]) -> bool:

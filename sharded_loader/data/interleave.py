@@ -179,7 +179,7 @@ def _checked_stop(stop: Any) -> Any:
 def _levels(dataset: Any) -> int:
     """How many mixtures lie within each other in a dataset."""
     own = isinstance(dataset, (InterleavedDataset, InterleavedIterable))
-    inside = getattr(dataset, "_inside", ())
+    inside = dataset._inside if isinstance(dataset, (Dataset, InOrder)) else ()
     return own + max(map(_levels, inside), default=0)
 
 
@@ -552,6 +552,8 @@ class _MixPosition:
 
 class InOrder:
     """Base class of iterable data that torch's DataLoader takes as an IterableDataset: it asks ``isinstance``."""
+
+    _inside: Any = ()
 
     def __init__(self) -> None:
         call_after_import("torch.utils.data", _tell_torch)

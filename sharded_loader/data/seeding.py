@@ -300,10 +300,10 @@ def _parts(obj: Any) -> Children:
     elif issubclass(kind, functools.partial):
         yield from ((".func", obj.func), (".args", obj.args), (".keywords", obj.keywords))
     if not issubclass(kind, type):
-        yield from _attributes(obj)
+        yield from attributes(obj)
 
 
-def _attributes(obj: Any) -> Children:
+def attributes(obj: Any) -> Children:
     """The attributes that an object itself holds; no code of its class runs."""
     held: dict[Any, Any] = {}
     with suppress(Exception):

@@ -23,7 +23,7 @@ import numpy as np
 from sharded_loader.base.described import an
 from sharded_loader.batching.protocol import known_to
 from sharded_loader.batching.tensors import as_numpy, is_column
-from sharded_loader.data.awaiting import each_sample
+from sharded_loader.data.bulk import each_sample
 from sharded_loader.data.columns import as_column
 from sharded_loader.randomness.shuffle import Indices, shuffled
 

@@ -1,9 +1,9 @@
 """The training run of ``sharded-loader demo``: handwritten digits, a small network, all devices from one process.
 
-    load_digits_split -> train set  --ShardedDataLoader-->  shards[i] on devices[i]  --Replicas-->  one model
+    load_digits_split -> train set  --ShardedDataLoader-->  shards[i] on devices[i]  --`forward`-->  one model
                       -> held-out set  ------------------------------------------>  `accuracy_on`
 
-`train` takes any loader and replicas and returns the losses. `train_and_test` builds both from `Options`, owns the
+`train` takes any loader and model and returns the losses. `train_and_test` builds both from `Options`, owns the
 loader and closes it, and returns a `Report`. With a `CheckpointFile` both go on from where the file says. No output
 here, and no terminal: that is the part of `sharded_loader.cli.demo`.
 
@@ -43,8 +43,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
-from sharded_loader import ArrayDataset, Dataset, Replicas, ShardedDataLoader, sample_rng
+from sharded_loader import ArrayDataset, Dataset, ShardedDataLoader, sample_rng
 from sharded_loader.devices.names import accelerators, find_device
 from sharded_loader.engine.pool import Pool
 from sharded_loader.loader.stats import LoaderStats
@@ -213,18 +214,30 @@ def make_model(seed: int) -> nn.Module:
         )
 
 
+def forward(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    """Run the model on the device of the images. Gradients flow back to the model's own weights.
+
+    Example:
+        >>> forward(make_model(seed=0), torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+    """
+    weights = {name: weight.to(images.device) for name, weight in model.named_parameters()}
+    logits: torch.Tensor = torch.func.functional_call(model, weights, (images,))
+    return logits
+
+
 def train(
     loader: ShardedDataLoader,
-    replicas: Replicas,
+    model: nn.Module,
     epochs: int,
     on_batch: Callable[[int, float], object] = lambda epoch, loss: None,
     checkpoint: CheckpointFile | None = None,
 ) -> tuple[float, ...]:
-    """Train the model of ``replicas`` on the batches of ``loader``.
+    """Train the model on the batches of ``loader``.
 
     Args:
-        loader: its batches are lists of shards, [images, labels] each, on the devices of ``replicas``.
-        replicas: replica 0 is the model that learns.
+        loader: its batches are lists of shards, [images, labels] each, on any devices.
+        model: on the device of the first shard.
         epochs: number of the epoch to stop before. A fresh loader is passed over this many times.
         on_batch: called after each step with the epoch and the loss of the batch.
         checkpoint: where to go on from and to save to.
@@ -238,66 +251,56 @@ def train(
     Example:
         >>> dataset = ArrayDataset(np.zeros((4, 1, 8, 8), np.float32), np.zeros(4, np.int64))
         >>> with ShardedDataLoader(dataset, 4, devices=["cpu", "cpu"]) as loader:
-        ...     losses = train(loader, Replicas(make_model(seed=0), ["cpu", "cpu"]), epochs=2)
+        ...     losses = train(loader, make_model(seed=0), epochs=2)
         >>> losses[1] < losses[0]
         True
     """
-    optimizer = torch.optim.AdamW(replicas.model.parameters(), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=max(1, epochs * len(loader)))
-    learning: dict[str, Any] = {"model": replicas.model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
+    learning: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
     sums = torch.zeros(epochs, 2, dtype=torch.float64)  # of each epoch: loss times samples, and samples
     if checkpoint is not None and checkpoint.path.exists():
         state = torch.load(checkpoint.path, weights_only=True)
         sums = state["sums"]
         for name, part in learning.items():
             part.load_state_dict(state[name])
-        replicas.broadcast()
-    replicas.model.train()
+    model.train()
     for epoch in range(loader.epoch, epochs):
         for shards in loader:
             sizes = [len(labels) for _, labels in shards]
-            losses = replicas.run(_forward_backward, shards)
-            replicas.reduce_grads(sizes)
+            losses = [cross_entropy(forward(model, images), labels, reduction="sum") for images, labels in shards]
+            loss = loader.gather(losses).sum() / sum(sizes)
+            optimizer.zero_grad()
+            loss.backward()
             optimizer.step()
             schedule.step()
-            replicas.zero_grad()
-            replicas.broadcast()
-            loss = sum(loss.item() * size for loss, size in zip(losses, sizes, strict=True))
-            sums[epoch, 0] += loss
+            sums[epoch, 0] += loss.item() * sum(sizes)
             sums[epoch, 1] += sum(sizes)
-            on_batch(epoch, loss / sum(sizes))
+            on_batch(epoch, loss.item())
             if checkpoint is not None and checkpoint.save_at == schedule.last_epoch:  # counts the steps
                 checkpoint.save({"sums": sums, **{name: part.state_dict() for name, part in learning.items()}})
     return tuple((sums[:, 0] / sums[:, 1].clamp(min=1)).tolist())
 
 
-def _forward_backward(model: nn.Module, shard: Sequence[torch.Tensor]) -> torch.Tensor:
-    images, labels = shard
-    loss = nn.functional.cross_entropy(model(images), labels)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return loss.detach()
-
-
-def accuracy_on(dataset: Any, replicas: Replicas) -> float:
+def accuracy_on(dataset: Any, model: nn.Module, devices: Sequence[torch.device]) -> float:
     """Share of the samples of ``dataset`` that the model recognises, from 0 to 1.
 
     Args:
         dataset: samples (image, label).
-        replicas: the trained model and its copies; each device reads its shard of each batch.
+        model: the trained model, on the first of the devices.
+        devices: each one gets a shard of each batch.
 
     Example:
         >>> dataset = ArrayDataset(np.zeros((3, 1, 8, 8), np.float32), [7, 7, 1])
-        >>> accuracy_on(dataset, Replicas(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), ["cpu"])) <= 2 / 3
+        >>> accuracy_on(dataset, nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), [torch.device("cpu")]) <= 2 / 3
         True
     """
-
-    def count_right(model: nn.Module, shard: Sequence[torch.Tensor]) -> int:
-        images, labels = shard
-        return int((model(images).argmax(dim=1) == labels).sum().item())
-
-    replicas.model.eval()
-    with torch.no_grad(), ShardedDataLoader(dataset, 4 * BATCH_SIZE, devices=replicas.devices) as loader:
-        return sum(sum(replicas.run(count_right, shards)) for shards in loader) / len(dataset)
+    model.eval()
+    right = 0
+    with torch.no_grad(), ShardedDataLoader(dataset, 4 * BATCH_SIZE, devices=devices) as loader:
+        for shards in loader:
+            right += sum(int((forward(model, images).argmax(dim=1) == labels).sum()) for images, labels in shards)
+    return right / len(dataset)
 
 
 def train_and_test(
@@ -334,14 +337,14 @@ def train_and_test(
         steady.enter_context(
             torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=True)
         )
-        replicas = Replicas(make_model(options.seed), options.devices)
+        model = make_model(options.seed).to(options.devices[0])
         reads = {"pool": pool} if pool else {"num_workers": options.workers, "pool": options.pool}
         with ShardedDataLoader(
             train_set, BATCH_SIZE, shuffle=True, devices=options.devices, seed=options.seed, **reads
         ) as loader:
-            losses = train(loader, replicas, options.epochs, on_batch, checkpoint)
+            losses = train(loader, model, options.epochs, on_batch, checkpoint)
             stats, first = loader.stats(), loader.stats(0)
-        return Report(accuracy_on(held_out, replicas), len(held_out), losses, stats, first)
+        return Report(accuracy_on(held_out, model, options.devices), len(held_out), losses, stats, first)
 
 
 # -- disturbed ---------------------------------------------------------------------------------------------------------

@@ -70,8 +70,8 @@ from sharded_loader.base import host_clock
 from sharded_loader.base.errors import add_note, notes_of
 from sharded_loader.base.interrupts import program_ends, should_stop
 from sharded_loader.batching.protocol import BatchifyError
-from sharded_loader.batching.tree import ATOMS, children, has_method, map_leaves, to_torch
-from sharded_loader.devices.pinning import arrays_in, pinned_copy, pinned_empty
+from sharded_loader.batching.tree import ATOMS, children, has_method, has_own, map_leaves, to_torch
+from sharded_loader.devices.pinning import pinned_copy, pinned_empty
 from sharded_loader.devices.streams import Streams, note_late, outside_inference_mode
 from sharded_loader.devices.transform import RAISED, OnHost, shown
 from sharded_loader.memory.codec import aligned
@@ -654,7 +654,19 @@ def record(streams: Streams, made: Any, stream: Any) -> None:
 
 
 def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    return (found for found in arrays_in(tree) if isinstance(found, torch.Tensor))
+    """The tensors in a structure, and in the attributes of objects that have a method ``to``."""
+    seen, parts = {}, [tree]
+    while parts:
+        part = parts.pop()
+        if type(part) in ATOMS or id(part) in seen:
+            continue
+        seen[id(part)] = part  # a mapping may make its values on access: an id must not come again
+        if isinstance(part, torch.Tensor):
+            yield part
+            continue
+        parts += children(part) or ()
+        if has_own(part, "to"):
+            parts += getattr(part, "__dict__", {}).values()
 
 
 def _is_recorded(tensor: torch.Tensor) -> bool:

@@ -3,7 +3,6 @@
     Registrar.register(mapping) -> undo      a process pool's segment, when it is made; undone when the pool is closed,
                                              unless a device may still read it: undo() -> whether it was undone
     pinned_empty(streams, shape, dtype)      memory for the batches of threads and of the main process
-    copied_out(streams, batch) -> batch      its objects hold none of that memory
     pinned_copy(streams, host, stride)       what lies elsewhere, on its way to a device
     Pinner.begin(batch) -> PinnedCopy        ``pin_memory=True``: a thread copies, and `PinnedCopy.finish` waits for it
 
@@ -24,28 +23,21 @@ Source of the idea: vLLM and SGLang register their host pools this way, and thei
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import gc
 import mmap
 import queue
 import threading
-import types
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from sharded_loader.base.described import an
 from sharded_loader.base.errors import text_of
 from sharded_loader.base.interrupts import program_ends, uninterrupted
 from sharded_loader.base.notices import warn
-from sharded_loader.batching.tree import ATOMS, map_leaves
 from sharded_loader.devices.streams import Streams, is_late
-from sharded_loader.memory.codec import array_address, is_plain_tensor
 
 PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device's context, also those made later."""
@@ -343,80 +335,3 @@ def _pin_all(pinner: Pinner, tasks: queue.SimpleQueue[PinnedCopy | None], set_de
         if pending.make(pin):
             pin = pinner.pin
         del pending
-
-
-# -- objects over pinned memory -------------------------------------------------------------------------------
-
-LOOKED_AT = 100_000
-"""Parts of an object that are looked at, nearest first: 30 ms. A larger object refers to something like a dataset."""
-
-_NO_PARTS = (*ATOMS, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType)
-
-
-def copied_out(streams: Streams, batch: Any) -> Any:
-    """A batch whose objects hold no pinned memory: those that do are copied.
-
-    The user may copy from such an object at any time. Torch knows by its beginning which pinned memory a copy reads,
-    and an object may hold any part of it. So torch would use the memory again while the copy runs.
-
-    Args:
-        streams: of the device whose context pins.
-        batch: made in memory of `pinned_empty`. Its plain tensors, which the library copies itself, stay there.
-
-    Raises:
-        TypeError: an object cannot be copied.
-    """
-    memo: dict[int, Any] = {}
-
-    def own(leaf: Any) -> Any:
-        if is_plain_tensor(leaf) or not _reaches_pinned(streams, leaf):
-            return leaf
-        try:
-            return copy.deepcopy(leaf, memo)
-        except Exception as error:
-            raise TypeError(
-                f"{an(type(leaf))} in the batch holds memory that a device reads, and cannot be copied out "
-                f"of it ({type(error).__name__}: {error}): give it copies of its tensors and arrays (.clone(), .copy())"
-            ) from error
-
-    return map_leaves(own, batch, own="to", skip=ATOMS)
-
-
-def _reaches_pinned(streams: Streams, leaf: Any) -> bool:
-    """Whether an object holds an array or a tensor that lies in pinned memory."""
-    return any(_is_pinned(streams, part) for part in arrays_in(leaf))
-
-
-def arrays_in(tree: Any) -> Iterator[Any]:
-    """The arrays and tensors that an object holds, at any depth: in a structure, and in attributes.
-
-    Example:
-        >>> [found.tolist() for found in arrays_in({"x": torch.ones(1), "more": types.SimpleNamespace(y=np.zeros(1))})]
-        [[1.0], [0.0]]
-    """
-    seen, parts = {id(tree)}, deque([tree])
-    while parts and len(seen) < LOOKED_AT:
-        part = parts.popleft()
-        if isinstance(part, (np.ndarray, torch.Tensor)):
-            yield part
-        for inner in gc.get_referents(part):
-            if id(inner) not in seen and not isinstance(inner, _NO_PARTS):
-                seen.add(id(inner))
-                parts.append(inner)
-
-
-def _is_pinned(streams: Streams, leaf: Any) -> bool:
-    if isinstance(leaf, torch.Tensor):
-        if leaf.device.type != "cpu" or leaf.layout is not torch.strided:
-            return leaf.device.type == "cpu"  # a sparse tensor does not say where its memory is
-        address = leaf.data_ptr()  # 0: it is empty, or it wraps others, which are looked at
-    else:
-        address = array_address(leaf) if leaf.nbytes else 0
-    return bool(address) and streams.is_pinned(torch.from_numpy(np.asarray(_At(address))))
-
-
-class _At:
-    """A byte of memory."""
-
-    def __init__(self, address: int) -> None:
-        self.__array_interface__ = {"data": (address, False), "shape": (1,), "typestr": "|u1", "version": 3}

@@ -35,7 +35,6 @@ import torch
 
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import Location, as_batch_error
-from sharded_loader.base.limits import Near, cpus_near
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.batching.tree import ATOMS, has_method, map_leaves, to_torch
 from sharded_loader.devices.copies import (
@@ -49,7 +48,7 @@ from sharded_loader.devices.copies import (
     note_device,
 )
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
-from sharded_loader.devices.pinning import PinnedCopy, Pinner, Registrar, Undo, copied_out, pinned_empty
+from sharded_loader.devices.pinning import PinnedCopy, Pinner, Registrar, Undo, pinned_empty
 from sharded_loader.devices.streams import (
     OUT_OF_MEMORY,
     Streams,
@@ -119,9 +118,7 @@ class Placement:
         self.clock = Clock()
         self.copies = _CopyStreams(self.clock)
         self._registrar: Registrar | None = None
-        self._near: Near | None = None
         self._reused = ReusedMemory()
-        self._gives_pinned = False
         self._numbers = itertools.count()
         self._latest: Ready | None = None
         self.copy_ahead(AHEAD)
@@ -155,13 +152,6 @@ class Placement:
             self._registrar = Registrar(self._first_streams, self.closer())
         return self._registrar.register(mapping)
 
-    def near(self) -> Near:
-        """The CPUs near the devices, as they are at the first call: where segments and workers belong."""
-        if self._near is None:
-            copies = [self.copies[device] for device in self.asynchronous]
-            self._near = cpus_near(one.streams.address() for one in copies if one is not None)
-        return self._near
-
     def settle(self) -> None:
         """Settle which device a ``cuda`` without a number is: the current one of this thread, not of one that reads."""
         for device in self.asynchronous:
@@ -179,7 +169,7 @@ class Placement:
 
         Other large batches lie in memory that is used again.
         """
-        return self._empty if self.asynchronous else self._reused
+        return self._pinned if self.asynchronous else self._reused
 
     @property
     def pinned(self) -> Empty | None:
@@ -193,10 +183,6 @@ class Placement:
             if not is_late(error):
                 raise
             return np.empty(shape, dtype)  # the copy of the batch meets the error again, so no reader is blamed
-
-    def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
-        self._gives_pinned = True
-        return self._pinned(shape, dtype)
 
     # -- batches --------------------------------------------------------------------------------------------
 
@@ -277,8 +263,6 @@ class Placement:
             self._until_retry -= 1
             if self._until_retry <= 0:
                 self.ahead, self._until_retry, self._retried = self.ahead + 1, self._pause, True
-        if self._gives_pinned:
-            batch = copied_out(self._first_streams, to_torch(batch))
         pending, number = PendingBatch(task.sharded), next(self._numbers)
         shards = batch if task.sharded else (batch,)
         for place, (device, shard) in enumerate(zip(self.devices or itertools.repeat(_CPU), shards, strict=False)):

@@ -130,11 +130,6 @@ class Streams:
             return column.index_select(0, rows)
         return column.view(words).index_select(0, rows).view(column.dtype)
 
-    def address(self) -> str | None:
-        """Where the device is on the PCI bus; None if torch does not say."""
-        describe = getattr(self._module, "get_device_properties", None)
-        return None if describe is None else pci_address(describe(self.device))
-
     def put(self, column: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
         """Write rows into a tensor on the device, by the current stream.
 
@@ -170,18 +165,6 @@ def outside_inference_mode() -> AbstractContextManager[Any]:
         False
     """
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING
-
-
-def pci_address(properties: Any) -> str | None:
-    """Where a device is on the PCI bus, as the system's files name it; None if its properties do not say.
-
-    Example:
-        >>> import types
-        >>> pci_address(types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x81, pci_device_id=0))
-        '0000:81:00.0'
-    """
-    domain, bus, device = (getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
-    return None if -1 in (domain, bus, device) else f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def is_late(error: BaseException) -> bool:

@@ -112,7 +112,7 @@ class DeviceMemory:
         """Let a new pool use memory that another one has left; otherwise memory of its own."""
         if isinstance(pool, ProcessPool) and placement is self._placement and self._left:
             pool.take_over(self._left.pop())
-        pool.use_memory(placement.empty, placement.register, pinned=placement.pinned, near=placement.near)
+        pool.use_memory(placement.empty, placement.register, pinned=placement.pinned)
 
     def ready_event(self) -> Any:
         """As `ShardedDataLoader.ready_event`."""

@@ -122,7 +122,6 @@ def _processes(loader: DataLoader[Any], count: int) -> ProcessPool:
         timeout=timeout,
         restarts=restarts,
         max_bytes=loader.max_bytes,
-        numa=loader.numa,
         max_worker_memory=loader.max_worker_memory,
     )
 

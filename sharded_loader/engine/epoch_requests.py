@@ -5,23 +5,22 @@
     requests.drop()                         the loader itself was given an epoch
 
 Each object keeps its last call as ``epoch_request``, so several loaders may listen to one. Samplers of this library
-note each call. On a dataset, on those inside it, and on a sampler of another library, ``set_epoch`` is replaced by a
-function that notes the call and passes it on. Only that object has it: copies and pickles have their own method. A
-loader's own calls go past that function; see `data.inspection.set_epoch_of`.
+note each call. For a dataset, those inside it, and a sampler of another library, the ``set_epoch`` of the class is
+replaced by a `_Noted`, which calls it and notes the call. So no copy or pickle of an object has anything of its
+original's. A loader's own calls are not noted; see `data.inspection.set_epoch_of`.
 
-What can go wrong: an object with ``__slots__`` has no room for that. A warning says that its calls cannot be heard.
+What can go wrong: an object with only ``__slots__`` has no room for its last call, which is a TypeError.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
 from sharded_loader.base.described import an
-from sharded_loader.base.notices import warn
-from sharded_loader.base.private import default_state
 
 
 class EpochRequest(NamedTuple):
@@ -48,53 +47,85 @@ def put_back(before: list[tuple[Any, EpochRequest | None]]) -> None:
     """Forget the calls to ``set_epoch`` that came since `noted`: a loader has made them."""
     for sampler, request in before:
         if sampler.epoch_request is not request:
-            sampler.epoch_request = request
+            _keep(sampler, request)
+
+
+def _keep(sampler: Any, request: EpochRequest | None) -> None:
+    try:
+        sampler.epoch_request = request
+    except (AttributeError, TypeError):  # a frozen dataclass
+        object.__setattr__(sampler, "epoch_request", request)
+
+
+class _Noted:
+    """The ``set_epoch`` of a class whose objects note the calls. It calls the method of the class or the object."""
+
+    def __init__(self, method: Any) -> None:
+        self._method = method
+
+    def __get__(self, obj: Any, kind: type) -> Any:
+        method = vars(obj).get("set_epoch") if self._is_of(obj) else None  # not for super()
+        if method is None and self._method is not None:
+            method = self._method.__get__(obj, kind) if hasattr(self._method, "__get__") else self._method
+        if method is None:
+            raise AttributeError(f"{kind.__name__!r} object has no attribute 'set_epoch'")
+        if obj is None:
+            return method
+        listener: Any = partial(_set_epoch, obj, method)
+        listener.is_noted, listener.unnoted = True, partial(_pass_on, obj, method)
+        return listener
+
+    def _is_of(self, obj: Any) -> bool:
+        found = (vars(one)["set_epoch"] for one in type(obj).__mro__ if "set_epoch" in vars(one))
+        return next(found, None) is self and hasattr(obj, "__dict__")
+
+    def __set__(self, obj: Any, method: Any) -> None:
+        vars(obj)["set_epoch"] = method
+
+    def __delete__(self, obj: Any) -> None:
+        del vars(obj)["set_epoch"]
 
 
 def _notes_calls(sampler: Any) -> bool:
-    """Whether the calls to ``set_epoch`` on a sampler are noted as its ``epoch_request``, from now on."""
+    """Whether the calls to ``set_epoch`` on a sampler are noted as its ``epoch_request``, from now on.
+
+    Raises:
+        TypeError: the object has no room for it.
+    """
     method = getattr(sampler, "set_epoch", None)
-    if callable(method) and not getattr(method, "is_noted", False):
-        epoch, known = getattr(sampler, "epoch", None), getattr(sampler, "epoch_request", None) or EpochRequest(0, 0)
-        # Of a method of its class not the bound one: a copy that is unpickled cannot be asked for it until it is whole.
-        passed = None if getattr(method, "__self__", None) is sampler else method
-        listener: Any = partial(_set_epoch, sampler, passed)
-        listener.is_noted, listener.unnoted = True, partial(_pass_on, sampler, passed)
-        try:  # another epoch than 0, or than that of the object that it is a copy of, is a call that came before
-            if isinstance(epoch, int) and not known.number and 0 < epoch != known.epoch:
-                known = note(epoch)
-            sampler.epoch_request = known if known.number else None
-            sampler.set_epoch, sampler.__getstate__ = listener, partial(_state_of, sampler, passed)
-        except (AttributeError, TypeError):
-            warn(
-                f"set_epoch of {an(type(sampler))} cannot be heard: the object takes no attributes, as with __slots__. "
-                "The loader counts the epochs by itself: to choose one, call set_epoch of the loader"
-            )
-            return False
-    return callable(method)
+    if not callable(method):
+        return False
+    try:
+        if "epoch_request" not in vars(sampler):
+            # Another epoch than 0 is a call that came before, but not in a copy of an object that was listened to.
+            epoch = None if hasattr(type(sampler), "epoch_request") else getattr(sampler, "epoch", None)
+            _keep(sampler, note(epoch) if isinstance(epoch, int) and epoch > 0 else None)
+        if getattr(method, "is_noted", False) is not True:
+            kind: Any = next((one for one in type(sampler).__mro__ if "set_epoch" in vars(one)), type(sampler))
+            kind.set_epoch = _Noted(vars(kind).get("set_epoch"))
+    except (AttributeError, TypeError) as error:
+        raise TypeError(
+            f"set_epoch of {an(type(sampler))} cannot be heard: the object takes no attributes, as with __slots__. "
+            f"Make it of a subclass without __slots__: class Heard({type(sampler).__name__}): pass"
+        ) from error
+    return True
 
 
-def _state_of(sampler: Any, method: Callable[[int], Any] | None) -> Any:
-    """What a copy or a pickle has of an object whose calls are noted: its own method, and the epoch up to now."""
-    state = getattr(type(sampler), "__getstate__", default_state)(sampler)
-    parts = state if isinstance(state, tuple) else (state,)
-    if not (parts and isinstance(parts[0], dict) and "__getstate__" in parts[0]):  # the class says what its state is
-        return state
-    found = {name: value for name, value in parts[0].items() if name not in ("__getstate__", "set_epoch")}
-    found["epoch_request"] = sampler.epoch_request or EpochRequest(0, getattr(sampler, "epoch", 0))
-    found.update({} if method is None else {"set_epoch": method})
-    return (found, *parts[1:]) if isinstance(state, tuple) else found
-
-
-def _set_epoch(sampler: Any, method: Callable[[int], Any] | None, epoch: int) -> Any:
-    """Stands in for the ``set_epoch`` of a dataset, or of a sampler of another library."""
-    answer = _pass_on(sampler, method, epoch)
-    sampler.epoch_request = note(epoch)
+def _set_epoch(sampler: Any, method: Callable[[int], Any], epoch: int) -> Any:
+    """A call of ``set_epoch`` of a dataset, or of a sampler of another library."""
+    answer = method(epoch)
+    with suppress(AttributeError, TypeError):  # no loader listens to an object without room
+        _keep(sampler, note(epoch))
     return answer
 
 
-def _pass_on(sampler: Any, method: Callable[[int], Any] | None, epoch: int) -> Any:
-    return type(sampler).set_epoch(sampler, epoch) if method is None else method(epoch)
+def _pass_on(sampler: Any, method: Callable[[int], Any], epoch: int) -> Any:
+    """A call of a loader. What a super class notes of it does not count."""
+    before = noted([sampler])
+    try:
+        return method(epoch)
+    finally:
+        put_back(before)
 
 
 class EpochRequests:
@@ -113,12 +144,9 @@ class EpochRequests:
         self._seen: list[tuple[Any, EpochRequest | None]] = []
 
     def listen(self, samplers: Iterable[Any]) -> None:
-        """Listen to these samplers, and to datasets inside, from now on. Calls on others do not count any more."""
+        """Listen to these samplers and datasets from now on. Calls on others do not count any more."""
         before = {id(sampler): request for sampler, request in self._seen}
-        found = list(samplers)
-        for one in found:  # it grows
-            found += getattr(one, "_inside", ()) if type(one).__module__.startswith("sharded_loader.data.") else ()
-        self._seen = [(sampler, before.get(id(sampler))) for sampler in found if _notes_calls(sampler)]
+        self._seen = [(sampler, before.get(id(sampler))) for sampler in samplers if _notes_calls(sampler)]
 
     def take(self) -> int | None:
         """The epoch of the latest call that is new; None if there is none."""

@@ -33,20 +33,6 @@ _MEMORY = 0.1
 """Weight of the newest batch in the mean."""
 
 
-def group_to_await(samples: int, batch: int) -> int:
-    """How many batches go together so that a worker has enough samples to await.
-
-    Args:
-        samples: how many a worker awaits at a time; 0: it awaits none.
-        batch: samples of a batch; 0: of one that has an error.
-
-    Example:
-        >>> group_to_await(64, 16), group_to_await(64, 100), group_to_await(0, 16)
-        (4, 1, 1)
-    """
-    return max(1, min(MAX_GROUP, -(-samples // batch))) if batch else 1
-
-
 class Grouping:
     """Learns from the batches that have come how many go together.
 

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -117,6 +117,9 @@ class PartIndices(Sequence[Any]):
     def __getitem__(self, place: Any) -> Any:
         found = self.places[place]
         return PartIndices(self.part, found) if isinstance(place, slice) else (self.part, found)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(repeat(self.part), self.places)
 
     def cut(self, sizes: Iterable[int]) -> list[PartIndices]:
         """Pieces of these sizes, one behind the other, without those of size 0."""

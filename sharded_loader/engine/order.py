@@ -337,7 +337,8 @@ class Order(ABC, Generic[Signature]):
         found = self._differences(saved, position, strict)
         if found:
             hint = "; strict=False allows another batch size" if _only_batch_size(found, strict) else ""
-            raise ValueError(f"{doing}{', '.join(found)}. {advice}{hint}")
+            ways = [one for one in found if one.endswith(".")] or [advice + hint]
+            raise ValueError(f"{doing}{', '.join(one for one in found if one not in ways)}. {' '.join(ways)}")
         check()
         changed = self._adopt(saved, position)
         position = self.moved(position, saved)

@@ -33,12 +33,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sharded_loader.base.described import call_of
-from sharded_loader.base.limits import Near
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.engine.messages import Job, Result, Task
-from sharded_loader.memory.arena import FindNear, Register
+from sharded_loader.memory.arena import Register
 
 
 class PoolBroken(Exception):
@@ -84,16 +83,13 @@ class Pool(ABC):
     timeout: float | None = None
     empty: Empty = staticmethod(new_array)
 
-    def use_memory(
-        self, empty: Empty, register: Register, *, pinned: Empty | None = None, near: FindNear = Near
-    ) -> None:
+    def use_memory(self, empty: Empty, register: Register, *, pinned: Empty | None = None) -> None:
         """Say where batches are to lie; before the pool is started.
 
         Args:
             empty: gives the memory that batches are put together in, where that is this process's own.
             register: to be called with each stretch of shared memory that batches come through.
             pinned: gives pinned memory for one array, because a device is going to copy the batches; otherwise None.
-            near: to be called for the CPUs near the devices, before shared memory is made.
         """
         self.empty = empty
 

@@ -12,9 +12,6 @@ A `BatchScope` says at every moment where the reader is: `sample_rng()` and the 
 process looks at the board, over a dead worker. All samples that are read alone pass the loops of `_read_one_by_one`,
 which do nothing for a sample but read it. What fails, fails in the user's code, and is caught in `Reader.read`.
 
-Samples of an ``async def`` are awaited (`data.awaiting`), also those of later tasks: `begin` is told of these before
-their turn. `AwaitedSamples` stands in for the dataset then: the loops are the same.
-
 A reader keeps nothing of a batch that was read, so several threads may use one. Nothing here imports torch.
 
 It notes when a batch began and how long it took, and of some batches more (`messages.Times`): of the first one, of one
@@ -30,9 +27,8 @@ from __future__ import annotations
 import heapq
 import operator
 from collections.abc import Sequence
-from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -53,15 +49,13 @@ from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.pack import Packed
 from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assembler, refuse_async
 from sharded_loader.data.arrays import as_bulk, as_items, takes_arrays
-from sharded_loader.data.awaiting import AWAITED, CONCURRENCY, Awaiter, Read, ReadCall, at_a_time, outcome, resolved
+from sharded_loader.data.awaiting import Awaited, is_awaited
 from sharded_loader.data.bulk import NOT_IN_BULK, listed
 from sharded_loader.data.datasets import RETRIES
+from sharded_loader.data.inspection import set_epoch_of
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board, phase
 from sharded_loader.engine.messages import NOTHING, Job, PartPoint, Result, Task, Times
 from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, philox, reading
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 MEASURED_SECONDS = 2e-2
 """Of work that is measured once. To measure a batch takes 40 us, and 200 us where other processes have the caches: that
@@ -82,7 +76,6 @@ class BatchScope(SampleScope):
     Attributes:
         task, worker, empty, board: what `Reader.read` was given.
         misfit: positions of the sample that ``batchify_fn`` cannot use, or of two that do not fit together.
-        awaited: of each shard, what is being awaited.
         skipped: the index and the error of each sample that was left out or replaced.
         dropped: how many samples were left out and not replaced.
         lost: the shards that have no sample left.
@@ -98,7 +91,6 @@ class BatchScope(SampleScope):
     empty: Empty
     board: Board
     misfit: tuple[int, ...] = ()
-    awaited: Awaited
     skipped: list[tuple[Any, BaseException]]
     dropped = 0
     lost: list[int]
@@ -131,27 +123,6 @@ class BatchScope(SampleScope):
         return error
 
 
-Awaited = dict[int, "list[Future[Read]]"]
-"""By the number of a shard, what is being awaited: its samples, or all of them at once."""
-
-
-class AwaitedSamples:
-    """Stands in for a dataset: each ``samples[index]`` waits for the next sample that is awaited.
-
-    Attributes:
-        seconds: how long each took.
-    """
-
-    def __init__(self, futures: list[Future[Read]], awaiter: Awaiter) -> None:
-        self._next, self._awaiter = iter(futures), awaiter  # which would cancel them at its end
-        self.seconds: list[float] = []
-
-    def __getitem__(self, index: Any) -> Any:
-        self.seconds.append(0.0)
-        sample, self.seconds[-1] = outcome(next(self._next))
-        return sample
-
-
 class Bad:
     """Stands in for a sample that could not be read: its index and its error."""
 
@@ -177,8 +148,6 @@ class Reader:
 
     Attributes:
         free: of each worker that uses this reader, when it was done with its last batch.
-        awaits: the samples are awaited.
-        reads_ahead: `begin` may be called for a task before its turn.
     """
 
     def __init__(
@@ -186,6 +155,7 @@ class Reader:
     ) -> None:
         self._job = job
         self._dataset = job.dataset
+        self._samples = Awaited(job.dataset) if is_awaited(job.dataset) else job.dataset
         self._assemble = assembler(default_batchify_fn if job.batchify_fn is None else job.batchify_fn)
         in_bulk = in_bulk and job.in_bulk
         self._gather = None
@@ -198,15 +168,9 @@ class Reader:
         self._get_items = as_items(job.dataset) if in_bulk else None
         # A function of the user's gets what ``__getitems__`` returns, as in torch: also one object of the whole batch.
         self._passes_on = not hasattr(job.batchify_fn or default_batchify_fn, "assemble")
-        limit = 0 if job.stream else at_a_time(job.dataset)
-        self.awaits = bool(limit)
-        self._awaiter = Awaiter(limit) if limit else None
-        self._begun: dict[tuple[int, int], Awaited] = {}
-        # A sample that depends on the epoch, or on those before it, is read when it is its turn.
-        self.reads_ahead = bool(limit) and not (self._gather or job.keeps_state or hasattr(job.dataset, "set_epoch"))
         self._tolerant = job.on_error != "raise"
         self._in_bulk = self._gather is not None or self._get_items is not None
-        self._set_epoch = getattr(job.dataset, "set_epoch", None) if tells_epoch else None
+        self._set_epoch: Any = set_epoch_of(job.dataset) if tells_epoch else None
         self._epoch: int | None = None
         self._notes_samples = notes_samples
         self.free: dict[int, float] = {}
@@ -242,7 +206,7 @@ class Reader:
         began = host_clock.now()
         at = BatchScope(self._job.seed, task.epoch)
         at.task, at.worker, at.empty, at.board = task, worker, empty, list(UNUSED) if board is None else board
-        at.skipped, at.lost, at.awaited = [], [], self._begun_of(task) if self.reads_ahead else {}
+        at.skipped, at.lost = [], []
         at.measure = measure
         batches: list[Any] = []
         error: BaseException | None = None
@@ -261,8 +225,6 @@ class Reader:
             batches, at.lost, error = [], [], at.noted(raised)
         finally:
             reading.set(before)
-            if at.awaited:
-                self._cancel(at.awaited, task)
         if batches:
             batch, count = batches if task.sharded else batches[0], sum(map(len, task.shards)) - at.dropped
         ended = host_clock.now()
@@ -274,8 +236,7 @@ class Reader:
             self.free[number] = ended
         try:
             numbers = tuple(at.skipped), tuple(at.lost), seconds, at.point, 0, began, number, False, times
-            # In half of the time of a call of `Result`.
-            return tuple.__new__(Result, (task.run, task.seq, batch, count, error, *numbers))
+            return Result(task.run, task.seq, batch, count, error, *numbers)
         finally:
             del error  # otherwise error -> traceback -> this frame -> error, and each frame waits for the collector
 
@@ -306,8 +267,6 @@ class Reader:
             self._lone_seconds += weight * max(0.0, seconds - at.collating)
             self._times_samples = self._lone_seconds >= SAMPLE_SECONDS * self._lone
         longest, slow = max(at.durations, default=0.0), self._slowest(at)
-        if at.durations and self._awaiter is not None:
-            longest -= sorted(at.durations)[len(at.durations) // 2]  # they waited at the same time
         free = began if worker < 0 else self.free.get(worker)  # between two batches, the main process does not idle
         idle = 0.0 if free is None else max(0.0, began - free)
         return Times(idle, processor, queued, at.collating, 0.0, longest, retries, weight, free is None, slow)
@@ -329,7 +288,7 @@ class Reader:
         try:
             reading.set(scope)
             scope.index = index
-            sample = resolved(self._dataset[index])
+            sample = self._samples[index]
             refuse_async([sample], "dataset[index]")
             return sample
         finally:
@@ -344,68 +303,15 @@ class Reader:
         For a task over which a worker has died then: the next one that dies has noted at which sample. The caller
         seeds the global generators afterwards.
         """
-        if self._in_bulk or self._awaiter is not None:
+        if self._in_bulk:
             for number, indices in enumerate(task.shards):
                 for ordinal, index in enumerate(plain_indices(indices)):
                     board[SHARD], board[SAMPLE] = number, ordinal
                     self.read(task._replace(shards=([index],), sharded=False), "a worker")  # errors come again later
 
-    # -- samples that are awaited ---------------------------------------------------------------------------
-
-    def begin(self, task: Task) -> None:
-        """Begin to await the samples of a task that will be read, or given up. Any thread."""
-        if self.reads_ahead and not task.careful:
-            self._begun[task.run, task.seq] = self._begin(task)
-
-    def _begun_of(self, task: Task) -> Awaited:
-        if (task.run, task.seq) not in self._begun:
-            self._begun[task.run, task.seq] = self._begin(task)
-        return self._begun[task.run, task.seq]
-
-    def give_up(self, run: int, seq: int) -> None:
-        """This task is not wanted any more: cancel what is awaited for it. Any thread."""
-        self._cancel(self._begun.pop((run, seq), {}))
-
-    def close(self) -> None:
-        """Cancel all that is awaited. Any thread. Who waits for it gets an error."""
-        if self._awaiter is not None:
-            self._awaiter.cancel()
-
-    def _cancel(self, awaited: Awaited, task: Task | None = None) -> None:
-        if task is not None:
-            self._begun.pop((task.run, task.seq), None)
-        left = [future for futures in awaited.values() for future in futures if not future.done()]
-        if self._awaiter is not None and left:
-            self._awaiter.cancel(left)
-        for futures in awaited.values():
-            futures.clear()  # an error in a future leads to the frames that have the future
-
-    def _begin(self, task: Task) -> Awaited:
-        in_bulk = self._get_items is not None
-        assert self._awaiter is not None  # see `reads_ahead`
-        return {number: self._begin_shard(task, number, in_bulk, self._awaiter) for number in range(len(task.shards))}
-
-    def _begin_shard(self, task: Task, number: int, in_bulk: bool, awaiter: Awaiter) -> list[Future[Read]]:
-        indices, seed = plain_indices(task.shards[number]), self._job.seed
-        owners: dict[int, Any] = {}  # what one sample has found of the transforms, the others need not look for
-        if in_bulk and self._get_items is not None:
-            scope = SampleScope(seed, task.epoch, indices=indices, owners=owners)
-            return awaiter.begin([ReadCall(scope, self._get_items, indices, len(indices))])
-        get = partial(operator.getitem, self._dataset)
-        scopes = [SampleScope(seed, task.epoch, index, owners=owners) for index in indices]
-        return awaiter.begin([ReadCall(scope, get, scope.index) for scope in scopes])
-
-    def _awaited(self, number: int, at: BatchScope, in_bulk: bool = False) -> AwaitedSamples:
-        """What is awaited of a shard. If a bulk read has failed, its samples are awaited one by one."""
-        awaiter = self._awaiter
-        assert awaiter is not None  # the dataset is read so
-        if number not in at.awaited or in_bulk != (self._get_items is not None):
-            at.awaited[number] = self._begin_shard(at.task, number, in_bulk, awaiter)
-        return AwaitedSamples(at.awaited[number], awaiter)
-
     def _tell_epoch(self, epoch: int) -> None:
         try:
-            self._dataset.set_epoch(epoch)
+            self._set_epoch(epoch)
         except BaseException as error:
             add_note(error, f"raised by dataset.set_epoch({epoch})")
             raise
@@ -441,10 +347,7 @@ class Reader:
             if self._get_items is None:
                 return NOT_IN_BULK
             at.indices = indices = plain_indices(indices)
-            if self._awaiter is None:
-                found = resolved(self._get_items(indices))
-            else:
-                found = self._awaited(number, at, in_bulk=True)[NO_SAMPLE]
+            found: Any = self._get_items(indices)
             refuse_async([found], "dataset.__getitems__")
             samples = found if self._passes_on else listed(found)
             if not self._passes_on and len(samples) != len(indices):
@@ -473,10 +376,7 @@ class Reader:
 
         Measured (256 images of 3 KB, warm): 36 us; 85 with an index, a place and a generator noted for each sample.
         """
-        board, awaited = at.board, None
-        if self._awaiter is not None:
-            awaited = self._awaited(number, at)
-        dataset: Any = self._dataset if awaited is None else awaited
+        board, dataset = at.board, self._samples
         at.indices = indices = plain_indices(at.task.shards[number])
         at.items = items = iter(indices)
         at.drawn = None
@@ -486,9 +386,7 @@ class Reader:
             at.is_alone = True
         samples: list[Any] = []
         if not (notes or self._tolerant or stamps):
-            samples = [dataset[index] for index in items]
-            if not samples or type(samples[0]) not in AWAITED:
-                return samples
+            return [dataset[index] for index in items]
         while True:
             try:
                 for index in items:
@@ -503,20 +401,9 @@ class Reader:
                     raise
                 samples.append(self._in_place_of(index, error, at))
                 stamps += stamps[-1:]  # it is over, but has not been read
-        if awaited is None and samples and type(samples[0]) in AWAITED:
-            return self._await_from_now_on(samples, number, at)
         if stamps:
-            seconds = map(operator.sub, stamps[1:], stamps) if awaited is None else awaited.seconds
-            at.durations = [*at.durations, *seconds]
+            at.durations = [*at.durations, *map(operator.sub, stamps[1:], stamps)]
         return samples
-
-    def _await_from_now_on(self, unread: list[Any], number: int, at: BatchScope) -> list[Any]:
-        """Read a shard again: a method that is no ``async def`` has returned coroutines."""
-        for one in unread:
-            if type(one) in AWAITED:
-                one.close()
-        self._awaiter = Awaiter(CONCURRENCY)
-        return self._read_one_by_one(number, at)
 
     def _make_batch(self, samples: Any, at: BatchScope) -> Any:
         at.board[SAMPLE] = IN_BATCHIFY

@@ -128,35 +128,6 @@ def check_shares(weights: Any, num_shards: int) -> list[float]:
     return numbers
 
 
-def balanced_shares(weights: Sequence[float], step_times: Any) -> list[float]:
-    """Weights with which all shards would take the same time.
-
-    Args:
-        weights: those that the times were measured with.
-        step_times: how long a step took on the device of each shard, in any unit. Shards of weight 0 have none.
-
-    Raises:
-        ValueError: there is not one time per shard, or one is no positive number.
-
-    Example:
-        >>> balanced_shares([1, 1], [0.2, 0.6]), balanced_shares([3, 1, 0], [20, 40])
-        ([0.75, 0.25], [0.857143, 0.142857, 0.0])
-    """
-    shares = [weight for weight in weights if weight]
-    try:
-        times = [float(one) for one in step_times]
-    except (TypeError, ValueError):
-        raise ValueError(f"step times must be numbers, one per shard, got {step_times!r}") from None
-    if len(times) != len(shares):
-        raise ValueError(f"there are {len(times)} step times for {len(shares)} shards: give one time per shard")
-    for shard, one in enumerate(times):
-        if not (math.isfinite(one) and one > 0):
-            raise ValueError(f"the step time of shard {shard} is {one}: give positive numbers, all in one unit")
-    speeds = [share / one for share, one in zip(shares, times, strict=True)]
-    # Six digits: a float with all its digits would make fractions of long numbers.
-    return [float(f"{speed / sum(speeds):.6g}") for speed in speeds] + [0.0] * (len(weights) - len(shares))
-
-
 def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None) -> list[int]:
     """The number of samples that each shard gets of ``n``.
 

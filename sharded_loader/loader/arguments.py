@@ -20,6 +20,7 @@ import torch
 from sharded_loader.base.checks import CLOSE, check_int, refuse_async_iterable, refuse_class
 from sharded_loader.base.described import an
 from sharded_loader.base.errors import add_note
+from sharded_loader.base.imports import names_of, provided
 from sharded_loader.base.notices import logger
 from sharded_loader.batching.default import Batchify
 from sharded_loader.batching.protocol import some
@@ -47,7 +48,6 @@ INSTEAD = {
     "try_nopython": "leave it out",
     "start_method": 'write pool=ProcessPool(n, start_method="spawn") instead',
     "shm_size": "leave it out: shared memory grows with the batches. ProcessPool(n, max_bytes=) limits it",
-    "numa": "write pool=ProcessPool(n, numa=False) instead, or leave it out",
     "use_shared_mem": "leave it out: worker processes always write batches into shared memory",
     "num_threads": "write num_workers= and thread_pool=True instead",
     "ctx_list": "write devices= instead",
@@ -335,8 +335,6 @@ def make_pool(
         )
     if is_auto and pool == "ray":
         raise ValueError('num_workers="auto" is for workers on this machine: give the number of Ray actors')
-    if isinstance(num_workers, bool):
-        raise TypeError(f'num_workers is {num_workers!r}; it must be an int, the number of workers, or "auto"')
     count = max(0, int(num_workers))
     if num_workers < 0:
         logger.warning(
@@ -363,11 +361,10 @@ def make_pool(
         return InlinePool()
     if kind == "thread":
         return ThreadPool(count, **options)
-    if kind == "ray":
-        from sharded_loader.pools.ray.pool import RayPool
-
-        return RayPool(count, **options)
-    return ProcessPool(count, **options)
+    if kind == "process":
+        return ProcessPool(count, **options)
+    made: Pool = provided("pool", kind)(count, **options)
+    return made
 
 
 def refuse_worker_memory(limit: Any, has_processes: bool) -> None:
@@ -385,13 +382,13 @@ def _kind_of_pool(pool: Any, count: int, thread_pool: bool) -> Any:
         pool = "inline" if count == 0 else "thread" if thread_pool else "process"
     elif thread_pool and pool != "thread":
         raise ValueError(f"pool={pool!r} and thread_pool=True contradict each other: leave out one of them")
-    if pool not in ("inline", "thread", "process", "ray"):
+    known = ["inline", "thread", "process", *names_of("pool")]
+    if pool not in known:
         example = ": ProcessPool(2)" if isinstance(pool, type) else ""
         if pool in ("fork", "forkserver", "spawn"):
             example = f": ProcessPool({max(count, 1)}, start_method={pool!r})"
-        raise ValueError(
-            f'pool is {pool!r}; it must be "inline", "thread", "process", "ray", or a pool object{example}'
-        )
+        names = ", ".join([f'"{name}"' for name in known])
+        raise ValueError(f"pool is {pool!r}; it must be {names}, or a pool object{example}")
     if count == 0 and (thread_pool or pool != "inline"):
         asked = "thread_pool=True" if thread_pool else f"pool={pool!r}"
         raise ValueError(

@@ -23,7 +23,6 @@ from sharded_loader.base.private import refuse_skipping
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.engine.pipeline import PER_WORKER
 from sharded_loader.engine.pool import Pool
-from sharded_loader.engine.split import balanced_shares
 from sharded_loader.loader.arguments import (
     check_count,
     check_prefetch,
@@ -268,34 +267,6 @@ class LoaderAttributes(Reported):
     @shard_weights.setter
     def shard_weights(self, weights: Sequence[float] | None) -> None:
         self._split.weights = check_shard_weights(weights, self._split)
-
-    def balance_shards(self, step_times: Sequence[float]) -> list[float]:
-        """Set `shard_weights` by measured times, so that all devices take the same time for a step.
-
-        A device that was twice as fast as another one, with as many samples, gets twice as many samples. You may call
-        it again at any time: the times belong to the weights of the last call.
-
-        Args:
-            step_times: How long a step took on each device, in any unit, such as the mean over 20 steps. Measure each
-                device by its own clock (two CUDA events).
-
-        Returns:
-            The new weights. Their sum is 1.
-
-        Raises:
-            ValueError: There is not one time per shard, or one is no positive number. The batches have no shards.
-
-        Example:
-            >>> from sharded_loader import ShardedDataLoader
-            >>> loader = ShardedDataLoader(range(8), 8, devices=["cpu", "cpu"])
-            >>> loader.balance_shards([0.1, 0.3])
-            [0.75, 0.25]
-            >>> [shard.tolist() for shard in next(iter(loader))]
-            [[0, 1, 2, 3, 4, 5], [6, 7]]
-        """
-        weights = self._split.weights or check_shard_weights([1.0] * (self._split.num_shards or 1), self._split)
-        self.shard_weights = balanced = balanced_shares(weights or [], step_times)
-        return balanced
 
     @property
     def epoch(self) -> int:

@@ -182,7 +182,7 @@ def number_of_workers(num_workers: Any) -> tuple[bool, Any]:
         TypeError: it is neither that nor an integer.
     """
     is_auto = isinstance(num_workers, str) and num_workers == "auto"
-    if not is_auto and not hasattr(num_workers, "__index__"):
+    if not is_auto and (isinstance(num_workers, bool) or not hasattr(num_workers, "__index__")):
         raise TypeError(f'num_workers is {num_workers!r}; it must be an int, the number of workers, or "auto"')
     return is_auto, START if is_auto else num_workers
 

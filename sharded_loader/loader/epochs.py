@@ -488,7 +488,7 @@ class Epochs(KnownSteps):
         twice on one dataset.
         """
         pool = self.pipeline.pool
-        shares_epoch = pool.shares_dataset and hasattr(self.dataset, "set_epoch")
+        shares_epoch = pool.shares_dataset and set_epoch_of(self.dataset) is not None
         if not (self.prefetch_epochs and pool.num_workers) or shares_epoch or self.stale or self._kept is not None:
             return
         mark = self.progress.mark()

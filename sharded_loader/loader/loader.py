@@ -279,7 +279,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         if number_of_workers(num_workers)[0] and workers.num_workers:
             tuned(meter)
         claim(workers, pipeline)
-        workers.use_memory(placement.empty, placement.register, pinned=placement.pinned, near=placement.near)
+        workers.use_memory(placement.empty, placement.register, pinned=placement.pinned)
         self.device_prefetch = placement.ahead
         workers.notices = meter.notices
         if isinstance(workers, ProcessPool):

@@ -63,7 +63,6 @@ LEFT_ALONE: list[Segment] = []
 closes, or makes a segment."""
 
 Register = Callable[[mmap.mmap], Callable[[], Any] | None]
-FindNear = Callable[[], limits.Near]
 
 
 class RecentSizes:
@@ -106,7 +105,6 @@ class Arena:
             shared by the processes of this machine (LOCAL_WORLD_SIZE).
         register: called with the memory of each new segment, which a device is to read by itself. It returns a function
             to call before that memory goes, or None.
-        near: called before a segment is made. It returns the CPUs near that device: the segment is at their NUMA node.
         pinned: gives pinned memory, for the tensors of objects that move themselves; None: there is none.
     """
 
@@ -114,11 +112,9 @@ class Arena:
         self,
         max_bytes: int | None = None,
         register: Register | None = None,
-        near: FindNear = limits.Near,
         pinned: Empty | None = None,
     ) -> None:
         self.register = register
-        self.near = near
         self.pinned = pinned
         self.segments: list[Segment] = []
         self._max_bytes = max_bytes
@@ -270,7 +266,7 @@ class Arena:
         """A segment of ``size``, or of as much as a small mount takes; None if shared memory goes no further."""
         while True:
             try:
-                return create(len(self.segments), size, self.near().cpus)
+                return create(len(self.segments), size)
             except OSError as error:
                 full = error.errno in (errno.ENOSPC, errno.ENOMEM)
                 if full and size > least:

@@ -26,16 +26,14 @@ not be closed: it stays open after `close`, until the last array over the memory
 from __future__ import annotations
 
 import contextlib
-import functools
 import mmap
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sharded_loader.base.interrupts import uninterrupted
-from sharded_loader.base.limits import run_on
 from sharded_loader.base.system import MAP_OPTIONS, PREFIX, allocate, can_pass_descriptors, open_memory
 
 BACKENDS = ("memfd", "shm", "file", "named")
@@ -115,13 +113,12 @@ class Segment:
             self.mapping.close()
 
 
-def create(number: int, nbytes: int, cpus: Collection[int] = ()) -> Segment:
+def create(number: int, nbytes: int) -> Segment:
     """Make a segment of ``nbytes``.
 
     Args:
         number: of the segment.
         nbytes: its size.
-        cpus: the memory is at the NUMA node of these CPUs; none: at that of this thread.
 
     Raises:
         OSError: the system refuses (no memory, no room in the mount, no descriptors). Its ``filename`` is the folder
@@ -135,7 +132,7 @@ def create(number: int, nbytes: int, cpus: Collection[int] = ()) -> Segment:
         fd, folder = open_memory(f"{PREFIX}-{number}", None if backend == "named" else backend)
         try:
             os.ftruncate(fd, nbytes)
-            run_on(cpus, functools.partial(allocate, fd, nbytes))
+            allocate(fd, nbytes)
             mapping = mmap.mmap(fd, nbytes, **MAP_OPTIONS)
         except BaseException as error:
             os.close(fd)

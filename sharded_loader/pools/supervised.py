@@ -21,8 +21,7 @@ import numpy as np
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import Location, as_batch_error, leave_frames
 from sharded_loader.base.interrupts import is_from_outside
-from sharded_loader.data.awaiting import at_a_time
-from sharded_loader.engine.grouping import Grouping, group_to_await
+from sharded_loader.engine.grouping import Grouping
 from sharded_loader.engine.messages import NewJob, Result, Task, Times, unpack_result
 from sharded_loader.engine.pool import WorkerPool
 from sharded_loader.memory.arena import RecentSizes
@@ -48,7 +47,6 @@ class SupervisedPool(WorkerPool, Generic[W]):
     shares_dataset = False
     _supervisor: Supervisor[W]
     _group_bytes: int | None = None
-    _awaits = 0
 
     def __init__(
         self,
@@ -67,7 +65,6 @@ class SupervisedPool(WorkerPool, Generic[W]):
     def _start(self, new: NewJob) -> None:
         """Start the workers. Those that run already get the new job before any later task."""
         self._supervisor.notices = self.notices
-        self._awaits = at_a_time(new.job.dataset)
         self._supervisor.start(new)
         self._count_room()
 
@@ -117,7 +114,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
             result = result._replace(rebuilt=True)
         if result.seconds:  # it was not dropped
             self._sizes.note(wanted)
-            self.group = max(self._grouping.note(result.seconds), group_to_await(self._awaits, result.samples))
+            self.group = self._grouping.note(result.seconds)
             if self._group_bytes is not None:
                 self.group = max(1, min(self.group, self._group_bytes // max(1, self._sizes.wanted)))
         deaths = self._supervisor.deaths

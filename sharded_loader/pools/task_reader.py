@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -30,7 +30,7 @@ from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pac
 from sharded_loader.engine.reader import Reader, reading_in
 from sharded_loader.memory.codec import Encoded, End, Moving, SetApart, SlotWriter, encode, set_apart
 from sharded_loader.memory.exceptions import encode_error
-from sharded_loader.randomness.global_generators import kept, seed_as_torch, seed_globals, seeded_globals
+from sharded_loader.randomness.global_generators import seed_as_torch, seed_globals, seeded_globals
 from sharded_loader.randomness.rng import derive_key
 
 
@@ -155,23 +155,6 @@ class TaskReader:
             seed=self._seed_globals,
         )
 
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether samples are awaited before the turn of their task."""
-        return self._reader is not None and self._reader.reads_ahead
-
-    def look_ahead(self, unpack: Callable[[], Any]) -> None:
-        """Begin to await the samples of tasks before their turn, where samples are awaited.
-
-        Args:
-            unpack: what `link.unpack_tasks` returns for them.
-        """
-        reader = self._reader
-        if reader is not None and self.reads_ahead:
-            for run, _, _, fields in unpack():
-                if type(fields) is not bytes and run not in self.cancelled:  # no code of the user's runs here
-                    reader.begin(task_of(fields))
-
     def answer(
         self, run: int, seq: int, fields: Any, memory: np.ndarray[Any, Any] | None
     ) -> tuple[bytes, Encoded, SlotWriter]:
@@ -188,8 +171,6 @@ class TaskReader:
             result, slot, task = self.read(run, seq, fields, memory)
             if result.error is not None:
                 self.explain(result.error, in_start=False)
-        elif self._reader is not None:
-            self._reader.give_up(run, seq)
         encoded, times = self.pack(result, slot, task), result.times
         if times is not None and self._reader is not None:
             self._reader.free[self._number] = now = host_clock.now()
@@ -220,10 +201,8 @@ class TaskReader:
         if task.careful:
             self._reader.probe(task, board)
         empty = np.empty if memory is None else slot.empty
-        # Coroutines that seed the generators for a sample disturb no draw of this batch outside of them.
-        with kept() if self._reader.awaits else nullcontext():
-            self._seed_globals(task.epoch, task.position)
-            result = self._reader.read(task, self._name, empty, board, self._number)
+        self._seed_globals(task.epoch, task.position)
+        result = self._reader.read(task, self._name, empty, board, self._number)
         if result.times is not None and result.times.retries:
             result = result._replace(retries=result.times.retries)
         board[SAMPLE] = SENDING

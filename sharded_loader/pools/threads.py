@@ -28,7 +28,6 @@ import os
 import queue
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,10 +36,8 @@ from sharded_loader.base import host_clock
 from sharded_loader.base.errors import add_note, as_exception
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.batching.protocol import Empty
-from sharded_loader.data.awaiting import at_a_time
 from sharded_loader.data.inspection import warn_of_open_file
 from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
-from sharded_loader.engine.grouping import group_to_await
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.pool import PoolBroken, WorkerPool
 from sharded_loader.pools.deaths import Watch, timed_out
@@ -50,10 +47,6 @@ CLOSING_GRACE = 0.2
 """Seconds that `close` waits for threads that are in the user's code."""
 
 _pool_numbers = itertools.count()
-
-
-def _nothing() -> None:
-    """No reader."""
 
 
 class _Shared:
@@ -70,7 +63,6 @@ class _Shared:
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.closing = False
         self.threads: list[_Thread] = []
-        self.reader: Callable[[], Any] = _nothing  # a weak reference
 
     def move(self, queues: int) -> None:
         """Have new queues. What waits in the old ones goes over, and so does each thread."""
@@ -95,8 +87,6 @@ class _Shared:
         self.closing = True
         for tasks in self.queues:
             tasks.put(None)
-        if (reader := self.reader()) is not None:
-            reader.close()
         self.ring()
         left = [one for one in self.threads if one is not threading.current_thread() and one.ident is not None]
         deadline = host_clock.now() + CLOSING_GRACE
@@ -141,9 +131,7 @@ class _Thread(threading.Thread):
                 tasks.put(None)  # for the next thread
                 continue
             reader, task = taken
-            if task.run not in shared.live:
-                reader.give_up(task.run, task.seq)
-            else:
+            if task.run in shared.live:
                 board[RUN], board[SEQ], board[SAMPLE] = task.run, task.seq, BEGINNING
                 self.task = task
                 result = Result(task.run, task.seq, NOTHING)
@@ -187,7 +175,6 @@ class ThreadPool(WorkerPool):
         self._reader: Any = None  # a `Reader` while the pool runs
         self._job: Job | None = None  # likewise
         self._running: list[_Shared] = []  # one, or none
-        self._awaits = 0
 
     @property
     def started(self) -> bool:
@@ -195,9 +182,6 @@ class ThreadPool(WorkerPool):
 
     def start(self, job: Job) -> None:
         self._job, self._reader = job, reader_for(job, notes_samples=self._watch.timeout is not None)
-        self._awaits = at_a_time(job.dataset)
-        for shared in self._running:
-            shared.reader = weakref.ref(self._reader)
         if self.started:
             return
         if self.num_workers > 1:
@@ -206,7 +190,6 @@ class ThreadPool(WorkerPool):
         self.room = 1 << 30
         self._name = f"sharded_loader-{next(_pool_numbers)}-thread"
         shared = _Shared(self.empty, 1 if job.stream is None else self.num_workers)
-        shared.reader = weakref.ref(self._reader)
         self._running.append(shared)
         for number in range(self.num_workers):
             shared.threads.append(_Thread(shared, self._name, number, self.worker_init_fn))
@@ -235,8 +218,6 @@ class ThreadPool(WorkerPool):
         for shared in self._running:
             for task in tasks:
                 shared.live.add(task.run)
-                if self._awaits:
-                    self._reader.begin(task)
                 shared.queues[(task.lane or 0) % len(shared.queues)].put((self._reader, task))
 
     def wait(self, block: bool = True) -> Sequence[Result]:
@@ -257,8 +238,6 @@ class ThreadPool(WorkerPool):
                 self.close()
                 raise PoolBroken(result)
             results.append(result)
-            if self._awaits:
-                self.group = group_to_await(self._awaits, result.samples * self.num_workers)
         return results
 
     def _write_off(self, shared: _Shared, timeout: float) -> None:
@@ -275,8 +254,6 @@ class ThreadPool(WorkerPool):
                 if task.part is not None:
                     shared.given_up.add((task.run, task.part.number))
                 shared.results.append(Result(task.run, task.seq, error=error))
-            if self._reader is not None:
-                self._reader.give_up(task.run, task.seq)
             if was_leaving:
                 shared.threads.remove(thread)
                 continue

@@ -2,7 +2,6 @@
 
     seed_globals(key)                     seeded, and left so: a worker process has them to itself
     with seeded_globals(key):             seeded for one thread, and put back: the others wait
-    with kept():                          no other thread seeds them
     with lent():                          this thread waits for another one, which may seed them meanwhile
     seed_torch(generator, key)            the same seed for a torch generator of one's own
     global_states()                       what they would draw next, to compare
@@ -81,20 +80,19 @@ def seed_globals(key: int, *, whole: bool = True) -> None:
         >>> first == (random.random(), np.random.rand())
         True
     """
-    with _lock:  # an event loop in this process may have seeded them for a sample
-        random.seed(key)
-        for_numpy: Any = _numpy_words(key) if whole else key >> 64 & 0xFFFFFFFF
-        if "numpy.random" in sys.modules:
-            np.random.seed(for_numpy)
-        else:  # as soon as the user's code draws from it; to import it takes 8 ms
-            call_after_import("numpy.random", lambda: sys.modules["numpy.random"].seed(for_numpy))
-        torch_module = sys.modules.get("torch")
-        generator = getattr(torch_module, "default_generator", None)
-        if generator is not None:
-            if whole:
-                seed_torch(generator, key)
-            else:
-                generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
+    random.seed(key)
+    for_numpy: Any = _numpy_words(key) if whole else key >> 64 & 0xFFFFFFFF
+    if "numpy.random" in sys.modules:
+        np.random.seed(for_numpy)
+    else:  # as soon as the user's code draws from it; to import it takes 8 ms
+        call_after_import("numpy.random", lambda: sys.modules["numpy.random"].seed(for_numpy))
+    torch_module = sys.modules.get("torch")
+    generator = getattr(torch_module, "default_generator", None)
+    if generator is not None:
+        if whole:
+            seed_torch(generator, key)
+        else:
+            generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
 
 
 def _numpy_words(key: int) -> npt.NDArray[np.uint32]:
@@ -167,13 +165,6 @@ def seeded_globals(key: int, *, whole: bool = True) -> Iterator[None]:
         except BaseException:  # also a Ctrl-C that comes while they are restored
             put_back()
             raise
-
-
-@contextmanager
-def kept() -> Iterator[None]:
-    """Inside, no other thread seeds the generators, except while this one waits for it (`lent`)."""
-    with _lock:
-        yield
 
 
 @contextmanager

@@ -1,22 +1,22 @@
 """`RecordFileDataset`: the records of a ``.rec`` file by their position in its index, one by one or a batch at once.
 
     train.idx --or a scan of train.rec--> offsets --[i]--> RecordFile.read --> bytes
-    offsets, sizes --stretches of the file--> one positioned read each, or a `Gatherer` for all --> one buffer
+    offsets, sizes --stretches of the file--> one positioned read each --> one buffer
     buffer --headers, as one array--> where in the buffer each record lies --> `Records`
 
 The offsets are one array that travels with the dataset to its workers, as do the sizes of the records. The sizes are
 guesses by the next offset, corrected as records are read (two threads that correct the same one write the same). The
 file is opened by each process for itself, and serves all its threads.
 
-A run of records is one read. A shuffled batch of short records is gathered on Linux (`recordio.gather`). Elsewhere, and
-where that fails, it is one read per record, in the order of the file, or for several that lie within `GAP` bytes.
+A run of records is one read. A shuffled batch is one read per record, in the order of the file, or for several that lie
+within `GAP` bytes.
 
 The size of a record is not known before its header is read: until then it is taken to reach to the next record of the
 index. A read may not show a whole record: a payload cut at magics, a record of more than `LARGE` bytes, damage. Then
 `RecordFile.read` reads the record, and names the damage. Where records are large on average, all are read by it: then a
 call for each costs nothing beside its bytes.
 
-Memory: records, headers and gaps, at most the size of the file, and once more while they are gathered or joined.
+Memory: records, headers and gaps, at most the size of the file, and once more while they are joined.
 
 What can go wrong: a damaged record raises `RecordIOError` with file and offset, also in a batch. So does a file that
 was replaced or written again.
@@ -239,13 +239,9 @@ def read_records(file: RecordFile, offsets: Int64s, sizes: Int64s) -> tuple[Reco
         begins = offsets - begin
     else:
         inside = np.flatnonzero(limits >= HEAD_SIZE)
-        order = None if len(inside) == len(offsets) else inside
-        gathered = _gather(file, offsets[inside], limits[inside])
-        if gathered is None:
-            order = inside[np.argsort(offsets[inside], kind="stable")]
-            gathered = _read_stretches(file, offsets[order], limits[order])
-        buffer, begins = gathered
-        limits = limits if order is None else limits[order]
+        order = inside[np.argsort(offsets[inside], kind="stable")]
+        limits = limits[order]
+        buffer, begins = _read_stretches(file, offsets[order], limits)
     lengths, all_as_guessed = _stored_lengths(buffer, begins, limits)
     starts = begins + HEAD_SIZE
     if order is not None:
@@ -267,18 +263,6 @@ def _scattered(values: Int64s, places: Int64s, length: int) -> Int64s:
     out = np.full(length, -1, np.int64)
     out[places] = values
     return out
-
-
-def _gather(file: RecordFile, begins: Int64s, sizes: Int64s) -> tuple[bytes, Int64s] | None:
-    """What lies in the file at any offsets, and where each begins in the buffer; None if the file cannot be gathered.
-
-    The buffer holds a record as often as it is wanted. It is never larger than the file.
-    """
-    ends = np.cumsum(sizes)
-    if not len(begins) or ends[-1] > file.size or np.bitwise_or.reduce(sizes) & 3:
-        return None
-    buffer = file.gather(begins, sizes)
-    return None if buffer is None else (buffer, ends - sizes)
 
 
 def _read_stretches(file: RecordFile, begins: Int64s, sizes: Int64s) -> tuple[bytes, Int64s]:

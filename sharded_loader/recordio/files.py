@@ -37,9 +37,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from sharded_loader.data.bulk import Int64s
 from sharded_loader.data.files import BINARY, PositionedFile, checksums, is_rewritten, settled, tag_of
-from sharded_loader.recordio.gather import Gatherer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -122,11 +120,11 @@ class RecordBytes:
 class _Descriptor(PositionedFile):
     """An open file of records."""
 
-    __slots__ = ("gatherer", "path", "pid", "size")
+    __slots__ = ("path", "pid", "size")
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self.path, self.pid, self.gatherer = path, os.getpid(), Gatherer(self.fd)
+        self.path, self.pid = path, os.getpid()
         if stat.S_ISDIR(self.stat().st_mode):  # Linux notices it at the first read, without the path
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         self.refresh_size()
@@ -260,11 +258,6 @@ class RecordFile:
         file = self._open()
         pieces = list(map(file.read, sizes, offsets))
         return pieces if list(map(len, pieces)) == sizes else list(map(file.bytes_at, offsets, sizes))
-
-    def gather(self, offsets: Int64s, sizes: Int64s) -> bytes | None:
-        """From each offset its size in bytes, in one buffer; None if the file cannot be gathered (`Gatherer`)."""
-        file = self._open()  # held meanwhile: `close` in another thread would have its descriptor closed
-        return file.gatherer.read(offsets, sizes)
 
     def watch(self) -> None:
         """From now on, `check` raises if the file is another one."""

@@ -150,11 +150,16 @@ class Sampler(Described, Generic[Item_co]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         kind: Any = type(self)
-        if name in _unchangeable(kind) or (name in self.fixed and name in vars(self)):
+        # A class of the user's may keep its arguments under any names, until its order has been read.
+        is_read = kind.__module__.startswith(__package__) or not vars(self).keys().isdisjoint(
+            ("_epoch", "epoch_request")
+        )
+        if (is_read and name in _unchangeable(kind)) or (name in self.fixed and name in vars(self)):
             named = kind.__name__
+            live = ". For weights that change, mix datasets with interleave, and call the loader's set_weights"
             raise AttributeError(
                 f"{name} of a {named} was read when it was made, and a change would have no effect: make another "
-                f"{named}, and a loader with it"
+                f"{named}, and a loader with it{live if name == 'weights' else ''}"
             )
         super().__setattr__(name, value)
 
@@ -235,13 +240,21 @@ class Sampler(Described, Generic[Item_co]):
         return getattr(self, self.sized_by[0], None) if self.sized_by else None
 
 
+_OF_ORDER = ("__iter__", "iter_epoch", "epoch_table")
+
+
 @lru_cache
 def _unchangeable(kind: type[Sampler[Any]]) -> frozenset[str]:
-    """The arguments of a class of this library that are not kept under their names."""
-    if not kind.__module__.startswith(__package__):
+    """The arguments of the library's class, under a user's too, that are not kept under their names.
+
+    None if the user's class has an order of its own. An attribute that it overrides is its own.
+    """
+    base: Any = next(one for one in kind.__mro__ if one.__module__.startswith(__package__))
+    if any(getattr(kind, name, None) is not getattr(base, name, None) for name in _OF_ORDER):
         return frozenset()
     kept = [name for name, attribute in (*kind.decided_by, *kind.shown) if name == attribute]
-    return frozenset(inspect.signature(kind).parameters) - {"seed", "sampler", "batch_sampler", *kept}
+    names = frozenset(inspect.signature(base).parameters) - {"seed", "sampler", "batch_sampler", *kept}
+    return frozenset(name for name in names if getattr(kind, name, None) is getattr(base, name, None))
 
 
 class BalancedSampler(Sampler[Item_co]):

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.notices import warn
+from sharded_loader.data.inspection import told_in
 from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.order import Order, Position, process_group, resolve_replicas
 from sharded_loader.sampling.base import (
@@ -209,7 +210,7 @@ class MapOrder(Order[Signature]):
         self._items = self.batch_sampler if self.given_batches else self._sampler
         self._of_first.cache_clear()
         # set_epoch may be called on the samplers that the user gave, and on those that the loader shows.
-        self._requests.listen([*nested(self._given_sampler), *nested(self.batch_sampler), self._dataset])
+        self._requests.listen([*nested(self._given_sampler), *nested(self.batch_sampler), *told_in(self._dataset)])
 
     def _make_sampler(self, length: int | None) -> Sampler[int]:
         if length is None:
@@ -283,10 +284,10 @@ class MapOrder(Order[Signature]):
         if was is None or now is None or was == now:
             return None
         if was > now:
-            return f"samples {now} to {was - 1} are missing: give them back, or begin with set_epoch({then})"
+            return f"Samples {now} to {was - 1} are missing: give them back, or begin with set_epoch({then})"
         if strict and not self._differences(saved, position, strict=False):
-            return f"strict=False reads the rest of the epoch from the first {was}, and all in the next one"
-        return f"read the epoch to its end with the first {was} samples, or begin one with all, set_epoch({then})"
+            return f"With strict=False, the rest of the epoch is of the first {was}, and the next one of all"
+        return f"Read the epoch to its end with the first {was} samples, or begin one with all, set_epoch({then})"
 
     def _parsed(self, state: Any) -> tuple[Position, Signature]:
         return self.regrouped(*parse(state))
@@ -375,7 +376,7 @@ class MapOrder(Order[Signature]):
         phrases = differences(saved, own, strict, self._is_endless, position)
         if phrases and text is not None:
             lengths = f"the dataset had {saved.dataset_length} samples, and has {self.dataset_length}"
-            phrases = [lengths, *(one for one in phrases if one != lengths), text]
+            phrases = [lengths, *(one for one in phrases if one != lengths), f"{text}."]
         if self._costs is not None and position.done and saved.step != own.step:
             phrases.append(f"a step of all ranks had {saved.step} samples, and has {own.step}: costs= needs it to stay")
         if saved.skip and self.steps is None and _counts_others(saved, own):
@@ -685,9 +686,10 @@ def _text_of_step(size: Any, before: int, ranks: int) -> str:
     if not isinstance(size, int):
         return f"rescale: all ranks together read {ranks} batches in a step from now on, and {before} before"
     whole = size * before
-    hint = f"batch_size={whole // ranks} keeps" if whole % ranks == 0 else f"{ranks} ranks cannot keep"
+    hint = f"give batch_size={whole // ranks}" if whole % ranks == 0 else f"take a number of ranks that divides {whole}"
     return (
-        f"rescale: all ranks together read {size * ranks} samples in a step from now on: {hint} the {whole} of before"
+        f"rescale: all ranks together read {size * ranks} samples in a step from now on, and {whole} before. To keep "
+        f"the {whole}, {hint}"
     )
 
 

@@ -48,7 +48,7 @@ def _after_fork_in_child() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
-VERSION = 6
+VERSION = 7
 """Of what the formats put into an index, and of index files. Another one makes all of them again."""
 
 

@@ -11,9 +11,13 @@ bytes, and are skipped. So are names that begin with a dot, such as the ``._000.
 tarfile ends at the first header that it does not understand, as if the file ended there. So this module checks where
 tarfile has stopped: the end mark must stand there, and then zeros up to the end of the file, no more than writers add.
 
+The index has a checksum of each member's header, which is read and compared with the member. So an index with wrong
+offsets gives no wrong samples.
+
 What can go wrong: no tar file, a tar file that is compressed as a whole (it can only be read from its beginning), a
 damaged or cut one. An extension that comes twice in one sample, a link to what is not in the shard, a sparse member.
-All are a `ShardError` that names the shard and the offset.
+All are a `ShardError` that names the shard and the offset. Of a name above 100 bytes only the first 100 stand in the
+tar file twice: damage behind them, and in the bytes of members, is not noticed.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import posixpath
 import re
 import struct
 import tarfile
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,8 +59,11 @@ COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\
 _RECORD = re.compile(rb"(\d{1,10}) ([^=]+)=")
 """The beginning of a record of an extended header."""
 
-_Span = tuple[int, int]
-"""Where the bytes of a member begin, and how many they are."""
+_PLACES = {b"L": 0, b"K": 157, b"path": 0, b"linkpath": 157}
+"""Where in a member's own header the first 100 bytes of its name or link stand, by the extended header that has all."""
+
+_Span = tuple[int, int, int]
+"""Where the bytes of a member begin, how many they are, and the checksum of the header before them."""
 
 
 class Tar:
@@ -89,12 +97,13 @@ class Tar:
                     "shard again, with one of them"
                 )
             members[place] = span
-        table = np.array([(*place, *span) for place, span in members.items()], np.int64).reshape(-1, 4)
-        samples, kinds, offsets, sizes = table[table[:, 0].argsort(kind="stable")].T.copy()
+        table = np.array([(*place, *span) for place, span in members.items()], np.int64).reshape(-1, 5)
+        samples, kinds, offsets, sizes, headers = table[table[:, 0].argsort(kind="stable")].T.copy()
         return {
             "firsts": samples.searchsorted(np.arange(len(keys) + 1)),
             "offsets": offsets,
             "sizes": sizes,
+            "headers": headers.astype(np.uint32),
             "kinds": kinds.astype(np.int32),
             "keys": packed([key for _, key in keys.values()]),
             "extensions": packed(list(extensions)),
@@ -110,7 +119,15 @@ class Tar:
         # Of each sample its members, one after the other.
         members = np.repeat(firsts + counts - np.cumsum(counts), counts) + np.arange(counts.sum())
         begins = index["offsets"][members]
-        parts = iter(file.ranges(begins.tolist(), (begins + index["sizes"][members]).tolist()))
+        heads, begin, end = (part.tolist() for part in (begins - BLOCK, begins, begins + index["sizes"][members]))
+        found = file.ranges(heads + begin, begin + end)
+        parts = iter(found[len(begin) :])
+        for header, checksum, head in zip(found, index["headers"][members].tolist(), heads, strict=False):
+            if zlib.crc32(header) != checksum:
+                raise ShardError(
+                    f"{file.name}, offset {head}: not the header of the member that its index names. If it has an "
+                    "index file, write that again (sharded-loader index). Make the dataset again"
+                )
         kinds = iter(index["kinds"][members].tolist())
         keys = unpacked(index["keys"], rows)
         samples: list[Any] = []
@@ -127,7 +144,7 @@ def _files(file: ShardFile) -> list[tuple[str, int, _Span | str]]:
     the tar file, where it leads."""
     found: list[tuple[str, int, _Span | str]] = []
     contents: dict[str, _Span | str | None] = {}  # by name; a text: a link to that name; None: it has no bytes
-    for member in _members(file):
+    for member, header in _members(file):
         content: _Span | str | None = None
         is_part = member.type == b"M"
         if is_part or member.issparse() or any(name.startswith("GNU.sparse.") for name in member.pax_headers):
@@ -141,7 +158,7 @@ def _files(file: ShardFile) -> list[tuple[str, int, _Span | str]]:
         elif member.islnk():  # to a member before it, which a later one of the same name does not replace
             content = contents.get(posixpath.normpath(member.linkname), member.linkname)
         elif member.isfile() or member.type not in (*tarfile.SUPPORTED_TYPES, *NOTES):  # POSIX: unknown ones are files
-            content = member.offset_data, member.size
+            content = member.offset_data, member.size, zlib.crc32(header)
         contents[posixpath.normpath(member.name)] = content
         if content is not None:
             found.append((member.name, member.offset, content))
@@ -157,18 +174,17 @@ def _files(file: ShardFile) -> list[tuple[str, int, _Span | str]]:
     return files
 
 
-def _members(file: ShardFile) -> Iterator[tarfile.TarInfo]:
-    """What tarfile finds, checked: the headers of each member, and that nothing follows the last one."""
+def _members(file: ShardFile) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
+    """What tarfile finds, with its own header. The headers are checked, and that nothing follows the last member."""
     end = 0
     try:
         with file.stream() as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
             for member in tar:
                 if member.size < 0 or not end < tar.offset <= file.size:
                     raise tarfile.ReadError(f"the member {member.name!r} goes past the end of the file")
-                if member.offset_data - end > BLOCK:
-                    stream.seek(end)
-                    _check_headers(stream.read(member.offset_data - end))
-                yield member
+                stream.seek(end)
+                _check_headers(headers := stream.read(member.offset_data - end))
+                yield member, headers[-BLOCK:]
                 end = tar.offset
             _check_end(stream, end, file.size)
     except _DAMAGE as error:
@@ -192,7 +208,7 @@ def _kind(begin: bytes) -> tuple[str, str]:
 
 def _check_headers(headers: bytes) -> None:
     """Check the extended headers before a member's own: some versions of tarfile leave out what they cannot read."""
-    offset = 0
+    offset, names = 0, list[tuple[bytes, bytes, int]]()
     while (kind := headers[offset + 156 : offset + 157]) and kind in b"xgXLK":
         size = tarfile.TarInfo.frombuf(headers[offset : offset + BLOCK], "utf-8", "surrogateescape").size
         begin, offset = offset + BLOCK, offset + BLOCK + -(-size // BLOCK) * BLOCK
@@ -200,6 +216,8 @@ def _check_headers(headers: bytes) -> None:
         end = begin + len(content)
         if not content or (kind in b"LK" and (len(content) < size - 1 or b"\0" in content)):  # a zero ends a name
             raise tarfile.ReadError("an extended header has zeros where its text should be")
+        if kind in _PLACES:
+            names.append((kind, content, _PLACES[kind]))
         while kind not in b"LK" and begin < end:  # "length name=value", and a line end; the length is that of it all
             record = _RECORD.match(headers, begin, end)
             begin += int(record[1]) if record else 0
@@ -207,6 +225,13 @@ def _check_headers(headers: bytes) -> None:
                 raise tarfile.ReadError("an extended header is damaged")
             if b"path" in record[2] and b"\0" in headers[record.end() : begin]:
                 raise tarfile.ReadError("an extended header has zeros where its text should be")
+            if record[2] in _PLACES:
+                names.append((kind, headers[record.end() : begin - 1], _PLACES[record[2]]))
+    for kind, name, place in names:
+        own = headers[offset + place : offset + place + 100].partition(b"\0")[0]
+        bits = sum((one ^ other).bit_count() for one, other in zip(name, own, strict=False))
+        if bits and (kind in b"LK" or (bits == 1 and len(own) == 100)):  # some writers of PAX shorten in other ways
+            raise tarfile.ReadError("a long name is damaged: the member's own header has another one")
 
 
 def _check_end(stream: Any, offset: int, size: int) -> None:

@@ -18,7 +18,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import an
 from sharded_loader.base.notices import warn
 from sharded_loader.base.private import fetched_by_lightning
-from sharded_loader.data.inspection import known_parts
+from sharded_loader.data.inspection import known_parts, told_in
 from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.messages import Stream
 from sharded_loader.engine.order import Epoch, Order, Position
@@ -70,7 +70,7 @@ class StreamOrder(Order[StreamSignature]):
         self._given = None if streams is None else check_int("streams", streams, 1, "give the number of parts")
         self._chosen = streams is not None  # otherwise the parts of a state are as good as ours
         self._requests = EpochRequests()
-        self._requests.listen([dataset])
+        self._requests.listen(told_in(dataset))
         self._dataset, self._kind, self._workers = dataset, type(dataset).__name__, num_workers
         self._shared = SharedParts(dataset)
         self._last: StreamEpoch | None = None

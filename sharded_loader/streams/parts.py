@@ -124,8 +124,7 @@ class OpenPart:
     def begin(self, passes: int, state: Any = None) -> None:
         """Begin a pass, or go on from a state that `state` has returned. With a third item: begin after that pass."""
         dataset = self._dataset
-        set_epoch = set_epoch_of(dataset)
-        if self._told and callable(set_epoch):
+        if self._told and (set_epoch := set_epoch_of(dataset)) is not None:
             set_epoch(passes)
         of_dataset, of_items, *begins_anew = state or (None, None)
         if of_dataset is not None:

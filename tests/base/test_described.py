@@ -48,7 +48,7 @@ def test_a_call_shows_the_options_that_are_not_the_usual_ones() -> None:
         (ThreadPool(2), "ThreadPool(2)"),
         (ThreadPool(2, timeout=5), "ThreadPool(2, timeout=5.0)"),
         (ProcessPool(2, start_method="spawn"), "ProcessPool(2, start_method='spawn')"),
-        (ProcessPool(2, start_method="spawn", numa=False), "ProcessPool(2, start_method='spawn', numa=False)"),
+        (ProcessPool(2, start_method="spawn", restarts=0), "ProcessPool(2, start_method='spawn', restarts=0)"),
         (
             ProcessPool(3, start_method="spawn", timeout=5, restarts=0, max_bytes=1 << 20, worker_init_fn=print),
             "ProcessPool(3, start_method='spawn', worker_init_fn=<print>, timeout=5.0, restarts=0, max_bytes=1048576)",

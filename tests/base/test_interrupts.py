@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from injection import InterruptAt
 
 from sharded_loader.base.interrupts import is_from_outside, note_handlers, uninterrupted
 
@@ -125,6 +127,32 @@ def test_every_handler_runs_whatever_another_one_raises_and_all_are_put_back() -
                 signal.raise_signal(signal.SIGINT)
         assert came == ["INT"]
         assert signal.getsignal(SIGNAL) is raises
+
+
+def test_a_signal_at_any_line_loses_no_signal_and_all_handlers_are_put_back() -> None:
+    for number in itertools.count(1):
+        came: list[int] = []
+
+        def note_and_raise(number: int, frame: Any, came: list[int] = came) -> None:
+            came.append(number)
+            raise TimeIsUp
+
+        has_begun, tracer, before = False, InterruptAt(number, ["interrupts.py"]), sys.gettrace()
+        with handling(note_and_raise), handling(note_and_raise, signal.SIGINT):
+            try:
+                sys.settrace(tracer)
+                with uninterrupted():
+                    has_begun = True
+                    signal.raise_signal(SIGNAL)
+            except TimeIsUp:
+                pass
+            finally:
+                sys.settrace(before)
+            assert sorted(came) == [signal.SIGINT] * tracer.fired + [SIGNAL] * has_begun, number
+            assert signal.getsignal(SIGNAL) is signal.getsignal(signal.SIGINT) is note_and_raise, number
+        if not tracer.fired:
+            assert number > 10
+            return
 
 
 def test_an_error_in_the_block_passes() -> None:

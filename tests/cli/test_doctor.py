@@ -36,7 +36,6 @@ INSTALLED = dict.fromkeys(REQUIRED, "99")
 SMALL_SHM = Room("/dev/shm", 64 * MIB, 60 * MIB)
 DOCKER = Facts(shared_memory="shm", shm=Room("/dev/shm", 64 << 20, 64 << 20))
 NOTED = Facts(descriptors=256)
-FAR = [Gpu("cuda:0", "H100", 80 * GIB, node=1)]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +128,6 @@ def test_a_good_machine_has_no_findings() -> None:
             "Unset CUDA_VISIBLE_DEVICES",
         ),
         ({"pinned_error": "RuntimeError: no"}, True, "cannot be pinned: RuntimeError: no", "memory limit"),
-        ({"nodes": {0: 8, 1: 0}, "gpus": FAR}, False, "no CPU of NUMA node 1, which cuda:0", "--cpunodebind=1"),
     ],
 )
 def test_each_trouble_is_one_finding_with_advice(
@@ -150,10 +148,6 @@ def test_each_trouble_is_one_finding_with_advice(
         {"shm": None, "shared_memory": "shm", "system": "darwin", "start_method": "spawn"},
         {"required": INSTALLED | {"torch": "2.4.0"}},
         {"visible_devices": "", "torch_cuda": "13.0"},
-        {"nodes": {0: 8, 1: 8}, "gpus": FAR},
-        {"nodes": {0: 0, 1: 8}, "gpus": FAR},
-        {"nodes": {0: 8, 1: 0}, "gpus": [Gpu("cuda:0", "H100")]},
-        {"nodes": {}, "gpus": FAR},
     ],
 )
 def test_what_is_usual_is_no_finding(facts: dict[str, Any]) -> None:
@@ -198,31 +192,6 @@ def test_the_facts_are_told_in_lines() -> None:
     assert told["workers"] == "two processes delivered 8 batches in 0.10 s"
 
 
-@pytest.mark.parametrize(
-    ("nodes", "on", "said"),
-    [
-        ({}, [1], "unknown"),
-        ({0: 8}, [0, 0], "1, so nothing is far from a GPU"),
-        ({0: 8, 1: 8}, [], "2; node 0: 8 CPUs, no GPU; node 1: 8 CPUs, no GPU"),
-        (
-            {0: 8, 1: 4},
-            [0, 1, 1],
-            "2; node 0: 8 CPUs, cuda:0, the loader places batches and workers here; "
-            "node 1: 4 CPUs, cuda:1, cuda:2, the loader places batches and workers here",
-        ),
-        (
-            {0: 8, 1: 0},
-            [1, -1, 0],
-            "2; node 0: 8 CPUs, cuda:2, this process runs here already; "
-            "node 1: 0 CPUs, cuda:0, this process may not run here; unknown node: cuda:1",
-        ),
-    ],
-)
-def test_it_is_told_which_gpu_is_near_which_cpus(nodes: dict[int, int], on: list[int], said: str) -> None:
-    gpus = [Gpu(f"cuda:{number}", "H100", node=node) for number, node in enumerate(on)]
-    assert dict(lines(Facts(nodes=nodes, gpus=gpus)))["NUMA nodes"] == said
-
-
 def test_what_is_unknown_is_told_too() -> None:
     facts = Facts(shm=None, shared_memory=None, descriptors=None, start_methods=(), trial=None)
     told = dict(lines(facts))
@@ -251,7 +220,6 @@ def test_this_machine_is_described() -> None:
     assert found.free_memory > 0
     assert found.shared_memory is not None and found.shared_memory_error is None
     assert found.start_method in found.start_methods
-    assert sum(found.nodes.values()) in (0, found.usable_cores)
     assert found.trial_error is None and found.trial is not None and found.trial > 0
 
 
@@ -303,8 +271,7 @@ def test_a_platform_without_limits_and_affinity_has_facts_too(monkeypatch: pytes
 
 
 def test_a_gpu_is_described_and_memory_is_pinned_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(name="H100", total_memory=80 << 30, pci_domain_id=0, pci_bus_id=129, pci_device_id=0)
-    monkeypatch.setattr(doctor, "node_of", {"0000:81:00.0": 1}.get)
+    properties = SimpleNamespace(name="H100", total_memory=80 << 30)
     pretended = SimpleNamespace(
         version=SimpleNamespace(cuda="13.0"),
         cuda=SimpleNamespace(get_device_properties=lambda device: properties),
@@ -313,7 +280,7 @@ def test_a_gpu_is_described_and_memory_is_pinned_for_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(doctor, "_pin", lambda torch, device: f"no room for {device}")
     found: dict[str, Any] = {}
     doctor._look_at_gpus(pretended, found)
-    assert found["gpus"] == [doctor.Gpu("cuda:0", "H100", 80 << 30, node=1)]
+    assert found["gpus"] == [doctor.Gpu("cuda:0", "H100", 80 << 30)]
     assert (found["torch_cuda"], found["pinned_error"]) == ("13.0", "no room for cuda:0")
 
 

@@ -524,6 +524,13 @@ def test_what_is_no_list_of_datasets_is_rejected(datasets, error, said):
         interleave(datasets)
 
 
+def test_an_attribute_of_the_users_means_nothing():
+    class Users(list):
+        _inside = 5
+
+    assert len(interleave([Users([1, 2]), [3, 4]])) == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [

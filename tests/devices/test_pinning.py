@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import mmap
 import sys
-import threading
 import warnings
 from typing import Any
 
@@ -286,41 +285,3 @@ def test_at_the_programs_end_segments_are_left_to_the_driver(machine: Machine, m
     monkeypatch.setattr(pinning, "program_ends", lambda: True)
     assert undo is not None and undo() is False
     assert len(machine.registered) == 1
-
-
-def test_an_object_that_leads_to_very_much_is_not_searched_to_its_end(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    streams = SimulatedStreams(machine, machine.devices[0])
-    with streams.current():
-        pinned = streams.pinned_bytes(64)
-    near, far = Holder(pinned), Holder([pinned, *[object() for _ in range(1000)]])
-    monkeypatch.setattr(pinning, "LOOKED_AT", 100)
-    found = pinning.copied_out(streams, [near, far])
-    assert (found[0] is near, found[1] is far) == (False, True)
-
-
-def test_only_what_holds_pinned_memory_is_copied_out_of_it(machine: Machine) -> None:
-    streams, pinned = SimulatedStreams(machine, machine.devices[0]), machine.pin(64)
-    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 3]]), pinned[:2], (9,), check_invariants=True)
-    held = Holder(sparse)  # it does not say where its memory is
-    others = [
-        Holder((pinned.numpy()[:0], pinned[:0], threading.Lock())),  # this cannot be copied
-        Holder((torch.empty(9, layout=torch.sparse_coo, device="meta"), threading.Lock())),
-    ]
-    with streams.current():  # in the loader, whoever has pinned the memory has made a context
-        first, *rest = pinning.copied_out(streams, [held, *others])
-        assert not streams.is_pinned(first.held._values())
-    assert all(one is other for one, other in zip(rest, others, strict=True))
-
-
-def test_objects_share_what_they_shared_before_they_were_copied_out(machine: Machine) -> None:
-    streams, shared = SimulatedStreams(machine, machine.devices[0]), machine.pin(64)
-    with streams.current():
-        first, second = pinning.copied_out(streams, [Holder(shared), Holder(shared)])
-    assert first.held is second.held is not shared
-
-
-class Holder:
-    def __init__(self, held: Any) -> None:
-        self.held = held

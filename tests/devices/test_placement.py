@@ -305,17 +305,3 @@ def test_what_a_signal_handler_has_raised_is_not_the_error_of_a_batch() -> None:
                 not_placed(Task(3, 7, 2, 28, ([4, 5],), False), raised, "while it was placed")
     finally:
         signal.signal(signal.SIGINT, usual)
-
-
-def test_objects_are_searched_only_if_batches_are_made_in_pinned_memory(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A pool of processes has copied them out already, and a search takes up to 30 ms."""
-    searched = []
-    monkeypatch.setattr(placement, "copied_out", lambda streams, batch: searched.append(batch) or batch)
-    placed = Placement([machine.devices[0]], pin_memory=False)
-    placed.place([object()], PLAIN)
-    assert searched == []
-    placed.empty((2,), np.dtype("f4"))
-    placed.place([object()], PLAIN)
-    assert len(searched) == 1

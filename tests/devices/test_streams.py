@@ -30,24 +30,6 @@ def test_a_late_error_is_noted_once() -> None:
     assert not note_late(RuntimeError("cannot pin"))
 
 
-@pytest.mark.parametrize(
-    ("numbers", "address"),
-    [
-        ({"pci_domain_id": 0, "pci_bus_id": 0x81, "pci_device_id": 0}, "0000:81:00.0"),
-        ({"pci_domain_id": 0x10000, "pci_bus_id": 0x0A, "pci_device_id": 0x1F}, "10000:0a:1f.0"),
-        ({"pci_bus_id": 1, "pci_device_id": 0}, None),
-        ({}, None),
-    ],
-)
-def test_the_address_of_a_device_is_that_of_the_systems_files(numbers: dict[str, int], address: str | None) -> None:
-    module = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(**numbers))
-    streams = object.__new__(Streams)
-    streams.device, streams._module = torch.device("cuda", 0), module
-    assert streams.address() == address
-    del module.get_device_properties  # an accelerator of another kind
-    assert streams.address() is None
-
-
 def test_an_accelerator_that_captures_nothing_has_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     def probe() -> bool:
         return False

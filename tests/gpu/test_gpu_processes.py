@@ -1,9 +1,8 @@
-"""On a GPU: worker processes beside a CUDA context, other devices, and several replicas."""
+"""On a GPU: worker processes beside a CUDA context, and other devices."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,10 +15,7 @@ import torch
 from conftest import PROCESS_POOLS, make_pool
 from on_cuda import needs_cuda, needs_two, run_program, sleep
 
-from sharded_loader import ArrayDataset, ProcessPool, Replicas, ShardedDataLoader
-from sharded_loader.base.limits import cpus_near, node_of, numa_nodes
-from sharded_loader.devices.streams import pci_address
-from sharded_loader.parallel import replicas as replicas_module
+from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.parallel import split_and_load
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
@@ -59,37 +55,6 @@ def test_a_worker_killed_while_its_segments_are_locked_is_replaced(cuda: torch.d
                 if epoch and number == 3:
                     os.kill(pool.pids[0], signal.SIGKILL)
                 check(batch, number)
-
-
-def nodes_of_pages(mapping: Any) -> set[int]:
-    """The NUMA nodes of the pages of a mapping."""
-    values = np.frombuffer(mapping, np.uint8)
-    assert values[::4096].max() >= 0  # a page is listed when this process has looked at it
-    address = f"{values.ctypes.data:08x}"
-    lines = Path("/proc/self/numa_maps").read_text().splitlines()
-    [line] = [line for line in lines if line.split()[0] == address]
-    return set(map(int, re.findall(r" N(\d+)=", line)))
-
-
-@pytest.mark.parametrize("start_method", PROCESS_POOLS)
-def test_slots_and_workers_are_near_the_gpu(cuda: torch.device, start_method: str) -> None:
-    address = pci_address(torch.cuda.get_device_properties(cuda))
-    if address is None:
-        pytest.skip("this torch does not tell where the GPU is on the PCI bus")
-    if len(numa_nodes()) < 2:
-        pytest.skip("this machine has one NUMA node, or does not tell")
-    if (node := node_of(address)) < 0:
-        pytest.skip(f"the system does not tell the NUMA node of {address}")
-    if not (near := cpus_near([address])).cpus:
-        pytest.skip(f"this process may run on node {node} alone, or not on it")
-    own, pool = os.sched_getaffinity(0), ProcessPool(1, start_method=start_method)
-    with ShardedDataLoader(dataset(), 8, device=cuda, pool=pool) as loader:
-        list(loader)
-        threads = [int(thread) for pid in pool.pids for thread in os.listdir(f"/proc/{pid}/task")]
-        assert [os.sched_getaffinity(thread) for thread in threads] == [near.cpus] * len(threads)
-        segments = pool._transport.arena.segments
-        assert [nodes_of_pages(segment.mapping) for segment in segments] == [{node}] * len(segments) != []
-    assert os.sched_getaffinity(0) == own
 
 
 class Part:
@@ -268,97 +233,6 @@ def test_the_gpu_of_another_rank_is_warned_of_once(cuda: torch.device, monkeypat
         with ShardedDataLoader(dataset(), 8, device="cuda", num_workers=2) as loader:
             list(loader)
     assert sum("would share" in str(warning.message) for warning in caught) == 1
-
-
-# -- replicas -------------------------------------------------------------------------------------------------
-
-
-def model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 1))
-
-
-def train(devices: list[torch.device], bf16: bool, steps: int = 20) -> list[float]:
-    """Losses of a small model, trained on uneven shards."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(320, 64, generator=generator)
-    y = x[:, :3].sum(1, keepdim=True)
-    replicas = Replicas(model(), devices)
-    optimizer = torch.optim.SGD(replicas.model.parameters(), lr=0.05)
-
-    def step(replica: torch.nn.Module, shard: Any) -> torch.Tensor:
-        inputs, targets = shard
-        with torch.autocast(devices[0].type, dtype=torch.bfloat16, enabled=bf16):
-            loss = torch.nn.functional.mse_loss(replica(inputs).float(), targets)
-        loss.backward()
-        return loss.detach() * len(targets)
-
-    losses: list[float] = []
-    weights = [2, 1] if len(devices) == 2 else None
-    options: dict[str, Any] = {"devices": devices, "shard_weights": weights, "num_workers": 2}
-    with ShardedDataLoader(ArrayDataset(x, y), 32, shuffle=True, seed=2, **options) as loader:
-        while len(losses) < steps:
-            for shards in loader:
-                sums = replicas.run(step, shards)
-                sizes = [len(targets) for _, targets in shards]
-                replicas.reduce_grads(sizes)
-                optimizer.step()
-                replicas.broadcast()
-                replicas.zero_grad()
-                losses.append(sum(value.item() for value in sums) / sum(sizes))
-    for source, mirror in zip(replicas.model.parameters(), replicas.models[-1].parameters(), strict=True):
-        assert torch.equal(source.cpu(), mirror.cpu())
-    return losses[:steps]
-
-
-@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
-@pytest.mark.parametrize("second", [0, pytest.param(1, marks=needs_two)])
-def test_replicas_on_uneven_shards_train_like_one_model(cuda: torch.device, bf16: bool, second: int) -> None:
-    one = train([cuda], bf16)
-    two = train([cuda, torch.device("cuda", second)], bf16)
-    assert one[-1] < 0.8 * one[0]
-    assert two == pytest.approx(one, rel=0.1 if bf16 else 0.01)
-
-
-@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
-def test_replicas_in_a_lane_each_train_like_one_model(
-    cuda: torch.device, monkeypatch: pytest.MonkeyPatch, bf16: bool
-) -> None:
-    """As on two GPUs: a thread for each replica, with the caller's stream, and autocast."""
-    one, seen = train([cuda], bf16), set()
-    monkeypatch.setattr(replicas_module, "_lanes", lambda devices: [[place] for place in range(len(devices))])
-    forward = torch.nn.GELU.forward
-
-    def noted(self: torch.nn.GELU, inputs: torch.Tensor) -> torch.Tensor:
-        seen.add((threading.current_thread().name, torch.cuda.current_stream(cuda).cuda_stream))
-        return forward(self, inputs)
-
-    monkeypatch.setattr(torch.nn.GELU, "forward", noted)
-    stream = torch.cuda.Stream(cuda)
-    with torch.cuda.stream(stream):
-        two = train([cuda, cuda], bf16)
-    assert two == pytest.approx(one, rel=0.1 if bf16 else 0.01)
-    names, streams = zip(*seen, strict=True)
-    assert all(name.startswith("replica") for name in names) and len(set(names)) > 1
-    assert set(streams) == {stream.cuda_stream}
-
-
-def test_replicas_run_on_the_callers_stream(cuda: torch.device) -> None:
-    stream, seen = torch.cuda.Stream(cuda), []
-
-    def step(model: torch.nn.Module, shard: torch.Tensor) -> None:
-        seen.append(torch.cuda.current_stream(cuda).cuda_stream)
-        model(shard).sum().backward()
-
-    replicas = Replicas(torch.nn.Linear(4, 1), [cuda, cuda])
-    with torch.cuda.stream(stream):
-        replicas.run(step, split_and_load(torch.ones(5, 4), [cuda, cuda], even_split=False))
-        replicas.reduce_grads([3, 2])
-        gradient = replicas.model.weight.grad
-        assert gradient is not None
-        # The sum over five rows of ones, by the shares 3/5 and 2/5: 3 * 3/5 + 2 * 2/5.
-        assert gradient.tolist() == [[pytest.approx(2.6)] * 4]
-    assert seen == [stream.cuda_stream] * 2
 
 
 @pytest.mark.parametrize("second", [0, pytest.param(1, marks=needs_two)])

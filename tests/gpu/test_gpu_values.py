@@ -23,7 +23,8 @@ from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import Task
 from sharded_loader.engine.pool import Pool
 from sharded_loader.memory.arena import Arena
-from sharded_loader.pools.ray.cluster import Lent
+from sharded_loader.memory.codec import APART
+from sharded_loader.ray.cluster import Lent
 
 pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(300)]
 
@@ -254,11 +255,11 @@ class Halves:
         self.labels = torch.tensor([label for _, label in samples[2:]])
 
 
-def test_the_second_tensor_of_an_object_may_be_copied_alone(cuda: torch.device, pool: Pool) -> None:
+def test_the_second_tensor_of_an_object_may_be_copied_alone(cuda: torch.device, process_pool: ProcessPool) -> None:
     """Torch would not find the block of pinned memory that it lies in: it begins in the middle. (A pretended GPU shows
     no race: tests/devices/test_objects.py does.)"""
     target = Rows(cuda, WIDTH)
-    with ShardedDataLoader(rows(COUNT, WIDTH), BATCH, device=cuda, pool=pool, batchify_fn=Halves) as loader:
+    with ShardedDataLoader(rows(COUNT, WIDTH), BATCH, device=cuda, pool=process_pool, batchify_fn=Halves) as loader:
         for batch in loader:
             sleep(800_000)
             second, labels = batch.second.to(cuda, non_blocking=True), batch.labels.to(cuda)
@@ -276,15 +277,14 @@ def test_the_objects_of_a_group_of_batches_may_be_copied_too(cuda: torch.device)
     for step in range(20):
         first = np.arange(step * 2, step * 2 + 2)
         group = (first[:, None] * WIDTH + np.arange(WIDTH)).astype(np.int32)
-        taken = lent.take(group.view(np.uint8).reshape(-1)).view(np.int32).reshape(2, WIDTH)
-        assert torch.from_numpy(taken).is_pinned()
-        for number in range(2):
-            batch = place.place({"meta": Sample(torch.from_numpy(taken[number]), torch.tensor(first[number]))}, task)
+        places = [(number * 4 * WIDTH, -(4 * WIDTH | APART)) for number in range(2)]
+        for number, taken in enumerate(lent.buffers(places, group.view(np.uint8).reshape(-1), [])):
+            values = torch.from_numpy(taken.view(np.int32))
+            batch = place.place({"meta": Sample(values, torch.tensor(first[number]))}, task)
             sleep(800_000)
             found = batch["meta"].values.to(cuda, non_blocking=True)
             target.compare(found[None], batch["meta"].labels.to(cuda)[None])
-            del batch, found
-        del taken
+            del batch, found, values, taken
     assert target.result() == (list(range(40)), 0)
     place.closer()()
 

@@ -199,40 +199,6 @@ def test_a_loader_of_a_users_class_knows_what_its_base_was_given() -> None:
     assert [batch.tolist() for batch in ShardedDataLoader(**loader.arguments)] == [[0, 2]]
 
 
-def test_weights_follow_from_measured_step_times() -> None:
-    loader = ShardedDataLoader(range(12), 12, num_shards=3)
-    batches = iter(ShardedDataLoader(**loader.arguments))
-    assert [len(shard) for shard in next(batches)] == [4, 4, 4]
-    assert loader.balance_shards([0.1, 0.2, 0.2]) == loader.shard_weights == [0.5, 0.25, 0.25]
-    assert [len(shard) for shard in next(iter(loader))] == [6, 3, 3]
-    # The third device was slower than thought: the times belong to the weights that they were measured with.
-    assert loader.balance_shards(torch.tensor([6, 6, 12])) == [0.571429, 0.285714, 0.142857]
-    loader.shard_weights = [1, 1, 0]
-    assert loader.balance_shards([1, 3]) == [0.75, 0.25, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("times", "message"),
-    [
-        ([1.0], "there are 1 step times for 2 shards: give one time per shard"),
-        ([1.0, 2.0, 3.0], "there are 3 step times for 2 shards"),
-        ([1.0, 0.0], "the step time of shard 1 is 0.0: give positive numbers, all in one unit"),
-        ([-1, 1.0], "the step time of shard 0 is -1.0"),
-        ([float("nan"), 1], "the step time of shard 0 is nan"),
-        ([1, float("inf")], "the step time of shard 1 is inf"),
-        ([1, "fast"], "step times must be numbers"),
-        (3.0, "step times must be numbers"),
-    ],
-)
-def test_bad_step_times_are_refused(times: Any, message: str) -> None:
-    loader = ShardedDataLoader(range(12), 12, num_shards=2)
-    with pytest.raises(ValueError, match=message):
-        loader.balance_shards(times)
-    assert loader.shard_weights is None
-    with pytest.raises(ValueError, match="shard_weights need shards"):
-        ShardedDataLoader(range(12), 12).balance_shards([1.0])
-
-
 def test_results_are_gathered_on_the_first_device() -> None:
     for options in ({"devices": ["meta", "cpu"]}, {"device": "meta"}):
         devices = {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
-from sharded_loader import ShardedDataLoader
+from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset, ThreadPool
+from sharded_loader.data.inspection import TOLD, _datasets_in, set_epoch_of, told_in
+from sharded_loader.data.seeding import reachable
 
 
 class NoLength:
@@ -135,3 +138,90 @@ def test_a_dataset_that_all_iterators_share_is_told_and_runs_of_other_epochs_end
     with pytest.raises(RuntimeError, match="epoch 0 cannot go on: epoch 1 was begun"):
         next(first)
     assert next(second).tolist() == [2, 3]
+
+
+class Named(Dataset[int]):
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+
+class Stream(IterableDataset[int]):
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from [self.epoch] * 4
+
+
+class Around:
+    """A wrapper of the user's, without a place for attributes."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = {"it": held}
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.held["it"][index])
+
+
+class AroundStream(IterableDataset[int]):
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.held)
+
+
+WRAPPERS: dict[str, Any] = {
+    "Subset": lambda data: Subset(data, range(4)),
+    "ConcatDataset": lambda data: ConcatDataset([Subset(range(2), []), Subset(data, range(4))]),
+    "the user's": Around,
+    "ours around torch's": lambda data: SimpleDataset(Subset(data, range(4))).transform(int),
+    "ours": lambda data: SimpleDataset(data).transform(int).take(4),
+    "iterable": AroundStream,
+}
+
+
+POOLS: dict[str, Any] = {
+    "inline": lambda: None,
+    "threads": lambda: ThreadPool(1),
+    "fork": lambda: ProcessPool(1, start_method="fork"),
+    "spawn": lambda: ProcessPool(1, start_method="spawn"),
+}
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.parametrize("pool", POOLS)
+def test_set_epoch_of_a_dataset_inside_is_heard_by_every_worker(kind: str, pool: str) -> None:
+    data = Stream() if kind == "iterable" else Named()
+    with ShardedDataLoader(WRAPPERS[kind](data), 2, pool=POOLS[pool]()) as loader:
+        for tell, epoch in ((None, 0), (data, 5), (None, 6), (loader, 2), (data, 9)):
+            if tell is not None:
+                tell.set_epoch(epoch)
+            assert (loader.epoch, {int(one) for batch in loader for one in batch}) == (epoch, {epoch})
+
+
+def test_the_search_for_datasets_with_set_epoch_is_bounded() -> None:
+    """A sample list, however long, and datasets that hold each other."""
+    data, other = Around(Named()), Named()
+    data.held.update({"samples": [(str(number), number) for number in range(10**5)], "more": [Around(0)] * 10**4})
+    data.held["it"].back = other.back = data  # type: ignore[attr-defined]
+    assert list(told_in(data)) == [data.held["it"]]
+    many = Around(None)
+    many.held = [[Around([Around(number)]) for number in range(100)] for _ in range(100)]  # type: ignore[assignment]
+    assert sum(1 for _ in reachable(many, _datasets_in, most=TOLD)) <= TOLD and set_epoch_of(many) is None

@@ -208,7 +208,7 @@ def test_steps_that_other_ranks_have_read_are_not_made_up() -> None:
     iterator = iter(loader)
     read = [next(iterator).tolist() for _ in range(3)]
     assert [loader.indices(0, step) for step in range(3)] == read
-    with pytest.warns(LoaderWarning, match="batch_size=4 keeps the 4 of before"):
+    with pytest.warns(LoaderWarning, match="To keep the 4, give batch_size=4"):
         loader.rescale(1, 0)
     position, rest = loader.position, [batch.tolist() for batch in iterator]
     assert [loader.indices(0, position + n) for n in range(len(rest))] == rest

@@ -234,6 +234,7 @@ LATE: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "restarts": (ValueError, "restarts must be at least 0", {"restarts": -1}),
     "max_bytes": (TypeError, "max_bytes must be an integer", {"max_bytes": "1GB"}),
     "num_workers": (TypeError, "num_workers is 1.5; it must be an int", {"num_workers": 1.5}),
+    "workers as a bool": (TypeError, "num_workers is True; it must be an int", {"num_workers": True}),
     "timeout": (ValueError, "timeout is nan", {"timeout": float("nan")}),
     "prefetch_factor": (TypeError, "prefetch_factor must be an integer", {"prefetch_factor": 1.5, "num_workers": 1}),
     "num_shards": (ValueError, "num_shards is 0; it must be at least 1", {"num_shards": 0}),
@@ -485,6 +486,8 @@ def test_set_epoch_of_a_dataset_inside_is_heard_by_persistent_workers(wrap: Any)
         told.set_epoch(epoch)
         for _ in range(2):
             assert {int(one) for batch in loader for one in batch} == {epoch}
+    loader.set_epoch(3)
+    assert {int(one) for batch in loader for one in batch} == {3}
 
 
 # -- what it has done ---------------------------------------------------------------------------------------

@@ -215,12 +215,12 @@ def small_mount(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A mount of 64 MB under the shm back end; yields the bytes in it."""
     used = [0]
 
-    def create(number: int, nbytes: int, cpus: Any = ()) -> Any:
+    def create(number: int, nbytes: int) -> Any:
         if used[0] + nbytes > 64 << 20:
             where = ["/dev/shm"] if os.environ.get("SHARDED_LOADER_MEMORY") == "shm" else []
             raise OSError(errno.ENOSPC, "No space left on device", *where)
         used[0] += nbytes
-        return real(number, nbytes, cpus)
+        return real(number, nbytes)
 
     real = arena_module.create
     monkeypatch.setattr(arena_module, "create", create)

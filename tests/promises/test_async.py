@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import signal
 import threading
 import warnings
 from collections.abc import AsyncIterator, Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from sharded_loader import (
     ShardedDataLoader,
     SimpleDataset,
     SubsetDataset,
-    ThreadPool,
     WorkerTimeoutError,
     sample_rng,
     sample_seed,
@@ -50,13 +50,6 @@ class Direct(Store):
 
     def __getitem__(self, index: int) -> tuple[int, float]:  # type: ignore[override]
         return int(index), sample_rng().random() + sample_rng().random()
-
-
-class Returns(Store):
-    """An ordinary method that returns a coroutine."""
-
-    def __getitem__(self, index: int) -> Any:
-        return Store.__getitem__(self, index)
 
 
 class Many(Store):
@@ -117,12 +110,6 @@ def test_many_at_once_are_awaited_too(name: str, pool: str) -> None:
     assert epochs(stack(Many()), make_pool(pool)) == epochs(stack(ManyDirect()), InlinePool())
 
 
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.costly
-def test_a_method_that_returns_a_coroutine_is_awaited(pool: str) -> None:
-    assert epochs(Returns(), make_pool(pool)) == epochs(Direct(), InlinePool())
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_drop_in_awaits_too(workers: int) -> None:
     found = [
@@ -165,17 +152,43 @@ class Together:
         return int(index)
 
 
-@covering(batch=[16, 64, 128], pool=["thread", "fork"])
-def test_64_samples_are_awaited_at_a_time_whatever_the_batch(batch: int, pool: str) -> None:
-    with closing(ShardedDataLoader(Together(), batch, pool=make_pool(pool, 1), prefetch=4)) as loader:
+BESIDE: dict[str, Callable[[Any], Any]] = {
+    **STACKS,
+    "mixed": lambda d: SimpleDataset(d) + [*range(128)],
+    "mixed, transformed": lambda d: (SimpleDataset(d) + [*range(128)]).transform(int).take(200),
+}
+BESIDE = {name: BESIDE[name] for name in ("bare", "subset", "part", "mixed", "mixed, transformed")}
+
+
+@pytest.mark.parametrize("name", [*BESIDE])
+@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
+def test_the_samples_of_a_batch_are_awaited_together(name: str, kind: Any) -> None:
+    dataset = Together(16)
+    del dataset.concurrency
+    batches = iter(kind(BESIDE[name](dataset), 16))
+    next(batches)
+    assert dataset.most == 16
+
+
+@covering(number=[None, 5], pool=["inline", "thread", "fork"])
+def test_64_samples_are_awaited_at_a_time_or_as_many_as_the_dataset_says(number: int | None, pool: str) -> None:
+    dataset = Together(number)
+    with closing(ShardedDataLoader(SimpleDataset(dataset), 100, pool=make_pool(pool, 1))) as loader:
         assert [index for samples in loader for index in samples.tolist()] == list(range(128))
+    assert pool == "fork" or dataset.most == (number or 64)
 
 
-def test_the_dataset_says_how_many() -> None:
-    dataset = Together(5)
-    with closing(ShardedDataLoader(SimpleDataset(dataset).take(100), 50)) as loader:
-        assert sum(map(len, loader)) == 100
-    assert dataset.most == 5
+def test_functions_that_are_awaited_run_together_too() -> None:
+    dataset = Together(8)
+
+    class Later:
+        async def __call__(self, index: int) -> int:
+            return await dataset[index]
+
+    for fn in (dataset.__getitem__, Later()):
+        dataset.most = 0
+        batch = next(iter(ShardedDataLoader(SimpleDataset(range(8)).transform(fn).transform(float).take(8), 8)))
+        assert dataset.most == 8 and batch.tolist() == list(range(8))
 
 
 @pytest.mark.parametrize(
@@ -241,35 +254,49 @@ def test_bad_samples_are_skipped_and_replaced(pool: str) -> None:
 
 
 class Hangs(Store):
+    def __init__(self) -> None:
+        self.ends: list[Callable[[], Any]] = []
+
     async def __getitem__(self, index: int) -> Any:
         if index == 8:
-            await asyncio.Event().wait()
+            event, loop = asyncio.Event(), asyncio.get_running_loop()
+            self.ends.append(lambda: loop.call_soon_threadsafe(event.set))
+            await event.wait()
         return int(index)
+
+    def end(self) -> None:
+        for end in self.ends:
+            with suppress(RuntimeError):  # the loop is closed
+                end()
 
 
 @pytest.mark.parametrize("pool", POOLS[1:])
+@pytest.mark.slow
 def test_a_coroutine_that_never_ends_is_late_as_any_sample(pool: str) -> None:
-    options = {} if pool == "thread" else {"restarts": 1}
-    with closing(ShardedDataLoader(Hangs(), 6, pool=make_pool(pool, timeout=1.0, **options))) as loader:
+    options, dataset = {} if pool == "thread" else {"restarts": 2}, Hangs()
+    with closing(ShardedDataLoader(dataset, 6, pool=make_pool(pool, timeout=1.0, **options))) as loader:
         batches = iter(loader)
         assert next(batches).tolist() == list(range(6))
-        with pytest.raises(WorkerTimeoutError, match="reading sample 8, in epoch 0, batch 1"):
+        at = "several samples at once" if pool == "thread" else "sample 8"
+        with pytest.raises(WorkerTimeoutError, match=f"reading {at}, in epoch 0, batch 1"):
             next(batches)
+        dataset.end()
         assert [one for batch in batches for one in batch.tolist()] == list(range(12, 40))
         assert loader.stats().replaced_workers >= 1
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_close_cancels_what_is_awaited(pool: str) -> None:
-    loader = ShardedDataLoader(Hangs(), 6, pool=make_pool(pool, 1))
+def test_a_loader_can_be_closed_while_samples_are_awaited(pool: str) -> None:
+    dataset = Hangs()
+    loader = ShardedDataLoader(dataset, 6, pool=make_pool(pool, 1))
     batches = iter(loader)
     next(batches)
     loader.close()  # the fixture of all tests looks for threads
+    assert until(lambda: dataset.end() or not any("sharded_loader" in one.name for one in threading.enumerate()))
 
 
 class Cancelled(Store):
     def __init__(self) -> None:
-        self.begun = threading.Event()
         self.over: list[int] = []
 
     async def __getitem__(self, index: int) -> Any:
@@ -278,34 +305,69 @@ class Cancelled(Store):
                 await asyncio.sleep(0)
                 raise ValueError("bad")
             if index > 3:
-                self.begun.set()
                 await asyncio.Event().wait()
         finally:
             self.over.append(int(index))
         return int(index)
 
 
-def test_an_error_cancels_the_rest_of_its_batch_and_a_collected_loader_all() -> None:
+def test_an_error_cancels_the_rest_of_its_batch() -> None:
     dataset = Cancelled()
     with closing(ShardedDataLoader(dataset, 6)) as loader:
         with pytest.raises(ValueError, match="bad"):
             next(iter(loader))
+        assert sorted(dataset.over[:6]) == list(range(6))
+
+
+class Interrupted(Store):
+    """A signal, as of a Ctrl-C, arrives while samples are awaited."""
+
+    def __init__(self) -> None:
+        self.over: list[int] = []
+
+    async def __getitem__(self, index: int) -> Any:
+        if index == 0:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.over.append(int(index))
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this platform sends no signal to a thread")
+def test_a_ctrl_c_ends_the_wait_and_what_is_awaited() -> None:
+    dataset = Interrupted()
+    with closing(ShardedDataLoader(dataset, 6)) as loader:
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(loader))
         assert until(lambda: sorted(dataset.over) == list(range(6)))
-    dataset = Cancelled()
-    left = ShardedDataLoader(dataset, 3, pool=ThreadPool(1))
-    batches = iter(left)
-    next(batches)
-    assert dataset.begun.wait(60)
-    del left, batches
-    gc.collect()
-    assert until(lambda: 4 in dataset.over)
+
+
+class Client(Store):
+    """What belongs to an event loop, such as an HTTP session, is opened once in each process."""
+
+    def __init__(self) -> None:
+        self.loops: list[Any] = []
+
+    async def __getitem__(self, index: int) -> Any:
+        if asyncio.get_running_loop() not in self.loops:
+            self.loops.append(asyncio.get_running_loop())
+        return len(self.loops)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_process_has_one_event_loop_for_all_batches_which_ends_with_the_loader(pool: str) -> None:
+    dataset = Client()
+    with closing(ShardedDataLoader(SimpleDataset(dataset).take(30), 6, pool=make_pool(pool))) as loader:
+        assert {loops for _ in range(2) for batch in loader for loops in batch.tolist()} == {1}
+    assert all(loop.is_closed() for loop in dataset.loops)
 
 
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.costly
 def test_nobody_is_told_that_samples_were_never_awaited(pool: str, capfd: pytest.CaptureFixture[str]) -> None:
-    for dataset in (Fails(), Returns(), SimpleDataset(Returns()).transform(noisy), Hangs()):
+    for dataset in (Fails(), SimpleDataset(Store()).transform(noisy)):
         with closing(ShardedDataLoader(dataset, 4, pool=make_pool(pool), on_error="skip")) as loader:
             next(iter(loader))
     with warnings.catch_warnings():
@@ -361,44 +423,6 @@ def test_what_reads_one_sample_or_batch_awaits_and_draws_the_same(pool: str) -> 
         assert loader.check(samples=3).differing == ()
 
 
-class SeedsMeanwhile(Store):
-    """Sample 1 is seeded until sample 0 has been drawn for, if both can be at the same time."""
-
-    seeded, drawn = threading.Event(), threading.Event()
-
-    async def __getitem__(self, index: int) -> tuple[int, float]:
-        await asyncio.sleep(index / 100)  # sample 0 is there before
-        with sample_seed():
-            if index == 1:
-                self.seeded.set()
-                self.drawn.wait(0.1)
-            return int(index), random.random()
-
-
-class SeedsBefore(Store):
-    def __getitem__(self, index: int) -> tuple[int, float]:  # type: ignore[override]
-        with sample_seed():
-            return int(index), random.random()
-
-
-def unseeded(index: int, value: float) -> tuple[int, float, float]:
-    if index == 0:
-        SeedsMeanwhile.seeded.wait(0.1)
-    drawn = random.random() + np.random.rand() + torch.rand(()).item()
-    SeedsMeanwhile.drawn.set()
-    return index, value, drawn
-
-
-@pytest.mark.costly
-def test_awaited_samples_that_are_seeded_disturb_no_draw_of_a_worker() -> None:
-    found = []
-    for dataset in (SeedsBefore(), SeedsMeanwhile()):
-        transformed = SimpleDataset(dataset).transform(unseeded)
-        with closing(ShardedDataLoader(transformed, 4, seed=5, pool=make_pool("fork"))) as loader:
-            found.append([[one.tolist() for one in batch] for batch in loader])
-    assert found[0] == found[1]
-
-
 def test_methods_that_read_all_samples_await_them() -> None:
     dataset = SimpleDataset(Fails()).take(8)
     assert list(dataset) == list(range(8)) and list(map(int, dataset.transform(str, lazy=False))) == list(range(8))
@@ -433,25 +457,6 @@ def test_a_cache_awaits_each_sample_once(pool: str, tmp_path: Any) -> None:
 def test_below_a_cache_nothing_is_drawn() -> None:
     with pytest.raises(ValueError, match=r"sample_rng\(\) is called below cache"):
         SimpleDataset(Store()).cache("1 MB")
-
-
-# -- what waiting is called --------------------------------------------------------------------------------------------
-
-
-class Slow(Store):
-    async def __getitem__(self, index: int) -> Any:
-        await asyncio.sleep(0.05 if index == 30 else 0.02)
-        return int(index)
-
-
-@pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
-def test_waits_are_for_input_and_slow_samples_are_known(pool: str) -> None:
-    with closing(ShardedDataLoader(Slow(), 10, pool=make_pool(pool, 1))) as loader:
-        assert sum(map(len, loader)) == 40
-        stats = loader.stats()
-    assert stats.causes["compute"] < stats.causes["input"] + 0.05
-    assert stats.causes["late_sample"] == 0.0
-    assert any(one.index == 30 and one.seconds >= 0.05 for one in stats.slowest)
 
 
 # -- what is not awaited -----------------------------------------------------------------------------------------------

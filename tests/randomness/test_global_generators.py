@@ -143,15 +143,3 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_is_gone() -> None:
     assert os.waitpid(pid, 0)[1] == 0
     holder.go_on.set()
     holder.join()
-
-
-def test_they_are_not_seeded_while_another_thread_has_seeded_them_for_a_sample() -> None:
-    """In a worker, the event loop reads samples while the main thread begins a batch."""
-    with seeded_globals(5):
-        expected = random.random()
-    with seeded_globals(5):
-        beside = threading.Thread(target=global_generators.seed_globals, args=[6])
-        beside.start()
-        beside.join(0.05)  # it has to wait, for longer than this
-        assert beside.is_alive() and random.random() == expected
-    beside.join()

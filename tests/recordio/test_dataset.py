@@ -18,7 +18,7 @@ from conftest import METHODS, covering
 
 from sharded_loader import RecordFileDataset, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
-from sharded_loader.recordio import RecordIOError, gather
+from sharded_loader.recordio import RecordIOError
 from sharded_loader.recordio import files as recordfile
 from sharded_loader.recordio.dataset import LARGE, LARGE_MEAN, Records
 from tests import reference_recordio as reference
@@ -50,7 +50,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of all positioned reads."""
     if not hasattr(os, "pread"):
         pytest.skip("needs os.pread")
-    monkeypatch.setattr(gather, "_pwritev", None)
     really, sizes = os.pread, []
 
     def pread(fd: int, size: int, offset: int) -> bytes:
@@ -61,13 +60,11 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-WAYS = ("gathered", "pread", "lock and seek")
+WAYS = ("pread", "lock and seek")
 
 
 def read_by(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gathered by a map (Linux), with positioned reads, and as on Windows, which has neither."""
-    if way != "gathered":
-        monkeypatch.setattr(gather, "_pwritev", None)
+    """With positioned reads, and as on Windows, which has none."""
     if way == "lock and seek":
         monkeypatch.delattr(os, "pread", raising=False)
 
@@ -198,7 +195,6 @@ def test_a_file_that_shrinks_while_a_batch_is_read_gives_no_wrong_bytes(
 ) -> None:
     records = [bytes([number]) * 100 for number in range(1, 50)]
     offsets = write(tmp_path / "a.rec", records)
-    monkeypatch.setattr(gather, "_pwritev", None)  # tests/recordio/test_gather.py has the same for that way
     really = recordfile.RecordFile.read_stretches
 
     def shrinking(file: Any, begins: list[int], sizes: list[int]) -> list[bytes]:

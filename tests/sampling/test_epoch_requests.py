@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import pickle
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,8 @@ import cloudpickle
 import pytest
 from torch.utils.data import DistributedSampler
 
-from sharded_loader import LoaderWarning, RandomSampler
+from sharded_loader import RandomSampler
+from sharded_loader.data.inspection import set_epoch_of
 from sharded_loader.engine.epoch_requests import EpochRequests
 
 
@@ -34,8 +36,29 @@ class Slotted:
 
 
 class Stateful(Foreign):
-    def __getstate__(self) -> dict[str, Any]:
-        return dict(vars(self))
+    def __getstate__(self) -> tuple[int, dict[str, Any]]:
+        return 1, dict(vars(self))
+
+    def __setstate__(self, state: tuple[int, dict[str, Any]]) -> None:
+        vars(self).update(state[1])
+
+
+class Copying(Foreign):
+    def __copy__(self) -> Copying:
+        other = Copying.__new__(Copying)
+        vars(other).update(vars(self))
+        return other
+
+    def __deepcopy__(self, memo: Any) -> Copying:
+        return self.__copy__()
+
+    def __reduce__(self) -> Any:
+        return copyreg.__newobj__, (Copying,), vars(self)  # type: ignore[attr-defined]
+
+
+class Above(Foreign):
+    def set_epoch(self, epoch: int) -> str:
+        return super().set_epoch(epoch)
 
 
 @dataclass(frozen=True)
@@ -80,6 +103,18 @@ def test_a_call_that_came_before_counts_if_it_can_be_seen() -> None:
     assert listening(Foreign(0)).take() is None and listening(Foreign("odd")).take() is None
 
 
+def test_a_call_of_a_loader_is_none_of_the_users_also_above_a_class_that_is_listened_to() -> None:
+    one, requests = Above(), listening(Foreign())
+    one.set_epoch = lambda epoch: Above.set_epoch(one, epoch)  # type: ignore[method-assign]
+    requests = listening(one)
+    set_epoch_of(one)(3)
+    assert (one.epoch, requests.take()) == (3, None)
+    one.set_epoch(4)
+    assert (one.epoch, requests.take()) == (4, 4)
+    del one.set_epoch
+    assert one.set_epoch(5) == "now 5" and requests.take() == 5
+
+
 def test_the_latest_of_several_calls_counts() -> None:
     one, other, third = Foreign(), RandomSampler(4, seed=1), Foreign()
     requests = listening(one, other, third)
@@ -104,11 +139,14 @@ def test_to_listen_again_keeps_what_was_seen_and_forgets_the_others() -> None:
     assert requests.take() == 3
 
 
-def test_what_has_no_set_epoch_is_left_alone_and_what_cannot_be_heard_is_told() -> None:
+def test_what_has_no_set_epoch_is_left_alone_and_what_cannot_be_heard_is_an_error() -> None:
     assert listening([1, 2], range(3), object()).take() is None
-    for slotted in (Slotted(), Frozen(0)):
-        with pytest.warns(LoaderWarning, match=r"set_epoch of a \w+ cannot be heard.*call set_epoch of the loader"):
-            listening(slotted)
+    with pytest.raises(TypeError, match=r"set_epoch of a Slotted cannot be heard.*class Heard\(Slotted\): pass"):
+        listening(Slotted())
+    for one in (Frozen(0), type("Heard", (Slotted,), {})()):
+        requests = listening(one)
+        one.set_epoch(4)
+        assert requests.take() == 4
 
 
 COPIES = {
@@ -120,9 +158,9 @@ COPIES = {
 
 
 @pytest.mark.parametrize("way", COPIES)
-@pytest.mark.parametrize("kind", ["plain", "own state", "own method"])
+@pytest.mark.parametrize("kind", ["plain", "own state", "own copy", "own method"])
 def test_a_copy_is_told_by_itself(kind: str, way: str) -> None:
-    one = Stateful() if kind == "own state" else Foreign()
+    one = {"own state": Stateful, "own copy": Copying}.get(kind, Foreign)()
     if kind == "own method":
         one.set_epoch = print  # type: ignore[method-assign]
     requests = listening(one)

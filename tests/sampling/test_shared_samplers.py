@@ -21,7 +21,6 @@ from sharded_loader import (
     GroupedBatchSampler,
     GrowingBatchSampler,
     IntervalSampler,
-    LoaderWarning,
     PackSampler,
     RandomSampler,
     RepeatedSampler,
@@ -35,6 +34,7 @@ from sharded_loader import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from sharded_loader.torch import DataLoader
 
 LENGTH = 12
 LENGTHS = [3, 9, 4, 1, 7, 2, 8, 8, 1, 5, 6, 2]
@@ -305,7 +305,7 @@ def test_used_alone_each_iter_is_a_new_epoch() -> None:
         assert one.epoch == 3 and reference.epoch == 0
 
 
-def test_a_sampler_that_nobody_can_listen_to_is_read_all_the_same() -> None:
+def test_a_sampler_that_nobody_can_listen_to_is_an_error_that_names_the_way_out() -> None:
     class Slots:
         __slots__ = ("epoch",)
 
@@ -321,9 +321,14 @@ def test_a_sampler_that_nobody_can_listen_to_is_read_all_the_same() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter([self.epoch + index for index in range(4)])
 
-    with pytest.warns(LoaderWarning, match="set_epoch of a Slots cannot be heard"):
-        loader = ShardedDataLoader(range(40), 4, sampler=Slots())
-    loader.set_epoch(2)
+    class Heard(Slots):
+        pass
+
+    with pytest.raises(TypeError, match=r"set_epoch of a Slots cannot be heard.*class Heard\(Slots\): pass"):
+        ShardedDataLoader(range(40), 4, sampler=Slots())
+    sampler = Heard()
+    loader = ShardedDataLoader(range(40), 4, sampler=sampler)
+    sampler.set_epoch(2)
     assert epochs(loader, 2) == [[[2, 3, 4, 5]], [[3, 4, 5, 6]]]
 
 
@@ -378,6 +383,47 @@ def test_an_argument_that_would_change_nothing_is_an_error(sampler: Any, name: s
             self.weights = self.length = None
 
     assert Own().weights is None
+
+
+class Kept(WeightedRandomSampler):
+    """A class of the user's that keeps the weights under their name, too."""
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights, 3, seed=1)
+        self.weights = weights
+
+
+class Changing(Kept):
+    """Its own order follows from the weights, whatever they are."""
+
+    def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[int]:
+        return iter(self.weights)
+
+
+class Passing(WeightedRandomSampler):
+    weights = property(lambda self: self._now, lambda self, now: setattr(self, "_now", now))
+
+
+@pytest.mark.parametrize("reader", [ShardedDataLoader, DataLoader])
+def test_weights_of_a_users_subclass_that_nothing_reads_any_more_are_an_error(reader: Any) -> None:
+    class Bare(WeightedRandomSampler):
+        pass
+
+    for sampler in (Bare([1, 2, 3], 3), Kept([1, 2, 3])):
+        sampler.weights = [9, 9, 9]  # nothing has been read
+        loader = reader(range(3), 3, sampler=sampler)
+        list(loader)
+        with pytest.raises(AttributeError, match=rf"weights of a {type(sampler).__name__} was read.*set_weights"):
+            sampler.weights = [3, 2, 1]
+        sampler.colour = "red"  # type: ignore[attr-defined]
+    changing, passing = Changing([1, 0, 2]), Passing([1, 2, 3], 3)
+    loader = reader(range(3), 3, sampler=changing, collate_fn=list)
+    assert list(loader) == [[1, 0, 2]]
+    changing.weights = [2, 0, 1]
+    assert list(loader) == [[2, 0, 1]]
+    list(reader(range(3), 3, sampler=passing))
+    passing.weights = [4]
+    assert passing.weights == [4]
 
 
 def test_a_batch_size_that_is_set_counts_from_the_next_epoch_on_and_is_in_states() -> None:

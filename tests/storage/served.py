@@ -57,6 +57,21 @@ class Served:
 
 
 @contextmanager
+def listening(handler: type[RangeHandler]) -> Iterator[str]:
+    """The URL of a server of these answers, while the block runs."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
 def serving() -> Iterator[Served]:
     """A server while the block runs."""
     served = Served()
@@ -100,14 +115,5 @@ def serving() -> Iterator[Served]:
                 served.after()
             return None
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    served.url = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
+    with listening(Handler) as served.url:
         yield served
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -27,7 +27,7 @@ from sharded_loader.storage import index_file, stores
 from sharded_loader.storage import indexes as indexes_module
 from sharded_loader.storage.files import ForbiddenShardError, ShardError, Stat
 from sharded_loader.storage.index_file import _HEAD as HEAD
-from sharded_loader.storage.indexes import VERSION, dumped, loaded
+from sharded_loader.storage.indexes import VERSION, Indexes, dumped, loaded
 from sharded_loader.storage.stores import ObjectStore
 
 SHARDS, LENGTH, SIZE = 3, 32, 64 << 10
@@ -411,7 +411,7 @@ CRAFTED: dict[str, Callable[[Any], Any]] = {
     ("suffix", "array"),
     [(None, name) for name in ("format", "names", "tags", "lengths", "ends")]
     + [(".txt", "offsets"), (".txt", "length"), (".txt", "checksums"), (".tar", "offsets"), (".tar", "sizes")]
-    + [(".tar", "keys"), (".mds", "offsets"), (".mds", "encodings"), (".rec", "offsets")]
+    + [(".tar", "keys"), (".tar", "headers"), (".mds", "offsets"), (".mds", "encodings"), (".rec", "offsets")]
     + [(".parquet", "ends"), (".parquet", "footer"), (".arrow", "messages")],
 )
 def test_an_index_file_that_lies_is_named(tmp_path: Path, suffix: str | None, array: str, crafted: str) -> None:
@@ -432,6 +432,19 @@ def test_an_index_file_that_lies_is_named(tmp_path: Path, suffix: str | None, ar
         opened.callback(dataset.close)
         _ = suffix is not None and dataset.group_lengths
         list(dataset)
+
+
+@pytest.mark.parametrize("crafted", [lambda array: array[::-1], lambda array: array + 512], ids=["swapped", "moved"])
+def test_an_index_with_wrong_offsets_gives_no_wrong_samples(tmp_path: Path, crafted: Any) -> None:
+    WRITE[".tar"](tmp_path / "0.tar", range(3))
+    indexes = Indexes(tmp_path)
+    dataset = ShardDataset(tmp_path / "0.tar", index_folder=tmp_path)
+    [place] = tmp_path.glob("*.npz")
+    index = loaded(place.read_bytes()) or {}
+    indexes._keep(place, {**index, "offsets": crafted(index["offsets"])})
+    with pytest.raises(ShardError, match=r"0\.tar, offset \d+: not the header .*Make the dataset again"):
+        dataset.__getitems__([0, 2])
+    dataset.close()
 
 
 @pytest.mark.parametrize("later", ["cut", "deleted", "of others"])

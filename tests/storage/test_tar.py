@@ -281,6 +281,24 @@ def test_zeros_in_a_long_name_are_an_error(tmp_path: Path, format: int, begin: i
         read(tmp_path / "a.tar", [0])
 
 
+@pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("kind", ["name", "linkname"])
+def test_a_flipped_bit_in_what_a_long_name_has_twice_is_an_error(tmp_path: Path, format: int, kind: str) -> None:
+    long = "long/" * 60 + "b.txt"
+    with tarfile.open(tmp_path / "a.tar", "w", format=format) as tar:
+        tar.addfile(tarfile.TarInfo("a.txt" if kind == "name" else long))
+        member = tarfile.TarInfo(long if kind == "name" else "a.txt")
+        member.type = tarfile.REGTYPE if kind == "name" else tarfile.LNKTYPE
+        setattr(member, kind, long)
+        tar.addfile(member)
+    content = bytearray((tmp_path / "a.tar").read_bytes())
+    read(tmp_path / "a.tar", [0, 1])
+    content[content.rindex(long.encode()) + 7] ^= 1
+    (tmp_path / "a.tar").write_bytes(content)
+    with pytest.raises(ShardError, match=r"a long name is damaged: the member's own header has another one"):
+        read(tmp_path / "a.tar", [0])
+
+
 @pytest.mark.parametrize("between", [1, 3])
 def test_a_member_that_damage_has_copied_is_an_error_and_no_sample_more(tmp_path: Path, between: int) -> None:
     content = ten()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import fsspec
 import numpy as np
 import pytest
 from conftest import POOLS, make_pool
-from served import RangeHandler
+from served import RangeHandler, listening
 from yarl import URL
 
 from sharded_loader import ShardDataset, ShardedDataLoader
@@ -73,14 +71,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Host, Host]]:
                         self.wfile.write(content[begin:end])
                     return None
 
-            server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-            server.daemon_threads = True
-            thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-            thread.start()
-            host.url = f"http://127.0.0.1:{server.server_address[1]}"
-            stack.callback(thread.join)
-            stack.callback(server.server_close)
-            stack.callback(server.shutdown)
+            host.url = stack.enter_context(listening(Handler))
             found.append(host)
         yield found[0], found[1]
 

@@ -38,14 +38,14 @@ import numpy as np
 
 from sharded_loader.base.checks import bytes_of_text, check_int
 from sharded_loader.base.errors import as_exception
-from sharded_loader.base.limits import Near, own_bytes, processes_here, warn_of_workers
+from sharded_loader.base.limits import own_bytes, processes_here, warn_of_workers
 from sharded_loader.base.notices import logger
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.inspection import warn_of_open_file
 from sharded_loader.engine.grouping import HELD, Grouping
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
 from sharded_loader.engine.pool import check_num_workers
-from sharded_loader.memory.arena import Arena, FindNear, RecentSizes, Register
+from sharded_loader.memory.arena import Arena, RecentSizes, Register
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.segments import chosen_backend
@@ -105,7 +105,6 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             `WorkerTimeoutError` instead of the batch. 0 and 1: at the first death.
         max_bytes: the limit of the shared memory for batches, in bytes. None: a quarter of what is free at the first
             epoch, divided by LOCAL_WORLD_SIZE. Above the limit, the loader copies batches out of shared memory.
-        numa: Whether shared memory and workers are placed near the GPU, on a Linux machine with several NUMA nodes.
         max_worker_memory: the memory that a worker may take, in bytes, or a text such as ``"2 GB"``. Shared memory does
             not count. Another worker replaces one that takes more, between two batches, so a leak cannot fill the
             machine. ``stats().recycled_workers`` counts. None: no limit.
@@ -134,7 +133,6 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         timeout: float | None = None,
         restarts: int = 3,
         max_bytes: int | None = None,
-        numa: bool = True,
         max_worker_memory: int | str | None = None,
     ) -> None:
         super().__init__(num_workers, worker_init_fn, timeout, restarts, Grouping())
@@ -143,9 +141,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             processes_here()
         else:
             max_bytes = check_int("max_bytes", max_bytes, 0, "bytes of shared memory, or None")
-        if not isinstance(numa, bool):
-            raise TypeError(f"numa is {numa!r}; it must be True, to place batches and workers near the GPU, or False")
-        self.max_bytes, self.numa = max_bytes, numa
+        self.max_bytes = max_bytes
         self.max_worker_memory = check_worker_memory(max_worker_memory)
         self.start_method: Any = choose_start_method(start_method)
         self._transport = ProcessTransport(self.num_workers, self.start_method, max_bytes)
@@ -154,11 +150,8 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         # False: they live for one epoch. A template takes as long as a worker, so there is none before one dies.
         self.workers_last = True
 
-    def use_memory(
-        self, empty: Empty, register: Register, *, pinned: Empty | None = None, near: FindNear = Near
-    ) -> None:
+    def use_memory(self, empty: Empty, register: Register, *, pinned: Empty | None = None) -> None:
         self._transport.register = self._transport.arena.register = register
-        self._transport.near = self._transport.arena.near = near if self.numa else Near
         self._transport.pinned = self._transport.arena.pinned = pinned
 
     def hand_over(self) -> ArenaInUse:

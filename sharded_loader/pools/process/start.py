@@ -26,6 +26,7 @@ import multiprocess
 from multiprocess import forkserver, resource_tracker, spawn, util
 from multiprocess.context import SpawnProcess
 
+from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.private import (
     change_preparation_data,
     forget_child,
@@ -51,7 +52,9 @@ def choose_start_method(start_method: str | None) -> str:
         start_method = chosen or ("fork" if sys.platform.startswith("linux") else "spawn")
     if start_method not in known:
         raise ValueError(f"start_method is {start_method!r}; this platform has {', '.join(map(repr, known))}")
-    if start_method == "forkserver" and not can_pass_descriptors():
+    with uninterrupted():  # a descriptor that has come must be closed
+        falls_back = start_method == "forkserver" and not can_pass_descriptors()
+    if falls_back:
         text = 'this system does not pass descriptors between processes, as a forkserver must: start_method="spawn"'
         warnings.warn(f"{text} is used instead", RuntimeWarning, stacklevel=3)
         return "spawn"

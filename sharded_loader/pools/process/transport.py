@@ -35,13 +35,13 @@ from multiprocess import connection
 
 from sharded_loader.base import host_clock
 from sharded_loader.base.interrupts import uninterrupted
-from sharded_loader.base.limits import Near, bind, oom_kills
+from sharded_loader.base.limits import oom_kills
 from sharded_loader.base.system import can_pass_descriptors, open_pidfd, write_to_stderr
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.engine.board import IDLE, SAMPLE, TOLD, WORDS, board_in, new_board
 from sharded_loader.engine.messages import NewJob, Task
 from sharded_loader.memory import publish
-from sharded_loader.memory.arena import Arena, FindNear, Register
+from sharded_loader.memory.arena import Arena, Register
 from sharded_loader.memory.publish import Inherited
 from sharded_loader.memory.segments import Segment, Slot, create
 from sharded_loader.pools.deaths import Death
@@ -210,7 +210,6 @@ class ProcessTransport(Transport[ProcessWorker]):
         self.poller: Poller | None = None  # of these workers: it keeps them, and goes with them
         self.ended: set[int] = set()
         self.register: Register | None = None
-        self.near: FindNear = Near
         self.pinned: Empty | None = None
         self.arena = Arena(max_bytes)
         self.wake_reader: Any = None
@@ -381,13 +380,7 @@ class ProcessTransport(Transport[ProcessWorker]):
             link.send(pack_head(JOB, published.number, 0, published.head), published.buffers, places=published.places)
 
     def send_segments(self, worker: ProcessWorker, count: int) -> None:
-        """Give a worker the first ``count`` segments. With the first of them it moves near the devices.
-
-        Not with more workers than cores there: they need the other cores of the machine more.
-        """
-        near = self.near()
-        if not worker.segments and self.num_workers <= near.cores:
-            bind(worker.pid, near.cpus)
+        """Give a worker the first ``count`` segments."""
         for segment in self.arena.segments[worker.segments : count]:
             worker.link.send_segment(segment)
         worker.segments = count
@@ -485,7 +478,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         with uninterrupted(), contextlib.ExitStack() as stack:  # each step is done, whatever another one raises
             self.wake_reader = self._wake_writer = self.lifeline = self.published = self.inherited = None
             self.boards = []
-            self.arena = Arena(self.max_bytes, self.register, self.near, self.pinned)
+            self.arena = Arena(self.max_bytes, self.register, self.pinned)
             for step in reversed(steps):
                 stack.callback(step)
 
@@ -493,7 +486,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         """End the workers, and give up the arena as it is: another pool may use it."""
         with uninterrupted():
             self.stop_workers()
-            arena, self.arena = self.arena, Arena(self.max_bytes, self.register, self.near, self.pinned)
+            arena, self.arena = self.arena, Arena(self.max_bytes, self.register, self.pinned)
             _handed_over[id(arena)] = arena
         return arena
 

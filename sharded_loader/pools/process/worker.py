@@ -1,7 +1,6 @@
 """A worker process, from its first line to its last.
 
     receiver thread:  pipe -> inbox                            always drains, so the main process's sends never wait
-                           -> TaskReader.look_ahead            samples of an async def are awaited before their turn
     main thread:      inbox -> TaskReader -> slot, packed reply -> pipe
 
 The main thread notes on the board where it is. So a main process that finds it dead or silent can say in which batch,
@@ -33,7 +32,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from functools import partial
 from threading import get_ident
 from typing import Any, NoReturn
 
@@ -120,8 +118,6 @@ class WorkerThreads:
                     if kind == link.CANCEL:  # at once: the message lies behind the last of the tasks
                         self._reading.cancelled.add(run)
                     self._jobs += kind == link.JOB
-                    if kind == link.TASKS and self._jobs == self._taken:  # otherwise the reader is another one soon
-                        self._reading.look_ahead(partial(link.unpack_tasks, content))
                     self._inbox.put((kind, run, content, message.buffers))
         except (EOFError, OSError):
             waits = self._inbox.empty() and self._jobs == self._taken and self._reading.board[SAMPLE] == IDLE
@@ -242,8 +238,7 @@ class WorkerThreads:
             self._replies.append(reply)
             self._places.extend(encoded.places)
         # Buffers are views into the batch's own arrays, which nothing else keeps after this.
-        # Samples of the next task are to be awaited soon: 0.79 of the bare rate if a reply waits for others, now 0.92.
-        if encoded.buffers or self._reading.reads_ahead or host_clock.now() - self._sent >= GROUP_SECONDS:
+        if encoded.buffers or host_clock.now() - self._sent >= GROUP_SECONDS:
             self._send_replies(encoded.buffers)
 
     def _send_replies(self, buffers: Sequence[memoryview] = ()) -> None:

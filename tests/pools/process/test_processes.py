@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -19,6 +21,7 @@ import psutil
 import pytest
 import torch
 from conftest import METHODS, PROCESS_POOLS, SPAWN_FIRST, begin
+from injection import InterruptAt
 from programs import run_script
 
 from sharded_loader import ProcessPool, ShardedDataLoader
@@ -175,6 +178,21 @@ def test_the_start_method_that_the_user_set_is_the_default(tmp_path: Path) -> No
     )
     assert done.stdout == "ProcessPool(1, start_method='spawn')\n"
     assert choose_start_method("forkserver") == "forkserver"
+
+
+def test_a_ctrl_c_while_the_start_method_is_chosen_leaves_no_descriptor() -> None:
+    opened = len(os.listdir("/dev/fd"))
+    for number in itertools.count(1):
+        before, tracer = sys.gettrace(), InterruptAt(number, ["system.py", "start.py"])
+        with contextlib.suppress(KeyboardInterrupt):
+            try:
+                sys.settrace(tracer)
+                choose_start_method("forkserver")
+            finally:
+                sys.settrace(before)
+        assert len(os.listdir("/dev/fd")) == opened, number
+        if not tracer.fired:
+            break
 
 
 @pytest.mark.slow

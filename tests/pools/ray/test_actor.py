@@ -14,9 +14,9 @@ from sharded_loader.memory.codec import decode, encode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.pools import task_reader
 from sharded_loader.pools.process.link import pack_tasks
-from sharded_loader.pools.ray import actor
-from sharded_loader.pools.ray.actor import LoaderActor
 from sharded_loader.pools.supervised import decode_result
+from sharded_loader.ray import actor
+from sharded_loader.ray.actor import LoaderActor
 from sharded_loader.sampling.epoch import Ahead
 
 

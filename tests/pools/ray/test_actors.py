@@ -9,8 +9,8 @@ import types
 
 import pytest
 
-from sharded_loader.pools.ray import cluster as actors_module
-from sharded_loader.pools.ray.cluster import Wanted, cause_of, stop, stop_from_anywhere
+from sharded_loader.ray import cluster as actors_module
+from sharded_loader.ray.cluster import Wanted, cause_of, stop, stop_from_anywhere
 
 
 def test_a_scheduling_strategy_is_always_given_and_ray_repeats_nothing() -> None:

@@ -124,7 +124,7 @@ def test_those_that_fit_begin_and_the_others_come_when_there_is_room(nodes: Any,
 def test_without_room_for_any_there_is_a_warning_and_then_an_error(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("sharded_loader.pools.ray.transport.PATIENCE", 0.5)
+    monkeypatch.setattr("sharded_loader.ray.transport.PATIENCE", 0.5)
     with loader_of(RayPool(2, resources={"reader": 1}, start_timeout=2)) as loader:
         with pytest.raises(TimeoutError, match=r"within 2 s \(start_timeout=\).*num_cpus="):
             next(iter(loader))
@@ -134,7 +134,7 @@ def test_without_room_for_any_there_is_a_warning_and_then_an_error(
 def test_when_all_have_gone_it_is_said_once_and_waited(
     nodes: Any, expected: list[bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("sharded_loader.pools.ray.transport.PATIENCE", 0.5)
+    monkeypatch.setattr("sharded_loader.ray.transport.PATIENCE", 0.5)
     first, found = nodes(2), []
     with loader_of(RayPool(2)) as loader:
         batches = iter(loader)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sharded_loader.pools.ray import cluster as connect
+from sharded_loader.ray import cluster as connect
 
 
 def test_ray_client_has_no_object_store_and_is_rejected() -> None:

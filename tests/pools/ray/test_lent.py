@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.pools.ray.cluster import Lent
+from sharded_loader.ray.cluster import Lent
 
 
 def stored(nbytes: int) -> np.ndarray[Any, Any]:

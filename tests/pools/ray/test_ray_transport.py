@@ -12,11 +12,11 @@ from sharded_loader import WorkerDiedError
 from sharded_loader.engine.board import IN_BATCH, UNUSED
 from sharded_loader.engine.messages import Job, NewJob, Task
 from sharded_loader.engine.pool import PoolBroken
-from sharded_loader.pools.ray import transport as transport_module
-from sharded_loader.pools.ray.actor import Begun
-from sharded_loader.pools.ray.cluster import Wanted
-from sharded_loader.pools.ray.transport import ActorWorker, Call, Followed, RayTransport
 from sharded_loader.pools.supervisor import Supervisor
+from sharded_loader.ray import transport as transport_module
+from sharded_loader.ray.actor import Begun
+from sharded_loader.ray.cluster import Wanted
+from sharded_loader.ray.transport import ActorWorker, Call, Followed, RayTransport
 
 NODE, HOST = "node", "10.0.0.1"
 KILLED = Exception("Worker exit type: SYSTEM_ERROR Worker exit detail: It exited.")

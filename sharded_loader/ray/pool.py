@@ -1,9 +1,9 @@
 """Actors of Ray that read, on this machine or on all of a cluster.
 
-    driver                                              actor i, on any node (pools/ray/actor.py)
+    driver                                              actor i, on any node (ray/actor.py)
     submit -> a group of tasks is a call   ==Ray==>     Reader -> memory of the actor
     wait <- the call has ended             <==Ray==     copied into the node's object store
-         <- arrays over this node's copy of it, lent out (pools/ray/cluster.py)
+         <- arrays over this node's copy of it, lent out (ray/cluster.py)
 
 Order, randomness, errors, resuming, shards and devices are those of every pool: tasks and results are the same. Ray
 starts the processes, moves the bytes, and notices deaths. What an actor's death means is decided in `pools.supervisor`.
@@ -34,16 +34,17 @@ from typing import Any, NamedTuple
 from sharded_loader.base import host_clock
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import Location, add_note, as_batch_error
-from sharded_loader.base.limits import Near
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.engine.grouping import HELD, Grouping
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
 from sharded_loader.engine.pool import PoolBroken, check_timeout
-from sharded_loader.memory.arena import FindNear, Register
+from sharded_loader.memory.arena import Register
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
-from sharded_loader.pools.ray.actor import Begun, Group
-from sharded_loader.pools.ray.cluster import (
+from sharded_loader.pools.supervised import SupervisedPool, own_pickle
+from sharded_loader.pools.supervisor import Supervisor
+from sharded_loader.ray.actor import Begun, Group
+from sharded_loader.ray.cluster import (
     Lent,
     check_address,
     check_installed,
@@ -53,9 +54,7 @@ from sharded_loader.pools.ray.cluster import (
     is_of_call,
     store_bytes,
 )
-from sharded_loader.pools.ray.transport import ActorWorker, Followed, RayTransport
-from sharded_loader.pools.supervised import SupervisedPool, own_pickle
-from sharded_loader.pools.supervisor import Supervisor
+from sharded_loader.ray.transport import ActorWorker, Followed, RayTransport
 
 GROUP_SECONDS = 16e-3
 """Work in one call. Measured on images (2 workers, of the rate of `ProcessPool`): 0.38 with 6 ms, 0.55 with 12 ms, 0.57
@@ -161,9 +160,7 @@ class RayPool(SupervisedPool[ActorWorker]):
         kind, options = super()._options()
         return kind, {**options, "resources": (self.resources, {})}  # None means none
 
-    def use_memory(
-        self, empty: Empty, register: Register, *, pinned: Empty | None = None, near: FindNear = Near
-    ) -> None:
+    def use_memory(self, empty: Empty, register: Register, *, pinned: Empty | None = None) -> None:
         self._lent.empty, self._lent.copies_all = empty, pinned is not None
 
     @property
@@ -283,9 +280,7 @@ class RayPool(SupervisedPool[ActorWorker]):
     def _decode(self, group: Group, tasks: dict[tuple[int, int], Task], results: list[Result]) -> None:
         """The results of a group, over its memory."""
         replies, places, memory, rest = group
-        mapped = self._lent.take(memory) if memory.nbytes else memory
-        others = (self._lent.take(buffer) for buffer in rest)
-        buffers = (next(others) if at < 0 else mapped[at : at + nbytes] for at, nbytes in places)
+        buffers = self._lent.buffers(places, memory, rest)
         content, now, found = memoryview(replies), host_clock.now(), []
         while len(content):
             run, seq, wanted, count, pickled, content, times = unpack_reply(content)

@@ -31,6 +31,7 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,7 @@ from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import is_thread_of_others
 from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.memory import publish
+from sharded_loader.memory.codec import APART, SIZE
 from sharded_loader.memory.leases import Leases
 
 CLIENT = "ray://"
@@ -363,3 +365,14 @@ class Lent:
         self._leases.lend(writable, memory.nbytes)
         self._held += memory.nbytes
         return np.asarray(writable)
+
+    def buffers(self, places: Sequence[tuple[int, int]], memory: Bytes, rest: Sequence[Bytes]) -> Iterator[Bytes]:
+        """The buffers of a group's batches, over its memory.
+
+        Copies those of the user's objects out of a pinned block: the user may copy from them at any time, and torch
+        guards pinned memory by where it begins.
+        """
+        mapped, others = self.take(memory) if memory.nbytes else memory, map(self.take, rest)
+        for offset, size in places:
+            part = next(others) if offset < 0 else mapped[offset : offset + (abs(size) & SIZE)]
+            yield part.copy() if self.copies_all and size < 0 and -size & APART else part

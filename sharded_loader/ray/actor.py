@@ -7,7 +7,7 @@
     stacks(), cancel(run)                           likewise
 
 The batches of a group are put together in one stretch of this process's memory. Ray copies it into the object store
-when `read` returns, so the next group may lie there again. The driver maps it (`pools.ray.cluster`).
+when `read` returns, so the next group may lie there again. The driver maps it (`ray.cluster`).
 
 What can go wrong: the job cannot be taken (`begin` returns the error). What goes wrong with one task is its reply. Ray
 ends the process when the driver has gone.
@@ -26,7 +26,7 @@ from sharded_loader.base.errors import add_note
 from sharded_loader.data.datasets import follow
 from sharded_loader.engine.board import IDLE, SAMPLE
 from sharded_loader.memory.arena import RecentSizes
-from sharded_loader.memory.codec import SIZE, decode
+from sharded_loader.memory.codec import decode
 from sharded_loader.pools.process.link import unpack_tasks
 from sharded_loader.pools.process.worker import write_stacks
 from sharded_loader.pools.task_reader import TaskReader
@@ -130,7 +130,6 @@ class LoaderActor:
         if run in self._positions:
             self._positions[run] = position
         reading, tasks = self._reading, unpack_tasks(content)
-        reading.look_ahead(lambda: tasks)
         nbytes = max(self._sizes.wanted * len(tasks), self._groups.wanted)
         if not nbytes <= self._memory.nbytes <= SPARE * SPARE * nbytes:  # new memory takes four times as long to fill
             self._memory = np.empty(SPARE * nbytes, np.uint8)
@@ -141,8 +140,8 @@ class LoaderActor:
         for run, seq, _, fields in tasks:
             reply, encoded, slot = reading.answer(run, seq, fields, memory[used:])
             replies.append(reply)
-            # A negative size marks an object. If the main process pins the memory, it copies the objects out of it.
-            places += [(-1 if offset < 0 else used + offset, abs(size) & SIZE) for offset, size in encoded.places]
+            # A negative size marks an object. If the main process pins the memory, it copies the object's arrays out.
+            places += [(-1 if offset < 0 else used + offset, size) for offset, size in encoded.places]
             rest += [np.frombuffer(buffer, np.uint8) for buffer in encoded.buffers]
             self._sizes.note(slot.wanted)
             used += slot.used

@@ -40,8 +40,9 @@ from sharded_loader.engine.grouping import HELD
 from sharded_loader.engine.messages import Job, NewJob, Task
 from sharded_loader.pools.deaths import Death
 from sharded_loader.pools.process.link import pack_tasks
-from sharded_loader.pools.ray.actor import Begun, LoaderActor
-from sharded_loader.pools.ray.cluster import (
+from sharded_loader.pools.supervisor import Transport, Worker
+from sharded_loader.ray.actor import Begun, LoaderActor
+from sharded_loader.ray.cluster import (
     Wanted,
     alive,
     cause_of,
@@ -52,7 +53,6 @@ from sharded_loader.pools.ray.cluster import (
     stop_from_anywhere,
     what_there_is,
 )
-from sharded_loader.pools.supervisor import Transport, Worker
 
 PATIENCE = 10.0
 """Seconds without any actor that is ready, before the user is told."""

@@ -1,1 +1,0 @@
-"""Workers that are actors of Ray, on one machine or on many (`sharded_loader.pools.ray.pool`)."""
