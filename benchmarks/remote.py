@@ -56,6 +56,7 @@ from sharded_loader import (
     ShardedDataLoader,
     ShardShuffleSampler,
 )
+from sharded_loader.engine.messages import Task
 from sharded_loader.recordio import MXRecordIO
 from sharded_loader.storage.stores import CONNECTIONS, ObjectStore
 
@@ -206,7 +207,10 @@ def epoch(
     order = ShardShuffleSampler(dataset.lengths, WINDOW, seed=1)
     loader = ShardedDataLoader(dataset.transform(_first_byte), batch, sampler=order, pool=pool)
     if pool is not None:
-        loader.fetch([0]).result()
+        pool.start(loader._epochs.job_now())
+        pool.submit([Task(-1, 0, 0, 0, ([0],), False)])
+        while not pool.wait():
+            pass
     began = time.perf_counter()
     batches = iter(loader)
     count, first = len(next(batches)), time.perf_counter() - began

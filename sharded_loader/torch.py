@@ -16,36 +16,35 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe
 
-from sharded_loader.base.checks import check_int, refuse_arguments
+from sharded_loader.base.checks import refuse_arguments
 from sharded_loader.base.described import an
 from sharded_loader.base.entries import anything, parsed, read_entry
 from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import counted_by_fabric, rebuilt_by_accelerate, refuse_skipping
 from sharded_loader.data.columns import as_dataset
-from sharded_loader.data.inspection import fingerprint_of, set_epoch_of, told_in, warn_of_other_data
+from sharded_loader.data.inspection import fingerprint_of, told_in, warn_of_other_data
 from sharded_loader.devices.names import find_devices
-from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, read_here
+from sharded_loader.drop_in.iterator import AsCollated, DeviceMemory, LoaderIterator
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, TorchSteps, at_named_epoch, parts_of
 from sharded_loader.drop_in.workers import check_arguments, check_data, job_of, make_pool
 from sharded_loader.engine.epoch_requests import EpochRequests
-from sharded_loader.engine.messages import Job, OnError, Task
-from sharded_loader.engine.pipeline import Run
+from sharded_loader.engine.messages import NOTHING, Job, OnError, Task
 from sharded_loader.engine.split import Split
 from sharded_loader.loader.arguments import check_max_skipped, length, make_split
 from sharded_loader.loader.auto import number_of_workers, tuned
 from sharded_loader.loader.check import LoaderCheck, check_loader
-from sharded_loader.loader.epochs import check_one_epoch, fetch_epoch, give_up_fetched, shown_indices
+from sharded_loader.loader.epochs import shown_indices
 from sharded_loader.loader.fingerprint import Fingerprint, fingerprint_of_epoch
-from sharded_loader.loader.iterator import Batch, BatchFuture
+from sharded_loader.loader.iterator import Batch
 from sharded_loader.loader.report import Reported
 from sharded_loader.loader.stats import Meter
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
@@ -166,7 +165,6 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self._named: int | None = None  # the epoch of the last `set_epoch`
         self._requests = EpochRequests()  # of the dataset: workers that live on have copies of it
         self._requests.listen(told_in(dataset) if persistent_workers else [])
-        self._fetched: list[weakref.ref[Run]] = []  # they read the dataset that has set_epoch here
         self._newest: weakref.ref[LoaderIterator] | None = None
         self._waiting: LoaderIterator | None = None  # the newest one that has read nothing
         self._given_skip = check_skip(skip)
@@ -308,7 +306,6 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         """
         self._prepared, self._waiting, self._named = None, None, epoch
         self._epochs.request(epoch)
-        give_up_fetched([run for one in self._fetched if (run := one()) is not None], epoch)
         tell_epoch(self._index_sampler, epoch)
         for one in told_in(self.dataset, nearest=True):
             one.set_epoch(epoch)
@@ -372,50 +369,18 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
             >>> DataLoader(range(10), batch_size=4).batch(epoch=2, step=1)
             tensor([4, 5, 6, 7])
         """
-        steps = self._known_steps
-        planned = fetch_epoch(self.dataset, steps.samples_of(epoch, step), epoch, step)
-        task = planned.task(step)
-        seeded = seeded_as_worker(job_of(self).seed, task) if isinstance(task, Task) else nullcontext()
-        with steps.in_epoch(epoch), seeded:
-            batch: Batch = read_here(self, planned, Meter(None, self._meter.notices)).result()
-            return batch
-
-    def fetch(self, indices: Iterable[Any], epoch: int | None = None) -> BatchFuture[Batch]:
-        """A batch of these samples, read by the workers beside the epoch; see `ShardedDataLoader.fetch`.
-
-        The workers are those of the newest iterator. If they have ended with its epoch, or have not started,
-        ``result()`` reads the batch in this process. Without ``seed=``, the random numbers are those of the newest
-        epoch's seed.
-
-        Args:
-            indices: As the dataset takes them; of a mixture also pairs, as `indices` gives them.
-            epoch: The epoch whose random numbers the samples draw. Default: the newest one.
-
-        Returns:
-            A `concurrent.futures.Future`. Its result is a batch as iteration gives it.
-
-        Raises:
-            TypeError: The dataset is iterable data, or ``indices`` is no list of indices.
-
-        Example:
-            >>> loader = DataLoader(range(10), batch_size=4)
-            >>> batches = iter(loader)
-            >>> first, hard = next(batches), loader.fetch([7, 3])
-            >>> next(batches), hard.result()
-            (tensor([4, 5, 6, 7]), tensor([7, 3]))
-        """
-        if isinstance(self.dataset, IterableDataset | IterDataPipe | MapDataPipe):
-            raise TypeError("fetch needs a dataset that is read by index: iterable data has its own order")
-        number = self._epoch if epoch is None else check_int("epoch", epoch, 0, "epochs count from 0")
-        planned, live = fetch_epoch(self.dataset, indices, number), self._live
-        is_shared = set_epoch_of(self.dataset) is not None and (live is None or live._pool.shares_dataset)
-        if self._named is not None and is_shared:
-            check_one_epoch([self._epoch], number)
-        meter = Meter(None, self._meter.notices)  # it belongs to no epoch that is counted
-        future = read_here(self, planned, meter) if live is None else live.fetch(planned, meter)
-        if is_shared:
-            self._fetched = [*(one for one in self._fetched if one() is not None), weakref.ref(future._batches.only)]
-        return future
+        steps, devices = self._known_steps, find_devices(self.device, self.devices)[0]
+        placement = AsCollated(None) if devices is None else self._memory.placement(devices)
+        placement.check_not_capturing()
+        job = replace(job_of(self), keeps_state=False)
+        task = self._split.sharded(Task(0, step, epoch, step, (steps.samples_of(epoch, step),), False))
+        with steps.in_epoch(epoch), seeded_as_worker(job.seed, task):
+            result = reader_for(job, readers=0).read(task)
+            if result.error is not None:
+                raise result.error
+            if result.batch is NOTHING:
+                raise ValueError(f"epoch {epoch}, batch {step} was left out: on_error has skipped all of its samples")
+            return placement.place(result.batch, task)  # type: ignore[no-any-return]
 
     def fingerprint(self, epoch: int | None = None) -> Fingerprint:
         """A short hash of the order of an epoch and of three of its samples; see `ShardedDataLoader.fingerprint`.
@@ -600,7 +565,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         gone = (*here, "_resume_point", "_loaded", "_rng_at_load", "_following")
         meter = Meter(self.dataset, Notices(), self.max_skipped)
         own = {"_meter": meter, "_tuner": self._tuner and tuned(meter), "_epochs": copy.copy(self._epochs)}
-        return {**self.__dict__, **dict.fromkeys(gone), **own, "_memory": DeviceMemory(), "_fetched": []}
+        return {**self.__dict__, **dict.fromkeys(gone), **own, "_memory": DeviceMemory()}
 
 
 leave_alone(DataLoader.__iter__)

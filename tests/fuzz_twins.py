@@ -1,7 +1,7 @@
 """Two loaders of the same arguments, one without workers, the other one disturbed: every verb gives the same from both.
 
     seed -> Twins: `ShardedDataLoader`, or torch's ``DataLoader`` of this library; also over mixtures and iterable data
-    steps        -> those of `Disturbed`, and fetch, receive, look_up, rescale, weigh, report, `resume` with ``skip``
+    steps        -> those of `Disturbed`, and look_up, rescale, weigh, report, `resume` with ``skip``
 
 The naive loader of `fuzz_steps` says what must come. Here the steps are more, and in any order: what the loader without
 workers does with them is what must come from workers, too. After each step both are at the same place.
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sharded_loader import InlinePool, LoaderClosedError, ShardedDataLoader, interleave
+from sharded_loader import InlinePool, ShardedDataLoader, interleave
 from sharded_loader.torch import DataLoader
 from tests import fuzz_cases, stream_samples
 from tests.fuzz_faults import Disturbed, allowed_bytes
@@ -60,14 +60,12 @@ class Twins(Disturbed):
         mixture: seed and weights of a mixture; None: the dataset is none.
         streams: how many parts iterable data has; 0: it is read by index.
         persistent: the workers of the drop-in live on, with the dataset as it was.
-        fetched: batches that were asked for, of both loaders.
     """
 
     def __init__(self, seed: int, processes: bool = True) -> None:
         self.drop_in = random.Random(f"drop-in {seed}").random() < 0.4
         self.mixture: tuple[int, list[int]] | None = None
         self.streams, self.persistent = 0, False
-        self.fetched: list[tuple[Any, Any]] = []
         super().__init__(seed, processes)
 
     def __str__(self) -> str:
@@ -214,16 +212,12 @@ class Twins(Disturbed):
         if not self.drop_in and pair not in self.interrupted:
             self.both("num_skipped", lambda loader: loader.num_skipped)
 
-    def close(self) -> None:
-        self.fetched.clear()
-        super().close()
-
     # -- steps ----------------------------------------------------------------------------------------------
 
     def choices(self) -> list[tuple[int, Callable[[Pair], None]]]:
         steps = [(8, self.begin), (14, self.take), (5, self.take_all), (3, self.drop), (4, self.resume)]
-        steps += [(2, self.load_here), (3, self.set_epoch), (2, self.read), (3, self.look_up), (5, self.fetch)]
-        steps += [(5, self.receive), (2, self.report), (1, self.refresh)]
+        steps += [(2, self.load_here), (3, self.set_epoch), (2, self.read), (3, self.look_up)]
+        steps += [(2, self.report), (1, self.refresh)]
         steps += [(2, self.kill), (1, self.stop), (2, self.kill_template)]
         if not self.drop_in:
             steps += [(2, self.peek), (3, self.rescale), (5 if self.mixture else 1, self.weigh)]
@@ -232,7 +226,6 @@ class Twins(Disturbed):
 
     def begin(self, pair: Pair) -> None:
         if self.mixture or self.persistent:  # its epoch is that of all who share it; its workers have one iterator
-            self.receive_all()
             pair.drop_all()
         if len(pair.iterators) >= 3:
             pair.drop(self.rng.randrange(3))
@@ -243,7 +236,6 @@ class Twins(Disturbed):
 
     def resume(self, pair: Pair) -> None:
         """Go on in new loaders, with other workers; perhaps without some steps."""
-        self.receive_all()
         state = json.loads(json.dumps(pair.naive.state_dict()))
         pair.close()
         self.pair = self.make_pair()
@@ -258,7 +250,6 @@ class Twins(Disturbed):
         if self.saved is None or self.rng.random() < 0.5:
             self.saved = json.loads(json.dumps(pair.naive.state_dict()))
         if self.drop_in:  # its persistent workers end
-            self.receive_all()
             pair.drop_all()
         self.both("load_state_dict", lambda loader: loader.load_state_dict(self.saved))
 
@@ -269,7 +260,7 @@ class Twins(Disturbed):
 
     def is_free(self) -> bool:
         """Whether any epoch can be read: threads share a mixture."""
-        return not self.mixture or not (self.pair.iterators or self.fetched)
+        return not self.mixture or not self.pair.iterators
 
     def peek(self, pair: Pair) -> None:
         if self.is_free():
@@ -289,36 +280,6 @@ class Twins(Disturbed):
         self.both(f"indices({epoch}, {step})", lambda loader: loader.indices(epoch, step))
         if self.is_free():
             self.both(f"batch({epoch}, {step})", lambda loader: loader.batch(epoch, step))
-
-    def fetch(self, pair: Pair) -> None:
-        indices = [self.one_index() for _ in range(self.rng.choice([1, 2, 5]))]
-        epoch = None if self.mixture else self.rng.choice([None, 0, 3])
-        self.note(f"{indices} of epoch {epoch}")
-        with contextlib.suppress(ValueError, TypeError):  # a mixture is in another epoch; data is iterable
-            twin = pair.naive.fetch(list(indices), epoch)
-            self.fetched.append((pair.loader.fetch(list(indices), epoch), twin))
-        if self.mixture:  # it is received before another epoch begins
-            self.receive_all()
-
-    def receive(self, pair: Pair) -> None:
-        """One of the batches that were fetched; or it is not wanted any more."""
-        if not self.fetched:
-            return
-        future, twin = self.fetched.pop(self.rng.randrange(len(self.fetched)))
-        how = self.rng.choice(["result", "result", "done", "cancel", "drop"])
-        self.note(how)
-        if how == "done":
-            future.done()
-            self.fetched.append((future, twin))
-        elif how == "result" or (how == "cancel" and not future.cancel()):
-            self.compare_both("fetch", self.outcome(future.result), Case.outcome(self, twin.result))
-
-    def receive_all(self) -> None:
-        while self.fetched:
-            future, twin = self.fetched.pop()
-            got = self.outcome(future.result)
-            if not isinstance(got, LoaderClosedError):
-                self.compare_both("fetch", got, Case.outcome(self, twin.result))
 
     def rescale(self, pair: Pair) -> None:
         replicas, size = self.rng.choice([1, 1, 2, 3]), self.rng.choice([None, None, 1, 3, 16])
@@ -342,7 +303,6 @@ class Twins(Disturbed):
             pair.loader.trace(Path(folder) / "trace.json")
 
     def refresh(self, pair: Pair) -> None:
-        self.receive_all()
         if not self.persistent:
             super().refresh(pair)
 

@@ -169,11 +169,6 @@ class SampleError:
     error: BaseException
 
 
-def name_of_batch(seq: int) -> str:
-    """What messages call a batch. One that belongs to no epoch's order has a number below 0."""
-    return f"batch {seq}" if seq >= 0 else "a fetched batch"
-
-
 class Location(NamedTuple):
     """Where in the stream, and in which worker, something happened."""
 
@@ -194,7 +189,7 @@ class Location(NamedTuple):
             misfit: the indices of two samples of it that do not fit together.
             but: what to beware of when it is seen again.
         """
-        where = [f"epoch {self.epoch}", name_of_batch(self.batch)]
+        where = [f"epoch {self.epoch}", f"batch {self.batch}"]
         if self.shard is not None:
             where.append(f"shard {self.shard}")
         if sample is not None:

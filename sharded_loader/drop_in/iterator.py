@@ -38,16 +38,13 @@ from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.epoch import TorchEpoch
 from sharded_loader.drop_in.sampler import SamplerStart, SamplerState, set_generator
 from sharded_loader.drop_in.state import LoaderState, ResumePoint, stream_epoch
-from sharded_loader.drop_in.workers import WorkerView, in_torchs_words, job_of, make_pool
+from sharded_loader.drop_in.workers import WorkerView, in_torchs_words, make_pool
 from sharded_loader.engine.messages import Job, PartPoint, Task
-from sharded_loader.engine.order import FetchEpoch
 from sharded_loader.engine.pipeline import Pipeline, Run
 from sharded_loader.engine.pool import Pool
 from sharded_loader.loader.arguments import claim, length, make_split
 from sharded_loader.loader.epochs import warn_of_length
-from sharded_loader.loader.iterator import BatchFuture, RunIterator, profiler_enabled
-from sharded_loader.loader.stats import Meter
-from sharded_loader.pools.inline import InlinePool
+from sharded_loader.loader.iterator import RunIterator, profiler_enabled
 from sharded_loader.pools.process.pool import ArenaInUse, ProcessPool
 from sharded_loader.streams.epoch import StreamEpoch
 from sharded_loader.streams.reader import StreamReader
@@ -193,7 +190,6 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._points_at_start: dict[int, PartPoint] = {}
         self._number = next(_numbers)
         self._unread: set[int] = set()  # parts that had ended in a loaded state: no worker has read them
-        self._fetched: weakref.WeakSet[BatchFuture[Any]] = weakref.WeakSet()
         self._begin(loader, state, self._sampler_iter if loader.num_workers == 0 else None)
         self._loaded = loader._loaded
         if drawn is not None:  # what this iterator has drawn changes nothing for others that begin at this state
@@ -398,20 +394,12 @@ class LoaderIterator(_BaseDataLoaderIter):
         except StopIteration:
             self.resume_point.finished = True
             if not self._persistent_workers:
-                for future in self._fetched:
-                    future.exception()  # its workers end now
                 self._shutdown_workers()
             raise
         except (WorkerDiedError, WorkerTimeoutError) as error:
             raise in_torchs_words(error, self._timeout) from error
         self.resume_point.yielded += 1
         return data
-
-    def fetch(self, epoch: FetchEpoch, meter: Meter) -> BatchFuture[Any]:
-        """A batch that the workers read beside the epoch. It keeps them alive until it is received."""
-        future = BatchFuture(self, _iterate(epoch, self._pipeline, self._placement, meter, self._job), False)
-        self._fetched.add(future)
-        return future
 
     # -- workers --------------------------------------------------------------------------------------------
 
@@ -444,21 +432,6 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._placement.closer()()
             for worker in self._processes:
                 worker.let_go()
-
-
-def _iterate(epoch: FetchEpoch, pipeline: Pipeline, placement: Placement, meter: Meter, job: Job) -> RunIterator:
-    return RunIterator(pipeline, placement, meter, Run(next(_numbers), epoch), job)
-
-
-def read_here(loader: DataLoader[Any], epoch: FetchEpoch, meter: Meter) -> BatchFuture[Any]:
-    """A batch that this process reads, when its result is asked for: no workers run, or they are not wanted."""
-    devices, sharded = find_devices(loader.device, loader.devices)
-    placement = AsCollated(None) if devices is None else loader._memory.placement(devices)
-    pool = InlinePool()
-    loader._memory.lend(pool, placement)
-    pipeline = Pipeline(pool, make_split(devices, sharded, loader.num_shards))
-    job = replace(job_of(loader), keeps_state=False)
-    return BatchFuture(pipeline, _iterate(epoch, pipeline, placement, meter, job), False)
 
 
 def _start_of(loader: DataLoader[Any], state: LoaderState | None) -> SamplerStart | None:

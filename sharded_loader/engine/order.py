@@ -9,7 +9,6 @@
     Epoch.came(seq, result)       -> Result      a batch is finished: what its reader has found out is noted
     Epoch.forget(delivered)                      batches before the last delivered one are not asked for again
     Epoch.position(delivered)     -> Position    where an epoch goes on; Epoch.state(position) writes it
-    FetchEpoch(epoch, indices)                   one batch that belongs to no order
 
     sampling.order, sampling.epoch    datasets with an index: batches of a sampler, functions of (seed, epoch)
     streams.order, streams.epoch      iterable data: batches of its parts
@@ -37,7 +36,6 @@ from typing import Any, Generic, TypeVar
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import add_note, as_batch_error
-from sharded_loader.base.private import blake2b
 from sharded_loader.base.system import integer
 from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.messages import Nothing, PartPoint, Result, Stream, Task
@@ -169,53 +167,6 @@ class Epoch(ABC):
 
     def go_on_from(self, before: Epoch) -> None:  # noqa: B027 - most epochs have nothing to do
         """Go on where the epoch before has left a sampler of another library, if this one begins in its middle."""
-
-
-class FetchEpoch(Epoch):
-    """One batch of indices that belong to no order.
-
-    Args:
-        epoch: the epoch whose random numbers the samples draw.
-        indices: of the samples; or the error that they are.
-        seq: number of the batch in that epoch; -1: it is in none.
-    """
-
-    keeps = False
-    resumed = True  # no epoch that has no batches
-
-    def __init__(self, epoch: int, indices: list[Any] | Exception, seq: int = -1) -> None:
-        self.number, self._indices, self.first = epoch, indices, seq
-
-    def task(self, seq: int) -> Task | Exception | None:
-        indices, length = self._indices, self.limit
-        if seq > self.first:
-            return None
-        if isinstance(indices, Exception):
-            return indices
-        bad = [one for one in indices if length is not None and isinstance(one, int) and not -length <= one < length]
-        if bad:
-            return IndexError(f"fetch was given the index {bad[0]}, but the dataset has {length} samples")
-        # Global generators depend on the indices, and on no batch of the epoch: those have positions from 0 on.
-        position = (
-            seq if seq >= 0 else -1 - int.from_bytes(blake2b(repr(indices).encode(), digest_size=7).digest(), "little")
-        )
-        return Task(self.run, seq, self.number, position, (indices,), False)
-
-    @property
-    def tables(self) -> tuple[dict[int, Any], ...]:
-        return ()
-
-    def forget(self, delivered: int) -> None:
-        """There is one batch."""
-
-    def length(self) -> int:
-        return 1
-
-    def position(self, delivered: int) -> Position:
-        return Position(self.number)
-
-    def state(self, position: Position) -> dict[str, Any]:
-        raise NotImplementedError("a batch that is fetched belongs to no epoch")
 
 
 def sampler_error(raised: Exception, where: str) -> Exception:

@@ -25,10 +25,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sharded_loader.base import host_clock
-from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, leave_frames, name_of_batch
+from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, leave_frames
 from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.base.limits import cores_for_workers
-from sharded_loader.base.private import is_owned
 from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, Nothing, Result, Task
 from sharded_loader.engine.order import Epoch
 from sharded_loader.engine.pool import Pool, PoolBroken
@@ -399,7 +398,7 @@ class Pipeline:
             look()
         elif run.window:
             entry = run.window[0]
-            text = f"epoch {run.epoch.number}, {name_of_batch(entry.seq)}"
+            text = f"epoch {run.epoch.number}, batch {entry.seq}"
             text = f"sharded_loader: next() has waited {now - began:.0f} s for {text}"
             if (look := self.pool.tell_of_wait(text, entry.task)) is not None:
                 return now + ANSWER_SECONDS, look
@@ -503,37 +502,6 @@ class Pipeline:
                 entry.result = Result(run.number, entry.seq, error=error)
         if tasks:
             self.pool.submit(tasks)
-
-    def poll(self, run: Run, job: Job, *, renew: bool = False, block: bool = False, seconds: float = 0.0) -> bool:
-        """A step for a run: it is put in flight, and what has come from the pool is filed.
-
-        Args:
-            run, job, renew: as of `open`, if the run is new.
-            block: wait for a step of another thread. False: leave it to that step.
-            seconds: wait for it so long at most, and then for the pool, until a thread calls its `wake`.
-
-        Returns:
-            Whether `head` has something to say without a wait. A pool without workers reads only there.
-        """
-        is_nested = is_owned(self.lock)
-        if self.closed or os.getpid() != self.pid:
-            return True  # an error
-        if not self.lock.acquire(timeout=-1.0 if block else max(0.0, seconds)):
-            return run.is_finished()
-        try:
-            inside = self.begin(is_nested)
-            if run.dead is None and run.number not in self._runs:
-                self.open(run, job, renew=renew)
-            if self.pool.num_workers and run.dead is None:
-                self._fill(run, 1)
-                self._wait(run, block=seconds > 0 and not run.is_finished())
-            self.end(inside)
-        except BaseException:
-            self.fail()
-            raise
-        finally:
-            self.lock.release()
-        return run.is_finished() or run.dead is not None
 
     def _wait(self, current: Run, *, block: bool) -> None:
         """File what comes from the pool, and dispatch again."""

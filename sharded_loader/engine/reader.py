@@ -38,7 +38,6 @@ from sharded_loader.base.errors import (
     SampleError,
     add_note,
     as_exception,
-    name_of_batch,
     notes_of,
     set_notes,
     shorten,
@@ -542,7 +541,7 @@ def reading_in(frame: FrameType | None) -> str:
     if stamps and place >= 0:
         took = f"for {now - stamps[-1]:.0f} s"
     shard = f", shard {at.board[SHARD]}" if task.sharded else ""
-    return f"{doing} of epoch {task.epoch}, {name_of_batch(task.seq)}{shard}, {took}"
+    return f"{doing} of epoch {task.epoch}, batch {task.seq}{shard}, {took}"
 
 
 def plain_indices(indices: Any) -> Any:

@@ -37,7 +37,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from sharded_loader.base.described import brief
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import Notices, warn
 from sharded_loader.base.private import fetched_by_lightning, is_owned
@@ -48,7 +47,7 @@ from sharded_loader.data.interleave import mixture_of
 from sharded_loader.data.known import Known, digest_of_read
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import NOTHING, Job, Task
-from sharded_loader.engine.order import Epoch, FetchEpoch, Position
+from sharded_loader.engine.order import Epoch, Position
 from sharded_loader.engine.pipeline import Pipeline, Run, ShownRun
 from sharded_loader.engine.reader import Reader
 from sharded_loader.engine.split import plain_indices
@@ -269,31 +268,6 @@ def shown_indices(dataset: Any, indices: Any, epoch: int) -> list[Any]:
     return found if mixture is None else mixture.pairs(found, epoch)
 
 
-def fetch_epoch(dataset: Any, indices: Any, epoch: int, seq: int = -1) -> FetchEpoch:
-    """One batch of these samples.
-
-    Args:
-        dataset: what is read.
-        indices: of the samples; of a mixture as `shown_indices` names them, or as the mixture takes them.
-        epoch, seq: as of `FetchEpoch`.
-
-    Raises:
-        TypeError: they are no list of indices.
-    """
-    if isinstance(indices, str | bytes) or not isinstance(indices, Iterable):
-        raise TypeError(f"fetch was given {brief(indices)}; it must be a list of indices")
-    mixture, found = mixture_of(dataset), plain_indices(list(indices))
-    planned: list[Any] | Exception = found or ValueError("fetch was given no indices: give at least one")
-    if mixture is not None:
-        try:
-            planned = [mixture.code(*one) if isinstance(one, tuple) else one for one in found]
-        except (IndexError, TypeError) as error:
-            planned = error
-    fetched = FetchEpoch(epoch, planned, seq)
-    fetched.limit = None if mixture is not None or isinstance(dataset, Mapping) else length(dataset)
-    return fetched
-
-
 @contextmanager
 def in_epoch(
     set_epoch: Callable[[int], Any] | None, epoch: int, back: Callable[[], int], reading: Iterable[int] = ()
@@ -322,27 +296,6 @@ def in_epoch(
         yield
     finally:
         set_epoch(back())
-
-
-def check_one_epoch(reading: Iterable[int], epoch: int) -> None:
-    """Refuse a batch of another epoch than those that are read, of a dataset that all share and that has set_epoch."""
-    if any(other != epoch for other in reading):
-        raise ValueError(
-            f"cannot fetch a batch of epoch {epoch} while another epoch is read: the dataset has set_epoch, "
-            f"and one object of it is read by all. Finish that epoch first, or use worker processes"
-        )
-
-
-def give_up_fetched(fetched: Iterable[Run], epoch: int) -> None:
-    """The dataset goes to this epoch, and is shared by batches of `fetch` that were not received: others are errors."""
-    for run in fetched:
-        if run.epoch.number != epoch and not run.ended and run.dead is None:
-            run.failure = RuntimeError(
-                f"fetch: the batch of epoch {run.epoch.number} was not received before epoch {epoch} began. The "
-                f"dataset, which has set_epoch and is shared by all who read it, can be in one epoch only: call "
-                f"result() before, or use worker processes"
-            )
-            run.dead = str(run.failure)
 
 
 class KnownSteps(Protocol):
@@ -442,7 +395,6 @@ class Epochs(KnownSteps):
         self._workers, self._split = pipeline.pool, pipeline.split
         self.prefetch_epochs = prefetch_epochs
         self._numbers = itertools.count()
-        self._fetched: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
         order.arrays, order.max_shards = job.batchify_fn is None and takes_arrays(job.dataset), self._split.max_shards
         self._split.costs = order.shard_costs
         self._kept: _KeptRun | None = None
@@ -735,29 +687,6 @@ class Epochs(KnownSteps):
             raise ValueError(f"epoch {epoch}, batch {step} was left out: on_error has skipped all of its samples")
         return batch
 
-    def aside(self, indices: Iterable[Any], epoch: int) -> tuple[Run, Job, bool]:
-        """A run of one batch that belongs to no epoch: the run, what its workers read, and whether that is new to them.
-
-        Args:
-            indices: as of `fetch_epoch`.
-            epoch: the epoch whose random numbers it draws.
-        """
-        if isinstance(self.order, StreamOrder):
-            raise TypeError("fetch needs a dataset that is read by index: iterable data has its own order")
-        run = Run(next(self._numbers), fetch_epoch(self.dataset, indices, epoch))
-        live = [one for one in self.progress.live_runs() if not one.ended and one.dead is None]
-        if self._workers.shares_dataset and (set_epoch := self._set_epoch()) is not None:
-            reading = self._reading()
-            check_one_epoch([one.epoch.number for one in reading], epoch)
-            if not reading:
-                set_epoch(epoch)
-        self._fetched[run.number] = run
-        renew, self.stale = self.stale and not live, self.stale and bool(live)
-        if renew and self._kept is not None:  # it was read before the change
-            self._drop(self._kept.run)
-            self._kept = None
-        return run, self.job_now(), renew
-
     # -- datasets that look ahead ---------------------------------------------------------------------------
 
     def _tell_order(self, run: Run, iterator: Any) -> None:
@@ -787,7 +716,6 @@ class Epochs(KnownSteps):
         if set_epoch is None:
             return
         new = begins.epoch.number
-        give_up_fetched([run for run in self._reading() if run.number in self._fetched], new)
         for run in self._reading():
             if run is not begins and run.epoch.number != new:
                 run.dead = (
@@ -808,7 +736,5 @@ class Epochs(KnownSteps):
         return in_epoch(self._set_epoch(), epoch, back, reading if self._workers.num_workers else ())
 
     def _reading(self) -> list[Run]:
-        """The runs that are under way, those of `fetch` too. If they share a dataset with set_epoch, of one epoch."""
-        fetched = [run for reference in self._fetched.valuerefs() if (run := reference()) is not None]
-        runs = [*self.progress.live_runs(), *fetched]
-        return [run for run in runs if not run.ended and run.dead is None]
+        """The runs that are under way. If they share a dataset with set_epoch, of one epoch."""
+        return [run for run in self.progress.live_runs() if not run.ended and run.dead is None]

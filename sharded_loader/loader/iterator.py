@@ -1,7 +1,6 @@
 """One way through one epoch of a loader.
 
     pipeline.head -> entry -> placement.place_next -> pipeline.take -> the user
-    loader.fetch -> BatchFuture -> a run of one batch, which `RunIterator` receives in the same way
 
 An iterator owns the count of the batches that it has delivered, nothing else. It keeps its loader open by holding it.
 The epoch begins when the first batch is handed out: until then an iterator that is dropped has changed nothing.
@@ -17,16 +16,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sized
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sharded_loader.base import host_clock
-from sharded_loader.base.errors import LoaderClosedError, leave_frames, name_of_batch, text_of
+from sharded_loader.base.errors import LoaderClosedError, text_of
 from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.private import find_profiler_enabled, is_owned
@@ -278,7 +275,7 @@ class BatchIterator(Iterator[Batch]):
         if run.epoch.keeps:
             run.epoch.forget(run.delivered)
         if result.skipped:
-            result = self._note_skipped(f"epoch {run.epoch.number}, {name_of_batch(entry.seq)}", result)
+            result = self._note_skipped(f"epoch {run.epoch.number}, batch {entry.seq}", result)
         try:
             return result, batch, placing
         finally:
@@ -428,104 +425,13 @@ class RunIterator(BatchIterator[Any]):
 
     def __init__(self, pipeline: Pipeline, placement: Placement, meter: Meter, run: Run, job: Job) -> None:
         super().__init__(pipeline, placement, meter)
-        self.only, self._job = run, job
+        self._only, self._job = run, job
 
     def _choose(self) -> Run:
-        return self.only
+        return self._only
 
     def _open(self, run: Run) -> None:
         self._pipeline.open(run, self._job)
 
-    def poll(self, *, renew: bool = False, block: bool = False, seconds: float = 0.0) -> bool:
-        """See `Pipeline.poll`. Without workers it is `next` that reads, so there is nothing to wait for."""
-        has_come = self._pipeline.poll(self.only, self._job, renew=renew, block=block, seconds=seconds)
-        return has_come or not self._pipeline.pool.num_workers
 
-    def wake(self) -> None:
-        """Make a `poll` return. Any thread."""
-        self._pipeline.pool.wake()
-
-    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not _is_finalizing():
-            self.drop()  # also if `poll` alone has read
-
-    def drop(self) -> None:
-        """The batches are not wanted any more."""
-        self.only.ended = True
-        self._pipeline.drop(self.only.number)
-
-
-class BatchFuture(Future[Batch]):
-    """A batch that `ShardedDataLoader.fetch` has asked for. No thread waits for it: who asks for it receives it.
-
-    Args:
-        owner: the loader. It is held, so that it stays open.
-        batches: the iterator that has the batch.
-        renew: of `Pipeline.poll`.
-    """
-
-    def __init__(self, owner: Any, batches: RunIterator, renew: bool) -> None:
-        super().__init__()
-        self._owner, self._batches, self._turn = owner, batches, threading.RLock()
-        batches.poll(renew=renew, block=True)
-
-    def done(self) -> bool:
-        """Whether the batch, or its error, is here. It may be here after this call: workers are looked after."""
-        if not super().done() and self._batches.poll():
-            self._receive()
-        return super().done()
-
-    def cancel(self) -> bool:
-        """Drop the batch, unless it was received."""
-        if super().cancel():
-            self._batches.drop()
-        return self.cancelled()
-
-    def result(self, timeout: float | None = None) -> Batch:
-        """The batch. Blocks, as ``next`` does.
-
-        Args:
-            timeout: how many seconds to wait for workers at most. None: any number.
-
-        Raises:
-            Exception: what the samples raise.
-            TimeoutError: the time is over. The batch still comes.
-        """
-        self._receive(timeout)
-        return super().result(0)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The error of the batch; None: it has none. Arguments as of `result`."""
-        self._receive(timeout)
-        return super().exception(0)
-
-    def _receive(self, timeout: float | None = None) -> None:
-        if timeout is not None and not self.done():
-            until = host_clock.now() + timeout
-            timer = threading.Timer(timeout, self._batches.wake)  # the pools have no wait with a time limit
-            timer.start()
-            try:
-                while not self._batches.poll(seconds=until - host_clock.now()):
-                    if host_clock.now() >= until:
-                        return
-            finally:
-                timer.cancel()
-        with self._turn:
-            if super().done():
-                return
-            try:
-                batch = next(self._batches)
-            except StopIteration:
-                self.set_exception(ValueError("no sample of the batch could be read, and on_error has left out all"))
-            except Exception as error:
-                if is_from_outside(error):
-                    raise
-                leave_frames(error)
-                self.set_exception(error)
-            else:
-                self.set_result(batch)
-            self._batches.drop()
-            self._owner = None
-
-
-leave_alone(BatchIterator.__next__, BatchIterator.__del__, RunIterator.__del__)
+leave_alone(BatchIterator.__next__, BatchIterator.__del__)

@@ -22,7 +22,6 @@ from typing import Any, Generic, Literal, NoReturn
 import numpy.typing as npt
 import torch
 
-from sharded_loader.base.checks import check_int
 from sharded_loader.base.imports import provided
 from sharded_loader.base.limits import warn_of_workers
 from sharded_loader.base.notices import Notices
@@ -59,7 +58,7 @@ from sharded_loader.loader.auto import number_of_workers, tuned
 from sharded_loader.loader.check import LoaderCheck, check_loader
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.fingerprint import Fingerprint, fingerprint_of_epoch
-from sharded_loader.loader.iterator import Batch, BatchFuture, EpochIterator, RunIterator
+from sharded_loader.loader.iterator import Batch, EpochIterator
 from sharded_loader.loader.stats import Meter
 from sharded_loader.parallel.split import gather
 from sharded_loader.pools.process.pool import ProcessPool
@@ -398,42 +397,6 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         """
         self._pipeline.check_open()
         return self._epochs.batch(epoch, step)  # type: ignore[no-any-return]
-
-    def fetch(self, indices: Iterable[Any], epoch: int | None = None) -> BatchFuture[Batch]:
-        """A batch of these samples, read by the workers beside the epoch: hard examples, say, or active learning.
-
-        The epoch, its batches and the state stay what they are. Workers read it before what they have not begun. You
-        receive it by ``result()``, which blocks as ``next`` does. No thread waits for it: it comes while you iterate,
-        or when you call ``result()`` or ``done()``. So call these, not ``concurrent.futures.wait``. Without workers,
-        ``result()`` reads it.
-
-        Args:
-            indices: As the dataset takes them; of a mixture also pairs, as `indices` gives them.
-            epoch: The epoch whose random numbers the samples draw, as in `read`. Default: `epoch`. The numbers of
-                ``collate_fn``, and of the global generators in a worker process, depend on (seed, epoch, indices).
-
-        Returns:
-            A `concurrent.futures.Future`. Its result is a batch as iteration gives it, on the devices of the loader.
-            An index that does not exist is an IndexError of ``result()``, as is any error of a sample.
-
-        Raises:
-            TypeError: The dataset is iterable data, or ``indices`` is no list of indices.
-            ValueError: The dataset has ``set_epoch``, is shared by threads, and is read in another epoch. If another
-                epoch begins before ``result()``, that raises a RuntimeError.
-            LoaderClosedError: after `close`.
-
-        Example:
-            >>> loader = ShardedDataLoader(range(10), 4)
-            >>> batches = iter(loader)
-            >>> first, hard = next(batches), loader.fetch([7, 3])
-            >>> next(batches), hard.result()
-            (tensor([4, 5, 6, 7]), tensor([7, 3]))
-        """
-        self._pipeline.check_open()
-        number = self.epoch if epoch is None else check_int("epoch", epoch, 0, "epochs count from 0")
-        run, job, renew = self._epochs.aside(indices, number)
-        meter = Meter(None, self._meter.notices)  # it belongs to no epoch that is counted
-        return BatchFuture(self, RunIterator(self._pipeline, self._placement, meter, run, job), renew)
 
     def fingerprint(self, epoch: int | None = None) -> Fingerprint:
         """A short hash of the order of an epoch and of three of its samples, to compare two runs with.

@@ -33,7 +33,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
-from sharded_loader.base.errors import name_of_batch
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.system import write_to_stderr
@@ -366,7 +365,7 @@ class Supervisor(Generic[W]):
         if not worker.ready:
             text += ". It is not ready: it imports modules, unpickles the dataset, or runs worker_init_fn"
         elif at is not None and (at.run, at.seq) != key:
-            text += f". It is still at epoch {at.epoch}, {name_of_batch(at.seq)}"
+            text += f". It is still at epoch {at.epoch}, batch {at.seq}"
         write_to_stderr(f"{text}. Its stack:\n")
         return self._transport.tell(worker)
 

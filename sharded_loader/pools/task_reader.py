@@ -202,12 +202,7 @@ class TaskReader:
             self._reader.probe(task, board)
         empty = np.empty if memory is None else slot.empty
         self._seed_globals(task.epoch, task.position)
-        if seq < 0 and self.job is not None and self.job.base_seed is not None:
-            # It is fetched beside an epoch, whose next batches draw what they would have drawn without it.
-            with seeded_as_worker(self.job.seed, task):
-                result = self._reader.read(task, self._name, empty, board, self._number)
-        else:
-            result = self._reader.read(task, self._name, empty, board, self._number)
+        result = self._reader.read(task, self._name, empty, board, self._number)
         if result.times is not None and result.times.retries:
             result = result._replace(retries=result.times.retries)
         board[SAMPLE] = SENDING

@@ -291,12 +291,7 @@ class StatefulReader(Reader):
 
     def _make_batches(self, at: BatchScope) -> tuple[list[Any], BaseException | None]:
         part = at.task.part
-        if part is None:  # a batch that is fetched beside the epoch
-            before = copy.deepcopy(self._dataset.state_dict())
-            try:
-                return super()._make_batches(at)
-            finally:
-                self._dataset.load_state_dict(before)
+        assert part is not None  # of a dataset with a state, each batch belongs to a lane
         here = part.stream, part.number, part.batch
         if self._at != here and part.point.state is not None:
             self._dataset.load_state_dict(copy.deepcopy(part.point.state))

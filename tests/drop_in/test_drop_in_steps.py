@@ -1,19 +1,15 @@
-"""``indices``, ``batch``, ``fetch`` and ``skip`` of the drop-in: any step, any samples, and steps that are left out."""
+"""``indices``, ``batch`` and ``skip`` of the drop-in: any step, and steps that are left out."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import POOLS, PROCESS_POOLS, covering
+from conftest import POOLS, covering
 from drop_in_samples import Counting, Shared
 from samples import Augmented, ByEpoch, summed
 from torch.utils.data import (
@@ -26,7 +22,7 @@ from torch.utils.data import (
 )
 
 import sharded_loader
-from sharded_loader import FixedBucketSampler, LoaderClosedError, LoaderWarning, interleave
+from sharded_loader import FixedBucketSampler, LoaderWarning
 from sharded_loader.torch import DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -211,127 +207,6 @@ def test_a_dataset_is_told_the_epoch_of_the_batch_and_then_its_own(pool: str) ->
         read.append([batch.tolist() for batch in loader])
     assert [loader.batch(epoch, 1).tolist() for epoch in (0, 2, 1)] == [read[0][1], read[2][1], read[1][1]]
     assert loader.dataset.epoch == 2
-    if pool == "thread":
-        next(iterator := iter(loader))
-        loader.set_epoch(4)
-        with pytest.raises(ValueError, match="cannot fetch a batch of epoch 0 while another epoch is read"):
-            loader.fetch([1], epoch=0)
-        del iterator
-
-
-# -- fetch ----------------------------------------------------------------------------------------------------
-
-
-@covering(pool=POOLS, persistent=[False, True])
-def test_fetched_batches_come_before_between_and_inside_epochs_which_stay_the_same(pool: str, persistent: bool) -> None:
-    given = workers(pool)
-    persistent &= bool(given)
-    loader, fetched, read = seeded(persistent_workers=persistent, **given), [], list[list[Any]]()
-    assert loader.fetch([7, 3]).result().shape == (2, 2)
-    for _ in range(2):
-        read.append([])
-        for batch in loader:
-            read[-1].append(batch.tolist())
-            fetched.append(loader.fetch([len(read[-1]), 0]))
-            if len(read[-1]) % 3 == 0:
-                fetched[-1].result()
-        state = loader.state_dict()
-        loader.fetch([1, 2]).result()
-        assert loader.state_dict() == state
-    assert read == epochs_of(seeded(), 2)
-    assert all(one.result().shape == (2, 2) for one in fetched)
-    assert loader.fetch([2, 9], 1).result().tolist() == seeded().fetch([2, 9], 1).result().tolist()
-    assert loader.stats().batches == sum(map(len, read))
-
-
-class FromGlobals(Augmented):
-    """Its samples draw from torch's generator."""
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.rand(())
-
-
-@covering(method=PROCESS_POOLS)
-def test_without_a_seed_the_generators_of_the_workers_go_on_as_without_it(method: str) -> None:
-    read = []
-    for fetches in (False, True):
-        torch.manual_seed(1)
-        loader = DataLoader(FromGlobals(LENGTH), SIZE, num_workers=1, start_method=method)  # type: ignore[arg-type]
-        read.append([])
-        for batch in loader:
-            read[-1].append(batch.tolist())
-            if fetches:
-                loader.fetch([1, 2]).result()
-    assert read[0] == read[1]
-
-
-def test_a_dataset_with_a_state_keeps_it() -> None:
-    read = []
-    for fetches in (False, True):
-        loader = DataLoader(Counting(), 2, num_workers=2, thread_pool=False)
-        read.append([])
-        for batch in loader:
-            read[-1].append(batch)
-            if fetches:
-                loader.fetch([1, 2]).result()
-        read[-1].append(loader.state_dict()["_sampler"])
-    assert str(read[0]) == str(read[1])
-
-
-@covering(pool=POOLS)
-def test_a_future_outlives_a_loop_that_is_left_or_ended(pool: str) -> None:
-    loader = seeded(**workers(pool))
-    for _ in loader:
-        left = loader.fetch([4, 5])
-        break
-    assert left.result().shape == (2, 2)
-    for _ in loader:
-        last = loader.fetch([6])
-    assert last.result(timeout=60).shape == (1, 2)
-
-
-class Deadly(Augmented):
-    """Sample 3 ends the first worker that reads it."""
-
-    def __init__(self, length: int, file: Path) -> None:
-        super().__init__(length)
-        self.file = file
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 3 and not self.file.exists():
-            self.file.touch()
-            os.kill(os.getpid(), signal.SIGTERM)
-            threading.Event().wait()
-        return super().__getitem__(index)
-
-
-@covering(method=PROCESS_POOLS)
-def test_a_worker_that_is_killed_under_fetch_changes_nothing(method: str, tmp_path: Path) -> None:
-    given = {"batch_size": SIZE, "shuffle": True, "seed": 5, "collate_fn": summed}
-    loader = DataLoader(Deadly(LENGTH, tmp_path / "died"), num_workers=1, start_method=method, **given)  # type: ignore[arg-type]
-    iterator = iter(loader)
-    read = [next(iterator).tolist()]
-    assert loader.fetch([3, 6]).result()[0].shape == (2,)
-    read += [batch.tolist() for batch in iterator]
-    assert read == epochs_of(seeded(), 1)[0]
-
-
-def test_what_cannot_be_fetched_is_an_error_that_says_so() -> None:
-    with pytest.raises(TypeError, match="read by index"):
-        DataLoader(Shared()).fetch([1])
-    with pytest.raises(TypeError, match="must be a list of indices"):
-        loader_of(dict).fetch("ab")
-    assert isinstance(loader_of(dict).fetch([1, LENGTH]).exception(), IndexError)
-    loader = seeded(num_workers=1, persistent_workers=True)
-    next(iter(loader))
-    future = loader.fetch([1])
-    loader.load_state_dict(loader.state_dict())  # ends the workers
-    assert isinstance(future.exception(), LoaderClosedError)
-
-
-def test_samples_of_a_mixture_are_named_in_pairs() -> None:
-    loader = DataLoader(interleave([[f"a{i}" for i in range(9)], [f"b{i}" for i in range(4)]]), 3)
-    assert loader.fetch(loader.indices(0, 1)).result() == [*loader][1] == loader.batch(0, 1)
 
 
 def test_iterable_data_is_refused_with_the_part_of_the_step() -> None:
@@ -344,8 +219,13 @@ def test_iterable_data_is_refused_with_the_part_of_the_step() -> None:
 
 def test_it_comes_in_shards() -> None:
     loader = DataLoader(range(9), 4, num_shards=2, seed=1)
-    for found in (loader.fetch([0, 1, 2, 3]).result(), loader.batch(0, 0)):
-        assert [shard.tolist() for shard in found] == [[0, 1], [2, 3]]
+    assert [shard.tolist() for shard in loader.batch(0, 0)] == [[0, 1], [2, 3]]
+
+
+def test_a_batch_whose_samples_were_all_skipped_is_an_error() -> None:
+    loader = DataLoader(sharded_loader.SimpleDataset(["no number"]).transform(int), on_error="skip")
+    with pytest.raises(ValueError, match="epoch 0, batch 0 was left out"):
+        loader.batch(0, 0)
 
 
 # -- skip -----------------------------------------------------------------------------------------------------

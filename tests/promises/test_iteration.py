@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from failures import boom
-from samples import Bad, Gate, Told, Uneven
+from samples import Augmented, Bad, Gate, Told, Uneven
 from torch.utils.data import DistributedSampler
 
 from sharded_loader import (
@@ -138,6 +138,23 @@ def test_several_iterators_each_have_their_own_epoch(pool: Pool) -> None:
                 found[number].append(next(iterators[number]).tolist())
         assert found == expected
         assert [next(iterator, None) for iterator in iterators] == [None] * 3
+
+
+def test_a_second_loader_reads_any_samples_while_an_epoch_of_the_first_goes_on(new_pool: Callable[..., Pool]) -> None:
+    dataset, hard = Augmented(12), [7, 3]
+    wanted = [batch.tolist() for batch in ShardedDataLoader(dataset, 4, shuffle=True, seed=3)]
+    with (
+        ShardedDataLoader(dataset, 4, shuffle=True, seed=3, pool=new_pool()) as loader,
+        ShardedDataLoader(dataset, 3, sampler=hard, seed=3, pool=new_pool()) as others,
+    ):
+        read = []
+        for batch in loader:
+            read.append(batch.tolist())
+            others.set_epoch(loader.epoch)
+            (again,) = others
+            assert again.tolist() == [loader.read(index).tolist() for index in hard]
+            hard[:] = [len(read), 0, 9]
+        assert read == wanted
 
 
 def test_iterators_in_several_threads(pool: Pool) -> None:

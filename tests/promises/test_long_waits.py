@@ -113,13 +113,13 @@ def test_a_batch_that_is_held_behind_another_names_that_one(
     with ShardedDataLoader(Waits(gate), 2, pool=make_pool(pool, 1), prefetch=3) as loader:
         iterator = iter(loader)
         next(iterator)
-        future = loader.fetch([0])
-        said.during(future.result)
+        second = iter(loader)
+        assert said.during(lambda: next(second)).tolist() == [0, 1]
         assert len(list(iterator)) == 5
     who = "thread 0" if pool == "thread" else r"worker 0 \(pid \d+\)"
     behind = "" if pool == "thread" else r"\. It is still at epoch 0, batch 2"
     has = rf"(\. No worker has it yet: all are busy, such as {who}|, which {who} has)"
-    assert re.search(rf"for epoch 0, a fetched batch{has}{behind}\. Its stack:", said.text)
+    assert re.search(rf"for epoch 1, batch 0{has}{behind}\. Its stack:", said.text)
     assert "It is reading sample 5 of epoch 0, batch 2" in said.text
 
 
@@ -177,7 +177,7 @@ def test_a_worker_that_starts_and_does_not_answer_is_left_alone(
     said = Said(tmp_path / "open", capfd, last="has not answered")
     begun = tmp_path / "begun"
     with ShardedDataLoader(range(4), 2, pool=make_pool(method, 1, worker_init_fn=HangsInStart(begun))) as loader:
-        future = loader.fetch([0])  # the worker starts
+        loader.pool.start(loader._epochs.job_now())
         wait_for(begun)
 
         def close() -> None:
@@ -186,7 +186,7 @@ def test_a_worker_that_starts_and_does_not_answer_is_left_alone(
 
         closer = begin_thread(close)
         with pytest.raises(LoaderClosedError):
-            said.during(future.result)
+            said.during(lambda: next(iter(loader)))
         closer.join()
         assert loader.stats().replaced_workers == 0
 
