@@ -60,7 +60,7 @@ from sharded_loader.devices.streams import (
 )
 from sharded_loader.devices.transform import BatchTransform
 from sharded_loader.engine.messages import NOTHING, Result, Task
-from sharded_loader.engine.pipeline import Entry
+from sharded_loader.engine.run import Entry
 from sharded_loader.memory.leases import ReusedMemory
 
 AHEAD = 2

@@ -40,8 +40,9 @@ from sharded_loader.drop_in.sampler import SamplerStart, SamplerState, set_gener
 from sharded_loader.drop_in.state import LoaderState, ResumePoint, stream_epoch
 from sharded_loader.drop_in.workers import WorkerView, in_torchs_words, make_pool
 from sharded_loader.engine.messages import Job, PartPoint, Task
-from sharded_loader.engine.pipeline import Pipeline, Run
+from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool
+from sharded_loader.engine.run import Run
 from sharded_loader.loader.arguments import claim, length, make_split
 from sharded_loader.loader.epochs import warn_of_length
 from sharded_loader.loader.iterator import RunIterator, profiler_enabled

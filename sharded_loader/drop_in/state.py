@@ -43,7 +43,7 @@ from sharded_loader.drop_in.sampler import (
 from sharded_loader.drop_in.workers import job_of
 from sharded_loader.engine.messages import Job, PartPoint
 from sharded_loader.engine.order import Position
-from sharded_loader.engine.pipeline import Run
+from sharded_loader.engine.run import Run
 from sharded_loader.engine.split import plain_indices
 from sharded_loader.loader.arguments import length
 from sharded_loader.loader.epochs import KnownSteps, in_epoch

@@ -1,12 +1,12 @@
 """Keeps batches in flight and hands them out in order. The consumer's own thread does all of it.
 
-    Epoch --fill--> window of entries --dispatch--> pool --wait--> entries filled in --head--> in order
+    Epoch --fill--> window of entries --dispatch--> pool --wait--> entries filled in --next--> Consumer, in order
 
 No background thread competes for the main process's GIL: planning, dispatch and reordering happen inside `next`, under
 one lock. Iterators in several threads take turns at that lock.
 
-What is in flight is a cache. A run's only truth is how many batches the user has received. One call of ``next`` is one
-step: `begin`, `head`, the placing of the batch, `take`, `end`. If an exception from outside strikes inside a step, such
+What is in flight is a cache. A run's only truth is how many batches the user has received. One call of `Pipeline.next`
+is one step, in which the consumer places the batch. If an exception from outside strikes inside a step, such
 as a Ctrl-C, `fail` leaves the step open. The next step then throws away everything in flight, starts the pool again,
 and plans from the delivered count. While the pool only waits, nothing has to be thrown away (`Pool.waiting`).
 
@@ -21,16 +21,15 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, leave_frames
 from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, Nothing, Result, Task
-from sharded_loader.engine.order import Epoch
 from sharded_loader.engine.pool import Pool, PoolBroken
+from sharded_loader.engine.run import Entry, Run
 from sharded_loader.engine.split import Split
 
 CLOSING_SECONDS = 1.0
@@ -54,119 +53,21 @@ NOTED_SECONDS = 2e-4
 """Of a batch that is read faster, only sums are kept, unless it was measured (`messages.BatchTimes`) or waited for for
 long. To note it takes 2 us: 5 % of a batch of `tiny`."""
 
-_FAR = 1 << 40  # farther than any batch of a run whose epoch has begun
 
+class Consumer(Protocol):
+    """What takes the batches of a run: an iterator. The pipeline calls it in a step, and only there."""
 
-@dataclass(slots=True)
-class Entry:
-    """A batch in flight: planned, perhaps finished, perhaps on its way to the devices (`begun`).
+    def begin(self) -> Run:
+        """The step has begun: the run whose batches come. A new run is opened here."""
 
-    An entry owns its batch until the batch is handed out.
+    def deliver(self, entry: Entry) -> Any:
+        """What the user gets of a finished batch, the head of the window. None: it is empty, and the next one comes."""
 
-    Attributes:
-        sent: when the task was given to the pool.
-        waited: seconds in which the consumer has waited for it.
-        times: what is known of that; None: nothing.
-    """
+    def end(self) -> Run | None:
+        """The run has no more batches: the run that takes its place, where its epoch was over from the start."""
 
-    seq: int
-    task: Task | None
-    result: Result | None = None
-    begun: Any = None
-    sent: float = 0.0
-    waited: float = 0.0
-    times: BatchTimes | None = None
-
-
-class ShownRun:
-    """Which run has handed out a batch, or its end, most recently.
-
-    Attributes:
-        shown: the run, whose position the loader tells.
-    """
-
-    shown: Run | None = None
-
-
-@dataclass(eq=False)
-class Run:
-    """One iterator's way through one epoch.
-
-    Attributes:
-        number: identifies the run in tasks and results.
-        epoch: its batches.
-        delivered: how many batches of the epoch the user has received, errors in a batch's place included. This is the
-            only truth: everything below can be thrown away and built again from it.
-        planned: the number of the batch behind the window.
-        window: the batches in flight, in order. Only the pipeline fills and empties it, under its lock.
-        waiting: those of them that the pool has not been given yet.
-        dead: why the run can never go on. Text, because an exception would hold the frames that hold the run.
-        failure: the error of the pool that ended the run, until the run's iterator has raised it.
-        ended: the user has seen the end.
-        exhausted: all its batches have been planned.
-        is_ahead: its epoch has not begun; it is read while the one before it is consumed.
-        next: the prefetched run behind this one.
-        any_order: a batch that is finished is handed out before one that is not.
-        moved: the places of batches that have changed places and have not come yet, by their own numbers.
-        waited: since when the consumer has waited, while empty batches came; 0: it does not.
-    """
-
-    number: int
-    epoch: Epoch
-    delivered: int = field(init=False)
-    planned: int = field(init=False)
-    window: deque[Entry] = field(default_factory=deque)
-    waiting: deque[Entry] = field(default_factory=deque)
-    dead: str | None = None
-    failure: Exception | None = None
-    ended: bool = False
-    exhausted: bool = False
-    is_ahead: bool = False
-    next: Run | None = None
-    any_order: bool = False
-    moved: dict[int, int] = field(default_factory=dict)
-    waited: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.epoch.run, self.delivered, self.planned = self.number, self.epoch.first, self.epoch.first
-
-    def is_finished(self) -> bool:
-        """Whether any batch in the window is finished."""
-        return any(entry.result is not None for entry in self.window)
-
-    def advance(self) -> None:
-        """Move the first finished batch to the head of the window."""
-        window = self.window
-        entry = next((one for one in window if one.result is not None), None)
-        if entry is not None and entry is not window[0]:
-            self.epoch.move(entry.seq, window[0].seq)
-            origins = {place: number for number, place in self.moved.items()}
-            between = [one for one in window if one.seq <= entry.seq]
-            contents = [(origins.get(one.seq, one.seq), one.task, one.result, one.sent) for one in between]
-            # Those it overtakes keep their order: batches of one part must.
-            for one, (origin, task, result, sent) in zip(between, [contents[-1], *contents[:-1]], strict=True):
-                one.task, one.result, one.sent = task, result, sent
-                if result is None:
-                    self.moved[origin] = one.seq
-
-    def leave_out(self, entry: Entry) -> bool:
-        """Whether the entry's part was given up before it. Then its batch is empty."""
-        part = None if entry.task is None else entry.task.part
-        is_given_up = part is not None and part.batch > self.epoch.given_up.get(part.number, part.batch)
-        if is_given_up:
-            entry.result = self.epoch.came(entry.seq, Result(self.number, entry.seq, NOTHING))
-        return is_given_up
-
-    def forget_window(self) -> None:
-        """Throw away what is in flight. It is planned again from `delivered`."""
-        self.exhausted = False
-        for entry in list(self.window):
-            if entry.begun is not None:
-                entry.begun.drop()
-        self.window.clear()
-        self.waiting.clear()
-        self.moved.clear()
-        self.planned = self.delivered
+    def read_ahead(self) -> None:
+        """All batches of the run are planned: those of the next epoch may be."""
 
 
 class Pipeline:
@@ -344,10 +245,36 @@ class Pipeline:
 
     # -- batches --------------------------------------------------------------------------------------------
 
-    def head(self, run: Run) -> Entry | Exception | None:
-        """The run's next batch, finished; None after the last one. Blocks. The batch stays in the window until `take`.
+    def next(self, consumer: Consumer, is_nested: bool = False) -> Any:
+        """One step: what the consumer makes of its next batch; None behind the last one. Blocks.
 
-        Returns an error instead where no batch is to blame: the loader was closed meanwhile, or the pool is broken."""
+        Returns an error instead where no batch is to blame: the loader was closed meanwhile, or the pool is broken.
+        """
+        inside = self.begin(is_nested)
+        run: Run | None = consumer.begin()
+        made = entry = None
+        while made is None and run is not None:
+            entry = self._head(run)
+            if isinstance(entry, Exception):
+                made = entry
+            elif entry is None:
+                run = consumer.end()
+            else:
+                made = consumer.deliver(entry)
+                run.window.popleft()
+                if self.pool.num_workers:
+                    self._fill(run, 0)
+                    self.fill_next(run)
+                if run.exhausted and run.next is None:
+                    consumer.read_ahead()
+        self.end(inside)
+        try:
+            return made
+        finally:
+            del made, entry  # frames of their errors lead to this one, and the loader would wait for the collector
+
+    def _head(self, run: Run) -> Entry | Exception | None:
+        """The run's next batch, finished; None after the last one. The batch stays in the window."""
         window, least = run.window, self.min_ready
         began, due = 0.0, math.inf
         look: Callable[[], None] | None = None
@@ -425,14 +352,6 @@ class Pipeline:
         times.threads = pool.num_workers if pool.shares_dataset else 1
         times.per_core = pool.num_workers / self._cores
 
-    def take(self, run: Run) -> None:
-        """The head of the window is going to be handed out: put another batch in flight."""
-        run.window.popleft()
-        if self.pool.num_workers:
-            self._fill(run, 0)
-            if run.next is not None:
-                self.fill_next(run)
-
     def fill_next(self, run: Run) -> None:
         """Put batches of the prefetched run in flight, where this one has no more."""
         if run.next is not None and run.next.is_ahead:
@@ -482,7 +401,7 @@ class Pipeline:
         now = host_clock.now() if self.pool.num_workers else 0.0
         while len(tasks) < room:
             if len(self._runs) > 1:
-                run = min(self._runs.values(), key=_distance)
+                run = min(self._runs.values(), key=Run.distance)
             if not run.waiting:
                 break
             entry = run.waiting.popleft()
@@ -515,15 +434,8 @@ class Pipeline:
             return
         result: Result | None = None
         for result in results:
-            filed = self._runs.get(result.run)
-            window = () if filed is None else filed.window
-            number = -1
-            if filed is not None and window:
-                number = (filed.moved.pop(result.seq, result.seq) if filed.moved else result.seq) - window[0].seq
-            if filed is not None and 0 <= number < len(window) and window[number].result is None:
-                if (task := window[number].task) is not None and task.part is not None:
-                    result = filed.epoch.came(window[number].seq, result)
-                window[number].result = result
+            if (filed := self._runs.get(result.run)) is not None:
+                filed.file(result)
         # Their errors lead to this frame, and from there to the loader, which would wait for the collector.
         came, results, result = bool(results), (), None
         if came and (current.waiting or len(self._runs) > 1):
@@ -562,10 +474,3 @@ class Pipeline:
             )
         if self.closed:
             raise LoaderClosedError()
-
-
-def _distance(run: Run) -> float:
-    """How many batches of a run come before the first one that waits to be dispatched. A run that is ahead is last."""
-    if not run.waiting:
-        return math.inf
-    return run.waiting[0].seq - run.delivered + (_FAR if run.is_ahead else 0)

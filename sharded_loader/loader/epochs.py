@@ -48,8 +48,9 @@ from sharded_loader.data.known import Known, digest_of_read
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import NOTHING, Job, Task
 from sharded_loader.engine.order import Epoch, Position
-from sharded_loader.engine.pipeline import Pipeline, Run, ShownRun
+from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.reader import Reader
+from sharded_loader.engine.run import Run, ShownRun
 from sharded_loader.engine.split import plain_indices
 from sharded_loader.loader.arguments import length
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker

@@ -1,6 +1,6 @@
 """One way through one epoch of a loader.
 
-    pipeline.head -> entry -> placement.place_next -> pipeline.take -> the user
+    pipeline.next -> deliver(entry): placement.place_next -> the user
 
 An iterator owns the count of the batches that it has delivered, nothing else. It keeps its loader open by holding it.
 The epoch begins when the first batch is handed out: until then an iterator that is dropped has changed nothing.
@@ -18,6 +18,7 @@ import os
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,8 @@ from sharded_loader.base.private import find_profiler_enabled, is_owned
 from sharded_loader.batching.tree import to_torch
 from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.engine.messages import NOTHING, Job, Result
-from sharded_loader.engine.pipeline import Entry, Pipeline, Run, ShownRun
+from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.engine.run import Entry, Run, ShownRun
 from sharded_loader.loader.epochs import Epochs, Mark
 from sharded_loader.loader.stats import Counts, LoaderStats, Meter
 from sharded_loader.streams.epoch import StreamEpoch
@@ -46,6 +48,16 @@ else:
 
 profiler_enabled = find_profiler_enabled()
 """Whether torch's profiler runs. It is looked up once, because each ``next`` asks."""
+
+
+@dataclass(slots=True)
+class _Delivered:
+    """A batch on its way to the user. ``result`` has the error to raise instead; ``placing`` are seconds."""
+
+    entry: Entry
+    result: Result
+    batch: Any = None
+    placing: float = 0.0
 
 
 class BatchIterator(Iterator[Batch]):
@@ -72,6 +84,8 @@ class BatchIterator(Iterator[Batch]):
         self._counts = Counts()
         self._totals_at_start = LoaderStats()
         self._skipped = 0  # samples of this epoch
+        self._is_new = self._is_first = True  # the run is not open; nothing of it was handed out
+        self._starts = False  # its first batch waits for workers that start
         self._range = name
 
     @abstractmethod
@@ -141,9 +155,19 @@ class BatchIterator(Iterator[Batch]):
                     record()
             clock.calls += 1  # now, so that what was interrupted before does not count
             try:
+                behind, began = clock.behind, host_clock.now()
                 if run is None:
-                    mark = self._mark()
-                batch, error = self._step(run is None, mark, is_nested)
+                    mark, self._totals_at_start = self._mark(), self._meter.totals()
+                    self._choose_run()
+                made = pipeline.next(self, is_nested)
+                if type(made) is _Delivered:
+                    batch, error = made.batch, made.result.error
+                    self._count(made, began, clock.behind - behind)
+                else:
+                    batch, error = None, made or StopIteration()
+                    if run is None and self._is_first and made is not None:
+                        self._go_back_to_choose(mark)
+                del made  # otherwise error -> traceback -> this frame -> made -> error
                 if error is None:
                     return batch  # type: ignore[no-any-return]
             except BaseException as raised:
@@ -154,67 +178,29 @@ class BatchIterator(Iterator[Batch]):
         try:
             raise error
         finally:
-            del error  # otherwise error -> traceback -> this frame -> error, and the loader waits for the collector
+            del error  # as above: the loader would wait for the collector
 
-    def _step(self, begins: bool, mark: Mark | None, is_nested: bool) -> tuple[Any, BaseException | None]:
-        """The next batch, or the error to raise instead: of the batch, or `StopIteration`.
+    def _count(self, made: _Delivered, began: float, behind: float) -> None:
+        """Note a batch that is handed out, and when.
 
         Args:
-            begins: no batch of this iterator has been handed out: its epoch begins with this one.
-            mark: where the loader was before that.
-            is_nested: this thread is in a step already: a signal handler, or a dataset, has called ``next``.
+            made: the batch.
+            began: when ``next`` was called.
+            behind: seconds in which the devices were behind meanwhile.
         """
-        is_first, meter, clock = begins, self._meter, self._placement.clock
-        behind, began = clock.behind, host_clock.now()
+        run, meter = self.run, self._meter
+        assert run is not None  # it has given a batch
         turn = began if self._last_ended is None else self._last_ended
-        if is_first:
-            self._totals_at_start = meter.totals()
-            self.run = self._choose()
-        pipeline, run = self._pipeline, self.run
-        assert run is not None  # it was chosen
-        inside = pipeline.begin(is_nested)
-        if is_first:
-            self._open(run)
-        elif (
-            run.epoch.keeps
-        ):  # not before: interrupted, this `next` goes back over the empty batches that it has passed
-            run.epoch.forget(run.delivered)
-        starts = is_first and not run.window and pipeline.pool.num_workers > 0
-        while True:
-            entry = pipeline.head(run)
-            if isinstance(entry, Exception):
-                pipeline.end(inside)
-                if begins and is_first:
-                    self._go_back_to_choose(mark)
-                return None, entry
-            if entry is None or entry.seq == run.epoch.second_turn:
-                self._check_parts(run, at_end=entry is None)
-            if entry is None:
-                if not self._end(run, is_first):
-                    pipeline.end(inside)
-                    return None, StopIteration()
-                run, is_first = self.run, True  # also if the run before has given empty batches
-                assert run is not None
-                continue
-            result, batch, placing = self._deliver(run, entry, is_first)
-            is_first = False
-            if result.batch is NOTHING and result.error is None:
-                continue
-            pipeline.end(inside)
-            self._last_ended = taken = host_clock.now()
-            if self._counted is None or self._counted.epoch.number != run.epoch.number:
-                self._begin_counts(run)
-            counts, behind = self._counts, clock.behind - behind
-            stamps = {"turn": turn, "asked": began, "taken": taken, "placing": placing, "behind": behind}
-            meter.note(counts, entry, result, starts, **stamps)
-            if result.error is None and entry.task is not None and (meter.looks is None or meter.mixture is not None):
-                meter.look(batch, counts, entry.task.shards)
-            if taken >= meter.tune_at:
-                meter.tune(meter, pipeline, taken)
-            try:
-                return batch, result.error
-            finally:
-                del result, entry  # as in `__next__`: the error of a batch that was not placed leads to this frame
+        self._last_ended = taken = host_clock.now()
+        if self._counted is None or self._counted.epoch.number != run.epoch.number:
+            self._begin_counts(run)
+        stamps = {"turn": turn, "asked": began, "taken": taken, "placing": made.placing, "behind": behind}
+        meter.note(self._counts, made.entry, made.result, self._starts, **stamps)
+        task = made.entry.task
+        if made.result.error is None and task is not None and (meter.looks is None or meter.mixture is not None):
+            meter.look(made.batch, self._counts, task.shards)
+        if taken >= meter.tune_at:
+            meter.tune(meter, self._pipeline, taken)
 
     def _begin_counts(self, run: Run) -> None:
         """The first batch of an epoch is handed out: it has counts of its own."""
@@ -223,65 +209,86 @@ class BatchIterator(Iterator[Batch]):
         self._counted = run
         self._meter.begin(run.epoch.number, self._totals_at_start, self._counts)
 
-    def _end(self, run: Run, is_first: bool) -> bool:
-        """The run has no more batches: the epoch ends.
+    def _choose_run(self) -> None:
+        self.run, self._is_new, self._is_first = self._choose(), True, True
 
-        Returns:
-            Whether another run takes its place: an epoch that was over when its state was saved.
-        """
+    # -- what the pipeline asks in a step --------------------------------------------------------------------
+
+    def begin(self) -> Run:
+        """As of `engine.pipeline.Consumer`, like those that follow."""
+        run = self.run
+        assert run is not None  # it was chosen
+        self._starts = False
+        if self._is_new:
+            self._is_new = False
+            self._open(run)
+            self._starts = not run.window and self._pipeline.pool.num_workers > 0
+        elif run.epoch.keeps:  # not before: an interrupted `next` goes back over the empty batches that it has passed
+            run.epoch.forget(run.delivered)
+        return run
+
+    def end(self) -> Run | None:
+        """An epoch that was over when its state was saved is followed by another one."""
+        run = self.run
+        assert run is not None  # it has ended
+        self._check_parts(run, at_end=True)
         self._check_skipped(run)
         self._check_discarded(run)
         # Without a chain run -> next run. Otherwise one iterator that is kept keeps every later run alive.
         run.ended, run.next = True, None
-        if is_first:
+        if self._is_first:
             self._begun(run)
         self._progress.shown = run
         if self._was_over(run):
             self._pipeline.drop(run.number)
-            self.run = following = self._choose()
-            self._open(following)
-            return True
+            self.run, self._is_new, self._is_first = (
+                self._choose(),
+                True,
+                True,
+            )  # also if the run before has given empty batches
+            return self.begin()
         self._placement.end_epoch()
-        return False
+        return None
 
-    def _deliver(self, run: Run, entry: Entry, is_first: bool) -> tuple[Result, Any, float]:
-        """Put an entry's batch where it belongs, and take it out of the pipeline.
-
-        Returns:
-            The result, with an error if the batch could not be placed, or if ``on_error`` has left out too much. The
-            batch. The seconds that it took to place it.
-        """
-        began = host_clock.now()
-        result, batch = entry.result, None
-        assert result is not None  # the pipeline returns finished entries
-        if result.error is None and result.batch is not NOTHING:
-            placement, task = self._placement, entry.task
+    def deliver(self, entry: Entry) -> _Delivered | None:
+        """Put an entry's batch where it belongs. From now on the user has it, unless an exception strikes."""
+        run, began = self.run, host_clock.now()
+        assert run is not None and entry.result is not None  # the pipeline gives finished entries of it
+        if entry.seq == run.epoch.second_turn:
+            self._check_parts(run, at_end=False)
+        made = _Delivered(entry, entry.result)
+        task = entry.task
+        if made.result.error is None and made.result.batch is not NOTHING:
+            placement = self._placement
             assert task is not None  # it has a batch
             try:
                 if placement.is_plain:
-                    batch = to_torch(result.batch)
+                    made.batch = to_torch(made.result.batch)
                 elif placement.goes_ahead:
-                    batch = placement.place_next(run.window, () if run.next is None else run.next.window)
+                    made.batch = placement.place_next(run.window, () if run.next is None else run.next.window)
                 else:
-                    batch = placement.place(result.batch, task)
+                    made.batch = placement.place(made.result.batch, task)
                 if run.epoch.evaluates:
-                    batch = batch, run.epoch.real(task)
+                    made.batch = made.batch, run.epoch.real(task)
             except Exception as raised:
-                result = not_placed(task, raised, "while the batch was placed")
-        placing = host_clock.now() - began
-        self._pipeline.take(run)
+                made.result = not_placed(task, raised, "while the batch was placed")
+        made.placing = host_clock.now() - began
         run.delivered = entry.seq + 1
-        if is_first:
+        if self._is_first:
+            self._is_first = False
             self._begun(run)
         self._progress.shown = run
-        if run.exhausted and run.next is None:
-            self._read_ahead(run)
-        if result.skipped:
-            result = self._note_skipped(f"epoch {run.epoch.number}, batch {entry.seq}", result)
+        if made.result.skipped:
+            made.result = self._note_skipped(f"epoch {run.epoch.number}, batch {entry.seq}", made.result)
         try:
-            return result, batch, placing
+            return None if made.result.batch is NOTHING and made.result.error is None else made
         finally:
-            del result, entry  # the error of a batch that was not placed leads to this frame too
+            del made, entry  # the error of a batch that was not placed leads to this frame
+
+    def read_ahead(self) -> None:
+        """Read the next epoch while this one is consumed."""
+        assert self.run is not None
+        self._read_ahead(self.run)
 
     def _check_parts(self, run: Run, at_end: bool) -> None:
         """Warn, once, if the parts of iterable data give the same samples."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sharded_loader.engine.messages import Result, Task
-from sharded_loader.engine.pipeline import Entry
+from sharded_loader.engine.run import Entry
 
 PLAIN, SHARDED = (Task(0, 0, 0, 0, ([0],), sharded) for sharded in (False, True))
 """Tasks whose batch is plain, or a list of shards."""

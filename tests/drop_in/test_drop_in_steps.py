@@ -170,7 +170,7 @@ def test_a_sampler_that_draws_from_elsewhere_is_refused() -> None:
     with pytest.raises(ValueError, match="epoch 0 cannot be looked up: the sampler, a BatchSampler, yields other"):
         loader.indices(0, 0)
     iterator = iter(loader)
-    next(iterator), next(iterator)
+    next(iterator), next(iterator), next(iterator)
     with pytest.raises(ValueError, match="yields other indices when it is read again"):
         loader.indices(0, 0)
 

@@ -10,8 +10,9 @@ import pytest
 from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
-from sharded_loader.engine.pipeline import Entry, Pipeline, Run
+from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool, PoolBroken
+from sharded_loader.engine.run import Entry, Run
 from sharded_loader.engine.split import Split
 
 JOB = Job([], None, 0)
@@ -108,18 +109,37 @@ def pipeline_of(*runs: Run, prefetch: int = 4) -> tuple[Pipeline, PoolOfNumbers]
     return pipeline, pool
 
 
+class Takes:
+    """A consumer of one run. ``strikes`` names the method that is interrupted."""
+
+    def __init__(self, run: Run, strikes: str = "") -> None:
+        self.run, self._strikes = run, strikes
+
+    def _meet(self, name: str) -> None:
+        if name == self._strikes:
+            raise KeyboardInterrupt
+
+    def begin(self) -> Run:
+        self._meet("begin")
+        return self.run
+
+    def deliver(self, entry: Entry) -> Any:
+        self._meet("deliver")
+        self.run.delivered = entry.seq + 1
+        assert entry.result is not None
+        return (entry.result.batch,) if entry.result.error is None else (entry.result.error,)
+
+    def end(self) -> None:
+        return None
+
+    def read_ahead(self) -> None:
+        self._meet("read_ahead")
+
+
 def step(pipeline: Pipeline, run: Run) -> Any:
     """One ``next``: the batch, the error, or None at the end."""
-    inside = pipeline.begin()
-    entry = pipeline.head(run)
-    if not isinstance(entry, Entry):
-        pipeline.end(inside)
-        return entry
-    pipeline.take(run)
-    run.delivered = entry.seq + 1
-    pipeline.end(inside)
-    assert entry.result is not None
-    return entry.result.batch if entry.result.error is None else entry.result.error
+    made = pipeline.next(Takes(run))
+    return made[0] if isinstance(made, tuple) else made
 
 
 def test_batches_come_in_order_whatever_finishes_first() -> None:
@@ -223,22 +243,20 @@ def test_a_result_that_comes_twice_or_of_no_run_counts_once() -> None:
     assert [step(pipeline, run) for _ in range(5)] == [0, 1, 2, 3, None]
 
 
-@pytest.mark.parametrize("strikes", ["begin", "head", "take"])
+@pytest.mark.parametrize("strikes", ["begin", "deliver", "read_ahead"])
 def test_after_an_interrupted_step_everything_is_planned_again_from_the_delivered_count(strikes: str) -> None:
-    run = run_of(0)
+    run = run_of(0, length=7)
     pipeline, pool = pipeline_of(run)
     assert [step(pipeline, run) for _ in range(3)] == [0, 1, 2]
-    pipeline.begin()
-    if strikes != "begin":
-        pipeline.head(run)
-    if strikes == "take":
-        pipeline.take(run)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.next(Takes(run, strikes))
     pipeline.fail()
+    run.delivered = 3
     pool.calls.clear()
     assert step(pipeline, run) == 3
     assert pool.calls[:2] == ["close", "start"]
     assert pool.submitted()[0] == (0, 3)
-    assert [step(pipeline, run) for _ in range(7)] == [4, 5, 6, 7, 8, 9, None]
+    assert [step(pipeline, run) for _ in range(4)] == [4, 5, 6, None]
 
 
 def test_what_strikes_while_the_pool_only_waits_costs_nothing() -> None:
@@ -315,11 +333,14 @@ def test_a_closed_pipeline_says_so_and_closes_the_pool() -> None:
 def test_a_pipeline_that_is_closed_inside_a_step_ends_that_step_with_an_error() -> None:
     run = run_of(0)
     pipeline, _ = pipeline_of(run)
-    inside = pipeline.begin()
-    pipeline.head(run)
-    pipeline.close()
+
+    class Closes(Takes):
+        def deliver(self, entry: Entry) -> Any:
+            pipeline.close()
+            return super().deliver(entry)
+
     with pytest.raises(LoaderClosedError):
-        pipeline.end(inside)
+        pipeline.next(Closes(run))
 
 
 def test_a_run_begins_at_the_batch_that_it_resumes_at() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sharded_loader.engine.pipeline import Run
+from sharded_loader.engine.run import Run
 from sharded_loader.loader.epochs import Progress
 from sharded_loader.sampling.order import MapOrder
 

@@ -16,8 +16,8 @@ from torch.utils.data import BatchSampler
 
 from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, WorkerTimeoutError
 from sharded_loader.engine.messages import Result
-from sharded_loader.engine.pipeline import Entry
 from sharded_loader.engine.pool import Pool
+from sharded_loader.engine.run import Entry
 from sharded_loader.loader.stats import Counts, LoaderStats, Meter, describe
 from sharded_loader.loader.times import STAGES, StageTimes, WorkerTimes
 from sharded_loader.loader.waits import CAUSES

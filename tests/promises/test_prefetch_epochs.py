@@ -25,7 +25,7 @@ from sharded_loader import (
     ThreadPool,
     WeightedRandomSampler,
 )
-from sharded_loader.engine.pipeline import Run
+from sharded_loader.engine.run import Run
 
 POOLS = ["thread", *PROCESS_POOLS]
 LENGTH = 22
