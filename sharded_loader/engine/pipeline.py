@@ -1,12 +1,12 @@
 """Keeps batches in flight and hands them out in order. The consumer's own thread does all of it.
 
-    Epoch --fill--> window of entries --dispatch--> pool --wait--> entries filled in --next--> Consumer, in order
+    Epoch --fill--> window of entries --dispatch--> pool --wait--> entries filled in --next--> in order
 
 No background thread competes for the main process's GIL: planning, dispatch and reordering happen inside `next`, under
 one lock. Iterators in several threads take turns at that lock.
 
-What is in flight is a cache. A run's only truth is how many batches the user has received. One call of `Pipeline.next`
-is one step, in which the consumer places the batch. If an exception from outside strikes inside a step, such
+What is in flight is a cache. A run's only truth is how many batches the user has received. One call of `next` is
+one step. If an exception from outside strikes inside a step, such
 as a Ctrl-C, `fail` leaves the step open. The next step then throws away everything in flight, starts the pool again,
 and plans from the delivered count. While the pool only waits, nothing has to be thrown away (`Pool.waiting`).
 
@@ -21,7 +21,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, leave_frames
@@ -52,22 +52,6 @@ PER_WORKER = 2
 NOTED_SECONDS = 2e-4
 """Of a batch that is read faster, only sums are kept, unless it was measured (`messages.BatchTimes`) or waited for for
 long. To note it takes 2 us: 5 % of a batch of `tiny`."""
-
-
-class Consumer(Protocol):
-    """What takes the batches of a run: an iterator. The pipeline calls it in a step, and only there."""
-
-    def begin(self) -> Run:
-        """The step has begun: the run whose batches come. A new run is opened here."""
-
-    def deliver(self, entry: Entry) -> Any:
-        """What the user gets of a finished batch, the head of the window. None: it is empty, and the next one comes."""
-
-    def end(self) -> Run | None:
-        """The run has no more batches: the run that takes its place, where its epoch was over from the start."""
-
-    def read_ahead(self) -> None:
-        """All batches of the run are planned: those of the next epoch may be."""
 
 
 class Pipeline:
@@ -245,28 +229,45 @@ class Pipeline:
 
     # -- batches --------------------------------------------------------------------------------------------
 
-    def next(self, consumer: Consumer, is_nested: bool = False) -> Any:
-        """One step: what the consumer makes of its next batch; None behind the last one. Blocks.
+    def next(
+        self,
+        run: Run,
+        deliver: Callable[[Run, Entry], Any],
+        is_nested: bool = False,
+        first: Callable[[Run], None] | None = None,
+        ahead: Callable[[Run], None] | None = None,
+    ) -> Any:
+        """One step: what ``deliver`` makes of the run's next batch. None after the last one. Blocks.
 
-        Returns an error instead where no batch is to blame: the loader was closed meanwhile, or the pool is broken.
+        Args:
+            run: whose batch.
+            deliver: is given the head of the window, finished. None: it is empty, and the batch behind it comes.
+            is_nested: this thread is in another step already.
+            first: takes up the run (`open`), before anything else.
+            ahead: all batches of the run are planned: puts those of the next epoch in flight.
+
+        Returns:
+            An error instead where no batch is to blame: the loader was closed meanwhile, or the pool is broken.
         """
         inside = self.begin(is_nested)
-        run: Run | None = consumer.begin()
-        made = entry = None
-        while made is None and run is not None:
-            entry = self._head(run)
+        if first is not None:
+            first(run)
+        window, made, entry = run.window, None, self._head(run)
+        while entry is not None:
             if isinstance(entry, Exception):
                 made = entry
-            elif entry is None:
-                run = consumer.end()
-            else:
-                made = consumer.deliver(entry)
-                run.window.popleft()
-                if self.pool.num_workers:
-                    self._fill(run, 0)
+                break
+            made = deliver(run, entry)
+            window.popleft()
+            if self.pool.num_workers:
+                self._fill(run, 0)
+                if run.next is not None:
                     self.fill_next(run)
-                if run.exhausted and run.next is None:
-                    consumer.read_ahead()
+                elif run.exhausted and ahead is not None:
+                    ahead(run)
+            if made is not None:
+                break
+            entry = self._head(run)
         self.end(inside)
         try:
             return made
@@ -274,7 +275,7 @@ class Pipeline:
             del made, entry  # frames of their errors lead to this one, and the loader would wait for the collector
 
     def _head(self, run: Run) -> Entry | Exception | None:
-        """The run's next batch, finished; None after the last one. The batch stays in the window."""
+        """The run's next batch, finished; None after the last one. It stays in the window."""
         window, least = run.window, self.min_ready
         began, due = 0.0, math.inf
         look: Callable[[], None] | None = None

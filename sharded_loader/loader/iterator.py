@@ -1,6 +1,6 @@
 """One way through one epoch of a loader.
 
-    pipeline.next -> deliver(entry): placement.place_next -> the user
+    pipeline.next --deliver--> placement.place_next -> the user
 
 An iterator owns the count of the batches that it has delivered, nothing else. It keeps its loader open by holding it.
 The epoch begins when the first batch is handed out: until then an iterator that is dropped has changed nothing.
@@ -159,7 +159,7 @@ class BatchIterator(Iterator[Batch]):
                 if run is None:
                     mark, self._totals_at_start = self._mark(), self._meter.totals()
                     self._choose_run()
-                made = pipeline.next(self, is_nested)
+                made = self._step(is_nested)
                 if type(made) is _Delivered:
                     batch, error = made.batch, made.result.error
                     self._count(made, began, clock.behind - behind)
@@ -179,6 +179,31 @@ class BatchIterator(Iterator[Batch]):
             raise error
         finally:
             del error  # as above: the loader would wait for the collector
+
+    def _step(self, is_nested: bool) -> _Delivered | Exception | None:
+        """The next batch that is not empty, where it belongs; None behind the last one.
+
+        An error instead where no batch is to blame. ``is_nested``: as of `Pipeline.next`.
+        """
+        run, first = self.run, None
+        assert run is not None  # it was chosen
+        self._starts = False
+        if self._is_new:
+            self._is_new, first = False, self._take_up
+        elif run.epoch.keeps:  # not before: an interrupted `next` goes back over the empty batches that it has passed
+            run.epoch.forget(run.delivered)
+        made = self._pipeline.next(run, self._deliver, is_nested, first, self._read_ahead)
+        while made is None and (following := self._end(run)) is not None:
+            run = following
+            made = self._pipeline.next(run, self._deliver, is_nested, self._take_up, self._read_ahead)
+        try:
+            return made  # type: ignore[no-any-return]
+        finally:
+            del made  # as in `Pipeline.next`
+
+    def _take_up(self, run: Run) -> None:
+        self._open(run)
+        self._starts = not run.window and self._pipeline.pool.num_workers > 0
 
     def _count(self, made: _Delivered, began: float, behind: float) -> None:
         """Note a batch that is handed out, and when.
@@ -212,25 +237,8 @@ class BatchIterator(Iterator[Batch]):
     def _choose_run(self) -> None:
         self.run, self._is_new, self._is_first = self._choose(), True, True
 
-    # -- what the pipeline asks in a step --------------------------------------------------------------------
-
-    def begin(self) -> Run:
-        """As of `engine.pipeline.Consumer`, like those that follow."""
-        run = self.run
-        assert run is not None  # it was chosen
-        self._starts = False
-        if self._is_new:
-            self._is_new = False
-            self._open(run)
-            self._starts = not run.window and self._pipeline.pool.num_workers > 0
-        elif run.epoch.keeps:  # not before: an interrupted `next` goes back over the empty batches that it has passed
-            run.epoch.forget(run.delivered)
-        return run
-
-    def end(self) -> Run | None:
-        """An epoch that was over when its state was saved is followed by another one."""
-        run = self.run
-        assert run is not None  # it has ended
+    def _end(self, run: Run) -> Run | None:
+        """The run has no more batches: the run that takes its place, if its epoch was over when its state was saved."""
         self._check_parts(run, at_end=True)
         self._check_skipped(run)
         self._check_discarded(run)
@@ -241,19 +249,20 @@ class BatchIterator(Iterator[Batch]):
         self._progress.shown = run
         if self._was_over(run):
             self._pipeline.drop(run.number)
-            self.run, self._is_new, self._is_first = (
-                self._choose(),
-                True,
-                True,
-            )  # also if the run before has given empty batches
-            return self.begin()
+            self._choose_run()  # as if nothing had come before, not even empty batches
+            self._is_new = False
+            return self.run
         self._placement.end_epoch()
         return None
 
-    def deliver(self, entry: Entry) -> _Delivered | None:
-        """Put an entry's batch where it belongs. From now on the user has it, unless an exception strikes."""
-        run, began = self.run, host_clock.now()
-        assert run is not None and entry.result is not None  # the pipeline gives finished entries of it
+    def _deliver(self, run: Run, entry: Entry) -> _Delivered | None:
+        """Put an entry's batch where it belongs. From now on the user has it, unless an exception strikes.
+
+        Returns:
+            None if it is empty.
+        """
+        began = host_clock.now()
+        assert entry.result is not None  # it is finished
         if entry.seq == run.epoch.second_turn:
             self._check_parts(run, at_end=False)
         made = _Delivered(entry, entry.result)
@@ -284,11 +293,6 @@ class BatchIterator(Iterator[Batch]):
             return None if made.result.batch is NOTHING and made.result.error is None else made
         finally:
             del made, entry  # the error of a batch that was not placed leads to this frame
-
-    def read_ahead(self) -> None:
-        """Read the next epoch while this one is consumed."""
-        assert self.run is not None
-        self._read_ahead(self.run)
 
     def _check_parts(self, run: Run, at_end: bool) -> None:
         """Warn, once, if the parts of iterable data give the same samples."""

@@ -109,37 +109,20 @@ def pipeline_of(*runs: Run, prefetch: int = 4) -> tuple[Pipeline, PoolOfNumbers]
     return pipeline, pool
 
 
-class Takes:
-    """A consumer of one run. ``strikes`` names the method that is interrupted."""
-
-    def __init__(self, run: Run, strikes: str = "") -> None:
-        self.run, self._strikes = run, strikes
-
-    def _meet(self, name: str) -> None:
-        if name == self._strikes:
-            raise KeyboardInterrupt
-
-    def begin(self) -> Run:
-        self._meet("begin")
-        return self.run
-
-    def deliver(self, entry: Entry) -> Any:
-        self._meet("deliver")
-        self.run.delivered = entry.seq + 1
-        assert entry.result is not None
-        return (entry.result.batch,) if entry.result.error is None else (entry.result.error,)
-
-    def end(self) -> None:
-        return None
-
-    def read_ahead(self) -> None:
-        self._meet("read_ahead")
+def deliver(run: Run, entry: Entry) -> Any:
+    run.delivered = entry.seq + 1
+    assert entry.result is not None
+    return (entry.result.batch,) if entry.result.error is None else (entry.result.error,)
 
 
 def step(pipeline: Pipeline, run: Run) -> Any:
     """One ``next``: the batch, the error, or None at the end."""
-    made = pipeline.next(Takes(run))
+    made = pipeline.next(run, deliver)
     return made[0] if isinstance(made, tuple) else made
+
+
+def strike(*given: Any) -> Any:
+    raise KeyboardInterrupt
 
 
 def test_batches_come_in_order_whatever_finishes_first() -> None:
@@ -243,13 +226,13 @@ def test_a_result_that_comes_twice_or_of_no_run_counts_once() -> None:
     assert [step(pipeline, run) for _ in range(5)] == [0, 1, 2, 3, None]
 
 
-@pytest.mark.parametrize("strikes", ["begin", "deliver", "read_ahead"])
+@pytest.mark.parametrize("strikes", ["deliver", "first", "ahead"])
 def test_after_an_interrupted_step_everything_is_planned_again_from_the_delivered_count(strikes: str) -> None:
     run = run_of(0, length=7)
     pipeline, pool = pipeline_of(run)
     assert [step(pipeline, run) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(KeyboardInterrupt):
-        pipeline.next(Takes(run, strikes))
+        pipeline.next(run, **{"deliver": deliver, strikes: strike})
     pipeline.fail()
     run.delivered = 3
     pool.calls.clear()
@@ -334,13 +317,8 @@ def test_a_pipeline_that_is_closed_inside_a_step_ends_that_step_with_an_error() 
     run = run_of(0)
     pipeline, _ = pipeline_of(run)
 
-    class Closes(Takes):
-        def deliver(self, entry: Entry) -> Any:
-            pipeline.close()
-            return super().deliver(entry)
-
     with pytest.raises(LoaderClosedError):
-        pipeline.next(Closes(run))
+        pipeline.next(run, lambda run, entry: pipeline.close() or deliver(run, entry))  # type: ignore[func-returns-value]
 
 
 def test_a_run_begins_at_the_batch_that_it_resumes_at() -> None:
