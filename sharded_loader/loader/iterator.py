@@ -1,6 +1,6 @@
 """One way through one epoch of a loader.
 
-    pipeline.head -> entry -> placement.place_next -> pipeline.take -> the user
+    pipeline.head -> entry -> placement.place -> pipeline.take -> the user
 
 An iterator owns the count of the batches that it has delivered, nothing else. It keeps its loader open by holding it.
 The epoch begins when the first batch is handed out: until then an iterator that is dropped has changed nothing.
@@ -256,10 +256,8 @@ class BatchIterator(Iterator[Batch]):
             try:
                 if placement.is_plain:
                     batch = to_torch(result.batch)
-                elif placement.goes_ahead:
-                    batch = placement.place_next(run.window, () if run.next is None else run.next.window)
                 else:
-                    batch = placement.place(result.batch, task)
+                    batch = placement.place(run.window, () if run.next is None else run.next.window)
                 if run.epoch.evaluates:
                     batch = batch, run.epoch.real(task)
             except Exception as raised:

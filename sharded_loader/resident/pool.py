@@ -44,7 +44,7 @@ from sharded_loader.batching.tensors import is_column
 from sharded_loader.batching.tree import to_torch, torch_has
 from sharded_loader.data.arrays import Rows, as_rows
 from sharded_loader.data.bulk import Int64s, checked_indices, gather_rows, is_gathered
-from sharded_loader.devices.copies import CopyStream, Placed
+from sharded_loader.devices.copies import CopyStream, PendingCopy
 from sharded_loader.devices.pinning import pinned_copy
 from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams, outside_inference_mode
@@ -292,7 +292,7 @@ class ResidentPool(InlinePool):
         if at is not None:
             streams = at.copies.streams
             try:
-                return Placed(rows.as_batch(self._take(at, rows, where)))
+                return PendingCopy(rows.as_batch(self._take(at, rows, where)))
             except OUT_OF_MEMORY as error:
                 reason = str(error).partition("\n")[0]
             at = self._on[device] = None  # not done above, as in `_load`

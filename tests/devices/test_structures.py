@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices_samples import PLAIN
+from devices_samples import PLAIN, place_now
 from simulated import Machine
 
 from sharded_loader import InlinePool, ShardedDataLoader
@@ -55,7 +55,7 @@ class Plain:
 
 def put(machine: Machine, batch: Any) -> Any:
     placement = Placement([machine.devices[0]], pin_memory=False)
-    placed = placement.place(batch, PLAIN)
+    placed = place_now(placement, batch)
     machine.finish()
     assert machine.faults == []
     return placed
@@ -141,8 +141,8 @@ def test_every_view_of_pinned_memory_arrives_with_its_values(machine: Machine, n
 def test_a_batch_begun_in_inference_mode_can_be_trained_on_after_it(machine: Machine) -> None:
     placement = Placement([machine.devices[0]], pin_memory=False)
     with torch.inference_mode():
-        begun = placement.begin([np.ones(3, np.float32)], PLAIN)
-    (batch,) = begun.finish()
+        begun = placement._begin([np.ones(3, np.float32)], PLAIN)
+    (batch,) = begun[0].finish()
     machine.finish()
     weight = torch.ones(3, requires_grad=True)
     (weight * batch).sum().backward()
