@@ -72,7 +72,7 @@ from sharded_loader.base.interrupts import program_ends, should_stop
 from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.batching.tree import ATOMS, TORCH_TAKES, children, has_method, has_own, map_leaves, to_torch
 from sharded_loader.devices.pinning import pinned_copy, pinned_empty
-from sharded_loader.devices.streams import Streams, note_late, outside_inference_mode
+from sharded_loader.devices.streams import Streams, note_late
 from sharded_loader.devices.transform import RAISED, OnHost, shown
 from sharded_loader.memory.codec import aligned
 
@@ -187,11 +187,16 @@ class PendingCopy:
             torch.OutOfMemoryError: the device has no memory for an object that moves itself.
             Exception: what such an object raises.
         """
-        if self.copies is not None:
-            if self.event is not None:
-                self.copies.hand_out(self)
-            if self.staged:
-                self.copies.move(self)
+        copies = self.copies
+        if copies is not None:
+            try:
+                if self.event is not None:
+                    copies.hand_out(self)
+                if self.staged:
+                    copies.move(self)
+            except Exception as error:
+                note_device(error, copies.streams.device)
+                raise
         return self.batch
 
     def drop(self) -> None:
@@ -304,7 +309,7 @@ class CopyStream:
         """
         streams = self.streams
         # Not in the caller's inference mode: what is begun in it may be handed out after it.
-        with self._lock, outside_inference_mode(), streams.current():
+        with self._lock, streams.current():
             pending = PendingCopy(None, self, streams.caller_stream(), object() if number is None else number)
             self._let_go(pending.number)
             if not (tensors := self._plan.tensors(batch)):
@@ -433,7 +438,7 @@ class CopyStream:
         """Put what objects have become in their places. Those that have not moved do so now, on the caller's stream: no
         tensor of theirs needs `used_on` then."""
         streams, sources = self.streams, [one.value for one in pending.late]
-        with outside_inference_mode(), streams.current():
+        with streams.current():
             try:
                 for one in list(pending.late):
                     self._move(pending, one)

@@ -212,7 +212,10 @@ class Placement:
                     head.begun = self._begin(result.batch, task)
                 if self.ahead:
                     self._begin_behind(window, following or ())
-                shards, events = self._finish(head.begun)
+                shards, events = [], []
+                for copy in head.begun:
+                    shards.append(copy.finish())
+                    events.append(copy.event)
                 if following is not None:
                     self._latest = events, task.sharded
                 return shards if task.sharded else shards[0]
@@ -269,19 +272,6 @@ class Placement:
                     note_device(error, device)
                 raise
         return begun
-
-    def _finish(self, begun: Sequence[PendingCopy | PinnedCopy]) -> tuple[list[Any], list[Any]]:
-        """The shards, ready on the current stream of this thread, and what they were ready after."""
-        shards, events = [], []
-        for place, copy in enumerate(begun):
-            try:
-                shards.append(copy.finish())
-            except Exception as error:
-                if self.devices is not None:
-                    note_device(error, self.devices[place])
-                raise
-            events.append(copy.event)
-        return shards, events
 
     def _begin_shard(self, device: torch.device, shard: Any, number: int, task: Task, place: int) -> PendingCopy:
         """Start to put one shard on a device without streams, or through the user's function.
