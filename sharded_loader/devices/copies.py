@@ -228,40 +228,36 @@ class PlacementPlan:
     """
 
     def __init__(self, batch: Any) -> None:
-        self._kind, self._layouts, self.small = type(batch), list[Any](), list[bool]()
-        arrays = self._arrays(batch)
-        if all(type(one) is np.ndarray and one.size and one.dtype.num in TORCH_TAKES for one in arrays):
-            self._layouts = [(one.dtype.num, one.shape) for one in arrays]
-            self.small = [one.nbytes <= SMALL for one in arrays]
-        if sum(self.small) == 1:
-            self.small = [False] * len(arrays)
-
-    def _arrays(self, batch: Any) -> Sequence[Any]:
-        if self._kind is dict:
-            return list(batch.values())
-        return batch if self._kind in (list, tuple) else (batch,)
+        self._kind, arrays = type(batch), _arrays_in(batch)
+        if not all(type(one) is np.ndarray and one.size and one.dtype.num in TORCH_TAKES for one in arrays):
+            arrays = ()
+        self._layouts = [(one.dtype.num, one.shape) for one in arrays]
+        small = [one.nbytes <= SMALL for one in arrays]
+        self.small = small if sum(small) > 1 else [False] * len(small)
 
     def tensors(self, batch: Any) -> list[torch.Tensor]:
         """The arrays of a batch as tensors over the same memory; none: it does not go this way."""
-        kind, layouts, tensors = self._kind, self._layouts, list[torch.Tensor]()
-        if not layouts or type(batch) is not kind:
-            return tensors
-        arrays = batch.values() if kind is dict else batch if kind is not np.ndarray else (batch,)
-        if len(arrays) != len(layouts):
-            return tensors
-        for array, (number, shape) in zip(arrays, layouts, strict=True):
-            if type(array) is not np.ndarray or array.dtype.num != number or array.shape != shape:
-                return []
-            if not (array.flags.carray and array.dtype.isnative):
+        arrays, tensors = _arrays_in(batch), list[torch.Tensor]()
+        if type(batch) is not self._kind or not len(self._layouts) == len(arrays) == len(set(map(id, arrays))):
+            return []
+        for array, (number, shape) in zip(arrays, self._layouts, strict=True):
+            is_same = type(array) is np.ndarray and array.dtype.num == number and array.shape == shape
+            if not (is_same and array.flags.carray and array.dtype.isnative):
                 return []
             tensors.append(torch.from_numpy(array))
-        return tensors if len(set(map(id, arrays))) == len(tensors) else []
+        return tensors
 
     def filled(self, batch: Any, leaves: Sequence[Any]) -> Any:
         """A batch with these leaves in the places of its arrays."""
         if self._kind is dict:
             return dict(zip(batch, leaves, strict=True))
         return leaves[0] if self._kind is np.ndarray else self._kind(leaves)
+
+
+def _arrays_in(batch: Any) -> Sequence[Any]:
+    """The parts of a list, tuple or dict; or what there is."""
+    kind = type(batch)
+    return list(batch.values()) if kind is dict else batch if kind is list or kind is tuple else (batch,)
 
 
 class CopyStream:

@@ -51,7 +51,6 @@ from sharded_loader.devices.streams import (
     capture_probe,
     is_late,
     note_late,
-    outside_inference_mode,
     streams_of,
 )
 from sharded_loader.devices.transform import BatchTransform
@@ -256,44 +255,43 @@ class Placement:
             self._until_retry -= 1
             if self._until_retry <= 0:
                 self.ahead, self._until_retry, self._retried = self.ahead + 1, self._pause, True
-        begun, number, transform = list[PendingCopy](), next(self._numbers), self._transform
+        begun, number = list[PendingCopy](), next(self._numbers)
         for place, (device, shard) in enumerate(zip(self.devices or itertools.repeat(_CPU), shards, strict=False)):
             try:
-                if transform is not None or self._on_host:
-                    begun.append(self._begin_shard(device, shard, number, task, place))
-                elif type(shard) is PendingCopy:
-                    begun.append(shard)
-                elif (copies := self.copies[device]) is not None:
-                    begun.append(copies.begin(shard.arrays if type(shard) is TensorBatch else shard, number))
+                copies = None if self._on_host else self.copies[device]
+                if type(shard) is TensorBatch:
+                    shard = shard.arrays
+                if copies is None or self._transform is not None:
+                    begun.append(self._begin_shard(device, copies, shard, number, task, place))
                 else:
-                    begun.append(self._begin_shard(device, shard, number, task, place))
+                    begun.append(shard if type(shard) is PendingCopy else copies.begin(shard, number))
             except Exception as error:
                 if not self._on_host:
                     note_device(error, device)
                 raise
         return begun
 
-    def _begin_shard(self, device: torch.device, shard: Any, number: int, task: Task, place: int) -> PendingCopy:
+    def _begin_shard(
+        self, device: torch.device, copies: CopyStream | None, shard: Any, number: int, task: Task, place: int
+    ) -> PendingCopy:
         """Start to put one shard on a device without streams, or through the user's function.
 
         Args:
-            device, shard: as they say.
+            device, copies, shard: as they say.
             number: of the batch.
             task, place: what was read, and the number of the shard in it.
         """
         transform, apply = self._transform, None
-        if type(shard) is TensorBatch:
-            shard = shard.arrays
-        with outside_inference_mode():  # as in `CopyStream.begin`
+        with torch.inference_mode(False):  # as in `CopyStream.begin`
             if transform is not None:
                 apply = functools.partial(transform.apply, task=task, number=place)
                 shard = transform.hold_back(shard)
-            if self._on_host:
-                placed = self._in_host_memory(shard)
-            elif type(shard) is PendingCopy:
+            if type(shard) is PendingCopy:
                 placed = shard.batch
-            elif (copies := self.copies[device]) is not None:
+            elif copies is not None:
                 return copies.begin(shard, number, None if transform is None or transform.fn is None else apply)
+            elif self._on_host:
+                placed = self._in_host_memory(shard)
             else:
                 placed = map_leaves(functools.partial(_move, device), shard, own="to", skip=ATOMS)
             return PendingCopy(placed if apply is None else apply(placed))

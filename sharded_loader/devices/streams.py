@@ -174,17 +174,6 @@ def in_turn(outer: AbstractContextManager[Any], inner: AbstractContextManager[An
         yield
 
 
-def outside_inference_mode() -> AbstractContextManager[Any]:
-    """What is made in the block can be used after the caller's inference mode, if there is one.
-
-    Example:
-        >>> with torch.inference_mode(), outside_inference_mode():
-        ...     torch.zeros(1).is_inference()
-        False
-    """
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING
-
-
 def is_late(error: BaseException) -> bool:
     """Whether an accelerator reports with this error that earlier work failed.
 
