@@ -228,7 +228,8 @@ class PlacementPlan:
     """
 
     def __init__(self, batch: Any) -> None:
-        self._kind, arrays = type(batch), _arrays_in(batch)
+        self._kind = kind = type(batch)
+        arrays: Sequence[Any] = list(batch.values()) if kind is dict else batch if kind in (list, tuple) else (batch,)
         if not all(type(one) is np.ndarray and one.size and one.dtype.num in TORCH_TAKES for one in arrays):
             arrays = ()
         self._layouts = [(one.dtype.num, one.shape) for one in arrays]
@@ -237,8 +238,11 @@ class PlacementPlan:
 
     def tensors(self, batch: Any) -> list[torch.Tensor]:
         """The arrays of a batch as tensors over the same memory; none: it does not go this way."""
-        arrays, tensors = _arrays_in(batch), list[torch.Tensor]()
-        if type(batch) is not self._kind or not len(self._layouts) == len(arrays) == len(set(map(id, arrays))):
+        kind, tensors = self._kind, list[torch.Tensor]()
+        if not self._layouts or type(batch) is not kind:
+            return []
+        arrays = batch.values() if kind is dict else (batch,) if kind is np.ndarray else batch
+        if not len(self._layouts) == len(arrays) == len(set(map(id, arrays))):
             return []
         for array, (number, shape) in zip(arrays, self._layouts, strict=True):
             is_same = type(array) is np.ndarray and array.dtype.num == number and array.shape == shape
@@ -252,12 +256,6 @@ class PlacementPlan:
         if self._kind is dict:
             return dict(zip(batch, leaves, strict=True))
         return leaves[0] if self._kind is np.ndarray else self._kind(leaves)
-
-
-def _arrays_in(batch: Any) -> Sequence[Any]:
-    """The parts of a list, tuple or dict; or what there is."""
-    kind = type(batch)
-    return list(batch.values()) if kind is dict else batch if kind is list or kind is tuple else (batch,)
 
 
 class CopyStream:
