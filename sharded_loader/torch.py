@@ -32,12 +32,13 @@ from sharded_loader.base.private import counted_by_fabric, rebuilt_by_accelerate
 from sharded_loader.data.columns import as_dataset
 from sharded_loader.data.inspection import fingerprint_of, told_in, warn_of_other_data
 from sharded_loader.devices.names import find_devices
-from sharded_loader.drop_in.iterator import AsCollated, DeviceMemory, LoaderIterator
+from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, as_collated
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, TorchSteps, at_named_epoch, parts_of
 from sharded_loader.drop_in.workers import check_arguments, check_data, job_of, make_pool
 from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.messages import NOTHING, Job, OnError, Task
+from sharded_loader.engine.pipeline import Entry
 from sharded_loader.engine.split import Split
 from sharded_loader.loader.arguments import check_max_skipped, length, make_split
 from sharded_loader.loader.auto import number_of_workers, tuned
@@ -370,7 +371,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
             tensor([4, 5, 6, 7])
         """
         steps, devices = self._known_steps, find_devices(self.device, self.devices)[0]
-        placement = AsCollated(None) if devices is None else self._memory.placement(devices)
+        placement = as_collated(None) if devices is None else self._memory.placement(devices)
         placement.check_not_capturing()
         job = replace(job_of(self), keeps_state=False)
         task = self._split.sharded(Task(0, step, epoch, step, (steps.samples_of(epoch, step),), False))
@@ -380,7 +381,7 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
                 raise result.error
             if result.batch is NOTHING:
                 raise ValueError(f"epoch {epoch}, batch {step} was left out: on_error has skipped all of its samples")
-            return placement.place(result.batch, task)  # type: ignore[no-any-return]
+            return placement.place([Entry(step, task, result)])  # type: ignore[no-any-return]
 
     def fingerprint(self, epoch: int | None = None) -> Fingerprint:
         """A short hash of the order of an epoch and of three of its samples; see `ShardedDataLoader.fingerprint`.

@@ -52,7 +52,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sharded_loader.devices.streams import Streams
+from sharded_loader.devices.streams import Streams, in_turn
 
 KIND = "privateuseone"
 """The kind of device that torch leaves to others."""
@@ -379,7 +379,7 @@ class SimulatedStreams(Streams):
         self.machine = machine
 
     def current(self) -> Any:
-        return self.machine.current(self.device)
+        return in_turn(torch.inference_mode(False), self.machine.current(self.device))
 
     def new_stream(self) -> Stream:
         return self.machine.new_stream(self.device)

@@ -27,7 +27,7 @@ from sharded_loader.batching.protocol import BatchifyError
 # kind and size of the dtypes that torch.from_numpy takes; keyed so because np.longlong and np.int64 are two
 # dtypes of one layout on Linux.
 _TORCH_HAS = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"}
-_TORCH_TAKES = {np.dtype(name).num for name in _TORCH_HAS}
+TORCH_TAKES = {np.dtype(name).num for name in _TORCH_HAS}
 
 _ARRAYS, _FLAT = {np.ndarray}, {list, tuple, dict}
 
@@ -279,17 +279,11 @@ class TensorBatch:
         return TensorBatch, (self.arrays,)
 
 
-Place = Callable[[Sequence[Any]], Sequence[Any]]
-"""Takes leaves, and returns what stands in their places."""
-
-
-def to_torch(tree: Any, place: Place | None = None) -> Any:
+def to_torch(tree: Any) -> Any:
     """Turn the NumPy arrays and scalars in a structure into torch tensors over the same memory.
 
     Args:
         tree: any structure.
-        place: what the leaves go through afterwards: all leaves of an array, or of a list, tuple or dict of arrays, at
-            once; otherwise each by itself. A container whose class has a method ``to`` is a leaf then.
 
     Returns:
         The same structure. Arrays that torch could not share (read-only, negative or odd strides, foreign
@@ -308,20 +302,16 @@ def to_torch(tree: Any, place: Place | None = None) -> Any:
         if set(map(type, arrays)) != _ARRAYS or len(set(map(id, arrays))) != len(tree):
             arrays = ()
     if not arrays:
-        if place is None:
-            return map_leaves(_leaf_to_torch, tree, skip=ATOMS)
-        return map_leaves(lambda leaf: place([to_torch(leaf)])[0], tree, own="to", skip=ATOMS)
+        return map_leaves(_leaf_to_torch, tree, skip=ATOMS)
     import torch
 
     leaves: Any = []
     for array in arrays:
         # What batches are made of, first.
-        if array.flags.carray and array.dtype.num in _TORCH_TAKES and array.dtype.isnative and array.size:
+        if array.flags.carray and array.dtype.num in TORCH_TAKES and array.dtype.isnative and array.size:
             leaves.append(torch.from_numpy(array))
         else:
             leaves.append(_other_to_torch(array))
-    if place is not None:
-        leaves = place(leaves)
     if kind is dict:
         return dict(zip(tree, leaves, strict=True))
     return leaves[0] if kind is np.ndarray else kind(leaves)

@@ -70,9 +70,9 @@ from sharded_loader.base import host_clock
 from sharded_loader.base.errors import add_note, notes_of
 from sharded_loader.base.interrupts import program_ends, should_stop
 from sharded_loader.batching.protocol import BatchifyError
-from sharded_loader.batching.tree import ATOMS, children, has_method, has_own, map_leaves, to_torch
+from sharded_loader.batching.tree import ATOMS, TORCH_TAKES, children, has_method, has_own, map_leaves, to_torch
 from sharded_loader.devices.pinning import pinned_copy, pinned_empty
-from sharded_loader.devices.streams import Streams, note_late, outside_inference_mode
+from sharded_loader.devices.streams import Streams, note_late
 from sharded_loader.devices.transform import RAISED, OnHost, shown
 from sharded_loader.memory.codec import aligned
 
@@ -111,11 +111,7 @@ class Kept(NamedTuple):
 
     event: Any
     what: list[Any]
-    batch: int | None
-
-    def is_of(self, batch: int | None) -> bool:
-        """Whether it is of this batch."""
-        return batch is not None and batch == self.batch
+    batch: Any
 
 
 class DeviceTimes(Protocol):
@@ -155,29 +151,32 @@ class _Called(NamedTuple):
 
 @dataclass(eq=False)
 class PendingCopy:
-    """A shard, or a plain batch, on its way to a device.
+    """A shard, or a plain batch, on its way to a device, or there already because a pool has made it there.
 
     Attributes:
-        copies: the copy stream that has begun it.
-        home: the stream that the targets belong to.
         batch: of tensors on the device. Only `finish` may hand it out.
+        copies: the copy stream that has begun it; None: it is there already.
+        home: the stream that the targets belong to.
+        number: of the batch, as `CopyStream.begin` was given it.
         sources: the tensors that are copied from, and the objects that have moved themselves.
         targets: the tensors that are copied to, until `finish` hands them out. `CopyStream.kept` holds this list.
         event: passes when the copies are done. None: nothing is copied.
-        staged: the objects in the batch that move themselves, here or in `finish`.
-        number: of the batch, as `CopyStream.begin` was given it.
+        staged: what stands in the batch for objects that move themselves, here or in `finish`. Each holds the object,
+            in host memory that is no pinned slot; when it has moved, what it has become.
+        late: those of them that have not moved.
         made: what the copy stream's own memory is in: `finish` records it on the caller's stream.
         small: small tensors, each with the one on the device that has no memory yet.
     """
 
-    copies: CopyStream
-    home: Any
-    number: int | None
     batch: Any = None
+    copies: CopyStream | None = None
+    home: Any = None
+    number: Any = None
     sources: list[Any] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
     event: Any = None
-    staged: list[_Staged] = field(default_factory=list)
+    staged: list[OnHost] = field(default_factory=list)
+    late: list[OnHost] = field(default_factory=list)
     made: list[Any] = field(default_factory=list)
     small: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
@@ -188,90 +187,22 @@ class PendingCopy:
             torch.OutOfMemoryError: the device has no memory for an object that moves itself.
             Exception: what such an object raises.
         """
-        if self.event is not None:
-            streams = self.copies.streams
-            with streams.current():
-                current = streams.caller_stream()
-                current.wait_event(self.event)
-                if current != self.home:
-                    streams.used_on(self.targets, current)
-                for made in self.made:
-                    record(streams, made, current)
-                self.copies.note_ready(current)
-            self.targets.clear()
-        if self.staged:
-            self.copies.move(self)
+        copies = self.copies
+        if copies is not None:
+            try:
+                if self.event is not None:
+                    copies.hand_out(self)
+                if self.staged:
+                    copies.move(self)
+            except Exception as error:
+                note_device(error, copies.streams.device)
+                raise
         return self.batch
 
     def drop(self) -> None:
-        """No program takes the batch."""
-        if self.event is not None:
+        """No program takes the batch: its memory on the device is free when its copies are done."""
+        if self.copies is not None and self.event is not None:
             self.copies.drop(self.targets, self.event)
-
-
-class Placed:
-    """A shard, or a plain batch, that is on its device already: a pool has made it there, or the host has waited.
-
-    Attributes:
-        event: None: nothing is under way.
-    """
-
-    event: Any = None
-
-    def __init__(self, shard: Any) -> None:
-        self.shard = shard
-
-    def finish(self) -> Any:
-        """The shard; see `PendingCopy.finish`."""
-        return self.shard
-
-    def drop(self) -> None:
-        """Nothing is under way."""
-
-
-class Ready(NamedTuple):
-    """What a batch is ready after.
-
-    Attributes:
-        sharded: whether it is a list of shards.
-        events: of each shard, with its device. None: the shard was made on the caller's stream.
-    """
-
-    sharded: bool
-    events: list[tuple[torch.device, Any]]
-
-
-@dataclass(eq=False)
-class PendingBatch:
-    """A batch on its way to its devices.
-
-    Attributes:
-        sharded: whether it is a list of shards.
-        shards: each with its device.
-        ready: when it has been handed out, what its shards were ready after.
-    """
-
-    sharded: bool
-    shards: list[tuple[torch.device, PendingCopy | Placed]] = field(default_factory=list)
-    ready: Ready | None = None
-
-    def finish(self) -> Any:
-        """The batch, ready on the current stream of this thread; see `PendingCopy.finish`."""
-        shards, events = [], []
-        for device, shard in self.shards:
-            try:
-                shards.append(shard.finish())
-            except Exception as error:
-                note_device(error, device)
-                raise
-            events.append((device, shard.event))
-        self.ready = Ready(self.sharded, events)
-        return shards if self.sharded else shards[0]
-
-    def drop(self) -> None:
-        """No program takes the batch: the memory on the devices is free when its copies are done."""
-        for _, shard in self.shards:
-            shard.drop()
 
 
 def note_device(error: Exception, device: torch.device) -> None:
@@ -280,26 +211,51 @@ def note_device(error: Exception, device: torch.device) -> None:
         add_note(error, f"raised while the batch was copied to {device}")
 
 
-class _Staged:
-    """An object that moves itself.
+class PlacementPlan:
+    """What becomes of the arrays of a flat batch: one array, or a list, tuple or dict of them.
+
+    The first batch is looked at. Those behind it with arrays of the same types and shapes go the same way.
+
+    Args:
+        batch: the first batch.
 
     Attributes:
-        what: the object in host memory that is not a pinned slot; when it has moved, what it has become.
-        has_moved: whether it has.
+        small: for each array, whether it travels with others; none: the batch has another structure.
+
+    Example:
+        >>> PlacementPlan([np.zeros(2), np.zeros(3), np.zeros(9999)]).small, PlacementPlan([["text"]]).small
+        ([True, True, False], [])
     """
 
-    def __init__(self, what: Any) -> None:
-        self.what, self.has_moved = what, False
+    def __init__(self, batch: Any) -> None:
+        self._kind = kind = type(batch)
+        arrays: Sequence[Any] = list(batch.values()) if kind is dict else batch if kind in (list, tuple) else (batch,)
+        if not all(type(one) is np.ndarray and one.size and one.dtype.num in TORCH_TAKES for one in arrays):
+            arrays = ()
+        self._layouts = [(one.dtype.num, one.shape) for one in arrays]
+        small = [one.nbytes <= SMALL for one in arrays]
+        self.small = small if sum(small) > 1 else [False] * len(small)
 
-    def move(self, streams: Streams) -> Any:
-        """Move it on the current stream, once; what it has become."""
-        if not self.has_moved:
-            try:
-                self.what = self.what.to(streams.device, non_blocking=True)
-            except TypeError:
-                self.what = self.what.to(streams.device)
-            self.what, self.has_moved = shown(self.what), True
-        return self.what
+    def tensors(self, batch: Any) -> list[torch.Tensor]:
+        """The arrays of a batch as tensors over the same memory; none: it does not go this way."""
+        kind, tensors = self._kind, list[torch.Tensor]()
+        if not self._layouts or type(batch) is not kind:
+            return []
+        arrays = batch.values() if kind is dict else (batch,) if kind is np.ndarray else batch
+        if not len(self._layouts) == len(arrays) == len(set(map(id, arrays))):
+            return []
+        for array, (number, shape) in zip(arrays, self._layouts, strict=True):
+            is_same = type(array) is np.ndarray and array.dtype.num == number and array.shape == shape
+            if not (is_same and array.flags.carray and array.dtype.isnative):
+                return []
+            tensors.append(torch.from_numpy(array))
+        return tensors
+
+    def filled(self, batch: Any, leaves: Sequence[Any]) -> Any:
+        """A batch with these leaves in the places of its arrays."""
+        if self._kind is dict:
+            return dict(zip(batch, leaves, strict=True))
+        return leaves[0] if self._kind is np.ndarray else self._kind(leaves)
 
 
 class CopyStream:
@@ -317,12 +273,13 @@ class CopyStream:
     def __init__(self, streams: Streams, clock: Clock | None = None) -> None:
         self.streams = streams
         self._clock = clock or Clock()
+        self._plan = PlacementPlan([])  # of the last batch
         self._stream: Any = None
         self._lock = threading.RLock()
         self.kept: deque[Kept] = deque()
         self._moved: deque[Kept] = deque()
         # What the copies need that `begin` gives to the stream, and the number of their batch.
-        self._given: tuple[list[Any], int | None] | None = None
+        self._given: tuple[list[Any], Any] | None = None
         self._pid = os.getpid()
         self._hangs: Any = None  # the event that `close` has waited for in vain
         self._called: _Called | None = None
@@ -346,28 +303,33 @@ class CopyStream:
         """
         streams = self.streams
         # Not in the caller's inference mode: what is begun in it may be handed out after it.
-        with self._lock, outside_inference_mode(), streams.current():
-            self._let_go(number)
-            pending = PendingCopy(self, streams.caller_stream(), number)
-            pending.batch = to_torch(batch, functools.partial(self._place, pending))
+        with self._lock, streams.current():
+            pending = PendingCopy(None, self, streams.caller_stream(), object() if number is None else number)
+            self._let_go(pending.number)
+            if not (tensors := self._plan.tensors(batch)):
+                self._plan = PlacementPlan(batch)
+                tensors = self._plan.tensors(batch)
+            if tensors:
+                pending.batch = self._plan.filled(batch, self._places(pending, tensors, self._plan.small))
+            else:
+                pending.batch = map_leaves(functools.partial(self._place, pending), batch, own="to", skip=ATOMS)
             if pending.small:
                 self._bundle(pending)
-                pending.small = []
-            ahead = _seen(pending.staged, transform is not None) if pending.staged else []
+            ahead = pending.late and [one for one in pending.late if transform is not None or _can_be_seen(one.value)]
             if not (pending.targets or ahead or transform is not None):
                 return pending
             if self._stream is None:
                 self._stream = streams.new_stream()
             # After the targets were allocated: their memory may be that of a batch which was dropped a moment ago.
             self._stream.wait_event(pending.home.record_event())
-            self._given = given = [pending.sources, pending.targets], number
+            self._given = given = [pending.sources, pending.targets], pending.number
             try:
                 streams.set_stream(self._stream)
                 for target, source in zip(pending.targets, pending.sources, strict=True):
                     streams.copy(target, source)
-                for staged in ahead:
-                    pending.sources.append(staged.what)
-                    pending.made.append(staged.move(streams))
+                for one in ahead:
+                    pending.sources.append(one.value)
+                    pending.made.append(self._move(pending, one))
                 if transform is not None:
                     self._transform(pending, transform)
             finally:
@@ -377,23 +339,31 @@ class CopyStream:
             self._given = None
             return pending
 
-    def _target(self, pending: PendingCopy, leaf: torch.Tensor) -> torch.Tensor:
-        """Memory on the device for one tensor, which is not copied yet."""
-        streams = self.streams
-        target = streams.empty_like(leaf)
-        # In pinned memory and in the layout of its target: anything else makes the host wait.
-        ready = leaf.stride() == target.stride() and not (leaf.is_conj() or leaf.is_neg())
-        ready = ready and streams.is_pinned(leaf)
-        pending.sources.append(leaf if ready else pinned_copy(streams, leaf, target.stride()))
-        pending.targets.append(target)
-        return target
+    def _places(
+        self, pending: PendingCopy, leaves: Sequence[torch.Tensor], small: Sequence[bool]
+    ) -> list[torch.Tensor]:
+        """Memory on the device for plain tensors, which are not copied yet; `_bundle` gives it to the small ones."""
+        streams, places = self.streams, []
+        for leaf, is_small in zip(leaves, small, strict=True):
+            if is_small:
+                place = streams.hollow(dtype=leaf.dtype)
+                pending.small.append((leaf, place))
+            else:
+                place = streams.empty_like(leaf)
+                # In pinned memory and in the layout of its target: anything else makes the host wait.
+                ready = leaf.stride() == place.stride() and not (leaf.is_conj() or leaf.is_neg())
+                ready = ready and streams.is_pinned(leaf)
+                pending.sources.append(leaf if ready else pinned_copy(streams, leaf, place.stride()))
+                pending.targets.append(place)
+            places.append(place)
+        return places
 
     def _bundle(self, pending: PendingCopy) -> None:
         """Put the small tensors into one piece of pinned memory, and give them parts of one piece of the device's."""
-        streams, small = self.streams, pending.small
+        streams, (small, pending.small) = self.streams, (pending.small, [])
         if len(small) == 1:
             ((leaf, place),) = small
-            place.set_(self._target(pending, leaf).untyped_storage(), 0, leaf.shape, leaf.stride())
+            place.set_(self._places(pending, [leaf], [False])[0].untyped_storage(), 0, leaf.shape, leaf.stride())
             return
         ends = list(itertools.accumulate(aligned(leaf.nbytes) for leaf, _ in small))
         source = torch.from_numpy(pinned_empty(streams, (ends[-1],), np.dtype(np.uint8)))
@@ -407,9 +377,8 @@ class CopyStream:
 
     def _transform(self, pending: PendingCopy, transform: Callable[[Any], Any]) -> None:
         """Put what the user's function makes in the place of the batch. What it is made of is kept with the sources."""
-        batch, pending.staged = self._with_moved(pending), []
-        pending.batch = transform(batch)
-        pending.made, pending.targets = [pending.batch], []
+        pending.batch = transform(_with_moved(pending))
+        pending.staged, pending.made, pending.targets = [], [pending.batch], []
         here = filter(self.streams.holds, _tensors_in(pending.batch))
         if not all(_is_recorded(tensor) or tensor.layout is torch.jagged for tensor in here):
             raise TypeError(
@@ -417,88 +386,92 @@ class CopyStream:
                 "another stream uses it: return dense tensors"
             )
 
-    def _place(self, pending: PendingCopy, leaves: Sequence[Any]) -> list[Any]:
-        """What stands in the places of leaves: memory on the device for plain tensors, which are not copied yet."""
-        streams, places = self.streams, []
-        small = 0
-        for leaf in leaves if len(leaves) > 1 else ():
-            small += _is_small(leaf)
-        for leaf in leaves:
-            # A leaf by itself may have others beside it. They are known when all of the batch has been seen.
-            if (small > 1 or len(leaves) == 1) and _is_small(leaf):
-                target = streams.hollow(dtype=leaf.dtype)
-                pending.small.append((leaf, target))
-                leaf = target
-            elif _is_plain(leaf):
-                leaf = self._target(pending, leaf)
-            elif type(leaf) is OnHost:
-                leaf = leaf.value
-            elif has_method(leaf, "to") and getattr(leaf, "device", None) != streams.device:
-                leaf = _Staged(self._stage(leaf))
-                pending.staged.append(leaf)
-            places.append(leaf)
-        return places
+    def _place(self, pending: PendingCopy, leaf: Any) -> Any:
+        """What stands in the place of a leaf: memory on the device for a plain tensor, which is not copied yet."""
+        leaf = to_torch(leaf)
+        if _is_plain(leaf):
+            # There may be others beside it: that is known when all of the batch has been seen.
+            return self._places(pending, [leaf], [_is_small(leaf)])[0]
+        if type(leaf) is OnHost:
+            return leaf.value
+        if has_method(leaf, "to") and getattr(leaf, "device", None) != self.streams.device:
+            leaf = OnHost(self._stage(leaf))
+            pending.staged.append(leaf)
+            pending.late.append(leaf)
+        return leaf
+
+    def hand_out(self, pending: PendingCopy) -> None:
+        """Let the caller's stream wait for the copies of a batch."""
+        streams = self.streams
+        with streams.current():
+            current = streams.caller_stream()
+            current.wait_event(pending.event)
+            if current != pending.home:
+                streams.used_on(pending.targets, current)
+            for made in pending.made:
+                record(streams, made, current)
+            # The stream has the batch that ``next`` was called for. Make an event for the next call.
+            clock, device = self._clock, streams.device
+            called, self._called = self._called, None  # first: an event that is not recorded any more must not be read
+            clock.records.pop(device, None)  # before it waits to be read: then it must not be recorded again
+            if (
+                called is not None
+                and called.stream == current
+                and called.calls < clock.calls
+                and clock.times is not None
+            ):
+                ready = self._unused.pop() if self._unused else streams.timed_event()
+                ready.record(current)
+                self._waits.append((called.event, ready, clock.times))
+            event = self._unused.pop() if self._unused else streams.timed_event()
+            clock.records[device] = functools.partial(event.record, current)
+            self._called = _Called(event, current, clock.calls)  # last, for the same reason
+        pending.targets.clear()
 
     def move(self, pending: PendingCopy) -> None:
         """Put what objects have become in their places. Those that have not moved do so now, on the caller's stream: no
         tensor of theirs needs `used_on` then."""
-        streams = self.streams
-        late = [one for one in pending.staged if not one.has_moved]
-        sources = [one.what for one in late]
-        with outside_inference_mode(), streams.current():
+        streams, sources = self.streams, [one.value for one in pending.late]
+        with streams.current():
             try:
-                pending.batch = self._with_moved(pending)
+                for one in list(pending.late):
+                    self._move(pending, one)
+                pending.batch = _with_moved(pending)
             finally:
-                if late:
+                if sources:
                     pending.event = streams.caller_stream().record_event()
                     _keep(self._moved, pending.event, sources, pending.number)
             pending.staged = []
 
-    def _with_moved(self, pending: PendingCopy) -> Any:
-        streams = self.streams
-        return map_leaves(
-            lambda leaf: leaf.move(streams) if type(leaf) is _Staged else leaf, pending.batch, own="to", skip=ATOMS
-        )
-
-    # -- how long the device waits for data -----------------------------------------------------------------
-
-    def note_ready(self, stream: Any) -> None:
-        """The caller's stream has the batch that ``next`` was called for. Make an event for the next call."""
-        clock, device = self._clock, self.streams.device
-        called, self._called = self._called, None  # first: an event that is not recorded any more must not be read
-        clock.records.pop(device, None)  # before it waits to be read: then it must not be recorded again
-        if called is not None and called.stream == stream and called.calls < clock.calls and clock.times is not None:
-            ready = self._timed_event()
-            ready.record(stream)
-            self._waits.append((called.event, ready, clock.times))
-        event = self._timed_event()
-        clock.records[device] = functools.partial(event.record, stream)
-        self._called = _Called(event, stream, clock.calls)  # last, for the same reason
-
-    def _timed_event(self) -> Any:
-        return self._unused.pop() if self._unused else self.streams.timed_event()
-
-    def _read_times(self) -> None:
-        while self._waits and self._waits[0][1].query():
-            called, ready, times = self._waits.popleft()
-            (times.sum or times).device_waiting_seconds += max(0.0, called.elapsed_time(ready) / 1000)
-            self._unused += called, ready
+    def _move(self, pending: PendingCopy, one: OnHost) -> Any:
+        """Let an object move itself on the current stream; what it has become."""
+        try:
+            moved = one.value.to(self.streams.device, non_blocking=True)
+        except TypeError:
+            moved = one.value.to(self.streams.device)
+        one.value = shown(moved)
+        pending.late.remove(one)
+        return one.value
 
     # -- the end of copies ----------------------------------------------------------------------------------
 
-    def _let_go(self, number: int | None) -> None:
+    def _let_go(self, number: Any) -> None:
         """Drop what copies have read, where their events have passed. Wait for the oldest of `HOST_AHEAD` batches."""
-        self._keep_given()
+        if self._given is not None:
+            self._keep_given()
         if self._hangs is not None and self._hangs.query():
             self._hangs = None
         for kept in (self.kept, self._moved):
-            if len(kept) >= HOST_AHEAD and not kept[-1].is_of(number) and self._hangs is None:
+            if len(kept) >= HOST_AHEAD and kept[-1].batch != number and self._hangs is None:
                 began = host_clock.now()
                 self._wait(kept[0].event)
                 self._clock.behind += host_clock.now() - began
             while kept and kept[0].event.query():
                 kept.popleft()
-        self._read_times()
+        while self._waits and self._waits[0][1].query():
+            called, ready, times = self._waits.popleft()
+            (times.sum or times).device_waiting_seconds += max(0.0, called.elapsed_time(ready) / 1000)
+            self._unused += called, ready
 
     def _keep_given(self) -> None:
         """Keep the sources and targets of an interrupted `begin` until its copies are done."""
@@ -620,26 +593,24 @@ class CopyStream:
         return pinned_copy(self.streams, leaf, torch.empty_like(leaf, device="meta").stride())
 
 
-def _keep(kept: deque[Kept], event: Any, what: list[Any], batch: int | None) -> None:
+def _keep(kept: deque[Kept], event: Any, what: list[Any], batch: Any) -> None:
     """Keep what the copies of a shard need; with that of the same batch, whose events have passed when this one has."""
-    if kept and kept[-1].is_of(batch):
+    if kept and kept[-1].batch == batch:
         kept[-1] = Kept(event, [kept[-1].what, what], batch)
     else:
         kept.append(Kept(event, what, batch))
 
 
-def _seen(staged: list[_Staged], every: bool) -> list[_Staged]:
-    """Those that may move on another stream than the caller's: they record themselves there, or they are containers,
-    whose tensors can be found and recorded.
-
-    Args:
-        staged: objects that move themselves.
-        every: all of them.
-    """
-    return [one for one in staged if every or _can_be_seen(one.what)]
+def _with_moved(pending: PendingCopy) -> Any:
+    """The batch with what objects have become in their places."""
+    if not pending.staged:
+        return pending.batch
+    return map_leaves(lambda leaf: leaf.value if type(leaf) is OnHost else leaf, pending.batch, own="to", skip=ATOMS)
 
 
 def _can_be_seen(leaf: Any) -> bool:
+    """Whether an object may move on another stream than the caller's: it records itself there, or it is a container,
+    whose tensors can be found and recorded."""
     if isinstance(leaf, torch.Tensor) or not (has_method(leaf, "record_stream") or children(leaf) is not None):
         return False
     return all(map(_is_recorded, _tensors_in(leaf)))
@@ -674,11 +645,9 @@ def _is_recorded(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _is_small(leaf: Any) -> bool:
-    """Whether a leaf is a plain tensor that travels with others."""
-    if not (_is_plain(leaf) and 0 < leaf.nbytes <= SMALL and leaf.is_contiguous()):
-        return False
-    return not (leaf.is_conj() or leaf.is_neg())
+def _is_small(leaf: torch.Tensor) -> bool:
+    """Whether a plain tensor travels with others."""
+    return 0 < leaf.nbytes <= SMALL and leaf.is_contiguous() and not (leaf.is_conj() or leaf.is_neg())
 
 
 def _is_plain(leaf: Any) -> bool:

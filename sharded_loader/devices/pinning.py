@@ -216,10 +216,10 @@ class PinnedCopy:
     """A batch that is being copied into pinned memory.
 
     Attributes:
-        ready: None: no device has to be waited for.
+        event: None: no device has to be waited for.
     """
 
-    ready = None
+    event = None
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch

@@ -1,13 +1,12 @@
 """From a batch as a worker made it to tensors where the user wants them.
 
-    batch of NumPy arrays and tensors  --place-->  tensors in host memory, or on a device
-    list of such batches (shards)                  shards[i] on devices[i]
+    batch of NumPy arrays and tensors  -->  tensors in host memory, or on a device
+    list of such batches (shards)           shards[i] on devices[i]
 
-    batch --begin--> PendingBatch.finish --> batch       the same in two steps, where a copy stream copies ahead
-    window of entries --place_next--> batch              begin the first entry and those behind it, finish the first
+    window of entries --place--> batch      begin the first entry and those behind it, finish the first
 
 Each device has a copy stream (`devices.copies`). All copy at the same time, none by way of another device.
-`place_next` copies ahead: it begins up to `ahead` batches behind the one that is handed out next. `devices.pinning`
+`place` copies ahead: it begins up to `ahead` batches behind the one that is handed out next. `devices.pinning`
 gives the memory that the batches of threads lie in, and pins segments. The first batch makes the copy streams, so a
 loader that is only constructed touches no device.
 
@@ -27,7 +26,7 @@ import itertools
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,15 +35,12 @@ import torch
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import Location, as_batch_error
 from sharded_loader.batching.protocol import Empty
-from sharded_loader.batching.tree import ATOMS, has_method, map_leaves, to_torch
+from sharded_loader.batching.tree import ATOMS, TensorBatch, has_method, map_leaves, to_torch
 from sharded_loader.devices.copies import (
     CLOSING_SECONDS,
     Clock,
     CopyStream,
-    PendingBatch,
     PendingCopy,
-    Placed,
-    Ready,
     note_device,
 )
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
@@ -55,7 +51,6 @@ from sharded_loader.devices.streams import (
     capture_probe,
     is_late,
     note_late,
-    outside_inference_mode,
     streams_of,
 )
 from sharded_loader.devices.transform import BatchTransform
@@ -83,11 +78,12 @@ class Placement:
         pin_memory: without devices, put batches into pinned host memory.
         in_background: pin in a thread.
         transform: what each shard goes through on its device.
+        in_host_memory: what each shard goes through that stays in host memory.
+        pinner: pins the batches, in the place of one of its own.
 
     Attributes:
         is_plain: batches stay in host memory that is not pinned: `to_torch` is all there is to do.
         asynchronous: the devices that copies go to by a stream.
-        goes_ahead: `place_next` begins the batches behind the next one. Otherwise `place` is all there is to do.
         capture_probes: each tells whether a graph is being captured on an accelerator that a batch is copied or pinned
             for. See `check_not_capturing`.
         ahead: how many batches to begin behind the next one.
@@ -101,17 +97,20 @@ class Placement:
         pin_memory: bool,
         in_background: bool = True,
         transform: BatchTransform | None = None,
+        in_host_memory: Callable[[Any], Any] = to_torch,
+        pinner: Pinner | None = None,
     ) -> None:
-        self.devices, self._transform = devices, transform
+        self.devices, self._transform, self._in_host_memory = devices, transform, in_host_memory
         kinds = {one.type for one in accelerators()} if pin_memory else set()
         self._pins = devices is None and bool(kinds - {"mps"})
-        self._pinner = Pinner(_pinned, min(kinds - {"mps"}), in_background) if self._pins else None
+        self._pinner = Pinner(_pinned, min(kinds - {"mps"}), in_background) if self._pins else pinner
         if pin_memory and not kinds:
             warnings.warn("pin_memory=True has no effect: this process sees no accelerator to copy to", stacklevel=3)
         elif kinds and devices is None and not self._pins:
             warnings.warn("pin_memory=True has no effect: torch has no pinned memory on mps (a Mac)", stacklevel=3)
         self._on_host = all(one.type == "cpu" for one in devices or ())
-        self.is_plain = self._on_host and not self._pins and transform is None
+        self._stays = self._on_host and self._pinner is None and transform is None
+        self.is_plain = self._stays and in_host_memory is to_torch
         self.asynchronous = [one for one in devices or () if streams_of(one) is not None]
         touched = kinds if self._pins else {one.type for one in self.asynchronous}
         self.capture_probes = [probe for probe in map(capture_probe, touched) if probe is not None]
@@ -120,13 +119,12 @@ class Placement:
         self._registrar: Registrar | None = None
         self._reused = ReusedMemory()
         self._numbers = itertools.count()
-        self._latest: Ready | None = None
+        self._latest: tuple[list[Any], bool] | None = None  # the events of the shards, and whether they are a list
         self.copy_ahead(AHEAD)
 
     def copy_ahead(self, count: int) -> None:
-        """Set `ahead`; it stays 0 where nothing `goes_ahead`."""
-        self.goes_ahead = bool(self.asynchronous) or self._pinner is not None
-        self.ahead = self._wanted = count if self.goes_ahead else 0
+        """Set `ahead`; it stays 0 where nothing is done in the background."""
+        self.ahead = self._wanted = count if self.asynchronous or self._pinner is not None else 0
         self._pause, self._until_retry, self._retried = PAUSE, 0, False
 
     def check_not_capturing(self) -> None:
@@ -186,66 +184,59 @@ class Placement:
 
     # -- batches --------------------------------------------------------------------------------------------
 
-    def place(self, batch: Any, task: Task) -> Any:
-        """Put ``batch`` where it belongs, now.
+    def place(self, window: Sequence[Entry], following: Sequence[Entry] | None = None) -> Any:
+        """Put the batch of the first entry where it belongs, and send those behind it on their way.
 
         Args:
-            batch: what a worker made.
-            task: what it was asked for.
+            window: entries in order. The first has a batch.
+            following: those of the next epoch, which are prefetched. None: no ``next`` asks, so `ready_event` tells
+                nothing of this batch.
 
         Returns:
             The batch, ready on the current stream of this thread.
 
         Raises:
-            Exception: a device has no memory for it, or an object in it cannot be moved.
-        """
-        if self.is_plain:
-            return to_torch(batch)
-        return self.begin(batch, task).finish()
-
-    def place_next(self, window: Sequence[Entry], following: Sequence[Entry] = ()) -> Any:
-        """Put the batch of the first entry where it belongs, and send those behind it on their way; if it `goes_ahead`.
-
-        Args:
-            window: entries in order. The first has a batch.
-            following: those of the next epoch, which are prefetched.
-
-        Returns:
-            The batch; see `place`.
-
-        Raises:
-            Exception: see `place`. What goes wrong with a batch behind the first comes again in its turn.
+            Exception: a device has no memory for it, or an object in it cannot be moved. What goes wrong with a batch
+                behind the first comes again in its turn.
         """
         head = window[0]
-        assert head.result is not None and head.task is not None  # it has a batch
+        result, task = head.result, head.task
+        assert result is not None and task is not None  # it has a batch
+        if self._stays:
+            convert = self._in_host_memory
+            return list(map(convert, result.batch)) if task.sharded else convert(result.batch)
         for is_last_try in (False, True):
             try:
                 if head.begun is None:
-                    head.begun = self.begin(head.result.batch, head.task)
-                self._begin_behind(window, following)
-                batch, self._latest = head.begun.finish(), head.begun.ready
-                return batch
+                    head.begun = self._begin(result.batch, task)
+                if self.ahead:
+                    self._begin_behind(window, following or ())
+                shards, events = [], []
+                for copy in head.begun:
+                    shards.append(copy.finish())
+                    events.append(copy.event)
+                if following is not None:
+                    self._latest = events, task.sharded
+                return shards if task.sharded else shards[0]
             except OUT_OF_MEMORY:
                 if is_last_try or self._pinner is not None:
                     raise
             # Not done above: the error's traceback holds the parts that had found room.
-            for entry in self._behind(window, following):
+            for entry in itertools.chain(itertools.islice(window, 1, None), following or ()):
                 entry.begun = None
             self.make_room()
         raise AssertionError("the last try returns")
 
-    def _behind(self, window: Sequence[Entry], following: Sequence[Entry]) -> Iterator[Entry]:
-        return itertools.islice(itertools.chain(window, following), 1, 1 + self.ahead)
-
     def _begin_behind(self, window: Sequence[Entry], following: Sequence[Entry]) -> None:
-        for entry in self._behind(window, following):
+        """Begin up to `ahead` batches behind the first, up to one that is not finished."""
+        for entry in itertools.islice(itertools.chain(window, following), 1, 1 + self.ahead):
             result = entry.result
             if result is None:
                 return
             if entry.begun is not None or entry.task is None or result.error is not None or result.batch is NOTHING:
                 continue
             try:
-                entry.begun = self.begin(result.batch, entry.task)
+                entry.begun = self._begin(result.batch, entry.task)
             except OUT_OF_MEMORY:
                 break
             except Exception as raised:
@@ -253,34 +244,36 @@ class Placement:
                 return
         else:
             return
-        self.make_room()  # not done above, as in `place_next`
+        self.make_room()  # not done above, as in `place`
 
-    def begin(self, batch: Any, task: Task) -> PendingBatch | PinnedCopy:
-        """Start to put ``batch`` where it belongs; see `place`. Its copies may still be under way after this."""
+    def _begin(self, batch: Any, task: Task) -> list[PendingCopy] | list[PinnedCopy]:
+        """Start to put a batch where it belongs. The copies of its shards may still be under way after this."""
+        shards = batch if task.sharded else (batch,)
         if self._pinner is not None:
-            return self._pinner.begin(to_torch(batch))
+            return [self._pinner.begin(self._in_host_memory(shard)) for shard in shards]
         if self.ahead < self._wanted:
             self._until_retry -= 1
             if self._until_retry <= 0:
                 self.ahead, self._until_retry, self._retried = self.ahead + 1, self._pause, True
-        pending, number = PendingBatch(task.sharded), next(self._numbers)
-        shards = batch if task.sharded else (batch,)
+        begun, number = list[PendingCopy](), next(self._numbers)
         for place, (device, shard) in enumerate(zip(self.devices or itertools.repeat(_CPU), shards, strict=False)):
             try:
-                copies = None if self._on_host or type(shard) is Placed else self.copies[device]
-                if copies is not None and self._transform is None:
-                    pending.shards.append((device, copies.begin(shard, number)))
+                copies = None if self._on_host else self.copies[device]
+                if type(shard) is TensorBatch:
+                    shard = shard.arrays
+                if copies is None or self._transform is not None:
+                    begun.append(self._begin_shard(device, copies, shard, number, task, place))
                 else:
-                    pending.shards.append((device, self._begin_shard(device, copies, shard, number, task, place)))
+                    begun.append(shard if type(shard) is PendingCopy else copies.begin(shard, number))
             except Exception as error:
                 if not self._on_host:
                     note_device(error, device)
                 raise
-        return pending
+        return begun
 
     def _begin_shard(
         self, device: torch.device, copies: CopyStream | None, shard: Any, number: int, task: Task, place: int
-    ) -> PendingCopy | Placed:
+    ) -> PendingCopy:
         """Start to put one shard on a device without streams, or through the user's function.
 
         Args:
@@ -289,32 +282,33 @@ class Placement:
             task, place: what was read, and the number of the shard in it.
         """
         transform, apply = self._transform, None
-        with outside_inference_mode():  # as in `CopyStream.begin`
+        with torch.inference_mode(False):  # as in `CopyStream.begin`
             if transform is not None:
                 apply = functools.partial(transform.apply, task=task, number=place)
                 shard = transform.hold_back(shard)
-            if copies is not None:
+            if type(shard) is PendingCopy:
+                placed = shard.batch
+            elif copies is not None:
                 return copies.begin(shard, number, None if transform is None or transform.fn is None else apply)
-            if type(shard) is Placed:
-                placed = shard.shard
+            elif self._on_host:
+                placed = self._in_host_memory(shard)
             else:
-                placed = to_torch(shard) if self._on_host else to_torch(shard, functools.partial(_move, device))
-            return Placed(placed if apply is None else apply(placed))
+                placed = map_leaves(functools.partial(_move, device), shard, own="to", skip=ATOMS)
+            return PendingCopy(placed if apply is None else apply(placed))
 
     def ready_event(self) -> Any:
         """What passes when the batch that was handed out last is ready; of each shard, if it is a list of shards.
 
         None where nothing has to be waited for: in host memory, and before the first batch.
         """
-        if self._latest is None:
+        if self._latest is None or not self.asynchronous:
             return None
-        events = []
-        for device, event in self._latest.events:
+        events, sharded = list(self._latest[0]), self._latest[1]
+        for place, (device, event) in enumerate(zip(self.devices or (), events, strict=False)):
             if event is None and (copies := self.copies[device]) is not None:
                 with copies.streams.current():  # it was made on this stream
-                    event = copies.streams.caller_stream().record_event()
-            events.append(event)
-        return events if self._latest.sharded else events[0]
+                    events[place] = copies.streams.caller_stream().record_event()
+        return events if sharded else events[0]
 
     def make_room(self) -> None:
         """A device has no memory left: copy one batch less ahead for some time, and give back what is not used."""
@@ -398,8 +392,9 @@ def _pin(leaf: Any) -> Any:
         raise
 
 
-def _move(device: torch.device, leaves: Sequence[Any]) -> list[Any]:
+def _move(device: torch.device, leaf: Any) -> Any:
+    leaf = to_torch(leaf)
     if device.type == "cpu":
         # Pinned segments are not for the user's own asynchronous copies: torch would not know of them.
-        return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return [leaf.to(device) if has_method(leaf, "to") else leaf for leaf in leaves]
+        return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+    return leaf.to(device) if has_method(leaf, "to") else leaf

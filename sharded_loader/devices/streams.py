@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -83,8 +83,13 @@ class Streams:
 
     def current(self) -> AbstractContextManager[Any]:
         """``with current():`` makes the device current, as pinning, `set_stream`, `empty_cache` and a look at an event
-        (``query``) require. Otherwise CUDA makes a context on the device that is current: in a new thread, device 0."""
+        (``query``) require. Otherwise CUDA makes a context on the device that is current: in a new thread, device 0.
+
+        What is made in the block can be used after the caller's inference mode, if there is one.
+        """
         number, module = self.device.index, self._module
+        if torch.is_inference_mode_enabled():
+            return in_turn(torch.inference_mode(False), module.device(number))
         return NOTHING if module.current_device() == number else module.device(number)
 
     def used_on(self, tensors: Iterable[torch.Tensor], stream: Any) -> None:
@@ -156,15 +161,17 @@ class Streams:
         return int(module.max_memory_allocated(self.device) - module.memory_allocated(self.device))
 
 
-def outside_inference_mode() -> AbstractContextManager[Any]:
-    """What is made in the block can be used after the caller's inference mode, if there is one.
+@contextmanager
+def in_turn(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """One context in another.
 
     Example:
-        >>> with torch.inference_mode(), outside_inference_mode():
+        >>> with in_turn(torch.inference_mode(), NOTHING):
         ...     torch.zeros(1).is_inference()
-        False
+        True
     """
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING
+    with outer, inner:
+        yield
 
 
 def is_late(error: BaseException) -> bool:

@@ -29,11 +29,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.interrupts import uninterrupted
-from sharded_loader.batching.tree import TensorBatch, to_torch
+from sharded_loader.batching.tree import TensorBatch
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.devices.names import accelerators, find_devices
 from sharded_loader.devices.pinning import Pinner
-from sharded_loader.devices.placement import AHEAD, Placement
+from sharded_loader.devices.placement import Placement
 from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.epoch import TorchEpoch
 from sharded_loader.drop_in.sampler import SamplerStart, SamplerState, set_generator
@@ -56,39 +56,18 @@ if TYPE_CHECKING:
 _numbers = itertools.count()
 
 
-class AsCollated(Placement):
-    """Leaves batches as the collate function returned them, pins them, or puts them on devices.
+def as_collated(devices: list[torch.device] | None, pinner: Pinner | None = None) -> Placement:
+    """What leaves batches as the collate function returned them, pins them, or puts them on devices.
 
     Args:
         devices: as for `Placement`.
         pinner: pins batches as torch does; None: nothing does.
     """
-
-    def __init__(self, devices: list[torch.device] | None, pinner: Pinner | None = None) -> None:
-        super().__init__(devices, pin_memory=False)
-        self.is_plain, self._pinner = False, pinner
-        self.copy_ahead(AHEAD)
-
-    def place(self, batch: Any, task: Task) -> Any:
-        return _collated(batch, task.sharded) if self._on_host else super().place(batch, task)
-
-    def begin(self, batch: Any, task: Task) -> Any:
-        if self._pinner is not None:
-            return self._pinner.begin(_collated(batch, task.sharded))
-        shards = [_arrays_of(shard) for shard in (batch if task.sharded else [batch])]
-        return super().begin(shards if task.sharded else shards[0], task)
+    return Placement(devices, pin_memory=False, in_host_memory=_collated, pinner=pinner)
 
 
-def _collated(batch: Any, sharded: bool) -> Any:
-    """The batch as the collate function returned it."""
-    shards = [
-        to_torch(shard.arrays) if type(shard) is TensorBatch else shard for shard in (batch if sharded else [batch])
-    ]
-    return shards if sharded else shards[0]
-
-
-def _arrays_of(shard: Any) -> Any:
-    return shard.arrays if type(shard) is TensorBatch else shard
+def _collated(shard: Any) -> Any:
+    return shard.to_torch() if type(shard) is TensorBatch else shard
 
 
 class DeviceMemory:
@@ -98,18 +77,18 @@ class DeviceMemory:
     """
 
     def __init__(self) -> None:
-        self._placement: AsCollated | None = None
+        self._placement: Placement | None = None
         self._left: list[ArenaInUse] = []  # by pools that have ended
         weakref.finalize(self, _close_arenas, self._left)
 
-    def placement(self, devices: list[torch.device]) -> AsCollated:
+    def placement(self, devices: list[torch.device]) -> Placement:
         """What puts batches on these devices; a new one if they are others than before."""
         if self._placement is None or self._placement.devices != devices:
             _close_arenas(self._left)
-            self._placement = AsCollated(devices)
+            self._placement = as_collated(devices)
         return self._placement
 
-    def lend(self, pool: Pool, placement: AsCollated) -> None:
+    def lend(self, pool: Pool, placement: Placement) -> None:
         """Let a new pool use memory that another one has left; otherwise memory of its own."""
         if isinstance(pool, ProcessPool) and placement is self._placement and self._left:
             pool.take_over(self._left.pop())
@@ -119,7 +98,7 @@ class DeviceMemory:
         """As `ShardedDataLoader.ready_event`."""
         return None if self._placement is None else self._placement.ready_event()
 
-    def take_back(self, pool: Pool, placement: AsCollated) -> None:
+    def take_back(self, pool: Pool, placement: Placement) -> None:
         """End the workers of a pool, and keep its memory, if a device reads it."""
         if isinstance(pool, ProcessPool) and placement is self._placement and placement.asynchronous:
             left = pool.hand_over()
@@ -171,7 +150,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._devices, self._sharded = find_devices(loader.device, loader.devices)
         self._memory = memory = loader._memory
         if self._devices is None:
-            placement = AsCollated(None, self._make_pinner())
+            placement = as_collated(None, self._make_pinner())
         else:
             placement = memory.placement(self._devices)
         self._placement, self._pool = placement, make_pool(loader)

@@ -143,8 +143,8 @@ class Run:
         """Throw away what is in flight. It is planned again from `delivered`."""
         self.exhausted = False
         for entry in list(self.window):
-            if entry.begun is not None:
-                entry.begun.drop()
+            for copy in entry.begun or ():
+                copy.drop()
         self.window.clear()
         self.waiting.clear()
         self.moved.clear()

@@ -50,7 +50,7 @@ from sharded_loader.engine.messages import NOTHING, Job, Task
 from sharded_loader.engine.order import Epoch, Position
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.reader import Reader
-from sharded_loader.engine.run import Run, ShownRun
+from sharded_loader.engine.run import Entry, Run, ShownRun
 from sharded_loader.engine.split import plain_indices
 from sharded_loader.loader.arguments import length
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
@@ -630,7 +630,7 @@ class Epochs(KnownSteps):
             result = epoch.came(task.seq, result)
         if result.batch is NOTHING:
             return NOTHING
-        batch = self.placement.place(result.batch, task)
+        batch = self.placement.place([Entry(task.seq, task, result)])
         return (batch, epoch.real(task)) if epoch.evaluates else batch
 
     def _looked_up(self, epoch: Any, step: Any, rank: Any = None) -> MapEpoch:

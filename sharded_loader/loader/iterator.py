@@ -1,6 +1,6 @@
 """One way through one epoch of a loader.
 
-    pipeline.next --deliver--> placement.place_next -> the user
+    pipeline.next --deliver--> placement.place -> the user
 
 An iterator owns the count of the batches that it has delivered, nothing else. It keeps its loader open by holding it.
 The epoch begins when the first batch is handed out: until then an iterator that is dropped has changed nothing.
@@ -273,10 +273,8 @@ class BatchIterator(Iterator[Batch]):
             try:
                 if placement.is_plain:
                     made.batch = to_torch(made.result.batch)
-                elif placement.goes_ahead:
-                    made.batch = placement.place_next(run.window, () if run.next is None else run.next.window)
                 else:
-                    made.batch = placement.place(made.result.batch, task)
+                    made.batch = placement.place(run.window, () if run.next is None else run.next.window)
                 if run.epoch.evaluates:
                     made.batch = made.batch, run.epoch.real(task)
             except Exception as raised:

@@ -44,10 +44,10 @@ from sharded_loader.batching.tensors import is_column
 from sharded_loader.batching.tree import to_torch, torch_has
 from sharded_loader.data.arrays import Rows, as_rows
 from sharded_loader.data.bulk import Int64s, checked_indices, gather_rows, is_gathered
-from sharded_loader.devices.copies import CopyStream, Placed
+from sharded_loader.devices.copies import CopyStream, PendingCopy
 from sharded_loader.devices.pinning import pinned_copy
 from sharded_loader.devices.placement import Placement, not_placed
-from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams, outside_inference_mode
+from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.pools.inline import InlinePool
 
@@ -230,7 +230,7 @@ class ResidentPool(InlinePool):
         if not count:
             return None
         try:
-            with streams.current(), outside_inference_mode():
+            with streams.current():
                 shapes = [to_torch(host[:0]).new_empty((count, *host.shape[1:]), device="meta") for host in hosts]
                 columns = [streams.empty_like(shape) for shape in shapes]
                 step = max(1, LOADED_AT_ONCE * count // max(1, sum(shape.nbytes for shape in shapes)))
@@ -292,7 +292,7 @@ class ResidentPool(InlinePool):
         if at is not None:
             streams = at.copies.streams
             try:
-                return Placed(rows.as_batch(self._take(at, rows, where)))
+                return PendingCopy(rows.as_batch(self._take(at, rows, where)))
             except OUT_OF_MEMORY as error:
                 reason = str(error).partition("\n")[0]
             at = self._on[device] = None  # not done above, as in `_load`
@@ -305,7 +305,7 @@ class ResidentPool(InlinePool):
         """The rows of each column, on the device, in order."""
         streams = at.copies.streams
         absent = np.flatnonzero(where >= at.kept) if at.kept < rows.length else ()
-        with streams.current(), outside_inference_mode():
+        with streams.current():
             sent: list[torch.Tensor] = []
             numbers = where
             if len(absent):

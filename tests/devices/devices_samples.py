@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.run import Entry
 
@@ -25,3 +28,8 @@ def entries(*batches: object) -> list[Entry]:
 def begun(window: list[Entry]) -> list[int]:
     """The numbers of the entries that are on their way."""
     return [entry.seq for entry in window if entry.begun is not None]
+
+
+def place_now(placement: Placement, batch: object, task: Task = PLAIN) -> Any:
+    """The batch, put where it belongs."""
+    return placement.place([Entry(0, task, Result(0, 0, batch))])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices_samples import PLAIN
+from devices_samples import place_now
 from injection import InterruptAt, next_interrupted
 from simulated import Machine, SimulatedStreams
 
@@ -292,7 +292,7 @@ def test_a_forked_child_does_not_wait_for_the_copies_of_its_parent(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placed = placement.Placement([machine.devices[0]], pin_memory=False)
-    placed.place([np.arange(1000)], PLAIN)
+    place_now(placed, [np.arange(1000)])
     close, pid = placed.closer(), os.getpid()
     with monkeypatch.context() as forked:
         forked.setattr(os, "getpid", lambda: pid + 1)

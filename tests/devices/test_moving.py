@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from devices_samples import PLAIN
+from devices_samples import place_now
 from simulated import Machine, SimulatedStreams
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
@@ -530,7 +530,7 @@ def test_what_is_copied_ahead_gives_way_to_what_moves_itself(machine: Machine, d
     for seq in range(3):
         batch = [torch.full((9,), seq), Bare(torch.full((9,), seq), None)]
         window.append(Entry(seq, Task(0, seq, 0, seq, ([seq],), False), Result(0, seq, batch)))
-    first, own = placed.place_next(window)
+    first, own = placed.place(window)
     machine.finish()
     assert (first.tolist(), own.values.tolist()) == ([0] * 9, [0] * 9)
     assert [entry.begun is not None for entry in window] == [True, True, False]
@@ -544,7 +544,7 @@ def test_a_packed_sequence_keeps_its_batch_sizes_on_the_host() -> None:
         (packed, lambda batch: batch),
         ([{"a": (packed, torch.ones(2))}], lambda batch: batch[0]["a"][0]),
     ):
-        moved = find(placed.place(tree, PLAIN))
+        moved = find(place_now(placed, tree))
         assert type(moved) is PackedSequence
         assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
         assert moved.sorted_indices is not None and moved.sorted_indices.device.type == "meta"
@@ -566,7 +566,7 @@ class Letter:
 )
 def test_a_field_called_to_is_a_field(machine: Machine, device: torch.device, batch: Any) -> None:
     placed = Placement([device], pin_memory=False)
-    moved = placed.place(batch, PLAIN)
+    moved = place_now(placed, batch)
     machine.finish()
     assert type(moved) is type(batch)
     assert (moved["to"] if isinstance(moved, dict) else moved.to).tolist() == [0, 1, 2, 3]
@@ -624,7 +624,7 @@ def test_pin_memory_asks_containers_that_pin_themselves(monkeypatch: pytest.Monk
             return Pinning(self.values.pin_memory(), self.sizes)
 
     sizes = torch.ones(2)
-    batch = placed.place([Pinning(torch.ones(3), sizes), torch.Tensor], PLAIN)
+    batch = place_now(placed, [Pinning(torch.ones(3), sizes), torch.Tensor])
     assert (log, type(batch[0]), batch[1]) == (["asked"], Pinning, torch.Tensor)
     assert batch[0].sizes is sizes
 
@@ -638,7 +638,7 @@ def test_pin_memory_leaves_what_torch_cannot_pin(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     placed, sparse = Placement(None, pin_memory=True, in_background=False), torch.eye(3).to_sparse()
-    batch = placed.place([sparse, torch.ones(3)], PLAIN)
+    batch = place_now(placed, [sparse, torch.ones(3)])
     assert batch[0] is sparse
 
 
@@ -650,7 +650,7 @@ def test_pin_memory_without_host_memory_leaves_batches_as_they_are(monkeypatch: 
     monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     placed, nested = Placement(None, True, in_background=False), torch.nested.nested_tensor([torch.ones(2)])
-    assert placed.place([nested], PLAIN)[0] is nested  # torch pins no nested tensor
+    assert place_now(placed, [nested])[0] is nested  # torch pins no nested tensor
     tensor = torch.ones(3)
     with pytest.warns(UserWarning, match="could not be pinned .*out of memory"):
-        assert placed.place([tensor], PLAIN)[0] is tensor
+        assert place_now(placed, [tensor])[0] is tensor

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices_samples import PLAIN
+from devices_samples import place_now
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, empty
@@ -215,7 +215,7 @@ def test_objects_over_the_memory_of_a_group_of_batches_are_copied_out(machine: M
         places = [(number * size, -(size | APART) if number % 2 else size) for number in range(4)]
         group = lent.buffers(places, memory, [])
         for mine, own in zip(group, group, strict=True):
-            batch = place.place({"x": mine.view(np.float32), "meta": [Sample(own.view(np.float32))]}, PLAIN)
+            batch = place_now(place, {"x": mine.view(np.float32), "meta": [Sample(own.view(np.float32))]})
             copier.copy(torch.as_tensor(batch["meta"][0].image)[None])
             del batch, mine, own
     machine.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from devices_samples import PLAIN, SHARDED, begun, entries
+from devices_samples import PLAIN, SHARDED, begun, entries, place_now
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
@@ -49,7 +49,7 @@ def test_tries_that_fail_become_rare(machine: Machine) -> None:
     placed = Placement([machine.devices[0]], pin_memory=False)
     tries = []
     for step in range(20 * PAUSE):
-        placed.place(np.arange(4), PLAIN)
+        place_now(placed, np.arange(4))
         machine.finish()
         if placed.ahead and step:
             tries.append(step)
@@ -60,7 +60,7 @@ def test_tries_that_fail_become_rare(machine: Machine) -> None:
     placed.make_room()
     for _ in range(PAUSE):
         assert placed.ahead == 0
-        placed.place(np.arange(4), PLAIN)
+        place_now(placed, np.arange(4))
         machine.finish()
     assert placed.ahead == 1
 
@@ -72,7 +72,7 @@ def test_the_time_between_two_tries_has_a_bound(machine: Machine, monkeypatch: p
     placed.copy_ahead(1)
     placed.make_room()
     for step in range(11 * PAUSE):
-        placed.place(np.arange(4), PLAIN)
+        place_now(placed, np.arange(4))
         machine.finish()
         if placed.ahead:
             tries.append(step)
@@ -84,12 +84,12 @@ def test_only_a_try_that_fails_makes_the_next_one_rarer(machine: Machine) -> Non
     placed, steps = Placement([machine.devices[0]], pin_memory=False), 0
     placed.make_room()
     for _ in range(PAUSE):
-        placed.place(np.arange(4), PLAIN)
+        place_now(placed, np.arange(4))
         machine.finish()
     for _ in range(2):  # the try has failed, and the batch before it does not fit either
         placed.make_room()
     while not placed.ahead:
-        placed.place(np.arange(4), PLAIN)
+        place_now(placed, np.arange(4))
         machine.finish()
         steps += 1
     assert steps == 2 * PAUSE
@@ -97,7 +97,7 @@ def test_only_a_try_that_fails_makes_the_next_one_rarer(machine: Machine) -> Non
 
 def test_all_devices_make_room(machine: Machine) -> None:
     placed = Placement([torch.device("cpu"), *machine.devices], pin_memory=False)
-    placed.place([np.arange(4)] * 3, SHARDED)
+    place_now(placed, [np.arange(4)] * 3, SHARDED)
     placed.make_room()
     streams = [copies for copies in placed.copies.values() if copies is not None]
     assert [len(copies.kept) for copies in streams] == [0, 0]
@@ -185,9 +185,9 @@ def test_a_second_try_has_the_memory_of_the_first(machine: Machine, monkeypatch:
 def test_what_is_copied_ahead_gives_its_memory_to_a_batch_of_another_size(machine: Machine) -> None:
     """The blocks have to go back to the device: the allocator of torch keeps them for tensors of their size."""
     placed, window = Placement([machine.devices[0]], pin_memory=False), entries(np.arange(100), np.arange(4))
-    window[1].begun = placed.begin(np.arange(4), PLAIN)
+    window[1].begun = placed._begin(np.arange(4), PLAIN)
     machine.blocks = 1
-    batch = placed.place_next(window)
+    batch = placed.place(window)
     machine.finish()
     assert batch.tolist() == list(range(100))
     assert begun(window) == [0]
@@ -207,7 +207,7 @@ def test_parts_of_a_batch_that_does_not_fit_ahead_are_not_in_the_way(
     monkeypatch.setattr(SimulatedStreams, "empty_cache", empty_cache)
     machine.blocks = blocks
     window = entries(*([np.arange(SMALL), np.arange(SMALL + 1)] for _ in range(2)))
-    first, second = placed.place_next(window)
+    first, second = placed.place(window)
     assert in_use == [2]  # of the first batch
     machine.finish()
     assert (first.tolist(), second.tolist()) == ([*range(SMALL)], [*range(SMALL + 1)])
@@ -226,12 +226,12 @@ def test_an_error_that_is_not_the_memorys_is_not_tried_again(machine: Machine) -
             raise AssertionError
 
     with pytest.raises(ValueError, match="cannot be pinned"):
-        Placement([machine.devices[0]], pin_memory=False).place_next(entries(Unmovable()))
+        Placement([machine.devices[0]], pin_memory=False).place(entries(Unmovable()))
     assert (len(asked), machine.caches_emptied) == (1, 0)
 
 
 def test_a_device_that_stays_full_is_tried_twice_for_each_batch(machine: Machine) -> None:
     machine.blocks = 0
     with pytest.raises(torch.OutOfMemoryError):
-        Placement([machine.devices[0]], pin_memory=False).place_next(entries(np.arange(4)))
+        Placement([machine.devices[0]], pin_memory=False).place(entries(np.arange(4)))
     assert machine.caches_emptied == 1

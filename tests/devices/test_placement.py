@@ -9,12 +9,12 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from devices_samples import PLAIN, SHARDED, begun, entries
+from devices_samples import PLAIN, SHARDED, begun, entries, place_now
 from injection import TimeIsUp
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader.devices import placement
-from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream, Placed
+from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream, PendingCopy
 from sharded_loader.devices.placement import AHEAD, PAUSE, Placement, not_placed
 from sharded_loader.engine.messages import NOTHING, Task
 from sharded_loader.memory.leases import LEAST_BYTES, ReusedMemory
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 def test_in_host_memory_arrays_become_tensors_over_the_same_memory() -> None:
     placed, array = Placement(None, pin_memory=False), np.arange(4)
-    batch = placed.place({"x": array, "name": "a"}, PLAIN)
+    batch = place_now(placed, {"x": array, "name": "a"})
     array[0] = 7
     assert (batch["x"].tolist(), batch["name"]) == ([7, 1, 2, 3], "a")
     assert (placed.asynchronous, placed.capture_probes, placed.ahead) == ([], [], 0)
@@ -35,14 +35,14 @@ def test_in_host_memory_arrays_become_tensors_over_the_same_memory() -> None:
 
 @pytest.mark.parametrize("devices", [None, [CPU, CPU]])
 def test_shards_in_host_memory_stay_a_list(devices: list[torch.device] | None) -> None:
-    first, second = Placement(devices, pin_memory=False).place([np.arange(2), np.arange(3)], SHARDED)
+    first, second = place_now(Placement(devices, pin_memory=False), [np.arange(2), np.arange(3)], SHARDED)
     assert (first.tolist(), second.tolist()) == ([0, 1], [0, 1, 2])
 
 
 def test_each_shard_goes_to_its_device(machine: Machine) -> None:
     placed = Placement([machine.devices[0], CPU, torch.device("meta")], pin_memory=False)
     host = [np.arange(2), np.arange(3), np.arange(4)]
-    first, second, third = placed.place(host, SHARDED)
+    first, second, third = place_now(placed, host, SHARDED)
     machine.finish()
     assert (first.tolist(), second.tolist()) == ([0, 1], [0, 1, 2])
     assert not np.shares_memory(second.numpy(), host[1])  # it may lie in page-locked memory
@@ -52,7 +52,7 @@ def test_each_shard_goes_to_its_device(machine: Machine) -> None:
 
 def test_a_batch_may_have_fewer_shards_than_devices(machine: Machine) -> None:
     placed = Placement(machine.devices, pin_memory=False)
-    (only,) = placed.place([np.arange(2)], SHARDED)
+    (only,) = place_now(placed, [np.arange(2)], SHARDED)
     machine.finish()
     assert only.tolist() == [0, 1]
 
@@ -62,8 +62,8 @@ def test_a_batch_may_have_fewer_shards_than_devices(machine: Machine) -> None:
 
 def test_what_is_begun_waits_until_it_is_finished(machine: Machine) -> None:
     placed = Placement([machine.devices[1]], pin_memory=False)
-    pending = [placed.begin(np.full(3, number), PLAIN) for number in range(3)]
-    batches = [one.finish() for one in pending]
+    pending = [placed._begin(np.full(3, number), PLAIN) for number in range(3)]
+    batches = [copy.finish() for (copy,) in pending]
     machine.finish()
     assert [batch.tolist() for batch in batches] == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]
     assert placed.end_epoch() is None
@@ -72,11 +72,11 @@ def test_what_is_begun_waits_until_it_is_finished(machine: Machine) -> None:
 
 def test_what_is_on_its_device_passes_through(machine: Machine) -> None:
     placed, tensor = Placement(machine.devices, pin_memory=False), torch.arange(3)
-    first, second = placed.place([Placed({"x": tensor}), np.arange(2)], SHARDED)
+    first, second = place_now(placed, [PendingCopy({"x": tensor}), np.arange(2)], SHARDED)
     machine.finish()
     assert first["x"] is tensor
     assert second.tolist() == [0, 1]
-    assert Placement([machine.devices[0]], pin_memory=False).place(Placed(tensor), PLAIN) is tensor
+    assert place_now(Placement([machine.devices[0]], pin_memory=False), PendingCopy(tensor)) is tensor
     assert sum(kind == "copy" for kind, _ in machine.log) == 1
 
 
@@ -86,7 +86,7 @@ def test_one_more_is_copied_ahead_again_after_a_pause(machine: Machine) -> None:
     placed.make_room()
     seen = []
     for _ in range(PAUSE):
-        placed.place(np.arange(2), PLAIN)
+        place_now(placed, np.arange(2))
         machine.finish()
         seen.append(placed.ahead)
     assert seen == [AHEAD - 1] * (PAUSE - 1) + [AHEAD]
@@ -109,9 +109,9 @@ def test_the_batches_behind_the_next_one_are_begun_up_to_the_first_that_is_not_f
     placed = Placement([machine.devices[0]], pin_memory=False)
     placed.copy_ahead(4)
     window = entries(*map(np.array, range(3)), None, np.array(4), np.array(5))
-    batch = placed.place_next(window)
+    batch = placed.place(window)
     assert begun(window) == [0, 1, 2]
-    assert placed.place_next(window[1:]).ndim == 0
+    assert placed.place(window[1:]).ndim == 0
     machine.finish()
     assert batch.item() == 0
     assert sum(kind == "copy" for kind, _ in machine.log) == 3  # each one once
@@ -119,7 +119,7 @@ def test_the_batches_behind_the_next_one_are_begun_up_to_the_first_that_is_not_f
 
 def test_the_batches_behind_are_sent_before_the_stream_of_the_user_waits_for_the_next_one(machine: Machine) -> None:
     placed = Placement([machine.devices[0]], pin_memory=False)
-    placed.place_next(entries(np.array(0), np.array(1)))
+    placed.place(entries(np.array(0), np.array(1)))
     home = f"{machine.devices[0]} default"
     assert [step for step in machine.log if step[0] == "copy" or step == ("wait", home)] == [
         *[("copy", f"{machine.devices[0]} 1")] * 2,
@@ -132,7 +132,7 @@ def test_no_more_are_begun_than_are_wanted_ahead(machine: Machine) -> None:
         placed = Placement([machine.devices[0]], pin_memory=False)
         placed.copy_ahead(ahead)
         window = entries(*map(np.array, range(4)))
-        placed.place_next(window)
+        placed.place(window)
         assert begun(window) == list(range(1 + ahead))
 
 
@@ -140,17 +140,17 @@ def test_errors_and_empty_batches_behind_the_next_one_are_passed_over(machine: M
     placed = Placement([machine.devices[0]], pin_memory=False)
     placed.copy_ahead(3)
     window = entries(np.array(0), ValueError("no"), NOTHING, np.array(3))
-    placed.place_next(window)
+    placed.place(window)
     assert begun(window) == [0, 3]
 
 
 def test_what_cannot_be_begun_ahead_is_an_error_in_its_turn(machine: Machine) -> None:
     placed = Placement([machine.devices[0]], pin_memory=False)
     window = entries(np.array(0), Unmovable(), np.array(2))
-    placed.place_next(window)
+    placed.place(window)
     assert begun(window) == [0]
     with pytest.raises(ValueError, match="cannot be pinned"):
-        placed.place_next(window[1:])
+        placed.place(window[1:])
 
 
 class Unmovable:
@@ -178,7 +178,7 @@ def test_what_a_signal_handler_raises_while_a_batch_is_begun_ahead_is_raised(
     usual = signal.signal(signal.SIGINT, handler)
     try:
         with pytest.raises(TimeIsUp):
-            placed.place_next(entries(np.array(0), np.array(1)))
+            placed.place(entries(np.array(0), np.array(1)))
     finally:
         signal.signal(signal.SIGINT, usual)
 
@@ -188,7 +188,7 @@ def test_what_a_signal_handler_raises_while_a_batch_is_begun_ahead_is_raised(
 
 def test_the_end_of_an_epoch_waits_for_all_devices(machine: Machine) -> None:
     placed = Placement([CPU, *machine.devices], pin_memory=False)
-    placed.place([np.arange(2)] * 3, SHARDED)
+    place_now(placed, [np.arange(2)] * 3, SHARDED)
     placed.end_epoch()
     assert [len(one.kept) for one in placed.copies.values() if one is not None] == [0, 0]
 
@@ -216,7 +216,7 @@ def test_memory_that_batches_were_made_in_goes_with_the_loader() -> None:
 @pytest.mark.parametrize("hangs", [0, 1])
 def test_all_devices_are_waited_for_together(machine: Machine, monkeypatch: pytest.MonkeyPatch, hangs: int) -> None:
     placed, clock, given = Placement([CPU, *machine.devices], pin_memory=False), [100.0], []
-    placed.place([np.arange(2)] * 3, SHARDED)
+    place_now(placed, [np.arange(2)] * 3, SHARDED)
 
     def close(copies: CopyStream, seconds: float) -> bool:
         given.append(seconds)
@@ -233,7 +233,7 @@ def test_another_thread_may_meet_a_device_while_the_loader_is_closed(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placed = Placement(machine.devices, pin_memory=False)
-    placed.place([np.arange(2)], SHARDED)
+    place_now(placed, [np.arange(2)], SHARDED)
     drain = CopyStream.drain
 
     def meanwhile(copies: CopyStream, seconds: float) -> bool:

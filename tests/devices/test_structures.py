@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices_samples import PLAIN
+from devices_samples import PLAIN, place_now
 from simulated import Machine
 
 from sharded_loader import InlinePool, ShardedDataLoader
+from sharded_loader.batching.tree import children, to_torch
+from sharded_loader.devices import copies
+from sharded_loader.devices.copies import PlacementPlan
 from sharded_loader.devices.placement import Placement
 
 Pair = namedtuple("Pair", "x y")
@@ -55,7 +58,7 @@ class Plain:
 
 def put(machine: Machine, batch: Any) -> Any:
     placement = Placement([machine.devices[0]], pin_memory=False)
-    placed = placement.place(batch, PLAIN)
+    placed = place_now(placement, batch)
     machine.finish()
     assert machine.faults == []
     return placed
@@ -141,8 +144,8 @@ def test_every_view_of_pinned_memory_arrives_with_its_values(machine: Machine, n
 def test_a_batch_begun_in_inference_mode_can_be_trained_on_after_it(machine: Machine) -> None:
     placement = Placement([machine.devices[0]], pin_memory=False)
     with torch.inference_mode():
-        begun = placement.begin([np.ones(3, np.float32)], PLAIN)
-    (batch,) = begun.finish()
+        begun = placement._begin([np.ones(3, np.float32)], PLAIN)
+    (batch,) = begun[0].finish()
     machine.finish()
     weight = torch.ones(3, requires_grad=True)
     (weight * batch).sum().backward()
@@ -176,3 +179,86 @@ def test_pin_memory_gives_memory_that_torch_owns_also_to_objects(monkeypatch: py
     with ShardedDataLoader(range(2), 2, batchify_fn=batchify, pin_memory=True) as loader:
         batch = next(iter(loader))
     assert (len(pinned), log, batch["s"]) == (1, ["pin"], "text")
+
+
+# -- a plan for batches of one structure ----------------------------------------------------------------------
+
+
+def flat(rows: int = 4) -> dict[str, np.ndarray]:
+    return {"x": np.arange(rows * 6000.0).reshape(rows, -1), "y": np.arange(rows), "z": np.ones(rows, np.uint8)}
+
+
+def read_only(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    batch["x"].flags.writeable = False
+    return batch
+
+
+CHANGED: dict[str, Callable[[], Any]] = {
+    "fewer rows": lambda: flat(3),
+    "another type": lambda: {**flat(), "y": np.arange(4).astype(np.int16)},
+    "another type of one layout": lambda: {**flat(), "y": np.arange(4).astype(np.ulonglong)},
+    "another byte order": lambda: {**flat(), "y": np.arange(4).astype(">i8")},
+    "another layout": lambda: {**flat(), "x": np.asfortranarray(flat()["x"])},
+    "read-only": lambda: read_only(flat()),
+    "other keys": lambda: dict(zip("zyx", flat().values(), strict=True)),
+    "one more": lambda: {**flat(), "more": np.zeros(2)},
+    "nothing in it": lambda: {**flat(), "y": np.zeros((0, 3))},
+    "text": lambda: {**flat(), "y": np.array(["a", "b"])},
+    "a tensor": lambda: {**flat(), "y": torch.arange(4)},
+    "a list": lambda: list(flat().values()),
+    "a tuple": lambda: tuple(flat().values()),
+    "an array": lambda: flat()["x"],
+    "one dimension less": lambda: np.array(3.0),
+    "nested": lambda: [flat()],
+    "no arrays": lambda: {"x": 1, "y": "text", "z": None},
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_batch_of_another_structure_goes_its_own_way(machine: Machine, change: str) -> None:
+    placement = Placement([machine.devices[0]], pin_memory=False)
+    for batch in (flat(), CHANGED[change](), CHANGED[change](), flat()):
+        placed, expected = place_now(placement, batch), to_torch(batch)
+        machine.finish()
+        assert type(placed) is type(expected)
+        if isinstance(placed, dict):
+            assert list(placed) == list(expected)
+        for found, host in zip(leaves_of(placed), leaves_of(expected), strict=True):
+            assert type(found) is type(host)
+            if isinstance(host, torch.Tensor):
+                assert (found.dtype, found.tolist()) == (host.dtype, host.tolist())
+            else:
+                assert found is host
+    assert machine.faults == []
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    parts = children(tree)
+    return [tree] if parts is None else [leaf for part in parts for leaf in leaves_of(part)]
+
+
+def test_an_array_in_two_places_is_one_tensor_though_the_batch_before_had_two(machine: Machine) -> None:
+    placement, array = Placement([machine.devices[0]], pin_memory=False), np.arange(9)
+    first, second = place_now(placement, [array, array.copy()])
+    assert first is not second
+    first, second = place_now(placement, [array, array])
+    machine.finish()
+    assert first is second and first.tolist() == list(range(9))
+
+
+def test_the_leaves_of_batches_of_one_structure_are_looked_at_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    class Counted(PlacementPlan):
+        def __init__(self, batch: Any) -> None:
+            made.append(type(batch))
+            super().__init__(batch)
+
+    placement = Placement([machine.devices[0]], pin_memory=False)
+    placement.settle()
+    monkeypatch.setattr(copies, "PlacementPlan", Counted)
+    for rows in (4, 4, 4, 3, 4, 4):
+        place_now(placement, flat(rows))
+    assert made == [dict] * 3  # and again for the incomplete batch, and after it

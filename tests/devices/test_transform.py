@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices_samples import PLAIN, begun, entries
+from devices_samples import begun, entries, place_now
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
@@ -112,7 +112,7 @@ def test_it_runs_ahead_of_the_program(machine: Machine) -> None:
     placement = Placement([machine.devices[0]], pin_memory=False, transform=transform)
     window = entries(*(np.full(3, number) for number in range(5)))
     machine.run = lambda steps: 1  # type: ignore[method-assign]
-    placement.place_next(window)
+    placement.place(window)
     assert len(asked) == 3 and begun(window) == [0, 1, 2]
     del machine.run
     machine.finish()
@@ -202,7 +202,7 @@ def test_a_device_without_streams_runs_it_at_once(machine: Machine, streamed: bo
     device = machine.devices[0] if streamed else torch.device("meta")
     transform = BatchTransform(lambda batch: ("seen", batch["x"].device.type), False, (), lambda: 0)
     placement = Placement([device], pin_memory=False, transform=transform)
-    word, kind = placement.place({"x": np.ones(3)}, PLAIN)
+    word, kind = place_now(placement, {"x": np.ones(3)})
     assert (word, kind) == ("seen", "cpu" if streamed else "meta")
     machine.finish()
 

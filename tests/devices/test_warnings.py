@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices_samples import PLAIN
+from devices_samples import place_now
 from simulated import Machine, SimulatedStreams, Stream
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
@@ -91,7 +91,7 @@ def test_other_errors_are_the_batchs(machine: Machine, monkeypatch: pytest.Monke
 def test_a_batch_that_cannot_be_made_a_tensor_is_no_error_of_the_device(machine: Machine) -> None:
     masked = np.ma.masked_array([1, 2], [True, False])
     with pytest.raises(BatchifyError, match="masked") as caught:
-        Placement([machine.devices[0]], pin_memory=False).place([masked], PLAIN)
+        place_now(Placement([machine.devices[0]], pin_memory=False), [masked])
     assert notes_of(caught.value) == ""
 
 

@@ -22,8 +22,9 @@ from samples import Bad, Draws, Filled
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
-from sharded_loader.drop_in.iterator import AsCollated, LoaderIterator
-from sharded_loader.engine.messages import Task
+from sharded_loader.drop_in.iterator import LoaderIterator, as_collated
+from sharded_loader.engine.messages import Result, Task
+from sharded_loader.engine.pipeline import Entry
 from sharded_loader.torch import DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -409,10 +410,11 @@ def test_large_batches_lie_in_memory_that_is_used_again_once_they_are_gone() -> 
 
 
 def test_a_batch_is_left_as_it_was_collated() -> None:
-    placement = AsCollated(None)
+    placement = as_collated(None)
     batch = {"array": np.ones(2), "tensor": torch.ones(2)}
-    assert placement.place(batch, Task(0, 0, 0, 0, ([0],), False)) is batch
-    assert placement.place([batch], Task(0, 0, 0, 0, ([0],), True))[0] is batch
+    for made, sharded in ((batch, False), ([batch], True)):
+        placed = placement.place([Entry(0, Task(0, 0, 0, 0, ([0],), sharded), Result(0, 0, made))])
+        assert (placed[0] if sharded else placed) is batch
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -20,7 +20,8 @@ from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader, empty
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.devices.pinning import address_of
 from sharded_loader.devices.placement import Placement
-from sharded_loader.engine.messages import Task
+from sharded_loader.engine.messages import Result, Task
+from sharded_loader.engine.pipeline import Entry
 from sharded_loader.engine.pool import Pool
 from sharded_loader.memory.arena import Arena
 from sharded_loader.memory.codec import APART
@@ -280,7 +281,9 @@ def test_the_objects_of_a_group_of_batches_may_be_copied_too(cuda: torch.device)
         places = [(number * 4 * WIDTH, -(4 * WIDTH | APART)) for number in range(2)]
         for number, taken in enumerate(lent.buffers(places, group.view(np.uint8).reshape(-1), [])):
             values = torch.from_numpy(taken.view(np.int32))
-            batch = place.place({"meta": Sample(values, torch.tensor(first[number]))}, task)
+            sample = Result(0, 0, {"meta": Sample(values, torch.tensor(first[number]))})
+            batch = place.place([Entry(0, task, sample)])
+            del sample
             sleep(800_000)
             found = batch["meta"].values.to(cuda, non_blocking=True)
             target.compare(found[None], batch["meta"].labels.to(cuda)[None])

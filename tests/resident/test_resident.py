@@ -13,7 +13,7 @@ from simulated import Machine, SimulatedStreams
 from torch.utils.data import TensorDataset
 
 from sharded_loader import ArrayDataset, ShardedDataLoader, SimpleDataset
-from sharded_loader.devices.copies import Placed
+from sharded_loader.devices.copies import PendingCopy
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pool import Pool
@@ -262,8 +262,8 @@ def test_one_task_is_gathered_in_each_wait(machine: Machine) -> None:
     machine.finish()
     assert [(result.seq, result.samples) for result in results] == [(0, 3), (1, 2)]
     first, second = results[0].batch
-    assert (type(first), type(second)) == (Placed, Placed)
-    assert (first.shard["label"].tolist(), second.shard["label"].tolist()) == ([3, 99], [7])
+    assert (type(first), type(second)) == (PendingCopy, PendingCopy)
+    assert (first.batch["label"].tolist(), second.batch["label"].tolist()) == ([3, 99], [7])
     assert pool.wait() == ()
     assert machine.faults == []
 
