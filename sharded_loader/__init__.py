@@ -25,9 +25,9 @@ _HOMES = {
     "data.arrays": "ArrayDataset",
     "data.columns": "PackedList",
     "data.datasets": "ConcatDataset Dataset SimpleDataset SubsetDataset",
-    "data.interleave": "interleave",
-    "data.shuffle_buffer": "ShuffleBuffer",
-    "data.tokens": "TokenWindows",
+    "mixing.interleave": "interleave",
+    "mixing.shuffle_buffer": "ShuffleBuffer",
+    "mixing.tokens": "TokenWindows",
     "loader.loader": "ShardedDataLoader",
     "loader.report": "RankStats",
     "loader.stats": "LoaderStats",
@@ -44,12 +44,12 @@ _HOMES = {
     "sampling.base": "Sampler",
     "sampling.batch_samplers": "BatchSampler BoundedBudgetSampler ClassBalancedBatchSampler GrowingBatchSampler "
     "ShardedBatchSampler SortedBucketSampler",
-    "sampling.bucket_samplers": "BucketScheme ConstWidthBucket ExpWidthBucket FixedBucketSampler "
+    "samplers.bucket_samplers": "BucketScheme ConstWidthBucket ExpWidthBucket FixedBucketSampler "
     "GroupedBatchSampler LinearWidthBucket",
     "sampling.index_samplers": "FilterSampler IntervalSampler RandomSampler RepeatedSampler SequentialSampler "
     "SortedSampler SplitSampler SubsetRandomSampler WeightedRandomSampler",
-    "sampling.packing": "PackSampler",
-    "sampling.shard_shuffle": "EqualShards ShardShuffleSampler",
+    "samplers.packing": "PackSampler",
+    "samplers.shard_shuffle": "EqualShards ShardShuffleSampler",
     "storage.cache": "ShardCache",
     "storage.dataset": "ShardDataset",
     "storage.files": "ShardError",

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from torch.utils.data import BatchSampler
 
 from sharded_loader.base.entries import written
-from sharded_loader.batching.pack import Packed
 from sharded_loader.drop_in.sampler import BegunEpoch, SamplerStart, SamplerState, keep_epochs, raising
 from sharded_loader.engine.messages import NOTHING, Nothing, PartBatch, PartPoint, Result, Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
+from sharded_loader.samplers.pack import Packed
 from sharded_loader.sampling.foreign import ForeignItems, known_length, rank_of
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import bytes_of_one

@@ -46,7 +46,6 @@ from sharded_loader.base.errors import (
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.system import core_seconds
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.pack import Packed
 from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assembler, refuse_async
 from sharded_loader.data.arrays import as_bulk, as_items, takes_arrays
 from sharded_loader.data.awaiting import Awaited, is_awaited
@@ -56,6 +55,7 @@ from sharded_loader.data.inspection import set_epoch_of
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board, phase
 from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, PartPoint, Result, Task
 from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, philox, reading
+from sharded_loader.samplers.pack import Packed
 
 MEASURED_SECONDS = 2e-2
 """Of work that is measured once. To measure a batch takes 40 us, and 200 us where other processes have the caches: that

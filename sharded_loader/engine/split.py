@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.base.checks import check_int
-from sharded_loader.batching.pack import Packed
 from sharded_loader.data.splits import apportioned
 from sharded_loader.engine.messages import PartIndices, Task
 from sharded_loader.randomness.rng import RepeatedIndex
+from sharded_loader.samplers.pack import Packed
 
 
 @dataclass

@@ -27,8 +27,8 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import brief
 from sharded_loader.base.limits import check_fits
 from sharded_loader.data.columns import as_dataset
-from sharded_loader.data.interleave import InterleavedDataset, has_shuffled, mixture_of
-from sharded_loader.data.schedule import Plan, whole_numbers
+from sharded_loader.mixing.interleave import InterleavedDataset, has_shuffled, mixture_of
+from sharded_loader.mixing.schedule import Plan, whole_numbers
 from sharded_loader.randomness.rng import repeated_index
 from sharded_loader.randomness.shuffle import (
     MAX_LENGTH,

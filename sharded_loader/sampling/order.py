@@ -39,6 +39,8 @@ from sharded_loader.base.notices import warn
 from sharded_loader.data.inspection import told_in
 from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.order import Order, Position, process_group, resolve_replicas
+from sharded_loader.samplers.costs import CostSampler
+from sharded_loader.samplers.packing import PackSampler
 from sharded_loader.sampling.base import (
     DrawnSeed,
     Sampler,
@@ -52,11 +54,9 @@ from sharded_loader.sampling.base import (
     ranks_of,
 )
 from sharded_loader.sampling.batch_samplers import BatchSampler, GrowingBatchSampler
-from sharded_loader.sampling.costs import CostSampler
 from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
 from sharded_loader.sampling.foreign import known_length, len_epoch, rank_of, read_twice, table_of, undisturbed
 from sharded_loader.sampling.index_samplers import RandomSampler, RepeatedSampler, SequentialSampler, SplitSampler
-from sharded_loader.sampling.packing import PackSampler
 from sharded_loader.sampling.state import (
     Signature,
     arguments_of,

@@ -5,7 +5,7 @@
     mixture_of(dataset)                                    the `InterleavedDataset` that a loader may plan by itself
     Source(number, dataset, point)                         one of its datasets, read in order from any position
 
-`sharded_loader.data.schedule` says which dataset gives the sample at a position. A mixture owns no thread and no
+`sharded_loader.mixing.schedule` says which dataset gives the sample at a position. A mixture owns no thread and no
 process.
 
 *By index.* A mixture that is shuffled, or whose weights change, has another order in each epoch. A loader plans that
@@ -24,7 +24,7 @@ What can go wrong: an argument is no list of datasets: the error says what to wr
 ValueError names it. A state is one of another mixture, or was saved with more samples: a ValueError says what differs.
 An exception of a dataset passes as it is.
 
-Source of the idea: `sharded_loader.data.schedule` names it; the words for ``stop`` are those of Hugging Face's
+Source of the idea: `sharded_loader.mixing.schedule` names it; the words for ``stop`` are those of Hugging Face's
 ``interleave_datasets``.
 """
 
@@ -50,7 +50,7 @@ from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_ind
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import ConcatDataset, Dataset, TransformDataset, View, tell_epoch
 from sharded_loader.data.inspection import is_indexed, is_stateful, iterable_of, known_parts, takes_two, this_worker
-from sharded_loader.data.schedule import FAR, Plan, Schedule, changes_of
+from sharded_loader.mixing.schedule import FAR, Plan, Schedule, changes_of
 from sharded_loader.randomness.shuffle import Bijections
 
 FIRST, ALL, EACH = "first_exhausted", "all_exhausted", "each_once"

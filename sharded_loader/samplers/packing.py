@@ -31,8 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.base.checks import check_int
-from sharded_loader.batching.pack import Packed, Places
 from sharded_loader.randomness.shuffle import IN_MEMORY, Indices, shuffle, shuffled
+from sharded_loader.samplers.pack import Packed, Places
 from sharded_loader.sampling.base import EVERY, Sampler, check_choice, resolve_seed
 from sharded_loader.sampling.state import SUM
 from sharded_loader.sampling.tables import Table, parts

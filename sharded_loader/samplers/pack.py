@@ -1,6 +1,6 @@
 """`Pack`: documents side by side in rows of one length, with what a model needs to keep them apart.
 
-    Packed: documents, and the place of each     sampling/packing.py -> a task -> the reader's scope
+    Packed: documents, and the place of each     samplers/packing.py -> a task -> the reader's scope
     Pack(samples) -> dict of arrays              it looks its places up there; called alone, it fills row after row
 
 A `Packed` is a batch's list of indices, so datasets, errors and states see plain numbers. Beside each number it knows
