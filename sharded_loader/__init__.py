@@ -60,6 +60,8 @@ PROVIDED = {
     ("dataset", "cache"): "sharded_loader.caching.dataset:StoredDataset",
     ("pool on devices", "resident"): "sharded_loader.resident.pool:make_resident",
     ("pool", "ray"): "sharded_loader.ray.pool:RayPool",
+    ("sampler", "costs"): "sharded_loader.samplers.costs:CostSampler",
+    ("sampler", "mixture"): "sharded_loader.mixing.sampler:sampler_of",
 }
 """What the satellites give to the core, which imports none of them: kind, name, and place. See `base.imports`."""
 

@@ -41,7 +41,7 @@ from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import Notices, warn
 from sharded_loader.base.private import fetched_by_lightning, is_owned
 from sharded_loader.data.arrays import takes_arrays
-from sharded_loader.data.datasets import can_follow, follow
+from sharded_loader.data.datasets import can_follow, follow, mixture_of
 from sharded_loader.data.inspection import set_epoch_of
 from sharded_loader.data.known import Known, digest_of_read
 from sharded_loader.devices.placement import Placement
@@ -51,7 +51,6 @@ from sharded_loader.engine.pipeline import Pipeline, Run, ShownRun
 from sharded_loader.engine.reader import Reader
 from sharded_loader.engine.split import plain_indices
 from sharded_loader.loader.arguments import length
-from sharded_loader.mixing.interleave import mixture_of
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
 from sharded_loader.randomness.global_generators import seeded_globals
 from sharded_loader.sampling.base import nested

@@ -35,13 +35,12 @@ from sharded_loader.base.errors import (
     text_of,
 )
 from sharded_loader.base.notices import Notices
-from sharded_loader.data.datasets import counts_of, retries_of
+from sharded_loader.data.datasets import counts_of, mixture_of, retries_of
 from sharded_loader.engine.messages import BatchTimes, Result, Task
 from sharded_loader.engine.pipeline import NOTED_SECONDS, Entry
 from sharded_loader.engine.reader import KEPT_SAMPLES, plain_indices
 from sharded_loader.loader.times import STAGES, Histograms, SlowSample, StageTimes, WorkerTimes
 from sharded_loader.loader.waits import CAUSES, advice, causes_of, compute_share, name_causes, verdict
-from sharded_loader.mixing.interleave import mixture_of
 
 
 @dataclass(frozen=True)

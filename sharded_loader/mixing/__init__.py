@@ -1,6 +1,7 @@
 """Datasets of other data: `interleave`, `ShuffleBuffer` and `TokenWindows`.
 
     interleave.py        several datasets as one, by index or in order
+    sampler.py           the order of a mixture in a loader
     schedule.py          which of them gives the sample at a position
     shuffle_buffer.py    iterable data in a shuffled order
     tokens.py            windows of files of token ids

@@ -107,7 +107,7 @@ class PackSampler(Sampler[list[int]]):
     decided_by = (("lengths", "_checksum"), *shown)
     fixed = ("tokens", "window", "long", "shuffle")
     cut_by, sized_by = ("tokens", "rows", "window", "long"), ("rows",)
-    counts_by_pass = True
+    counts_by_pass = yields_batches = True
 
     def __init__(
         self,

@@ -119,6 +119,7 @@ class Sampler(Described, Generic[Item_co]):
         seed: the integer that, with the epoch, decides the order; None where nothing is random.
         counts_by_pass: `len_epoch` takes a pass over the data, so loaders do without the length. Epochs differ in
             length. Under ``steps_per_epoch`` loaders read ``epoch_table(EVERY)``, which has no end.
+        yields_batches: it can be a ``batch_sampler=`` only.
 
     Example:
         >>> class Backwards(Sampler[int]):
@@ -132,7 +133,7 @@ class Sampler(Described, Generic[Item_co]):
 
     # Class attributes, because Gluon's users write subclasses that never call ``super().__init__()``.
     _epoch: int = 0
-    counts_by_pass = False
+    counts_by_pass = yields_batches = False
     epoch_request: EpochRequest | None = None  # the last call of `set_epoch`, for the loaders
     seed: int | None = None
     ranks: int | None = None
@@ -151,7 +152,7 @@ class Sampler(Described, Generic[Item_co]):
     def __setattr__(self, name: str, value: Any) -> None:
         kind: Any = type(self)
         # A class of the user's may keep its arguments under any names, until its order has been read.
-        is_read = kind.__module__.startswith(__package__) or not vars(self).keys().isdisjoint(
+        is_read = kind.__module__.startswith("sharded_loader.") or not vars(self).keys().isdisjoint(
             ("_epoch", "epoch_request")
         )
         if (is_read and name in _unchangeable(kind)) or (name in self.fixed and name in vars(self)):
@@ -249,7 +250,7 @@ def _unchangeable(kind: type[Sampler[Any]]) -> frozenset[str]:
 
     None if the user's class has an order of its own. An attribute that it overrides is its own.
     """
-    base: Any = next(one for one in kind.__mro__ if one.__module__.startswith(__package__))
+    base: Any = next(one for one in kind.__mro__ if one.__module__.startswith("sharded_loader."))
     if any(getattr(kind, name, None) is not getattr(base, name, None) for name in _OF_ORDER):
         return frozenset()
     kept = [name for name, attribute in (*kind.decided_by, *kind.shown) if name == attribute]

@@ -35,12 +35,11 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from sharded_loader.base.checks import check_int
+from sharded_loader.base.imports import provided
 from sharded_loader.base.notices import warn
 from sharded_loader.data.inspection import told_in
 from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.order import Order, Position, process_group, resolve_replicas
-from sharded_loader.samplers.costs import CostSampler
-from sharded_loader.samplers.packing import PackSampler
 from sharded_loader.sampling.base import (
     DrawnSeed,
     Sampler,
@@ -217,7 +216,9 @@ class MapOrder(Order[Signature]):
             raise TypeError("the dataset has no __len__: give it one, or give the loader a sampler of its indices")
         if self._costs is not None:
             costs = self._costs if callable(self._costs) or length == self.dataset_length else self._costs[:length]
-            return CostSampler(costs, self._batch_size, length, self.seed, self.steps is not None)
+            made = provided("sampler", "costs")
+            found: Sampler[int] = made(costs, self._batch_size, length, self.seed, self.steps is not None)
+            return found
         return RandomSampler(length, seed=self.seed) if self._shuffle else SequentialSampler(length)
 
     def _sampler_of_first(self, length: int) -> Any:
@@ -504,7 +505,7 @@ class MapOrder(Order[Signature]):
 
     def facts(self, number: int) -> Any:
         """What decides an epoch's batches: with equal facts they are equal. None: a sampler is not this library's."""
-        are_own = all(type(sampler).__module__.startswith(__package__) for sampler in nested(self.batch_sampler))
+        are_own = all(type(sampler).__module__.startswith("sharded_loader.") for sampler in nested(self.batch_sampler))
         return (self.signature(number), arguments_of(self._samplers), self.replicas(), self.arrays) if are_own else None
 
     def length(self, number: int) -> int:
@@ -801,8 +802,9 @@ def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: An
                 "it decides all of that. drop_last is torch's name for last_batch"
             )
         return
-    if isinstance(sampler, PackSampler):
-        raise TypeError("sampler is a PackSampler, which yields batches: give it as batch_sampler=, without batch_size")
+    if getattr(sampler, "yields_batches", False):
+        kind = type(sampler).__name__
+        raise TypeError(f"sampler is a {kind}, which yields batches: give it as batch_sampler=, without batch_size")
     if last_batch not in (None, "keep", "discard", "rollover"):
         raise ValueError(f'last_batch is {last_batch!r}; it must be "keep", "discard" or "rollover"')
     if batch_size is None:
