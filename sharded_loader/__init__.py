@@ -42,12 +42,13 @@ _HOMES = {
     "randomness.shuffle": "IndexView",
     "recordio": "RecordFileDataset",
     "sampling.base": "Sampler",
-    "sampling.batch_samplers": "BatchSampler BoundedBudgetSampler ClassBalancedBatchSampler GrowingBatchSampler "
+    "sampling.own": "BatchSampler RandomSampler RepeatedSampler SequentialSampler",
+    "samplers.batch_samplers": "BoundedBudgetSampler ClassBalancedBatchSampler GrowingBatchSampler "
     "ShardedBatchSampler SortedBucketSampler",
     "samplers.bucket_samplers": "BucketScheme ConstWidthBucket ExpWidthBucket FixedBucketSampler "
     "GroupedBatchSampler LinearWidthBucket",
-    "sampling.index_samplers": "FilterSampler IntervalSampler RandomSampler RepeatedSampler SequentialSampler "
-    "SortedSampler SplitSampler SubsetRandomSampler WeightedRandomSampler",
+    "samplers.index_samplers": "FilterSampler IntervalSampler SortedSampler SplitSampler SubsetRandomSampler "
+    "WeightedRandomSampler",
     "samplers.packing": "PackSampler",
     "samplers.shard_shuffle": "EqualShards ShardShuffleSampler",
     "storage.cache": "ShardCache",

@@ -15,7 +15,7 @@ from typing import Any
 from sharded_loader.data.datasets import mixture_of
 from sharded_loader.mixing.interleave import InterleavedDataset, has_shuffled
 from sharded_loader.mixing.schedule import Plan, whole_numbers
-from sharded_loader.sampling.index_samplers import IndexSampler
+from sharded_loader.sampling.own import IndexSampler
 from sharded_loader.sampling.state import WEIGHTS_SET
 from sharded_loader.sampling.tables import BLOCK, Table
 

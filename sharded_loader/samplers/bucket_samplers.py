@@ -27,8 +27,9 @@ import numpy.typing as npt
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import Described
 from sharded_loader.randomness.shuffle import Bijections, Indices, shuffled
+from sharded_loader.samplers.batch_samplers import check_labels, kinds_of, length_table
 from sharded_loader.sampling.base import BalancedSampler, check_choice, resolve_seed, underscored
-from sharded_loader.sampling.batch_samplers import LAST_BATCH, check_labels, kinds_of, length_table
+from sharded_loader.sampling.own import LAST_BATCH
 from sharded_loader.sampling.tables import BATCHES, Rolling, Table, parts
 
 

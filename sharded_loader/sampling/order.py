@@ -52,10 +52,9 @@ from sharded_loader.sampling.base import (
     nested,
     ranks_of,
 )
-from sharded_loader.sampling.batch_samplers import BatchSampler, GrowingBatchSampler
 from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
 from sharded_loader.sampling.foreign import known_length, len_epoch, rank_of, read_twice, table_of, undisturbed
-from sharded_loader.sampling.index_samplers import RandomSampler, RepeatedSampler, SequentialSampler, SplitSampler
+from sharded_loader.sampling.own import BatchSampler, RandomSampler, RepeatedSampler, SequentialSampler
 from sharded_loader.sampling.state import (
     Signature,
     arguments_of,
@@ -147,9 +146,10 @@ class MapOrder(Order[Signature]):
         self.is_given = self._given_sampler is not None
         if self.is_given:
             check_sampler(self._given_sampler, "batch_sampler" if self.given_batches else "sampler")
-        if isinstance(batch_sampler, GrowingBatchSampler) and steps_per_epoch is not None:
+        if getattr(batch_sampler, "grows", False) and steps_per_epoch is not None:
             raise ValueError(
-                "steps_per_epoch needs epochs of equally many batches: leave it out, a GrowingBatchSampler has others"
+                f"steps_per_epoch needs epochs of equally many batches: leave it out, a {type(batch_sampler).__name__} "
+                "has others"
             )
         self.drops_last = last_batch == "discard" or bool(getattr(batch_sampler, "drop_last", False))
         self._read_sampler = self._given_sampler  # or a copy with other seeds
@@ -768,7 +768,7 @@ def text_if_ranks_repeat(samplers: Iterable[Any], environ: Mapping[str, str] = o
     counts = ("num_replicas", "num_processes")  # of Accelerate's samplers
     shares = (
         rank_of(sampler) is not None
-        or isinstance(sampler, SplitSampler)
+        or getattr(sampler, "is_part", False)
         or any(hasattr(sampler, name) for name in counts)
         for sampler in samplers
     )

@@ -1,4 +1,4 @@
-"""Orders of single indices: in turn, shuffled, filtered, strided, in parts, sorted, drawn by weight.
+"""Orders of single indices: of a subset, filtered, strided, in parts, sorted, drawn by weight.
 
 In: how many samples there are (or keys, indices, weights), and a seed where order is random. Out: a table of int64
 indices per epoch, a pure function of (seed, epoch). Any position takes the same time. Shuffles of up to 16 M indices
@@ -15,7 +15,7 @@ keys or weights that do not fit into memory (MemoryError).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,10 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.base.checks import check_int
-from sharded_loader.base.described import brief
 from sharded_loader.base.limits import check_fits
 from sharded_loader.data.columns import as_dataset
-from sharded_loader.randomness.rng import repeated_index
 from sharded_loader.randomness.shuffle import (
     MAX_LENGTH,
     IndexView,
@@ -37,29 +35,9 @@ from sharded_loader.randomness.shuffle import (
     uniforms,
     uniforms_at,
 )
-from sharded_loader.sampling.base import Sampler, WrapperSampler, resolve_seed, underscored
-from sharded_loader.sampling.foreign import len_epoch, table_of
-from sharded_loader.sampling.tables import BLOCK, Table, checksum_of, parts
-
-
-def _check_length(length: Any) -> int:
-    return check_int("length", length, 0, "give the number of samples, len(dataset)")
-
-
-class IndexSampler(Sampler[int]):
-    """Base class: a subclass says how many indices an epoch has, and which one is where."""
-
-    _length: int
-
-    def epoch_table(self, epoch: int) -> Table:
-        return Table(self.len_epoch(epoch), self._order(epoch), BLOCK)
-
-    def len_epoch(self, epoch: int) -> int:
-        return self._length
-
-    def _order(self, epoch: int) -> Callable[[Indices], Indices]:
-        """Positions -> indices. What the whole epoch needs is made now."""
-        raise NotImplementedError
+from sharded_loader.sampling.base import resolve_seed, underscored
+from sharded_loader.sampling.own import IndexSampler, check_length
+from sharded_loader.sampling.tables import checksum_of
 
 
 class _ListedSampler(IndexSampler):
@@ -70,69 +48,6 @@ class _ListedSampler(IndexSampler):
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
         return self._indices.take
-
-
-class SequentialSampler(IndexSampler):
-    """Indices in order: start, start + 1, ... start + length - 1.
-
-    Args:
-        length: the number of samples.
-        start: the first.
-
-    Raises:
-        TypeError, ValueError: if ``length`` is not an integer or negative.
-
-    Example:
-        >>> list(SequentialSampler(4, start=3))
-        [3, 4, 5, 6]
-
-    Source of the idea: `mxnet.gluon.data.SequentialSampler`.
-    """
-
-    decided_by = (("start", "_first"),)
-
-    def __init__(self, length: int, start: int = 0) -> None:
-        self._length = _check_length(length)
-        self._first = check_int("start", start, -MAX_LENGTH, "give the first index")
-
-    def _order(self, epoch: int) -> Callable[[Indices], Indices]:
-        return lambda positions: positions + self._first
-
-
-class RandomSampler(IndexSampler):
-    """Every index once per epoch, in a new random order each epoch.
-
-    Up to 2**24 (16 M) indices the order is one array; above, each position is computed, in constant
-    memory (see `sharded_loader.randomness.shuffle`).
-
-    Args:
-        length: number of samples, up to 2**62.
-        seed: with the epoch it decides the order. None draws one from torch's default generator.
-
-    Raises:
-        TypeError, ValueError: if ``length`` is not an integer, negative, or above 2**62.
-
-    Example:
-        >>> sampler = RandomSampler(10**12, seed=7)
-        >>> len(sampler)
-        1000000000000
-        >>> next(sampler.iter_epoch(0, start=10**11)) < 10**12
-        True
-
-    Source of the idea: `mxnet.gluon.data.RandomSampler`.
-    """
-
-    def __init__(self, length: int, seed: int | None = None) -> None:
-        self._length = _check_length(length)
-        if self._length > MAX_LENGTH:
-            raise ValueError(
-                f"RandomSampler shuffles up to 2**62 samples, got length={self._length}: "
-                "use SequentialSampler, or SplitSampler over parts"
-            )
-        self.seed = resolve_seed(seed)
-
-    def _order(self, epoch: int) -> Callable[[Indices], Indices]:
-        return shuffle(self._length, self.seed, "order", epoch)
 
 
 class SubsetRandomSampler(IndexSampler):
@@ -232,7 +147,7 @@ class IntervalSampler(IndexSampler):
     shown = (("total", "_length"), *decided_by)
 
     def __init__(self, length: int, interval: int, rollover: bool = True) -> None:
-        self._length = _check_length(length)
+        self._length = check_length(length)
         self._interval = check_int("interval", interval, 1, "give the stride between two indices")
         if self._interval > self._length > 0:
             raise ValueError(
@@ -284,6 +199,7 @@ class SplitSampler(IndexSampler):
     """
 
     decided_by = underscored("num_parts", "even_size", "repeat", "shuffle")
+    is_part = True
     shown = (*underscored("total", "part_index"), *decided_by)
 
     def __init__(
@@ -296,7 +212,7 @@ class SplitSampler(IndexSampler):
         shuffle: bool = True,
         seed: int | None = None,
     ) -> None:
-        self._total = _check_length(length)
+        self._total = check_length(length)
         parts = check_int("num_parts", num_parts, 1, "give how many parts the dataset is split into")
         part = check_int("part_index", part_index, 0, "parts count from 0")
         self._repeat = check_int("repeat", repeat, 1, "give how many times the part comes in an epoch")
@@ -582,94 +498,3 @@ def _checked_lengths(lengths: Any, count: int, replacement: bool) -> Indices:
     if len(array) != count:
         raise ValueError(f"there are {count} weights and {len(array)} lengths: give one of each per group of samples")
     return array
-
-
-# -- each sample several times -----------------------------------------------------------------------------------------
-
-
-class RepeatedSampler(WrapperSampler[int]):
-    """Each index of another order ``copies`` times, one behind the other, and each copy with its own random numbers.
-
-    This is repeated augmentation: the copies of a sample are augmented differently, because `sample_rng`,
-    `sample_generator` and ``transform(fn, seeded=True)`` know the copy. Under ``num_replicas`` the copies go to
-    different ranks. On one rank they lie in one batch.
-
-    Without ``sampler`` it repeats the loader's own order: ``ShardedDataLoader(dataset, 64, shuffle=True,
-    sampler=RepeatedSampler(3))``. That is the only sampler that may come with ``shuffle``.
-
-    Args:
-        copies: how many times each sample comes in an epoch.
-        sampler: any sampler of single indices. None: the order that the loader would have without a sampler.
-        seed: starts ``sampler`` if another library made it. None draws one if it is needed.
-
-    Raises:
-        TypeError, ValueError: ``copies`` is no integer of at least 1, or ``sampler`` is no sampler.
-
-    Example:
-        >>> from sharded_loader import SequentialSampler, ShardedDataLoader
-        >>> list(RepeatedSampler(2, SequentialSampler(3)))
-        [0, 0, 1, 1, 2, 2]
-        >>> loader = ShardedDataLoader(range(3), 4, sampler=RepeatedSampler(2))
-        >>> [batch.tolist() for batch in loader]
-        [[0, 0, 1, 1], [2, 2]]
-
-    Source of the idea: Hoffer et al., "Augment your batch" (2019), MultiGrain (2019), timm's ``RepeatAugSampler``.
-    """
-
-    decided_by = (("copies", "copies"),)
-    fixed = ("copies",)
-    sampler: Any
-
-    def __init__(self, copies: int, sampler: Iterable[Any] | None = None, *, seed: int | None = None) -> None:
-        self.copies = check_int("copies", copies, 1, "give how many times each sample comes in an epoch")
-        if sampler is None:  # until a loader has put its own order inside
-            self.sampler, self._shares_epoch, self.seed = None, False, 0
-        else:
-            super().__init__(sampler, seed)
-
-    def epoch_table(self, epoch: int) -> Table:
-        self._check()
-        return _Copied(table_of(self.sampler, epoch, self.seed), self.copies)
-
-    def len_epoch(self, epoch: int) -> int:
-        self._check()
-        return self.copies * len_epoch(self.sampler, epoch)
-
-    def _check(self) -> None:
-        if self.sampler is None:
-            raise ValueError(
-                f"RepeatedSampler({self.copies}) has no order to repeat: give it to a loader as sampler=, or give it a "
-                f"sampler, RepeatedSampler({self.copies}, sampler)"
-            )
-
-
-class _Copied(Table):
-    """The items of another table, each of them several times. The first copy is a plain int."""
-
-    def __init__(self, table: Table, copies: int) -> None:
-        self._table, self._copies = table, copies
-        self._block = min(table.block, 1024)
-        self._last: tuple[int, Any] = -1, None  # an iterator is not read twice for copies in two batches
-
-    def upto(self, begin: int, end: int) -> int:
-        copies = self._copies
-        return min(end, copies * self._table.upto(begin // copies, parts(end, copies, cut=False)))
-
-    def at(self, positions: Indices) -> list[Any]:
-        places, which = np.unique(positions // self._copies, return_inverse=True)
-        held, item = self._last
-        known = [item] if held == places[0] else []
-        found = self._table.at(places[len(known) :]) if len(places) > len(known) else []
-        items = known + (found.tolist() if isinstance(found, np.ndarray) else found)
-        self._last = int(places[-1]), items[-1]
-        kinds = [int, *map(repeated_index, range(1, self._copies))]
-        try:
-            return [
-                kinds[copy](items[place])
-                for place, copy in zip(which.tolist(), (positions % self._copies).tolist(), strict=True)
-            ]
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"RepeatedSampler repeats single integer indices, and its sampler yields others, such as "
-                f"{brief(items[0])}: put the RepeatedSampler inside the batch sampler"
-            ) from None
