@@ -460,6 +460,7 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
     cut_by, sized_by = ("classes", "samples", "batches"), ("classes",)
     order_version = 2
     shown = (("labels", "dataset_length"), *_numbers)
+    of_each = "label"
 
     def __init__(
         self,
@@ -527,19 +528,6 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
     @property
     def samples_in_batch(self) -> int:
         return self.classes * self.samples
-
-    def check_dataset(self, length: int) -> None:
-        """Reject a dataset of another length."""
-        check_labels(self, length)
-
-
-def check_labels(sampler: Any, length: int) -> None:
-    """Reject a dataset that has not as many samples as a sampler has labels."""
-    if length != sampler.dataset_length:
-        raise ValueError(
-            f"the {type(sampler).__name__} has {sampler.dataset_length} labels, but the dataset has {length} samples: "
-            "give one label per sample, in the order of the dataset"
-        )
 
 
 def kinds_of(labels: Any, name: str) -> tuple[list[Any], Indices]:

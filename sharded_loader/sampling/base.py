@@ -148,6 +148,10 @@ class Sampler(Described, Generic[Item_co]):
     """The attributes that grow with the size of a batch. The first one is that size, if it is a number."""
     fixed: ClassVar[tuple[str, ...]] = ()
     """Arguments that the sampler keeps under their names, and that have no effect after it was made."""
+    dataset_length: int | None = None
+    """Of how many samples it knows a length or label. A dataset of another length is rejected."""
+    of_each: ClassVar[str] = "length"
+    """What it knows of them."""
     plan: Any = None
     """What else must be equal in two batch samplers whose steps have the same samples, on other numbers of ranks."""
 
@@ -165,6 +169,14 @@ class Sampler(Described, Generic[Item_co]):
                 f"{named}, and a loader with it{live if name == 'weights' else ''}"
             )
         super().__setattr__(name, value)
+
+    def check_dataset(self, length: int) -> None:
+        """Reject a dataset of another length."""
+        if self.dataset_length not in (None, length):
+            raise ValueError(
+                f"the {type(self).__name__} has {self.dataset_length} {self.of_each}s, but the dataset has {length} "
+                f"samples: give one {self.of_each} per sample, in the order of the dataset"
+            )
 
     @property
     def epoch(self) -> int:
@@ -261,22 +273,9 @@ def _unchangeable(kind: type[Sampler[Any]]) -> frozenset[str]:
 
 
 class BalancedSampler(Sampler[Item_co]):
-    """Base class of samplers that give all ranks similar items in each step.
-
-    Attributes:
-        dataset_length: how many samples the sampler knows a length, key or label of. None: it is not known.
-    """
+    """Base class of samplers that give all ranks similar items in each step."""
 
     ranks = 1
-    dataset_length: int | None = None
-
-    def check_dataset(self, length: int) -> None:
-        """Reject a dataset of another length."""
-        if self.dataset_length not in (None, length):
-            raise ValueError(
-                f"the {type(self).__name__} has the lengths of {self.dataset_length} samples, but the dataset has "
-                f"{length}: give one length per sample, in the order of the dataset"
-            )
 
     def for_ranks(self, ranks: int) -> Sampler[Item_co]:
         if ranks == self.ranks:
