@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader import ShardedDataLoader, interleave
-from sharded_loader.sampling.index_samplers import sampler_of
+from sharded_loader.mixing.sampler import sampler_of
 
 TITLE = "Mixtures: shares of a rank, and the time that planning takes"
 
@@ -55,7 +55,7 @@ def furthest(weights: Any, ranks: int, samples: int) -> float:
 
 def planned(weights: Any, ranks: int, batch_size: int, steps: int) -> float:
     """Microseconds of one step, with all that is made at once for later steps: the median of some stretches."""
-    order = sampler_of(mixture_of(weights, 8 * ranks * 5 * steps), False, False)
+    order = sampler_of(mixture_of(weights, 8 * ranks * 5 * steps), None, False, False)
     loader = ShardedDataLoader(range(1), batch_size, sampler=order, num_replicas=ranks, rank=ranks - 1)
     epoch = loader._order.epoch(0)
     times = []

@@ -28,7 +28,20 @@ MAX_FUNCTION_LINES = 50
 APART = ("cli", "demo", "__main__")
 """Below the package: programs that use it."""
 
-OPTIONAL = ("storage", "recordio", "ray", "caching", "resident", "drop_in", "torch", "integrations", *APART)
+OPTIONAL = (
+    "storage",
+    "recordio",
+    "ray",
+    "caching",
+    "resident",
+    "samplers",
+    "mixing",
+    "batchify",
+    "drop_in",
+    "torch",
+    "integrations",
+    *APART,
+)
 """Below the package: what `ShardedDataLoader` does not need. The rest of the package is its core."""
 
 FLOORS = (
@@ -38,7 +51,7 @@ FLOORS = (
     ("memory",),
     ("data",),
     ("engine", "recordio"),
-    ("sampling", "streams", "devices", "storage", "caching"),
+    ("sampling", "streams", "devices", "storage", "caching", "samplers", "mixing"),
     ("pools",),
     ("loader", "parallel", "batchify", "ray", "resident"),
     ("drop_in",),

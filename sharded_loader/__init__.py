@@ -25,9 +25,9 @@ _HOMES = {
     "data.arrays": "ArrayDataset",
     "data.columns": "PackedList",
     "data.datasets": "ConcatDataset Dataset SimpleDataset SubsetDataset",
-    "data.interleave": "interleave",
-    "data.shuffle_buffer": "ShuffleBuffer",
-    "data.tokens": "TokenWindows",
+    "mixing.interleave": "interleave",
+    "mixing.shuffle_buffer": "ShuffleBuffer",
+    "mixing.tokens": "TokenWindows",
     "loader.loader": "ShardedDataLoader",
     "loader.report": "RankStats",
     "loader.stats": "LoaderStats",
@@ -42,14 +42,15 @@ _HOMES = {
     "randomness.shuffle": "IndexView",
     "recordio": "RecordFileDataset",
     "sampling.base": "Sampler",
-    "sampling.batch_samplers": "BatchSampler BoundedBudgetSampler ClassBalancedBatchSampler GrowingBatchSampler "
+    "sampling.own": "BatchSampler RandomSampler RepeatedSampler SequentialSampler",
+    "samplers.batch_samplers": "BoundedBudgetSampler ClassBalancedBatchSampler GrowingBatchSampler "
     "ShardedBatchSampler SortedBucketSampler",
-    "sampling.bucket_samplers": "BucketScheme ConstWidthBucket ExpWidthBucket FixedBucketSampler "
+    "samplers.bucket_samplers": "BucketScheme ConstWidthBucket ExpWidthBucket FixedBucketSampler "
     "GroupedBatchSampler LinearWidthBucket",
-    "sampling.index_samplers": "FilterSampler IntervalSampler RandomSampler RepeatedSampler SequentialSampler "
-    "SortedSampler SplitSampler SubsetRandomSampler WeightedRandomSampler",
-    "sampling.packing": "PackSampler",
-    "sampling.shard_shuffle": "EqualShards ShardShuffleSampler",
+    "samplers.index_samplers": "FilterSampler IntervalSampler SortedSampler SplitSampler SubsetRandomSampler "
+    "WeightedRandomSampler",
+    "samplers.packing": "PackSampler",
+    "samplers.shard_shuffle": "EqualShards ShardShuffleSampler",
     "storage.cache": "ShardCache",
     "storage.dataset": "ShardDataset",
     "storage.files": "ShardError",
@@ -60,6 +61,8 @@ PROVIDED = {
     ("dataset", "cache"): "sharded_loader.caching.dataset:StoredDataset",
     ("pool on devices", "resident"): "sharded_loader.resident.pool:make_resident",
     ("pool", "ray"): "sharded_loader.ray.pool:RayPool",
+    ("sampler", "costs"): "sharded_loader.samplers.costs:CostSampler",
+    ("sampler", "mixture"): "sharded_loader.mixing.sampler:sampler_of",
 }
 """What the satellites give to the core, which imports none of them: kind, name, and place. See `base.imports`."""
 

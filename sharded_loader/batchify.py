@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 from sharded_loader.base.described import an
 from sharded_loader.batching.default import Batchify, default_batchify_fn, is_numbers, stack, to_numpy_dtype, unlike
-from sharded_loader.batching.pack import Pack
 from sharded_loader.batching.pad import Pad
 from sharded_loader.batching.protocol import (
     Assemble,
@@ -34,6 +33,7 @@ from sharded_loader.batching.protocol import (
     in_fields,
     some,
 )
+from sharded_loader.samplers.pack import Pack
 
 __all__ = ["Dict", "List", "NamedTuple", "Pack", "Pad", "Stack", "Tuple", "default_batchify_fn"]
 

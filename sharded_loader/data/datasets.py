@@ -656,6 +656,32 @@ class ConcatDataset(Wrapper):
         return " + ".join(briefs(self._parts))
 
 
+# -- mixed -------------------------------------------------------------------------------------------------------------
+
+
+class Mixture(View):
+    """Base class of several datasets as one, whose order is not that of the indices: see `sharded_loader.mixing`."""
+
+    sources_of: Callable[[Any], Int64s]
+    """For each of the datasets, how many of the samples at these indices are its."""
+
+    pairs: Callable[[Any, int], list[tuple[int, int]]]
+    """Which dataset each of these samples comes from, and its index in it: of indices, in an epoch."""
+
+
+def mixture_of(dataset: Any) -> Mixture | None:
+    """The mixture whose samples a dataset has, at the same indices, perhaps transformed; None if there is none."""
+    while type(dataset) is TransformDataset:
+        dataset = dataset._dataset
+    return dataset if isinstance(dataset, Mixture) else None
+
+
+def has_mixture(dataset: Any) -> bool:
+    """Whether a dataset is a mixture, or has one inside."""
+    inside = dataset._inside if isinstance(dataset, Wrapper) else ()
+    return isinstance(dataset, Mixture) or any(map(has_mixture, inside))
+
+
 # -- datasets that read from servers -----------------------------------------------------------------------------------
 
 

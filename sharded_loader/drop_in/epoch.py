@@ -19,9 +19,8 @@ from torch.utils.data import BatchSampler
 
 from sharded_loader.base.entries import written
 from sharded_loader.base.interrupts import is_from_outside
-from sharded_loader.batching.pack import Packed
 from sharded_loader.drop_in.sampler import BegunEpoch, SamplerStart, SamplerState, keep_epochs, raising
-from sharded_loader.engine.messages import NOTHING, Nothing, PartBatch, PartPoint, Result, Task
+from sharded_loader.engine.messages import NOTHING, Nothing, PartBatch, PartPoint, Result, RowIndices, Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
 from sharded_loader.sampling.foreign import ForeignItems, known_length, rank_of
 from sharded_loader.sampling.state import Checkpoint
@@ -105,8 +104,8 @@ class TorchEpoch(Epoch):
         if planned.left_out:
             return NOTHING
         indices = planned.item if self._batched else (planned.item,)
-        if type(indices) not in (tuple, Packed):  # a sampler may fill its own list again while this one waits
-            indices = list(indices)
+        if type(indices) is not tuple and not isinstance(indices, RowIndices):
+            indices = list(indices)  # a sampler may fill its own list again while this one waits
         # In any order, and if the number of workers changes, a batch goes to the worker that has the least to do.
         lane: int | None = seq % self._lanes if self.takes_turns and not self.any_order else None
         part: PartBatch | None = None

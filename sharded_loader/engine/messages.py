@@ -131,6 +131,25 @@ class PartIndices(Sequence[Any]):
         return PartIndices, (self.part, self.places)
 
 
+class RowIndices(list[int]):
+    """The indices of samples that lie side by side in rows, which shards do not break up: a batch of a batch sampler.
+
+    Attributes:
+        rows: how many rows there are.
+    """
+
+    __slots__ = ("rows",)
+    rows: int
+
+    def taken(self, positions: Sequence[int]) -> RowIndices:
+        """Some of the indices, in the same rows."""
+        raise NotImplementedError
+
+    def cut(self, sizes: Iterable[int]) -> list[RowIndices]:
+        """Shards of whole rows. ``sizes`` says how many rows each shard has. A shard of no rows is left out."""
+        raise NotImplementedError
+
+
 class BatchTimes(SimpleNamespace):
     """One batch on its way. Its worker, the pipeline and ``next`` each fill in by keyword what they know.
 

@@ -46,7 +46,6 @@ from sharded_loader.base.errors import (
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.system import core_seconds
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.pack import Packed
 from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assembler, refuse_async
 from sharded_loader.data.arrays import as_bulk, as_items, takes_arrays
 from sharded_loader.data.awaiting import Awaited, is_awaited
@@ -54,7 +53,7 @@ from sharded_loader.data.bulk import NOT_IN_BULK, listed
 from sharded_loader.data.datasets import RETRIES
 from sharded_loader.data.inspection import set_epoch_of
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board, phase
-from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, PartPoint, Result, Task
+from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, PartPoint, Result, RowIndices, Task
 from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, philox, reading
 
 MEASURED_SECONDS = 2e-2
@@ -439,7 +438,7 @@ class Reader:
     def _fits(self, samples: list[Any], positions: list[int], at: BatchScope) -> bool:
         indices = at.indices
         try:
-            if isinstance(indices, Packed):
+            if isinstance(indices, RowIndices):
                 at.indices = indices.taken(positions := sorted({*positions}))
             self._assemble([samples[position] for position in positions], np.empty)
         except BatchifyError:
@@ -496,7 +495,7 @@ class Reader:
         batches = []
         for number, pairs in enumerate(shards):
             given = task.shards[number]
-            if replaces and not isinstance(given, Packed):  # a row has no room for another document
+            if replaces and not isinstance(given, RowIndices):  # a row has no room for another document
                 for i, (_, sample) in enumerate(pairs):
                     if type(sample) is Bad:
                         rng = philox(job.seed, "replace", task.epoch, task.key, number, i)
@@ -506,7 +505,7 @@ class Reader:
             if kept or not pairs:  # a batch may be empty from the start
                 at.board[SHARD] = number
                 at.indices = [index for index, _ in kept]
-                if isinstance(given, Packed):
+                if isinstance(given, RowIndices):
                     at.indices = given.taken([i for i, (_, sample) in enumerate(pairs) if type(sample) is not Bad])
                 batches.append(self._make_batch([sample for _, sample in kept], at))
             else:

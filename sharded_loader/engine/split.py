@@ -27,9 +27,8 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.base.checks import check_int
-from sharded_loader.batching.pack import Packed
 from sharded_loader.data.splits import apportioned
-from sharded_loader.engine.messages import PartIndices, Task
+from sharded_loader.engine.messages import PartIndices, RowIndices, Task
 from sharded_loader.randomness.rng import RepeatedIndex
 
 
@@ -88,7 +87,7 @@ def plain_indices(indices: Any) -> list[Any]:
         found = indices.tolist()
         return found if isinstance(found, list) else [found]
     if are_plain(indices):
-        return indices if type(indices) is Packed else list(indices)
+        return indices if isinstance(indices, RowIndices) else list(indices)
     return [plain_index(index) for index in indices]
 
 
@@ -198,7 +197,7 @@ def split_batch(
     """Split one flat batch into shards, none of them empty.
 
     Args:
-        indices: the batch: a list, tuple or 1-D array. If it is `Packed`, its rows are split, without costs.
+        indices: the batch: a list, tuple or 1-D array. If it is `RowIndices`, its rows are split, without costs.
         num_shards: most shards to make.
         weights: one number per shard, those of 0 last; None for even shares. See `shard_sizes`.
         costs: ``costs[index]`` is what the sample costs (its length, say; at least 0). The most expensive
@@ -220,7 +219,7 @@ def split_batch(
     Source of the idea: longest processing time first (Graham, 1969): the most expensive shard costs at most
     4/3 - 1/(3 * num_shards) of the best possible.
     """
-    if type(indices) is Packed:
+    if isinstance(indices, RowIndices):
         if costs is not None:
             raise ValueError("rows of documents cannot be split by costs: leave out costs, because rows are full")
         return [*indices.cut(shard_sizes(indices.rows, num_shards, weights))]

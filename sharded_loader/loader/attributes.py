@@ -33,10 +33,16 @@ from sharded_loader.loader.arguments import (
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.report import Reported
 from sharded_loader.loader.stats import Meter, quiet_counts
-from sharded_loader.sampling.index_samplers import NO_WEIGHTS, MixtureSampler
+from sharded_loader.sampling.state import has_weights
 from sharded_loader.streams.order import StreamOrder
 
 Given = ParamSpec("Given")
+
+NO_WEIGHTS = (
+    "set_weights needs what interleave() returned for datasets that are read by index, or a transform of it, as the "
+    "dataset of a loader without a sampler and without shuffle=True. Make it with interleave(..., shuffle=True), or "
+    "with a schedule, weights=[(0, [...])]. Iterable data can only have a schedule that is given from the start"
+)
 
 _INSTEAD_OF_SETTING = {
     "dataset": "make a new loader, or change it in place and call refresh()",
@@ -311,8 +317,8 @@ class LoaderAttributes(Reported):
             ['b', 'b', 'b', 'b']
         """
         self._pipeline.check_open()
-        sampler = self._order.sampler
-        if not isinstance(sampler, MixtureSampler):
+        sampler: Any = self._order.sampler
+        if not has_weights(sampler):
             raise TypeError(NO_WEIGHTS)
         self._epochs.replan(functools.partial(sampler.set_weights, weights))
 

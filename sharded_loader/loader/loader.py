@@ -27,6 +27,7 @@ from sharded_loader.base.limits import warn_of_workers
 from sharded_loader.base.notices import Notices
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.data.bulk import Indexed
+from sharded_loader.data.datasets import has_mixture
 from sharded_loader.data.inspection import is_stream
 from sharded_loader.devices.names import DeviceLike, find_devices
 from sharded_loader.devices.placement import Placement
@@ -62,7 +63,6 @@ from sharded_loader.loader.iterator import Batch, EpochIterator
 from sharded_loader.loader.stats import Meter
 from sharded_loader.parallel.split import gather
 from sharded_loader.pools.process.pool import ProcessPool
-from sharded_loader.sampling.index_samplers import RepeatedSampler, sampler_of
 from sharded_loader.sampling.order import MapOrder, takes_order
 from sharded_loader.streams.order import NO_SKIP, StreamOrder
 
@@ -252,10 +252,10 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         else:
             refuse_streams(streams, dataset)
             size = length(dataset, needed=sampler is None and batch_sampler is None)
-            is_given = bool(shuffle) or not takes_order(sampler) or batch_sampler is not None or costs is not None
-            planned = sampler_of(dataset, is_given, steps_per_epoch is not None or last_batch == "rollover")
-            if planned is not None:
-                sampler = sampler.over(planned) if isinstance(sampler, RepeatedSampler) else planned
+            if has_mixture(dataset):
+                is_given = bool(shuffle) or not takes_order(sampler) or batch_sampler is not None or costs is not None
+                rolls_over = steps_per_epoch is not None or last_batch == "rollover"
+                sampler = provided("sampler", "mixture")(dataset, sampler, is_given, rolls_over)
             common |= {"sampler": sampler, "batch_sampler": batch_sampler, "skip": skip}
             order = MapOrder(size, dataset, shuffle=shuffle, costs=costs, evaluate=evaluate, **common)
         # The default given by name is the default: it reads in bulk too.

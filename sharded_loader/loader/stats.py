@@ -35,8 +35,7 @@ from sharded_loader.base.errors import (
     text_of,
 )
 from sharded_loader.base.notices import Notices
-from sharded_loader.data.datasets import counts_of, retries_of
-from sharded_loader.data.interleave import mixture_of
+from sharded_loader.data.datasets import counts_of, mixture_of, retries_of
 from sharded_loader.engine.messages import BatchTimes, Result, Task
 from sharded_loader.engine.pipeline import NOTED_SECONDS
 from sharded_loader.engine.reader import KEPT_SAMPLES, plain_indices

@@ -1,14 +1,11 @@
-"""The order of samples: samplers, batch samplers, buckets, shards and ranks. `sharded_loader` has their names. From the
+"""The order of samples: samplers, batch samplers, shards and ranks. `sharded_loader` has their names. From the
 bottom up:
 
     tables.py            one epoch as a table; batches and ranks as arithmetic on positions
     base.py              Sampler: what every sampler is, and what ``set_epoch`` has asked of it
     state.py             what `state_dict` returns
     foreign.py           any sampler at all as a table: the one place that reads samplers of other libraries
-    index_samplers.py    orders of single indices: in turn, shuffled, in parts, sorted, drawn by weight
-    shard_shuffle.py     shards in shuffled order, samples shuffled within a window of shards
-    batch_samplers.py    batches of indices, also with rollover or split into shards
-    bucket_samplers.py   batches by fixed buckets of lengths, and how these are made
+    own.py               what a loader makes itself: indices in turn or shuffled, batches, also with rollover
     epoch.py             one epoch's batches for a rank, from any position on
     order.py             a loader's order: which epoch is next, what a state is compared with, the share of one rank
 

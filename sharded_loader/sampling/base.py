@@ -119,6 +119,9 @@ class Sampler(Described, Generic[Item_co]):
         seed: the integer that, with the epoch, decides the order; None where nothing is random.
         counts_by_pass: `len_epoch` takes a pass over the data, so loaders do without the length. Epochs differ in
             length. Under ``steps_per_epoch`` loaders read ``epoch_table(EVERY)``, which has no end.
+        grows: batches have more samples in later steps, so ``steps_per_epoch`` does not go with it.
+        is_part: it yields the samples of one rank.
+        yields_batches: it can be a ``batch_sampler=`` only.
 
     Example:
         >>> class Backwards(Sampler[int]):
@@ -132,7 +135,7 @@ class Sampler(Described, Generic[Item_co]):
 
     # Class attributes, because Gluon's users write subclasses that never call ``super().__init__()``.
     _epoch: int = 0
-    counts_by_pass = False
+    counts_by_pass = grows = is_part = yields_batches = False
     epoch_request: EpochRequest | None = None  # the last call of `set_epoch`, for the loaders
     seed: int | None = None
     ranks: int | None = None
@@ -145,13 +148,17 @@ class Sampler(Described, Generic[Item_co]):
     """The attributes that grow with the size of a batch. The first one is that size, if it is a number."""
     fixed: ClassVar[tuple[str, ...]] = ()
     """Arguments that the sampler keeps under their names, and that have no effect after it was made."""
+    dataset_length: int | None = None
+    """Of how many samples it knows a length or label. A dataset of another length is rejected."""
+    of_each: ClassVar[str] = "length"
+    """What it knows of them."""
     plan: Any = None
     """What else must be equal in two batch samplers whose steps have the same samples, on other numbers of ranks."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         kind: Any = type(self)
         # A class of the user's may keep its arguments under any names, until its order has been read.
-        is_read = kind.__module__.startswith(__package__) or not vars(self).keys().isdisjoint(
+        is_read = kind.__module__.startswith("sharded_loader.") or not vars(self).keys().isdisjoint(
             ("_epoch", "epoch_request")
         )
         if (is_read and name in _unchangeable(kind)) or (name in self.fixed and name in vars(self)):
@@ -162,6 +169,14 @@ class Sampler(Described, Generic[Item_co]):
                 f"{named}, and a loader with it{live if name == 'weights' else ''}"
             )
         super().__setattr__(name, value)
+
+    def check_dataset(self, length: int) -> None:
+        """Reject a dataset of another length."""
+        if self.dataset_length not in (None, length):
+            raise ValueError(
+                f"the {type(self).__name__} has {self.dataset_length} {self.of_each}s, but the dataset has {length} "
+                f"samples: give one {self.of_each} per sample, in the order of the dataset"
+            )
 
     @property
     def epoch(self) -> int:
@@ -249,7 +264,7 @@ def _unchangeable(kind: type[Sampler[Any]]) -> frozenset[str]:
 
     None if the user's class has an order of its own. An attribute that it overrides is its own.
     """
-    base: Any = next(one for one in kind.__mro__ if one.__module__.startswith(__package__))
+    base: Any = next(one for one in kind.__mro__ if one.__module__.startswith("sharded_loader."))
     if any(getattr(kind, name, None) is not getattr(base, name, None) for name in _OF_ORDER):
         return frozenset()
     kept = [name for name, attribute in (*kind.decided_by, *kind.shown) if name == attribute]
@@ -258,22 +273,9 @@ def _unchangeable(kind: type[Sampler[Any]]) -> frozenset[str]:
 
 
 class BalancedSampler(Sampler[Item_co]):
-    """Base class of samplers that give all ranks similar items in each step.
-
-    Attributes:
-        dataset_length: how many samples the sampler knows a length, key or label of. None: it is not known.
-    """
+    """Base class of samplers that give all ranks similar items in each step."""
 
     ranks = 1
-    dataset_length: int | None = None
-
-    def check_dataset(self, length: int) -> None:
-        """Reject a dataset of another length."""
-        if self.dataset_length not in (None, length):
-            raise ValueError(
-                f"the {type(self).__name__} has the lengths of {self.dataset_length} samples, but the dataset has "
-                f"{length}: give one length per sample, in the order of the dataset"
-            )
 
     def for_ranks(self, ranks: int) -> Sampler[Item_co]:
         if ranks == self.ranks:

@@ -35,6 +35,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from sharded_loader.base.checks import check_int
+from sharded_loader.base.imports import provided
 from sharded_loader.base.notices import warn
 from sharded_loader.data.inspection import told_in
 from sharded_loader.engine.epoch_requests import EpochRequests
@@ -51,12 +52,9 @@ from sharded_loader.sampling.base import (
     nested,
     ranks_of,
 )
-from sharded_loader.sampling.batch_samplers import BatchSampler, GrowingBatchSampler
-from sharded_loader.sampling.costs import CostSampler
 from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
 from sharded_loader.sampling.foreign import known_length, len_epoch, rank_of, read_twice, table_of, undisturbed
-from sharded_loader.sampling.index_samplers import RandomSampler, RepeatedSampler, SequentialSampler, SplitSampler
-from sharded_loader.sampling.packing import PackSampler
+from sharded_loader.sampling.own import BatchSampler, RandomSampler, RepeatedSampler, SequentialSampler
 from sharded_loader.sampling.state import (
     Signature,
     arguments_of,
@@ -148,9 +146,10 @@ class MapOrder(Order[Signature]):
         self.is_given = self._given_sampler is not None
         if self.is_given:
             check_sampler(self._given_sampler, "batch_sampler" if self.given_batches else "sampler")
-        if isinstance(batch_sampler, GrowingBatchSampler) and steps_per_epoch is not None:
+        if getattr(batch_sampler, "grows", False) and steps_per_epoch is not None:
             raise ValueError(
-                "steps_per_epoch needs epochs of equally many batches: leave it out, a GrowingBatchSampler has others"
+                f"steps_per_epoch needs epochs of equally many batches: leave it out, a {type(batch_sampler).__name__} "
+                "has others"
             )
         self.drops_last = last_batch == "discard" or bool(getattr(batch_sampler, "drop_last", False))
         self._read_sampler = self._given_sampler  # or a copy with other seeds
@@ -217,7 +216,9 @@ class MapOrder(Order[Signature]):
             raise TypeError("the dataset has no __len__: give it one, or give the loader a sampler of its indices")
         if self._costs is not None:
             costs = self._costs if callable(self._costs) or length == self.dataset_length else self._costs[:length]
-            return CostSampler(costs, self._batch_size, length, self.seed, self.steps is not None)
+            made = provided("sampler", "costs")
+            found: Sampler[int] = made(costs, self._batch_size, length, self.seed, self.steps is not None)
+            return found
         return RandomSampler(length, seed=self.seed) if self._shuffle else SequentialSampler(length)
 
     def _sampler_of_first(self, length: int) -> Any:
@@ -504,7 +505,7 @@ class MapOrder(Order[Signature]):
 
     def facts(self, number: int) -> Any:
         """What decides an epoch's batches: with equal facts they are equal. None: a sampler is not this library's."""
-        are_own = all(type(sampler).__module__.startswith(__package__) for sampler in nested(self.batch_sampler))
+        are_own = all(type(sampler).__module__.startswith("sharded_loader.") for sampler in nested(self.batch_sampler))
         return (self.signature(number), arguments_of(self._samplers), self.replicas(), self.arrays) if are_own else None
 
     def length(self, number: int) -> int:
@@ -767,7 +768,7 @@ def text_if_ranks_repeat(samplers: Iterable[Any], environ: Mapping[str, str] = o
     counts = ("num_replicas", "num_processes")  # of Accelerate's samplers
     shares = (
         rank_of(sampler) is not None
-        or isinstance(sampler, SplitSampler)
+        or getattr(sampler, "is_part", False)
         or any(hasattr(sampler, name) for name in counts)
         for sampler in samplers
     )
@@ -801,8 +802,9 @@ def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: An
                 "it decides all of that. drop_last is torch's name for last_batch"
             )
         return
-    if isinstance(sampler, PackSampler):
-        raise TypeError("sampler is a PackSampler, which yields batches: give it as batch_sampler=, without batch_size")
+    if getattr(sampler, "yields_batches", False):
+        kind = type(sampler).__name__
+        raise TypeError(f"sampler is a {kind}, which yields batches: give it as batch_sampler=, without batch_size")
     if last_batch not in (None, "keep", "discard", "rollover"):
         raise ValueError(f'last_batch is {last_batch!r}; it must be "keep", "discard" or "rollover"')
     if batch_size is None:

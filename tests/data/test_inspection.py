@@ -47,8 +47,8 @@ from sharded_loader.data.inspection import (
     open_file,
     takes_two,
 )
-from sharded_loader.data.schedule import Schedule
 from sharded_loader.engine.pool import Pool
+from sharded_loader.mixing.schedule import Schedule
 
 
 class Lines(torch_data.IterableDataset[int]):

@@ -13,9 +13,11 @@ from sharded_loader import (
     LoaderClosedError,
     ProcessPool,
     ShardedDataLoader,
+    SimpleDataset,
     ThreadPool,
     default_batchify_fn,
 )
+from sharded_loader.base import imports
 
 
 def test_without_workers_the_loop_reads_itself() -> None:
@@ -52,6 +54,12 @@ def test_a_loader_can_be_neither_pickled_nor_copied_and_says_what_to_do() -> Non
     for take in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="state_dict"):
             take(loader)
+
+
+def test_a_loader_over_plain_data_asks_for_no_satellite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imports, "_places", {})
+    dataset = SimpleDataset(range(10)).transform(str)
+    assert len(list(ShardedDataLoader(dataset, 4, shuffle=True, steps_per_epoch=3))) == 3
 
 
 def test_closed_twice_is_closed_and_nothing_can_be_asked_of_it() -> None:

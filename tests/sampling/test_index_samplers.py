@@ -27,7 +27,7 @@ from sharded_loader import (
 )
 from sharded_loader.base import limits
 from sharded_loader.base.limits import Limit
-from sharded_loader.sampling.index_samplers import sort_order, sortable
+from sharded_loader.samplers.index_samplers import sort_order, sortable
 
 EVERY_KIND: dict[str, Callable[[int | None], Sampler[int]]] = {
     "sequential": lambda seed: SequentialSampler(37, 2),

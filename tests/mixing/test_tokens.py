@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from sharded_loader import ShardedDataLoader, TokenWindows
-from sharded_loader.data import tokens as module
 from sharded_loader.engine.pool import Pool
+from sharded_loader.mixing import tokens as module
 
 Ids = np.ndarray[Any, Any]
 

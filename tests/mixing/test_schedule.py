@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharded_loader.data.schedule import CIRCLE, MOST, Schedule, whole_numbers
+from sharded_loader.mixing.schedule import CIRCLE, MOST, Schedule, whole_numbers
 
 WEIGHTS = st.lists(st.integers(0, 40), min_size=1, max_size=7).filter(any)
 SEEDS = st.integers(-(2**70), 2**70)

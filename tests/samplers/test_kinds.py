@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharded_loader import ClassBalancedBatchSampler, FixedBucketSampler, GroupedBatchSampler, ShardedDataLoader
-from sharded_loader.sampling.batch_samplers import kinds_of
+from sharded_loader.samplers.batch_samplers import kinds_of
 
 LABELS = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 3, 3, 3, 0, 1]
 

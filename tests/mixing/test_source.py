@@ -7,7 +7,7 @@ import pytest
 from conftest import covering
 
 from sharded_loader.base.entries import parsed, written
-from sharded_loader.data.interleave import BEGINNING, END, Source, SourcePoint
+from sharded_loader.mixing.interleave import BEGINNING, END, Source, SourcePoint
 
 
 class Again:

@@ -28,7 +28,7 @@ from sharded_loader.base.entries import dict_of, differing, entry, instance, int
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.data.datasets import tell_epoch
 from sharded_loader.data.inspection import is_indexed, known_parts, this_worker
-from sharded_loader.data.interleave import BEGINNING, END, InOrder, Source, SourcePoint, check_source, is_divided
+from sharded_loader.mixing.interleave import BEGINNING, END, InOrder, Source, SourcePoint, check_source, is_divided
 from sharded_loader.randomness import rng
 from sharded_loader.randomness.shuffle import shuffled
 

@@ -28,8 +28,9 @@ import numpy.typing as npt
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.limits import check_fits
 from sharded_loader.randomness.shuffle import MAX_LENGTH, Bijections, Indices, shuffle, shuffled
+from sharded_loader.samplers.index_samplers import lengths_of
 from sharded_loader.sampling.base import resolve_seed
-from sharded_loader.sampling.index_samplers import IndexSampler, lengths_of
+from sharded_loader.sampling.own import IndexSampler
 
 
 class EqualShards(Sequence[int]):

@@ -1,6 +1,6 @@
 """`Pack`: documents side by side in rows of one length, with what a model needs to keep them apart.
 
-    Packed: documents, and the place of each     sampling/packing.py -> a task -> the reader's scope
+    Packed: documents, and the place of each     samplers/packing.py -> a task -> the reader's scope
     Pack(samples) -> dict of arrays              it looks its places up there; called alone, it fills row after row
 
 A `Packed` is a batch's list of indices, so datasets, errors and states see plain numbers. Beside each number it knows
@@ -25,6 +25,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import an, call_of
 from sharded_loader.batching.default import Batchify, as_array
 from sharded_loader.batching.protocol import Array, BatchifyError, Empty, check_not_empty
+from sharded_loader.engine.messages import RowIndices
 from sharded_loader.randomness.rng import reading
 
 IGNORED = -100
@@ -34,7 +35,7 @@ Places = npt.NDArray[np.int64]
 """Of each document: its row, its first token there, the token behind its last one, and how many tokens it has."""
 
 
-class Packed(list[int]):
+class Packed(RowIndices):
     """The indices of documents that are packed into rows, in the order of the rows.
 
     Args:
@@ -48,19 +49,17 @@ class Packed(list[int]):
         ([[7, 3], [5]], [0, 1])
     """
 
-    __slots__ = ("places", "rows")
+    __slots__ = ("places",)
 
     def __init__(self, documents: Iterable[int], places: Places, rows: int) -> None:
         super().__init__(documents)
         self.places, self.rows = places, rows
 
     def taken(self, positions: Sequence[int]) -> Packed:
-        """Some of the documents, in the same places."""
         return Packed([self[position] for position in positions], self.places[positions], self.rows)
 
-    def cut(self, sizes: Iterable[int]) -> list[Packed]:
-        """Shards of whole rows. ``sizes`` says how many rows each shard has. A shard of no rows is left out."""
-        found = []
+    def cut(self, sizes: Iterable[int]) -> list[RowIndices]:
+        found: list[RowIndices] = []
         for begin, end in pairwise(accumulate(sizes, initial=0)):
             first, last = np.searchsorted(self.places[:, 0], [begin, end]).tolist()
             if begin < end:

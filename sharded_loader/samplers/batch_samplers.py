@@ -1,18 +1,12 @@
-"""Batches of indices: of any sampler's, split into shards, or of samples of similar length.
+"""Batches of indices: of growing size, split into shards, of samples of similar length, or of some classes each.
 
-    BatchSampler           any sampler's items, ``batch_size`` at a time
     ShardedBatchSampler    each batch of another batch sampler, split into shards (`sharded_loader.engine.split`)
     SortedBucketSampler    sorted within large random buckets
     BoundedBudgetSampler   as many samples as a budget of padded tokens allows
 
 Out: lists of Python ints, one list per batch. Batch k of an epoch is a pure function of (seed, epoch, k).
-With ``last_batch="rollover"`` the epochs follow each other without end, and are cut into batches. With N items per
-epoch and B items per batch, epoch e owns the batches floor(e*N/B) to floor((e+1)*N/B) - 1. Example: of 5 items in twos
-epoch 0 owns batches 0 and 1, and epoch 1 owns batches 2 to 4. These are the batches that Gluon gives, but they do not
-depend on what was iterated before.
 
-What can go wrong: with rollover, a sampler of another library yields more or fewer items than its ``len``: ValueError.
-Weights or costs do not fit the shards, or a batch is empty or sharded already.
+What can go wrong: weights or costs do not fit the shards, or a batch is empty or sharded already.
 """
 
 from __future__ import annotations
@@ -30,6 +24,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import brief
 from sharded_loader.engine.split import check_shares, is_sharded, split_batch
 from sharded_loader.randomness.shuffle import Bijections, Indices, shuffled
+from sharded_loader.samplers.index_samplers import sort_order, sortable
 from sharded_loader.sampling.base import (
     BalancedSampler,
     Sampler,
@@ -38,76 +33,15 @@ from sharded_loader.sampling.base import (
     resolve_seed,
     underscored,
 )
-from sharded_loader.sampling.foreign import len_epoch, name_of, table_of
-from sharded_loader.sampling.index_samplers import sort_order, sortable
-from sharded_loader.sampling.tables import BATCHES, Batched, Rolling, Table, in_step, parts
+from sharded_loader.sampling.foreign import len_epoch, table_of
+from sharded_loader.sampling.own import LAST_BATCH
+from sharded_loader.sampling.tables import BATCHES, Table, in_step, parts
 
 # Any count of tokens fits below.
 MAX_TOKENS = 2**62
 
 MOST_RANKS = 64
 """A sorted bucket grows with the ranks up to this number. A larger one would be sorted for seconds."""
-
-LAST_BATCH = ("keep", "discard", "rollover")
-
-
-class BatchSampler(WrapperSampler[list[int]]):
-    """Items of another sampler, ``batch_size`` at a time.
-
-    Args:
-        sampler: any sampler, or an iterable that can be read again and again.
-        batch_size: items per batch.
-        last_batch: what happens to the items that do not fill a batch. ``"keep"``: a smaller last batch;
-            ``"discard"``: left out; ``"rollover"``: first in the next epoch.
-        seed: starts ``sampler`` if it is foreign (torch's, say). None draws one from torch's default
-            generator if it is needed.
-
-    Raises:
-        TypeError, ValueError: for a ``batch_size`` that is not an integer of at least 1, an unknown
-            ``last_batch``, and a ``sampler`` that can be read only once.
-
-    Example:
-        >>> from sharded_loader import SequentialSampler
-        >>> batches = BatchSampler(SequentialSampler(5), 2, "rollover")
-        >>> list(batches), list(batches)
-        ([[0, 1], [2, 3]], [[4, 0], [1, 2], [3, 4]])
-
-    Source of the idea: `mxnet.gluon.data.BatchSampler`.
-    """
-
-    decided_by = (("batch_size", "batch_size"), ("last_batch", "last_batch"))
-    cut_by = sized_by = ("batch_size",)
-    sampler: Iterable[Any]
-
-    def __init__(
-        self, sampler: Iterable[Any], batch_size: int, last_batch: str = "keep", *, seed: int | None = None
-    ) -> None:
-        self.batch_size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
-        self.last_batch = check_choice("last_batch", last_batch, LAST_BATCH, "BatchSampler")
-        super().__init__(sampler, seed)
-
-    @property
-    def drop_last(self) -> bool:
-        """torch's name for ``last_batch == "discard"``."""
-        return self.last_batch == "discard"
-
-    def epoch_table(self, epoch: int) -> Table:
-        if self.last_batch != "rollover":
-            return Batched(table_of(self.sampler, epoch, self.seed), self.batch_size, self.drop_last)
-        open_epoch = partial(table_of, self.sampler, seed=self.seed)
-        return self._rolling(epoch).table(open_epoch, 0, name_of(self.sampler))
-
-    def len_epoch(self, epoch: int) -> int:
-        if self.last_batch == "rollover":
-            return self._rolling(epoch).length()
-        return parts(len_epoch(self.sampler, epoch), self.batch_size, self.drop_last)
-
-    def resized(self, size: int, before: int) -> Any:
-        # With rollover, epochs of other batches begin elsewhere.
-        return None if self.last_batch == "rollover" and size != before else super().resized(size, before)
-
-    def _rolling(self, epoch: int) -> Rolling:
-        return Rolling(len_epoch(self.sampler, epoch), self.batch_size, epoch)
 
 
 class GrowingBatchSampler(WrapperSampler[list[int]]):
@@ -138,6 +72,7 @@ class GrowingBatchSampler(WrapperSampler[list[int]]):
     decided_by = (("schedule", "_schedule"), ("last_batch", "last_batch"))
     shown = decided_by
     cut_by, sized_by = ("schedule",), ("_sizes",)
+    grows = True
     ranks = 1
     for_ranks = BalancedSampler.for_ranks
     sampler: Iterable[Any]
@@ -525,6 +460,7 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
     cut_by, sized_by = ("classes", "samples", "batches"), ("classes",)
     order_version = 2
     shown = (("labels", "dataset_length"), *_numbers)
+    of_each = "label"
 
     def __init__(
         self,
@@ -592,19 +528,6 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
     @property
     def samples_in_batch(self) -> int:
         return self.classes * self.samples
-
-    def check_dataset(self, length: int) -> None:
-        """Reject a dataset of another length."""
-        check_labels(self, length)
-
-
-def check_labels(sampler: Any, length: int) -> None:
-    """Reject a dataset that has not as many samples as a sampler has labels."""
-    if length != sampler.dataset_length:
-        raise ValueError(
-            f"the {type(sampler).__name__} has {sampler.dataset_length} labels, but the dataset has {length} samples: "
-            "give one label per sample, in the order of the dataset"
-        )
 
 
 def kinds_of(labels: Any, name: str) -> tuple[list[Any], Indices]:

@@ -2,10 +2,9 @@
 
     interleave(datasets by index) -> InterleavedDataset    a `Dataset`: reads any position, also in bulk
     interleave(datasets in order) -> InterleavedIterable   a torch IterableDataset: reads on from a saved state
-    mixture_of(dataset)                                    the `InterleavedDataset` that a loader may plan by itself
     Source(number, dataset, point)                         one of its datasets, read in order from any position
 
-`sharded_loader.data.schedule` says which dataset gives the sample at a position. A mixture owns no thread and no
+`sharded_loader.mixing.schedule` says which dataset gives the sample at a position. A mixture owns no thread and no
 process.
 
 *By index.* A mixture that is shuffled, or whose weights change, has another order in each epoch. A loader plans that
@@ -24,7 +23,7 @@ What can go wrong: an argument is no list of datasets: the error says what to wr
 ValueError names it. A state is one of another mixture, or was saved with more samples: a ValueError says what differs.
 An exception of a dataset passes as it is.
 
-Source of the idea: `sharded_loader.data.schedule` names it; the words for ``stop`` are those of Hugging Face's
+Source of the idea: `sharded_loader.mixing.schedule` names it; the words for ``stop`` are those of Hugging Face's
 ``interleave_datasets``.
 """
 
@@ -48,9 +47,9 @@ from sharded_loader.base.entries import anything, dict_of, differing, entry, int
 from sharded_loader.base.imports import call_after_import
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
 from sharded_loader.data.columns import check_dataset
-from sharded_loader.data.datasets import ConcatDataset, Dataset, TransformDataset, View, tell_epoch
+from sharded_loader.data.datasets import ConcatDataset, Dataset, Mixture, tell_epoch
 from sharded_loader.data.inspection import is_indexed, is_stateful, iterable_of, known_parts, takes_two, this_worker
-from sharded_loader.data.schedule import FAR, Plan, Schedule, changes_of
+from sharded_loader.mixing.schedule import FAR, Plan, Schedule, changes_of
 from sharded_loader.randomness.shuffle import Bijections
 
 FIRST, ALL, EACH = "first_exhausted", "all_exhausted", "each_once"
@@ -211,7 +210,7 @@ def check_source(dataset: Any, name: str) -> Any:
 # -- by index ----------------------------------------------------------------------------------------------------------
 
 
-class InterleavedDataset(View):
+class InterleavedDataset(Mixture):
     """Datasets that are read by index, mixed by a schedule; made by `interleave`.
 
     Attributes:
@@ -259,7 +258,6 @@ class InterleavedDataset(View):
         return CODED + inner + self._total * ((epoch * 2_654_435_769 % most + passes) % most)
 
     def sources_of(self, indices: Any) -> Int64s:
-        """For each dataset that `interleave` was given, how many of these samples are its."""
         array = np.asarray(indices)
         if _is_coded(array):
             found = np.searchsorted(self._begins, (array - CODED) % self._total, side="right") - 1
@@ -268,27 +266,10 @@ class InterleavedDataset(View):
         return np.bincount(np.array(self._schedule.sources)[found], minlength=self.number)
 
     def pairs(self, indices: Any, epoch: int) -> list[tuple[int, int]]:
-        """Which dataset that `interleave` was given each sample comes from, and the index of the sample in it.
-
-        Args:
-            indices: positions, or what `codes` has returned.
-            epoch: which epoch.
-        """
         inner = self._in_joined(indices, epoch)
         places = np.searchsorted(self._begins, inner, side="right") - 1
         sources = np.array(self.schedule.sources)[places]
         return [*zip(sources.tolist(), (inner - self._begins[places]).tolist(), strict=True)]
-
-    def code(self, source: int, index: int) -> int:
-        """The number from `CODED` on for a sample of one of the datasets that `interleave` was given.
-
-        Raises:
-            IndexError: there is no such sample, or the dataset is never read.
-        """
-        if source not in self.schedule.sources:
-            raise IndexError(f"the mixture reads no datasets[{source}]: give (source, index) as loader.indices() does")
-        place = self.schedule.sources.index(source)
-        return CODED + int(self._begins[place]) + checked_index(index, int(self.sizes[place]))
 
     def _placed(self, positions: Int64s, epoch: int, plan: Plan | None = None) -> tuple[Int64s, Int64s]:
         """Where in the joined datasets the samples at these positions are, and in which pass of their dataset."""
@@ -362,18 +343,6 @@ def _length(schedule: Schedule | Plan, sizes: list[int], stop: str | int) -> flo
             "before its last sample was read: give it a weight there, or another stop"
         )
     return max(lasts) + 1
-
-
-def mixture_of(dataset: Any) -> InterleavedDataset | None:
-    """The mixture whose samples a dataset has, at the same indices, perhaps transformed; None if there is none.
-
-    Example:
-        >>> mixture_of(interleave([[1], [2]]).transform(str))
-        interleave([1] + [2], weights=[1, 1]; 2 samples)
-    """
-    while type(dataset) is TransformDataset:
-        dataset = dataset._dataset
-    return dataset if isinstance(dataset, InterleavedDataset) else None
 
 
 def has_shuffled(dataset: Any) -> bool:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_batch_samplers import flat
 
 import sharded_loader
 from sharded_loader import (
@@ -50,7 +49,7 @@ def test_fixed_buckets_hold_every_index_once(
     items = list(sampler)
     assert len(items) == len(sampler)
     batches = [batch for group in items for batch in group] if shards else items
-    indices = flat(batches)
+    indices = [index for batch in batches for index in batch]
     assert len(set(indices)) == len(indices)
     if not shards or last == "keep":
         assert sorted(indices) == list(range(len(lengths)))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Subset
 
 from sharded_loader import ArrayDataset, RandomSampler, ShardedDataLoader, interleave
-from sharded_loader.data.schedule import Plan, changes_of
+from sharded_loader.mixing.schedule import Plan, changes_of
 
 SEEDS = st.integers(-(2**70), 2**70)
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=5)

@@ -27,8 +27,9 @@ import numpy.typing as npt
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import Described
 from sharded_loader.randomness.shuffle import Bijections, Indices, shuffled
+from sharded_loader.samplers.batch_samplers import kinds_of, length_table
 from sharded_loader.sampling.base import BalancedSampler, check_choice, resolve_seed, underscored
-from sharded_loader.sampling.batch_samplers import LAST_BATCH, check_labels, kinds_of, length_table
+from sharded_loader.sampling.own import LAST_BATCH
 from sharded_loader.sampling.tables import BATCHES, Rolling, Table, parts
 
 
@@ -229,8 +230,8 @@ class FixedBucketSampler(BalancedSampler[Any]):
 
     decided_by = (
         ("lengths", "_members"),
-        ("buckets", "_batch_bucket"),
-        ("batch sizes", "_batch_begin"),
+        ("buckets", "_counts"),
+        ("batch sizes", "bucket_batch_sizes"),
         *underscored("shuffle", "last_batch"),
     )
     fixed = ("bucket_keys",)
@@ -319,18 +320,9 @@ class FixedBucketSampler(BalancedSampler[Any]):
         return [size * self._unit for size in self.bucket_batch_sizes]
 
     @property
-    def _batch_bucket(self) -> Indices:
-        """The bucket of each batch, the longest one first."""
-        buckets = range(len(self._members) - 1, -1, -1)
-        counts = [parts(len(self._members[b]), self.bucket_batch_sizes[b], False) for b in buckets]
-        return np.repeat(np.array(buckets, dtype=np.int64), counts)
-
-    @property
-    def _batch_begin(self) -> Indices:
-        """The position of the first sample of each batch in its bucket."""
-        pairs = list(zip(self._members, self.bucket_batch_sizes, strict=True))[::-1]
-        begins = (np.arange(0, len(members), size, dtype=np.int64) for members, size in pairs)
-        return np.concatenate([np.zeros(0, dtype=np.int64), *begins])
+    def _counts(self) -> list[int]:
+        """The number of samples in each bucket."""
+        return list(map(len, self._members))
 
     def epoch_table(self, epoch: int) -> Table:
         shards, unit = self._num_shards, self._unit
@@ -419,9 +411,9 @@ class FixedBucketSampler(BalancedSampler[Any]):
         batches = sum(self._batches(bucket, self.epoch) for bucket in range(len(self._members)))
         return (
             f"{type(self).__name__}:\n"
-            f"  sample_num={sum(map(len, self._members))}, batch_num={batches}\n"
+            f"  sample_num={sum(self._counts)}, batch_num={batches}\n"
             f"  key={self.bucket_keys}\n"
-            f"  cnt={[len(members) for members in self._members]}\n"
+            f"  cnt={self._counts}\n"
             f"  batch_size={self.bucket_batch_sizes}"
         )
 
@@ -456,7 +448,7 @@ class GroupedBatchSampler(FixedBucketSampler):
     """
 
     shown = (("by", "bucket_keys"), *FixedBucketSampler.shown[2:])
-
+    of_each = "label"
     order_version = 2
 
     def __init__(
@@ -489,15 +481,11 @@ class GroupedBatchSampler(FixedBucketSampler):
         )
         vars(self)["bucket_keys"], self.dataset_length = kinds, len(numbers)
 
-    def check_dataset(self, length: int) -> None:
-        """Reject a dataset of another length."""
-        check_labels(self, length)
-
     def _reader(self, epoch: int) -> Callable[[Indices, Indices], list[list[int]]]:
         if not self._shuffle:
             return super()._reader(epoch)
         # There may be many kinds, each of them read for the first time by a rank: no shuffle is made whole.
-        counts, sizes = np.array(list(map(len, self._members)), np.int64), np.array(self.bucket_batch_sizes, np.int64)
+        counts, sizes = np.array(self._counts, np.int64), np.array(self.bucket_batch_sizes, np.int64)
         begins, ends = epoch * counts, (epoch + 1) * counts
         if self._last_batch == "rollover":
             steps = zip(counts.tolist(), (sizes * self._unit).tolist(), strict=True)

@@ -20,7 +20,7 @@ from sharded_loader import (
     ShardedDataLoader,
     SortedBucketSampler,
 )
-from sharded_loader.sampling.costs import CostSampler
+from sharded_loader.samplers.costs import CostSampler
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(np.log(300), 0.9, 2000), 1, 4000).astype(int)
 
@@ -360,6 +360,6 @@ def test_bad_costs_are_refused_at_once(given: dict[str, Any], error: type[Except
     ids=["fixed", "sorted", "budget"],
 )
 def test_lengths_of_another_dataset_are_refused_at_once(sampler: Any, samples: int) -> None:
-    with pytest.raises(ValueError, match=f"lengths of 4 samples, but the dataset has {samples}: give one length"):
+    with pytest.raises(ValueError, match=f"has 4 lengths, but the dataset has {samples} samples: give one length"):
         ShardedDataLoader(range(samples), batch_sampler=sampler)
     assert len(ShardedDataLoader(range(4), batch_sampler=sampler)) > 0

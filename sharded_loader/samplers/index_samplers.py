@@ -1,4 +1,4 @@
-"""Orders of single indices: in turn, shuffled, filtered, strided, in parts, sorted, drawn by weight, of a mixture.
+"""Orders of single indices: of a subset, filtered, strided, in parts, sorted, drawn by weight.
 
 In: how many samples there are (or keys, indices, weights), and a seed where order is random. Out: a table of int64
 indices per epoch, a pure function of (seed, epoch). Any position takes the same time. Shuffles of up to 16 M indices
@@ -14,22 +14,17 @@ keys or weights that do not fit into memory (MemoryError).
 
 from __future__ import annotations
 
-import json
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.base.checks import check_int
-from sharded_loader.base.described import brief
 from sharded_loader.base.limits import check_fits
 from sharded_loader.data.columns import as_dataset
-from sharded_loader.data.interleave import InterleavedDataset, has_shuffled, mixture_of
-from sharded_loader.data.schedule import Plan, whole_numbers
-from sharded_loader.randomness.rng import repeated_index
 from sharded_loader.randomness.shuffle import (
     MAX_LENGTH,
     IndexView,
@@ -40,30 +35,9 @@ from sharded_loader.randomness.shuffle import (
     uniforms,
     uniforms_at,
 )
-from sharded_loader.sampling.base import Sampler, WrapperSampler, resolve_seed, underscored
-from sharded_loader.sampling.foreign import len_epoch, table_of
-from sharded_loader.sampling.state import WEIGHTS_SET
-from sharded_loader.sampling.tables import BLOCK, Table, checksum_of, parts
-
-
-def _check_length(length: Any) -> int:
-    return check_int("length", length, 0, "give the number of samples, len(dataset)")
-
-
-class IndexSampler(Sampler[int]):
-    """Base class: a subclass says how many indices an epoch has, and which one is where."""
-
-    _length: int
-
-    def epoch_table(self, epoch: int) -> Table:
-        return Table(self.len_epoch(epoch), self._order(epoch), BLOCK)
-
-    def len_epoch(self, epoch: int) -> int:
-        return self._length
-
-    def _order(self, epoch: int) -> Callable[[Indices], Indices]:
-        """Positions -> indices. What the whole epoch needs is made now."""
-        raise NotImplementedError
+from sharded_loader.sampling.base import resolve_seed, underscored
+from sharded_loader.sampling.own import IndexSampler, check_length
+from sharded_loader.sampling.tables import checksum_of
 
 
 class _ListedSampler(IndexSampler):
@@ -74,69 +48,6 @@ class _ListedSampler(IndexSampler):
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
         return self._indices.take
-
-
-class SequentialSampler(IndexSampler):
-    """Indices in order: start, start + 1, ... start + length - 1.
-
-    Args:
-        length: the number of samples.
-        start: the first.
-
-    Raises:
-        TypeError, ValueError: if ``length`` is not an integer or negative.
-
-    Example:
-        >>> list(SequentialSampler(4, start=3))
-        [3, 4, 5, 6]
-
-    Source of the idea: `mxnet.gluon.data.SequentialSampler`.
-    """
-
-    decided_by = (("start", "_first"),)
-
-    def __init__(self, length: int, start: int = 0) -> None:
-        self._length = _check_length(length)
-        self._first = check_int("start", start, -MAX_LENGTH, "give the first index")
-
-    def _order(self, epoch: int) -> Callable[[Indices], Indices]:
-        return lambda positions: positions + self._first
-
-
-class RandomSampler(IndexSampler):
-    """Every index once per epoch, in a new random order each epoch.
-
-    Up to 2**24 (16 M) indices the order is one array; above, each position is computed, in constant
-    memory (see `sharded_loader.randomness.shuffle`).
-
-    Args:
-        length: number of samples, up to 2**62.
-        seed: with the epoch it decides the order. None draws one from torch's default generator.
-
-    Raises:
-        TypeError, ValueError: if ``length`` is not an integer, negative, or above 2**62.
-
-    Example:
-        >>> sampler = RandomSampler(10**12, seed=7)
-        >>> len(sampler)
-        1000000000000
-        >>> next(sampler.iter_epoch(0, start=10**11)) < 10**12
-        True
-
-    Source of the idea: `mxnet.gluon.data.RandomSampler`.
-    """
-
-    def __init__(self, length: int, seed: int | None = None) -> None:
-        self._length = _check_length(length)
-        if self._length > MAX_LENGTH:
-            raise ValueError(
-                f"RandomSampler shuffles up to 2**62 samples, got length={self._length}: "
-                "use SequentialSampler, or SplitSampler over parts"
-            )
-        self.seed = resolve_seed(seed)
-
-    def _order(self, epoch: int) -> Callable[[Indices], Indices]:
-        return shuffle(self._length, self.seed, "order", epoch)
 
 
 class SubsetRandomSampler(IndexSampler):
@@ -236,7 +147,7 @@ class IntervalSampler(IndexSampler):
     shown = (("total", "_length"), *decided_by)
 
     def __init__(self, length: int, interval: int, rollover: bool = True) -> None:
-        self._length = _check_length(length)
+        self._length = check_length(length)
         self._interval = check_int("interval", interval, 1, "give the stride between two indices")
         if self._interval > self._length > 0:
             raise ValueError(
@@ -288,6 +199,7 @@ class SplitSampler(IndexSampler):
     """
 
     decided_by = underscored("num_parts", "even_size", "repeat", "shuffle")
+    is_part = True
     shown = (*underscored("total", "part_index"), *decided_by)
 
     def __init__(
@@ -300,7 +212,7 @@ class SplitSampler(IndexSampler):
         shuffle: bool = True,
         seed: int | None = None,
     ) -> None:
-        self._total = _check_length(length)
+        self._total = check_length(length)
         parts = check_int("num_parts", num_parts, 1, "give how many parts the dataset is split into")
         part = check_int("part_index", part_index, 0, "parts count from 0")
         self._repeat = check_int("repeat", repeat, 1, "give how many times the part comes in an epoch")
@@ -586,227 +498,3 @@ def _checked_lengths(lengths: Any, count: int, replacement: bool) -> Indices:
     if len(array) != count:
         raise ValueError(f"there are {count} weights and {len(array)} lengths: give one of each per group of samples")
     return array
-
-
-# -- mixtures ----------------------------------------------------------------------------------------------------------
-
-Moment = tuple[int, int, list[int]]
-"""Weights that were set while training: the epoch and the position from which they hold, and whole numbers."""
-
-
-class MixtureSampler(IndexSampler):
-    """The samples of a mixture in its own order, as numbers that the mixture takes as indices.
-
-    A loader makes this sampler if the user gives no other order. The main process then computes which sample is where,
-    and workers only look it up. So weights that change reach no worker, and the order is exact where an epoch of the
-    loader ends in the middle of an epoch of the mixture (``steps_per_epoch``, ``last_batch="rollover"``).
-
-    The sampler owns the weights that were set while training, each with the epoch and the position from which it holds.
-    A state of the loader has them as ``set_weights``. The mixture itself is not changed: several loaders may read it.
-
-    Attributes:
-        forgotten: the last epoch whose weights are not known, because a state does not tell them; -1: there is none.
-
-    Args:
-        mixture: what `interleave` returned for datasets that are read by index.
-
-    Example:
-        >>> from sharded_loader import interleave
-        >>> mixed = interleave([[*"abcd"], [*"xy"]], stop="each_once", shuffle=True, seed=1)
-        >>> sampler = MixtureSampler(mixed)
-        >>> [mixed[number] for number in sampler], [mixed[number] for number in sampler]
-        (['c', 'y', 'd', 'a', 'x', 'b'], ['c', 'y', 'a', 'b', 'x', 'd'])
-    """
-
-    decided_by = (
-        ("weights", "_start"),
-        ("seed", "_seed"),
-        ("stop", "_stop"),
-        ("shuffle", "_on"),
-        ("sizes", "_sizes"),
-    )
-    order_version = 2
-
-    def __init__(self, mixture: InterleavedDataset) -> None:
-        self._mixture, self._length = mixture, len(mixture)
-        self._start, self._seed = mixture.schedule.weights, mixture.schedule.seed
-        self._stop, self._on, self._sizes = mixture.stop, mixture.shuffles, mixture.sizes
-        plan = mixture.schedule
-        self._base = plan if isinstance(plan, Plan) else Plan(plan.changes, plan.seed, plan.level)
-        self._set: tuple[Moment, ...] = ()
-        self.forgotten = -1
-        self._known: tuple[list[Any], Plan] = [], self._base
-
-    def epoch_table(self, epoch: int) -> Table:
-        return Table(self._length, self._order(epoch), BLOCK // 8)  # less is lost where weights are set
-
-    def _order(self, epoch: int) -> Any:
-        return partial(self._mixture.codes, epoch=epoch, plan=self._plan(epoch, self._set))
-
-    def _plan(self, epoch: int, given: Sequence[Moment]) -> Plan:
-        """The plan of an epoch. The last one is kept: one more change takes 2 ms, whatever was changed before."""
-        changes = [(0, weights) for number, _, weights in given if number < epoch][-1:]
-        changes += [(begin, weights) for number, begin, weights in given if number == epoch]
-        known, plan = self._known
-        if changes[: len(known)] != known:
-            known, plan = [], self._base
-        for change in changes[len(known) :]:
-            plan = plan.changed(*change)
-        self._known = changes, plan
-        return plan
-
-    def set_weights(self, weights: Any, epoch: int, position: int) -> None:
-        """Mix by these weights from a position of an epoch on, and in the epochs after it.
-
-        Raises:
-            ValueError: weights that do not fit. Nothing has changed then.
-        """
-        found = whole_numbers(weights, self._mixture.number, "set_weights")
-        before = [one for one in self._set if one[:2] < (epoch, position)]
-        self._base.changed(0, found)  # the next epoch
-        self._plan(epoch, [*before, (epoch, position, found)])
-        self._set = (*before, (epoch, position, found))
-
-    @property
-    def weights_set(self) -> str:
-        """The weights that were set, for a state: what decides the last epoch with weights, and those after it."""
-        last = self._set[-1][0] if self._set else 0
-        before = [one for one in self._set if one[0] < last][-1:]
-        return json.dumps([*before, *(one for one in self._set if one[0] == last)])
-
-    def adopt(self, arguments: dict[str, Any]) -> None:
-        """Take over the weights that were set, from a state.
-
-        Raises:
-            ValueError: they are no such weights. Nothing has changed then.
-        """
-        before, self._set = self._set, ()
-        try:
-            for epoch, position, weights in json.loads(arguments.get(f"{type(self).__name__}.{WEIGHTS_SET}", "[]")):
-                self.set_weights(weights, int(epoch), int(position))
-            # A state of one epoch has all that were set before; of the epochs before the last one, it has the last.
-            first, last = (self._set[0][0], self._set[-1][0]) if self._set else (0, 0)
-            self.forgotten = first if first < last else -1
-        except (TypeError, ValueError) as error:
-            self._set = before
-            raise ValueError(f"load_state_dict: the weights of the state do not fit the mixture: {error}") from error
-
-
-def sampler_of(dataset: Any, is_given: bool, rolls_over: bool) -> MixtureSampler | None:
-    """The sampler of a mixture whose order a loader plans; None: the dataset is no such mixture.
-
-    Args:
-        dataset: the loader's.
-        is_given: whether the user has given another order.
-        rolls_over: whether an epoch of the loader may begin inside an epoch of the dataset.
-
-    Raises:
-        ValueError: a shuffled mixture that has to know its epoch, and batches that belong to two epochs.
-    """
-    mixture = None if is_given else mixture_of(dataset)
-    mixture = mixture if mixture is not None and mixture.is_planned else None
-    if rolls_over and (has_shuffled(dataset) if mixture is None else any(map(has_shuffled, mixture._inside))):
-        raise ValueError(
-            "interleave(shuffle=True) inside another dataset, or under a sampler, with steps_per_epoch or rollover: "
-            "the mixture would begin another order before all of its samples were read. Give the loader the mixture "
-            "itself without a sampler, or leave out steps_per_epoch and rollover"
-        )
-    return None if mixture is None else MixtureSampler(mixture)
-
-
-NO_WEIGHTS = (
-    "set_weights needs what interleave() returned for datasets that are read by index, or a transform of it, as the "
-    "dataset of a loader without a sampler and without shuffle=True. Make it with interleave(..., shuffle=True), or "
-    "with a schedule, weights=[(0, [...])]. Iterable data can only have a schedule that is given from the start"
-)
-
-
-# -- each sample several times -----------------------------------------------------------------------------------------
-
-
-class RepeatedSampler(WrapperSampler[int]):
-    """Each index of another order ``copies`` times, one behind the other, and each copy with its own random numbers.
-
-    This is repeated augmentation: the copies of a sample are augmented differently, because `sample_rng`,
-    `sample_generator` and ``transform(fn, seeded=True)`` know the copy. Under ``num_replicas`` the copies go to
-    different ranks. On one rank they lie in one batch.
-
-    Without ``sampler`` it repeats the loader's own order: ``ShardedDataLoader(dataset, 64, shuffle=True,
-    sampler=RepeatedSampler(3))``. That is the only sampler that may come with ``shuffle``.
-
-    Args:
-        copies: how many times each sample comes in an epoch.
-        sampler: any sampler of single indices. None: the order that the loader would have without a sampler.
-        seed: starts ``sampler`` if another library made it. None draws one if it is needed.
-
-    Raises:
-        TypeError, ValueError: ``copies`` is no integer of at least 1, or ``sampler`` is no sampler.
-
-    Example:
-        >>> from sharded_loader import SequentialSampler, ShardedDataLoader
-        >>> list(RepeatedSampler(2, SequentialSampler(3)))
-        [0, 0, 1, 1, 2, 2]
-        >>> loader = ShardedDataLoader(range(3), 4, sampler=RepeatedSampler(2))
-        >>> [batch.tolist() for batch in loader]
-        [[0, 0, 1, 1], [2, 2]]
-
-    Source of the idea: Hoffer et al., "Augment your batch" (2019), MultiGrain (2019), timm's ``RepeatAugSampler``.
-    """
-
-    decided_by = (("copies", "copies"),)
-    fixed = ("copies",)
-    sampler: Any
-
-    def __init__(self, copies: int, sampler: Iterable[Any] | None = None, *, seed: int | None = None) -> None:
-        self.copies = check_int("copies", copies, 1, "give how many times each sample comes in an epoch")
-        if sampler is None:  # until a loader has put its own order inside
-            self.sampler, self._shares_epoch, self.seed = None, False, 0
-        else:
-            super().__init__(sampler, seed)
-
-    def epoch_table(self, epoch: int) -> Table:
-        self._check()
-        return _Copied(table_of(self.sampler, epoch, self.seed), self.copies)
-
-    def len_epoch(self, epoch: int) -> int:
-        self._check()
-        return self.copies * len_epoch(self.sampler, epoch)
-
-    def _check(self) -> None:
-        if self.sampler is None:
-            raise ValueError(
-                f"RepeatedSampler({self.copies}) has no order to repeat: give it to a loader as sampler=, or give it a "
-                f"sampler, RepeatedSampler({self.copies}, sampler)"
-            )
-
-
-class _Copied(Table):
-    """The items of another table, each of them several times. The first copy is a plain int."""
-
-    def __init__(self, table: Table, copies: int) -> None:
-        self._table, self._copies = table, copies
-        self._block = min(table.block, 1024)
-        self._last: tuple[int, Any] = -1, None  # an iterator is not read twice for copies in two batches
-
-    def upto(self, begin: int, end: int) -> int:
-        copies = self._copies
-        return min(end, copies * self._table.upto(begin // copies, parts(end, copies, cut=False)))
-
-    def at(self, positions: Indices) -> list[Any]:
-        places, which = np.unique(positions // self._copies, return_inverse=True)
-        held, item = self._last
-        known = [item] if held == places[0] else []
-        found = self._table.at(places[len(known) :]) if len(places) > len(known) else []
-        items = known + (found.tolist() if isinstance(found, np.ndarray) else found)
-        self._last = int(places[-1]), items[-1]
-        kinds = [int, *map(repeated_index, range(1, self._copies))]
-        try:
-            return [
-                kinds[copy](items[place])
-                for place, copy in zip(which.tolist(), (positions % self._copies).tolist(), strict=True)
-            ]
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"RepeatedSampler repeats single integer indices, and its sampler yields others, such as "
-                f"{brief(items[0])}: put the RepeatedSampler inside the batch sampler"
-            ) from None

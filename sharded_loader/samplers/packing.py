@@ -31,8 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.base.checks import check_int
-from sharded_loader.batching.pack import Packed, Places
 from sharded_loader.randomness.shuffle import IN_MEMORY, Indices, shuffle, shuffled
+from sharded_loader.samplers.pack import Packed, Places
 from sharded_loader.sampling.base import EVERY, Sampler, check_choice, resolve_seed
 from sharded_loader.sampling.state import SUM
 from sharded_loader.sampling.tables import Table, parts
@@ -107,7 +107,7 @@ class PackSampler(Sampler[list[int]]):
     decided_by = (("lengths", "_checksum"), *shown)
     fixed = ("tokens", "window", "long", "shuffle")
     cut_by, sized_by = ("tokens", "rows", "window", "long"), ("rows",)
-    counts_by_pass = True
+    counts_by_pass = yields_batches = True
 
     def __init__(
         self,
@@ -127,6 +127,7 @@ class PackSampler(Sampler[list[int]]):
                 f"lengths must be integers of shape (n,), got shape {self._lengths.shape} and dtype "
                 f"{self._lengths.dtype}: give the number of tokens of each document"
             )
+        self.dataset_length = len(self._lengths)
         self.tokens = check_int("tokens", tokens, 1, "give the number of tokens in a row")
         if self.tokens >= 2**31:
             raise ValueError(f"tokens is {tokens}: give a number below 2**31, the number of tokens in a row")
@@ -172,14 +173,6 @@ class PackSampler(Sampler[list[int]]):
         some = self._lengths[:: max(len(self._lengths) // 1024, 1)].astype(np.int64)
         wanted = ROWS * self.tokens * len(some) // max(int(some.sum()), 1)
         return 1 << min(max(wanted.bit_length(), 10), 14)
-
-    def check_dataset(self, length: int) -> None:
-        """Reject a dataset that has not as many documents as there are lengths."""
-        if length != len(self._lengths):
-            raise ValueError(
-                f"PackSampler has the lengths of {len(self._lengths)} documents, but the dataset has {length}: give it "
-                "one length for each document, in their order"
-            )
 
     # -- epochs ---------------------------------------------------------------------------------------------
 

@@ -20,9 +20,9 @@ from samples import Documents
 
 from sharded_loader import PackSampler, ShardedBatchSampler, ShardedDataLoader
 from sharded_loader.batchify import Pack
-from sharded_loader.batching.pack import Packed
-from sharded_loader.sampling import packing
-from sharded_loader.sampling.packing import best_fit
+from sharded_loader.samplers import packing
+from sharded_loader.samplers.pack import Packed
+from sharded_loader.samplers.packing import best_fit
 from sharded_loader.sampling.tables import Dealt
 from sharded_loader.torch import DataLoader
 
@@ -430,7 +430,7 @@ def test_a_document_that_cannot_be_read_leaves_its_place_empty(on_error: Any) ->
         (lambda: sampler(last_batch="rollover"), "choose 'keep' or 'discard'"),
         (
             lambda: ShardedDataLoader(range(499), batch_sampler=sampler()),
-            "of 500 documents, .* dataset has 499",
+            "has 500 lengths, but the dataset has 499 samples",
         ),
     ],
 )
@@ -464,7 +464,7 @@ def test_a_refresh_with_another_number_of_documents_is_rejected() -> None:
     documents = [[1, 2], [3]]
     mine = ShardedDataLoader(documents, batch_sampler=sampler([2, 1]), batchify_fn=Pack(TOKENS))
     documents.append([4])
-    with pytest.raises(ValueError, match="lengths of 2 documents, but the dataset has 3"):
+    with pytest.raises(ValueError, match="has 2 lengths, but the dataset has 3"):
         mine.refresh()
 
 
