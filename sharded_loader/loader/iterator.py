@@ -164,7 +164,7 @@ class BatchIterator(Iterator[Batch]):
                     batch, error = made.batch, made.result.error
                     self._count(made, began, clock.behind - behind)
                 else:
-                    batch, error = None, made or StopIteration()
+                    batch, error = None, made if isinstance(made, Exception) else StopIteration()
                     if run is None and self._is_first and made is not None:
                         self._go_back_to_choose(mark)
                 del made  # otherwise error -> traceback -> this frame -> made -> error
