@@ -12,7 +12,8 @@ import difflib
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -83,8 +84,16 @@ def refuse_class(name: str, given: Any) -> None:
         raise TypeError(f"{name} is the class {given.__name__} itself: give an object of it, {given.__name__}(...)")
 
 
-def refuse_arguments(name: str, unknown: Iterable[str], function: Callable[..., Any]) -> None:
+def refuse_arguments(
+    name: str, unknown: Iterable[str], function: Callable[..., Any], instead: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Reject arguments that a function does not have: all at once, each with the name that it may mean.
+
+    Args:
+        name: of the function, or of the class.
+        unknown: the arguments that it does not have.
+        function: has the others.
+        instead: by the name of an argument of other libraries, what to do about it here.
 
     Raises:
         TypeError: there are some.
@@ -93,10 +102,21 @@ def refuse_arguments(name: str, unknown: Iterable[str], function: Callable[..., 
         >>> refuse_arguments("max", ["keys"], lambda values, key=None: None)
         Traceback (most recent call last):
         ...
-        TypeError: max has no argument 'keys' (did you mean 'key'?)
+        TypeError: max has no argument 'keys'; did you mean 'key'?
     """
-    if unknown:
-        known = inspect.signature(function).parameters
-        close = {one: difflib.get_close_matches(one, known, 1, CLOSE) for one in unknown}
-        advice = [f"{one!r}" + (f" (did you mean {found[0]!r}?)" if found else "") for one, found in close.items()]
-        raise TypeError(f"{name} has no argument {', '.join(advice)}")
+    if not unknown:
+        return
+    known = [*inspect.signature(function).parameters, *instead]
+
+    def advice(one: str) -> str:
+        if one in instead:
+            return f"{one!r}: {instead[one]}"
+        close = difflib.get_close_matches(one, known, 1, CLOSE)
+        if not close:
+            return f"{one!r}; see help({name}) for those it has"
+        return f"{one!r}; did you mean {close[0]!r}?" + (f" Here {instead[close[0]]}" if close[0] in instead else "")
+
+    first, *others = map(advice, unknown)
+    if not others:
+        raise TypeError(f"{name} has no argument {first}")
+    raise TypeError("\n  ".join([f"{name} has none of these {1 + len(others)} arguments:", first, *others]))

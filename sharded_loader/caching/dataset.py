@@ -25,7 +25,7 @@ from sharded_loader.base.system import job_of_ranks
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.caching.flat import batched
-from sharded_loader.caching.store import MISSING, Store, exact_digest, open_store
+from sharded_loader.caching.store import MISSING, Store, open_store
 from sharded_loader.data.bulk import (
     NOT_IN_BULK,
     Indices,
@@ -38,6 +38,7 @@ from sharded_loader.data.bulk import (
 )
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import Batches, NextBatch, Wrapper, follow, of_inner
+from sharded_loader.data.digests import exact
 from sharded_loader.data.inspection import fingerprint_of, set_epoch_of
 from sharded_loader.data.seeding import held_generators
 from sharded_loader.randomness import rng
@@ -83,7 +84,7 @@ class StoredDataset(Wrapper):
             samples.append(self._read([0])[0])
             moved.append([name for name, state in global_states().items() if state != before.get(name, state)])
         drawn = ", ".join(name for name in moved[0] if name in moved[1])
-        if not drawn and exact_digest(samples[0]) != exact_digest(samples[1]):
+        if not drawn and exact(samples[0]) != exact(samples[1]):
             held = ", ".join(held_generators(self._dataset)[:3])
             drawn = f"the generator of {held}" if held else "something of its own: two reads give two samples"
         if drawn:

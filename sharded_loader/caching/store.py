@@ -67,6 +67,7 @@ from sharded_loader.base.system import close_locked, locked, read_at, write_at
 from sharded_loader.batching.protocol import Array
 from sharded_loader.caching.flat import fits_columns, flat, flatten, parsed, text_of, unflatten
 from sharded_loader.caching.rendezvous import Opened, is_private, meet, name_of, open_named, open_nameless
+from sharded_loader.data.digests import exact
 from sharded_loader.memory.codec import aligned
 
 VERSION = 1
@@ -423,7 +424,7 @@ def open_store(path: Any, max_bytes: Any, length: int, key: str | None, first: A
     place = None if path is None else os.path.abspath(os.fspath(path))
     if place is not None and not os.path.isdir(folder := os.path.dirname(place)):
         raise FileNotFoundError(f"path={path!r} of the cache: there is no folder {folder}: create it first")
-    about: dict[str, Any] = {"version": VERSION, "length": length, "key": key, "first": exact_digest(first)}
+    about: dict[str, Any] = {"version": VERSION, "length": length, "key": key, "first": exact((structure, leaves))}
     about |= {"structure": structure, "leaves": specs}
 
     def with_rows(bound: int) -> dict[str, Any]:
@@ -457,21 +458,6 @@ def open_store(path: Any, max_bytes: Any, length: int, key: str | None, first: A
     _calls[asked] += 1
     told = f"{_calls[asked]} {asked}".encode(errors="replace")
     return meet(f"cache-{blake2b(told, digest_size=16).hexdigest()}", join, make)
-
-
-def exact_digest(sample: Any) -> str:
-    """A text that tells a sample from others, also by its types and paths; see `data.known.digest_of` for one that does
-    not.
-
-    Example:
-        >>> exact_digest([1, "a"]) == exact_digest([1, "a"]) != exact_digest([1, "b"])
-        True
-    """
-    structure, leaves = flatten(sample)
-    digest = blake2b(structure.encode(), digest_size=16)
-    for leaf in leaves:
-        digest.update(bytes_of(leaf))
-    return digest.hexdigest()
 
 
 def bound_of(max_bytes: Any, path: str | None, memory: str = "") -> int:

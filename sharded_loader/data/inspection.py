@@ -39,7 +39,7 @@ import threading
 import types
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from os import PathLike
@@ -51,6 +51,7 @@ from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import warn
 from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.columns import PackedList, is_dataset
+from sharded_loader.data.digests import sampled, some
 from sharded_loader.data.seeding import Children, attributes, reachable
 
 DEPTH, ENTRIES, OBJECTS = 4, 8, 4000
@@ -61,8 +62,8 @@ TOLD = 1000
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
-ITEMS, NUMBERS, DEEPEST = 16, 1024, 8
-"""How many items of a list or rows of an array count, numbers or characters of each, and wrappers inside each other."""
+DEEPEST = 8
+"""Wrappers inside each other that count."""
 
 _WRAPPED = ("dataset", "datasets", "tensors", "_dataset", "_indices", "_parts", "_columns", "_schedule")
 
@@ -335,9 +336,9 @@ def _of_data(data: Any, depth: int) -> bytes:
     if depth > DEEPEST or isinstance(data, range | str | bytes):
         return b""
     if isinstance(data, np.ndarray) or is_tensor(data):
-        return _of_rows(data)
+        return sampled(data).encode()
     if isinstance(data, list | tuple | PackedList):
-        return b"|".join(_of_item(data[i], depth + 1) for i in _some(len(data)))
+        return b"|".join(_of_item(data[i], depth + 1) for i in some(len(data)))
     found = []
     for name, value in sorted(getattr(data, "__dict__", {}).items()):
         is_column = (
@@ -350,32 +351,11 @@ def _of_data(data: Any, depth: int) -> bytes:
 
 def _of_item(item: Any, depth: int) -> bytes:
     if isinstance(item, str | PathLike):
-        return str(item).replace("\\", "/").rsplit("/", 1)[-1][:NUMBERS].encode(errors="replace")
-    if isinstance(item, bytes):
-        return item[:NUMBERS]
-    if item is None or isinstance(item, bool | int | float | complex | np.generic):
-        return str(item).encode()
+        item = str(item).replace("\\", "/").rsplit("/", 1)[-1]
     if isinstance(item, dict):
         return _of_data([*item.keys(), *item.values()], depth)
-    return _of_data(item, depth)
-
-
-def _of_rows(array: Any) -> bytes:
-    """Shape, type, and numbers of some rows, from all over each row."""
-    if is_tensor(array):
-        if array.device.type != "cpu":
-            return b""
-        array = array.detach().numpy()
-    if array.dtype.hasobject or not array.ndim:
-        return b""
-    rows = (array[i : i + 1].flat for i in _some(len(array)))
-    numbers = b"".join(row[:: max(1, len(row) // NUMBERS)].tobytes() for row in rows)
-    return f"{array.shape}{array.dtype.str}".encode() + numbers
-
-
-def _some(length: int) -> Iterable[int]:
-    """A few positions, from the first to the last."""
-    return range(length) if length <= ITEMS else [i * (length - 1) // (ITEMS - 1) for i in range(ITEMS)]
+    is_plain = isinstance(item, str | bytes | bool | int | float | complex | np.generic | None)
+    return sampled(item).encode() if is_plain else _of_data(item, depth)
 
 
 # -- who reads ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """What a loader knows of its data, in its states: so that a state is not taken on over other data of the same length.
 
-    digest_of(sample) -> text              equal samples have equal digests, in every process and on every machine
     Known(dataset)                         of one loader
       look(indices, epoch, read)           a few samples are read; from then on states have their digests
       entries() -> dict                    what a state has of the data
@@ -12,27 +11,19 @@ the main process a dataset would open the files that its workers are to open, an
 seed of the state. A sample that is another one each time says nothing, and is left out.
 
 What can go wrong: a library of another version decodes or augments differently, and the digests differ though the data
-are the same. Then ``strict=False`` loads the state. An object whose class this module does not know counts by its
-attributes, or by its ``repr`` if that names no address.
+are the same. Then ``strict=False`` loads the state.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from enum import Enum
-from os import PathLike
 from typing import Any
-
-import numpy as np
 
 from sharded_loader.base.described import brief
 from sharded_loader.base.errors import text_of
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.limits import private_bytes
-from sharded_loader.base.private import blake2b
-from sharded_loader.batching.tensors import as_numpy
-from sharded_loader.batching.tree import field_names, is_dataclass_instance, is_tensor
+from sharded_loader.data.digests import exact
 from sharded_loader.data.inspection import fingerprint_of
 
 Digests = list[list[Any]]
@@ -41,29 +32,11 @@ Digests = list[list[Any]]
 Read = Callable[[Any, int, int | None], str]
 """Reads the sample of an index in an epoch, with a seed (None: the loader's), and returns its digest."""
 
-_FOLDER = re.compile(r"(/|[A-Za-z]:[\\/])(\S*[\\/])?(?=\S*$)")
-
-
-def digest_of(sample: Any) -> str:
-    """16 hexadecimal digits that depend on the values of a sample, and on nothing of this process.
-
-    Dicts and sets count without their order. Of an absolute path the last part counts: a folder may have moved.
-
-    Example:
-        >>> digest_of({"x": np.arange(3), "y": 1.5}) == digest_of({"y": 1.5, "x": np.arange(3)})
-        True
-        >>> digest_of(np.arange(3)) == digest_of(np.arange(3.0))
-        False
-        >>> digest_of("/data/1.jpg") == digest_of("/mnt/data/1.jpg")
-        True
-    """
-    return _hash(sample, {}).hex()
-
 
 def digest_of_read(read: Callable[[], Any]) -> str:
     """The digest of the sample that a function reads; or its error as a text."""
     try:
-        return digest_of(read())
+        return exact(read())
     except Exception as error:
         if is_from_outside(error):
             raise
@@ -77,51 +50,11 @@ def text_with_type(error: BaseException) -> str:
 
 def look_in_worker(samples: list[Any]) -> list[Any]:
     """A collate function: a digest of each sample, and the memory of this process, or None."""
-    found: list[Any] = [digest_of(sample) for sample in samples]
+    found: list[Any] = [exact(sample) for sample in samples]
     try:
         return [*found, private_bytes()]
     except ImportError:
         return [*found, None]
-
-
-def _hash(value: Any, seen: dict[int, Any]) -> bytes:
-    """``seen``: objects that were seen, by `id`. They may refer to each other."""
-    text, content, parts = type(value).__name__, b"", []
-    array = None if isinstance(value, str) else _as_array(value)
-    if isinstance(value, str | PathLike):
-        text = "text " + (str(value)[found.end() :] if (found := _FOLDER.match(str(value))) else str(value))
-    elif array is not None and array.dtype.kind in "biufcmMSUV" and not array.dtype.hasobject:
-        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        text, content = f"array {array.shape} {array.dtype.str}", array.tobytes()
-    elif array is not None:
-        parts = [_hash(part, seen) for part in array.ravel().tolist()]
-    elif isinstance(value, list | tuple):
-        text, parts = "list", [_hash(part, seen) for part in value]
-    elif isinstance(value, Mapping):
-        pairs = [(key, value[key]) for key in value.keys()]  # noqa: SIM118 - see `batching.tree`
-        text, parts = "dict", sorted(_hash(pair, seen) for pair in pairs)
-    elif isinstance(value, set | frozenset):
-        text, parts = "set", sorted(_hash(part, seen) for part in value)
-    elif isinstance(value, type | Enum) or not (held := _attributes(value)):
-        text += "" if " at 0x" in repr(value) else repr(value)
-    elif id(value) not in seen:
-        seen[id(value)] = value
-        parts = [_hash(held, seen)]
-    return blake2b(b"".join([text.encode(errors="replace"), content, *parts]), digest_size=8).digest()
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    if is_dataclass_instance(value):
-        return {name: getattr(value, name) for name in field_names(value)}
-    return dict(getattr(value, "__dict__", {}))
-
-
-def _as_array(value: Any) -> Any:
-    """A tensor, a picture of PIL's, or what else is an array, as one of NumPy's; None: it is none."""
-    if is_tensor(value):
-        return as_numpy(value.detach().cpu().to_dense().resolve_conj().resolve_neg().contiguous())
-    is_array = isinstance(value, np.ndarray | np.generic) or hasattr(type(value), "__array_interface__")
-    return np.asarray(value) if is_array else None
 
 
 class Known:

@@ -32,6 +32,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import call_of
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.system import write_to_stderr
@@ -274,12 +275,8 @@ class WorkerPool(Pool):
 
 def check_num_workers(num_workers: Any) -> int:
     """``num_workers`` of a pool that has workers, or an error that says what is wrong."""
-    if isinstance(num_workers, bool) or not hasattr(num_workers, "__index__"):
-        hint = '. For "auto", give num_workers="auto" to the loader' if num_workers == "auto" else ""
-        raise TypeError(f"num_workers is {num_workers!r}; it must be an int, the number of workers{hint}")
-    if num_workers < 1:
-        raise ValueError(f"num_workers is {num_workers}; a pool needs at least 1, InlinePool() has none")
-    return int(num_workers)
+    hint = '. For "auto", give num_workers="auto" to the loader' if num_workers == "auto" else ""
+    return check_int("num_workers", num_workers, 1, f"InlinePool() has no workers{hint}")
 
 
 def check_init_fn(worker_init_fn: Any) -> None:

@@ -5,8 +5,7 @@ Each error says what was given, and what to write instead.
 
 from __future__ import annotations
 
-import difflib
-import inspect
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sharded_loader.base.checks import CLOSE, check_int, refuse_async_iterable, refuse_class
+from sharded_loader.base.checks import check_int, refuse_async_iterable, refuse_class
 from sharded_loader.base.described import an
 from sharded_loader.base.errors import add_note
 from sharded_loader.base.imports import names_of, provided
@@ -122,26 +121,6 @@ def length(dataset: Any, *, needed: bool = False) -> int | None:
             f"sharded_loader: raised by len(dataset), where the dataset is {an(type(dataset))}",
         )
         raise
-
-
-def refuse_unknown(unknown: Mapping[str, Any], owner: Callable[..., Any]) -> None:
-    """Refuse arguments that the loader does not have: all at once, each with what to write instead."""
-    known = inspect.signature(owner).parameters
-    advice = [_advice(name, known) for name in unknown]
-    if len(advice) == 1:
-        raise TypeError(f"ShardedDataLoader has no argument {advice[0]}")
-    if advice:
-        raise TypeError("\n  ".join([f"ShardedDataLoader has none of these {len(advice)} arguments:", *advice]))
-
-
-def _advice(name: str, known: Iterable[str]) -> str:
-    if name in INSTEAD:
-        return f"{name!r}: {INSTEAD[name]}"
-    close = difflib.get_close_matches(name, [*known, *INSTEAD], 1, CLOSE)
-    if not close:
-        return f"{name!r}; see help(ShardedDataLoader) for those it has"
-    then = f" Here {INSTEAD[close[0]]}" if close[0] in INSTEAD else ""
-    return f"{name!r}; did you mean {close[0]!r}?{then}"
 
 
 def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
@@ -305,15 +284,12 @@ def make_split(devices: list[Any] | None, sharded: bool, num_shards: Any, weight
 
 def _unweighted(devices: list[Any] | None, sharded: bool, num_shards: Any) -> Split:
     if num_shards is not None:
-        if isinstance(num_shards, bool) or not hasattr(num_shards, "__index__"):
-            raise TypeError(f"num_shards is {num_shards!r}; it must be an int")
-        if num_shards < 1:
-            raise ValueError(f"num_shards is {num_shards}; it must be at least 1")
+        num_shards = check_int("num_shards", num_shards, 1, "give how many shards a batch is split into")
         if devices is not None and not sharded:
             raise ValueError("num_shards makes lists of shards, device makes plain batches: use devices=[...]")
         if devices is not None and num_shards > len(devices):
             raise ValueError(f"num_shards is {num_shards}, but there are only {len(devices)} devices")
-        return Split(int(num_shards), None if devices is None else len(devices))
+        return Split(num_shards, None if devices is None else len(devices))
     if devices is None:
         return Split()
     return Split(len(devices) if sharded else None, len(devices))
@@ -335,7 +311,7 @@ def make_pool(
         )
     if is_auto and pool == "ray":
         raise ValueError('num_workers="auto" is for workers on this machine: give the number of Ray actors')
-    count = max(0, int(num_workers))
+    count = max(0, num_workers)
     if num_workers < 0:
         logger.warning(
             "num_workers is %d, which means 0, as in MXNet Gluon: the main process reads. Give the number of workers, "
@@ -437,9 +413,7 @@ def check_count(name: str, count: Any) -> int:
     """A number of batches; a float that is whole is one, as in Gluon."""
     if isinstance(count, float | np.floating) and count.is_integer():
         count = int(count)
-    if isinstance(count, bool) or not hasattr(count, "__index__"):
-        raise TypeError(f"{name} is {count!r}; it must be an int, the number of batches in flight")
-    return max(0, int(count))
+    return max(0, check_int(name, count, -math.inf, "give the number of batches in flight"))
 
 
 def check_shard_weights(weights: Sequence[float] | None, split: Split) -> list[float] | None:

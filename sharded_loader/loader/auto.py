@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.base.limits import SMALL, cores_for_workers, free_bytes, ranks_here, ranks_on_cores
 from sharded_loader.base.notices import logger
 from sharded_loader.engine.pipeline import PER_WORKER, Pipeline
@@ -175,16 +176,15 @@ def _at_work(stats: LoaderStats) -> tuple[float, float, float]:
     return sum(worker.seconds for worker in workers), sum(worker.processor_seconds for worker in workers), behind
 
 
-def number_of_workers(num_workers: Any) -> tuple[bool, Any]:
+def number_of_workers(num_workers: Any) -> tuple[bool, int]:
     """Whether ``num_workers`` is ``"auto"``, and the number to begin with.
 
     Raises:
         TypeError: it is neither that nor an integer.
     """
     is_auto = isinstance(num_workers, str) and num_workers == "auto"
-    if not is_auto and (isinstance(num_workers, bool) or not hasattr(num_workers, "__index__")):
-        raise TypeError(f'num_workers is {num_workers!r}; it must be an int, the number of workers, or "auto"')
-    return is_auto, START if is_auto else num_workers
+    advice = 'give the number of workers, or "auto"'
+    return is_auto, START if is_auto else check_int("num_workers", num_workers, -math.inf, advice)
 
 
 class Tuner:

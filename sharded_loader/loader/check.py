@@ -30,7 +30,8 @@ import torch
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.interrupts import is_from_outside
-from sharded_loader.data.known import digest_of, digest_of_read, look_in_worker, text_with_type
+from sharded_loader.data.digests import exact
+from sharded_loader.data.known import digest_of_read, look_in_worker, text_with_type
 from sharded_loader.data.seeding import generators
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.pool import Pool, PoolBroken
@@ -176,9 +177,9 @@ def _why(steps: KnownSteps, index: Any, number: int, same_here: bool) -> str:
     """Why a sample differs. ``same_here``: it does not if it is read here."""
     own = {path: partial(_state_of, one) for path, one in generators(steps.dataset, "dataset")}
     with seeded_globals(1):
-        before = {name: digest_of(state()) for name, state in (GLOBALS | own).items()}
+        before = {name: exact(state()) for name, state in (GLOBALS | own).items()}
         first = digest_of_read(lambda: steps.sample(index, number))
-        drawn = [name for name, state in (GLOBALS | own).items() if digest_of(state()) != before[name]]
+        drawn = [name for name, state in (GLOBALS | own).items() if exact(state()) != before[name]]
     is_random = first != steps.digest(index, number)
     sources = [name for name in drawn if (name in own) is is_random]
     if sources:

@@ -22,6 +22,7 @@ from typing import Any, Generic, Literal, NoReturn
 import numpy.typing as npt
 import torch
 
+from sharded_loader.base.checks import refuse_arguments
 from sharded_loader.base.imports import provided
 from sharded_loader.base.limits import warn_of_workers
 from sharded_loader.base.notices import Notices
@@ -35,6 +36,7 @@ from sharded_loader.engine.messages import Job, OnError
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool
 from sharded_loader.loader.arguments import (
+    INSTEAD,
     check_batchify_fn,
     check_dataset,
     check_evaluate,
@@ -51,7 +53,6 @@ from sharded_loader.loader.arguments import (
     prefetch_of,
     ranks_given,
     refuse_streams,
-    refuse_unknown,
     transform_of,
 )
 from sharded_loader.loader.attributes import LoaderAttributes, keeps_arguments
@@ -226,7 +227,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         max_worker_memory: int | str | None = None,
         **unknown: NoReturn,
     ) -> None:
-        refuse_unknown(unknown, type(self).__init__)
+        refuse_arguments("ShardedDataLoader", unknown, type(self).__init__, INSTEAD)
         dataset = check_dataset(dataset, sampler is not None or batch_sampler is not None)
         check_on_error(on_error)
         check_batchify_fn(batchify_fn := one_of("batchify_fn", batchify_fn, "collate_fn", collate_fn))

@@ -19,21 +19,14 @@ import copy
 import io
 import pickle
 import types
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from inspect import isasyncgenfunction, iscoroutinefunction
 from typing import Any
-
-import numpy as np
 
 from sharded_loader.batching.protocol import refuse_async
 from sharded_loader.data.inspection import is_stateful, iterable_of, set_epoch_of
 from sharded_loader.engine.messages import PartPoint
 from sharded_loader.streams.worker_info import Part, here, tell
-
-CHECKED_BYTES = 1 << 16
-"""Of an array or a text that goes into the checksum, this number of bytes counts."""
-
 
 SHARED_BYTES = 64 << 20
 """Arrays from this size on are data, and all parts share them. Smaller ones may be an order, shuffled in place."""
@@ -187,32 +180,3 @@ class OpenPart:
 
 def _nothing() -> Any:
     raise StopIteration
-
-
-def checksum(sample: Any, before: int) -> int:
-    """CRC-32 of a sample's numbers, texts and structure, and of what came before. Other objects count by their class.
-
-    Example:
-        >>> checksum([1, "a"], 0) == checksum([1, "a"], 0), checksum([1, "a"], 0) == checksum([1, "b"], 0)
-        (True, False)
-    """
-    if hasattr(sample, "__array__") and not isinstance(sample, np.generic):
-        try:
-            array = np.asarray(sample)
-        except Exception:  # on a device, or with a gradient
-            return zlib.crc32(type(sample).__qualname__.encode(), before)
-        before = zlib.crc32(f"{array.dtype.str}{array.shape}".encode(), before)
-        if array.dtype.hasobject:
-            return before
-        rows = array.reshape(-1)[: max(1, CHECKED_BYTES // max(1, array.itemsize))]
-        return zlib.crc32(np.ascontiguousarray(rows).view(np.uint8).data, before)
-    if isinstance(sample, str | bytes | int | float | complex | bool | np.generic | None):
-        text = sample if isinstance(sample, bytes) else repr(sample).encode(errors="replace")
-        return zlib.crc32(text[:CHECKED_BYTES], before)
-    before = zlib.crc32(type(sample).__qualname__.encode(), before)
-    if isinstance(sample, Mapping):
-        sample = [part for pair in sample.items() for part in pair]
-    if isinstance(sample, list | tuple):
-        for part in sample[:64]:
-            before = checksum(part, before)
-    return before

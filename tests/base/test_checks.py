@@ -54,5 +54,13 @@ def test_another_number_gets_advice(make: Any, message: str) -> None:
 
 def test_unknown_arguments_are_named_all_at_once() -> None:
     refuse_arguments("f", {}, lambda one, other: None)
-    with pytest.raises(TypeError, match=r"^f has no argument 'oter' \(did you mean 'other'\?\), 'far'$"):
-        refuse_arguments("f", {"oter": 1, "far": 2}, lambda one, other: None)
+    with pytest.raises(TypeError, match=r"^f has no argument 'oter'; did you mean 'other'\?$"):
+        refuse_arguments("f", {"oter": 1}, lambda one, other: None)
+    with pytest.raises(TypeError) as caught:
+        refuse_arguments("f", {"oter": 1, "far": 2, "zer": 3}, lambda one, other: None, {"far": "leave it out"})
+    assert str(caught.value).splitlines() == [
+        "f has none of these 3 arguments:",
+        "  'oter'; did you mean 'other'?",
+        "  'far': leave it out",
+        "  'zer'; see help(f) for those it has",
+    ]

@@ -22,7 +22,7 @@ from conftest import METHODS, POOLS, covering, make_pool, until
 
 from sharded_loader import ArrayDataset, LoaderWarning, PackedList, ShardedDataLoader, SimpleDataset, share
 from sharded_loader.caching import shared
-from sharded_loader.data.known import digest_of
+from sharded_loader.data.digests import exact
 from sharded_loader.memory.publish import SHARED, publish
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills processes")
@@ -238,7 +238,7 @@ def test_a_loader_reads_what_it_reads_of_a_dataset_of_its_own(pool: str, key: st
 
     def batches(dataset: Any) -> list[Any]:
         with ShardedDataLoader(dataset, 50, pool=make_pool(pool), **options) as loader:
-            return [digest_of(batch) for batch in loader]
+            return [exact(batch) for batch in loader]
 
     assert batches(share(data, key)) == batches(data())
 

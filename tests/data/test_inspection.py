@@ -268,7 +268,7 @@ def test_a_folder_that_has_moved_is_the_same_data() -> None:
     assert fingerprint_of(Files("/data")) == fingerprint_of(Files("/mnt/data"))
 
 
-@pytest.mark.parametrize("data", [range(9), Files, object(), [object()] * 3, np.array([{}]), np.float64(3), "text"])
+@pytest.mark.parametrize("data", [range(9), Files, object(), [object()] * 3, np.float64(3), "text"])
 def test_what_nothing_is_known_of_has_none(data: Any) -> None:
     assert fingerprint_of(data) in (None, fingerprint_of([object(), object(), object()]))
 

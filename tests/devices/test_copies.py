@@ -405,5 +405,5 @@ def test_without_accelerators_nothing_is_copied_ahead() -> None:
     with ShardedDataLoader(dataset(64), 8, devices=["cpu", "cpu"]) as loader:
         loader.device_prefetch = 3
         assert loader.device_prefetch == 0
-        with pytest.raises(TypeError, match="device_prefetch is 'many'; it must be an int"):
+        with pytest.raises(TypeError, match="device_prefetch must be an integer, got 'many'"):
             ShardedDataLoader(dataset(64), 8).device_prefetch = "many"  # type: ignore[assignment]

@@ -69,7 +69,7 @@ def test_a_number_of_workers_is_an_int(given: Any) -> None:
 
 @pytest.mark.parametrize(("given", "error"), [(0, ValueError), (-1, ValueError), (True, TypeError), ("2", TypeError)])
 def test_another_number_of_workers_is_rejected(given: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="num_workers is"):
+    with pytest.raises(error, match="num_workers must be"):
         check_num_workers(given)
 
 

@@ -91,7 +91,7 @@ def test_only_a_prefetch_of_its_own_choice_grows_with_the_groups() -> None:
 @pytest.mark.parametrize("given", ["2", True, 2.5, None])
 def test_a_prefetch_to_devices_is_a_number_of_batches(given: Any) -> None:
     loader = ShardedDataLoader(range(10), 4)
-    with pytest.raises(TypeError, match="device_prefetch is"):
+    with pytest.raises(TypeError, match="device_prefetch must be an integer"):
         loader.device_prefetch = given
 
 

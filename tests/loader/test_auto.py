@@ -463,11 +463,11 @@ def test_its_arguments_make_another_one() -> None:
         (
             {"num_workers": "atuo"},
             TypeError,
-            "num_workers is 'atuo'; it must be an int, the number of workers, or \"auto\"",
+            "num_workers must be an integer, got 'atuo' of type str: give the number of workers, or \"auto\"",
         ),
-        ({"num_workers": "2"}, TypeError, "num_workers is '2'; it must be an int"),
-        ({"num_workers": 2.0}, TypeError, "num_workers is 2.0; it must be an int"),
-        ({"num_workers": None}, TypeError, "num_workers is None; it must be an int"),
+        ({"num_workers": "2"}, TypeError, "num_workers must be an integer, got '2'"),
+        ({"num_workers": 2.0}, TypeError, "num_workers must be an integer, got 2.0"),
+        ({"num_workers": None}, TypeError, "num_workers must be an integer, got None"),
         ({"max_worker_memory": 0}, ValueError, "max_worker_memory is 0"),
         ({"max_worker_memory": -1}, ValueError, "max_worker_memory is -1"),
         ({"max_worker_memory": "much"}, ValueError, "max_worker_memory is 'much'"),
@@ -485,7 +485,9 @@ def test_wrong_arguments_are_errors(options: dict[str, Any], error: Any, text: s
 
 @pytest.mark.parametrize("make", [ThreadPool, ProcessPool])
 def test_a_pool_has_a_number(make: Callable[[Any], Pool]) -> None:
-    with pytest.raises(TypeError, match="num_workers is 'auto'.*give num_workers=\"auto\" to the loader"):
+    with pytest.raises(
+        TypeError, match="num_workers must be an integer, got 'auto'.*give num_workers=\"auto\" to the loader"
+    ):
         make("auto")
 
 

@@ -538,7 +538,7 @@ def test_an_attribute_of_the_users_means_nothing():
         ({"seed": 1.5}, TypeError, r"seed=1.5\): give an int"),
         ({"seed": None}, TypeError, r"seed=None\): give an int"),
         ({"weights": [1]}, ValueError, "1 weights for 2 datasets"),
-        ({"weigths": [1, 1]}, TypeError, r"interleave has no argument 'weigths' \(did you mean 'weights'\?\)"),
+        ({"weigths": [1, 1]}, TypeError, r"interleave has no argument 'weigths'; did you mean 'weights'\?"),
     ],
 )
 def test_other_arguments_are_checked(arguments, error, said):

@@ -273,12 +273,12 @@ def test_a_signal_handler_may_change_the_number_while_next_waits(method: str) ->
 @pytest.mark.parametrize(
     ("count", "error", "text"),
     [
-        (0, ValueError, "num_workers is 0; a pool needs at least 1"),
-        (-1, ValueError, "num_workers is -1"),
-        (True, TypeError, "num_workers is True; it must be an int"),
-        (2.0, TypeError, "num_workers is 2.0; it must be an int"),
-        ("2", TypeError, "num_workers is '2'; it must be an int"),
-        (None, TypeError, "num_workers is None; it must be an int"),
+        (0, ValueError, "num_workers must be at least 1, got 0: InlinePool"),
+        (-1, ValueError, "num_workers must be at least 1, got -1"),
+        (True, TypeError, "num_workers must be an integer, got True"),
+        (2.0, TypeError, "num_workers must be an integer, got 2.0"),
+        ("2", TypeError, "num_workers must be an integer, got '2'"),
+        (None, TypeError, "num_workers must be an integer, got None"),
     ],
 )
 def test_wrong_numbers_change_nothing(count: Any, error: Any, text: str) -> None:

@@ -48,9 +48,9 @@ def make(**arguments: Any) -> ShardedDataLoader:
         ({"pool": "thread", "thread_pool": True}, ValueError, "needs workers: give num_workers="),
         ({"thread_pool": True}, ValueError, "thread_pool=True needs workers: give num_workers="),
         ({"thread_pool": True, "num_workers": -1}, ValueError, "needs workers: give num_workers="),
-        ({"prefetch": 2.5}, TypeError, "prefetch is 2.5"),
-        ({"prefetch": float("nan")}, TypeError, "prefetch is nan"),
-        ({"prefetch": float("inf")}, TypeError, "prefetch is inf"),
+        ({"prefetch": 2.5}, TypeError, "prefetch must be an integer, got 2.5"),
+        ({"prefetch": float("nan")}, TypeError, "prefetch must be an integer, got nan"),
+        ({"prefetch": float("inf")}, TypeError, "prefetch must be an integer, got inf"),
         ({"pool": InlinePool(), "num_workers": 2}, ValueError, "leave out num_workers"),
         ({"pool": "process", "thread_pool": True, "num_workers": 1}, ValueError, "contradict"),
         ({"num_workers": 1.5}, TypeError, "num_workers"),
@@ -273,7 +273,7 @@ def test_counts_of_batches_may_be_whole_floats_as_in_gluon() -> None:
         loader.prefetch = np.float32(5)  # type: ignore[assignment]
         assert loader.prefetch == 5
         loader.device_prefetch = 1.0  # type: ignore[assignment]
-        with pytest.raises(TypeError, match="device_prefetch is 1.5"):
+        with pytest.raises(TypeError, match="device_prefetch must be an integer, got 1.5"):
             loader.device_prefetch = 1.5  # type: ignore[assignment]
 
 

@@ -286,7 +286,7 @@ def test_arguments_that_are_missing_or_wrong_get_advice(tmp_path: Path) -> None:
     missing: Any = ShardCache
     with pytest.raises(TypeError, match=r'ShardCache needs max_bytes.*ShardCache\(folder, "100 GB"\)'):
         missing(tmp_path)
-    with pytest.raises(TypeError, match=r"ShardCache has no argument 'max_byte' \(did you mean 'max_bytes'\?\)"):
+    with pytest.raises(TypeError, match=r"ShardCache has no argument 'max_byte'; did you mean 'max_bytes'\?"):
         missing(tmp_path, max_byte="1 GB")
 
 

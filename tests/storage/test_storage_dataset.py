@@ -225,7 +225,7 @@ def test_a_shard_that_must_not_be_read_is_named(folder: Path, served: Served) ->
 
 
 def test_an_unknown_argument_gets_advice(folder: Path) -> None:
-    with pytest.raises(TypeError, match=r"ShardDataset has no argument 'cach' \(did you mean 'cache'\?\)"):
+    with pytest.raises(TypeError, match=r"ShardDataset has no argument 'cach'; did you mean 'cache'\?"):
         make(folder, cach=None)
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import io
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from stream_samples import Own, Parts, Stateful, Told, WithStatefulRows
 
-from sharded_loader.streams.parts import SHARED_BYTES, Copies, OpenPart, checksum
+from sharded_loader.streams.parts import SHARED_BYTES, Copies, OpenPart
 from sharded_loader.streams.worker_info import here
 
 
@@ -122,59 +120,3 @@ def test_without_a_state_there_is_none() -> None:
     part = OpenPart(Parts((5,)), 0, 1, 0)
     part.begin(0)
     assert not part.is_stateful and part.state() is None
-
-
-# -- checksums ----------------------------------------------------------------------------------------------------
-
-
-SAMPLES: list[Any] = [
-    1,
-    2,
-    True,
-    1.5,
-    None,
-    "a",
-    b"a",
-    1j,
-    [1],
-    (1,),
-    [],
-    {"a": 1},
-    {"b": 1},
-    np.arange(3),
-    np.arange(3, dtype=np.int32),
-    np.arange(4),
-    np.zeros((2, 0)),
-    np.float32(1),
-    torch.arange(4, dtype=torch.int32),
-    torch.arange(5.0),
-    Own(),
-    Parts(),
-    [np.arange(2), {"x": torch.zeros(2)}],
-    [np.arange(2), {"x": torch.ones(2)}],
-]
-
-
-def test_samples_that_differ_have_other_checksums_and_equal_ones_the_same() -> None:
-    found = [checksum(sample, 0) for sample in SAMPLES]
-    assert len(set(found)) == len(found)
-    assert found == [checksum(sample, 0) for sample in SAMPLES]
-    assert checksum(1, checksum(2, 0)) != checksum(2, checksum(1, 0))
-
-
-def test_what_cannot_be_looked_into_counts_by_its_class() -> None:
-    gradient = torch.ones(2, requires_grad=True)
-    assert checksum(gradient, 0) == checksum(torch.zeros(3, requires_grad=True), 0)
-    objects = np.array([object(), None])
-    assert checksum(objects, 0) == checksum(np.array([object(), None]), 0)
-    assert checksum(io.StringIO("a"), 0) == checksum(io.StringIO("b"), 0)
-    assert checksum("\ud800", 0) != checksum("a", 0)
-
-
-def test_large_samples_are_not_read_to_their_end() -> None:
-    large = np.zeros(1 << 24, np.uint8)
-    other = large.copy()
-    other[-1] = 1
-    assert checksum(large, 0) == checksum(other, 0)
-    strided = np.arange(20).reshape(4, 5)[:, ::2]
-    assert checksum(strided, 0) == checksum(strided.copy(), 0)

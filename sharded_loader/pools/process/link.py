@@ -84,7 +84,7 @@ Places = Sequence[tuple[int, int]]
 
 Buffers = Sequence[memoryview]
 
-# Of a frame, as `multiprocess.connection` writes it. -1: the long one follows. `spawned` has the same, without NumPy.
+# Of a frame, as `multiprocess.connection` writes it. -1: the long one follows.
 _SIZE, _LONG_SIZE = struct.Struct("!i"), struct.Struct("!Q")
 _COUNT = struct.Struct("!I")
 _PLACE = struct.Struct("!qq")

@@ -4,7 +4,8 @@
     main process: start.py  --variable PRELOAD------------->  the forkserver imports this module, and what that lists
 
 ``multiprocess`` imports dill: 20 ms, half as long as NumPy takes, for things that a worker never does. So a spawned
-worker does without. Where the user's dataset imports it after all, it finds itself as in any child process.
+worker does with the standard library's ``Connection``, which has the same bytes on the wire. Where the user's dataset
+imports ``multiprocess`` after all, it finds itself as in any child process.
 
 BLAS and OpenMP are limited to one thread here, before NumPy is imported: nothing may be imported at the top that
 imports NumPy. A process with threads must not fork, and workers want one thread each anyway. The user's own children of
@@ -19,10 +20,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import socket
 import struct
 import sys
 import traceback
+from multiprocessing.connection import Connection
 from typing import Any
 
 from sharded_loader.base.imports import call_after_import
@@ -31,62 +32,6 @@ from sharded_loader.base.system import ONE_THREAD
 
 PRELOAD = "SHARDED_LOADER_PRELOAD"
 """The variable that names the modules for the forkserver, and ``sys.path``: JSON."""
-
-_SIZE, _LONG_SIZE = struct.Struct("!i"), struct.Struct("!Q")
-
-
-class Connection:
-    """The part of ``multiprocess.connection.Connection`` that a worker uses, with the same bytes on the wire.
-
-    Args:
-        fd: of a socket, taken over.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(fileno=fd)
-        self._socket.setblocking(True)
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def send_bytes(self, data: Any) -> None:
-        view = memoryview(data).cast("B")
-        size = view.nbytes
-        prefix = _SIZE.pack(size) if size <= 0x7FFFFFFF else _SIZE.pack(-1) + _LONG_SIZE.pack(size)
-        if size > 16384:  # not worth a copy
-            self._socket.sendall(prefix)
-            self._socket.sendall(view)
-        else:
-            self._socket.sendall(prefix + view)
-
-    def recv_bytes(self) -> bytearray:
-        data = bytearray(self._receive_size())
-        self._fill(memoryview(data))
-        return data
-
-    def recv_bytes_into(self, buffer: Any) -> int:
-        size = self._receive_size()
-        self._fill(memoryview(buffer).cast("B")[:size])
-        return size
-
-    def _receive_size(self) -> int:
-        for size_format in (_SIZE, _LONG_SIZE):
-            data = bytearray(size_format.size)
-            self._fill(memoryview(data))
-            (size,) = size_format.unpack(data)
-            if size != -1:
-                break
-        return int(size)
-
-    def _fill(self, view: memoryview) -> None:
-        while view.nbytes:
-            count = self._socket.recv_into(view)
-            if not count:
-                raise EOFError
-            view = view[count:]
 
 
 def main(orders: dict[str, Any]) -> None:

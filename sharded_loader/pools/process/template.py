@@ -36,6 +36,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 from multiprocess import popen_fork, process
@@ -46,7 +47,6 @@ from sharded_loader.base.private import forget_child, fork_quietly
 from sharded_loader.engine.messages import NewJob
 from sharded_loader.pools.process import worker
 from sharded_loader.pools.process.link import NO_SIGNAL, send_descriptors
-from sharded_loader.pools.process.spawned import Connection
 
 NAME = "sharded_loader-worker"
 """How the processes of workers are named, before their numbers."""
@@ -134,13 +134,6 @@ def start_forked(name: str, target: Callable[..., None], *args: Any, daemon: boo
         forked.start()
     forget_child(forked)
     return forked
-
-
-def work(conn: Any, number: int, num_workers: int, new_job: NewJob) -> None:
-    """What a worker does that the main process has forked itself. `Connection` sends with fewer calls than ``conn``."""
-    taken = Connection(os.dup(conn.fileno()))
-    conn.close()
-    worker.main(taken, number, num_workers, new_job)
 
 
 def warn(text: str) -> None:

@@ -50,6 +50,7 @@ from sharded_loader.pools.process.lifeline import Lifeline
 from sharded_loader.pools.process.link import BOARD, CANCEL, JOB, LEAVE, STACKS, Link, Poller, make_link, pack_head
 from sharded_loader.pools.process.start import spawn_worker, start_forkserver
 from sharded_loader.pools.process.worker import STACKS_SIGNAL, TELL_SIGNAL, find_libraries
+from sharded_loader.pools.process.worker import main as work
 from sharded_loader.pools.supervisor import Transport, Worker
 
 TEMPLATES = 3
@@ -349,7 +350,7 @@ class ProcessTransport(Transport[ProcessWorker]):
                 return self.template.fork(number, self.num_workers, theirs), link
             if forks:
                 name = f"{template.NAME}-{number}"
-                return template.start_forked(name, template.work, theirs, number, self.num_workers, new), link
+                return template.start_forked(name, work, theirs, number, self.num_workers, new), link
             fds = [] if self.inherited is None else self.inherited.fds
             return spawn_worker(number, self.num_workers, self.start_method, theirs, fds), link
         except BaseException:

@@ -1,10 +1,11 @@
-"""What a loader knows of its data: digests of samples, which are the same everywhere."""
+"""Digests of data, which are the same everywhere: exact ones, and of parts of large values."""
 
 from __future__ import annotations
 
 import datetime
 import decimal
 import enum
+import io
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from sharded_loader.data.known import digest_of
+from sharded_loader.data.digests import exact, sampled
 
 Image = pytest.importorskip("PIL.Image")  # Pillow is optional
 
@@ -81,16 +82,75 @@ ROWS: dict[str, tuple[Any, Any, Any]] = {
 
 @pytest.mark.parametrize("row", ROWS)
 def test_equal_samples_have_equal_digests_and_others_have_others(row: str) -> None:
-    one, same, other = map(digest_of, ROWS[row])
+    one, same, other = map(exact, ROWS[row])
     assert one == same != other
     assert len(one) == 16
 
 
 def test_the_digests_are_the_same_in_every_process() -> None:
     sample = "{'x': np.arange(3), 'y': (1.5, {'b', 'a'}, np.float32(2)), 'z': '/a/b.png'}"
-    program = f"import numpy as np; from sharded_loader.data.known import digest_of; print(digest_of({sample}))"
+    program = f"import numpy as np; from sharded_loader.data.digests import exact; print(exact({sample}))"
     for seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-c", program]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.split() == ["864762ac51cff9f1"]
+
+
+# -- of parts of large values ------------------------------------------------------------------------------------------
+
+SAMPLES: list[Any] = [
+    1,
+    2,
+    True,
+    1.5,
+    None,
+    "a",
+    b"a",
+    1j,
+    [1],
+    [],
+    {"a": 1},
+    {"b": 1},
+    np.arange(3),
+    np.arange(3, dtype=np.int32),
+    np.arange(4),
+    np.zeros((2, 0)),
+    np.float32(1),
+    torch.arange(4, dtype=torch.int32),
+    torch.arange(5.0),
+    io.StringIO(),
+    ValueError(),
+    {"a": "b"},
+    [*range(40)],
+    [*range(41)],
+    [np.arange(2), {"x": torch.zeros(2)}],
+    [np.arange(2), {"x": torch.ones(2)}],
+]
+
+
+def test_samples_that_differ_have_other_digests_of_parts_and_equal_ones_the_same() -> None:
+    found = [sampled(sample) for sample in SAMPLES]
+    assert len(set(found)) == len(found)
+    assert found == [sampled(sample) for sample in SAMPLES]
+
+
+def test_what_cannot_be_looked_into_counts_by_its_class() -> None:
+    assert sampled(torch.ones(3, device="meta")) == sampled(torch.ones(2, device="meta"))
+    assert sampled(io.StringIO("a")) == sampled(io.StringIO("b"))
+    assert sampled("\ud800") != sampled("a")
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_of_large_samples_parts_count(kind: Any) -> None:
+    large = np.zeros((1 << 12, 1 << 12), np.uint8)
+    before = sampled(kind(large))
+    large[1000, 1] = 1
+    assert sampled(kind(large)) == before != sampled(kind(large[:, :-1]))
+    large[-1, -4] = 1
+    assert sampled(kind(large)) != before
+    long = np.zeros(1 << 17, np.uint8)
+    before = sampled(kind(long))
+    long[900] = 1
+    assert sampled(kind(long)) != before
+    assert sampled(kind(large)[:, ::2]) == sampled(kind(large[:, ::2].copy()))
