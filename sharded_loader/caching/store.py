@@ -4,7 +4,6 @@
     Store.read(index) -> sample | MISSING                        in any process that inherits it, or unpickles it
     Store.write(index, sample)                                   keeps a sample if there is room
     Store.rows(where) -> rows of ``Store.columns`` | None        many samples at once, if all are there
-    examine(path) -> Contents                                    what is in a file
 
 One layout, in memory without a name (`system.open_memory`) or in a file:
 
@@ -55,7 +54,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -106,22 +105,6 @@ class CacheMismatchError(ValueError):
         >>> issubclass(CacheMismatchError, ValueError)
         True
     """
-
-
-class Contents(NamedTuple):
-    """What is in the file of a cache.
-
-    Attributes:
-        version, length, key: of the layout, and as of the dataset.
-        stored: how many samples are there.
-        nbytes: what they take.
-    """
-
-    version: int
-    length: int
-    key: str | None
-    stored: int
-    nbytes: int
 
 
 def bytes_of(array: Array) -> memoryview:
@@ -241,7 +224,8 @@ class Store(Opened):
     @property
     def used_bytes(self) -> int:
         """What the stored samples take."""
-        return used(self._counters, self._row_bytes)
+        rows, end = self._counters.tolist()
+        return int(rows * self._row_bytes + end)
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -372,12 +356,6 @@ class Store(Opened):
             self._counters[1] = end + nbytes
         self.places[index] = rows + 1 if is_row else -1 - end
         self._begun[0] = 0
-
-
-def used(counters: Any, row_bytes: int) -> int:
-    """What rows and log take."""
-    rows, end = counters.tolist()
-    return int(rows * row_bytes + end)
 
 
 def _nbytes(dtype: str, shape: Iterable[int]) -> int:
@@ -602,7 +580,7 @@ def check_same(path: str, head: bytes, found: dict[str, Any] | None, about: dict
     """
     if head != MAGIC:
         raise CacheMismatchError(f"{path} is there, and is no cache of samples: give another path")
-    clear = f"delete it (sharded-loader cache clear {path}), or give another path"
+    clear = "delete it, or give another path"
     if found is None:
         raise CacheMismatchError(f"the cache file {path} is damaged: {clear}")
     names = {
@@ -633,33 +611,3 @@ def attach(name: str, max_bytes: int, path: str | None, about: dict[str, Any], s
         return Store(fd, name, max_bytes, path, session)
     close_locked(fd)
     return None
-
-
-def is_cache(path: str) -> bool:
-    """Whether a file is that of a cache, whole or damaged.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with open(path, "rb") as file:
-        return file.read(len(MAGIC)) in (MAGIC, UNFINISHED)
-
-
-def examine(path: str) -> Contents:
-    """What is in the file of a cache.
-
-    Raises:
-        CacheMismatchError: it is no cache.
-        OSError: it cannot be read.
-    """
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-    try:
-        about = read_about(fd)
-        if about is None or about["version"] != VERSION:
-            raise CacheMismatchError(f"{path} is no cache of samples that this version of the library can read")
-        places = entries_of(fd, about)["place"]
-        counters = np.frombuffer(read_at(fd, 16, _COUNTERS), np.int64)
-        nbytes = used(counters, sum(_nbytes(*leaf) for leaf in about["leaves"]))
-        return Contents(VERSION, about["length"], about["key"], int(np.count_nonzero(places)), nbytes)
-    finally:
-        close_locked(fd)

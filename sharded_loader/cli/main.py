@@ -55,7 +55,6 @@ def make_command() -> click.Group:
 
     from sharded_loader import __version__
     from sharded_loader.cli.bench import bench
-    from sharded_loader.cli.cache import cache
     from sharded_loader.cli.demo import demo
     from sharded_loader.cli.doctor import doctor
     from sharded_loader.cli.index import index
@@ -64,7 +63,7 @@ def make_command() -> click.Group:
     from sharded_loader.cli.runs import diff, replay, report
 
     command = click.Group(
-        commands=[demo, doctor, bench, records, report, replay, diff, cache, index],
+        commands=[demo, doctor, bench, records, report, replay, diff, index],
         callback=print_help,
         invoke_without_command=True,
         help="A data loader for PyTorch: try it, check this machine, measure a dataset, pack files, compare runs.",

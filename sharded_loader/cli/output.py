@@ -38,9 +38,6 @@ LINES_EVERY = 5.0
 FRAMES_EVERY = 0.1
 """Seconds between two pictures of the bar."""
 
-POOLS = ("inline", "thread", "process", "ray")
-"""Who may read: what the loader takes as ``pool``."""
-
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print results only: no progress, no explanations.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 

@@ -1,13 +1,12 @@
 """What a run has read, and why it waited: the batch of any step, the first step in which two differ, reports of ranks.
 
     replay MODULE:MAKE_LOADER --step N     target.find_loader --> loader.indices, loader.batch --> values_of --> lines
-                                                              --> --save FILE.pt, --grid FILE.png
+                                                              --> --save FILE.pt
     diff A.json B.json                     SavedRun.read --> first_difference, other_facts --> lines
 
     report FILES                           one file: `facts.text_of`; several: `facts.joined`, which names the slow rank
 
     values_of(batch, indices) -> lines     shape, range and odd values of each array or tensor of a batch
-    pictures_of(batch) -> array | None     the first of them that looks like pictures, as bytes (n, height, width, 3)
 
 A run is known by a state or a fingerprint, saved as JSON. Exit code 0; 1 if two runs differ; 2 if the command cannot
 run, which one line says. What can go wrong: the module, the state, the step, the user's dataset, the files to write.
@@ -15,9 +14,6 @@ run, which one line says. What can go wrong: the module, the state, the step, th
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,12 +29,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 DIFFERENT = 1
-_OUT = click.Path(dir_okay=False, path_type=Path)
-CHANNELS, LEAST = (1, 3, 4), 4
-"""Of what looks like pictures: the channels, and the pixels of a side."""
-
-SMALLEST, GAP = 64, 2
-"""Pixels: pictures whose sides are shorter are enlarged; between two pictures."""
 
 
 @click.command(short_help="Read the batch of any step again, and show it.")
@@ -46,21 +36,24 @@ SMALLEST, GAP = 64, 2
 @click.option("--state", type=FILE, metavar="FILE.json", help="A state or a fingerprint. Default: none is loaded.")
 @click.option("--step", type=click.IntRange(0), required=True, help="The step, from 0 since the first epoch.")
 @click.option("--epoch", type=click.IntRange(0), help="With it, the step counts from 0 in this epoch.")
-@click.option("--save", type=_OUT, metavar="FILE.pt", help="Write indices and batch, for torch.load.")
-@click.option("--grid", type=_OUT, metavar="FILE.png", help="Write the pictures of the batch as one picture.")
+@click.option(
+    "--save",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.pt",
+    help="Write indices and batch, for torch.load.",
+)
 @force_option
 @output.quiet_option
-def replay(loader: str, state: Path | None, step: int, epoch: int | None, **options: Any) -> None:
+def replay(
+    loader: str, state: Path | None, step: int, epoch: int | None, save: Path | None, force: bool, quiet: bool
+) -> None:
     """Read the batch of a step again, with its random numbers, and show its indices, shapes and values.
 
     MODULE:MAKE_LOADER is a function in a module, or path/to/file.py:MAKE_LOADER. It takes no arguments and returns the
     loader of the run: a ShardedDataLoader, or a DataLoader of sharded_loader.torch. No worker is started.
     """
-    files: list[Path] = [options[name] for name in ("grid", "save") if options[name] is not None]
-    for file in files:
-        check_output(file, force=options["force"])
-    if options["grid"] is not None and importlib.util.find_spec("PIL") is None:
-        raise CannotRun("--grid needs Pillow: pip install pillow")
+    if save is not None:
+        check_output(save, force=force)
     saved = None if state is None else read_state(state)
     made = find_loader(loader)
     steps: Any = getattr(made, "_known_steps", None)
@@ -79,20 +72,16 @@ def replay(loader: str, state: Path | None, step: int, epoch: int | None, **opti
         indices, batch = indices[0], batch[0]
     click.echo(f"step     {place} of epoch {number}")
     click.echo(f"indices  {', '.join(map(str, indices))}")
-    shards = _by_shards(made, indices, batch)
-    for shard, own, name in shards:
+    for shard, own, name in _by_shards(made, indices, batch):
         for line in values_of(shard, own, name):
             click.echo(line)
-    for file in files:
-        with os_errors_in_one_line(file), replaced(file) as (written,):
-            if file == options["grid"]:
-                _draw([shard for shard, *_ in shards], written)
-            else:
-                import torch
+    if save is not None:
+        import torch
 
-                torch.save({"epoch": number, "step": place, "indices": indices, "batch": batch}, written)
-        if not options["quiet"]:
-            click.echo(f"written  {file}")
+        with os_errors_in_one_line(save), replaced(save) as (written,):
+            torch.save({"epoch": number, "step": place, "indices": indices, "batch": batch}, written)
+        if not quiet:
+            click.echo(f"written  {save}")
 
 
 @click.command(short_help="Name the first step in which two runs differ.")
@@ -214,53 +203,3 @@ def _arrays_of(tree: Any, name: str) -> Iterator[tuple[str, str, np.ndarray[Any,
         names = [f".{field}" for field in field_names(tree)]
     for end, part in zip(names, parts, strict=True):
         yield from _arrays_of(part, name + end)
-
-
-# -- pictures ----------------------------------------------------------------------------------------------------------
-
-
-def pictures_of(batch: Any) -> np.ndarray[Any, Any] | None:
-    """The first array of a batch that looks like pictures, as bytes of shape (n, height, width, 3); None: none does.
-
-    Numbers that are no bytes are stretched from the lowest to the highest of each picture.
-
-    Example:
-        >>> import numpy as np
-        >>> pictures_of([np.zeros((5, 1, 8, 9)), np.arange(5)]).shape
-        (5, 8, 9, 3)
-    """
-    import numpy as np
-
-    for _, _, found in _arrays_of(batch, ""):
-        array = found[:, None] if found.ndim == 3 else found
-        if array.ndim == 4 and array.dtype.kind in "biuf" and array.size:
-            array = array.transpose(0, 2, 3, 1) if array.shape[1] in CHANNELS else array
-            if array.shape[3] in CHANNELS and min(array.shape[1:3]) >= LEAST:
-                if array.dtype != np.uint8:
-                    numbers = np.nan_to_num(array.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
-                    numbers -= numbers.min((1, 2, 3), keepdims=True)
-                    array = (numbers * (255 / np.maximum(numbers.max((1, 2, 3), keepdims=True), 1e-12))).astype(
-                        np.uint8
-                    )
-                return array[..., :3] if array.shape[3] > 1 else array.repeat(3, axis=3)
-    return None
-
-
-def _draw(batches: list[Any], file: Path) -> None:
-    """Write all pictures of a batch, row after row, as one PNG."""
-    import numpy as np
-    from PIL import Image
-
-    shards = [pictures for pictures in map(pictures_of, batches) if pictures is not None]
-    if not shards:
-        raise CannotRun("--grid: nothing in the batch looks like pictures (n, channels, height, width): leave it out")
-    pictures = list(itertools.chain.from_iterable(shards))
-    scale = -(-SMALLEST // min(pictures[0].shape[:2]))
-    pictures = [one.repeat(scale, 0).repeat(scale, 1) for one in pictures]
-    height, width = (max(one.shape[axis] for one in pictures) + GAP for axis in (0, 1))
-    columns = math.isqrt(len(pictures) - 1) + 1
-    grid = np.full((height * -(-len(pictures) // columns), width * columns, 3), 255, np.uint8)
-    for place, one in enumerate(pictures):
-        top, left = place // columns * height, place % columns * width
-        grid[top : top + one.shape[0], left : left + one.shape[1]] = one
-    Image.fromarray(grid).save(file, "PNG")

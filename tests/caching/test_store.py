@@ -22,7 +22,7 @@ from sharded_loader import CacheMismatchError
 from sharded_loader.base.limits import Limit
 from sharded_loader.base.system import locked, write_at
 from sharded_loader.caching import store as stores
-from sharded_loader.caching.store import MISSING, UNFINISHED, Contents, Store, examine, is_cache, open_store
+from sharded_loader.caching.store import MAGIC, MISSING, UNFINISHED, Store, open_store
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="forks")
 COUNT = 20
@@ -274,7 +274,6 @@ def test_a_later_run_finds_the_samples(tmp_path: Path) -> None:
     filled(path)
     store = make(path)
     assert all(is_right(store.read(index), index) for index in range(COUNT))
-    assert examine(str(path)) == Contents(1, COUNT, None, COUNT, store.used_bytes)
     assert path.stat().st_mode & 0o777 == 0o600
 
 
@@ -345,7 +344,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "header cut off": (
         lambda path: (filled(path), os.truncate(path, 100)),
         CacheMismatchError,
-        "is damaged: delete it .sharded-loader cache clear",
+        "is damaged: delete it, or give another path",
     ),
     "cut off": (lambda path: (filled(path), os.truncate(path, 2000)), CacheMismatchError, "was cut off: delete it"),
     "version": (
@@ -398,9 +397,9 @@ def test_an_empty_file_becomes_the_cache(tmp_path: Path) -> None:
     path = tmp_path / "samples.cache"
     path.touch(0o600)
     make(path).write(1, sample(1))
-    assert is_cache(str(path)) and is_right(make(path).read(1), 1)
+    assert path.read_bytes().startswith(MAGIC) and is_right(make(path).read(1), 1)
     path.write_bytes(UNFINISHED)
-    assert is_cache(str(path)) and make(path).read(1) is MISSING
+    assert make(path).read(1) is MISSING
 
 
 def test_no_file_holds_a_pickle(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from torch.utils.data import get_worker_info
 
 from sharded_loader import SimpleDataset
 from sharded_loader.cli import bench
-from sharded_loader.cli.bench import ROUNDS, DatasetFailed, Measurement, Row, measure, recommend
+from sharded_loader.cli.bench import ROUNDS, Row, measure, recommend
 from sharded_loader.cli.main import main
+from sharded_loader.cli.output import CannotRun
 from sharded_loader.loader.auto import START, Tuner
 
 QUICK = ["--seconds", "0.03"]
@@ -61,7 +61,7 @@ def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_it_prints_a_row_for_each_pool_and_a_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "benched_data:numbers", *QUICK]) == 0
-    head, columns, *rows, advice, cached = capsys.readouterr().out.splitlines()
+    head, columns, *rows, advice = capsys.readouterr().out.splitlines()
     assert head == "benched_data:numbers: list, 100 samples, in random order; batches of 64."
     assert columns.split("  ")[0] == "pool" and columns.endswith("x inline")
     rows = [row for row in rows if not row.startswith("Other programs use")]
@@ -69,7 +69,6 @@ def test_it_prints_a_row_for_each_pool_and_a_recommendation(capsys: pytest.Captu
     assert rows[0].endswith("1.00")
     assert all(re.search(r" ±\d+% ", row) for row in rows)
     assert advice.startswith(("Use num_workers=2", "Inline is enough", "No clear winner"))
-    assert cached.startswith(("With dataset.cache(...), epochs after", "A cache of the samples gains nothing"))
 
 
 @pytest.mark.slow
@@ -98,7 +97,7 @@ def test_a_sample_that_raises_is_named_in_one_line(capsys: pytest.CaptureFixture
     assert main(["bench", "benched_data:bad", "-q", "--no-shuffle", *QUICK]) == 2
     shown = capsys.readouterr()
     assert shown.err == (
-        "sharded-loader bench: reading benched_data:bad failed: "
+        "sharded-loader bench: reading the dataset failed: "
         "ValueError: a broken image (in epoch 0, batch 0, sample 13)\n"
     )
     assert shown.out == ""
@@ -150,7 +149,7 @@ def test_more_processes_than_cores_are_no_warning_where_auto_has_found_them(monk
     monkeypatch.setattr("sharded_loader.base.limits.cores_for_workers", lambda: 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        bench._loader_of(Row("process", 32), arguments(range(8))).close()
+        bench._loader("process", 32, arguments(range(8))).close()
 
 
 @pytest.mark.parametrize(("pool", "number"), [("inline", 0), ("ray", 6), ("thread", START)])
@@ -197,8 +196,19 @@ def test_spawned_workers_find_the_classes_of_a_file_in_another_folder(tmp_path: 
 # -- What ``bench`` measures, with datasets of every kind and rows that fail; and what it recom ------------------------
 
 
-INLINE, THREADS, PROCESSES = Row("inline", 0), Row("thread", 2), Row("process", 2)
 SECONDS = 0.03
+
+
+def inline() -> Row:
+    return Row("inline", 0)
+
+
+def threads() -> Row:
+    return Row("thread", 2)
+
+
+def processes() -> Row:
+    return Row("process", 2)
 
 
 def arguments(dataset: Any, batch_size: int = 4, shuffle: bool = False, batchify_fn: Any = None) -> dict[str, Any]:
@@ -242,9 +252,9 @@ class FailsInWorkers:
 
 def test_rows_are_measured_in_turn_in_every_round() -> None:
     turns: list[tuple[int, Row]] = []
-    rows = [INLINE, THREADS]
-    measured = measure(rows, SECONDS, arguments(range(100), shuffle=True), lambda *turn: turns.append(turn))
-    assert turns == list(enumerate(rows * ROUNDS))
+    pair = [inline(), threads()]
+    measured = measure(pair, SECONDS, arguments(range(100), shuffle=True), lambda *turn: turns.append(turn))
+    assert turns == list(enumerate(pair * ROUNDS))
     assert [(one.pool, one.workers, one.error) for one in measured] == [("inline", 0, None), ("thread", 2, None)]
     assert all(one.samples_per_second > 0 and one.ms_per_batch > 0 for one in measured)
 
@@ -254,7 +264,7 @@ def test_rows_are_measured_in_turn_in_every_round() -> None:
 )
 @pytest.mark.slow
 def test_data_of_every_kind_is_measured_in_every_pool(dataset: Any) -> None:
-    measured = measure([INLINE, THREADS, PROCESSES], SECONDS, arguments(dataset))
+    measured = measure([inline(), threads(), processes()], SECONDS, arguments(dataset))
     assert [one.error for one in measured] == [None, None, None]
 
 
@@ -262,7 +272,7 @@ def test_speed_and_time_per_batch_are_counted_from_the_same_batches(monkeypatch:
     # Every look at the clock takes a second.
     seconds = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
-    [one] = measure([INLINE], 60, arguments(range(1000), 10))
+    [one] = measure([inline()], 60, arguments(range(1000), 10))
     assert one.samples_per_second * one.ms_per_batch / 1000 == pytest.approx(10)
     assert one.ms_per_batch >= 1000
 
@@ -276,8 +286,8 @@ def test_a_slow_dataset_is_measured_for_a_batch_of_each_worker() -> None:
 
 
 def test_what_the_dataset_raises_inline_ends_it_with_the_sample() -> None:
-    with pytest.raises(DatasetFailed, match=r"^ZeroDivisionError: division by zero \(in epoch 0, batch 1, sample 5\)$"):
-        measure([INLINE, THREADS], SECONDS, arguments(_Divides()))
+    with pytest.raises(CannotRun, match=r": ZeroDivisionError: division by zero \(in epoch 0, batch 1, sample 5\)$"):
+        measure([inline(), threads()], SECONDS, arguments(_Divides()))
 
 
 class _Divides:
@@ -289,25 +299,25 @@ class _Divides:
 
 
 def test_what_fails_only_in_workers_ends_only_their_row() -> None:
-    inline, processes = measure([INLINE, PROCESSES], SECONDS, arguments(FailsInWorkers()))
-    assert inline.error is None
-    assert processes.error is not None and processes.error.startswith("OSError: no files here (in epoch 0, batch ")
-    assert processes.samples_per_second == 0
+    in_main, in_workers = measure([inline(), processes()], SECONDS, arguments(FailsInWorkers()))
+    assert in_main.error is None
+    assert in_workers.error is not None and in_workers.error.startswith("OSError: no files here (in epoch 0, batch ")
+    assert in_workers.samples_per_second == 0
 
 
 @pytest.mark.parametrize(
     ("dataset", "said"), [(nothing, "it gives no samples"), (Once(), "it gives its samples only once")]
 )
 def test_data_without_samples_is_an_error(dataset: Any, said: str) -> None:
-    with pytest.raises(DatasetFailed, match=said):
-        measure([INLINE], SECONDS, arguments(dataset))
+    with pytest.raises(CannotRun, match=said):
+        measure([inline()], SECONDS, arguments(dataset))
 
 
-INLINE_ROW = Measurement("inline", 0, 1000.0, 64.0)
+INLINE_ROW = Row("inline", 0, 1000.0, 64.0)
 
 
-def rows(*speeds: tuple[str, int, float]) -> list[Measurement]:
-    return [Measurement(pool, workers, speed, 64000 / speed) for pool, workers, speed in speeds]
+def rows(*speeds: tuple[str, int, float]) -> list[Row]:
+    return [Row(pool, workers, speed, 64000 / speed) for pool, workers, speed in speeds]
 
 
 @pytest.mark.parametrize(
@@ -324,7 +334,7 @@ def rows(*speeds: tuple[str, int, float]) -> list[Measurement]:
         (rows(("process", 2, 1900)), "inline is enough if your training step takes far longer than 64 ms"),
     ],
 )
-def test_it_names_the_arguments_and_the_reason(measured: list[Measurement], said: str) -> None:
+def test_it_names_the_arguments_and_the_reason(measured: list[Row], said: str) -> None:
     advice = recommend([INLINE_ROW, *measured])
     assert said in advice
     assert advice.endswith(".") and "\n" not in advice
@@ -341,12 +351,12 @@ def test_without_inline_the_best_row_is_named() -> None:
 
 
 def test_rows_that_failed_do_not_count() -> None:
-    failed = Measurement("thread", 8, error="boom")
+    failed = Row("thread", 8, error="boom")
     assert recommend([INLINE_ROW, failed, *rows(("process", 2, 1900))]).startswith("Use num_workers=2: ")
 
 
-def spread(pool: str, workers: int, lowest: float, median: float, highest: float) -> Measurement:
-    return Measurement(pool, workers, median, 64000 / median, lowest=lowest, highest=highest)
+def spread(pool: str, workers: int, lowest: float, median: float, highest: float) -> Row:
+    return Row(pool, workers, median, 64000 / median, lowest=lowest, highest=highest)
 
 
 def test_rounds_that_overlap_have_no_clear_winner() -> None:
@@ -362,40 +372,3 @@ def test_rows_that_are_alike_need_no_winner() -> None:
     assert recommend([INLINE_ROW, two, four]).startswith("Use num_workers=2: ")
     slower = spread("thread", 2, 990, 1010, 1200)
     assert recommend([INLINE_ROW, slower]).startswith("Inline is enough")
-
-
-# -- what a cache gains ------------------------------------------------------------------------------------------------
-
-
-class Slow:
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.002)
-        return index
-
-
-def test_it_says_what_a_cache_gains() -> None:
-    text = bench.gain_of_cache(Measurement("inline", 0, 40.0, 1.0), 0.05, arguments(Slow(), 16))
-    found = re.fullmatch(
-        r"With dataset.cache.*, epochs after the first are (\d+\.\d) times as fast; .* 512 bytes.", text
-    )
-    assert found is not None and float(found[1]) > 3
-
-
-def test_it_says_why_a_cache_cannot_keep_the_samples() -> None:
-    text = bench.gain_of_cache(Measurement("inline", 0, 400.0, 1.0), 0.05, arguments(SimpleDataset([object()]), 16))
-    assert text.startswith("A cache cannot keep the samples: TypeError: the sample is an object")
-
-
-class OneObject(Slow):
-    def __getitem__(self, index: int) -> object:
-        return {"x": np.array(index if index != 9 else None)}
-
-
-@pytest.mark.parametrize("pool", ["inline", "thread"])
-def test_it_says_so_too_if_a_later_sample_cannot_be_kept(pool: str) -> None:
-    fastest = Measurement(pool, int(pool != "inline"), 4000.0, 1.0)
-    text = bench.gain_of_cache(fastest, 0.05, arguments(OneObject(), 16, batchify_fn=list))
-    assert "sample 9 cannot be cached: field ['x'] of the sample is a ndarray (object)" in text

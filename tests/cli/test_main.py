@@ -56,7 +56,6 @@ def test_every_verb_has_help_and_can_be_quiet(verb: list[str], capsys: pytest.Ca
 def test_the_verbs_are_listed_with_a_sentence() -> None:
     assert sorted(make_command().commands) == [
         "bench",
-        "cache",
         "demo",
         "diff",
         "doctor",

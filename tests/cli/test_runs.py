@@ -13,10 +13,8 @@ import torch
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.cli.main import main
-from sharded_loader.cli.runs import pictures_of, values_of
+from sharded_loader.cli.runs import values_of
 from sharded_loader.torch import DataLoader
-
-Image = pytest.importorskip("PIL.Image")  # Pillow is optional
 
 SOURCE = """
 import numpy as np
@@ -88,9 +86,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, 
 
 
 @pytest.mark.parametrize("state", ["state.json", "print.json"])
-def test_the_batch_of_a_step_is_shown_saved_and_drawn(folder: Any, capsys: Any, state: str) -> None:
+def test_the_batch_of_a_step_is_shown_and_saved(folder: Any, capsys: Any, state: str) -> None:
     path, loader = folder
-    asked = ["replay", "users_run:make", "--state", state, "--step", 7, "--save", "batch.pt", "--grid", "grid.png"]
+    asked = ["replay", "users_run:make", "--state", state, "--step", 7, "--save", "batch.pt"]
     code, out, err = run(capsys, *asked)
     indices, batch = loader.indices(1, 2), loader.batch(1, 2)
     lines = out.splitlines()
@@ -103,9 +101,7 @@ def test_the_batch_of_a_step_is_shown_saved_and_drawn(folder: Any, capsys: Any, 
     saved = torch.load(path / "batch.pt")
     assert (saved["epoch"], saved["step"], saved["indices"]) == (1, 2, indices)
     assert torch.equal(saved["batch"]["scan"], batch["scan"])
-    with Image.open(path / "grid.png") as picture:
-        assert picture.size == (2 * 66, 2 * 66)
-    assert run(capsys, *asked)[0] == 2, "the files exist"
+    assert run(capsys, *asked)[0] == 2, "the file exists"
     assert run(capsys, *asked, "--force", "--quiet")[0] == 0
     again = run(capsys, "replay", "users_run:make", "--epoch", 1, "--step", 2, "--state", state)[1]
     assert again.splitlines() == lines[:5]
@@ -121,7 +117,7 @@ def test_the_sample_with_odd_numbers_is_named(folder: Any, capsys: Any) -> None:
 
 
 def test_shards_and_evaluations_name_their_samples(folder: Any, capsys: Any) -> None:
-    code, out, _ = run(capsys, "replay", "users_run.py:shards", "--step", 0, "--grid", "grid.png")
+    code, out, _ = run(capsys, "replay", "users_run.py:shards", "--step", 0)
     assert code == 0 and "batch[1]['scan']: torch.float32 (2, 1, 8, 8), from " in out
     code, out, _ = run(capsys, "replay", "users_run:evaluate", "--step", 1)
     assert code == 0 and "indices  3, 4, 5\nbatch['scan']: torch.float32 (3, 1, 8, 8), from 3" in out
@@ -160,7 +156,6 @@ ROWS: dict[str, tuple[list[Any], str]] = {
         ["users_run:torchs", "--epoch", 0, "--step", 0],
         "gives a DataLoader, not a loader of",
     ),
-    "sample": (["users_run:numbers", "--step", 0, "--grid", "x.png"], "nothing in the batch looks like pictures"),
     "other loader": (["users_run:make", "--state", "other.json", "--step", 0], "batch_size was 5, and is 4"),
     "other data": (["users_run:changed", "--state", "print_of_other.json", "--step", 0], "saved with other data"),
     "damaged": (["users_run:make", "--state", "damaged.json", "--step", 0], "damaged.json has no JSON"),
@@ -187,12 +182,6 @@ def test_what_is_wrong_is_one_line_and_nothing_is_written(row: str, folder: Any,
     assert {file: file.stat().st_mtime_ns for file in folder[0].iterdir() if file.is_file()} == before
 
 
-def test_without_pillow_the_grid_says_what_to_install(folder: Any, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    code, _, err = run(capsys, "replay", "users_run:make", "--step", 0, "--grid", "grid.png")
-    assert (code, "--grid needs Pillow: pip install pillow" in err) == (2, True)
-
-
 def test_values_of_all_kinds_are_told() -> None:
     short = torch.ones(2, 3, dtype=torch.bfloat16)
     batch = [short, np.array([True, False]), torch.empty(0, 3), torch.tensor(4.0), "text"]
@@ -207,14 +196,6 @@ def test_values_of_all_kinds_are_told() -> None:
         "batch: torch.float32 (2, 1), NaN or infinite: sample 5, 7"
     ]
     assert next(values_of(np.arange(3), [5, 7])).endswith("from 0 (sample in row 0) to 2 (sample in row 2)")
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 9, 7), (2, 9, 7, 3), (2, 9, 7), (2, 1, 9, 7), (2, 9, 7, 4)], ids=str)
-def test_what_looks_like_pictures_is_found(shape: Any) -> None:
-    found = pictures_of({"label": np.arange(2), "image": np.random.default_rng(1).random(shape)})
-    assert found is not None and found.shape == (2, 9, 7, 3) and (found.min(), found.max()) == (0, 255)
-    assert pictures_of(np.arange(2 * 3 * 5).reshape(2, 3, 5)) is None
-    assert pictures_of({"tokens": np.ones((4, 2)), "x": np.ones((2, 5, 9, 7))}) is None
 
 
 # -- diff --------------------------------------------------------------------------------------------------------------
