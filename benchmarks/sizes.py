@@ -40,7 +40,7 @@ FLOORS = (
     ("engine", "recordio"),
     ("sampling", "streams", "devices", "storage", "caching"),
     ("pools",),
-    ("loader", "parallel", "batchify", "ray", "resident"),
+    ("loader", "instruments", "parallel", "batchify", "ray", "resident"),
     ("drop_in",),
     ("torch",),
     ("integrations", *APART),

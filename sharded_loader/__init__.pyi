@@ -22,9 +22,9 @@ from sharded_loader.data.datasets import SubsetDataset as SubsetDataset
 from sharded_loader.data.interleave import interleave as interleave
 from sharded_loader.data.shuffle_buffer import ShuffleBuffer as ShuffleBuffer
 from sharded_loader.data.tokens import TokenWindows as TokenWindows
+from sharded_loader.instruments.report import RankStats as RankStats
+from sharded_loader.instruments.stats import LoaderStats as LoaderStats
 from sharded_loader.loader.loader import ShardedDataLoader as ShardedDataLoader
-from sharded_loader.loader.report import RankStats as RankStats
-from sharded_loader.loader.stats import LoaderStats as LoaderStats
 from sharded_loader.parallel import split_and_load as split_and_load
 from sharded_loader.parallel import split_data as split_data
 from sharded_loader.pools.inline import InlinePool as InlinePool

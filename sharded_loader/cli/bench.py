@@ -225,7 +225,7 @@ def find_workers(pool: str, seconds: float, arguments: dict[str, Any]) -> int:
     the number of cores here.
     """
     from sharded_loader import ShardedDataLoader
-    from sharded_loader.loader.auto import START
+    from sharded_loader.instruments.auto import START
 
     if pool in ("inline", "ray"):
         return cores_for_workers() * (pool == "ray")

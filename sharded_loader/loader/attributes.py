@@ -23,6 +23,8 @@ from sharded_loader.base.private import refuse_skipping
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.engine.pipeline import PER_WORKER
 from sharded_loader.engine.pool import Pool
+from sharded_loader.instruments.report import Reported
+from sharded_loader.instruments.stats import Meter, quiet_counts
 from sharded_loader.loader.arguments import (
     check_count,
     check_prefetch,
@@ -31,8 +33,6 @@ from sharded_loader.loader.arguments import (
     length,
 )
 from sharded_loader.loader.epochs import Epochs
-from sharded_loader.loader.report import Reported
-from sharded_loader.loader.stats import Meter, quiet_counts
 from sharded_loader.sampling.index_samplers import NO_WEIGHTS, MixtureSampler
 from sharded_loader.streams.order import StreamOrder
 

@@ -31,8 +31,8 @@ from sharded_loader.batching.tree import to_torch
 from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.engine.messages import NOTHING, Job, Result
 from sharded_loader.engine.pipeline import Entry, Pipeline, Run, ShownRun
+from sharded_loader.instruments.stats import Counts, LoaderStats, Meter
 from sharded_loader.loader.epochs import Epochs, Mark
-from sharded_loader.loader.stats import Counts, LoaderStats, Meter
 from sharded_loader.streams.epoch import StreamEpoch
 
 if TYPE_CHECKING:

@@ -33,6 +33,10 @@ from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import Job, OnError
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool
+from sharded_loader.instruments.auto import number_of_workers, tuned
+from sharded_loader.instruments.check import LoaderCheck, check_loader
+from sharded_loader.instruments.fingerprint import Fingerprint, fingerprint_of_epoch
+from sharded_loader.instruments.stats import Meter
 from sharded_loader.loader.arguments import (
     check_batchify_fn,
     check_dataset,
@@ -54,12 +58,8 @@ from sharded_loader.loader.arguments import (
     transform_of,
 )
 from sharded_loader.loader.attributes import LoaderAttributes, keeps_arguments
-from sharded_loader.loader.auto import number_of_workers, tuned
-from sharded_loader.loader.check import LoaderCheck, check_loader
 from sharded_loader.loader.epochs import Epochs
-from sharded_loader.loader.fingerprint import Fingerprint, fingerprint_of_epoch
 from sharded_loader.loader.iterator import Batch, EpochIterator
-from sharded_loader.loader.stats import Meter
 from sharded_loader.parallel.split import gather
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.sampling.index_samplers import RepeatedSampler, sampler_of

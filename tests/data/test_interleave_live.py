@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 
 from sharded_loader import ArrayDataset, RandomSampler, ShardedDataLoader, interleave, sample_rng
 from sharded_loader.data.schedule import Plan
-from sharded_loader.loader.stats import Counts, Meter
+from sharded_loader.instruments.stats import Counts, Meter
 
 SIZES = (50, 9, 17)
 GLOBAL = 12  # samples in a step of all ranks

@@ -15,7 +15,7 @@ from sharded_loader import ShardedDataLoader
 from sharded_loader.base import host_clock
 from sharded_loader.devices.copies import LONGEST_REST, SHORTEST_REST, CopyStream
 from sharded_loader.engine.pool import Pool
-from sharded_loader.loader.stats import Counts, Meter
+from sharded_loader.instruments.stats import Counts, Meter
 
 
 class Clock:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from sharded_loader.base.limits import SMALL, cores_for_workers, free_bytes, ranks_here, ranks_on_cores
 from sharded_loader.base.notices import logger
 from sharded_loader.engine.pipeline import PER_WORKER, Pipeline
-from sharded_loader.loader.stats import LoaderStats, Meter
+from sharded_loader.instruments.stats import LoaderStats, Meter
 
 START = 2
 """Workers at the start, on every machine: iterable data has this many parts, so its batches are the same everywhere."""

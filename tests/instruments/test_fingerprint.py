@@ -24,7 +24,7 @@ from sharded_loader import (
     interleave,
     sample_rng,
 )
-from sharded_loader.loader.fingerprint import SavedRun, first_difference, other_facts
+from sharded_loader.instruments.fingerprint import SavedRun, first_difference, other_facts
 from sharded_loader.sampling.order import step_checksum
 
 

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 from sharded_loader.base.system import write_whole
 from sharded_loader.engine.messages import BatchTimes
 from sharded_loader.engine.order import process_group, resolve_replicas
-from sharded_loader.loader.facts import compared, facts_of, text_of
-from sharded_loader.loader.page import page_of
-from sharded_loader.loader.stats import LoaderStats, Metered
-from sharded_loader.loader.trace import trace_of
+from sharded_loader.instruments.facts import compared, facts_of, text_of
+from sharded_loader.instruments.page import page_of
+from sharded_loader.instruments.stats import LoaderStats, Metered
+from sharded_loader.instruments.trace import trace_of
 
 
 class RankStats(NamedTuple):

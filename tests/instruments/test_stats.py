@@ -18,9 +18,9 @@ from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, WorkerTim
 from sharded_loader.engine.messages import Result
 from sharded_loader.engine.pipeline import Entry
 from sharded_loader.engine.pool import Pool
-from sharded_loader.loader.stats import Counts, LoaderStats, Meter, describe
-from sharded_loader.loader.times import STAGES, StageTimes, WorkerTimes
-from sharded_loader.loader.waits import CAUSES
+from sharded_loader.instruments.stats import Counts, LoaderStats, Meter, describe
+from sharded_loader.instruments.times import STAGES, StageTimes, WorkerTimes
+from sharded_loader.instruments.waits import CAUSES
 from sharded_loader.torch import DataLoader
 from tests.failures import Fails, kill
 from tests.samples import Drawing

@@ -40,8 +40,8 @@ from sharded_loader.data.interleave import mixture_of
 from sharded_loader.engine.messages import BatchTimes, Result, Task
 from sharded_loader.engine.pipeline import NOTED_SECONDS, Entry
 from sharded_loader.engine.reader import KEPT_SAMPLES, plain_indices
-from sharded_loader.loader.times import STAGES, Histograms, SlowSample, StageTimes, WorkerTimes
-from sharded_loader.loader.waits import CAUSES, advice, causes_of, compute_share, name_causes, verdict
+from sharded_loader.instruments.times import STAGES, Histograms, SlowSample, StageTimes, WorkerTimes
+from sharded_loader.instruments.waits import CAUSES, advice, causes_of, compute_share, name_causes, verdict
 
 
 @dataclass(frozen=True)
