@@ -28,7 +28,18 @@ MAX_FUNCTION_LINES = 50
 APART = ("cli", "demo", "__main__")
 """Below the package: programs that use it."""
 
-OPTIONAL = ("storage", "recordio", "ray", "caching", "resident", "drop_in", "torch", "integrations", *APART)
+OPTIONAL = (
+    "storage",
+    "recordio",
+    "ray",
+    "caching",
+    "resident",
+    "instruments",
+    "drop_in",
+    "torch",
+    "integrations",
+    *APART,
+)
 """Below the package: what `ShardedDataLoader` does not need. The rest of the package is its core."""
 
 FLOORS = (
@@ -40,7 +51,8 @@ FLOORS = (
     ("engine", "recordio"),
     ("sampling", "streams", "devices", "storage", "caching"),
     ("pools",),
-    ("loader", "instruments", "parallel", "batchify", "ray", "resident"),
+    ("loader", "parallel", "batchify", "ray", "resident"),
+    ("instruments",),
     ("drop_in",),
     ("torch",),
     ("integrations", *APART),

@@ -58,6 +58,9 @@ _HOMES = {
 
 PROVIDED = {
     ("dataset", "cache"): "sharded_loader.caching.dataset:StoredDataset",
+    ("methods", "instruments"): "sharded_loader.instruments.report:Instruments",
+    ("num_workers", "auto"): "sharded_loader.instruments.auto:Tuner",
+    ("observer", "instruments"): "sharded_loader.instruments.stats:Meter",
     ("pool on devices", "resident"): "sharded_loader.resident.pool:make_resident",
     ("pool", "ray"): "sharded_loader.ray.pool:RayPool",
 }

@@ -33,7 +33,6 @@ from sharded_loader.engine.order import ranks_of_mesh
 from sharded_loader.engine.pipeline import PER_WORKER, Pipeline
 from sharded_loader.engine.pool import Pool, check_init_fn, owners
 from sharded_loader.engine.split import Split, check_shares
-from sharded_loader.instruments.auto import number_of_workers
 from sharded_loader.pools.inline import InlinePool
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.pools.threads import ThreadPool
@@ -317,6 +316,18 @@ def _unweighted(devices: list[Any] | None, sharded: bool, num_shards: Any) -> Sp
     if devices is None:
         return Split()
     return Split(len(devices) if sharded else None, len(devices))
+
+
+def number_of_workers(num_workers: Any) -> tuple[bool, Any]:
+    """Whether ``num_workers`` is ``"auto"``, and the number to begin with.
+
+    Raises:
+        TypeError: it is neither that nor an integer.
+    """
+    is_auto = isinstance(num_workers, str) and num_workers == "auto"
+    if not is_auto and (isinstance(num_workers, bool) or not hasattr(num_workers, "__index__")):
+        raise TypeError(f'num_workers is {num_workers!r}; it must be an int, the number of workers, or "auto"')
+    return is_auto, provided("num_workers", "auto").workers if is_auto else num_workers
 
 
 def make_pool(

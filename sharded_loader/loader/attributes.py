@@ -16,15 +16,14 @@ import inspect
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from sharded_loader.base.described import an
+from sharded_loader.base.imports import provided
 from sharded_loader.base.private import refuse_skipping
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.engine.pipeline import PER_WORKER
 from sharded_loader.engine.pool import Pool
-from sharded_loader.instruments.report import Reported
-from sharded_loader.instruments.stats import Meter, quiet_counts
 from sharded_loader.loader.arguments import (
     check_count,
     check_prefetch,
@@ -35,6 +34,11 @@ from sharded_loader.loader.arguments import (
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.sampling.index_samplers import NO_WEIGHTS, MixtureSampler
 from sharded_loader.streams.order import StreamOrder
+
+if TYPE_CHECKING:
+    from sharded_loader.instruments.report import Instruments
+else:
+    Instruments = provided("methods", "instruments")
 
 Given = ParamSpec("Given")
 
@@ -58,19 +62,18 @@ def keeps_arguments(init: Callable[Given, None]) -> Callable[Given, None]:
     return keep
 
 
-class LoaderAttributes(Reported):
+class LoaderAttributes(Instruments):
     """The attributes of a `ShardedDataLoader`, which makes the parts.
 
     Args:
-        epochs, meter: of the loader.
+        epochs, observer: of the loader.
         batch_size, pin_memory: the loader's arguments.
     """
 
     _arguments: Mapping[str, Any] = MappingProxyType({})
 
-    def __init__(self, epochs: Epochs, meter: Meter, batch_size: int | None, pin_memory: bool) -> None:
-        self._count_with(meter)
-        self._epochs = self._known_steps = epochs
+    def __init__(self, epochs: Epochs, observer: Any, batch_size: int | None, pin_memory: bool) -> None:
+        self._meter, self._epochs = observer, epochs
         self._progress = epochs.progress
         self._batch_size, self._pin_memory = batch_size, pin_memory
         self._order, self._pipeline, self._placement = epochs.order, epochs.pipeline, epochs.placement
@@ -102,6 +105,10 @@ class LoaderAttributes(Reported):
 
     def _given(self) -> Mapping[str, Any]:
         return self._arguments
+
+    def _inspected(self) -> tuple[Epochs, int, Pool]:
+        self._pipeline.check_open()
+        return self._epochs, self.epoch, self._workers
 
     def _replicas(self) -> tuple[int, int]:
         return self._order.replicas() if self._order.replicated else super()._replicas()
@@ -424,7 +431,6 @@ class LoaderAttributes(Reported):
         elif self._split.num_shards is not None:
             parts.append(f"{self._split.num_shards} shards")
         parts.append(repr(self.pool))
-        parts.append(f"batch: {self._meter.looks or 'none read yet'}")
-        parts += quiet_counts(self._meter.totals())
+        parts += self._meter.words()
         at = "resumes at" if self._progress.resumes else "at"
         return f"ShardedDataLoader({', '.join(parts)}; epoch {self.epoch}, {at} batch {self.position})"

@@ -167,8 +167,8 @@ def test_what_a_device_tells_of_an_epoch_that_is_not_kept_counts_in_the_sum(
     monkeypatch.setattr(Meter, "KEPT_EPOCHS", 0)
     streams = SimulatedStreams(machine, machine.devices[0])
     copies, old, meter = CopyStream(streams), Counts(), Meter(range(3))
-    meter.begin(0, meter.totals(), old)
-    meter.begin(1, meter.totals(), Counts())
+    meter.begin(0, old)
+    meter.begin(1, meter.counts())
     called, ready = streams.timed_event(), streams.timed_event()
     for event in (called, ready):
         event.record(machine.stream(machine.devices[0]))

@@ -36,7 +36,7 @@ class Fields:
     x: Any
 
 
-STAMPS: dict[str, Any] = {"turn": 1.0, "asked": 2.0, "taken": 3.5, "placing": 0.5, "behind": 0.25}
+STAMPS: dict[str, Any] = {"turn": 1.0, "asked": 2.0, "taken": 3.5, "placing": 0.5, "behind": 0.25, "starts": False}
 
 
 def test_counts_report_what_was_noted() -> None:
@@ -62,7 +62,7 @@ def test_a_meter_keeps_the_last_samples_that_were_skipped_and_counts_all() -> No
     meter = Meter()
     for index in range(Meter.KEPT + 5):
         meter.skip([(index, KeyError(index))])
-    assert meter.num_skipped == Meter.KEPT + 5
+    assert meter.notices.counts["skipped_samples"] == Meter.KEPT + 5
     assert [index for index, _ in meter.skipped] == list(range(5, Meter.KEPT + 5))
 
 
@@ -359,7 +359,7 @@ def test_the_numbers_of_the_last_thousand_epochs_are_kept() -> None:
     meter = Meter()
     for epoch in range(Meter.KEPT_EPOCHS + 5):
         counts = Counts()
-        meter.begin(epoch, LoaderStats(), counts)
+        meter.begin(epoch, counts)
         meter.note(counts, Entry(0, None), Result(0, 0), **STAMPS)
     assert len(meter.epochs) == Meter.KEPT_EPOCHS
     assert [meter.stats(epoch).batches for epoch in (4, 5, Meter.KEPT_EPOCHS + 4)] == [0, 1, 1]
@@ -370,7 +370,7 @@ def test_the_sum_has_what_iterators_of_old_and_of_repeated_epochs_add() -> None:
     iterators = []
     for epoch in (0, 0, *range(1, Meter.KEPT_EPOCHS + 5)):
         iterators.append(Counts())
-        meter.begin(epoch, LoaderStats(), iterators[-1])
+        meter.begin(epoch, iterators[-1])
     for counts in iterators:
         meter.note(counts, Entry(0, None, result), result, **STAMPS)
     stats = meter.stats()
