@@ -1,8 +1,8 @@
-"""What a loader tells about itself, and what can be set: attributes, its position as a state, its statistics.
+"""What a loader tells about itself, and what can be set: attributes, its position as a state.
 
     loader.prefetch = 4       -> checked -> the loader's parts
     loader.state_dict()       <- Progress
-    loader.stats(), repr      <- Meter
+    loader.stats(), ...       <- `Instruments`, a base class that is asked for by name
 
 Many attributes have the names that other libraries look for. This module owns nothing: the parts are the loader's.
 What can go wrong: a wrong value or state, which is rejected with an error. Everything that decides which samples come,
@@ -73,7 +73,8 @@ class LoaderAttributes(Instruments):
     _arguments: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, epochs: Epochs, observer: Any, batch_size: int | None, pin_memory: bool) -> None:
-        self._meter, self._epochs = observer, epochs
+        self._meter = observer
+        self._epochs = self._known_steps = epochs
         self._progress = epochs.progress
         self._batch_size, self._pin_memory = batch_size, pin_memory
         self._order, self._pipeline, self._placement = epochs.order, epochs.pipeline, epochs.placement
