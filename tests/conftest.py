@@ -25,6 +25,7 @@ from typing import Any
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # pytest does so; `python -m tests.fuzz` does not
 
 import hypothesis
+import injection
 import installed
 import numpy as np
 import psutil
@@ -304,6 +305,15 @@ def ray_environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         yield
+
+
+@pytest.fixture(params=injection.HANDLERS)
+def signal_name(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Signals whose handlers raise; the handlers are in place."""
+    number = getattr(signal, request.param)
+    before = signal.signal(number, injection.HANDLERS[request.param][1])
+    yield request.param
+    signal.signal(number, before)
 
 
 @pytest.fixture(scope="session" if WITH_RAY else "module", autouse=WITH_RAY)

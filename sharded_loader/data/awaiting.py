@@ -29,6 +29,7 @@ from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
 from sharded_loader.base.checks import check_int
+from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.data.seeding import keys_of
 from sharded_loader.randomness.global_generators import lent
 from sharded_loader.randomness.rng import SampleScope, reading
@@ -111,8 +112,10 @@ def resolved(found: Any) -> Any:
     import asyncio
     from concurrent.futures import wait
 
-    future, error = asyncio.run_coroutine_threadsafe(found, events.loop), None
+    future, error = None, None
     try:
+        with uninterrupted():  # a Ctrl-C between the two would leave it running
+            future = asyncio.run_coroutine_threadsafe(found, events.loop)
         while not future.done():
             with lent():
                 wait([future], STEP_SECONDS)
@@ -120,7 +123,10 @@ def resolved(found: Any) -> Any:
             raise error  # not by `result`, whose frames are no user's
         return future.result()
     finally:
-        future.cancel()
+        if future is None:
+            found.close()
+        else:
+            future.cancel()
         del future, error  # otherwise error -> traceback -> this frame -> error
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import BatchSampler
 
 from sharded_loader.base.entries import written
+from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.batching.pack import Packed
 from sharded_loader.drop_in.sampler import BegunEpoch, SamplerStart, SamplerState, keep_epochs, raising
 from sharded_loader.engine.messages import NOTHING, Nothing, PartBatch, PartPoint, Result, Task
@@ -80,7 +81,7 @@ class TorchEpoch(Epoch):
         self.first = self._low = self._drawn = self._coming = state.yielded
         self.number = 0
         self._is_started = self._ended = False
-        self._is_open = False  # the sampler is asked for an item; afterwards: a Ctrl-C has struck there
+        self._is_open = False  # the sampler is asked for an item; afterwards: a Ctrl-C, or a signal, has struck there
         self._planned: dict[int, _Planned] = {}  # by seq
         # Items that were delivered although one before them was not, with in_order=False.
         self._ahead: set[int] = set(state.ahead or ())
@@ -116,7 +117,7 @@ class TorchEpoch(Epoch):
 
     def batch(self, seq: int) -> _Planned | None:
         """Batch ``seq``; None behind the last one. The sampler is read up to there."""
-        if self._is_open:  # a generator that a Ctrl-C strikes has ended: start the sampler again, where it was
+        if self._is_open:  # a generator that was interrupted has ended: start the sampler again, where it was
             checksum, own = self._marks[self._drawn]
             self._start = self._start.again(self._drawn, checksum, own)
             self._start.settle()
@@ -132,8 +133,8 @@ class TorchEpoch(Epoch):
             except StopIteration:
                 self._ended, self._is_open = True, False
                 break
-            except Exception:
-                self._ended, self._is_open = True, False
+            except Exception as error:
+                self._ended, self._is_open = True, is_from_outside(error)
                 raise
             self._marks[number + 1] = items.checksum, None if items.stateful is None else items.own_state()
             if number not in self._ahead:
@@ -149,6 +150,8 @@ class TorchEpoch(Epoch):
                 try:
                     self._ended = items.is_over()
                 except Exception as error:  # it is the one of the next batch
+                    if is_from_outside(error):
+                        raise
                     items.rest = raising(error)
         return self._planned.get(seq)
 
@@ -170,8 +173,8 @@ class TorchEpoch(Epoch):
                 mark = Checkpoint(self.number, at.yielded, at.checksum, at.rank, bool(at.over), at.own)
             try:
                 self._items = ForeignItems(self._start.sampler, self._start.started, mark)
-            except Exception:
-                self._is_open = False
+            except Exception as error:
+                self._is_open = is_from_outside(error)
                 raise
             self._length = known_length(self._start.sampler, self.number)
             self._ended = self._is_open = False

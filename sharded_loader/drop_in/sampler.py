@@ -52,6 +52,7 @@ from torch.utils.data import (
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import an
 from sharded_loader.base.entries import anything, entry, integer
+from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.randomness.global_generators import seeded_globals
 from sharded_loader.randomness.rng import derive_key
@@ -459,6 +460,8 @@ class SamplerStart:
         try:
             items = first_of(self._of_named_epoch(items))[1]
         except Exception as error:
+            if is_from_outside(error):
+                raise
             items = raising(error)
         if not self.resumes:
             for one, epoch in self._counted:

@@ -178,6 +178,10 @@ class BatchIterator(Iterator[Batch]):
         inside = pipeline.begin(is_nested)
         if is_first:
             self._open(run)
+        elif (
+            run.epoch.keeps
+        ):  # not before: interrupted, this `next` goes back over the empty batches that it has passed
+            run.epoch.forget(run.delivered)
         starts = is_first and not run.window and pipeline.pool.num_workers > 0
         while True:
             entry = pipeline.head(run)
@@ -264,8 +268,6 @@ class BatchIterator(Iterator[Batch]):
         self._progress.shown = run
         if run.exhausted and run.next is None:
             self._read_ahead(run)
-        if run.epoch.keeps:
-            run.epoch.forget(run.delivered)
         if result.skipped:
             result = self._note_skipped(f"epoch {run.epoch.number}, batch {entry.seq}", result)
         try:

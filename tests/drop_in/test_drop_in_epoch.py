@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from drop_in_samples import Resets
-from injection import InterruptAt, next_interrupted
+from injection import HANDLERS, InterruptAt, next_interrupted
 
 from sharded_loader.base.entries import parsed
 from sharded_loader.drop_in.epoch import TorchEpoch
@@ -189,39 +189,39 @@ class Draws:
         at: which batch; None: none.
     """
 
-    def __init__(self, at: int | None = None) -> None:
-        self.at = at
+    def __init__(self, at: int | None = None, name: str = "SIGINT") -> None:
+        self.at, self.signal = at, getattr(signal, name)
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(12).tolist()
         for first in range(0, 12, 2):
             if self.at == first // 2:
                 self.at = None
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(self.signal)
             yield order[first : first + 2]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("at", range(6))
-def test_a_sampler_that_a_ctrl_c_ended_is_started_again_where_it_was(at: int, workers: int) -> None:
+def test_a_sampler_that_a_signal_ended_is_started_again_where_it_was(at: int, workers: int, signal_name: str) -> None:
     given: dict[str, Any] = {"num_workers": workers, "thread_pool": True} if workers else {}
     torch.manual_seed(5)
     expected = [batch.tolist() for batch in DataLoader(range(12), batch_sampler=Draws(), **given)]
     torch.manual_seed(5)
-    loader = DataLoader(range(12), batch_sampler=Draws(at), **given)
+    loader = DataLoader(range(12), batch_sampler=Draws(at, signal_name), **given)
     iterator, found, interrupts = iter(loader), list[Any](), 0
     while len(found) < 7:
         try:
             found.append(next(iterator, None))
-        except KeyboardInterrupt:
+        except HANDLERS[signal_name][0]:
             interrupts += 1
     assert interrupts == 1 and found.pop() is None
     assert [batch.tolist() for batch in found] == expected
 
 
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
-def test_an_interruption_at_any_line_that_reads_the_sampler_loses_no_batch(step: int) -> None:
-    interrupt = functools.partial(InterruptAt, modules=("epoch.py", "sampler.py", "foreign.py"))
+def test_an_interruption_at_any_line_that_reads_the_sampler_loses_no_batch(step: int, signal_name: str) -> None:
+    interrupt = functools.partial(InterruptAt, modules=("epoch.py", "sampler.py", "foreign.py"), name=signal_name)
     line, fired = 1, True
     while fired:
         torch.manual_seed(5)

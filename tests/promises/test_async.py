@@ -343,6 +343,21 @@ def test_a_ctrl_c_ends_the_wait_and_what_is_awaited() -> None:
         assert until(lambda: sorted(dataset.over) == list(range(6)))
 
 
+def test_a_ctrl_c_at_the_moment_when_samples_are_sent_to_the_loop_cancels_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, futures = asyncio.run_coroutine_threadsafe, list[Any]()
+
+    def interrupted(*given: Any) -> Any:
+        futures.append(submit(*given))
+        signal.raise_signal(signal.SIGINT)
+        return futures[-1]
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+    with closing(ShardedDataLoader(Store(), 6)) as loader:
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(loader))
+    assert [future.cancelled() for future in futures] == [True]
+
+
 class Client(Store):
     """What belongs to an event loop, such as an HTTP session, is opened once in each process."""
 

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import functools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
-from injection import HANDLERS, InterruptAt, next_interrupted
+from injection import InterruptAt, next_interrupted
 from programs import run_forked
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
-
-
-@pytest.fixture(params=HANDLERS)
-def signal_name(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Signals whose handlers raise; the handlers are in place."""
-    number = getattr(signal, request.param)
-    before = signal.signal(number, HANDLERS[request.param][1])
-    yield request.param
-    signal.signal(number, before)
 
 
 @pytest.mark.parametrize("step", [23, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from test_ctrl_c import signal_name as signal_name
 
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pool import Pool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from itertools import pairwise
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.utils.data as torch_data
 from conftest import POOLS, covering, make_pool
+from injection import InterruptAt, next_interrupted
 from samples import Augmented, ByEpoch, summed
 
 from sharded_loader import (
@@ -21,6 +23,7 @@ from sharded_loader import (
     ShardedDataLoader,
     interleave,
 )
+from sharded_loader.torch import DataLoader
 
 LENGTH, SIZE = 22, 3  # 8 steps
 SKIP = [(1, 2), (7, 7), (8, 8), (13, 15)]
@@ -241,3 +244,20 @@ def test_a_long_range_is_left_out_without_reading_it() -> None:
     loader = ShardedDataLoader(range(20_000), 1, sampler=RandomSampler(20_000, seed=1), skip=[(1, 19_998)])
     first, last = loader
     assert torch.cat([first, last]).tolist() == [*loader.indices(0, 0), *loader.indices(0, 19_999)]
+
+
+@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
+def test_an_interruption_behind_steps_that_are_left_out_goes_back_before_them(kind: Any) -> None:
+    def begin() -> Any:
+        sampler: Any = torch_data.RandomSampler(range(20), generator=torch.Generator().manual_seed(1))
+        return iter(kind(range(20), 2, sampler=sampler, skip=[(1, 7)], seed=4))
+
+    expected = [batch.tolist() for batch in begin()]
+    line, fired = 1, True
+    while fired:
+        iterator = begin()
+        found = [next(iterator)]
+        got, fired = next_interrupted(iterator, line, functools.partial(InterruptAt, modules=["iterator.py"]))
+        assert [batch.tolist() for batch in [*found, *got, *iterator]] == expected
+        line += 23
+    assert len(expected) == 3 and line > 100
