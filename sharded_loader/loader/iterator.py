@@ -169,8 +169,9 @@ class BatchIterator(Iterator[Batch]):
         is_first, observer, clock = begins, self._observer, self._placement.clock
         behind, began = clock.behind, host_clock.now()
         turn = began if self._last_ended is None else self._last_ended
-        if is_first:
+        if self._last_ended is None:
             self._counts = observer.counts()
+        if is_first:
             self.run = self._choose()
         clock.times = self._counts
         pipeline, run = self._pipeline, self.run
@@ -178,9 +179,7 @@ class BatchIterator(Iterator[Batch]):
         inside = pipeline.begin(is_nested)
         if is_first:
             self._open(run)
-        elif (
-            run.epoch.keeps
-        ):  # not before: interrupted, this `next` goes back over the empty batches that it has passed
+        elif run.epoch.keeps:  # not before: an interrupted `next` goes back over the empty batches that it has passed
             run.epoch.forget(run.delivered)
         starts = is_first and not run.window and pipeline.pool.num_workers > 0
         while True:

@@ -240,6 +240,22 @@ def test_an_epoch_whose_first_batch_was_interrupted_has_not_begun() -> None:
     assert counts(loader, 0) == (1, 2)
 
 
+def test_a_batch_that_is_interrupted_when_it_is_counted_counts_when_it_comes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    loader = ShardedDataLoader(range(4), 2)
+    iterator = iter(loader)
+    monkeypatch.setattr(Meter, "note", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert [batch.tolist() for batch in iterator] == [[0, 1], [2, 3]]
+    assert counts(loader, 0) == counts(loader, None) == (2, 4)
+
+
 def test_an_error_in_place_of_a_batch_is_no_batch_of_the_epoch() -> None:
     loader = ShardedDataLoader([0, "a", 2, 3], batch_sampler=[[0], [0, 1], [2, 3]])
     iterator, raised = iter(loader), 0
