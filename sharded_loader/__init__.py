@@ -29,8 +29,8 @@ _HOMES = {
     "mixing.shuffle_buffer": "ShuffleBuffer",
     "mixing.tokens": "TokenWindows",
     "loader.loader": "ShardedDataLoader",
-    "loader.report": "RankStats",
-    "loader.stats": "LoaderStats",
+    "instruments.report": "RankStats",
+    "instruments.stats": "LoaderStats",
     "caching.shared": "share",
     "caching.store": "CacheMismatchError",
     "parallel": "split_and_load split_data",
@@ -59,6 +59,9 @@ _HOMES = {
 
 PROVIDED = {
     ("dataset", "cache"): "sharded_loader.caching.dataset:StoredDataset",
+    ("methods", "instruments"): "sharded_loader.instruments.report:Instruments",
+    ("num_workers", "auto"): "sharded_loader.instruments.auto:Tuner",
+    ("observer", "instruments"): "sharded_loader.instruments.stats:Meter",
     ("pool on devices", "resident"): "sharded_loader.resident.pool:make_resident",
     ("pool", "ray"): "sharded_loader.ray.pool:RayPool",
     ("sampler", "costs"): "sharded_loader.samplers.costs:CostSampler",

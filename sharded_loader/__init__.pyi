@@ -19,9 +19,9 @@ from sharded_loader.data.datasets import ConcatDataset as ConcatDataset
 from sharded_loader.data.datasets import Dataset as Dataset
 from sharded_loader.data.datasets import SimpleDataset as SimpleDataset
 from sharded_loader.data.datasets import SubsetDataset as SubsetDataset
+from sharded_loader.instruments.report import RankStats as RankStats
+from sharded_loader.instruments.stats import LoaderStats as LoaderStats
 from sharded_loader.loader.loader import ShardedDataLoader as ShardedDataLoader
-from sharded_loader.loader.report import RankStats as RankStats
-from sharded_loader.loader.stats import LoaderStats as LoaderStats
 from sharded_loader.mixing.interleave import interleave as interleave
 from sharded_loader.mixing.shuffle_buffer import ShuffleBuffer as ShuffleBuffer
 from sharded_loader.mixing.tokens import TokenWindows as TokenWindows

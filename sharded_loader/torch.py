@@ -27,7 +27,6 @@ from sharded_loader.base.checks import refuse_arguments
 from sharded_loader.base.described import an
 from sharded_loader.base.entries import anything, parsed, read_entry
 from sharded_loader.base.imports import leave_alone
-from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import counted_by_fabric, rebuilt_by_accelerate, refuse_skipping
 from sharded_loader.data.columns import as_dataset
 from sharded_loader.data.inspection import fingerprint_of, told_in, warn_of_other_data
@@ -40,14 +39,14 @@ from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.messages import NOTHING, Job, OnError, Task
 from sharded_loader.engine.run import Entry
 from sharded_loader.engine.split import Split
-from sharded_loader.loader.arguments import check_max_skipped, length, make_split
-from sharded_loader.loader.auto import number_of_workers, tuned
-from sharded_loader.loader.check import LoaderCheck, check_loader
+from sharded_loader.instruments.auto import Tuner
+from sharded_loader.instruments.check import LoaderCheck, check_loader
+from sharded_loader.instruments.fingerprint import Fingerprint, fingerprint_of_epoch
+from sharded_loader.instruments.report import Instruments
+from sharded_loader.instruments.stats import Meter
+from sharded_loader.loader.arguments import check_max_skipped, length, make_split, number_of_workers
 from sharded_loader.loader.epochs import shown_indices
-from sharded_loader.loader.fingerprint import Fingerprint, fingerprint_of_epoch
 from sharded_loader.loader.iterator import Batch
-from sharded_loader.loader.report import Reported
-from sharded_loader.loader.stats import Meter
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
 from sharded_loader.sampling.base import nested, tell_epoch
 from sharded_loader.sampling.foreign import len_epoch
@@ -62,7 +61,7 @@ _TORCHS = torch.utils.data.DataLoader  # programs put this module's class in its
 _HAS_IN_ORDER = "in_order" in inspect.signature(_TORCHS).parameters  # torch 2.4 has none
 
 
-class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
+class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
     """torch's ``DataLoader`` with this library's engine.
 
     Args:
@@ -155,8 +154,8 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         is_auto, workers = number_of_workers(num_workers)
         self.seed, self.on_error = seed, on_error
         self.max_skipped = check_max_skipped(max_skipped, on_error)
-        self._count_with(Meter(dataset, Notices(), self.max_skipped))
-        self._tuner = tuned(self._meter) if is_auto else None  # it finds the number of workers
+        self._meter = Meter(dataset, self.max_skipped)
+        self._tuner = Tuner().follow(self._meter) if is_auto else None  # it finds the number of workers
         self.device, self.devices, self.num_shards = device, devices, num_shards
         self.start_method, self.thread_pool = start_method, thread_pool
         self.restarts, self.max_bytes, self.max_worker_memory = restarts, max_bytes, max_worker_memory
@@ -564,8 +563,8 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
             return self.__dict__
         here = ("_iterator", "_prepared", "_newest", "_waiting", "_job")
         gone = (*here, "_resume_point", "_loaded", "_rng_at_load", "_following")
-        meter = Meter(self.dataset, Notices(), self.max_skipped)
-        own = {"_meter": meter, "_tuner": self._tuner and tuned(meter), "_epochs": copy.copy(self._epochs)}
+        meter = Meter(self.dataset, self.max_skipped)
+        own = {"_meter": meter, "_tuner": self._tuner and Tuner().follow(meter), "_epochs": copy.copy(self._epochs)}
         return {**self.__dict__, **dict.fromkeys(gone), **own, "_memory": DeviceMemory()}
 
 

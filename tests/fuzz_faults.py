@@ -29,7 +29,7 @@ import pytest
 from sharded_loader import LoaderClosedError, ShardedDataLoader, SimpleDataset
 from sharded_loader.base.limits import private_bytes
 from sharded_loader.drop_in.iterator import LoaderIterator
-from sharded_loader.loader.auto import Tuner
+from sharded_loader.instruments.auto import Tuner
 from sharded_loader.loader.iterator import EpochIterator
 from sharded_loader.pools.deaths import Deaths
 from tests import conftest, fuzz_cases

@@ -161,7 +161,7 @@ def find_workers(pool: str, seconds: float, arguments: dict[str, Any]) -> int:
     If workers cannot read the dataset, it is the number to begin with: then `measure` says why. On a cluster of Ray it
     is the number of cores here.
     """
-    from sharded_loader.loader.auto import START
+    from sharded_loader.instruments.auto import START
 
     if pool in ("inline", "ray"):
         return cores_for_workers() * (pool == "ray")

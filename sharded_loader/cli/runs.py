@@ -94,7 +94,7 @@ def diff(one: Path, other: Path, quiet: bool) -> int:
     A.json and B.json have json.dumps(loader.state_dict()), or json.dumps(loader.fingerprint(epoch).as_dict()). With
     --quiet the exit code alone tells whether they differ.
     """
-    from sharded_loader.loader.fingerprint import SavedRun, first_difference, other_facts
+    from sharded_loader.instruments.fingerprint import SavedRun, first_difference, other_facts
 
     try:
         with os_errors_in_one_line(one):
@@ -117,8 +117,8 @@ def report(files: tuple[Path, ...], quiet: bool) -> None:
     Of one file it prints the causes of waiting, stages, workers and slowest samples. Of several files, one for each
     rank of a job, it names the rank that the others wait for, and says why it is slow.
     """
-    from sharded_loader.loader.facts import joined, text_of
-    from sharded_loader.loader.page import facts_in
+    from sharded_loader.instruments.facts import joined, text_of
+    from sharded_loader.instruments.page import facts_in
 
     found = {}
     for path in files:

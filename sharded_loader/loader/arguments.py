@@ -32,7 +32,6 @@ from sharded_loader.engine.order import ranks_of_mesh
 from sharded_loader.engine.pipeline import PER_WORKER, Pipeline
 from sharded_loader.engine.pool import Pool, check_init_fn, owners
 from sharded_loader.engine.split import Split, check_shares
-from sharded_loader.loader.auto import number_of_workers
 from sharded_loader.pools.inline import InlinePool
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.pools.threads import ThreadPool
@@ -293,6 +292,17 @@ def _unweighted(devices: list[Any] | None, sharded: bool, num_shards: Any) -> Sp
     if devices is None:
         return Split()
     return Split(len(devices) if sharded else None, len(devices))
+
+
+def number_of_workers(num_workers: Any) -> tuple[bool, Any]:
+    """Whether ``num_workers`` is ``"auto"``, and the number to begin with.
+
+    Raises:
+        TypeError: it is neither that nor an integer.
+    """
+    if isinstance(num_workers, str) and num_workers == "auto":
+        return True, provided("num_workers", "auto").workers
+    return False, check_int("num_workers", num_workers, -math.inf, 'give the number of workers, or "auto"')
 
 
 def make_pool(

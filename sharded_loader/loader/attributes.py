@@ -1,8 +1,8 @@
-"""What a loader tells about itself, and what can be set: attributes, its position as a state, its statistics.
+"""What a loader tells about itself, and what can be set: attributes, its position as a state.
 
     loader.prefetch = 4       -> checked -> the loader's parts
     loader.state_dict()       <- Progress
-    loader.stats(), repr      <- Meter
+    loader.stats(), ...       <- `Instruments`, a base class that is asked for by name
 
 Many attributes have the names that other libraries look for. This module owns nothing: the parts are the loader's.
 What can go wrong: a wrong value or state, which is rejected with an error. Everything that decides which samples come,
@@ -16,9 +16,10 @@ import inspect
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from sharded_loader.base.described import an
+from sharded_loader.base.imports import provided
 from sharded_loader.base.private import refuse_skipping
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.engine.pipeline import PER_WORKER
@@ -31,10 +32,13 @@ from sharded_loader.loader.arguments import (
     length,
 )
 from sharded_loader.loader.epochs import Epochs
-from sharded_loader.loader.report import Reported
-from sharded_loader.loader.stats import Meter, quiet_counts
 from sharded_loader.sampling.state import has_weights
 from sharded_loader.streams.order import StreamOrder
+
+if TYPE_CHECKING:
+    from sharded_loader.instruments.report import Instruments
+else:
+    Instruments = provided("methods", "instruments")
 
 Given = ParamSpec("Given")
 
@@ -64,18 +68,18 @@ def keeps_arguments(init: Callable[Given, None]) -> Callable[Given, None]:
     return keep
 
 
-class LoaderAttributes(Reported):
+class LoaderAttributes(Instruments):
     """The attributes of a `ShardedDataLoader`, which makes the parts.
 
     Args:
-        epochs, meter: of the loader.
+        epochs, observer: of the loader.
         batch_size, pin_memory: the loader's arguments.
     """
 
     _arguments: Mapping[str, Any] = MappingProxyType({})
 
-    def __init__(self, epochs: Epochs, meter: Meter, batch_size: int | None, pin_memory: bool) -> None:
-        self._count_with(meter)
+    def __init__(self, epochs: Epochs, observer: Any, batch_size: int | None, pin_memory: bool) -> None:
+        self._meter = observer
         self._epochs = self._known_steps = epochs
         self._progress = epochs.progress
         self._batch_size, self._pin_memory = batch_size, pin_memory
@@ -108,6 +112,10 @@ class LoaderAttributes(Reported):
 
     def _given(self) -> Mapping[str, Any]:
         return self._arguments
+
+    def _inspected(self) -> tuple[Epochs, int, Pool]:
+        self._pipeline.check_open()
+        return self._epochs, self.epoch, self._workers
 
     def _replicas(self) -> tuple[int, int]:
         return self._order.replicas() if self._order.replicated else super()._replicas()
@@ -430,7 +438,6 @@ class LoaderAttributes(Reported):
         elif self._split.num_shards is not None:
             parts.append(f"{self._split.num_shards} shards")
         parts.append(repr(self.pool))
-        parts.append(f"batch: {self._meter.looks or 'none read yet'}")
-        parts += quiet_counts(self._meter.totals())
+        parts += self._meter.words()
         at = "resumes at" if self._progress.resumes else "at"
         return f"ShardedDataLoader({', '.join(parts)}; epoch {self.epoch}, {at} batch {self.position})"

@@ -34,7 +34,7 @@ from sharded_loader.engine.messages import NOTHING, Job, Result
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.run import Entry, Run, ShownRun
 from sharded_loader.loader.epochs import Epochs, Mark
-from sharded_loader.loader.stats import Counts, LoaderStats, Meter
+from sharded_loader.loader.observer import Observer
 from sharded_loader.streams.epoch import StreamEpoch
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class BatchIterator(Iterator[Batch]):
     """Batches of one run, in order. How the run begins and ends is said by those that inherit from this.
 
     Args:
-        pipeline, placement, meter: of the loader.
+        pipeline, placement, observer: of the loader.
         progress: which run of the loader has handed out a batch most recently.
         name: what torch's profiler calls a ``next``; "": nothing.
 
@@ -75,14 +75,17 @@ class BatchIterator(Iterator[Batch]):
     run: Run | None = None
 
     def __init__(
-        self, pipeline: Pipeline, placement: Placement, meter: Meter, progress: ShownRun | None = None, name: str = ""
+        self,
+        pipeline: Pipeline,
+        placement: Placement,
+        observer: Observer,
+        progress: ShownRun | None = None,
+        name: str = "",
     ) -> None:
-        self._pipeline, self._placement, self._meter = pipeline, placement, meter
+        self._pipeline, self._placement, self._observer = pipeline, placement, observer
         self._progress = progress or ShownRun()
-        self._last_ended: float | None = None
-        self._counted: Run | None = None  # the run that has added to `_counts`
-        self._counts = Counts()
-        self._totals_at_start = LoaderStats()
+        self._last_ended: float | None = None  # when it has handed out a batch, or an error in its place
+        self._counts: Any = None  # the observer's
         self._skipped = 0  # samples of this epoch
         self._is_new = self._is_first = True  # the run is not open; nothing of it was handed out
         self._starts = False  # its first batch waits for workers that start
@@ -149,15 +152,17 @@ class BatchIterator(Iterator[Batch]):
             if run is not None and pipeline.closed:
                 pipeline.check_open()  # raises: another loader may have the pool
             delivered, shown = 0 if run is None else run.delivered, self._progress.shown
-            clock.times = self._counts
             for record in clock.records.values():
                 with contextlib.suppress(RuntimeError):  # the device is broken: the batch says so
                     record()
             clock.calls += 1  # now, so that what was interrupted before does not count
             try:
                 behind, began = clock.behind, host_clock.now()
+                if self._last_ended is None:
+                    self._counts = self._observer.counts()
+                clock.times = self._counts
                 if run is None:
-                    mark, self._totals_at_start = self._mark(), self._meter.totals()
+                    mark = self._mark()
                     self._choose_run()
                 made = self._step(is_nested)
                 if type(made) is _Delivered:
@@ -213,26 +218,14 @@ class BatchIterator(Iterator[Batch]):
             began: when ``next`` was called.
             behind: seconds in which the devices were behind meanwhile.
         """
-        run, meter = self.run, self._meter
+        run, observer = self.run, self._observer
         assert run is not None  # it has given a batch
-        turn = began if self._last_ended is None else self._last_ended
-        self._last_ended = taken = host_clock.now()
-        if self._counted is None or self._counted.epoch.number != run.epoch.number:
-            self._begin_counts(run)
+        turn, taken = began if self._last_ended is None else self._last_ended, host_clock.now()
+        if self._last_ended is None:
+            observer.begin(run.epoch.number, self._counts)
+        self._last_ended = taken
         stamps = {"turn": turn, "asked": began, "taken": taken, "placing": made.placing, "behind": behind}
-        meter.note(self._counts, made.entry, made.result, self._starts, **stamps)
-        task = made.entry.task
-        if made.result.error is None and task is not None and (meter.looks is None or meter.mixture is not None):
-            meter.look(made.batch, self._counts, task.shards)
-        if taken >= meter.tune_at:
-            meter.tune(meter, self._pipeline, taken)
-
-    def _begin_counts(self, run: Run) -> None:
-        """The first batch of an epoch is handed out: it has counts of its own."""
-        if self._counted is not None:
-            self._counts = Counts()
-        self._counted = run
-        self._meter.begin(run.epoch.number, self._totals_at_start, self._counts)
+        observer.note(self._counts, made.entry, made.result, made.batch, self._pipeline, starts=self._starts, **stamps)
 
     def _choose_run(self) -> None:
         self.run, self._is_new, self._is_first = self._choose(), True, True
@@ -294,7 +287,7 @@ class BatchIterator(Iterator[Batch]):
 
     def _check_parts(self, run: Run, at_end: bool) -> None:
         """Warn, once, if the parts of iterable data give the same samples."""
-        epoch, notices = run.epoch, self._meter.notices
+        epoch, notices = run.epoch, self._observer.notices
         divides = self._pipeline.pool.worker_init_fn is not None  # it may
         if divides or not isinstance(epoch, StreamEpoch):
             return
@@ -312,10 +305,10 @@ class BatchIterator(Iterator[Batch]):
 
     def _check_skipped(self, run: Run) -> None:
         """Warn if an epoch is over, and ``on_error`` has left no batch of it."""
-        if self._skipped and self._counted is not run and not run.epoch.resumed:
-            _, error = self._meter.skipped[-1]
+        if self._skipped and self._last_ended is None and not run.epoch.resumed:
+            _, error = self._observer.skipped[-1]
             name = f"epoch {run.epoch.number}"
-            self._meter.notices.warn(
+            self._observer.notices.warn(
                 name,
                 f"{name} has no batches: on_error has skipped all of its {self._skipped} samples. Look at "
                 f"loader.skipped. The last error is {type(error).__name__}: {text_of(error)}",
@@ -324,9 +317,9 @@ class BatchIterator(Iterator[Batch]):
     def _check_discarded(self, run: Run) -> None:
         """Count the samples that ``last_batch="discard"`` has left out of an epoch, and warn of whole parts of it."""
         count, parts = run.epoch.discarded()
-        self._meter.notices.counts["discarded_samples"] += count
+        self._observer.notices.counts["discarded_samples"] += count
         if parts:
-            self._meter.notices.warn(
+            self._observer.notices.warn(
                 "discarded",
                 f'epoch {run.epoch.number}: last_batch="discard" (drop_last) has left out {count} samples: {parts} had '
                 f"fewer than a batch. Give smaller batches or fewer parts (streams=), or keep incomplete batches",
@@ -362,7 +355,7 @@ class BatchIterator(Iterator[Batch]):
             The result. If ``on_error`` left out too many samples, with the error that says so; where the user has made
             warnings errors, with the warning.
         """
-        error = self._meter.skip(result.skipped, where, self._skipped)
+        error = self._observer.skip(result.skipped, where, self._skipped)
         self._skipped += len(result.skipped)
         if result.error is not None:
             return result
@@ -374,7 +367,7 @@ class BatchIterator(Iterator[Batch]):
         if error is None and message is not None:
             try:
                 text = f"{message}: no sample of it could be read (shown once; see loader.skipped)"
-                self._meter.notices.warn("left out", text)
+                self._observer.notices.warn("left out", text)
             except Warning as raised:
                 error = raised
         return result if error is None else Result(result.run, result.seq, error=error)
@@ -385,13 +378,13 @@ class EpochIterator(BatchIterator[Batch]):
 
     Args:
         owner: the loader. It is held, so that a temporary one lives as long as its loop.
-        epochs, meter: the loader's.
+        epochs, observer: the loader's.
     """
 
-    def __init__(self, owner: Sized, epochs: Epochs, meter: Meter) -> None:
+    def __init__(self, owner: Sized, epochs: Epochs, observer: Observer) -> None:
         # For torch.profiler, as torch names that of its own loader.
         name = f"enumerate({type(owner).__name__})#{type(self).__name__}.__next__"
-        super().__init__(epochs.pipeline, epochs.placement, meter, epochs.progress, name)
+        super().__init__(epochs.pipeline, epochs.placement, observer, epochs.progress, name)
         self._owner, self._epochs = owner, epochs
 
     def __len__(self) -> int:
@@ -429,13 +422,13 @@ class RunIterator(BatchIterator[Any]):
     """The batches of one run that is known from the start.
 
     Args:
-        pipeline, placement, meter: what reads it, where its batches belong, and what counts them.
+        pipeline, placement, observer: what reads it, where its batches belong, and what is told of them.
         run: the run.
         job: what the workers of the run read.
     """
 
-    def __init__(self, pipeline: Pipeline, placement: Placement, meter: Meter, run: Run, job: Job) -> None:
-        super().__init__(pipeline, placement, meter)
+    def __init__(self, pipeline: Pipeline, placement: Placement, observer: Observer, run: Run, job: Job) -> None:
+        super().__init__(pipeline, placement, observer)
         self._only, self._job = run, job
 
     def _choose(self) -> Run:

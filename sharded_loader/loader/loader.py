@@ -25,7 +25,6 @@ import torch
 from sharded_loader.base.checks import refuse_arguments
 from sharded_loader.base.imports import provided
 from sharded_loader.base.limits import warn_of_workers
-from sharded_loader.base.notices import Notices
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.data.bulk import Indexed
 from sharded_loader.data.datasets import has_mixture
@@ -49,6 +48,7 @@ from sharded_loader.loader.arguments import (
     length,
     make_pool,
     make_split,
+    number_of_workers,
     one_of,
     prefetch_of,
     ranks_given,
@@ -56,12 +56,8 @@ from sharded_loader.loader.arguments import (
     transform_of,
 )
 from sharded_loader.loader.attributes import LoaderAttributes, keeps_arguments
-from sharded_loader.loader.auto import number_of_workers, tuned
-from sharded_loader.loader.check import LoaderCheck, check_loader
 from sharded_loader.loader.epochs import Epochs
-from sharded_loader.loader.fingerprint import Fingerprint, fingerprint_of_epoch
 from sharded_loader.loader.iterator import Batch, EpochIterator
-from sharded_loader.loader.stats import Meter
 from sharded_loader.parallel.split import gather
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.sampling.order import MapOrder, takes_order
@@ -271,18 +267,18 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             kept = make(resident, dataset, found, batchify_fn, placement, bool(workers.num_workers))
         reads_ahead = check_prefetch_epochs(prefetch_epochs, workers)
         job = Job(dataset, batchify_fn, order.seed, on_error, order.replicated)
-        meter = Meter(dataset, Notices(), check_max_skipped(max_skipped, on_error))
+        observer = provided("observer", "instruments")(dataset, check_max_skipped(max_skipped, on_error))
         epochs = Epochs(job, order, pipeline, placement, resident=kept, prefetch_epochs=reads_ahead)
-        super().__init__(epochs, meter, batch_size, bool(pin_memory))
+        super().__init__(epochs, observer, batch_size, bool(pin_memory))
         self.prefetch = prefetch
         if prefetch_factor is not None:
             pipeline.per_worker = pipeline.prefetch // workers.num_workers
         if number_of_workers(num_workers)[0] and workers.num_workers:
-            tuned(meter)
+            provided("num_workers", "auto")().follow(observer)
         claim(workers, pipeline)
         workers.use_memory(placement.empty, placement.register, pinned=placement.pinned)
         self.device_prefetch = placement.ahead
-        workers.notices = meter.notices
+        workers.notices = observer.notices
         if isinstance(workers, ProcessPool):
             warn_of_workers(workers.num_workers)
         self._closer = weakref.finalize(self, _close_both, workers.closer(), placement.closer())
@@ -398,63 +394,6 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         """
         self._pipeline.check_open()
         return self._epochs.batch(epoch, step)  # type: ignore[no-any-return]
-
-    def fingerprint(self, epoch: int | None = None) -> Fingerprint:
-        """A short hash of the order of an epoch and of three of its samples, to compare two runs with.
-
-        It is the same on every rank, for any number of ranks that together read as many samples in a step, and in every
-        pool, process and version of Python. The samples are read here, twice, with their random numbers, which depend
-        on ``seed``. One that is another one when it is read again is left out; `check` says why. From this call on,
-        `state_dict` has the digests of the samples. `load_state_dict` then reads these samples, and rejects the state
-        over other data.
-
-        Args:
-            epoch: Which epoch. Default: `epoch`. The order of the whole epoch is computed: two seconds for 100,000
-                steps of 64 samples.
-
-        Returns:
-            A `Fingerprint`. ``str`` of it is the hash. With ``as_dict()`` in a file of JSON, the command
-            ``sharded-loader diff`` names the first step in which two runs differ.
-
-        Raises:
-            TypeError: The dataset is iterable data.
-            ValueError: The order is not known, as in `indices`.
-
-        Example:
-            >>> loader = ShardedDataLoader(range(8), 4, shuffle=True, seed=1)
-            >>> str(loader.fingerprint(epoch=0)), loader.fingerprint(0).steps
-            ('33aedb4a09a1b621', '8d3898173fc69c89')
-        """
-        self._pipeline.check_open()
-        return fingerprint_of_epoch(self._epochs, self.epoch if epoch is None else epoch)
-
-    def check(self, samples: int = 12) -> LoaderCheck:
-        """Read some samples again and again, and tell which of them differ, and why.
-
-        They are read twice here, the second time in the reverse order, and once by a worker, which is started for this
-        and ended. The loader, its epoch and its workers stay what they are.
-
-        Args:
-            samples: How many samples of `epoch`: from its first, its middle and its last step.
-
-        Returns:
-            A `LoaderCheck`, which ``print`` shows: the samples that differ, the size of the pickled dataset, and the
-            memory of the worker. Of each sample it names the source of the randomness: a global generator, one of the
-            dataset, the time, or ``os.urandom``. What the samples raise is no error here.
-
-        Raises:
-            TypeError: The dataset is iterable data.
-            ValueError: ``samples`` is no positive integer. The order is not known, as in `indices`.
-
-        Example:
-            >>> loader = ShardedDataLoader([3, 1, 2], 2, num_workers=2, thread_pool=True)
-            >>> print(loader.check())
-            3 samples were read twice here, and by ThreadPool(1).
-            All are the same each time.
-            The pickled dataset has ... bytes.
-        """
-        self._pipeline.check_open()
-        return check_loader(self._epochs, self.epoch, samples, self._pipeline.pool)
 
     def gather(self, shards: Sequence[Any], device: DeviceLike | None = None) -> Any:
         """Join the results of your program, one per shard, on one device.

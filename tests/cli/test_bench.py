@@ -22,7 +22,7 @@ from sharded_loader.cli import bench
 from sharded_loader.cli.bench import ROUNDS, Row, measure, recommend
 from sharded_loader.cli.main import main
 from sharded_loader.cli.output import CannotRun
-from sharded_loader.loader.auto import START, Tuner
+from sharded_loader.instruments.auto import START, Tuner
 
 QUICK = ["--seconds", "0.03"]
 

@@ -15,7 +15,7 @@ from sharded_loader.cli.main import main
 from sharded_loader.demo import train
 from sharded_loader.demo.train import Report, stop_and_resume, train_and_test
 from sharded_loader.engine.pool import Pool
-from sharded_loader.loader.stats import LoaderStats
+from sharded_loader.instruments.stats import LoaderStats
 
 
 @pytest.mark.slow

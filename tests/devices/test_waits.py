@@ -15,7 +15,7 @@ from sharded_loader import ShardedDataLoader
 from sharded_loader.base import host_clock
 from sharded_loader.devices.copies import LONGEST_REST, SHORTEST_REST, CopyStream
 from sharded_loader.engine.pool import Pool
-from sharded_loader.loader.stats import Counts, Meter
+from sharded_loader.instruments.stats import Counts, Meter
 
 
 class Clock:
@@ -167,8 +167,8 @@ def test_what_a_device_tells_of_an_epoch_that_is_not_kept_counts_in_the_sum(
     monkeypatch.setattr(Meter, "KEPT_EPOCHS", 0)
     streams = SimulatedStreams(machine, machine.devices[0])
     copies, old, meter = CopyStream(streams), Counts(), Meter(range(3))
-    meter.begin(0, meter.totals(), old)
-    meter.begin(1, meter.totals(), Counts())
+    meter.begin(0, old)
+    meter.begin(1, meter.counts())
     called, ready = streams.timed_event(), streams.timed_event()
     for event in (called, ready):
         event.record(machine.stream(machine.devices[0]))

@@ -10,7 +10,7 @@ from conftest import POOLS, covering, make_pool
 from torch.utils.data import Subset
 
 from sharded_loader import ArrayDataset, RandomSampler, ShardedDataLoader, interleave, sample_rng
-from sharded_loader.loader.stats import Counts, Meter
+from sharded_loader.instruments.stats import Counts, Meter
 from sharded_loader.mixing.schedule import Plan
 
 SIZES = (50, 9, 17)

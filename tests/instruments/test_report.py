@@ -20,10 +20,10 @@ from torch.utils.data import DistributedSampler
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.base.system import JOB
-from sharded_loader.loader.facts import Facts, facts_of, joined, text_of
-from sharded_loader.loader.page import facts_in
-from sharded_loader.loader.stats import LoaderStats
-from sharded_loader.loader.waits import CAUSES
+from sharded_loader.instruments.facts import Facts, facts_of, joined, text_of
+from sharded_loader.instruments.page import facts_in
+from sharded_loader.instruments.stats import LoaderStats
+from sharded_loader.instruments.waits import CAUSES
 from sharded_loader.torch import DataLoader
 from tests.samples import Drawing
 

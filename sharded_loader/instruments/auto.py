@@ -20,13 +20,12 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from sharded_loader.base.checks import check_int
 from sharded_loader.base.limits import SMALL, cores_for_workers, free_bytes, ranks_here, ranks_on_cores
 from sharded_loader.base.notices import logger
 from sharded_loader.engine.pipeline import PER_WORKER, Pipeline
-from sharded_loader.loader.stats import LoaderStats, Meter
+from sharded_loader.instruments.stats import LoaderStats, Meter
 
 START = 2
 """Workers at the start, on every machine: iterable data has this many parts, so its batches are the same everywhere."""
@@ -176,17 +175,6 @@ def _at_work(stats: LoaderStats) -> tuple[float, float, float]:
     return sum(worker.seconds for worker in workers), sum(worker.processor_seconds for worker in workers), behind
 
 
-def number_of_workers(num_workers: Any) -> tuple[bool, int]:
-    """Whether ``num_workers`` is ``"auto"``, and the number to begin with.
-
-    Raises:
-        TypeError: it is neither that nor an integer.
-    """
-    is_auto = isinstance(num_workers, str) and num_workers == "auto"
-    advice = 'give the number of workers, or "auto"'
-    return is_auto, START if is_auto else check_int("num_workers", num_workers, -math.inf, advice)
-
-
 class Tuner:
     """Observes one loader, and sets the number of its workers. Under the pipeline's lock.
 
@@ -196,14 +184,20 @@ class Tuner:
         workers: how many there are to be.
     """
 
+    workers = START
+
     def __init__(self) -> None:
-        self.workers = START
         self._setting: Setting | None = None
         self._seen: deque[Observed] = deque(maxlen=KEPT)
         self._before = LoaderStats()
         self._looked = self._since = 0.0  # the last look; the one that `_before` is of
         self._starts = math.inf  # until when workers may start; infinite: they have started
         self._memory, self._each = (0, 1 << 30), SMALL  # bytes that were free, with how many workers; bytes of one
+
+    def follow(self, meter: Meter) -> Tuner:
+        """Set the number of workers of the loader that has the meter."""
+        meter.tune, meter.tune_at = self.look, 0.0
+        return self
 
     def look(self, meter: Meter, pipeline: Pipeline, now: float) -> None:
         """A step has ended, at ``now``. The next step makes the change."""
@@ -249,10 +243,3 @@ def _who_gave(before: LoaderStats, after: LoaderStats) -> set[int]:
     """The workers that have given a batch between two looks."""
     known = {number: worker.batches for number, worker in before.workers.items()}
     return {number for number, worker in after.workers.items() if worker.batches > known.get(number, 0)}
-
-
-def tuned(meter: Meter) -> Tuner:
-    """What finds the number of workers of the loader that has the meter."""
-    tuner = Tuner()
-    meter.tune, meter.tune_at = tuner.look, 0.0
-    return tuner

@@ -29,7 +29,7 @@ from statistics import median
 from typing import Any
 
 from sharded_loader.engine.messages import BatchTimes
-from sharded_loader.loader.times import WorkerTimes
+from sharded_loader.instruments.times import WorkerTimes
 
 CAUSES = ("compute", "input", "main_process", "placing", "start")
 """Why ``next`` waits, by names that never change."""

@@ -18,9 +18,9 @@ from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, WorkerTim
 from sharded_loader.engine.messages import Result
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.run import Entry
-from sharded_loader.loader.stats import Counts, LoaderStats, Meter, describe
-from sharded_loader.loader.times import STAGES, StageTimes, WorkerTimes
-from sharded_loader.loader.waits import CAUSES
+from sharded_loader.instruments.stats import Counts, LoaderStats, Meter, describe
+from sharded_loader.instruments.times import STAGES, StageTimes, WorkerTimes
+from sharded_loader.instruments.waits import CAUSES
 from sharded_loader.torch import DataLoader
 from tests.failures import Fails, kill
 from tests.samples import Drawing
@@ -36,7 +36,7 @@ class Fields:
     x: Any
 
 
-STAMPS: dict[str, Any] = {"turn": 1.0, "asked": 2.0, "taken": 3.5, "placing": 0.5, "behind": 0.25}
+STAMPS: dict[str, Any] = {"turn": 1.0, "asked": 2.0, "taken": 3.5, "placing": 0.5, "behind": 0.25, "starts": False}
 
 
 def test_counts_report_what_was_noted() -> None:
@@ -62,7 +62,7 @@ def test_a_meter_keeps_the_last_samples_that_were_skipped_and_counts_all() -> No
     meter = Meter()
     for index in range(Meter.KEPT + 5):
         meter.skip([(index, KeyError(index))])
-    assert meter.num_skipped == Meter.KEPT + 5
+    assert meter.notices.counts["skipped_samples"] == Meter.KEPT + 5
     assert [index for index, _ in meter.skipped] == list(range(5, Meter.KEPT + 5))
 
 
@@ -240,6 +240,22 @@ def test_an_epoch_whose_first_batch_was_interrupted_has_not_begun() -> None:
     assert counts(loader, 0) == (1, 2)
 
 
+def test_a_batch_that_is_interrupted_when_it_is_counted_counts_when_it_comes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    loader = ShardedDataLoader(range(4), 2)
+    iterator = iter(loader)
+    monkeypatch.setattr(Meter, "note", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert [batch.tolist() for batch in iterator] == [[0, 1], [2, 3]]
+    assert counts(loader, 0) == counts(loader, None) == (2, 4)
+
+
 def test_an_error_in_place_of_a_batch_is_no_batch_of_the_epoch() -> None:
     loader = ShardedDataLoader([0, "a", 2, 3], batch_sampler=[[0], [0, 1], [2, 3]])
     iterator, raised = iter(loader), 0
@@ -359,7 +375,7 @@ def test_the_numbers_of_the_last_thousand_epochs_are_kept() -> None:
     meter = Meter()
     for epoch in range(Meter.KEPT_EPOCHS + 5):
         counts = Counts()
-        meter.begin(epoch, LoaderStats(), counts)
+        meter.begin(epoch, counts)
         meter.note(counts, Entry(0, None), Result(0, 0), **STAMPS)
     assert len(meter.epochs) == Meter.KEPT_EPOCHS
     assert [meter.stats(epoch).batches for epoch in (4, 5, Meter.KEPT_EPOCHS + 4)] == [0, 1, 1]
@@ -370,7 +386,7 @@ def test_the_sum_has_what_iterators_of_old_and_of_repeated_epochs_add() -> None:
     iterators = []
     for epoch in (0, 0, *range(1, Meter.KEPT_EPOCHS + 5)):
         iterators.append(Counts())
-        meter.begin(epoch, LoaderStats(), iterators[-1])
+        meter.begin(epoch, iterators[-1])
     for counts in iterators:
         meter.note(counts, Entry(0, None, result), result, **STAMPS)
     stats = meter.stats()

@@ -15,9 +15,9 @@ import pytest
 from conftest import POOLS
 
 from sharded_loader import ShardedDataLoader
-from sharded_loader.loader.trace import trace_of
+from sharded_loader.instruments.trace import trace_of
 from sharded_loader.torch import DataLoader
-from tests.loader.test_report import Slow, read
+from tests.instruments.test_report import Slow, read
 
 Event = dict[str, Any]
 

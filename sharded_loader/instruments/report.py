@@ -1,4 +1,4 @@
-"""`Reported`: a loader that tells why training waits, in a terminal, in a file for a browser, and as a trace.
+"""`Instruments`: the methods of a loader that tell what it does: numbers, reports, a trace, checks.
 
     loader.report()               -> `facts` -> text                printed
     loader.report("rank0.html")   -> `facts` -> `page`, one file    read_facts(file) -> facts again
@@ -20,13 +20,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.base.system import write_whole
 from sharded_loader.engine.messages import BatchTimes
 from sharded_loader.engine.order import process_group, resolve_replicas
-from sharded_loader.loader.facts import compared, facts_of, text_of
-from sharded_loader.loader.page import page_of
-from sharded_loader.loader.stats import LoaderStats, Metered
-from sharded_loader.loader.trace import trace_of
+from sharded_loader.engine.pool import Pool
+from sharded_loader.instruments.check import LoaderCheck, check_loader
+from sharded_loader.instruments.facts import compared, facts_of, text_of
+from sharded_loader.instruments.fingerprint import Fingerprint, fingerprint_of_epoch
+from sharded_loader.instruments.page import page_of
+from sharded_loader.instruments.stats import LoaderStats, Meter
+from sharded_loader.instruments.trace import trace_of
+from sharded_loader.loader.epochs import KnownSteps
 
 
 class RankStats(NamedTuple):
@@ -53,18 +58,63 @@ class RankStats(NamedTuple):
         return self.text
 
 
-class Reported(Metered):
-    """A loader that can tell what its `Meter` has measured."""
+class Instruments:
+    """The methods of a loader that tell what it does, and what its `Meter` has measured."""
+
+    _meter: Meter
 
     @abstractmethod
     def _given(self) -> Mapping[str, Any]:
         """The arguments of the loader, by name."""
+
+    def _inspected(self) -> tuple[KnownSteps, int, Pool]:
+        """The steps of the loader, the number of its epoch, and its pool."""
+        raise NotImplementedError
 
     def _replicas(self) -> tuple[int, int]:
         """The number of ranks, and which one this is."""
         with contextlib.suppress(ValueError):  # half of the environment variables: no reason to tell nothing
             return resolve_replicas("auto")
         return 1, 0
+
+    @property
+    def skipped(self) -> list[tuple[Any, BaseException]]:
+        """``(index, error)`` of the last 1,000 samples that ``on_error`` skipped or replaced."""
+        return self._meter.skipped
+
+    @property
+    def num_skipped(self) -> int:
+        """The number of samples that ``on_error`` has skipped or replaced."""
+        return self._meter.notices.counts["skipped_samples"]
+
+    def stats(self, epoch: int | None = None) -> LoaderStats:
+        """Samples per second, the share of time spent waiting for data, where the time went.
+
+        You can call it at any time: in the middle of an epoch, after its end, from another thread.
+
+        Args:
+            epoch: The epoch to tell about. None: all epochs together. If you read an epoch several times, the newest
+                iterator counts. After `load_state_dict`, an epoch counts from the loaded position on. The loader
+                keeps the numbers of the last 1,000 epochs.
+
+        Returns:
+            The numbers, all zeros if the epoch has delivered no batch yet. `LoaderStats.as_dict` makes a dict of them.
+
+        Raises:
+            TypeError, ValueError: ``epoch`` is not an integer of at least 0.
+
+        Example:
+            >>> from sharded_loader import ShardedDataLoader
+            >>> loader = ShardedDataLoader(range(10), 4)
+            >>> for epoch in range(2):
+            ...     for batch in loader: pass
+            ...     print(loader.stats(epoch).as_dict("batches", "samples"))
+            {'batches': 3.0, 'samples': 10.0}
+            {'batches': 3.0, 'samples': 10.0}
+            >>> loader.stats().samples
+            20
+        """
+        return self._meter.stats(None if epoch is None else check_int("epoch", epoch, 0, "epochs count from 0"))
 
     def report(self, path: str | os.PathLike[str] | None = None) -> None:
         """Tell why training waits, and what to do about it: causes, stages, workers, the slowest samples.
@@ -168,6 +218,65 @@ class Reported(Metered):
         ranks, rank = self._replicas()
         name = f"{type(self).__name__}, rank {rank} of {ranks}"
         _write(path, json.dumps(trace_of(self._rows("trace"), name), allow_nan=False))
+
+    def fingerprint(self, epoch: int | None = None) -> Fingerprint:
+        """A short hash of the order of an epoch and of three of its samples, to compare two runs with.
+
+        It is the same on every rank, for any number of ranks that together read as many samples in a step, and in every
+        pool, process and version of Python. The samples are read here, twice, with their random numbers, which depend
+        on ``seed``. One that is another one when it is read again is left out; `check` says why. From this call on,
+        `state_dict` has the digests of the samples. `load_state_dict` then reads these samples, and rejects the state
+        over other data.
+
+        Args:
+            epoch: Which epoch. Default: `epoch`. The order of the whole epoch is computed: two seconds for 100,000
+                steps of 64 samples.
+
+        Returns:
+            A `Fingerprint`. ``str`` of it is the hash. With ``as_dict()`` in a file of JSON, the command
+            ``sharded-loader diff`` names the first step in which two runs differ.
+
+        Raises:
+            TypeError: The dataset is iterable data.
+            ValueError: The order is not known, as in `indices`.
+
+        Example:
+            >>> from sharded_loader import ShardedDataLoader
+            >>> loader = ShardedDataLoader(range(8), 4, shuffle=True, seed=1)
+            >>> str(loader.fingerprint(epoch=0)), loader.fingerprint(0).steps
+            ('33aedb4a09a1b621', '8d3898173fc69c89')
+        """
+        steps, now, _ = self._inspected()
+        return fingerprint_of_epoch(steps, now if epoch is None else epoch)
+
+    def check(self, samples: int = 12) -> LoaderCheck:
+        """Read some samples again and again, and tell which of them differ, and why.
+
+        They are read twice here, the second time in the reverse order, and once by a worker, which is started for this
+        and ended. The loader, its epoch and its workers stay what they are.
+
+        Args:
+            samples: How many samples of `epoch`: from its first, its middle and its last step.
+
+        Returns:
+            A `LoaderCheck`, which ``print`` shows: the samples that differ, the size of the pickled dataset, and the
+            memory of the worker. Of each sample it names the source of the randomness: a global generator, one of the
+            dataset, the time, or ``os.urandom``. What the samples raise is no error here.
+
+        Raises:
+            TypeError: The dataset is iterable data.
+            ValueError: ``samples`` is no positive integer. The order is not known, as in `indices`.
+
+        Example:
+            >>> from sharded_loader import ShardedDataLoader
+            >>> loader = ShardedDataLoader([3, 1, 2], 2, num_workers=2, thread_pool=True)
+            >>> print(loader.check())
+            3 samples were read twice here, and by ThreadPool(1).
+            All are the same each time.
+            The pickled dataset has ... bytes.
+        """
+        steps, now, pool = self._inspected()
+        return check_loader(steps, now, samples, pool)
 
     def _rows(self, method: str) -> list[BatchTimes]:
         if not self.stats().batches:

@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 
 from sharded_loader.engine.messages import BatchTimes
-from sharded_loader.loader.facts import Facts, Section
-from sharded_loader.loader.times import STAGES
-from sharded_loader.loader.trace import stages_in_worker
-from sharded_loader.loader.waits import CAUSES, time_text
+from sharded_loader.instruments.facts import Facts, Section
+from sharded_loader.instruments.times import STAGES
+from sharded_loader.instruments.trace import stages_in_worker
+from sharded_loader.instruments.waits import CAUSES, time_text
 
 COLUMNS = 120
 """Of the plot of waits."""

@@ -22,8 +22,8 @@ import numpy as np
 from sharded_loader.base.described import brief
 from sharded_loader.base.system import JOB
 from sharded_loader.engine.messages import BatchTimes
-from sharded_loader.loader.stats import LoaderStats
-from sharded_loader.loader.waits import CAUSES, ENOUGH, time_text
+from sharded_loader.instruments.stats import LoaderStats
+from sharded_loader.instruments.waits import CAUSES, ENOUGH, time_text
 
 _WAITED = attrgetter("epoch", "step", "waited", "turn", "taken")
 

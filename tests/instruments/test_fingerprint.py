@@ -13,7 +13,6 @@ import torch
 import torch.utils.data as torch_data
 from conftest import POOLS, covering, make_pool
 from samples import ByEpoch
-from test_look_up import LENGTH, ORDERS, Counting, loader_of
 
 from sharded_loader import (
     BatchSampler,
@@ -24,8 +23,9 @@ from sharded_loader import (
     interleave,
     sample_rng,
 )
-from sharded_loader.loader.fingerprint import SavedRun, first_difference, other_facts
+from sharded_loader.instruments.fingerprint import SavedRun, first_difference, other_facts
 from sharded_loader.sampling.order import step_checksum
+from tests.loader.test_look_up import LENGTH, ORDERS, Counting, loader_of
 
 
 class Hidden(Dataset):

@@ -25,23 +25,15 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
-from sharded_loader.base.checks import check_int
-from sharded_loader.base.errors import (
-    HAS_ENDED,
-    TooManySkippedError,
-    WorkerDiedError,
-    WorkerTimeoutError,
-    notes_of,
-    text_of,
-)
-from sharded_loader.base.notices import Notices
+from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.data.datasets import counts_of, mixture_of, retries_of
 from sharded_loader.engine.messages import BatchTimes, Result, Task
-from sharded_loader.engine.pipeline import NOTED_SECONDS
+from sharded_loader.engine.pipeline import NOTED_SECONDS, Pipeline
 from sharded_loader.engine.reader import KEPT_SAMPLES, plain_indices
 from sharded_loader.engine.run import Entry
-from sharded_loader.loader.times import STAGES, Histograms, SlowSample, StageTimes, WorkerTimes
-from sharded_loader.loader.waits import CAUSES, advice, causes_of, compute_share, name_causes, verdict
+from sharded_loader.instruments.times import STAGES, Histograms, SlowSample, StageTimes, WorkerTimes
+from sharded_loader.instruments.waits import CAUSES, advice, causes_of, compute_share, name_causes, verdict
+from sharded_loader.loader.observer import Observer
 
 
 @dataclass(frozen=True)
@@ -287,19 +279,19 @@ class Counts:
         batches, samples, seconds, waiting_seconds, reading_seconds, placing_seconds, device_seconds, retries: of all
             batches, as in `LoaderStats`.
         device_waiting_seconds, sources: as in `LoaderStats`.
-        began, ended: `Meter.totals` when the epoch began, and when the next one began.
+        began: `Meter.totals` when the epoch began. ended: those when the next one began.
         sum: of an old epoch, the counts that take what its iterator still adds; otherwise None.
     """
 
     number = -1
-    began = LoaderStats()
     ended: LoaderStats | None = None
     sum: Counts | None = None
     batches = samples = retries = 0
     seconds = waiting_seconds = reading_seconds = placing_seconds = device_seconds = 0.0
     for_workers = device_waiting_seconds = 0.0
 
-    def __init__(self) -> None:
+    def __init__(self, began: LoaderStats = LoaderStats()) -> None:
+        self.began = began
         self.state: tuple[LoaderStats, list[BatchTimes]] = LoaderStats(), []
         self.sources: Any = None  # an array, if there are any
 
@@ -340,7 +332,7 @@ class Counts:
         return dataclasses.replace(stats, **counts, causes=causes, sources=sources)
 
 
-class Meter:
+class Meter(Observer):
     """The counts of one loader. Iterators add to them, one at a time: they hold the pipeline's lock.
 
     A batch is counted once, for its epoch: that takes half the time of counting it for the loader too. The sum over all
@@ -348,13 +340,10 @@ class Meter:
 
     Args:
         dataset: what is read. It may count the requests that this process tries again; see `retries_of`.
-        notices: what the loader and its pool count.
-        max_skipped: how many samples of an epoch ``on_error`` may skip or replace; None: any number.
+        max_skipped: as of `Observer`.
 
     Attributes:
         epochs: the counts of the last epochs, by their numbers.
-        skipped: ``(index, error)`` of the last samples that ``on_error`` skipped or replaced.
-        notices, max_skipped: as above.
         mixture: the mixture whose samples are read, or None.
         looks: what the first batch looked like; None before it.
         tune: called at the end of a step from `tune_at` on, a stamp of `host_clock.now`, with this object, the
@@ -364,25 +353,26 @@ class Meter:
     tune: Callable[[Meter, Any, float], None]
     tune_at = math.inf
 
-    KEPT = KEPT_EPOCHS = 1000
+    KEPT_EPOCHS = 1000
     KEPT_TIMES = 10
     """Epochs whose histograms are kept: they take 20 KB for each worker."""
 
-    def __init__(self, dataset: Any = None, notices: Notices | None = None, max_skipped: int | None = None) -> None:
-        self._dataset, self.notices, self.max_skipped = dataset, notices or Notices(), max_skipped
+    def __init__(self, dataset: Any = None, max_skipped: int | None = None) -> None:
+        super().__init__(dataset, max_skipped)
         self.mixture = mixture_of(dataset)
         self.epochs: dict[int, Counts] = {}
         self._sum = Counts()  # of the iterators before the last ones
         self._last: deque[tuple[int, Counts]] = deque([(-1, Counts())])
-        self.skipped: list[tuple[Any, BaseException]] = []
         self.looks: str | None = None
         self._ring: list[BatchTimes] = []  # those that were added up last
 
-    def begin(self, epoch: int, totals: LoaderStats, counts: Counts) -> None:
-        """An iterator delivers its first batch of an epoch, and will add to these counts."""
-        self._last[-1][1].ended = totals
+    def counts(self) -> Counts:
+        return Counts(self.totals())
+
+    def begin(self, epoch: int, counts: Counts) -> None:
+        self._last[-1][1].ended = counts.began
         self._add_up(self._last[-1][1])
-        counts.began, counts.number = totals, epoch
+        counts.number = epoch
         self.epochs[epoch] = counts
         self._last.append((epoch, counts))
         if len(self._last) > self.KEPT_TIMES:
@@ -404,29 +394,17 @@ class Meter:
         counts: Counts,
         entry: Entry,
         result: Result,
-        starts: bool = False,
-        *,
-        turn: float,
-        asked: float,
-        taken: float,
-        placing: float,
-        behind: float,
+        batch: Any = None,
+        pipeline: Pipeline | None = None,
+        **stamps: float,
     ) -> None:
-        """Count a batch, or an error in its place. Unless it was cheap, keep how it was on its way.
-
-        Args:
-            counts: what `begin` was given.
-            entry: the batch.
-            result: of the batch; an error, if the batch could not be handed out.
-            starts, turn, asked, taken, placing, behind: see `BatchTimes`.
-        """
-        read, error = entry.result or result, result.error
+        """Count it. Unless it was cheap, keep how it was on its way."""
+        read, error, taken, behind = entry.result or result, result.error, stamps["taken"], stamps["behind"]
         times, of = entry.times or read.times, counts
-        if times is None and (starts or read.seconds >= NOTED_SECONDS):
+        if times is None and (stamps["starts"] or read.seconds >= NOTED_SECONDS):
             times = BatchTimes()
         if times is not None:
-            times.__dict__.update(epoch=counts.number, step=entry.seq, samples=result.samples)
-            times.__dict__.update(turn=turn, asked=asked, taken=taken, placing=placing, behind=behind, starts=starts)
+            times.__dict__.update(stamps, epoch=counts.number, step=entry.seq, samples=result.samples)
             times.__dict__.update(sent=entry.sent, worker=read.worker, began=read.began, seconds=read.seconds)
             times.is_lost = read.rebuilt
             if error is not None:
@@ -435,14 +413,14 @@ class Meter:
             if times.slow and entry.task is not None:
                 times.named = self._name_slow(entry.task, times)
         while True:
-            of.seconds += taken - turn  # first: see `COUNTED`
-            of.waiting_seconds += taken - asked - behind
+            of.seconds += taken - stamps["turn"]  # first: see `COUNTED`
+            of.waiting_seconds += taken - stamps["asked"] - behind
             of.device_seconds += behind
             if error is None:
                 of.batches += 1
                 of.samples += result.samples
             of.reading_seconds += read.seconds
-            of.placing_seconds += placing - behind
+            of.placing_seconds += stamps["placing"] - behind
             of.retries += read.retries
             if times is None:
                 of.for_workers += entry.waited if read.worker >= 0 else read.seconds
@@ -451,8 +429,12 @@ class Meter:
                 if len(of.state[1]) >= KEPT_BATCHES:
                     (self._add_up if of is counts else Counts.add_up)(of)
             if of.sum is None:
-                return
+                break
             of = of.sum
+        if error is None and entry.task is not None and (self.looks is None or self.mixture is not None):
+            self.look(batch, counts, entry.task.shards)
+        if taken >= self.tune_at:
+            self.tune(self, pipeline, taken)
 
     def _add_up(self, counts: Counts) -> None:
         self._ring = [*self._ring, *counts.add_up()][-KEPT_BATCHES:]
@@ -480,37 +462,14 @@ class Meter:
             for counts in filter(None, (epoch, epoch.sum)):
                 counts.sources = came if counts.sources is None else counts.sources + came
 
-    @property
-    def num_skipped(self) -> int:
-        """The number of samples that ``on_error`` has skipped or replaced."""
-        return self.notices.counts["skipped_samples"]
-
-    def skip(self, skipped: Sequence[tuple[Any, BaseException]], where: str = "", before: int = 0) -> Exception | None:
-        """Samples were skipped or replaced.
-
-        Args:
-            skipped: the index and the error of each.
-            where: epoch and batch, in words.
-            before: how many there were in this epoch before.
-
-        Returns:
-            The error to raise, if they are too many.
-        """
-        self.skipped.extend(skipped)
-        del self.skipped[: -self.KEPT]
-        for index, error in skipped:
-            why = f"{type(error).__name__}: {text_of(error)}"
-            for note in (note for note in notes_of(error) if note.endswith(HAS_ENDED)):
-                self.notices.warn(note, f"{note} (in {where}; {why})")
-            self.notices.happened("skipped_samples", f"on_error skipped or replaced sample {index!r} in {where}: {why}")
-        count, limit = before + len(skipped), self.max_skipped
-        return None if limit is None or count <= limit else TooManySkippedError(count, limit, where, *skipped[-1])
+    def words(self) -> list[str]:
+        return [f"batch: {self.looks or 'none read yet'}", *quiet_counts(self.totals())]
 
     def totals(self) -> LoaderStats:
         """What has been counted so far: retried requests of this process for the dataset, the notices, the caches."""
         noted = [self.notices.counts[name] for name in POOLED[1:-3]]
-        counts: dict[str, Any] = dict(zip(POOLED[1:], [*noted, *counts_of(self._dataset)], strict=True))
-        return LoaderStats(retries=retries_of(self._dataset), **counts)
+        counts: dict[str, Any] = dict(zip(POOLED[1:], [*noted, *counts_of(self.dataset)], strict=True))
+        return LoaderStats(retries=retries_of(self.dataset), **counts)
 
     def stats(self, epoch: int | None = None) -> LoaderStats:
         """The counts of all epochs, or of one; all zeros if it has delivered no batch yet."""
@@ -520,52 +479,6 @@ class Meter:
         total = Counts()
         total.merge([self._sum, *(counts for _, counts in tuple(self._last))])
         return total.report(self.totals())
-
-
-class Metered:
-    """A loader with a `Meter`, as users see it."""
-
-    def _count_with(self, meter: Meter) -> None:
-        self._meter = meter
-
-    @property
-    def skipped(self) -> list[tuple[Any, BaseException]]:
-        """``(index, error)`` of the last 1,000 samples that ``on_error`` skipped or replaced."""
-        return self._meter.skipped
-
-    @property
-    def num_skipped(self) -> int:
-        """The number of samples that ``on_error`` has skipped or replaced."""
-        return self._meter.num_skipped
-
-    def stats(self, epoch: int | None = None) -> LoaderStats:
-        """Samples per second, the share of time spent waiting for data, where the time went.
-
-        You can call it at any time: in the middle of an epoch, after its end, from another thread.
-
-        Args:
-            epoch: The epoch to tell about. None: all epochs together. If you read an epoch several times, the newest
-                iterator counts. After `load_state_dict`, an epoch counts from the loaded position on. The loader
-                keeps the numbers of the last 1,000 epochs.
-
-        Returns:
-            The numbers, all zeros if the epoch has delivered no batch yet. `LoaderStats.as_dict` makes a dict of them.
-
-        Raises:
-            TypeError, ValueError: ``epoch`` is not an integer of at least 0.
-
-        Example:
-            >>> from sharded_loader import ShardedDataLoader
-            >>> loader = ShardedDataLoader(range(10), 4)
-            >>> for epoch in range(2):
-            ...     for batch in loader: pass
-            ...     print(loader.stats(epoch).as_dict("batches", "samples"))
-            {'batches': 3.0, 'samples': 10.0}
-            {'batches': 3.0, 'samples': 10.0}
-            >>> loader.stats().samples
-            20
-        """
-        return self._meter.stats(None if epoch is None else check_int("epoch", epoch, 0, "epochs count from 0"))
 
 
 def describe(batch: Any) -> str:

@@ -19,10 +19,10 @@ from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, ThreadPoo
 from sharded_loader.base.limits import Limit
 from sharded_loader.engine.pipeline import PER_WORKER
 from sharded_loader.engine.pool import Pool
-from sharded_loader.loader import auto
-from sharded_loader.loader.auto import AHEAD, DEEPEST, KEPT, MOST, START, Observed, Setting, Tuner, choose, observe
-from sharded_loader.loader.stats import LoaderStats, Meter
-from sharded_loader.loader.times import StageTimes, WorkerTimes
+from sharded_loader.instruments import auto
+from sharded_loader.instruments.auto import AHEAD, DEEPEST, KEPT, MOST, START, Observed, Setting, Tuner, choose, observe
+from sharded_loader.instruments.stats import LoaderStats, Meter
+from sharded_loader.instruments.times import StageTimes, WorkerTimes
 from sharded_loader.torch import DataLoader
 from tests.conftest import PROCESS_POOLS
 

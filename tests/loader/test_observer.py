@@ -1,0 +1,53 @@
+"""A loader needs nobody who measures: with the observer of the core alone, it reads as it always does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import covering
+
+from sharded_loader import ShardedDataLoader, TooManySkippedError
+from sharded_loader.base import imports
+
+
+class Bad:
+    """Sample 5 cannot be read."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise KeyError(index)
+        return index
+
+
+def outcomes(**options: Any) -> list[Any]:
+    """Batches, errors and states of two epochs, and what is told of skipped samples."""
+    seen: list[Any] = []
+    with ShardedDataLoader(Bad(), 4, shuffle=True, seed=1, **options) as loader:
+        for _ in range(2):
+            batches = iter(loader)
+            while True:
+                try:
+                    seen.append(next(batches).tolist())
+                except StopIteration:
+                    break
+                except (KeyError, TooManySkippedError) as error:
+                    seen.append(str(error))
+                seen.append(loader.state_dict())
+        seen += loader.num_skipped, [index for index, _ in loader.skipped]
+        assert repr(loader).startswith("ShardedDataLoader(12 samples, 3 batches of 4")
+    return seen
+
+
+@covering(pool=[None, "thread", "process"], on_error=["raise", "skip"], max_skipped=[None, 0])
+def test_batches_errors_and_states_are_the_same_without_measuring(
+    monkeypatch: pytest.MonkeyPatch, pool: str | None, on_error: str, max_skipped: int | None
+) -> None:
+    options = {"pool": pool, "num_workers": 2 if pool else 0, "on_error": on_error}
+    options["max_skipped"] = max_skipped if on_error == "skip" else None
+    expected = outcomes(**options)
+    monkeypatch.setitem(imports._places, ("observer", "instruments"), "sharded_loader.loader.observer:Observer")
+    assert outcomes(**options) == expected
