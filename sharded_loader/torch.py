@@ -42,9 +42,9 @@ from sharded_loader.engine.split import Split
 from sharded_loader.loader.arguments import check_max_skipped, length, make_split
 from sharded_loader.loader.auto import number_of_workers, tuned
 from sharded_loader.loader.check import LoaderCheck, check_loader
-from sharded_loader.loader.epochs import shown_indices
 from sharded_loader.loader.fingerprint import Fingerprint, fingerprint_of_epoch
 from sharded_loader.loader.iterator import Batch
+from sharded_loader.loader.lookup import shown_indices
 from sharded_loader.loader.report import Reported
 from sharded_loader.loader.stats import Meter
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker

@@ -46,7 +46,7 @@ from sharded_loader.engine.order import Position
 from sharded_loader.engine.pipeline import Run
 from sharded_loader.engine.split import plain_indices
 from sharded_loader.loader.arguments import length
-from sharded_loader.loader.epochs import KnownSteps, in_epoch
+from sharded_loader.loader.lookup import KnownSteps, in_epoch
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.foreign import len_epoch
 from sharded_loader.sampling.order import LEFT_OUT, step_checksum

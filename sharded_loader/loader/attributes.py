@@ -31,6 +31,7 @@ from sharded_loader.loader.arguments import (
     length,
 )
 from sharded_loader.loader.epochs import Epochs
+from sharded_loader.loader.lookup import LookUp
 from sharded_loader.loader.report import Reported
 from sharded_loader.loader.stats import Meter, quiet_counts
 from sharded_loader.sampling.index_samplers import NO_WEIGHTS, MixtureSampler
@@ -70,7 +71,7 @@ class LoaderAttributes(Reported):
 
     def __init__(self, epochs: Epochs, meter: Meter, batch_size: int | None, pin_memory: bool) -> None:
         self._count_with(meter)
-        self._epochs = self._known_steps = epochs
+        self._epochs, self._known_steps = epochs, LookUp(epochs)
         self._progress = epochs.progress
         self._batch_size, self._pin_memory = batch_size, pin_memory
         self._order, self._pipeline, self._placement = epochs.order, epochs.pipeline, epochs.placement
@@ -398,7 +399,7 @@ class LoaderAttributes(Reported):
             [[4, 5, 6, 7], [8, 9]]
         """
         self._pipeline.check_open()
-        self._epochs.load(state, strict, skip)
+        self._epochs.load(state, strict, skip, self._known_steps.digest)
 
     # -- what it has done ----------------------------------------------------------------------------------
 

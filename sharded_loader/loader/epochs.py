@@ -7,7 +7,6 @@
     interrupted before a batch came:  keep               the epoch has not begun; the same run is chosen again
     all of an epoch is planned:       read_ahead         the run of the next epoch, if nothing changes before that
     load_state_dict:                  Progress.load      the position is pending until an epoch begins
-    peek, batch, read                 one batch or one sample, read here and now
 
 `Progress` tells the position: `epoch`, `position`, `state_dict` and ``repr``. It is the first of these that exists:
 
@@ -30,12 +29,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import Notices, warn
@@ -43,17 +39,12 @@ from sharded_loader.base.private import fetched_by_lightning, is_owned
 from sharded_loader.data.arrays import takes_arrays
 from sharded_loader.data.datasets import can_follow, follow
 from sharded_loader.data.inspection import set_epoch_of
-from sharded_loader.data.interleave import mixture_of
-from sharded_loader.data.known import Known, digest_of_read
+from sharded_loader.data.known import Known
 from sharded_loader.devices.placement import Placement
-from sharded_loader.engine.messages import NOTHING, Job, Task
+from sharded_loader.engine.messages import Job
 from sharded_loader.engine.order import Epoch, Position
 from sharded_loader.engine.pipeline import Pipeline, Run, ShownRun
-from sharded_loader.engine.reader import Reader
-from sharded_loader.engine.split import plain_indices
 from sharded_loader.loader.arguments import length
-from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
-from sharded_loader.randomness.global_generators import seeded_globals
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.epoch import Ahead, MapEpoch
 from sharded_loader.sampling.order import MapOrder
@@ -261,104 +252,7 @@ def warn_of_length(dataset: Any, known: int | None, notices: Notices, then: str)
         notices.warn("length", f"the dataset has {now} samples, and had {known} when the loader last looked. {then}")
 
 
-def shown_indices(dataset: Any, indices: Any, epoch: int) -> list[Any]:
-    """The indices of a task as users see them; those of a mixture as (source, index)."""
-    mixture = mixture_of(dataset)
-    found = indices.tolist() if isinstance(indices, np.ndarray) else list(indices)
-    return found if mixture is None else mixture.pairs(found, epoch)
-
-
-@contextmanager
-def in_epoch(
-    set_epoch: Callable[[int], Any] | None, epoch: int, back: Callable[[], int], reading: Iterable[int] = ()
-) -> Iterator[None]:
-    """Inside, a dataset is in ``epoch``; afterwards in the epoch that ``back`` returns.
-
-    Args:
-        set_epoch: of the dataset; None: it has none.
-        epoch, back: as above.
-        reading: the epochs that threads read the dataset in.
-
-    Raises:
-        RuntimeError: a thread reads in another epoch.
-    """
-    if set_epoch is None:
-        yield
-        return
-    for other in reading:
-        if other != epoch:
-            raise RuntimeError(
-                f"cannot read in epoch {epoch} while threads read epoch {other}: the dataset, which "
-                f"has set_epoch and is shared by them, can be in one epoch only; finish that epoch first"
-            )
-    set_epoch(epoch)
-    try:
-        yield
-    finally:
-        set_epoch(back())
-
-
-class KnownSteps(Protocol):
-    """A loader whose steps are known, and whose samples can be read here: for `fingerprint`, `check` and ``replay``.
-
-    Its methods raise a TypeError for iterable data, and a ValueError where the order is not known.
-
-    Attributes:
-        dataset: what is read.
-        known: what is known of it.
-    """
-
-    dataset: Any
-    known: Known
-
-    def job_now(self) -> Job:
-        """What is read, and how."""
-
-    def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
-        """Inside, the dataset is in ``epoch``; afterwards in the loader's. See the function."""
-
-    def samples_of(self, epoch: int, step: int) -> list[Any]:
-        """The indices of a step, as the first rank reads them: the same on every rank."""
-
-    def checksums(self, epoch: int) -> list[str]:
-        """Of each step of an epoch `step_checksum`, or `LEFT_OUT`."""
-
-    def length(self, epoch: int) -> int:
-        """The number of steps in an epoch, also those that are left out. A TypeError: it is not known."""
-
-    def place_of(self, step: int) -> tuple[int, int]:
-        """The epoch of a step that is counted since the first epoch, and its number there."""
-
-    def state_of(self, epoch: int) -> dict[str, Any]:
-        """A state, as of `sampling.state`, at the beginning of an epoch."""
-
-    def some_indices(self, epoch: int, steps: Iterable[int], each: int) -> list[Any]:
-        """The indices of the first samples of some steps, as far as the epoch has them."""
-        found: dict[Any, None] = {}
-        for step in steps:
-            with suppress(IndexError):  # the epoch may have no step
-                found |= dict.fromkeys(self.samples_of(epoch, step)[:each])
-        return list(found)
-
-    def sample(self, index: Hashable, epoch: int) -> Any:
-        """One sample, read here and now, as in ``epoch``."""
-        with self.in_epoch(epoch):
-            return reader_for(self.job_now(), readers=0).read_sample(index, epoch)
-
-    def digest(self, index: Any, epoch: int, seed: int | None = None, key: int = 1) -> str:
-        """The digest of one sample, read here; or its error as a text.
-
-        Args:
-            index, epoch: of the sample.
-            seed: of its random numbers; None: the loader's.
-            key: what the global generators are seeded with.
-        """
-        job = self.job_now() if seed is None else replace(self.job_now(), seed=seed)
-        with self.in_epoch(epoch), seeded_globals(key):
-            return digest_of_read(lambda: reader_for(job, readers=0).read_sample(index, epoch))
-
-
-class Epochs(KnownSteps):
+class Epochs:
     """The epochs of one loader.
 
     Args:
@@ -412,7 +306,7 @@ class Epochs(KnownSteps):
             then = "The loader still reads the old number, and workers may have old copies"
             then = f"{then}: call loader.refresh() after you change the dataset"
             warn_of_length(self.dataset, self.order.dataset_length, self._workers.notices, then)
-        return self._take_kept(self.progress.mark()) or self._new_run(self.progress.begin())
+        return self._take_kept(self.progress.mark()) or self.new_run(self.progress.begin())
 
     def open(self, run: Run, iterator: Any) -> None:
         """Have the pool read an iterator's run. The pipeline's step has begun."""
@@ -468,7 +362,7 @@ class Epochs(KnownSteps):
         position = run.epoch.position(run.delivered)
         if isinstance(self.order, MapOrder) and isinstance(run.epoch, MapEpoch):
             position = self.order.moved(*self.order.regrouped(position, run.epoch.signature))
-        rest = self._new_run(self.order.epoch(position.epoch, position))
+        rest = self.new_run(self.order.epoch(position.epoch, position))
         rest.epoch.in_mid_epoch = False  # it ends where the epoch ends
         return rest
 
@@ -495,7 +389,7 @@ class Epochs(KnownSteps):
             facts = self.order.facts(mark[0])
             if facts is None:
                 return
-            ahead = self._new_run(self.progress.begin())
+            ahead = self.new_run(self.progress.begin())
         except Exception as error:
             if is_from_outside(error):
                 raise
@@ -567,12 +461,13 @@ class Epochs(KnownSteps):
         if not self._job.keep_batch:
             self._job, self.stale = replace(self._job, keep_batch=True), True
 
-    def load(self, state: Any, strict: bool, skip: Any) -> None:
-        """Continue at the position of a state; see `Progress.load`. It is of these data, unless ``strict`` is False."""
+    def load(self, state: Any, strict: bool, skip: Any, digest: Callable[..., str]) -> None:
+        """Continue at the position of a state; see `Progress.load`. Unless ``strict`` is False, it is of these data:
+        those with the same `KnownSteps.digest`."""
 
         def check() -> None:
             if strict:
-                self.known.check(state[0] if isinstance(state, list | tuple) else state, self.digest)
+                self.known.check(state[0] if isinstance(state, list | tuple) else state, digest)
 
         self.stale |= self.progress.load(state, strict, skip, check)  # workers are sent a seed that has changed
 
@@ -582,7 +477,7 @@ class Epochs(KnownSteps):
         if self.resident is not None:
             self.resident.forget()
 
-    def _new_run(self, epoch: Epoch) -> Run:
+    def new_run(self, epoch: Epoch) -> Run:
         is_known = self.order.stream is not None or any(map(has_weights, nested(self.order.sampler)))
         if not is_known and not isinstance(self.dataset, Mapping):
             epoch.limit = length(self.dataset)
@@ -590,102 +485,6 @@ class Epochs(KnownSteps):
 
     def job_now(self) -> Job:
         return replace(self._job, seed=self.order.seed, stream=self.order.stream)
-
-    # -- single batches and samples -------------------------------------------------------------------------
-
-    def first_batch(self, epoch: Epoch | None = None) -> Any:
-        """The first batch of the next epoch, read here and now.
-
-        Args:
-            epoch: its batches; None: what the loader reads next.
-
-        Raises:
-            IndexError: the epoch has no batches.
-        """
-        self.placement.check_not_capturing()
-        run = self._new_run(self.progress.begin() if epoch is None else epoch)
-        epoch = run.epoch
-        with self.in_epoch(epoch.number):
-            reader, seq = reader_for(self.job_now(), readers=0), epoch.first
-            while (planned := epoch.task(seq)) is not None:
-                batch = NOTHING if planned is NOTHING else self._read_here(reader, epoch, planned)
-                if batch is not NOTHING:
-                    return batch
-                seq += 1
-        if epoch.in_mid_epoch and epoch.batches(seq) == epoch.first:  # the position lies at the end: noticed here
-            position = epoch.following()
-            return self.first_batch(self.order.epoch(position.epoch, position))
-        raise IndexError(f"epoch {epoch.number} has no batches to peek at")
-
-    def _read_here(self, reader: Reader, epoch: Epoch, planned: Any) -> Any:
-        """What iteration gives in the place of a task; `NOTHING`, if ``on_error`` has left no sample of it."""
-        if isinstance(planned, BaseException):
-            raise planned
-        task = self._split.sharded(planned)
-        result = reader.read(task)
-        if result.error is not None:
-            raise result.error
-        if task.part is not None:
-            result = epoch.came(task.seq, result)
-        if result.batch is NOTHING:
-            return NOTHING
-        batch = self.placement.place(result.batch, task)
-        return (batch, epoch.real(task)) if epoch.evaluates else batch
-
-    def _looked_up(self, epoch: Any, step: Any, rank: Any = None) -> MapEpoch:
-        """An epoch that has a batch `ready`. The samplers are what they were."""
-        order = self.order
-        if isinstance(order, StreamOrder):
-            raise TypeError(order.text_of_step(epoch, step))
-        with order.undisturbed(but=self.dataset):
-            return order.look_up(epoch, step, rank)
-
-    def _task_of(self, found: MapEpoch, step: int) -> Task:
-        task = found.task(step)
-        if isinstance(task, Exception):
-            raise task
-        assert isinstance(task, Task)  # of what is looked up no step is left out
-        return task
-
-    def samples_of(self, epoch: int, step: int) -> list[Any]:
-        looked_up = self._looked_up(epoch, step, None if self.order.replicas()[0] == 1 else 0)
-        return plain_indices(self._task_of(looked_up, step).shards[0])
-
-    def checksums(self, epoch: int) -> list[str]:
-        order = self.order
-        if isinstance(order, StreamOrder):
-            raise TypeError(order.text_of_step(epoch, 0))
-        with order.undisturbed(but=self.dataset):
-            return order.checksums(epoch)
-
-    def length(self, epoch: int) -> int:
-        return self.order.length(epoch)
-
-    def place_of(self, step: int) -> tuple[int, int]:
-        return self.order.place_of(step)
-
-    def state_of(self, epoch: int) -> dict[str, Any]:
-        return self.order.epoch(epoch).state(Position(epoch))
-
-    def indices(self, epoch: Any, step: Any, rank: Any) -> Any:
-        """The indices of a step; with ``evaluate`` also how many are no fillers."""
-        found = self._looked_up(epoch, step, rank)
-        task = self._task_of(found, step)
-        shards = [shown_indices(self.dataset, shard, found.number) for shard in task.shards]
-        indices = shards if task.sharded else shards[0]
-        return (indices, found.real(task)) if found.evaluates else indices
-
-    def batch(self, epoch: Any, step: Any) -> Any:
-        """The batch of a step, read here and now, with its random numbers."""
-        self.placement.check_not_capturing()
-        found = self._looked_up(epoch, step)
-        self._new_run(found)
-        task, job = self._task_of(found, step), self.job_now()
-        with self.in_epoch(found.number), seeded_as_worker(job.seed, task):
-            batch = self._read_here(reader_for(job, readers=0), found, task)
-        if batch is NOTHING:
-            raise ValueError(f"epoch {epoch}, batch {step} was left out: on_error has skipped all of its samples")
-        return batch
 
     # -- datasets that look ahead ---------------------------------------------------------------------------
 
@@ -712,11 +511,11 @@ class Epochs(KnownSteps):
 
     def _tell_epoch(self, begins: Run) -> None:
         """Tell the dataset, if it wants to know, and stop the runs that were in another epoch."""
-        set_epoch = self._set_epoch()
+        set_epoch = self.set_epoch_of_data()
         if set_epoch is None:
             return
         new = begins.epoch.number
-        for run in self._reading():
+        for run in self.reading():
             if run is not begins and run.epoch.number != new:
                 run.dead = (
                     f"epoch {run.epoch.number} cannot go on: epoch {new} was begun. The dataset, which has "
@@ -725,16 +524,10 @@ class Epochs(KnownSteps):
                 )
         set_epoch(new)
 
-    def _set_epoch(self) -> Any:
+    def set_epoch_of_data(self) -> Any:
         """The dataset's ``set_epoch``. That of iterable data is called when a part is opened."""
         return None if self.order.stream is not None else set_epoch_of(self.dataset)
 
-    def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
-        """Inside, the dataset is in ``epoch``; afterwards in the loader's. See the function."""
-        reading = [run.epoch.number for run in self._reading()] if self._workers.shares_dataset else []
-        back = (lambda: reading[0]) if reading else (lambda: self.progress.at()[0])
-        return in_epoch(self._set_epoch(), epoch, back, reading if self._workers.num_workers else ())
-
-    def _reading(self) -> list[Run]:
+    def reading(self) -> list[Run]:
         """The runs that are under way. If they share a dataset with set_epoch, of one epoch."""
         return [run for run in self.progress.live_runs() if not run.ended and run.dead is None]

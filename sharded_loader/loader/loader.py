@@ -319,7 +319,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         """
         self._pipeline.check_open()
         with self._order.undisturbed(but=self.dataset):
-            return self._epochs.first_batch()  # type: ignore[no-any-return]
+            return self._known_steps.first_batch()  # type: ignore[no-any-return]
 
     def read(self, index: Hashable, epoch: int | None = None) -> Any:
         """One sample, read here and now, with its random generator: where a debugger works.
@@ -339,7 +339,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             20
         """
         self._pipeline.check_open()
-        return self._epochs.sample(index, self.epoch if epoch is None else epoch)
+        return self._known_steps.sample(index, self.epoch if epoch is None else epoch)
 
     def indices(self, epoch: int, step: int, rank: int | None = None) -> Any:
         """The indices of the samples of a step, past or to come, from the order alone: no sample is read.
@@ -371,7 +371,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             True
         """
         self._pipeline.check_open()
-        return self._epochs.indices(epoch, step, rank)
+        return self._known_steps.indices(epoch, step, rank)
 
     def batch(self, epoch: int, step: int) -> Batch:
         """The batch of a step, past or to come, read here and now: starts no worker, changes no epoch.
@@ -396,7 +396,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             tensor([4, 5, 6, 7])
         """
         self._pipeline.check_open()
-        return self._epochs.batch(epoch, step)  # type: ignore[no-any-return]
+        return self._known_steps.batch(epoch, step)  # type: ignore[no-any-return]
 
     def fingerprint(self, epoch: int | None = None) -> Fingerprint:
         """A short hash of the order of an epoch and of three of its samples, to compare two runs with.
@@ -425,7 +425,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             ('33aedb4a09a1b621', '8d3898173fc69c89')
         """
         self._pipeline.check_open()
-        return fingerprint_of_epoch(self._epochs, self.epoch if epoch is None else epoch)
+        return fingerprint_of_epoch(self._known_steps, self.epoch if epoch is None else epoch)
 
     def check(self, samples: int = 12) -> LoaderCheck:
         """Read some samples again and again, and tell which of them differ, and why.
@@ -453,7 +453,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             The pickled dataset has ... bytes.
         """
         self._pipeline.check_open()
-        return check_loader(self._epochs, self.epoch, samples, self._pipeline.pool)
+        return check_loader(self._known_steps, self.epoch, samples, self._pipeline.pool)
 
     def gather(self, shards: Sequence[Any], device: DeviceLike | None = None) -> Any:
         """Join the results of your program, one per shard, on one device.
