@@ -1,7 +1,7 @@
 """What a loader tells about itself, and what can be set: attributes, its position as a state, its statistics.
 
     loader.prefetch = 4       -> checked -> the loader's parts
-    loader.state_dict()       <- Progress
+    loader.state_dict()       <- OrderProgress
     loader.stats(), repr      <- Meter
 
 Many attributes have the names that other libraries look for. This module owns nothing: the parts are the loader's.
@@ -30,7 +30,7 @@ from sharded_loader.loader.arguments import (
     check_shard_weights,
     length,
 )
-from sharded_loader.loader.epochs import Epochs
+from sharded_loader.loader.epochs import At, Epochs
 from sharded_loader.loader.lookup import LookUp
 from sharded_loader.loader.report import Reported
 from sharded_loader.loader.stats import Meter, quiet_counts
@@ -427,5 +427,5 @@ class LoaderAttributes(Reported):
         parts.append(repr(self.pool))
         parts.append(f"batch: {self._meter.looks or 'none read yet'}")
         parts += quiet_counts(self._meter.totals())
-        at = "resumes at" if self._progress.resumes else "at"
+        at = "resumes at" if self._progress.now is At.LOADED else "at"
         return f"ShardedDataLoader({', '.join(parts)}; epoch {self.epoch}, {at} batch {self.position})"

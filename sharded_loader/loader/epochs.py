@@ -6,19 +6,15 @@
     each next(iterator):              shown = its run    the position is that run's
     interrupted before a batch came:  keep               the epoch has not begun; the same run is chosen again
     all of an epoch is planned:       read_ahead         the run of the next epoch, if nothing changes before that
-    load_state_dict:                  Progress.load      the position is pending until an epoch begins
+    load_state_dict:                  OrderProgress.load      the position is pending until an epoch begins
 
-`Progress` tells the position: `epoch`, `position`, `state_dict` and ``repr``. It is the first of these that exists:
-
-- a loaded position that is pending;
-- the run that began or delivered last, if its iterator is alive, or its epoch was the last one begun (after a break);
-- the beginning of the next epoch.
+`Progress` draws the states of the position. Of several iterators, the one that began or delivered last has it.
 
 While the last batches of an epoch are consumed, workers read the first ones of the next. This is done where the order
 is a pure function of the epoch: with samplers of this library. If another epoch is asked for, or the order is another
 one by then, the prefetched batches are dropped.
 
-Owns the pending position, the table of live iterators, and the run that is kept. The pipeline owns the runs that are
+Owns the position and the run that is kept. The pipeline owns the runs that are
 open. The order knows which epoch is next, a run how much of it was delivered.
 
 Inline and in threads all readers share one dataset. If it has ``set_epoch``, it can be in one epoch only: runs of
@@ -31,7 +27,8 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import Notices, warn
@@ -51,27 +48,95 @@ from sharded_loader.sampling.order import MapOrder
 from sharded_loader.sampling.state import has_weights
 from sharded_loader.streams.order import StreamOrder
 
-Mark = tuple[int, Position | None, Run | None]
-"""The next epoch, the pending position in it, and the run that is shown."""
+Pending = TypeVar("Pending")
+"""A loaded position in an epoch that has not begun."""
 
 
-class Progress(ShownRun):
-    """The position of one loader.
-
-    Args:
-        order: the loader's.
-        entries: a function that returns what a state has of the data.
+class EpochCounter(Protocol):
+    """Counts the epochs of a loader.
 
     Attributes:
-        live: the iterators that have begun an epoch and are alive, by the numbers of their runs.
+        next_epoch: the epoch that begins next.
     """
 
-    def __init__(self, order: MapOrder | StreamOrder, entries: Callable[[], dict[str, Any]] = dict) -> None:
-        self._order, self._entries = order, entries
+    @property
+    def next_epoch(self) -> int: ...
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one."""
+
+
+class At(Enum):
+    """The state of a `Progress`."""
+
+    BEGINNING = "the beginning of the next epoch"
+    LOADED = "a loaded position in the next epoch"
+    RUN = "behind the batches that a run has delivered"
+
+
+class Mark(NamedTuple):
+    """What decides a position: with an equal mark, the same epoch begins at the same place."""
+
+    next_epoch: int
+    pending: Any
+    shown: Run | None
+
+
+class Progress(ShownRun, Generic[Pending]):
+    """The position of a loader, as a state machine. `now` is its state.
+
+                set_epoch: another
+            +-------------------------+
+            v          load           |
+         BEGINNING  ------------->  LOADED
+          |     ^                    ^  |
+    begun |     | over, left    load |  | begun
+          v     |                    |  v
+         +--------------------------------+
+         |  RUN    a batch: shown = run   |
+         +--------------------------------+
+
+     begun    the first batch of an epoch, or its end, is handed out
+     over     the end of the run was seen
+     left     the run's iterator is gone, and another epoch is next than the one after the run's
+
+     A first ``next`` that was interrupted has not begun its epoch: `roll_back` restores the `mark` before it. Batches
+     that were planned for one mark are those of the next epoch as long as the mark is the same.
+
+     Args:
+         count: of the loader's epochs. ``set_epoch`` of samplers and of the dataset may count there, too.
+
+     Attributes:
+         pending: the loaded position, or where the last epoch has left the next one.
+         shown: the run that began or delivered last; None: none has since a position was loaded.
+         live: the iterators that have begun an epoch and are alive, by the numbers of their runs.
+    """
+
+    def __init__(self, count: EpochCounter) -> None:
+        self.count = count
         self.live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._pending: Position | None = None
-        self._length: int | None = None
-        self._restarts = False
+        self.pending: Pending | None = None
+
+    @property
+    def now(self) -> At:
+        """The state."""
+        run = self.shown
+        if self.pending is not None:
+            if self._is_next(self.pending):
+                return At.LOADED
+            self.pending = None  # it does not come back with its epoch
+        if run is None or run.ended:
+            return At.BEGINNING
+        is_last = run.epoch.number + 1 == self.count.next_epoch
+        return At.RUN if is_last or self.live.get(run.number) is not None else At.BEGINNING
+
+    def _is_next(self, pending: Pending) -> bool:
+        """Whether a loaded position is where the next epoch begins. Otherwise it is dropped."""
+        return True
+
+    def run(self) -> Run | None:
+        """The run that is at the position, if one is."""
+        return self.shown if self.now is At.RUN else None
 
     def live_runs(self) -> list[Run]:
         """The runs of the iterators that are alive."""
@@ -80,20 +145,20 @@ class Progress(ShownRun):
         return [run for one in iterators if one is not None and (run := one.run) is not None]
 
     def mark(self) -> Mark:
-        """What `go_back` goes back to."""
-        return self._order.next_epoch, self._pending, self.shown
+        """What `roll_back` restores."""
+        return Mark(self.count.next_epoch, self.pending, self.shown)
 
-    def go_back(self, mark: Mark, run: Run) -> None:
+    def roll_back(self, mark: Mark, run: Run) -> None:
         """The first ``next`` of a run was interrupted: its epoch has not begun."""
         self.live.pop(run.number, None)
-        epoch, self._pending, self.shown = mark
-        self._order.set_epoch(epoch)
+        epoch, self.pending, self.shown = mark
+        self.count.set_epoch(epoch)
 
-    def begun(self, run: Run, iterator: Any) -> None:
-        """An epoch has begun, with its first batch: the one after it is next."""
+    def begun(self, run: Run, iterator: Any, pending: Pending | None = None) -> None:
+        """An epoch has begun, with its first batch. The one after it is next; ``pending``: from there on."""
         self.live[run.number] = iterator
-        self._pending = run.epoch.carry
-        self._order.set_epoch(run.epoch.number + 1)
+        self.pending = pending
+        self.count.set_epoch(run.epoch.number + 1)
 
     def replace(self, run: Run, by: Run, iterator: Any) -> None:
         """An iterator goes on with another run of the same epoch."""
@@ -101,6 +166,26 @@ class Progress(ShownRun):
         self.live[by.number] = iterator
         if self.shown is run:
             self.shown = by
+
+
+class OrderProgress(Progress[Position]):
+    """The position of a loader in the batches of its order.
+
+    Args:
+        order: the loader's.
+        entries: a function that returns what a state has of the data.
+    """
+
+    def __init__(self, order: MapOrder | StreamOrder, entries: Callable[[], dict[str, Any]] = dict) -> None:
+        super().__init__(order)
+        self._order, self._entries = order, entries
+        self._length: int | None = None  # of the dataset, when a position in it was loaded
+
+    def begun(self, run: Run, iterator: Any, pending: Position | None = None) -> None:
+        super().begun(run, iterator, run.epoch.carry)
+
+    def _is_next(self, pending: Position) -> bool:
+        return pending.epoch == self._order.next_epoch
 
     def was_over(self, run: Run) -> bool:
         """The end of a run was seen. Whether its epoch was over already where the loaded position was.
@@ -111,15 +196,15 @@ class Progress(ShownRun):
         epoch = run.epoch
         if not epoch.in_mid_epoch or epoch.batches(run.delivered) != epoch.first:
             return False
-        if (self._restarts or self._order.asked) and self._order.next_epoch == epoch.number + 1:
+        if self._order.asked and self._order.next_epoch == epoch.number + 1:
             self._order.set_epoch(epoch.number)
         return True
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one; if another was, the loaded position is dropped."""
         self._order.set_epoch(epoch)
+        self._order.asked = True
         self._loaded()
-        self._restarts = True
 
     def begin(self) -> Epoch:
         """The epoch that begins now.
@@ -146,39 +231,21 @@ class Progress(ShownRun):
         return self._order.epoch(self._order.next_epoch, position)
 
     def _loaded(self) -> Position | None:
-        """The loaded position, as long as its epoch is the next one."""
-        if self._pending is not None and self._pending.epoch != self._order.next_epoch:
-            self._pending = None
-        return self._pending
-
-    @property
-    def resumes(self) -> bool:
-        """Whether the next epoch continues at a loaded position."""
-        return self._loaded() is not None
-
-    def run(self) -> Run | None:
-        """The run that is at the position, if one is."""
-        run = self.shown
-        if run is None or run.ended or self.resumes:
-            return None
-        alive = run.epoch.number + 1 == self._order.next_epoch or self.live.get(run.number) is not None
-        return run if alive else None
+        return self.pending if self.now is At.LOADED else None
 
     def at(self) -> tuple[int, int]:
         """Epoch, and batches delivered in it."""
         run = self.run()
         if run is not None:
             return run.epoch.number, run.epoch.batches(run.delivered)
-        if not self.resumes:
-            return self._order.next_epoch, 0
-        return self._order.next_epoch, self.coming().first
+        return self._order.next_epoch, self.coming().first if self.now is At.LOADED else 0
 
     def length(self) -> int:
         """Batches in the epoch of `at`."""
         run = self.run()
         if run is not None and run.epoch.resumed:
             return run.epoch.length()
-        return self.coming().length() if self.resumes else self._order.length(self.at()[0])
+        return self.coming().length() if self.now is At.LOADED else self._order.length(self.at()[0])
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -218,8 +285,7 @@ class Progress(ShownRun):
     def begin_at(self, position: Position) -> None:
         """The next epoch begins at this position."""
         self._order.set_epoch(position.epoch)
-        self._restarts = self._order.asked = False
-        self._pending = position
+        self.pending, self._order.asked = position, False
         self._length = self._order.dataset_length
 
 
@@ -285,7 +351,7 @@ class Epochs:
         self._job, self.dataset, self.batchify_fn = job, job.dataset, job.batchify_fn
         self.order, self.pipeline, self.placement, self.resident = order, pipeline, placement, resident
         self.known = Known(job.dataset)
-        self.progress = Progress(order, self.known.entries)
+        self.progress = OrderProgress(order, self.known.entries)
         self._workers, self._split = pipeline.pool, pipeline.split
         self.prefetch_epochs = prefetch_epochs
         self._numbers = itertools.count()
@@ -324,7 +390,7 @@ class Epochs:
 
     def keep(self, run: Run, mark: Mark) -> None:
         """The first ``next`` of an iterator was interrupted: its epoch has not begun."""
-        self.progress.go_back(mark, run)
+        self.progress.roll_back(mark, run)
         before, self._kept = self._kept, _KeptRun(run, mark)
         if before is not None:
             self._drop(before.run)
@@ -438,7 +504,7 @@ class Epochs:
             )
 
         def change(*_: int) -> None:
-            resumes = progress.resumes
+            resumes = progress.now is At.LOADED
             goes_on = resumes or order.steps is not None or any(not run.ended for run in progress.live_runs())
             state, settings = progress.state(), order.settings
             try:
@@ -462,8 +528,12 @@ class Epochs:
             self._job, self.stale = replace(self._job, keep_batch=True), True
 
     def load(self, state: Any, strict: bool, skip: Any, digest: Callable[..., str]) -> None:
-        """Continue at the position of a state; see `Progress.load`. Unless ``strict`` is False, it is of these data:
-        those with the same `KnownSteps.digest`."""
+        """Continue at the position of a state; see `OrderProgress.load`.
+
+        Args:
+            state, strict, skip: as given. Unless ``strict`` is False, the state has to be of these data.
+            digest: of one sample; see `KnownSteps`.
+        """
 
         def check() -> None:
             if strict:
