@@ -2,7 +2,7 @@
 
     InOrderSampler(dataset).set_epoch(e)              without ``shuffle``: e decides random numbers
     ShuffleSampler(dataset, generator).set_epoch(e); begin_state(); load_begin_state(state); end_state()
-    EpochCount.next; named(sampler)                   the epoch, where the sampler that shuffles does not count
+    EpochCount.next_epoch; named(sampler)             the epoch, where the sampler that shuffles does not count
     SamplerState                                      what a state says of the sampler
     SamplerStart(sampler, state, finished, epochs)    starts a sampler; `started` is a `sampling.foreign.Start`
     look_up(sampler, dataset, epoch, steps, begun)    items of an epoch, past or to come
@@ -231,19 +231,23 @@ class EpochCount:
     """Counts the epochs of a loader, from the one on that ``set_epoch`` of a sampler has named.
 
     Attributes:
-        next: the epoch that the next ``iter()`` begins.
+        next_epoch: the epoch that the next ``iter()`` begins.
         requested: the same, if ``set_epoch`` of the loader has named it and it has not begun.
         requests: how often ``set_epoch`` of the loader was called.
     """
 
     def __init__(self) -> None:
-        self.next = self._seen = self.requests = 0
+        self.next_epoch = self._seen = self.requests = 0
         self.requested: int | None = None
 
     def request(self, epoch: int) -> None:
         """Note a call of ``set_epoch`` of the loader."""
-        self.next = self.requested = epoch
+        self.next_epoch = self.requested = epoch
         self.requests += 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one, whatever was requested."""
+        self.next_epoch, self.requested = epoch, None
 
     def named(self, sampler: Any) -> int | None:
         """The epoch that ``set_epoch`` of a sampler has named since the last call, if any.
@@ -492,7 +496,7 @@ class SamplerStart:
             return seeded
         if named is None or self.resumes:
             return counted
-        self._epochs.next = named + 1
+        self._epochs.next_epoch = named + 1
         return named
 
     def set_end(self, state: SamplerState) -> None:

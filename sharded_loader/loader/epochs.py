@@ -6,7 +6,7 @@
     each next(iterator):              shown = its run    the position is that run's
     interrupted before a batch came:  keep               the epoch has not begun; the same run is chosen again
     all of an epoch is planned:       read_ahead         the run of the next epoch, if nothing changes before that
-    load_state_dict:                  OrderProgress.load      the position is pending until an epoch begins
+    load_state_dict:                  Progress.pending   the position is pending until an epoch begins
 
 `Progress` draws the states of the position. Of several iterators, the one that began or delivered last has it.
 
@@ -155,7 +155,7 @@ class Progress(ShownRun, Generic[Pending]):
         self.count.set_epoch(epoch)
 
     def begun(self, run: Run, iterator: Any, pending: Pending | None = None) -> None:
-        """An epoch has begun, with its first batch. The one after it is next; ``pending``: from there on."""
+        """An epoch has begun, with its first batch. The one after it is next: at ``pending``, or its beginning."""
         self.live[run.number] = iterator
         self.pending = pending
         self.count.set_epoch(run.epoch.number + 1)

@@ -492,7 +492,7 @@ def test_behind_the_last_batch_of_an_epoch_set_epoch_begins_another_one(kind: st
 
 
 def at(loader: Any, state: LoaderState) -> LoaderState:
-    return at_named_epoch(state, loader.batch_sampler, loader._epochs)
+    return at_named_epoch(state, loader.batch_sampler, loader._progress.count)
 
 
 def test_only_another_epoch_than_that_of_the_state_begins() -> None:
