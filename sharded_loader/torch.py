@@ -161,7 +161,6 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
         self.streams, self.snapshot_every_n_steps = streams, snapshot_every_n_steps
         self._scales_prefetch = prefetch_factor is None
         self._progress = TorchProgress(EpochCount())
-        self._named: int | None = None  # the epoch of the last `set_epoch`
         self._requests = EpochRequests()  # of the dataset: workers that live on have copies of it
         self._requests.listen(told_in(dataset) if persistent_workers else [])
         self._given_skip = check_skip(skip)
@@ -297,7 +296,6 @@ class DataLoader(Reported, torch.utils.data.DataLoader[Batch]):
             >>> [batch.tolist() for batch in loader] == second
             True
         """
-        self._named = epoch
         self._progress.set_epoch(epoch)
         tell_epoch(self._index_sampler, epoch)
         for one in told_in(self.dataset, nearest=True):

@@ -311,8 +311,8 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def _take_over(self, loader: DataLoader[Any]) -> None:
         """Become the newest iterator of the loader: the first batch is asked for."""
-        progress, (requests, pending) = loader._progress, self._asked
-        is_named = progress.count.requests != requests
+        progress, (request, pending) = loader._progress, self._asked
+        is_named = progress.count.request is not request
         is_stale = self.is_stale(loader) if self._workers_live_on else self._shutdown
         if is_stale or progress.pending is not pending or (is_named and pending is not None):
             self._make_again(loader)

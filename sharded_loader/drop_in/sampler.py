@@ -54,6 +54,7 @@ from sharded_loader.base.described import an
 from sharded_loader.base.entries import anything, entry, integer
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.data.inspection import is_stateful
+from sharded_loader.engine.epoch_requests import EpochRequest, note
 from sharded_loader.randomness.global_generators import seeded_globals
 from sharded_loader.randomness.rng import derive_key
 from sharded_loader.sampling.base import Sampler, is_own, nested
@@ -232,18 +233,18 @@ class EpochCount:
 
     Attributes:
         next_epoch: the epoch that the next ``iter()`` begins.
-        requested: the same, if ``set_epoch`` of the loader has named it and it has not begun.
-        requests: how often ``set_epoch`` of the loader was called.
+        request: the last call of ``set_epoch`` of the loader; None: there was none.
+        requested: its epoch, unless an epoch has begun or a state was loaded since.
     """
 
     def __init__(self) -> None:
-        self.next_epoch = self._seen = self.requests = 0
+        self.next_epoch = self._seen = 0
+        self.request: EpochRequest | None = None
         self.requested: int | None = None
 
-    def request(self, epoch: int) -> None:
+    def note(self, epoch: int) -> None:
         """Note a call of ``set_epoch`` of the loader."""
-        self.next_epoch = self.requested = epoch
-        self.requests += 1
+        self.request, self.next_epoch, self.requested = note(epoch), epoch, epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one, whatever was requested."""

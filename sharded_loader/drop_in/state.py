@@ -43,6 +43,7 @@ from sharded_loader.drop_in.sampler import (
     next_draws,
 )
 from sharded_loader.drop_in.workers import job_of
+from sharded_loader.engine.epoch_requests import EpochRequest
 from sharded_loader.engine.messages import Job, PartPoint
 from sharded_loader.engine.order import Position
 from sharded_loader.engine.pipeline import Run
@@ -222,7 +223,7 @@ class TorchProgress(Progress[dict[str, Any]]):
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that begins next."""
         self._forget_waiting()
-        self.count.request(epoch)
+        self.count.note(epoch)
 
     def load(self, state: dict[str, Any], epoch: int) -> None:
         """Make the next epoch, number ``epoch``, begin at a state. ``set_epoch`` after this counts."""
@@ -258,9 +259,9 @@ class TorchProgress(Progress[dict[str, Any]]):
         run, coming = self.run(), self.count.next_epoch
         return coming if run is None or run.epoch.number + 1 != coming else coming - 1
 
-    def asked(self) -> tuple[int, dict[str, Any] | None]:
-        """What decides a plan: how often ``set_epoch`` was called, and the state that was loaded."""
-        return self.count.requests, self.pending
+    def asked(self) -> tuple[EpochRequest | None, dict[str, Any] | None]:
+        """What decides a plan: the last call of ``set_epoch``, and the state that was loaded."""
+        return self.count.request, self.pending
 
 
 # -- epochs that go on from a state ------------------------------------------------------------------------------------
@@ -379,15 +380,17 @@ class TorchSteps(KnownSteps):
 
     def job_now(self) -> Job:
         loader = self._loader
-        is_told = loader._named is not None
+        is_told = loader._progress.count.request is not None
         seed = int(loader.seed or 0)
         return replace(job_of(loader), seed=seed, base_seed=None, keeps_state=False, tells_epoch=is_told)
 
     def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
-        loader, live = self._loader, self._loader._live
-        set_epoch = None if loader._named is None else set_epoch_of(self.dataset)
+        progress, live = self._loader._progress, self._loader._live
+        count = progress.count
+        set_epoch = None if count.request is None else set_epoch_of(self.dataset)
         reads = live is not None and live._pool.shares_dataset
-        return in_epoch(set_epoch, epoch, lambda: loader._named or 0, [loader._progress.epoch] if reads else ())
+        back = lambda: 0 if count.request is None else count.request.epoch  # noqa: E731
+        return in_epoch(set_epoch, epoch, back, [progress.epoch] if reads else ())
 
     def samples_of(self, epoch: int, step: int) -> list[Any]:
         step = check_int("step", step, 0, "steps count from 0 in each epoch")
