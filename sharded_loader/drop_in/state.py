@@ -231,10 +231,10 @@ class TorchProgress(Progress[dict[str, Any]]):
         self._forget_waiting()
         self.count.set_epoch(epoch)
 
-    def begun(self, run: Run, iterator: Any, pending: dict[str, Any] | None = None) -> None:
+    def begun(self, run: Run, iterator: Any) -> None:
         assert isinstance(run, TorchRun)
         self.live.clear()  # an iterator with persistent workers has one run after the other
-        super().begun(run, iterator, pending)
+        super().begun(run, iterator)
         self.shown = run
         self._forget_waiting()
 

@@ -154,10 +154,10 @@ class Progress(ShownRun, Generic[Pending]):
         epoch, self.pending, self.shown = mark
         self.count.set_epoch(epoch)
 
-    def begun(self, run: Run, iterator: Any, pending: Pending | None = None) -> None:
-        """An epoch has begun, with its first batch. The one after it is next: at ``pending``, or its beginning."""
+    def begun(self, run: Run, iterator: Any) -> None:
+        """An epoch has begun, with its first batch: the one after it is next."""
         self.live[run.number] = iterator
-        self.pending = pending
+        self.pending = None
         self.count.set_epoch(run.epoch.number + 1)
 
     def replace(self, run: Run, by: Run, iterator: Any) -> None:
@@ -181,8 +181,9 @@ class OrderProgress(Progress[Position]):
         self._order, self._entries = order, entries
         self._length: int | None = None  # of the dataset, when a position in it was loaded
 
-    def begun(self, run: Run, iterator: Any, pending: Position | None = None) -> None:
-        super().begun(run, iterator, run.epoch.carry)
+    def begun(self, run: Run, iterator: Any) -> None:
+        super().begun(run, iterator)
+        self.pending = run.epoch.carry
 
     def _is_next(self, pending: Position) -> bool:
         return pending.epoch == self._order.next_epoch
@@ -249,14 +250,14 @@ class OrderProgress(Progress[Position]):
 
     # -- state ----------------------------------------------------------------------------------------------
 
-    def state(self, back: int = 0) -> dict[str, Any]:
-        """The position as a state; or the one before the last batch, with ``back=1``."""
+    def state(self) -> dict[str, Any]:
+        """The position as a state."""
         run = self.run()
         epoch = self.coming() if run is None else run.epoch
         ahead, is_over = fetched_by_lightning()
         if run is not None and is_over and self._order.stream is not None:
             run, epoch = None, self._order.epoch(epoch.number + 1)
-        position = epoch.position(epoch.first if run is None else max(epoch.first, run.delivered - ahead - back))
+        position = epoch.position(epoch.first if run is None else max(epoch.first, run.delivered - ahead))
         ended = self.shown
         if run is None and ended is not None and ended.ended and ended.epoch.number + 1 == position.epoch:
             position = ended.epoch.after(position)

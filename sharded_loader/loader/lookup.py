@@ -136,13 +136,14 @@ class LookUp(KnownSteps):
     def __init__(self, epochs: Epochs) -> None:
         self._epochs, self._order, self._placement = epochs, epochs.order, epochs.placement
         self.dataset, self.known = epochs.dataset, epochs.known
+        self._pool, self._split = epochs.pipeline.pool, epochs.pipeline.split  # the pipeline may use another pool
 
     def job_now(self) -> Job:
         return self._epochs.job_now()
 
     def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
         """Inside, the dataset is in ``epoch``; afterwards in the loader's. See the function."""
-        pool = self._epochs.pipeline.pool
+        pool = self._pool
         reading = [run.epoch.number for run in self._epochs.reading()] if pool.shares_dataset else []
         back = (lambda: reading[0]) if reading else (lambda: self._epochs.progress.at()[0])
         return in_epoch(self._epochs.set_epoch_of_data(), epoch, back, reading if pool.num_workers else ())
@@ -175,7 +176,7 @@ class LookUp(KnownSteps):
         """What iteration gives in the place of a task; `NOTHING`, if ``on_error`` has left no sample of it."""
         if isinstance(planned, BaseException):
             raise planned
-        task = self._epochs.pipeline.split.sharded(planned)
+        task = self._split.sharded(planned)
         result = reader.read(task)
         if result.error is not None:
             raise result.error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from sharded_loader.engine.pipeline import Run
 from sharded_loader.loader.epochs import At, OrderProgress
 from sharded_loader.sampling.order import MapOrder
+
+NUMBERS = itertools.count()
 
 
 class Iterator:
@@ -24,7 +27,7 @@ def progress_of(**given: Any) -> OrderProgress:
 
 def begin(progress: OrderProgress) -> tuple[Run, Iterator]:
     """An iterator has been given its first batch."""
-    run, iterator = Run(0, progress.begin()), Iterator()
+    run, iterator = Run(next(NUMBERS), progress.begin()), Iterator()
     iterator.run = run
     deliver(progress, run)
     progress.begun(run, iterator)
@@ -39,6 +42,31 @@ def deliver(progress: OrderProgress, run: Run, count: int = 1) -> None:
 def test_before_any_batch_a_loader_is_at_the_beginning_of_epoch_0() -> None:
     progress = progress_of()
     assert (progress.at(), progress.length(), progress.now, progress.run()) == ((0, 0), 4, At.BEGINNING, None)
+
+
+def test_the_states_and_what_leads_from_one_to_the_next() -> None:
+    progress = progress_of()
+    run, iterator = begin(progress)
+    assert progress.now is At.RUN
+    state = progress.state()
+    progress.load(state, strict=True)
+    assert progress.now is At.LOADED, "whatever iterators are alive"
+    progress.set_epoch(0)
+    assert progress.now is At.LOADED
+    mark = progress.mark()
+    again, _other = begin(progress)
+    assert progress.now is At.RUN
+    progress.roll_back(mark, again)
+    assert (progress.now, progress.at()) == (At.LOADED, (0, 1))
+    progress.set_epoch(3)
+    assert progress.now is At.BEGINNING
+    deliver(progress, run)
+    assert progress.now is At.RUN, "its iterator is alive"
+    del iterator
+    assert progress.now is At.BEGINNING
+    run, _iterator = begin(progress)
+    run.ended = True
+    assert (progress.now, progress.at()) == (At.BEGINNING, (4, 0))
 
 
 def test_the_position_is_that_of_the_run_that_delivered_last() -> None:
