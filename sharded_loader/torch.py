@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,7 +32,7 @@ from sharded_loader.data.inspection import fingerprint_of, told_in, warn_of_othe
 from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, as_collated
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
-from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, TorchSteps, at_named_epoch, parts_of
+from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, TorchSteps, at_named_epoch, parts_of
 from sharded_loader.drop_in.workers import check_arguments, check_data, job_of, make_pool
 from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.messages import NOTHING, Job, OnError, Task
@@ -45,8 +44,8 @@ from sharded_loader.instruments.fingerprint import Fingerprint, fingerprint_of_e
 from sharded_loader.instruments.report import Instruments
 from sharded_loader.instruments.stats import Meter
 from sharded_loader.loader.arguments import check_max_skipped, length, make_split, number_of_workers
-from sharded_loader.loader.epochs import shown_indices
 from sharded_loader.loader.iterator import Batch
+from sharded_loader.loader.lookup import shown_indices
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
 from sharded_loader.sampling.base import nested, tell_epoch
 from sharded_loader.sampling.foreign import len_epoch
@@ -161,21 +160,13 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         self.restarts, self.max_bytes, self.max_worker_memory = restarts, max_bytes, max_worker_memory
         self.streams, self.snapshot_every_n_steps = streams, snapshot_every_n_steps
         self._scales_prefetch = prefetch_factor is None
-        self._epochs = EpochCount()
-        self._named: int | None = None  # the epoch of the last `set_epoch`
+        self._progress = TorchProgress(EpochCount())
         self._requests = EpochRequests()  # of the dataset: workers that live on have copies of it
         self._requests.listen(told_in(dataset) if persistent_workers else [])
-        self._newest: weakref.ref[LoaderIterator] | None = None
-        self._waiting: LoaderIterator | None = None  # the newest one that has read nothing
         self._given_skip = check_skip(skip)
         self.skip = list(self._given_skip)
         self._steps = StepCount(None)
         self._memory = DeviceMemory()
-        self._resume_point: ResumePoint | None = None
-        self._prepared: LoaderIterator | None = None
-        self._loaded: dict[str, Any] | None = None
-        self._rng_at_load: torch.Tensor | None = None
-        self._following: list[int] | None = None  # what the epoch after the resumed one would have drawn
         self._job: Job | None = None  # of the newest epoch
         self._data: str | None = None  # the dataset's fingerprint
         if sampler is None and batch_sampler is None and not isinstance(dataset, IterableDataset):
@@ -225,9 +216,9 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             text = text_if_ranks_repeat(nested(self._index_sampler))
             if text is not None:
                 self._meter.notices.happened("ranks", f"{text}give sampler=DistributedSampler(dataset) to share it out")
-        if self._loaded is None:
+        if self._progress.pending is None:
             return LoaderIterator(self)
-        state = parsed(LoaderState, self._loaded, ADVICE)
+        state = parsed(LoaderState, self._progress.pending, ADVICE)
         epoch = state.epoch_to_begin
         by_fabric = counted_by_fabric(epoch)
         iterator = LoaderIterator(self, state if by_fabric else self._state_to_begin())
@@ -237,14 +228,15 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
 
     def _state_to_begin(self) -> LoaderState | None:
         """The state that was loaded, if no epoch has begun since."""
-        if self._loaded is None:
+        loaded = self._progress.pending
+        if loaded is None:
             return None
-        return at_named_epoch(parsed(LoaderState, self._loaded, ADVICE), self._index_sampler, self._epochs)
+        return at_named_epoch(parsed(LoaderState, loaded, ADVICE), self._index_sampler, self._progress.count)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # the base class says nothing of batches
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None and self._loaded is None:
-            return prepared
+        promised = self._progress.promised()
+        if promised is not None:
+            return promised
         if isinstance(self._iterator, LoaderIterator) and self._iterator.is_stale(self):
             self._end_persistent_workers()
         return super().__iter__()
@@ -304,8 +296,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> [batch.tolist() for batch in loader] == second
             True
         """
-        self._prepared, self._waiting, self._named = None, None, epoch
-        self._epochs.request(epoch)
+        self._progress.set_epoch(epoch)
         tell_epoch(self._index_sampler, epoch)
         for one in told_in(self.dataset, nearest=True):
             one.set_epoch(epoch)
@@ -400,7 +391,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> str(one.fingerprint(0)) == str(other.fingerprint(0))  # the orders differ
             False
         """
-        return fingerprint_of_epoch(self._known_steps, self._epoch if epoch is None else epoch)
+        return fingerprint_of_epoch(self._known_steps, self._progress.epoch if epoch is None else epoch)
 
     def check(self, samples: int = 12) -> LoaderCheck:
         """Which samples differ each time, and why; what a worker costs; see `ShardedDataLoader.check`.
@@ -418,7 +409,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> found.differing, found.failed
             ((), None)
         """
-        return check_loader(self._known_steps, self._epoch, samples, make_pool(self))
+        return check_loader(self._known_steps, self._progress.epoch, samples, make_pool(self))
 
     def __len__(self) -> int:
         """Batches in the epoch, without those that ``skip`` leaves out.
@@ -433,21 +424,15 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
                 f"{parts} parts has. Give streams=1, or make a ShardedDataLoader with steps_per_epoch="
             )
         whole = super().__len__()
-        left_out = self._left_out(self._epoch) if self.skip else ()
+        left_out = self._left_out(self._progress.epoch) if self.skip else ()
         return whole - sum(len(range(whole)[one.start : one.stop]) for one in left_out)
 
     @property
     def _live(self) -> LoaderIterator | None:
         """The newest iterator, if it has workers."""
-        newest = None if self._newest is None else self._newest()
+        run = self._progress.shown
+        newest = None if run is None else self._progress.live.get(run.number)
         return None if newest is None or newest._shutdown or not self.num_workers else newest
-
-    @property
-    def _epoch(self) -> int:
-        """The number of the epoch that is read, or of the one that begins next."""
-        point, coming = self._resume_point, self._epochs.next
-        goes_on = self._loaded is None and point is not None and not point.finished
-        return coming - 1 if goes_on and point is not None and point.epoch.number + 1 == coming else coming
 
     @property
     def _known_steps(self) -> TorchSteps:
@@ -497,21 +482,20 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> [batch.tolist() for batch in other]
             [[2, 3], [4, 5]]
         """
-        if self._loaded is not None:
-            return self._with_skip(copy.deepcopy(self._loaded))
-        point, waiting = self._resume_point, self._waiting
-        if waiting is not None and (point is None or point.finished):
-            self._prepared = waiting  # its epoch is the one that comes
-        elif point is None:
-            # The epoch is settled now, so that the state is the state of the epoch that comes.
-            self._prepared = waiting = self._get_iterator()
-            if self.persistent_workers and self.num_workers > 0:
-                self._iterator = waiting
-        if isinstance(self._prepared, LoaderIterator):
-            point = self._prepared.resume_point
-        if point is None:
+        progress = self._progress
+        if progress.pending is not None:
+            return self._with_skip(copy.deepcopy(progress.pending))
+        if isinstance(self.dataset, IterDataPipe | MapDataPipe):
             raise TypeError("datapipes are read by torch's own workers, which have no state_dict()")
-        state, self._data = point.state_dict(), self._data or fingerprint_of(self.dataset)
+        run = progress.known_run()
+        if run is None:
+            # The epoch is settled now, so that the state is the state of the epoch that comes.
+            iterator = self._get_iterator()
+            if self.persistent_workers and self.num_workers > 0:
+                self._iterator = iterator
+            run = progress.known_run()
+            assert run is not None  # the iterator waits
+        state, self._data = run.state_dict(), self._data or fingerprint_of(self.dataset)
         if "_sampler" in state and (known := length(self.dataset)) is not None:
             state["_length"] = known
         return self._with_skip(state if self._data is None else {**state, "_data": self._data})
@@ -543,11 +527,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             warn_of_done_steps(given, saved, done)
         warn_of_other_data(state_dict.get("_data"), fingerprint_of(self.dataset))
         self._given_skip, self.skip = given, list(merged(given, saved))
-        self._loaded = copy.deepcopy(dict(state_dict))
-        self._rng_at_load = torch.get_rng_state()
-        self._prepared = self._waiting = None
         # `set_epoch` after this decides, as it would have at the end of an epoch.
-        self._epochs.next, self._epochs.requested = state.epoch_to_begin, None
+        self._progress.load(copy.deepcopy(dict(state_dict)), state.epoch_to_begin)
         if isinstance(self.sampler, ShuffleSampler):
             self.sampler.forget_epoch()
         tell = getattr(self.dataset, "set_epoch", None)
@@ -561,11 +542,9 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         """The arguments. Workers and positions stay here."""
         if "_meter" not in self.__dict__:  # made by ``__new__`` alone
             return self.__dict__
-        here = ("_iterator", "_prepared", "_newest", "_waiting", "_job")
-        gone = (*here, "_resume_point", "_loaded", "_rng_at_load", "_following")
-        meter = Meter(self.dataset, self.max_skipped)
-        own = {"_meter": meter, "_tuner": self._tuner and Tuner().follow(meter), "_epochs": copy.copy(self._epochs)}
-        return {**self.__dict__, **dict.fromkeys(gone), **own, "_memory": DeviceMemory()}
+        meter, progress = Meter(self.dataset, self.max_skipped), copy.copy(self._progress)
+        own = {"_meter": meter, "_tuner": self._tuner and Tuner().follow(meter), "_memory": DeviceMemory()}
+        return {**self.__dict__, **own, "_iterator": None, "_job": None, "_progress": progress}
 
 
 leave_alone(DataLoader.__iter__)

@@ -136,13 +136,16 @@ class TorchEpoch(Epoch):
                 self._ended, self._is_open = True, is_from_outside(error)
                 raise
             self._marks[number + 1] = items.checksum, None if items.stateful is None else items.own_state()
-            if number not in self._ahead:
+            # In one statement: an interruption before it has the sampler started again in front of this item.
+            if number in self._ahead:
+                self._drawn, self._is_open = number + 1, False
+            else:
                 lane = coming % self._lanes
                 left_out = any(number in one for one in self._left_out) if self._left_out else False
-                self._planned[coming] = _Planned(number, item, lane, self._turns[lane], left_out)
-                self._turns[lane] += not left_out
-                self._coming = coming + 1
-            self._drawn, self._is_open = number + 1, False
+                turn = self._turns[lane]
+                self._planned[coming] = _Planned(number, item, lane, turn, left_out)
+                following = turn + (not left_out), coming + 1, number + 1, False
+                self._turns[lane], self._coming, self._drawn, self._is_open = following
             # Some samplers draw at their end. A loop that never asks for a batch after the last one, and a resumed loop
             # that has to, go on alike. Trainers name the epochs of others, and read them in between.
             if self._drawn == self._length and items.stateful is None and not keep_epochs(self._start.sampler):

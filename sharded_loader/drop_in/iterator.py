@@ -37,12 +37,11 @@ from sharded_loader.devices.placement import Placement
 from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.epoch import TorchEpoch
 from sharded_loader.drop_in.sampler import SamplerStart, SamplerState, set_generator
-from sharded_loader.drop_in.state import LoaderState, ResumePoint, stream_epoch
+from sharded_loader.drop_in.state import LoaderState, TorchRun, stream_epoch
 from sharded_loader.drop_in.workers import WorkerView, in_torchs_words, make_pool
 from sharded_loader.engine.messages import Job, PartPoint, Task
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool
-from sharded_loader.engine.run import Run
 from sharded_loader.loader.arguments import claim, length, make_split
 from sharded_loader.loader.epochs import warn_of_length
 from sharded_loader.loader.iterator import RunIterator, profiler_enabled
@@ -119,11 +118,11 @@ class LoaderIterator(_BaseDataLoaderIter):
         state: where the epoch goes on. None: it begins.
 
     Attributes:
-        resume_point: the position in the epoch.
+        run: the run of the epoch, with its position.
     """
 
     _owner: DataLoader[Any] | None = None  # until the first `next`
-    _loaded: Any = None  # the state that the loader had then
+    _asked: Any = None  # for what its epoch was planned; see `TorchProgress.asked`
 
     def __init__(self, loader: DataLoader[Any], state: LoaderState | None = None) -> None:
         # Resuming must not advance torch's global generator: the state already holds the seed and the order. The same
@@ -171,9 +170,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._number = next(_numbers)
         self._unread: set[int] = set()  # parts that had ended in a loaded state: no worker has read them
         self._begin(loader, state, self._sampler_iter if loader.num_workers == 0 else None)
-        self._loaded = loader._loaded
         if drawn is not None:  # what this iterator has drawn changes nothing for others that begin at this state
-            loader._rng_at_load = torch.get_rng_state()
+            loader._progress.rng_at_load = torch.get_rng_state()
 
     def _make_pinner(self) -> Pinner | None:
         """What pins batches as torch does; None: nothing does."""
@@ -185,7 +183,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         """Begin another epoch with the persistent workers. torch's loader calls this."""
-        if self._owner is not None and loader._loaded is not None:  # no epoch has begun since
+        if self._owner is not None and loader._progress.pending is not None:  # no epoch has begun since
             self._make_again(loader)
             return
         if isinstance(self._pool, ProcessPool) and not self._is_stream:
@@ -197,7 +195,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._start is not None:
             self._start.put_back()
         if self._owner is None:
-            self._points_at_start = self.resume_point.after()
+            self._points_at_start = self.run.after()
         self._begin(loader, None, self._sampler_iter)
 
     def _begin(self, loader: DataLoader[Any], state: LoaderState | None, items: Any) -> None:
@@ -218,7 +216,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         start = self._start
         number = None if start is None else start.epoch_of_seed()
         if number is None:
-            number = loader._epochs.next if state is None or finished else state.epoch or 0
+            number = loader._progress.count.next_epoch if state is None or finished else state.epoch or 0
         seed = drawn if loader.seed is None else int(loader.seed)
         base = drawn if loader.seed is None and loader._tuner is None else None  # None: nothing depends on the workers
         batchify = batchify_fn_of(self._collate_fn, batched=self._auto_collation)
@@ -239,14 +237,13 @@ class LoaderIterator(_BaseDataLoaderIter):
                 loader._meter.tune_at = math.inf  # each worker has a state of its own: their number stays
         epoch.number = number  # the random numbers of an epoch depend on it, also in persistent workers
         epoch.any_order = not loader.in_order and loader.num_workers > 0
-        run = Run(next(_numbers), epoch, any_order=epoch.any_order)
-        self._inner = RunIterator(self._pipeline, self._placement, loader._meter, run, job)
         self._job = job
         self._num_yielded = 0 if state is None or finished else state.yielded
         of_dataset = getattr(loader.dataset, "epoch", None) if self._is_stream else None
-        self.resume_point = ResumePoint(
-            epoch,
-            run,
+        self.run = TorchRun(
+            next(_numbers),
+            epoch=epoch,
+            any_order=epoch.any_order,
             base_seed=drawn,
             yielded=self._num_yielded,
             num_workers=self._num_workers,
@@ -255,10 +252,11 @@ class LoaderIterator(_BaseDataLoaderIter):
             points_at_start=self._points_at_start,
             epoch_of_dataset=of_dataset if isinstance(of_dataset, int) else None,
         )
+        self._inner = RunIterator(self._pipeline, self._placement, loader._meter, self.run, job)
         if loader.num_workers == 0:
             self._prime(epoch, is_new=state is None or finished)
         # Until the first `next` the loader is what it was: an iterator that reads nothing changes nothing.
-        self._owner, self._requests, loader._waiting = loader, loader._epochs.requests, self
+        self._owner, self._asked, loader._progress.waiting = loader, loader._progress.asked(), self
 
     def _drawn_before(self, loader: DataLoader[Any], state: LoaderState | None) -> int | None:
         """The seed that the next epoch would have drawn when a state of an epoch's end was saved; None: it draws now.
@@ -266,7 +264,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         It draws one if the program has seeded, or used, the default generator since it loaded the state.
         """
         seed = of_sampler = None
-        loaded_at, following = loader._rng_at_load, loader._following if state is None else state.next_draws
+        progress = loader._progress
+        loaded_at, following = progress.rng_at_load, progress.following if state is None else state.next_draws
         self._following = following if state is not None and not state.finished else None
         is_as_loaded = loaded_at is not None and torch.equal(loaded_at, torch.get_rng_state())
         if following and not self._following and is_as_loaded:
@@ -282,7 +281,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def _make_again(self, loader: DataLoader[Any]) -> None:
         """Begin where an iterator would begin that is made now."""
-        self._loaded = self  # no state of the loader: if this is interrupted, the next `next` does it again
+        self._asked = None, self  # no state of the loader: if this is interrupted, the next `next` does it again
         self._shutdown_workers()
         self._closer()
         self.__init__(loader, loader._state_to_begin())  # type: ignore[misc]
@@ -291,21 +290,17 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def _take_over(self, loader: DataLoader[Any]) -> None:
         """Become the newest iterator of the loader: the first batch is asked for."""
-        is_named = loader._epochs.requests != self._requests
+        progress, (request, pending) = loader._progress, self._asked
+        is_named = progress.count.request is not request
         is_stale = self.is_stale(loader) if self._workers_live_on else self._shutdown
-        if is_stale or loader._loaded is not self._loaded or (is_named and self._loaded is not None):
+        if is_stale or progress.pending is not pending or (is_named and pending is not None):
             self._make_again(loader)
         elif is_named:
             self._start = _start_of(loader, None)
             self._begin(loader, None, None)
-        epochs, number = loader._epochs, self.resume_point.epoch.number
         with uninterrupted():
-            epochs.next, epochs.requested, self._owner = number + 1, None, None
-            loader._following = self._following
-            loader._loaded = self._loaded = loader._waiting = None
-            loader._newest, loader._job, loader._resume_point = weakref.ref(self), self._job, self.resume_point
-            if loader._prepared is self:
-                loader._prepared = None
+            self._owner, progress.following, loader._job = None, self._following, self._job
+            progress.begun(self.run, self)
 
     def _sampler_epoch(self, start: SamplerStart, state: SamplerState | None, items: Any, skips: Any) -> TorchEpoch:
         """An epoch of map-style data.
@@ -372,13 +367,12 @@ class LoaderIterator(_BaseDataLoaderIter):
         try:
             data = next(self._inner)
         except StopIteration:
-            self.resume_point.finished = True
             if not self._persistent_workers:
                 self._shutdown_workers()
             raise
         except (WorkerDiedError, WorkerTimeoutError) as error:
             raise in_torchs_words(error, self._timeout) from error
-        self.resume_point.yielded += 1
+        self.run.yielded += 1
         return data
 
     # -- workers --------------------------------------------------------------------------------------------
@@ -419,7 +413,7 @@ def _start_of(loader: DataLoader[Any], state: LoaderState | None) -> SamplerStar
     if isinstance(loader.dataset, IterableDataset):
         return None
     saved, finished = (None, False) if state is None else (state.sampler, state.finished)
-    return SamplerStart(loader._index_sampler, saved, finished, loader._epochs)
+    return SamplerStart(loader._index_sampler, saved, finished, loader._progress.count)
 
 
 def _load_generator(generator: torch.Generator | None, state: LoaderState | None) -> None:

@@ -2,7 +2,7 @@
 
     InOrderSampler(dataset).set_epoch(e)              without ``shuffle``: e decides random numbers
     ShuffleSampler(dataset, generator).set_epoch(e); begin_state(); load_begin_state(state); end_state()
-    EpochCount.next; named(sampler)                   the epoch, where the sampler that shuffles does not count
+    EpochCount.next_epoch; named(sampler)             the epoch, where the sampler that shuffles does not count
     SamplerState                                      what a state says of the sampler
     SamplerStart(sampler, state, finished, epochs)    starts a sampler; `started` is a `sampling.foreign.Start`
     look_up(sampler, dataset, epoch, steps, begun)    items of an epoch, past or to come
@@ -54,6 +54,7 @@ from sharded_loader.base.described import an
 from sharded_loader.base.entries import anything, entry, integer
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.data.inspection import is_stateful
+from sharded_loader.engine.epoch_requests import EpochRequest, note
 from sharded_loader.randomness.global_generators import seeded_globals
 from sharded_loader.randomness.rng import derive_key
 from sharded_loader.sampling.base import Sampler, is_own, nested
@@ -231,19 +232,23 @@ class EpochCount:
     """Counts the epochs of a loader, from the one on that ``set_epoch`` of a sampler has named.
 
     Attributes:
-        next: the epoch that the next ``iter()`` begins.
-        requested: the same, if ``set_epoch`` of the loader has named it and it has not begun.
-        requests: how often ``set_epoch`` of the loader was called.
+        next_epoch: the epoch that the next ``iter()`` begins.
+        request: the last call of ``set_epoch`` of the loader; None: there was none.
+        requested: its epoch, unless an epoch has begun or a state was loaded since.
     """
 
     def __init__(self) -> None:
-        self.next = self._seen = self.requests = 0
+        self.next_epoch = self._seen = 0
+        self.request: EpochRequest | None = None
         self.requested: int | None = None
 
-    def request(self, epoch: int) -> None:
+    def note(self, epoch: int) -> None:
         """Note a call of ``set_epoch`` of the loader."""
-        self.next = self.requested = epoch
-        self.requests += 1
+        self.request, self.next_epoch, self.requested = note(epoch), epoch, epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one, whatever was requested."""
+        self.next_epoch, self.requested = epoch, None
 
     def named(self, sampler: Any) -> int | None:
         """The epoch that ``set_epoch`` of a sampler has named since the last call, if any.
@@ -492,7 +497,7 @@ class SamplerStart:
             return seeded
         if named is None or self.resumes:
             return counted
-        self._epochs.next = named + 1
+        self._epochs.next_epoch = named + 1
         return named
 
     def set_end(self, state: SamplerState) -> None:

@@ -1,7 +1,8 @@
 """What ``state_dict`` of the drop-in returns, where an epoch begins that goes on from it, and what any step has.
 
     LoaderState                                       the entries of a state, under the names that torchdata gives them
-    ResumePoint(epoch, run, ...).state_dict()         the position of an epoch; the epoch and the run say how far it is
+    TorchProgress                                     the position of a loader
+    TorchRun(number, epoch=epoch, ...).state_dict()   the position of an epoch
     at_named_epoch(state, sampler, count)             the state, or the beginning of the epoch that set_epoch has named
     next_epoch(position)                              the beginning of the epoch after a position
     stream_epoch(loader, seed, state, points)         iterable data from a state on
@@ -15,6 +16,7 @@ Nor has an epoch whose order is drawn from generators of the program, unless it 
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -41,12 +43,14 @@ from sharded_loader.drop_in.sampler import (
     next_draws,
 )
 from sharded_loader.drop_in.workers import job_of
+from sharded_loader.engine.epoch_requests import EpochRequest
 from sharded_loader.engine.messages import Job, PartPoint
 from sharded_loader.engine.order import Position
 from sharded_loader.engine.run import Run
 from sharded_loader.engine.split import plain_indices
 from sharded_loader.loader.arguments import length
-from sharded_loader.loader.epochs import KnownSteps, in_epoch
+from sharded_loader.loader.epochs import Progress
+from sharded_loader.loader.lookup import KnownSteps, in_epoch
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.foreign import len_epoch
 from sharded_loader.sampling.order import LEFT_OUT, step_checksum
@@ -56,6 +60,7 @@ from sharded_loader.streams.order import StreamOrder
 from sharded_loader.streams.state import differences
 
 if TYPE_CHECKING:
+    from sharded_loader.drop_in.iterator import LoaderIterator
     from sharded_loader.torch import DataLoader
 
 ADVICE = "give what state_dict() of such a loader has returned"
@@ -111,23 +116,20 @@ class LoaderState:
         )
 
 
-@dataclass
-class ResumePoint:
-    """The position of an epoch. The loader keeps it when the iterator has gone, after a ``break``.
+@dataclass(eq=False, kw_only=True)
+class TorchRun(Run):
+    """A run of an epoch, and its position. The loader keeps it when the iterator has gone, after a ``break``.
 
     Attributes:
-        epoch, run: the epoch, and the run that reads it.
         base_seed: what the workers' generators were seeded with.
         yielded: how many batches of the epoch were received.
         num_workers, generator: of the loader.
         workers_live_on: the workers read the next epoch too.
         points_at_start: part of iterable data, or worker -> where the previous epoch left it, if the workers live on.
         epoch_of_dataset: the attribute ``epoch`` of an iterable dataset when the epoch began.
-        finished: the user has seen the end of the epoch.
     """
 
     epoch: TorchEpoch | StreamEpoch
-    run: Run
     base_seed: int
     yielded: int
     num_workers: int
@@ -135,13 +137,12 @@ class ResumePoint:
     workers_live_on: bool
     points_at_start: Mapping[int, PartPoint]
     epoch_of_dataset: int | None
-    finished: bool = False
 
     def state_dict(self) -> dict[str, Any]:
         """The position, with the states of the workers' datasets."""
         fetched, is_over = fetched_by_lightning()
-        finished = self.finished or is_over
-        delivered = max(self.epoch.first, self.run.delivered - fetched)
+        finished = self.ended or is_over
+        delivered = max(self.epoch.first, self.delivered - fetched)
         generator = following = None
         if self.generator is not None:
             generator = generator_state(self.generator)
@@ -183,8 +184,8 @@ class ResumePoint:
         Empty if it is not known: of iterable data the end was not seen.
         """
         if isinstance(self.epoch, TorchEpoch):
-            return self.epoch.points_after(self.run.delivered)
-        return dict(next_epoch(self.epoch.position(self.run.delivered)).points) if self.finished else {}
+            return self.epoch.points_after(self.delivered)
+        return dict(next_epoch(self.epoch.position(self.delivered)).points) if self.ended else {}
 
 
 def _snapshot(position: Position, part: int) -> dict[str, Any]:
@@ -193,6 +194,74 @@ def _snapshot(position: Position, part: int) -> dict[str, Any]:
     dataset, items, *_ = point.state or (None, None)
     fetcher = {"dataset_iter_state": items, "fetcher_ended": point.ended}
     return {"dataset_state": dataset, "fetcher_state": fetcher}
+
+
+class TorchProgress(Progress[dict[str, Any]]):
+    """The position of a loader. ``pending`` is the state that was loaded: the next epoch begins there, whatever it is.
+
+    An epoch begins when an iterator is asked for its first batch. Until then the iterator waits, with a plan. It plans
+    again if a state was loaded since, or ``set_epoch`` was called.
+
+    Attributes:
+        shown: the run that began last.
+        waiting: the newest iterator, if it waits.
+        is_promised: a state was taken of the epoch that ``waiting`` begins: the next ``iter()`` returns it.
+        rng_at_load: the state of torch's default generator when a state was loaded.
+        following: what the epoch after the resumed one would have drawn.
+    """
+
+    count: EpochCount
+    shown: TorchRun | None = None
+    waiting: LoaderIterator | None = None
+    is_promised = False
+    rng_at_load: torch.Tensor | None = None
+    following: list[int] | None = None
+
+    def __reduce__(self) -> Any:  # a copy of the loader has its own iterators and states
+        return TorchProgress, (copy.copy(self.count),)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the one that begins next."""
+        self._forget_waiting()
+        self.count.note(epoch)
+
+    def load(self, state: dict[str, Any], epoch: int) -> None:
+        """Make the next epoch, number ``epoch``, begin at a state. ``set_epoch`` after this counts."""
+        self.pending, self.rng_at_load = state, torch.get_rng_state()
+        self._forget_waiting()
+        self.count.set_epoch(epoch)
+
+    def begun(self, run: Run, iterator: Any) -> None:
+        assert isinstance(run, TorchRun)
+        self.live.clear()  # an iterator with persistent workers has one run after the other
+        super().begun(run, iterator)
+        self.shown = run
+        self._forget_waiting()
+
+    def _forget_waiting(self) -> None:
+        self.waiting, self.is_promised = None, False
+
+    def promised(self) -> LoaderIterator | None:
+        """The iterator that was promised. It is so once."""
+        is_promised, self.is_promised = self.is_promised, False
+        return self.waiting if is_promised else None
+
+    def known_run(self) -> TorchRun | None:
+        """The run whose state is the loader's; None: no iterator is there. One that waits is promised."""
+        if self.waiting is None or not (self.shown is None or self.shown.ended):
+            return self.shown
+        self.is_promised = True
+        return self.waiting.run
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch that is read, or of the one that begins next."""
+        run, coming = self.run(), self.count.next_epoch
+        return coming if run is None or run.epoch.number + 1 != coming else coming - 1
+
+    def asked(self) -> tuple[EpochRequest | None, dict[str, Any] | None]:
+        """What decides a plan: the last call of ``set_epoch``, and the state that was loaded."""
+        return self.count.request, self.pending
 
 
 # -- epochs that go on from a state ------------------------------------------------------------------------------------
@@ -214,7 +283,7 @@ def at_named_epoch(state: LoaderState, sampler: Any, count: EpochCount) -> Loade
             return state
     except (TypeError, NotImplementedError):  # a sampler without a length
         return state
-    pairs = [(count.next, count.next if state.epoch is None else state.epoch)]
+    pairs = [(count.next_epoch, count.next_epoch if state.epoch is None else state.epoch)]
     kept = zip(keep_epochs(sampler), saved.epochs or (), strict=False)
     pairs += [(one.epoch, before) for one, before in kept if getattr(one, "epoch_request", before) is not None]
     if saved.shuffle is not None:
@@ -222,7 +291,7 @@ def at_named_epoch(state: LoaderState, sampler: Any, count: EpochCount) -> Loade
     named = next((now for now, before in pairs if now != before), None)
     if named is None:
         return state
-    count.next = named
+    count.next_epoch = named
     return replace(state, finished=True)
 
 
@@ -254,12 +323,12 @@ def parts_of(loader: DataLoader[Any]) -> int:
     """The number of parts that the next epoch may have, and the one that is read; 1 of data that is read by index."""
     if not isinstance(loader.dataset, IterableDataset):
         return 1
-    order, loaded, point = stream_order(loader, 0), loader._loaded, loader._resume_point
+    order, loaded, run = stream_order(loader, 0), loader._progress.pending, loader._progress.shown
     parts = order.parts
     if loaded is not None and loaded["_stream"] is not None:
         return max(parts, order.parse(loaded["_stream"])[1].streams)
-    if point is not None and not point.finished and isinstance(point.epoch, StreamEpoch):
-        return max(parts, point.epoch.stream.parts)
+    if run is not None and not run.ended and isinstance(run.epoch, StreamEpoch):
+        return max(parts, run.epoch.stream.parts)
     return parts
 
 
@@ -311,15 +380,17 @@ class TorchSteps(KnownSteps):
 
     def job_now(self) -> Job:
         loader = self._loader
-        is_told = loader._named is not None
+        is_told = loader._progress.count.request is not None
         seed = int(loader.seed or 0)
         return replace(job_of(loader), seed=seed, base_seed=None, keeps_state=False, tells_epoch=is_told)
 
     def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
-        loader, live = self._loader, self._loader._live
-        set_epoch = None if loader._named is None else set_epoch_of(self.dataset)
+        progress, live = self._loader._progress, self._loader._live
+        count = progress.count
+        set_epoch = None if count.request is None else set_epoch_of(self.dataset)
         reads = live is not None and live._pool.shares_dataset
-        return in_epoch(set_epoch, epoch, lambda: loader._named or 0, [loader._epoch] if reads else ())
+        back = lambda: 0 if count.request is None else count.request.epoch  # noqa: E731
+        return in_epoch(set_epoch, epoch, back, [progress.epoch] if reads else ())
 
     def samples_of(self, epoch: int, step: int) -> list[Any]:
         step = check_int("step", step, 0, "steps count from 0 in each epoch")
@@ -352,13 +423,13 @@ class TorchSteps(KnownSteps):
             raise TypeError(stream_order(loader, 0).text_of_step(epoch, steps.start))
         if len(steps) > 1:
             self.length(epoch)  # a sampler without an end would be read for ever
-        begun, point = None, loader._resume_point
-        if loader._loaded is not None:
-            state = parsed(LoaderState, loader._loaded, ADVICE)
+        begun, run = None, loader._progress.shown
+        if loader._progress.pending is not None:
+            state = parsed(LoaderState, loader._progress.pending, ADVICE)
             assert state.sampler is not None  # it is one of map-style data
             begun = BegunEpoch(state.epoch or 0, state.sampler, {}, state.finished)
-        elif point is not None and isinstance(point.epoch, TorchEpoch):
-            begun = point.epoch.begun(point.run.delivered)
+        elif run is not None and isinstance(run.epoch, TorchEpoch):
+            begun = run.epoch.begun(run.delivered)
         batched = loader._auto_collation
         of_item = lambda item: of(plain_indices(item if batched else [item]))  # noqa: E731
         return look_up(self._sampler, self.dataset, epoch, steps, begun, of_item)

@@ -221,7 +221,7 @@ class Order(ABC, Generic[Signature]):
         dataset_length: samples in the dataset, as far as the order knows.
         skip: the steps that are left out, as ranges.
         given_skip: those of them that the user has given; a state may have others.
-        asked: ``set_epoch`` of a sampler or of the dataset has said which epoch is next, since a state was loaded.
+        asked: ``set_epoch`` has said which epoch is next, since a state was loaded.
     """
 
     _requests: EpochRequests  # the calls of `set_epoch` that the loader has not seen yet

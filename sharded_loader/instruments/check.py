@@ -35,7 +35,7 @@ from sharded_loader.data.known import digest_of_read, look_in_worker, text_with_
 from sharded_loader.data.seeding import generators
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.pool import Pool, PoolBroken
-from sharded_loader.loader.epochs import KnownSteps
+from sharded_loader.loader.lookup import KnownSteps
 from sharded_loader.memory.publish import publish
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.pools.threads import ThreadPool

@@ -21,7 +21,7 @@ from typing import Any
 
 from sharded_loader.base.described import brief
 from sharded_loader.base.private import blake2b
-from sharded_loader.loader.epochs import KnownSteps
+from sharded_loader.loader.lookup import KnownSteps
 from sharded_loader.sampling.order import LEFT_OUT, MapOrder
 from sharded_loader.sampling.state import Signature, differences, other_arguments, parse
 

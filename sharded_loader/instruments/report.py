@@ -31,7 +31,7 @@ from sharded_loader.instruments.fingerprint import Fingerprint, fingerprint_of_e
 from sharded_loader.instruments.page import page_of
 from sharded_loader.instruments.stats import LoaderStats, Meter
 from sharded_loader.instruments.trace import trace_of
-from sharded_loader.loader.epochs import KnownSteps
+from sharded_loader.loader.lookup import KnownSteps
 
 
 class RankStats(NamedTuple):

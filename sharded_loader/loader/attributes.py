@@ -1,7 +1,7 @@
 """What a loader tells about itself, and what can be set: attributes, its position as a state.
 
     loader.prefetch = 4       -> checked -> the loader's parts
-    loader.state_dict()       <- Progress
+    loader.state_dict()       <- OrderProgress
     loader.stats(), ...       <- `Instruments`, a base class that is asked for by name
 
 Many attributes have the names that other libraries look for. This module owns nothing: the parts are the loader's.
@@ -31,7 +31,8 @@ from sharded_loader.loader.arguments import (
     check_shard_weights,
     length,
 )
-from sharded_loader.loader.epochs import Epochs
+from sharded_loader.loader.epochs import At, Epochs
+from sharded_loader.loader.lookup import LookUp
 from sharded_loader.sampling.state import has_weights
 from sharded_loader.streams.order import StreamOrder
 
@@ -80,7 +81,7 @@ class LoaderAttributes(Instruments):
 
     def __init__(self, epochs: Epochs, observer: Any, batch_size: int | None, pin_memory: bool) -> None:
         self._meter = observer
-        self._epochs = self._known_steps = epochs
+        self._epochs, self._known_steps = epochs, LookUp(epochs)
         self._progress = epochs.progress
         self._batch_size, self._pin_memory = batch_size, pin_memory
         self._order, self._pipeline, self._placement = epochs.order, epochs.pipeline, epochs.placement
@@ -412,7 +413,7 @@ class LoaderAttributes(Instruments):
             [[4, 5, 6, 7], [8, 9]]
         """
         self._pipeline.check_open()
-        self._epochs.load(state, strict, skip)
+        self._epochs.load(state, strict, skip, self._known_steps.digest)
 
     # -- what it has done ----------------------------------------------------------------------------------
 
@@ -439,5 +440,5 @@ class LoaderAttributes(Instruments):
             parts.append(f"{self._split.num_shards} shards")
         parts.append(repr(self.pool))
         parts += self._meter.words()
-        at = "resumes at" if self._progress.resumes else "at"
+        at = "resumes at" if self._progress.now is At.LOADED else "at"
         return f"ShardedDataLoader({', '.join(parts)}; epoch {self.epoch}, {at} batch {self.position})"

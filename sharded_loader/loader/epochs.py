@@ -6,20 +6,15 @@
     each next(iterator):              shown = its run    the position is that run's
     interrupted before a batch came:  keep               the epoch has not begun; the same run is chosen again
     all of an epoch is planned:       read_ahead         the run of the next epoch, if nothing changes before that
-    load_state_dict:                  Progress.load      the position is pending until an epoch begins
-    peek, batch, read                 one batch or one sample, read here and now
+    load_state_dict:                  Progress.pending   the position is pending until an epoch begins
 
-`Progress` tells the position: `epoch`, `position`, `state_dict` and ``repr``. It is the first of these that exists:
-
-- a loaded position that is pending;
-- the run that began or delivered last, if its iterator is alive, or its epoch was the last one begun (after a break);
-- the beginning of the next epoch.
+`Progress` draws the states of the position. Of several iterators, the one that began or delivered last has it.
 
 While the last batches of an epoch are consumed, workers read the first ones of the next. This is done where the order
 is a pure function of the epoch: with samplers of this library. If another epoch is asked for, or the order is another
 one by then, the prefetched batches are dropped.
 
-Owns the pending position, the table of live iterators, and the run that is kept. The pipeline owns the runs that are
+Owns the position and the run that is kept. The pipeline owns the runs that are
 open. The order knows which epoch is next, a run how much of it was delivered.
 
 Inline and in threads all readers share one dataset. If it has ``set_epoch``, it can be in one epoch only: runs of
@@ -30,57 +25,119 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
+from enum import Enum
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import Notices, warn
 from sharded_loader.base.private import fetched_by_lightning, is_owned
 from sharded_loader.data.arrays import takes_arrays
-from sharded_loader.data.datasets import can_follow, follow, mixture_of
+from sharded_loader.data.datasets import can_follow, follow
 from sharded_loader.data.inspection import set_epoch_of
-from sharded_loader.data.known import Known, digest_of_read
+from sharded_loader.data.known import Known
 from sharded_loader.devices.placement import Placement
-from sharded_loader.engine.messages import NOTHING, Job, Task
+from sharded_loader.engine.messages import Job
 from sharded_loader.engine.order import Epoch, Position
 from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.reader import Reader
-from sharded_loader.engine.run import Entry, Run, ShownRun
-from sharded_loader.engine.split import plain_indices
+from sharded_loader.engine.run import Run, ShownRun
 from sharded_loader.loader.arguments import length
-from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
-from sharded_loader.randomness.global_generators import seeded_globals
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.epoch import Ahead, MapEpoch
 from sharded_loader.sampling.order import MapOrder
 from sharded_loader.sampling.state import has_weights
 from sharded_loader.streams.order import StreamOrder
 
-Mark = tuple[int, Position | None, Run | None]
-"""The next epoch, the pending position in it, and the run that is shown."""
+Pending = TypeVar("Pending")
+"""A loaded position in an epoch that has not begun."""
 
 
-class Progress(ShownRun):
-    """The position of one loader.
-
-    Args:
-        order: the loader's.
-        entries: a function that returns what a state has of the data.
+class EpochCounter(Protocol):
+    """Counts the epochs of a loader.
 
     Attributes:
-        live: the iterators that have begun an epoch and are alive, by the numbers of their runs.
+        next_epoch: the epoch that begins next.
     """
 
-    def __init__(self, order: MapOrder | StreamOrder, entries: Callable[[], dict[str, Any]] = dict) -> None:
-        self._order, self._entries = order, entries
+    @property
+    def next_epoch(self) -> int: ...
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one."""
+
+
+class At(Enum):
+    """The state of a `Progress`."""
+
+    BEGINNING = "the beginning of the next epoch"
+    LOADED = "a loaded position in the next epoch"
+    RUN = "behind the batches that a run has delivered"
+
+
+class Mark(NamedTuple):
+    """What decides a position: with an equal mark, the same epoch begins at the same place."""
+
+    next_epoch: int
+    pending: Any
+    shown: Run | None
+
+
+class Progress(ShownRun, Generic[Pending]):
+    """The position of a loader, as a state machine. `now` is its state.
+
+                set_epoch: another
+            +-------------------------+
+            v          load           |
+         BEGINNING  ------------->  LOADED
+          |     ^                    ^  |
+    begun |     | over, left    load |  | begun
+          v     |                    |  v
+         +--------------------------------+
+         |  RUN    a batch: shown = run   |
+         +--------------------------------+
+
+     begun    the first batch of an epoch, or its end, is handed out
+     over     the end of the run was seen
+     left     the run's iterator is gone, and another epoch is next than the one after the run's
+
+     A first ``next`` that was interrupted has not begun its epoch: `roll_back` restores the `mark` before it. Batches
+     that were planned for one mark are those of the next epoch as long as the mark is the same.
+
+     Args:
+         count: of the loader's epochs. ``set_epoch`` of samplers and of the dataset may count there, too.
+
+     Attributes:
+         pending: the loaded position, or where the last epoch has left the next one.
+         shown: the run that began or delivered last; None: none has since a position was loaded.
+         live: the iterators that have begun an epoch and are alive, by the numbers of their runs.
+    """
+
+    def __init__(self, count: EpochCounter) -> None:
+        self.count = count
         self.live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._pending: Position | None = None
-        self._length: int | None = None
-        self._restarts = False
+        self.pending: Pending | None = None
+
+    @property
+    def now(self) -> At:
+        """The state."""
+        run = self.shown
+        if self.pending is not None:
+            if self._is_next(self.pending):
+                return At.LOADED
+            self.pending = None  # it does not come back with its epoch
+        if run is None or run.ended:
+            return At.BEGINNING
+        is_last = run.epoch.number + 1 == self.count.next_epoch
+        return At.RUN if is_last or self.live.get(run.number) is not None else At.BEGINNING
+
+    def _is_next(self, pending: Pending) -> bool:
+        """Whether a loaded position is where the next epoch begins. Otherwise it is dropped."""
+        return True
+
+    def run(self) -> Run | None:
+        """The run that is at the position, if one is."""
+        return self.shown if self.now is At.RUN else None
 
     def live_runs(self) -> list[Run]:
         """The runs of the iterators that are alive."""
@@ -89,20 +146,20 @@ class Progress(ShownRun):
         return [run for one in iterators if one is not None and (run := one.run) is not None]
 
     def mark(self) -> Mark:
-        """What `go_back` goes back to."""
-        return self._order.next_epoch, self._pending, self.shown
+        """What `roll_back` restores."""
+        return Mark(self.count.next_epoch, self.pending, self.shown)
 
-    def go_back(self, mark: Mark, run: Run) -> None:
+    def roll_back(self, mark: Mark, run: Run) -> None:
         """The first ``next`` of a run was interrupted: its epoch has not begun."""
         self.live.pop(run.number, None)
-        epoch, self._pending, self.shown = mark
-        self._order.set_epoch(epoch)
+        epoch, self.pending, self.shown = mark
+        self.count.set_epoch(epoch)
 
     def begun(self, run: Run, iterator: Any) -> None:
         """An epoch has begun, with its first batch: the one after it is next."""
         self.live[run.number] = iterator
-        self._pending = run.epoch.carry
-        self._order.set_epoch(run.epoch.number + 1)
+        self.pending = None
+        self.count.set_epoch(run.epoch.number + 1)
 
     def replace(self, run: Run, by: Run, iterator: Any) -> None:
         """An iterator goes on with another run of the same epoch."""
@@ -110,6 +167,27 @@ class Progress(ShownRun):
         self.live[by.number] = iterator
         if self.shown is run:
             self.shown = by
+
+
+class OrderProgress(Progress[Position]):
+    """The position of a loader in the batches of its order.
+
+    Args:
+        order: the loader's.
+        entries: a function that returns what a state has of the data.
+    """
+
+    def __init__(self, order: MapOrder | StreamOrder, entries: Callable[[], dict[str, Any]] = dict) -> None:
+        super().__init__(order)
+        self._order, self._entries = order, entries
+        self._length: int | None = None  # of the dataset, when a position in it was loaded
+
+    def begun(self, run: Run, iterator: Any) -> None:
+        super().begun(run, iterator)
+        self.pending = run.epoch.carry
+
+    def _is_next(self, pending: Position) -> bool:
+        return pending.epoch == self._order.next_epoch
 
     def was_over(self, run: Run) -> bool:
         """The end of a run was seen. Whether its epoch was over already where the loaded position was.
@@ -120,15 +198,15 @@ class Progress(ShownRun):
         epoch = run.epoch
         if not epoch.in_mid_epoch or epoch.batches(run.delivered) != epoch.first:
             return False
-        if (self._restarts or self._order.asked) and self._order.next_epoch == epoch.number + 1:
+        if self._order.asked and self._order.next_epoch == epoch.number + 1:
             self._order.set_epoch(epoch.number)
         return True
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one; if another was, the loaded position is dropped."""
         self._order.set_epoch(epoch)
+        self._order.asked = True
         self._loaded()
-        self._restarts = True
 
     def begin(self) -> Epoch:
         """The epoch that begins now.
@@ -155,50 +233,32 @@ class Progress(ShownRun):
         return self._order.epoch(self._order.next_epoch, position)
 
     def _loaded(self) -> Position | None:
-        """The loaded position, as long as its epoch is the next one."""
-        if self._pending is not None and self._pending.epoch != self._order.next_epoch:
-            self._pending = None
-        return self._pending
-
-    @property
-    def resumes(self) -> bool:
-        """Whether the next epoch continues at a loaded position."""
-        return self._loaded() is not None
-
-    def run(self) -> Run | None:
-        """The run that is at the position, if one is."""
-        run = self.shown
-        if run is None or run.ended or self.resumes:
-            return None
-        alive = run.epoch.number + 1 == self._order.next_epoch or self.live.get(run.number) is not None
-        return run if alive else None
+        return self.pending if self.now is At.LOADED else None
 
     def at(self) -> tuple[int, int]:
         """Epoch, and batches delivered in it."""
         run = self.run()
         if run is not None:
             return run.epoch.number, run.epoch.batches(run.delivered)
-        if not self.resumes:
-            return self._order.next_epoch, 0
-        return self._order.next_epoch, self.coming().first
+        return self._order.next_epoch, self.coming().first if self.now is At.LOADED else 0
 
     def length(self) -> int:
         """Batches in the epoch of `at`."""
         run = self.run()
         if run is not None and run.epoch.resumed:
             return run.epoch.length()
-        return self.coming().length() if self.resumes else self._order.length(self.at()[0])
+        return self.coming().length() if self.now is At.LOADED else self._order.length(self.at()[0])
 
     # -- state ----------------------------------------------------------------------------------------------
 
-    def state(self, back: int = 0) -> dict[str, Any]:
-        """The position as a state; or the one before the last batch, with ``back=1``."""
+    def state(self) -> dict[str, Any]:
+        """The position as a state."""
         run = self.run()
         epoch = self.coming() if run is None else run.epoch
         ahead, is_over = fetched_by_lightning()
         if run is not None and is_over and self._order.stream is not None:
             run, epoch = None, self._order.epoch(epoch.number + 1)
-        position = epoch.position(epoch.first if run is None else max(epoch.first, run.delivered - ahead - back))
+        position = epoch.position(epoch.first if run is None else max(epoch.first, run.delivered - ahead))
         ended = self.shown
         if run is None and ended is not None and ended.ended and ended.epoch.number + 1 == position.epoch:
             position = ended.epoch.after(position)
@@ -227,8 +287,7 @@ class Progress(ShownRun):
     def begin_at(self, position: Position) -> None:
         """The next epoch begins at this position."""
         self._order.set_epoch(position.epoch)
-        self._restarts = self._order.asked = False
-        self._pending = position
+        self.pending, self._order.asked = position, False
         self._length = self._order.dataset_length
 
 
@@ -261,104 +320,7 @@ def warn_of_length(dataset: Any, known: int | None, notices: Notices, then: str)
         notices.warn("length", f"the dataset has {now} samples, and had {known} when the loader last looked. {then}")
 
 
-def shown_indices(dataset: Any, indices: Any, epoch: int) -> list[Any]:
-    """The indices of a task as users see them; those of a mixture as (source, index)."""
-    mixture = mixture_of(dataset)
-    found = indices.tolist() if isinstance(indices, np.ndarray) else list(indices)
-    return found if mixture is None else mixture.pairs(found, epoch)
-
-
-@contextmanager
-def in_epoch(
-    set_epoch: Callable[[int], Any] | None, epoch: int, back: Callable[[], int], reading: Iterable[int] = ()
-) -> Iterator[None]:
-    """Inside, a dataset is in ``epoch``; afterwards in the epoch that ``back`` returns.
-
-    Args:
-        set_epoch: of the dataset; None: it has none.
-        epoch, back: as above.
-        reading: the epochs that threads read the dataset in.
-
-    Raises:
-        RuntimeError: a thread reads in another epoch.
-    """
-    if set_epoch is None:
-        yield
-        return
-    for other in reading:
-        if other != epoch:
-            raise RuntimeError(
-                f"cannot read in epoch {epoch} while threads read epoch {other}: the dataset, which "
-                f"has set_epoch and is shared by them, can be in one epoch only; finish that epoch first"
-            )
-    set_epoch(epoch)
-    try:
-        yield
-    finally:
-        set_epoch(back())
-
-
-class KnownSteps(Protocol):
-    """A loader whose steps are known, and whose samples can be read here: for `fingerprint`, `check` and ``replay``.
-
-    Its methods raise a TypeError for iterable data, and a ValueError where the order is not known.
-
-    Attributes:
-        dataset: what is read.
-        known: what is known of it.
-    """
-
-    dataset: Any
-    known: Known
-
-    def job_now(self) -> Job:
-        """What is read, and how."""
-
-    def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
-        """Inside, the dataset is in ``epoch``; afterwards in the loader's. See the function."""
-
-    def samples_of(self, epoch: int, step: int) -> list[Any]:
-        """The indices of a step, as the first rank reads them: the same on every rank."""
-
-    def checksums(self, epoch: int) -> list[str]:
-        """Of each step of an epoch `step_checksum`, or `LEFT_OUT`."""
-
-    def length(self, epoch: int) -> int:
-        """The number of steps in an epoch, also those that are left out. A TypeError: it is not known."""
-
-    def place_of(self, step: int) -> tuple[int, int]:
-        """The epoch of a step that is counted since the first epoch, and its number there."""
-
-    def state_of(self, epoch: int) -> dict[str, Any]:
-        """A state, as of `sampling.state`, at the beginning of an epoch."""
-
-    def some_indices(self, epoch: int, steps: Iterable[int], each: int) -> list[Any]:
-        """The indices of the first samples of some steps, as far as the epoch has them."""
-        found: dict[Any, None] = {}
-        for step in steps:
-            with suppress(IndexError):  # the epoch may have no step
-                found |= dict.fromkeys(self.samples_of(epoch, step)[:each])
-        return list(found)
-
-    def sample(self, index: Hashable, epoch: int) -> Any:
-        """One sample, read here and now, as in ``epoch``."""
-        with self.in_epoch(epoch):
-            return reader_for(self.job_now(), readers=0).read_sample(index, epoch)
-
-    def digest(self, index: Any, epoch: int, seed: int | None = None, key: int = 1) -> str:
-        """The digest of one sample, read here; or its error as a text.
-
-        Args:
-            index, epoch: of the sample.
-            seed: of its random numbers; None: the loader's.
-            key: what the global generators are seeded with.
-        """
-        job = self.job_now() if seed is None else replace(self.job_now(), seed=seed)
-        with self.in_epoch(epoch), seeded_globals(key):
-            return digest_of_read(lambda: reader_for(job, readers=0).read_sample(index, epoch))
-
-
-class Epochs(KnownSteps):
+class Epochs:
     """The epochs of one loader.
 
     Args:
@@ -391,7 +353,7 @@ class Epochs(KnownSteps):
         self._job, self.dataset, self.batchify_fn = job, job.dataset, job.batchify_fn
         self.order, self.pipeline, self.placement, self.resident = order, pipeline, placement, resident
         self.known = Known(job.dataset)
-        self.progress = Progress(order, self.known.entries)
+        self.progress = OrderProgress(order, self.known.entries)
         self._workers, self._split = pipeline.pool, pipeline.split
         self.prefetch_epochs = prefetch_epochs
         self._numbers = itertools.count()
@@ -412,7 +374,7 @@ class Epochs(KnownSteps):
             then = "The loader still reads the old number, and workers may have old copies"
             then = f"{then}: call loader.refresh() after you change the dataset"
             warn_of_length(self.dataset, self.order.dataset_length, self._workers.notices, then)
-        return self._take_kept(self.progress.mark()) or self._new_run(self.progress.begin())
+        return self._take_kept(self.progress.mark()) or self.new_run(self.progress.begin())
 
     def open(self, run: Run, iterator: Any) -> None:
         """Have the pool read an iterator's run. The pipeline's step has begun."""
@@ -430,7 +392,7 @@ class Epochs(KnownSteps):
 
     def keep(self, run: Run, mark: Mark) -> None:
         """The first ``next`` of an iterator was interrupted: its epoch has not begun."""
-        self.progress.go_back(mark, run)
+        self.progress.roll_back(mark, run)
         before, self._kept = self._kept, _KeptRun(run, mark)
         if before is not None:
             self._drop(before.run)
@@ -468,7 +430,7 @@ class Epochs(KnownSteps):
         position = run.epoch.position(run.delivered)
         if isinstance(self.order, MapOrder) and isinstance(run.epoch, MapEpoch):
             position = self.order.moved(*self.order.regrouped(position, run.epoch.signature))
-        rest = self._new_run(self.order.epoch(position.epoch, position))
+        rest = self.new_run(self.order.epoch(position.epoch, position))
         rest.epoch.in_mid_epoch = False  # it ends where the epoch ends
         return rest
 
@@ -495,7 +457,7 @@ class Epochs(KnownSteps):
             facts = self.order.facts(mark[0])
             if facts is None:
                 return
-            ahead = self._new_run(self.progress.begin())
+            ahead = self.new_run(self.progress.begin())
         except Exception as error:
             if is_from_outside(error):
                 raise
@@ -544,7 +506,7 @@ class Epochs(KnownSteps):
             )
 
         def change(*_: int) -> None:
-            resumes = progress.resumes
+            resumes = progress.now is At.LOADED
             goes_on = resumes or order.steps is not None or any(not run.ended for run in progress.live_runs())
             state, settings = progress.state(), order.settings
             try:
@@ -567,12 +529,17 @@ class Epochs(KnownSteps):
         if not self._job.keep_batch:
             self._job, self.stale = replace(self._job, keep_batch=True), True
 
-    def load(self, state: Any, strict: bool, skip: Any) -> None:
-        """Continue at the position of a state; see `Progress.load`. It is of these data, unless ``strict`` is False."""
+    def load(self, state: Any, strict: bool, skip: Any, digest: Callable[..., str]) -> None:
+        """Continue at the position of a state; see `OrderProgress.load`.
+
+        Args:
+            state, strict, skip: as given. Unless ``strict`` is False, the state has to be of these data.
+            digest: of one sample; see `KnownSteps`.
+        """
 
         def check() -> None:
             if strict:
-                self.known.check(state[0] if isinstance(state, list | tuple) else state, self.digest)
+                self.known.check(state[0] if isinstance(state, list | tuple) else state, digest)
 
         self.stale |= self.progress.load(state, strict, skip, check)  # workers are sent a seed that has changed
 
@@ -582,7 +549,7 @@ class Epochs(KnownSteps):
         if self.resident is not None:
             self.resident.forget()
 
-    def _new_run(self, epoch: Epoch) -> Run:
+    def new_run(self, epoch: Epoch) -> Run:
         is_known = self.order.stream is not None or any(map(has_weights, nested(self.order.sampler)))
         if not is_known and not isinstance(self.dataset, Mapping):
             epoch.limit = length(self.dataset)
@@ -590,102 +557,6 @@ class Epochs(KnownSteps):
 
     def job_now(self) -> Job:
         return replace(self._job, seed=self.order.seed, stream=self.order.stream)
-
-    # -- single batches and samples -------------------------------------------------------------------------
-
-    def first_batch(self, epoch: Epoch | None = None) -> Any:
-        """The first batch of the next epoch, read here and now.
-
-        Args:
-            epoch: its batches; None: what the loader reads next.
-
-        Raises:
-            IndexError: the epoch has no batches.
-        """
-        self.placement.check_not_capturing()
-        run = self._new_run(self.progress.begin() if epoch is None else epoch)
-        epoch = run.epoch
-        with self.in_epoch(epoch.number):
-            reader, seq = reader_for(self.job_now(), readers=0), epoch.first
-            while (planned := epoch.task(seq)) is not None:
-                batch = NOTHING if planned is NOTHING else self._read_here(reader, epoch, planned)
-                if batch is not NOTHING:
-                    return batch
-                seq += 1
-        if epoch.in_mid_epoch and epoch.batches(seq) == epoch.first:  # the position lies at the end: noticed here
-            position = epoch.following()
-            return self.first_batch(self.order.epoch(position.epoch, position))
-        raise IndexError(f"epoch {epoch.number} has no batches to peek at")
-
-    def _read_here(self, reader: Reader, epoch: Epoch, planned: Any) -> Any:
-        """What iteration gives in the place of a task; `NOTHING`, if ``on_error`` has left no sample of it."""
-        if isinstance(planned, BaseException):
-            raise planned
-        task = self._split.sharded(planned)
-        result = reader.read(task)
-        if result.error is not None:
-            raise result.error
-        if task.part is not None:
-            result = epoch.came(task.seq, result)
-        if result.batch is NOTHING:
-            return NOTHING
-        batch = self.placement.place([Entry(task.seq, task, result)])
-        return (batch, epoch.real(task)) if epoch.evaluates else batch
-
-    def _looked_up(self, epoch: Any, step: Any, rank: Any = None) -> MapEpoch:
-        """An epoch that has a batch `ready`. The samplers are what they were."""
-        order = self.order
-        if isinstance(order, StreamOrder):
-            raise TypeError(order.text_of_step(epoch, step))
-        with order.undisturbed(but=self.dataset):
-            return order.look_up(epoch, step, rank)
-
-    def _task_of(self, found: MapEpoch, step: int) -> Task:
-        task = found.task(step)
-        if isinstance(task, Exception):
-            raise task
-        assert isinstance(task, Task)  # of what is looked up no step is left out
-        return task
-
-    def samples_of(self, epoch: int, step: int) -> list[Any]:
-        looked_up = self._looked_up(epoch, step, None if self.order.replicas()[0] == 1 else 0)
-        return plain_indices(self._task_of(looked_up, step).shards[0])
-
-    def checksums(self, epoch: int) -> list[str]:
-        order = self.order
-        if isinstance(order, StreamOrder):
-            raise TypeError(order.text_of_step(epoch, 0))
-        with order.undisturbed(but=self.dataset):
-            return order.checksums(epoch)
-
-    def length(self, epoch: int) -> int:
-        return self.order.length(epoch)
-
-    def place_of(self, step: int) -> tuple[int, int]:
-        return self.order.place_of(step)
-
-    def state_of(self, epoch: int) -> dict[str, Any]:
-        return self.order.epoch(epoch).state(Position(epoch))
-
-    def indices(self, epoch: Any, step: Any, rank: Any) -> Any:
-        """The indices of a step; with ``evaluate`` also how many are no fillers."""
-        found = self._looked_up(epoch, step, rank)
-        task = self._task_of(found, step)
-        shards = [shown_indices(self.dataset, shard, found.number) for shard in task.shards]
-        indices = shards if task.sharded else shards[0]
-        return (indices, found.real(task)) if found.evaluates else indices
-
-    def batch(self, epoch: Any, step: Any) -> Any:
-        """The batch of a step, read here and now, with its random numbers."""
-        self.placement.check_not_capturing()
-        found = self._looked_up(epoch, step)
-        self._new_run(found)
-        task, job = self._task_of(found, step), self.job_now()
-        with self.in_epoch(found.number), seeded_as_worker(job.seed, task):
-            batch = self._read_here(reader_for(job, readers=0), found, task)
-        if batch is NOTHING:
-            raise ValueError(f"epoch {epoch}, batch {step} was left out: on_error has skipped all of its samples")
-        return batch
 
     # -- datasets that look ahead ---------------------------------------------------------------------------
 
@@ -712,11 +583,11 @@ class Epochs(KnownSteps):
 
     def _tell_epoch(self, begins: Run) -> None:
         """Tell the dataset, if it wants to know, and stop the runs that were in another epoch."""
-        set_epoch = self._set_epoch()
+        set_epoch = self.set_epoch_of_data()
         if set_epoch is None:
             return
         new = begins.epoch.number
-        for run in self._reading():
+        for run in self.reading():
             if run is not begins and run.epoch.number != new:
                 run.dead = (
                     f"epoch {run.epoch.number} cannot go on: epoch {new} was begun. The dataset, which has "
@@ -725,16 +596,10 @@ class Epochs(KnownSteps):
                 )
         set_epoch(new)
 
-    def _set_epoch(self) -> Any:
+    def set_epoch_of_data(self) -> Any:
         """The dataset's ``set_epoch``. That of iterable data is called when a part is opened."""
         return None if self.order.stream is not None else set_epoch_of(self.dataset)
 
-    def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
-        """Inside, the dataset is in ``epoch``; afterwards in the loader's. See the function."""
-        reading = [run.epoch.number for run in self._reading()] if self._workers.shares_dataset else []
-        back = (lambda: reading[0]) if reading else (lambda: self.progress.at()[0])
-        return in_epoch(self._set_epoch(), epoch, back, reading if self._workers.num_workers else ())
-
-    def _reading(self) -> list[Run]:
+    def reading(self) -> list[Run]:
         """The runs that are under way. If they share a dataset with set_epoch, of one epoch."""
         return [run for run in self.progress.live_runs() if not run.ended and run.dead is None]

@@ -316,7 +316,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         """
         self._pipeline.check_open()
         with self._order.undisturbed(but=self.dataset):
-            return self._epochs.first_batch()  # type: ignore[no-any-return]
+            return self._known_steps.first_batch()  # type: ignore[no-any-return]
 
     def read(self, index: Hashable, epoch: int | None = None) -> Any:
         """One sample, read here and now, with its random generator: where a debugger works.
@@ -336,7 +336,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             20
         """
         self._pipeline.check_open()
-        return self._epochs.sample(index, self.epoch if epoch is None else epoch)
+        return self._known_steps.sample(index, self.epoch if epoch is None else epoch)
 
     def indices(self, epoch: int, step: int, rank: int | None = None) -> Any:
         """The indices of the samples of a step, past or to come, from the order alone: no sample is read.
@@ -368,7 +368,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             True
         """
         self._pipeline.check_open()
-        return self._epochs.indices(epoch, step, rank)
+        return self._known_steps.indices(epoch, step, rank)
 
     def batch(self, epoch: int, step: int) -> Batch:
         """The batch of a step, past or to come, read here and now: starts no worker, changes no epoch.
@@ -393,7 +393,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             tensor([4, 5, 6, 7])
         """
         self._pipeline.check_open()
-        return self._epochs.batch(epoch, step)  # type: ignore[no-any-return]
+        return self._known_steps.batch(epoch, step)  # type: ignore[no-any-return]
 
     def gather(self, shards: Sequence[Any], device: DeviceLike | None = None) -> Any:
         """Join the results of your program, one per shard, on one device.

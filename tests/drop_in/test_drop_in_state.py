@@ -357,6 +357,23 @@ def test_an_iterator_goes_on_when_a_state_is_loaded(workers: int) -> None:
     assert flat(batches) == flat(loader) == [2, 3, 4, 5, 6, 7]
 
 
+def test_a_state_is_that_of_the_iterator_that_has_begun_whichever_was_made_last() -> None:
+    loader = DataLoader(range(8), 2)
+    first, _second = iter(loader), iter(loader)
+    assert loader.state_dict()["_num_yielded"] == 0
+    next(first)
+    assert loader.state_dict()["_num_yielded"] == 1
+    assert flat(first) == [2, 3, 4, 5, 6, 7]
+    assert (flat(loader), loader.state_dict()["_epoch"]) == (list(range(8)), 1)
+
+
+def test_of_persistent_workers_only_the_newest_epoch_is_kept() -> None:
+    loader = DataLoader(range(4), 2, num_workers=1, persistent_workers=True, thread_pool=True)
+    for _ in range(3):
+        assert flat(loader) == [0, 1, 2, 3]
+    assert list(loader._progress.live.values()) == [loader._iterator]
+
+
 def test_persistent_workers_of_before_end_when_a_state_is_loaded() -> None:
     loader = DataLoader(range(8), 2, num_workers=1, persistent_workers=True)
     next(iter(loader))
@@ -492,7 +509,7 @@ def test_behind_the_last_batch_of_an_epoch_set_epoch_begins_another_one(kind: st
 
 
 def at(loader: Any, state: LoaderState) -> LoaderState:
-    return at_named_epoch(state, loader.batch_sampler, loader._epochs)
+    return at_named_epoch(state, loader.batch_sampler, loader._progress.count)
 
 
 def test_only_another_epoch_than_that_of_the_state_begins() -> None:

@@ -67,13 +67,13 @@ def test_a_kept_run_is_dropped_if_something_else_begins(change: str) -> None:
 
 def test_the_first_batch_is_read_without_an_epoch() -> None:
     loader = ShardedDataLoader(range(10), 4)
-    assert loader._epochs.first_batch().tolist() == [0, 1, 2, 3]
+    assert loader._known_steps.first_batch().tolist() == [0, 1, 2, 3]
     assert (loader.epoch, loader.position, loader.pool.started) == (0, 0, False)
 
 
 def test_an_epoch_without_batches_has_no_first_one() -> None:
     with pytest.raises(IndexError, match="epoch 0 has no batches"):
-        ShardedDataLoader([], 4)._epochs.first_batch()
+        ShardedDataLoader([], 4)._known_steps.first_batch()
 
 
 def test_after_the_end_of_an_epoch_without_a_length_the_next_one_has_the_first_batch() -> None:
@@ -114,7 +114,7 @@ def test_so_does_set_epoch_of_a_sampler_of_another_library() -> None:
 def test_a_sample_is_read_in_its_epoch_which_is_put_back() -> None:
     data = Told()
     loader = ShardedDataLoader(data, 2)
-    assert loader._epochs.sample(3, 7) == 3
+    assert loader._known_steps.sample(3, 7) == 3
     assert data.epochs == [7, 0]
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
 from sharded_loader.engine.run import Run
-from sharded_loader.loader.epochs import Progress
+from sharded_loader.loader.epochs import At, OrderProgress
 from sharded_loader.sampling.order import MapOrder
+
+NUMBERS = itertools.count()
 
 
 class Iterator:
@@ -17,28 +20,53 @@ class Iterator:
     run: Run | None = None
 
 
-def progress_of(**given: Any) -> Progress:
+def progress_of(**given: Any) -> OrderProgress:
     arguments: dict[str, Any] = dict.fromkeys(("sampler", "last_batch", "batch_sampler", "num_replicas", "rank"))
-    return Progress(MapOrder(10, **{**arguments, "batch_size": 3, "shuffle": False, "seed": 1, **given}))
+    return OrderProgress(MapOrder(10, **{**arguments, "batch_size": 3, "shuffle": False, "seed": 1, **given}))
 
 
-def begin(progress: Progress) -> tuple[Run, Iterator]:
+def begin(progress: OrderProgress) -> tuple[Run, Iterator]:
     """An iterator has been given its first batch."""
-    run, iterator = Run(0, progress.begin()), Iterator()
+    run, iterator = Run(next(NUMBERS), progress.begin()), Iterator()
     iterator.run = run
     deliver(progress, run)
     progress.begun(run, iterator)
     return run, iterator
 
 
-def deliver(progress: Progress, run: Run, count: int = 1) -> None:
+def deliver(progress: OrderProgress, run: Run, count: int = 1) -> None:
     run.delivered += count
     progress.shown = run
 
 
 def test_before_any_batch_a_loader_is_at_the_beginning_of_epoch_0() -> None:
     progress = progress_of()
-    assert (progress.at(), progress.length(), progress.resumes, progress.run()) == ((0, 0), 4, False, None)
+    assert (progress.at(), progress.length(), progress.now, progress.run()) == ((0, 0), 4, At.BEGINNING, None)
+
+
+def test_the_states_and_what_leads_from_one_to_the_next() -> None:
+    progress = progress_of()
+    run, iterator = begin(progress)
+    assert progress.now is At.RUN
+    state = progress.state()
+    progress.load(state, strict=True)
+    assert progress.now is At.LOADED, "whatever iterators are alive"
+    progress.set_epoch(0)
+    assert progress.now is At.LOADED
+    mark = progress.mark()
+    again, _other = begin(progress)
+    assert progress.now is At.RUN
+    progress.roll_back(mark, again)
+    assert (progress.now, progress.at()) == (At.LOADED, (0, 1))
+    progress.set_epoch(3)
+    assert progress.now is At.BEGINNING
+    deliver(progress, run)
+    assert progress.now is At.RUN, "its iterator is alive"
+    del iterator
+    assert progress.now is At.BEGINNING
+    run, _iterator = begin(progress)
+    run.ended = True
+    assert (progress.now, progress.at()) == (At.BEGINNING, (4, 0))
 
 
 def test_the_position_is_that_of_the_run_that_delivered_last() -> None:
@@ -79,7 +107,7 @@ def test_a_first_next_that_was_interrupted_leaves_the_position_as_it_was() -> No
     progress = progress_of()
     mark = progress.mark()
     run, _iterator = begin(progress)
-    progress.go_back(mark, run)
+    progress.roll_back(mark, run)
     assert (progress.at(), progress.mark(), progress.live_runs()) == ((0, 0), mark, [])
 
 
@@ -92,7 +120,7 @@ def test_a_state_leads_back_to_its_position(delivered: int) -> None:
     assert (state["epoch"], state["samples"]) == (0, 3 * delivered)
     other = progress_of()
     other.load(state, strict=True)
-    assert (other.at(), other.resumes, other.length()) == ((0, delivered), True, 4)
+    assert (other.at(), other.now, other.length()) == ((0, delivered), At.LOADED, 4)
     assert other.state() == state
 
 
@@ -113,7 +141,7 @@ def test_set_epoch_keeps_a_loaded_position_in_that_epoch_and_drops_it_in_another
     other.set_epoch(0)
     assert other.at() == (0, 1)
     other.set_epoch(1)
-    assert (other.at(), other.resumes) == ((1, 0), False)
+    assert (other.at(), other.now) == ((1, 0), At.BEGINNING)
 
 
 def test_a_loaded_position_does_not_come_back_with_its_epoch() -> None:
@@ -123,7 +151,7 @@ def test_a_loaded_position_does_not_come_back_with_its_epoch() -> None:
     other.load(progress.state(), strict=True)
     other.set_epoch(1)
     other.set_epoch(0)
-    assert (other.at(), other.resumes) == ((0, 0), False)
+    assert (other.at(), other.now) == ((0, 0), At.BEGINNING)
 
 
 def test_with_rollover_the_rest_of_an_epoch_begins_the_next_one() -> None:
@@ -142,4 +170,4 @@ def test_a_state_of_another_loader_is_refused_and_changes_nothing() -> None:
     other = progress_of(batch_size=4)
     with pytest.raises(ValueError, match="batch_size was 3, and is 4"):
         other.load(progress.state(), strict=True)
-    assert (other.at(), other.resumes) == ((0, 0), False)
+    assert (other.at(), other.now) == ((0, 0), At.BEGINNING)

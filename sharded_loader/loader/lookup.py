@@ -1,0 +1,244 @@
+"""Single batches and samples: looked up, and read here and now, without an epoch.
+
+    peek, batch, read                 one batch or one sample, read here and now
+    indices, fingerprint, check       which samples a step has, past or to come
+
+Reading starts no worker and changes no epoch. If the dataset has ``set_epoch``, it is told the epoch first, and is put
+back afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from sharded_loader.data.datasets import mixture_of
+from sharded_loader.data.known import Known, digest_of_read
+from sharded_loader.engine.messages import NOTHING, Job, Task
+from sharded_loader.engine.order import Epoch, Position
+from sharded_loader.engine.reader import Reader
+from sharded_loader.engine.run import Entry
+from sharded_loader.engine.split import plain_indices
+from sharded_loader.loader.epochs import Epochs
+from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
+from sharded_loader.randomness.global_generators import seeded_globals
+from sharded_loader.sampling.epoch import MapEpoch
+from sharded_loader.streams.order import StreamOrder
+
+
+def shown_indices(dataset: Any, indices: Any, epoch: int) -> list[Any]:
+    """The indices of a task as users see them; those of a mixture as (source, index)."""
+    mixture = mixture_of(dataset)
+    found = indices.tolist() if isinstance(indices, np.ndarray) else list(indices)
+    return found if mixture is None else mixture.pairs(found, epoch)
+
+
+@contextmanager
+def in_epoch(
+    set_epoch: Callable[[int], Any] | None, epoch: int, back: Callable[[], int], reading: Iterable[int] = ()
+) -> Iterator[None]:
+    """Inside, a dataset is in ``epoch``; afterwards in the epoch that ``back`` returns.
+
+    Args:
+        set_epoch: of the dataset; None: it has none.
+        epoch, back: as above.
+        reading: the epochs that threads read the dataset in.
+
+    Raises:
+        RuntimeError: a thread reads in another epoch.
+    """
+    if set_epoch is None:
+        yield
+        return
+    for other in reading:
+        if other != epoch:
+            raise RuntimeError(
+                f"cannot read in epoch {epoch} while threads read epoch {other}: the dataset, which "
+                f"has set_epoch and is shared by them, can be in one epoch only; finish that epoch first"
+            )
+    set_epoch(epoch)
+    try:
+        yield
+    finally:
+        set_epoch(back())
+
+
+class KnownSteps(Protocol):
+    """A loader whose steps are known, and whose samples can be read here: for `fingerprint`, `check` and ``replay``.
+
+    Its methods raise a TypeError for iterable data, and a ValueError where the order is not known.
+
+    Attributes:
+        dataset: what is read.
+        known: what is known of it.
+    """
+
+    dataset: Any
+    known: Known
+
+    def job_now(self) -> Job:
+        """What is read, and how."""
+
+    def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
+        """Inside, the dataset is in ``epoch``; afterwards in the loader's. See the function."""
+
+    def samples_of(self, epoch: int, step: int) -> list[Any]:
+        """The indices of a step, as the first rank reads them: the same on every rank."""
+
+    def checksums(self, epoch: int) -> list[str]:
+        """Of each step of an epoch `step_checksum`, or `LEFT_OUT`."""
+
+    def length(self, epoch: int) -> int:
+        """The number of steps in an epoch, also those that are left out. A TypeError: it is not known."""
+
+    def place_of(self, step: int) -> tuple[int, int]:
+        """The epoch of a step that is counted since the first epoch, and its number there."""
+
+    def state_of(self, epoch: int) -> dict[str, Any]:
+        """A state, as of `sampling.state`, at the beginning of an epoch."""
+
+    def some_indices(self, epoch: int, steps: Iterable[int], each: int) -> list[Any]:
+        """The indices of the first samples of some steps, as far as the epoch has them."""
+        found: dict[Any, None] = {}
+        for step in steps:
+            with suppress(IndexError):  # the epoch may have no step
+                found |= dict.fromkeys(self.samples_of(epoch, step)[:each])
+        return list(found)
+
+    def sample(self, index: Hashable, epoch: int) -> Any:
+        """One sample, read here and now, as in ``epoch``."""
+        with self.in_epoch(epoch):
+            return reader_for(self.job_now(), readers=0).read_sample(index, epoch)
+
+    def digest(self, index: Any, epoch: int, seed: int | None = None, key: int = 1) -> str:
+        """The digest of one sample, read here; or its error as a text.
+
+        Args:
+            index, epoch: of the sample.
+            seed: of its random numbers; None: the loader's.
+            key: what the global generators are seeded with.
+        """
+        job = self.job_now() if seed is None else replace(self.job_now(), seed=seed)
+        with self.in_epoch(epoch), seeded_globals(key):
+            return digest_of_read(lambda: reader_for(job, readers=0).read_sample(index, epoch))
+
+
+class LookUp(KnownSteps):
+    """The steps and samples of one loader.
+
+    Args:
+        epochs: of the loader.
+    """
+
+    def __init__(self, epochs: Epochs) -> None:
+        self._epochs, self._order, self._placement = epochs, epochs.order, epochs.placement
+        self.dataset, self.known = epochs.dataset, epochs.known
+        self._pool, self._split = epochs.pipeline.pool, epochs.pipeline.split  # the pipeline may use another pool
+
+    def job_now(self) -> Job:
+        return self._epochs.job_now()
+
+    def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
+        """Inside, the dataset is in ``epoch``; afterwards in the loader's. See the function."""
+        pool = self._pool
+        reading = [run.epoch.number for run in self._epochs.reading()] if pool.shares_dataset else []
+        back = (lambda: reading[0]) if reading else (lambda: self._epochs.progress.at()[0])
+        return in_epoch(self._epochs.set_epoch_of_data(), epoch, back, reading if pool.num_workers else ())
+
+    def first_batch(self, epoch: Epoch | None = None) -> Any:
+        """The first batch of the next epoch, read here and now.
+
+        Args:
+            epoch: its batches; None: what the loader reads next.
+
+        Raises:
+            IndexError: the epoch has no batches.
+        """
+        self._placement.check_not_capturing()
+        run = self._epochs.new_run(self._epochs.progress.begin() if epoch is None else epoch)
+        epoch = run.epoch
+        with self.in_epoch(epoch.number):
+            reader, seq = reader_for(self.job_now(), readers=0), epoch.first
+            while (planned := epoch.task(seq)) is not None:
+                batch = NOTHING if planned is NOTHING else self._read_here(reader, epoch, planned)
+                if batch is not NOTHING:
+                    return batch
+                seq += 1
+        if epoch.in_mid_epoch and epoch.batches(seq) == epoch.first:  # the position lies at the end: noticed here
+            position = epoch.following()
+            return self.first_batch(self._order.epoch(position.epoch, position))
+        raise IndexError(f"epoch {epoch.number} has no batches to peek at")
+
+    def _read_here(self, reader: Reader, epoch: Epoch, planned: Any) -> Any:
+        """What iteration gives in the place of a task; `NOTHING`, if ``on_error`` has left no sample of it."""
+        if isinstance(planned, BaseException):
+            raise planned
+        task = self._split.sharded(planned)
+        result = reader.read(task)
+        if result.error is not None:
+            raise result.error
+        if task.part is not None:
+            result = epoch.came(task.seq, result)
+        if result.batch is NOTHING:
+            return NOTHING
+        batch = self._placement.place([Entry(task.seq, task, result)])
+        return (batch, epoch.real(task)) if epoch.evaluates else batch
+
+    def _looked_up(self, epoch: Any, step: Any, rank: Any = None) -> MapEpoch:
+        """An epoch that has a batch `ready`. The samplers are what they were."""
+        order = self._order
+        if isinstance(order, StreamOrder):
+            raise TypeError(order.text_of_step(epoch, step))
+        with order.undisturbed(but=self.dataset):
+            return order.look_up(epoch, step, rank)
+
+    def _task_of(self, found: MapEpoch, step: int) -> Task:
+        task = found.task(step)
+        if isinstance(task, Exception):
+            raise task
+        assert isinstance(task, Task)  # of what is looked up no step is left out
+        return task
+
+    def samples_of(self, epoch: int, step: int) -> list[Any]:
+        looked_up = self._looked_up(epoch, step, None if self._order.replicas()[0] == 1 else 0)
+        return plain_indices(self._task_of(looked_up, step).shards[0])
+
+    def checksums(self, epoch: int) -> list[str]:
+        order = self._order
+        if isinstance(order, StreamOrder):
+            raise TypeError(order.text_of_step(epoch, 0))
+        with order.undisturbed(but=self.dataset):
+            return order.checksums(epoch)
+
+    def length(self, epoch: int) -> int:
+        return self._order.length(epoch)
+
+    def place_of(self, step: int) -> tuple[int, int]:
+        return self._order.place_of(step)
+
+    def state_of(self, epoch: int) -> dict[str, Any]:
+        return self._order.epoch(epoch).state(Position(epoch))
+
+    def indices(self, epoch: Any, step: Any, rank: Any) -> Any:
+        """The indices of a step; with ``evaluate`` also how many are no fillers."""
+        found = self._looked_up(epoch, step, rank)
+        task = self._task_of(found, step)
+        shards = [shown_indices(self.dataset, shard, found.number) for shard in task.shards]
+        indices = shards if task.sharded else shards[0]
+        return (indices, found.real(task)) if found.evaluates else indices
+
+    def batch(self, epoch: Any, step: Any) -> Any:
+        """The batch of a step, read here and now, with its random numbers."""
+        self._placement.check_not_capturing()
+        found = self._looked_up(epoch, step)
+        self._epochs.new_run(found)
+        task, job = self._task_of(found, step), self.job_now()
+        with self.in_epoch(found.number), seeded_as_worker(job.seed, task):
+            batch = self._read_here(reader_for(job, readers=0), found, task)
+        if batch is NOTHING:
+            raise ValueError(f"epoch {epoch}, batch {step} was left out: on_error has skipped all of its samples")
+        return batch
