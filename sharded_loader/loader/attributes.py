@@ -114,9 +114,9 @@ class LoaderAttributes(Instruments):
     def _given(self) -> Mapping[str, Any]:
         return self._arguments
 
-    def _inspected(self) -> tuple[Epochs, int, Pool]:
+    def _inspected(self) -> tuple[LookUp, int, Pool]:
         self._pipeline.check_open()
-        return self._epochs, self.epoch, self._workers
+        return self._known_steps, self.epoch, self._workers
 
     def _replicas(self) -> tuple[int, int]:
         return self._order.replicas() if self._order.replicated else super()._replicas()
