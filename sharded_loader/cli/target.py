@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import operator
 import os
 import sys
 import traceback
@@ -84,20 +85,16 @@ def find_loader(target: str) -> Any:
 
 
 def _find(target: str, what: str) -> Any:
-    module_name, colon, name = target.rpartition(":")
-    if not colon or name.endswith(".py") or not name:
-        module = _import(target.rstrip(":") if not name else target)
-        raise CannotRun(f"{target!r} does not name a {what}: write {target.rstrip(':')}:NAME{_candidates(module)}")
-    if not module_name:
-        raise CannotRun(f"{target!r} does not name a module: write module{target} or path/to/file.py{target}")
+    module_name, _, name = target.rpartition(":")
+    if not module_name or not name or name.endswith(".py"):
+        raise CannotRun(f"{target!r} does not name a {what}: write module:NAME or path/to/file.py:NAME")
     module = _import(module_name)
-    named: Any = module
-    for part in name.split("."):
-        try:
-            named = getattr(named, part)
-        except AttributeError:
-            raise CannotRun(f"{module_name} has no {name!r}{_similar(part, named)}") from None
-    return named
+    try:
+        return operator.attrgetter(name)(module)
+    except AttributeError as error:
+        close = difflib.get_close_matches(error.name or "", dir(error.obj), 1)
+        advice = f"did you mean {close[0]!r}?" if close else "look for the name in the file"
+        raise CannotRun(f"{module_name} has no {name!r}: {advice}") from None
 
 
 def kind_of(dataset: Any) -> str:
@@ -202,20 +199,3 @@ def _checked(dataset: Any, target: str) -> Any:
     if empty:
         raise CannotRun(f"{target} is empty: its length is 0. Give a dataset with samples")
     return dataset
-
-
-def _candidates(module: ModuleType) -> str:
-    """The names of a module that may be datasets."""
-    names = [
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and (hasattr(value, "__getitem__") or getattr(value, "__module__", None) == module.__name__)
-    ]
-    return f". Names in {module.__name__}: {', '.join(names[:8])}" if names else ""
-
-
-def _similar(name: str, owner: Any) -> str:
-    if close := difflib.get_close_matches(name, dir(owner), 1):
-        return f": did you mean {close[0]!r}?"
-    return (_candidates(owner) if isinstance(owner, ModuleType) else "") or ": look for the name in the file"

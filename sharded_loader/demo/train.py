@@ -31,15 +31,15 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from threadpoolctl import threadpool_limits
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -49,30 +49,21 @@ from sharded_loader.engine.pool import Pool
 
 BATCH_SIZE, WORKERS = 64, 2
 
-EVERY = 0.1
-"""Seconds between two kills, on average."""
-
-RESTARTS = 1000
-"""By default a batch is given up when it has killed three workers, which kills at random do now and then."""
-
-OnBatch = Callable[[int, float], object]
-"""Called after each step with the epoch and the loss of the batch."""
+OnBatch = Callable[[int, str], object]
+"""Called after each step with the epoch, and its loss in words."""
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """What came of it.
 
     Attributes:
         accuracy: share of the held-out scans that were recognised, from 0 to 1.
-        held_out: how many they are.
         losses: mean training loss of each epoch.
         samples_per_second: of the loader that read the training set.
-        waiting_share: of the time, that the loop waited for data. The first epoch counts only if it is alone.
+        waiting_share: of the last epoch, that the loop waited for data.
     """
 
     accuracy: float
-    held_out: int
     losses: list[float]
     samples_per_second: float
     waiting_share: float
@@ -145,7 +136,7 @@ def forward(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
 def train_and_test(
     epochs: int,
     seed: int = 0,
-    on_batch: OnBatch = lambda epoch, loss: None,
+    on_batch: OnBatch = lambda epoch, text: None,
     pool: Pool | None = None,
     checkpoint: Path | None = None,
     save_at: int | None = None,
@@ -176,7 +167,11 @@ def train_and_test(
         sums = state["sums"]
         for name, part in learning.items():
             part.load_state_dict(state[name])
-    with _steady(), loader, ShardedDataLoader(held_out, 4 * BATCH_SIZE, devices=devices()) as tested:
+    # Sums in one order everywhere, so that a seed gives the same accuracy every time. So small a network gains nothing
+    # from more threads, and loses much where another program holds a core: 33 s with two, in place of 3.5 s.
+    cudnn = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=True)
+    tested = ShardedDataLoader(held_out, 4 * BATCH_SIZE, devices=devices())
+    with threadpool_limits(1), cudnn, loader, tested:
         for epoch in range(loader.epoch, epochs):
             for shards in loader:
                 losses = [cross_entropy(forward(model, images), labels, reduction="sum") for images, labels in shards]
@@ -186,45 +181,26 @@ def train_and_test(
                 optimizer.step()
                 schedule.step()
                 sums[epoch] += torch.tensor([total.item(), count])
-                on_batch(epoch, total.item() / count)
+                on_batch(epoch, f"loss {total.item() / count:.4f}")
                 if checkpoint is not None and save_at == schedule.last_epoch:  # counts the steps
                     partial = checkpoint.with_suffix(".partial")
                     torch.save({"sums": sums, **{name: part.state_dict() for name, part in learning.items()}}, partial)
                     partial.replace(checkpoint)
-        stats, first = loader.stats(), loader.stats(0)
         with torch.no_grad():
             right = sum(int((forward(model, x).argmax(1) == y).sum()) for shards in tested for x, y in shards)
-    seconds, waited = stats.seconds - first.seconds, stats.waiting_seconds - first.waiting_seconds
-    share = waited / seconds if seconds > 0 else stats.waiting_share
-    mean = [float(loss) for loss in sums[:, 0] / sums[:, 1].clamp(min=1)]
-    return Report(right / len(held_out), len(held_out), mean, stats.samples_per_second, share)
-
-
-@contextlib.contextmanager
-def _steady() -> Iterator[None]:
-    """Have sums in one order everywhere, so that a seed gives the same accuracy every time.
-
-    So small a network gains nothing from more threads, and loses much where another program holds a core: 33 s with
-    two, in place of 3.5 s, because they wait for each other in every operation.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=True):
-            yield
-    finally:
-        torch.set_num_threads(threads)
+    mean, last = (sums[:, 0] / sums[:, 1]).tolist(), loader.stats(epochs - 1)
+    return Report(right / len(held_out), mean, loader.stats().samples_per_second, last.waiting_share)
 
 
 # -- disturbed ---------------------------------------------------------------------------------------------------------
 
 
-def stop_and_resume(epochs: int, seed: int, on_wait: Callable[[str], object]) -> tuple[Report, str]:
+def stop_and_resume(epochs: int, seed: int, on_batch: OnBatch) -> tuple[Report, str]:
     """Train, be killed in the middle of an epoch, train on.
 
     Args:
         epochs, seed: of the training.
-        on_wait: called now and then with what the runs do.
+        on_batch: called now and then with 0, and with what the runs do.
 
     Returns:
         What came of the run that went on, and a text: when the other one was killed.
@@ -241,7 +217,7 @@ def stop_and_resume(epochs: int, seed: int, on_wait: Callable[[str], object]) ->
         try:
             while first.is_alive() and not path.exists():
                 first.join(0.02)
-                on_wait("training until it is killed")
+                on_batch(0, "training until it is killed")
         finally:
             first.kill()
             first.join()
@@ -250,7 +226,7 @@ def stop_and_resume(epochs: int, seed: int, on_wait: Callable[[str], object]) ->
         with ProcessPoolExecutor(1, spawn) as second:
             report = second.submit(train_and_test, epochs, seed, checkpoint=path)
             while not wait([report], 0.1).done:
-                on_wait("training on from the checkpoint")
+                on_batch(0, "training on from the checkpoint")
             return report.result(), f"saved after step {step}, killed in mid-epoch, resumed in a new process"
 
 
@@ -260,16 +236,17 @@ def train_and_kill(epochs: int, seed: int, on_batch: OnBatch) -> tuple[Report, s
     Returns:
         What came of it, and a text: how many workers were killed.
     """
-    pool, killed, due = ProcessPool(WORKERS, restarts=RESTARTS), 0, time.monotonic()
+    # By default a batch is given up when it has killed three workers, which kills at random do now and then.
+    pool, killed, due = ProcessPool(WORKERS, restarts=1000), 0, time.monotonic()
 
-    def kill_one(epoch: int, loss: float) -> None:
+    def kill_one(epoch: int, text: str) -> None:
         nonlocal killed, due
-        on_batch(epoch, loss)
+        on_batch(epoch, text)
         if time.monotonic() >= due:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just been killed
                 # On Windows os.kill with any signal but two is TerminateProcess.
                 os.kill(random.choice(pool.pids), getattr(signal, "SIGKILL", signal.SIGTERM))
                 killed += 1
-            due = time.monotonic() + random.uniform(0, 2 * EVERY)
+            due = time.monotonic() + random.uniform(0, 0.2)  # seconds
 
     return train_and_test(epochs, seed, kill_one, pool), f"{killed} killed at random while it trained"

@@ -16,13 +16,10 @@ is Python's list.
 pyarrow's readers crash if two threads use one. So one thread at a time decodes a shard, and the others take the group
 that it has decoded. Files are read, and not mapped: a mapped file that is cut ends the process with SIGBUS.
 
-pyarrow takes each buffer of an Arrow file from where the file says: damage gives it other bytes. So this module finds
-and checks the messages of the file by itself:
+pyarrow counts the rows of an Arrow file by reading all of it, so this module finds the messages of the file by itself:
 
     messages(_Pieces(file)) -> rows of kind, begin, end, number, adds: one for each message
     needed(messages, batch) -> the rows that decode a record batch: the schema, its dictionaries, the batch
-    check_layout(message)   -> ValueError if the buffers of a message do not lie end to end
-    check_nulls(message, columns) -> ValueError if a column has nulls, and its damaged head says that it has none
 
 An IPC file is an IPC stream between a mark and a footer. A message is a marker, the size of its head, the head (a
 FlatBuffer) and a body of buffers.
@@ -61,9 +58,6 @@ OBJECT_BYTES = 64
 
 SCHEMA, DICTIONARY, BATCH = 1, 2, 3
 MARK, MAGIC = b"\xff\xff\xff\xff", b"ARROW1"
-PADDING = 64
-"""Bytes to which writers pad each buffer, at most."""
-
 
 Columns = dict[str, Any]
 """Arrays and lists of the same length, by name."""
@@ -307,10 +301,7 @@ class Arrow(TableFormat):
 
         where = needed(index["messages"], number)
         parts = file.ranges(where[:, 1].tolist(), where[:, 2].tolist())
-        for part in parts:
-            check_layout(part)
         batch = pyarrow.ipc.open_stream(b"".join(parts)).read_next_batch()
-        check_nulls(parts[-1], batch.columns)
         self._check_names(file, batch.schema.names)
         return batch if self.columns is None else batch.select(self.columns)
 
@@ -475,44 +466,6 @@ def needed(rows: Int64s, batch: int) -> Int64s:
         _, _, _, number, adds = rows[position].tolist()
         kept[number] = [*(kept.get(number, []) if adds else []), position]
     return rows[[0, *sorted(position for chain in kept.values() for position in chain), last]]
-
-
-def check_layout(message: bytes) -> None:
-    """Check that the buffers of a message lie end to end, as the format demands."""
-    begin, length = _head(message)
-    head = message[begin : begin + length]
-    kind, table, body = _message(head)
-    if kind == SCHEMA:
-        return
-    if kind == DICTIONARY:
-        table = _inside(head, table, 1)
-    vector = _inside(head, table, 2)
-    (count,) = struct.unpack_from("<I", head, vector)
-    begins, lengths = np.frombuffer(head, "<i8", 2 * count, vector + 4).reshape(-1, 2).T
-    gaps = np.append(begins, body) - np.append(0, begins + lengths)
-    if (lengths < 0).any() or (gaps < 0).any() or (gaps >= PADDING).any():
-        raise ValueError("its buffers do not lie end to end")
-
-
-def check_nulls(message: bytes, columns: Sequence[Any]) -> None:
-    """Check the bitmaps of columns that have no nulls by their head: pyarrow ignores these bitmaps.
-
-    Writers leave out such a bitmap, so this takes 2 us for a column. Columns within columns are not checked, nor are
-    compressed ones.
-    """
-    begin, length = _head(message)
-    head, body = message[begin : begin + length], begin + length
-    table = _message(head)[1]
-    vector = _inside(head, table, 2)
-    first = np.cumsum([0, *(len(column.buffers()) for column in columns)]).tolist()
-    if _field(head, table, 3) or first.pop() != struct.unpack_from("<I", head, vector)[0]:
-        return  # compressed; or of a type that has fewer buffers in a file, such as null
-    for column, number in zip(columns, first, strict=True):
-        offset, size = struct.unpack_from("<qq", head, vector + 4 + 16 * number)
-        if size and column.null_count == 0:
-            bits = np.unpackbits(np.frombuffer(message, np.uint8, size, body + offset), bitorder="little")
-            if not bits[: len(column)].all():
-                raise ValueError("its head says that a column has no nulls, but it has some")
 
 
 def _head(message: bytes) -> tuple[int, int]:

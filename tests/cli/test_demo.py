@@ -10,43 +10,19 @@ import psutil
 import pytest
 from interrupted import interrupt
 
-from sharded_loader.cli import demo
 from sharded_loader.cli.main import main
 
 DEMO = [sys.executable, "-m", "sharded_loader", "demo"]
 
 
 @pytest.mark.slow
-def test_the_demo_says_what_it_did_how_fast_and_what_waiting_means(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(demo, "cores_of_others", lambda: 0.0)
-    assert main(["demo", "--epochs", "1"]) == 0
-    accuracy, speed, waiting, explained = capsys.readouterr().out.splitlines()[-4:]
-    assert re.fullmatch(r"held-out accuracy +[\d.]+% of 359 scans", accuracy)
-    assert re.fullmatch(r"samples per second +[\d,]+", speed)
-    share = re.fullmatch(r"waiting for data +([\d.]+)% of the time", waiting)
-    assert share
-    assert explained == demo.explain_waiting(float(share[1]) / 100, 0.0)
-
-
-def test_the_demo_says_that_other_programs_use_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr(demo, "cores_for_workers", lambda: 2)
-    assert "Other programs use 1.7 of 2 cores. On a quiet machine, the loop waits less." in demo.explain_waiting(
-        0.4, 1.7
-    )
-
-
-@pytest.mark.slow
 def test_a_quiet_demo_prints_its_three_results(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--epochs", "1", "-q"]) == 0
     said = capsys.readouterr()
-    assert [line.split("  ")[0] for line in said.out.splitlines()] == [
-        "held-out accuracy",
-        "samples per second",
-        "waiting for data",
-    ]
+    accuracy, speed, waiting = said.out.splitlines()
+    assert re.fullmatch(r"held-out accuracy +[\d.]+% of 359 scans", accuracy)
+    assert re.fullmatch(r"samples per second +[\d,]+", speed)
+    assert re.fullmatch(r"waiting for data +[\d.]+% of the last epoch", waiting)
     assert said.err == ""
 
 

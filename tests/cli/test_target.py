@@ -79,12 +79,12 @@ def test_a_dataset_is_found(place: str, name: str, kind: str, folder: Path) -> N
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("users_data", r"does not name a dataset: write users_data:NAME. Names in users_data: Numbers, Stream"),
-        ("users_data.py", r"does not name a dataset: write users_data.py:NAME"),
-        ("users_data:", r"does not name a dataset: write users_data:NAME"),
-        (":numbers", r"does not name a module: write module:numbers or path/to/file.py:numbers"),
+        ("users_data", r"does not name a dataset: write module:NAME or path/to/file.py:NAME"),
+        ("users_data.py", r"does not name a dataset: write module:NAME"),
+        ("users_data:", r"does not name a dataset: write module:NAME"),
+        (":numbers", r"does not name a dataset: write module:NAME"),
         ("users_data:number", r"users_data has no 'number': did you mean 'numbers'\?"),
-        ("users_data:xyz", r"users_data has no 'xyz'. Names in users_data: Numbers"),
+        ("users_data:xyz", r"users_data has no 'xyz': look for the name in the file"),
         ("nowhere_at_all:x", r"there is no module 'nowhere_at_all' in .*: change to the folder that contains it"),
         ("users_data.inner:x", r"there is no module 'users_data.inner'"),
         ("nowhere.py:x", r"there is no file nowhere.py: write the path of a Python file"),
