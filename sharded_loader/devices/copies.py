@@ -19,7 +19,8 @@
      consumer's work done. Then a host that runs ahead uses more and more device memory.
 
 Small tensors of a batch travel together: the host copies them into one piece of pinned memory, and they are parts of
-one piece of the device's. So a batch of 256 columns costs one copy, and not 256.
+one piece of the device's. So a batch of 256 columns costs one copy, and not 256. A `PlacementPlan` notes which of the
+arrays of a flat batch are small; it is kept for the next batch.
 
 The user's ``device_transform`` runs on the copy stream, behind the copy and before e. So do the moves of objects that
 move themselves, if all their tensors can be found: of containers, and of objects with ``record_stream``. What these two
