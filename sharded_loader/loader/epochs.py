@@ -14,8 +14,8 @@ While the last batches of an epoch are consumed, workers read the first ones of 
 is a pure function of the epoch: with samplers of this library. If another epoch is asked for, or the order is another
 one by then, the prefetched batches are dropped.
 
-Owns the position and the run that is kept. The pipeline owns the runs that are
-open. The order knows which epoch is next, a run how much of it was delivered.
+Owns the position and the run that is kept. The pipeline owns the runs that are open. The order knows which epoch is
+next, a run how much of it was delivered.
 
 Inline and in threads all readers share one dataset. If it has ``set_epoch``, it can be in one epoch only: runs of
 another epoch end with an error. In a process worker the dataset is the worker's own, and its `Reader` tells it.
