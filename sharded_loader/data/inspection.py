@@ -9,10 +9,9 @@
     iterable_of(dataset, part)  the dataset, or what a function of its part returns
     open_file(dataset)          the first open file that is found, as "dataset.f"
     this_worker()               which of how many workers, or parts, reads here
-    fingerprint_of(dataset)     a few bytes that tell other data of the same length: states have them
 
-No sample is read. Of the user's own code only what a file class defines is called, and ``_fingerprint``. What cannot be
-found out counts as missing.
+No sample is read. Of the user's own code only what a file class defines is called. What cannot be found
+out counts as missing.
 
 *Open files.* A file has one position. Where worker A seeks and worker B seeks before A reads, A gets B's bytes: wrong
 samples, without an error. Threads share the file object; forked processes share the position behind it. Spawned workers
@@ -20,14 +19,8 @@ get the dataset as a pickle: a file of bytes cannot be pickled, and a text that 
 search looks a few levels deep at the attributes of the dataset, and of the datasets inside it, and only at the first
 entries of long lists.
 
-*Fingerprints.* What is in memory or known counts: ``_fingerprint`` (Hugging Face's datasets, `ShardDataset`), a few
-rows of arrays and tensors, a few items of lists of plain values. Inside an object it is what a wrapper wraps, the first
-turns of a mixture, and public attributes that are as long as the dataset. Of a path only the last part counts: a folder
-may have moved. It takes less than a millisecond, once for each loader.
-
 What can go wrong: a file that lies deeper, or that a library hides (HDF5, LMDB), is not found. A file that is only read
-with ``os.pread``, or under a lock of another object, is reported though it does no harm. A dataset that raises an error
-has no fingerprint.
+with ``os.pread``, or under a lock of another object, is reported though it does no harm.
 """
 
 from __future__ import annotations
@@ -38,20 +31,12 @@ import sys
 import threading
 import types
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from os import PathLike
 from typing import Any
 
-import numpy as np
-
-from sharded_loader.base.interrupts import is_from_outside
-from sharded_loader.base.notices import warn
-from sharded_loader.batching.tree import is_tensor
-from sharded_loader.data.columns import PackedList, is_dataset
-from sharded_loader.data.digests import sampled, some
+from sharded_loader.data.columns import is_dataset
 from sharded_loader.data.seeding import Children, attributes, reachable
 
 DEPTH, ENTRIES, OBJECTS = 4, 8, 4000
@@ -61,11 +46,6 @@ TOLD = 1000
 """Of a search for datasets with ``set_epoch``: objects, and the entries of a list or dict. It takes 1 ms at most."""
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
-
-DEEPEST = 8
-"""Wrappers inside each other that count."""
-
-_WRAPPED = ("dataset", "datasets", "tensors", "_dataset", "_indices", "_parts", "_columns", "_schedule")
 
 # -- what it can do ----------------------------------------------------------------------------------------------------
 
@@ -295,67 +275,6 @@ def _has_position(file: io.IOBase) -> bool:
         return file.readable() and file.seekable()  # not a log
     except Exception:  # it is closed, or a class of the user's cannot say: no reason to end the epoch
         return False
-
-
-# -- fingerprints ------------------------------------------------------------------------------------------------------
-
-
-def fingerprint_of(dataset: Any) -> str | None:
-    """A short text that is the same in every process, and probably another one for other data.
-
-    Example:
-        >>> fingerprint_of([1, 2]) == fingerprint_of([1, 2]) != fingerprint_of([1, 3])
-        True
-        >>> fingerprint_of(range(3)) is None
-        True
-    """
-    try:
-        found = _of_data(dataset, 0)
-    except Exception as error:  # the user's class
-        if is_from_outside(error):
-            raise
-        return None
-    return f"{zlib.crc32(found):08x}" if found else None
-
-
-def warn_of_other_data(saved: Any, own: str | None) -> None:
-    """Warn if a state was saved with other data. A state of an older version says nothing of them."""
-    if isinstance(saved, str) and own is not None and saved != own:
-        warn(
-            f"the state was saved with other data: the fingerprint of the dataset was {saved}, and is {own}. The "
-            f"loader goes on at this position in the data that it has. Load the original data. If you mean the change, "
-            f"ignore this LoaderWarning"
-        )
-
-
-def _of_data(data: Any, depth: int) -> bytes:
-    """What is known of a dataset, or of something in it; nothing if nothing is."""
-    own = getattr(data, "_fingerprint", None)
-    if isinstance(own, str):
-        return own.encode()
-    if depth > DEEPEST or isinstance(data, range | str | bytes):
-        return b""
-    if isinstance(data, np.ndarray) or is_tensor(data):
-        return sampled(data).encode()
-    if isinstance(data, list | tuple | PackedList):
-        return b"|".join(_of_item(data[i], depth + 1) for i in some(len(data)))
-    found = []
-    for name, value in sorted(getattr(data, "__dict__", {}).items()):
-        is_column = (
-            not name.startswith("_") and isinstance(value, np.ndarray | list | tuple) and len(value) == len(data)
-        )
-        if name in _WRAPPED or is_column:
-            found.append(_of_data(value, depth + 1))
-    return b"/".join(found) if any(found) else b""
-
-
-def _of_item(item: Any, depth: int) -> bytes:
-    if isinstance(item, str | PathLike):
-        item = str(item).replace("\\", "/").rsplit("/", 1)[-1]
-    if isinstance(item, dict):
-        return _of_data([*item.keys(), *item.values()], depth)
-    is_plain = isinstance(item, str | bytes | bool | int | float | complex | np.generic | None)
-    return sampled(item).encode() if is_plain else _of_data(item, depth)
 
 
 # -- who reads ---------------------------------------------------------------------------------------------------------

@@ -30,8 +30,7 @@ import torch
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.interrupts import is_from_outside
-from sharded_loader.data.digests import exact
-from sharded_loader.data.known import digest_of_read, look_in_worker, text_with_type
+from sharded_loader.data.known import digest_of_read, exact, look_in_worker, text_with_type
 from sharded_loader.data.seeding import generators
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.pool import Pool, PoolBroken
