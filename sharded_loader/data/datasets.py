@@ -703,27 +703,6 @@ def of_inner(batches: Batches, translate: Callable[[Any], Any]) -> Batches:
     return translated_batch
 
 
-RETRIES: list[None] = []
-"""One entry for each retry of `retries_here`. A reader takes its length for each batch, which calls no function."""
-
-
-def note_retry() -> None:
-    """A request to a server is tried again (`storage.stores`). Any thread may call it.
-
-    Example:
-        >>> before = retries_here()
-        >>> note_retry()
-        >>> retries_here() - before
-        1
-    """
-    RETRIES.append(None)  # no lock is needed, and none can be held by another thread when the process is forked
-
-
-def retries_here() -> int:
-    """The number of requests tried again since the process began, and before that in the one it was forked from."""
-    return len(RETRIES)
-
-
 def retries_of(dataset: Any) -> int:
     """The number of requests that a dataset, and those inside it, have tried again in this process.
 

@@ -44,6 +44,7 @@ from sharded_loader.base.errors import (
     without_frames,
 )
 from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.base.notices import RETRIES
 from sharded_loader.base.system import core_seconds
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.pack import Packed
@@ -51,7 +52,6 @@ from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assemb
 from sharded_loader.data.arrays import as_bulk, as_items, takes_arrays
 from sharded_loader.data.awaiting import Awaited, is_awaited
 from sharded_loader.data.bulk import NOT_IN_BULK, listed
-from sharded_loader.data.datasets import RETRIES
 from sharded_loader.data.inspection import set_epoch_of
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board, phase
 from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, PartPoint, Result, Task
