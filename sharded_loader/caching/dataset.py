@@ -155,7 +155,7 @@ class StoredDataset(Wrapper):
         """Many samples: those not yet stored are read at once."""
         return self._samples(checked_indices(indices, self._checked()).tolist())
 
-    def gather(self, indices: Indices, empty: Empty) -> Any:
+    def _in_columns(self, indices: Indices, empty: Empty) -> Any:
         """A finished batch, or `NOT_IN_BULK` if not all samples are rows of the store."""
         where, store = checked_indices(indices, self._checked()), self._store
         rows = None if store is None else store.rows(where)
@@ -167,7 +167,7 @@ class StoredDataset(Wrapper):
     @bulk
     def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
         """A finished batch, in memory from ``empty``."""
-        batch = self.gather(indices, empty)
+        batch = self._in_columns(indices, empty)
         if batch is NOT_IN_BULK:
             where = checked_indices(indices, self._checked()).tolist()
             batch = default_batchify_fn.assemble(self._samples(where), empty)

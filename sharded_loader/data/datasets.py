@@ -386,6 +386,8 @@ class SimpleDataset(View):
         9
     """
 
+    _is_part = True  # its subclasses are not; see `bulk.part_of`
+
     def __init__(self, data: Any) -> None:
         self._dataset = check_dataset(data, "SimpleDataset")
 
@@ -423,6 +425,8 @@ class SubsetDataset(View):
 
     Source of the idea: ``torch.utils.data.Subset``.
     """
+
+    _is_part = True  # its subclasses are not; see `bulk.part_of`
 
     def __init__(self, dataset: Any, indices: Selection | Sequence[int]) -> None:
         dataset = check_dataset(dataset, "SubsetDataset")

@@ -2,7 +2,7 @@
 
     Task -> Reader.read -> Result (NumPy arrays and tensors, or the error with notes that say where)
 
-In bulk where the dataset can: as a finished batch (``get_batch``, columns: see `data.arrays`; with the default
+In bulk where the dataset can: as a finished batch (``get_batch``, columns: see `data.bulk`; with the default
 batchify, or one that has ``bulk_of``, as the drop-in's), then ``__getitems__(indices)``, then one ``__getitem__`` per
 sample. The user's ``batchify_fn`` gets what ``__getitems__`` returns as it is. If a bulk read raises, the samples are
 read one by one, to name the one that fails. The batch is put together in memory from the caller's ``empty``. While
@@ -49,9 +49,8 @@ from sharded_loader.base.system import core_seconds
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.pack import Packed
 from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assembler, refuse_async
-from sharded_loader.data.arrays import as_bulk, as_items, takes_arrays
 from sharded_loader.data.awaiting import Awaited, is_awaited
-from sharded_loader.data.bulk import NOT_IN_BULK, listed
+from sharded_loader.data.bulk import NOT_IN_BULK, as_bulk, as_items, listed, takes_arrays
 from sharded_loader.data.inspection import set_epoch_of
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board, phase
 from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, PartPoint, Result, Task

@@ -40,7 +40,7 @@ import numpy as np
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import Notices, warn
 from sharded_loader.base.private import fetched_by_lightning, is_owned
-from sharded_loader.data.arrays import takes_arrays
+from sharded_loader.data.bulk import takes_arrays
 from sharded_loader.data.datasets import can_follow, follow
 from sharded_loader.data.inspection import set_epoch_of
 from sharded_loader.data.interleave import mixture_of
