@@ -187,11 +187,12 @@ class _Offered:
 _DRAW_NOTHING = (list, tuple, range, str, np.ndarray, np.memmap)
 
 
-def listed(found: Any) -> list[Any]:
-    """What ``__getitems__`` has returned, as a list of samples.
+def listed(found: Any, count: int) -> list[Any]:
+    """What ``__getitems__`` has returned, as a list of ``count`` samples.
 
     Raises:
         TypeError: it is None or an object, or its items are keys or in no order.
+        ValueError: there are more or fewer.
     """
     is_list = hasattr(found, "__iter__") or hasattr(found, "__getitem__")
     if not is_list or isinstance(found, (dict, UserDict, set, frozenset, str, bytes)):
@@ -199,7 +200,12 @@ def listed(found: Any) -> list[Any]:
             f"__getitems__ returned {an(type(found))}: return a list of samples, one per index, in the order of "
             "the indices"
         )
-    return list(found)
+    if len(samples := list(found)) != count:
+        raise ValueError(
+            f"__getitems__ was asked for {count} samples and returned {len(samples)}: return one sample per index, in "
+            "the order of the indices"
+        )
+    return samples
 
 
 def read_many(dataset: Any, indices: Sequence[int]) -> list[Any]:
@@ -210,7 +216,7 @@ def read_many(dataset: Any, indices: Sequence[int]) -> list[Any]:
         ['c', 'a']
     """
     read = bulk_method(dataset, "__getitems__")
-    return _one_by_one(dataset, indices) if read is None else listed(read(handed_out(indices)))
+    return _one_by_one(dataset, indices) if read is None else listed(read(handed_out(indices)), len(indices))
 
 
 def _one_by_one(dataset: Any, indices: Sequence[int]) -> list[Any]:
