@@ -38,8 +38,8 @@ from sharded_loader.data.bulk import (
 )
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import Batches, NextBatch, Wrapper, follow, of_inner
-from sharded_loader.data.inspection import fingerprint_of, set_epoch_of
-from sharded_loader.data.seeding import held_generators
+from sharded_loader.data.inspection import fingerprint_of
+from sharded_loader.data.seeding import held_generators, set_epoch_of
 from sharded_loader.randomness import rng
 from sharded_loader.randomness.global_generators import global_states
 

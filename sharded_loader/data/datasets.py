@@ -57,12 +57,12 @@ from sharded_loader.data.bulk import (
     read_many,
 )
 from sharded_loader.data.columns import check_dataset, is_dataset
-from sharded_loader.data.inspection import set_epoch_of
 from sharded_loader.data.seeding import (
     each_by_its_key,
     handed_out,
     keys_of,
     next_level,
+    set_epoch_of,
     transform_seed,
     translated,
 )

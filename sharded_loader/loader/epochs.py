@@ -42,9 +42,9 @@ from sharded_loader.base.notices import Notices, warn
 from sharded_loader.base.private import fetched_by_lightning, is_owned
 from sharded_loader.data.bulk import takes_arrays
 from sharded_loader.data.datasets import can_follow, follow
-from sharded_loader.data.inspection import set_epoch_of
 from sharded_loader.data.interleave import mixture_of
 from sharded_loader.data.known import Known, digest_of_read
+from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import NOTHING, Job, Task
 from sharded_loader.engine.order import Epoch, Position
