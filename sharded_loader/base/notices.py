@@ -3,6 +3,7 @@
     Notices.happened("replaced_workers", text)   the first time a line of the logger at WARNING, then at INFO; counted
     Notices.counts                               -> `LoaderStats`, the loader's repr
     Notices.warn("length", text)                 a `LoaderWarning`, the first time
+    note_retry()                                 a request to a server is tried again: one more in `RETRIES`
 
 Which of the two a notice is:
 
@@ -87,3 +88,20 @@ class Notices:
         if kind not in self._warned:
             self._warned.add(kind)
             warn(text)
+
+
+RETRIES: list[None] = []
+"""One entry for each retry in this process, and before that in the one it was forked from. A reader takes its length
+for each batch, which calls no function."""
+
+
+def note_retry() -> None:
+    """A request to a server is tried again (`storage.stores`). Any thread may call it.
+
+    Example:
+        >>> before = len(RETRIES)
+        >>> note_retry()
+        >>> len(RETRIES) - before
+        1
+    """
+    RETRIES.append(None)  # no lock is needed, and none can be held by another thread when the process is forked

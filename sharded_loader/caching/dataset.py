@@ -38,9 +38,8 @@ from sharded_loader.data.bulk import (
 )
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import Batches, NextBatch, Wrapper, follow, of_inner
-from sharded_loader.data.inspection import set_epoch_of
 from sharded_loader.data.known import exact, fingerprint_of
-from sharded_loader.data.seeding import held_generators
+from sharded_loader.data.seeding import held_generators, set_epoch_of
 from sharded_loader.randomness import rng
 from sharded_loader.randomness.global_generators import global_states
 
@@ -156,7 +155,7 @@ class StoredDataset(Wrapper):
         """Many samples: those not yet stored are read at once."""
         return self._samples(checked_indices(indices, self._checked()).tolist())
 
-    def gather(self, indices: Indices, empty: Empty) -> Any:
+    def _in_columns(self, indices: Indices, empty: Empty) -> Any:
         """A finished batch, or `NOT_IN_BULK` if not all samples are rows of the store."""
         where, store = checked_indices(indices, self._checked()), self._store
         rows = None if store is None else store.rows(where)
@@ -168,7 +167,7 @@ class StoredDataset(Wrapper):
     @bulk
     def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
         """A finished batch, in memory from ``empty``."""
-        batch = self.gather(indices, empty)
+        batch = self._in_columns(indices, empty)
         if batch is NOT_IN_BULK:
             where = checked_indices(indices, self._checked()).tolist()
             batch = default_batchify_fn.assemble(self._samples(where), empty)

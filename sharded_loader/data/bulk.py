@@ -5,6 +5,27 @@
     read_many(dataset, indices) -> list of samples      ``__getitems__`` where the dataset has it
     gather_rows(columns, rows, empty) -> the rows       of each column, in memory from ``empty``, each written once
 
+    as_bulk(dataset)  -> gather(indices, empty) -> the batch | NOT_IN_BULK     None: no such way
+    as_items(dataset) -> ``__getitems__``, through torch's Subset              None: sample by sample
+
+| dataset | is read as |
+|---|---|
+| anything with ``get_batch`` (see `bulk_method`) | ``get_batch(indices)``; our own write into memory from ``empty`` |
+| NumPy array, torch tensor | one gather |
+| torch ``TensorDataset`` | one gather per tensor |
+| Hugging Face ``datasets.Dataset`` | ``dataset[indices]``, then each column by the default rules |
+| what ``cache`` returns | one gather per column, if all samples of the batch are stored |
+| our `ShardDataset` over tables | the rows of each column, out of decoded groups |
+| torch ``Subset``, our `SimpleDataset` and `SubsetDataset` over any of these | the same |
+
+The batch is what the default batchify makes of the samples, value by value: same structure, dtypes, shapes. Where that
+is not certain, the answer is None, or `NOT_IN_BULK` for this batch, and the samples are read. Examples are a subclass
+that reads in its own way, tensors on a device, and indices that are no integers. Hugging Face samples are those of its
+``__getitems__``, which torch's DataLoader reads too: in NumPy format ``dataset[i]`` gives a float column as float64,
+``dataset[[i]]`` as float32.
+
+Nothing is imported: where a library is not loaded, none of its datasets exists.
+
 Two rules decide what is used. A wrapper has a bulk method exactly where the dataset inside it has one, and ``hasattr``
 tells the truth (`bulk`). A class that overrides ``__getitem__`` is read by it: an inherited bulk method, which
 does not know the override, is never used (`bulk_method`; see `sharded_loader.batching.protocol.known_to`).
@@ -23,9 +44,10 @@ from __future__ import annotations
 import operator
 import sys
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, update_wrapper
 from inspect import iscoroutinefunction
+from itertools import repeat
 from types import MethodType
 from typing import Any, Protocol, TypeVar
 
@@ -33,11 +55,11 @@ import numpy as np
 
 from sharded_loader.base.described import an
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.protocol import Empty, call_with_empty, known_to
+from sharded_loader.batching.protocol import Empty, call_with_empty, in_fields, known_to
 from sharded_loader.batching.tensors import as_numpy, check_no_grad, empty_tensor, is_column
 from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.awaiting import CONCURRENCY, Awaited, is_awaited, many, resolved
-from sharded_loader.data.seeding import each_by_its_key, handed_out
+from sharded_loader.data.seeding import each_by_its_key, handed_out, translated
 
 Indices = Sequence[int] | np.ndarray[Any, Any]
 """The positions of samples in a dataset: a sequence of integers, or an array of integers."""
@@ -165,11 +187,12 @@ class _Offered:
 _DRAW_NOTHING = (list, tuple, range, str, np.ndarray, np.memmap)
 
 
-def listed(found: Any) -> list[Any]:
-    """What ``__getitems__`` has returned, as a list of samples.
+def listed(found: Any, count: int) -> list[Any]:
+    """What ``__getitems__`` has returned, as a list of ``count`` samples.
 
     Raises:
         TypeError: it is None or an object, or its items are keys or in no order.
+        ValueError: there are more or fewer.
     """
     is_list = hasattr(found, "__iter__") or hasattr(found, "__getitem__")
     if not is_list or isinstance(found, (dict, UserDict, set, frozenset, str, bytes)):
@@ -177,7 +200,12 @@ def listed(found: Any) -> list[Any]:
             f"__getitems__ returned {an(type(found))}: return a list of samples, one per index, in the order of "
             "the indices"
         )
-    return list(found)
+    if len(samples := list(found)) != count:
+        raise ValueError(
+            f"__getitems__ was asked for {count} samples and returned {len(samples)}: return one sample per index, in "
+            "the order of the indices"
+        )
+    return samples
 
 
 def read_many(dataset: Any, indices: Sequence[int]) -> list[Any]:
@@ -188,7 +216,7 @@ def read_many(dataset: Any, indices: Sequence[int]) -> list[Any]:
         ['c', 'a']
     """
     read = bulk_method(dataset, "__getitems__")
-    return _one_by_one(dataset, indices) if read is None else listed(read(handed_out(indices)))
+    return _one_by_one(dataset, indices) if read is None else listed(read(handed_out(indices)), len(indices))
 
 
 def _one_by_one(dataset: Any, indices: Sequence[int]) -> list[Any]:
@@ -243,6 +271,157 @@ def gather(dataset: Any, indices: Indices, empty: Empty) -> Any:
     read = batch_reader(dataset)
     assert read is not None
     return read(indices, empty)
+
+
+# -- finished batches --------------------------------------------------------------------------------------------------
+
+
+def as_bulk(dataset: Any) -> Gather | None:
+    """How to read finished batches of a dataset; as the default batchify would make them.
+
+    Args:
+        dataset: any.
+
+    Returns:
+        ``gather(indices, empty)``, which returns a batch or `NOT_IN_BULK`; None if there is no such way.
+
+    Example:
+        >>> as_bulk(np.arange(5) * 10)([3, 1], np.empty)
+        array([30, 10])
+        >>> as_bulk([1, 2, 3]) is None
+        True
+    """
+    if (inside := part_of(dataset)) is not None:
+        return _translated(as_bulk(inside[0]), inside[1])
+    if known_to(type(dataset), "_in_columns", READS) is not None:
+        in_columns: Gather = dataset._in_columns
+        return in_columns
+    if (read := batch_reader(dataset)) is not None:
+        return read
+    if (found := arrays_of(dataset)) is not None:
+        return _of_columns(*found)
+    if _reads_like(dataset, "datasets.arrow_dataset", "Dataset"):
+        return partial(_of_hugging_face, dataset)
+    return None
+
+
+def takes_arrays(dataset: Any) -> bool:
+    """Whether `as_bulk` reads this dataset by arrays of indices, so that no lists need be made of them.
+
+    Example:
+        >>> takes_arrays(np.arange(5)), takes_arrays([1, 2, 3])
+        (True, False)
+    """
+    is_torchs = is_tensor(dataset) or _reads_like(dataset, "torch.utils.data", "TensorDataset")
+    if is_torchs or isinstance(dataset, np.ndarray):
+        return as_bulk(dataset) is not None
+    return hasattr(batch_reader(dataset), "takes_empty")
+
+
+def as_items(dataset: Any) -> Callable[[Sequence[Any]], Iterable[Any]] | None:
+    """How to read many samples of a dataset at once: its ``__getitems__``.
+
+    torch's `Subset` always has one. It is looked through. If the dataset inside has none, samples are read one by one.
+    If it has one, each sample keeps its key, so its random numbers are those of the loader's index.
+
+    Example:
+        >>> as_items([1, 2, 3]) is None
+        True
+    """
+    if _reads_like(dataset, "torch.utils.data", "Subset"):
+        inner = as_items(dataset.dataset)
+        if inner is None:
+            return None
+        return lambda indices: inner(translated(_chosen(dataset, indices), indices))
+    items = bulk_method(dataset, "__getitems__")
+    return None if items is None else lambda indices: items(handed_out(indices))
+
+
+def _reads_like(dataset: Any, module: str, name: str) -> bool:
+    """Whether this is an instance of that class and reads samples as the class does, not in a way of its own."""
+    base = getattr(sys.modules.get(module), name, None)
+    if not isinstance(base, type) or not isinstance(dataset, base):
+        return False
+    kind = type(dataset)
+    return all(getattr(kind, how, None) is getattr(base, how, None) for how in ("__getitem__", "__getitems__"))
+
+
+def part_of(dataset: Any) -> tuple[Any, Callable[[Any], Any]] | None:
+    """Of a part of another dataset, that one, and the function that translates indices; otherwise None.
+
+    Example:
+        >>> from sharded_loader import SubsetDataset
+        >>> inner, translate = part_of(SubsetDataset([5, 6, 7], [2, 0]))
+        >>> inner, translate([0, 1])
+        ([5, 6, 7], array([2, 0]))
+    """
+    if "_is_part" in vars(type(dataset)) and "get_batch" not in vars(dataset):
+        return dataset._dataset, dataset._inner
+    if _reads_like(dataset, "torch.utils.data", "Subset") and batch_reader(dataset) is None:
+        return dataset.dataset, partial(_chosen, dataset)
+    return None
+
+
+def arrays_of(dataset: Any) -> tuple[Callable[[], Sequence[Any]], bool] | None:
+    """What looks up the arrays that a sample is made of, and whether it is a row of the only one; otherwise None.
+
+    They are looked up for each batch: a TensorDataset's may be replaced between epochs.
+    """
+    if isinstance(dataset, np.ndarray) or is_tensor(dataset):
+        return (lambda: (dataset,)), True
+    return ((lambda: dataset.tensors), False) if _reads_like(dataset, "torch.utils.data", "TensorDataset") else None
+
+
+def _chosen(subset: Any, indices: Sequence[Any]) -> list[Any]:
+    """Indices into what a torch Subset wraps."""
+    return list(map(subset.indices.__getitem__, indices))
+
+
+def _translated(inner: Gather | None, translate: Callable[[Any], Any]) -> Gather | None:
+    """Reads other indices. Those that cannot be translated are no integers: a dataset may have other keys."""
+    if inner is None:
+        return None
+
+    def read(indices: Any, empty: Empty) -> Any:
+        try:
+            found = translate(indices)
+        except (TypeError, ValueError, OverflowError):
+            return NOT_IN_BULK
+        return inner(found, empty)
+
+    return read
+
+
+def _of_columns(columns: Callable[[], Sequence[Any]], bare: bool) -> Gather | None:
+    def read(where: Any, empty: Empty) -> Any:
+        if not are_rows(columns()):
+            return NOT_IN_BULK
+        fields = gather_rows(columns(), where, empty)
+        return fields[0] if bare else fields
+
+    if not are_rows(columns()):
+        return None
+    return _translated(read, lambda indices: checked_indices(indices, len(columns()[0])))
+
+
+def are_rows(columns: Sequence[Any]) -> bool:
+    return all(is_gathered(column) or is_column(column) for column in columns)
+
+
+def _of_hugging_face(dataset: Any, indices: Sequence[Any], empty: Empty) -> Any:
+    count = len(indices)
+    columns = dataset[indices if isinstance(indices, list) else np.asarray(indices).tolist()]
+    if not isinstance(columns, Mapping) or not columns or any(len(columns[name]) != count for name in columns):
+        return NOT_IN_BULK
+    fields = in_fields(columns, "[{!r}]", repeat(_field), [columns[name] for name in columns], empty)
+    return dict(zip(columns, fields, strict=True))
+
+
+def _field(column: Any, empty: Empty) -> Any:
+    """A column as the default batchify makes it of ``column[0]``, ``column[1]``, ..."""
+    if (is_gathered(column) and column.dtype.isnative) or is_column(column):
+        return column
+    return default_batchify_fn.assemble([column[i] for i in range(len(column))], empty)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

@@ -57,12 +57,12 @@ from sharded_loader.data.bulk import (
     read_many,
 )
 from sharded_loader.data.columns import check_dataset, is_dataset
-from sharded_loader.data.inspection import set_epoch_of
 from sharded_loader.data.seeding import (
     each_by_its_key,
     handed_out,
     keys_of,
     next_level,
+    set_epoch_of,
     transform_seed,
     translated,
 )
@@ -386,6 +386,8 @@ class SimpleDataset(View):
         9
     """
 
+    _is_part = True  # its subclasses are not; see `bulk.part_of`
+
     def __init__(self, data: Any) -> None:
         self._dataset = check_dataset(data, "SimpleDataset")
 
@@ -423,6 +425,8 @@ class SubsetDataset(View):
 
     Source of the idea: ``torch.utils.data.Subset``.
     """
+
+    _is_part = True  # its subclasses are not; see `bulk.part_of`
 
     def __init__(self, dataset: Any, indices: Selection | Sequence[int]) -> None:
         dataset = check_dataset(dataset, "SubsetDataset")
@@ -727,27 +731,6 @@ def of_inner(batches: Batches, translate: Callable[[Any], Any]) -> Batches:
         return None if indices is None else translate(indices)
 
     return translated_batch
-
-
-RETRIES: list[None] = []
-"""One entry for each retry of `retries_here`. A reader takes its length for each batch, which calls no function."""
-
-
-def note_retry() -> None:
-    """A request to a server is tried again (`storage.stores`). Any thread may call it.
-
-    Example:
-        >>> before = retries_here()
-        >>> note_retry()
-        >>> retries_here() - before
-        1
-    """
-    RETRIES.append(None)  # no lock is needed, and none can be held by another thread when the process is forked
-
-
-def retries_here() -> int:
-    """The number of requests tried again since the process began, and before that in the one it was forked from."""
-    return len(RETRIES)
 
 
 def retries_of(dataset: Any) -> int:

@@ -31,19 +31,16 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from typing import Any
 
 from sharded_loader.data.columns import is_dataset
-from sharded_loader.data.seeding import Children, attributes, reachable
+from sharded_loader.data.seeding import Children, reachable, set_epoch_of
 
 DEPTH, ENTRIES, OBJECTS = 4, 8, 4000
 """Of a search for open files: levels, the entries of a list or dict, and all objects."""
-
-TOLD = 1000
-"""Of a search for datasets with ``set_epoch``: objects, and the entries of a list or dict. It takes 1 ms at most."""
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
@@ -141,38 +138,6 @@ def known_parts(dataset: Any) -> int | None:
         if isinstance(count, int) and not isinstance(count, bool) and count > 0:
             return count
     return None
-
-
-def set_epoch_of(dataset: Any) -> Any:
-    """Return what tells a dataset, or those inside, the epoch, not heard by listeners; None without a ``set_epoch``."""
-    methods = [getattr(one.set_epoch, "unnoted", one.set_epoch) for one in told_in(dataset, nearest=True)]
-    return (lambda epoch: [method(epoch) for method in methods]) if methods else None
-
-
-def told_in(dataset: Any, nearest: bool = False) -> Iterator[Any]:
-    """Those with ``set_epoch`` among a dataset and the objects that it holds in attributes, or in lists there.
-
-    With ``nearest``, one that lies inside another is left out: the outer one passes the epoch on.
-    """
-
-    def children(obj: Any) -> Children:
-        return iter(()) if nearest and is_told(obj) else _datasets_in(obj)
-
-    def is_told(obj: Any) -> bool:  # of an object inside, no code that looks up attributes is run
-        return (obj is dataset or hasattr(type(obj), "set_epoch")) and callable(getattr(obj, "set_epoch", None))
-
-    return (one for _, one in reachable(dataset, children, most=TOLD, deepest=2 * DEPTH) if is_told(one))
-
-
-def _datasets_in(obj: Any) -> Children:
-    """What an object holds that has ``set_epoch``, or is read as a dataset is and may hold one."""
-    for end, value in attributes(obj):
-        held = value.values() if isinstance(value, dict) else value
-        for one in tuple(islice(held, TOLD)) if isinstance(value, (list, tuple, dict)) else (value,):
-            kind = type(one)
-            is_read = hasattr(kind, "__getitem__") or hasattr(kind, "__iter__")
-            if hasattr(kind, "set_epoch") or (is_read and hasattr(one, "__dict__") and not hasattr(kind, "__array__")):
-                yield end, one
 
 
 def takes_two(function: Callable[..., Any]) -> bool:

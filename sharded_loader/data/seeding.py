@@ -7,6 +7,7 @@
     owners(fn) -> [Seedable, ...]       the objects inside ``fn`` that can be seeded
     reachable(root, children)           an object and those that it refers to, nearest first
     generators(root, name)              the random generators among them
+    set_epoch_of(dataset)               what tells a dataset, and those inside it, the epoch
 
 Some libraries give each transform object a generator of its own (albumentations, MONAI). Each worker process has a copy
 of that generator, so several workers draw the same numbers. Such objects have a method that seeds them:
@@ -47,6 +48,9 @@ MOST = 2000
 
 MANY = 200
 """Items of one list or dict to search: what is longer is data, and no pipeline."""
+
+TOLD = 1000
+"""Of a search for datasets with ``set_epoch``: objects, and the entries of a list or dict. It takes 1 ms at most."""
 
 _LEAVES = frozenset(
     (str, bytes, bytearray, int, float, complex, bool, type(None), range, slice, type(Ellipsis))
@@ -357,3 +361,38 @@ def _is_installed(module: Any) -> bool:
     file = getattr(sys.modules.get(top), "__file__", None) or ""
     known = top == "sharded_loader" or top in sys.stdlib_module_names
     return known or "site-packages" in file or "dist-packages" in file
+
+
+# -- who is told the epoch ---------------------------------------------------------------------------------------------
+
+
+def set_epoch_of(dataset: Any) -> Any:
+    """Return what tells a dataset, or those inside, the epoch, not heard by listeners; None without a ``set_epoch``."""
+    methods = [getattr(one.set_epoch, "unnoted", one.set_epoch) for one in told_in(dataset, nearest=True)]
+    return (lambda epoch: [method(epoch) for method in methods]) if methods else None
+
+
+def told_in(dataset: Any, nearest: bool = False) -> Iterator[Any]:
+    """Those with ``set_epoch`` among a dataset and the objects that it holds in attributes, or in lists there.
+
+    With ``nearest``, one that lies inside another is left out: the outer one passes the epoch on.
+    """
+
+    def children(obj: Any) -> Children:
+        return iter(()) if nearest and is_told(obj) else _datasets_in(obj)
+
+    def is_told(obj: Any) -> bool:  # of an object inside, no code that looks up attributes is run
+        return (obj is dataset or hasattr(type(obj), "set_epoch")) and callable(getattr(obj, "set_epoch", None))
+
+    return (one for _, one in reachable(dataset, children, most=TOLD, deepest=8) if is_told(one))
+
+
+def _datasets_in(obj: Any) -> Children:
+    """What an object holds that has ``set_epoch``, or is read as a dataset is and may hold one."""
+    for end, value in attributes(obj):
+        held = value.values() if isinstance(value, dict) else value
+        for one in tuple(islice(held, TOLD)) if isinstance(value, (list, tuple, dict)) else (value,):
+            kind = type(one)
+            is_read = hasattr(kind, "__getitem__") or hasattr(kind, "__iter__")
+            if hasattr(kind, "set_epoch") or (is_read and hasattr(one, "__dict__") and not hasattr(kind, "__array__")):
+                yield end, one

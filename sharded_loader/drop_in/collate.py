@@ -23,8 +23,7 @@ from sharded_loader.batching.tensors import dtype_of, is_plain, stack_tensors
 from sharded_loader.batching.tree import TensorBatch, to_torch, torch_has
 from sharded_loader.caching.dataset import StoredDataset
 from sharded_loader.caching.flat import fits_columns
-from sharded_loader.data.arrays import as_bulk, part_of
-from sharded_loader.data.bulk import NOT_IN_BULK, Gather
+from sharded_loader.data.bulk import NOT_IN_BULK, Gather, as_bulk, part_of
 
 _NUMBERS = {int: np.dtype(np.int64), float: np.dtype(np.float64), bool: np.dtype(bool)}
 
@@ -65,7 +64,7 @@ class Collate:
             dataset: of the loader.
 
         Returns:
-            ``gather(indices, empty)``, as of `sharded_loader.data.arrays.as_bulk`; None if its samples have to be read.
+            ``gather(indices, empty)``, as of `sharded_loader.data.bulk.as_bulk`; None if its samples have to be read.
         """
         data: Any = sys.modules.get("torch.utils.data")
         inner = dataset

@@ -7,7 +7,7 @@
 Each object keeps its last call as ``epoch_request``, so several loaders may listen to one. Samplers of this library
 note each call. For a dataset, those inside it, and a sampler of another library, the ``set_epoch`` of the class is
 replaced by a `_Noted`, which calls it and notes the call. So no copy or pickle of an object has anything of its
-original's. A loader's own calls are not noted; see `data.inspection.set_epoch_of`.
+original's. A loader's own calls are not noted; see `data.seeding.set_epoch_of`.
 
 What can go wrong: an object with only ``__slots__`` has no room for its last call, which is a TypeError.
 """

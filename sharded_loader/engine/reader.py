@@ -2,58 +2,43 @@
 
     Task -> Reader.read -> Result (NumPy arrays and tensors, or the error with notes that say where)
 
-In bulk where the dataset can: as a finished batch (``get_batch``, columns: see `data.arrays`; with the default
-batchify, or one that has ``bulk_of``, as the drop-in's), then ``__getitems__(indices)``, then one ``__getitem__`` per
-sample. The user's ``batchify_fn`` gets what ``__getitems__`` returns as it is. If a bulk read raises, the samples are
-read one by one, to name the one that fails. The batch is put together in memory from the caller's ``empty``. While
-``batchify_fn`` or ``get_batch`` runs, `sharded_loader.empty` gives the user's code memory of the same kind.
+    Bulk or OneByOne   how a shard is read, chosen when the reader is made
+    ErrorPolicy        what becomes of samples that cannot be read: ``on_error``
+    Timing             around each batch; around single samples and ``batchify_fn`` only in batches that are measured
+    BatchScope         where the reader is at every moment: `sample_rng()` and the notes of an error look there
 
-A `BatchScope` says at every moment where the reader is: `sample_rng()` and the notes of an error look there. The main
-process looks at the board, over a dead worker. All samples that are read alone pass the loops of `_read_one_by_one`,
-which do nothing for a sample but read it. What fails, fails in the user's code, and is caught in `Reader.read`.
+`Bulk` is for datasets that read many samples at once: as a finished batch (``get_batch``, columns: see `data.bulk`;
+with the default batchify, or one that has ``bulk_of``, as the drop-in's), then by ``__getitems__(indices)``. The user's
+``batchify_fn`` gets what ``__getitems__`` returns as it is. If a bulk read raises, the samples are read one by one, to
+name the one that fails. While ``batchify_fn`` or ``get_batch`` runs, `sharded_loader.empty` gives the user's code
+memory of the same kind.
 
-A reader keeps nothing of a batch that was read, so several threads may use one. Nothing here imports torch.
+All samples that are read alone pass the loops of `OneByOne.samples`, which do nothing for a sample but read it. What
+fails, fails in the user's code, and is caught in one place. The main process looks at the board, over a dead worker.
 
-It notes when a batch began and how long it took, and of some batches more (`messages.BatchTimes`): of the first one, of
-one in `MEASURED_SECONDS` of work, of those that take longer, and of those whose requests were tried again. Samples are
-timed where one takes `SAMPLE_SECONDS` on average. If two threads write what a reader knows of the batches so far, an
-update may be lost: it decides on no batch.
-
-`reading_in(frame)` tells from outside what a thread reads.
+A reader keeps nothing of a batch that was read, so several threads may use one. If two of them write what `Timing`
+knows of the batches so far, an update may be lost: it decides on no batch. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import heapq
-import operator
-from collections.abc import Sequence
-from types import FrameType
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from sharded_loader.base import host_clock
-from sharded_loader.base.errors import (
-    Location,
-    SampleError,
-    add_note,
-    as_exception,
-    notes_of,
-    set_notes,
-    shorten,
-    without_frames,
-)
+from sharded_loader.base import errors, host_clock
 from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.base.notices import RETRIES
 from sharded_loader.base.system import core_seconds
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assembler, refuse_async
-from sharded_loader.data.arrays import as_bulk, as_items, takes_arrays
 from sharded_loader.data.awaiting import Awaited, is_awaited
-from sharded_loader.data.bulk import NOT_IN_BULK, listed
-from sharded_loader.data.datasets import RETRIES
-from sharded_loader.data.inspection import set_epoch_of
-from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board, phase
-from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, PartPoint, Result, RowIndices, Task
+from sharded_loader.data.bulk import NOT_IN_BULK, as_bulk, as_items, listed, takes_arrays
+from sharded_loader.data.seeding import set_epoch_of
+from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board
+from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, PartPoint, Result, Task
 from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, philox, reading
 
 MEASURED_SECONDS = 2e-2
@@ -78,10 +63,14 @@ class BatchScope(SampleScope):
         skipped: the index and the error of each sample that was left out or replaced.
         dropped: how many samples were left out and not replaced.
         lost: the shards that have no sample left.
-        point: see `Result`.
+        batch, samples, error, point: see `Result`.
+        notes: each sample is noted on the board before it is read.
+        is_timed: each sample that is read alone is timed, and noted too.
+        began: when the batch began.
         measure: `core_seconds` when the batch began; None: not measured.
         is_alone: its samples are read one by one.
         collating: seconds in ``batchify_fn``.
+        since: when the sample that is read began, if samples are timed.
         durations: seconds of each sample, if samples are timed.
     """
 
@@ -90,18 +79,36 @@ class BatchScope(SampleScope):
     empty: Empty
     board: Board
     misfit: tuple[int, ...] = ()
-    skipped: list[tuple[Any, BaseException]]
-    dropped = 0
-    lost: list[int]
-    point: PartPoint | None = None
-    measure: tuple[float, float] | None = None
-    is_alone = False
-    collating = 0.0
+    skipped: tuple[tuple[Any, BaseException], ...] = ()
+    lost: tuple[int, ...] = ()
     durations: Sequence[float] = ()
+    dropped = samples = 0
+    batch: Any = NOTHING
+    error: BaseException | None = None
+    point: PartPoint | None = None
+    notes = is_timed = is_alone = False
+    measure: tuple[float, float] | None = None
+    began = collating = since = 0.0
 
     def set_index(self, index: Any) -> None:
         """The samples are not read one by one from here on: `sample_rng()` goes by ``index``."""
         self.items, self.index, self.drawn = None, index, None
+
+    def watched(self, items: Iterator[Any], first: int = 0) -> Iterator[Any]:
+        """The items, from place ``first`` on: each is noted on the board, and timed, where that is wanted.
+
+        A sample that cannot be read takes the time until the next one begins.
+        """
+        if self.is_timed:
+            return self._timed(items, first)
+        return (item for self.board[SAMPLE], item in enumerate(items, first)) if self.notes else items
+
+    def _timed(self, items: Iterator[Any], first: int) -> Iterator[Any]:
+        self.durations, self.since = (durations := [*self.durations]), host_clock.now()
+        for self.board[SAMPLE], item in enumerate(items, first):
+            yield item
+            before, self.since = self.since, host_clock.now()
+            durations.append(self.since - before)
 
     def passes(self, error: BaseException) -> bool:
         """Whether an exception is no error of the batch, but is meant for the loop that reads in its own thread."""
@@ -110,29 +117,16 @@ class BatchScope(SampleScope):
     def noted(self, error: BaseException) -> Exception:
         """The exception as the error of the batch, with notes that say where the reader is."""
         task, indices, board = self.task, self.indices, self.board
-        error = as_exception(error, "by the dataset or collate_fn")
-        place = Location(task.epoch, task.seq, board[SHARD] if task.sharded else None, self.worker)
+        error = errors.as_exception(error, "by the dataset or collate_fn")
+        place = errors.Location(task.epoch, task.seq, board[SHARD] if task.sharded else None, self.worker)
         places = self.misfit if self.items is None else (self.place,)
         found = [indices[place] for place in places if len(indices)]
         if len(found) == 2:
             place.note(error, misfit=(found[0], found[1]))
         else:
             place.note(error, found or None, samples=indices)
-        shorten(error)
+        errors.shorten(error)
         return error
-
-
-class Bad:
-    """Stands in for a sample that could not be read: its index and its error."""
-
-    def __init__(self, skipped: tuple[Any, BaseException]) -> None:
-        self.skipped = skipped
-
-
-_KEPT = (
-    "sharded_loader: no sample of its batch or shard could be read, and with num_replicas none is left out, as all "
-    'ranks take the same steps with the same shards: on_error="replace" fills a shard from the others of the batch'
-)
 
 
 class Reader:
@@ -146,39 +140,19 @@ class Reader:
         in_bulk: read several samples at once where the dataset and the job can.
 
     Attributes:
-        free: of each worker that uses this reader, when it was done with its last batch.
+        timing: what measures its batches.
     """
 
     def __init__(
         self, job: Job, *, tells_epoch: bool = False, notes_samples: bool = False, in_bulk: bool = True
     ) -> None:
         self._job = job
-        self._dataset = job.dataset
-        self._samples = Awaited(job.dataset) if is_awaited(job.dataset) else job.dataset
-        self._assemble = assembler(default_batchify_fn if job.batchify_fn is None else job.batchify_fn)
-        in_bulk = in_bulk and job.in_bulk
-        self._gather = None
-        if in_bulk:
-            # Of its class: a mock has every attribute.
-            of_batchify = hasattr(type(job.batchify_fn), "bulk_of") and getattr(job.batchify_fn, "bulk_of")  # noqa: B009
-            if job.batchify_fn is None or of_batchify:
-                self._gather = (of_batchify or as_bulk)(job.dataset)
-        self._takes_arrays = self._gather is not None and takes_arrays(job.dataset)
-        self._get_items = as_items(job.dataset) if in_bulk else None
-        # A function of the user's gets what ``__getitems__`` returns, as in torch: also one object of the whole batch.
-        self._passes_on = not hasattr(job.batchify_fn or default_batchify_fn, "assemble")
-        self._tolerant = job.on_error != "raise"
-        self._in_bulk = self._gather is not None or self._get_items is not None
+        self._policy = ErrorPolicy(job)
+        self._way = _way_of(job, self._policy, in_bulk and job.in_bulk)
         self._set_epoch: Any = set_epoch_of(job.dataset) if tells_epoch else None
         self._epoch: int | None = None
         self._notes_samples = notes_samples
-        self.free: dict[int, float] = {}
-        self._core: dict[int, tuple[float, float]] = {}  # `core_seconds` after the last batch that was measured
-        self._batches = self._next = self._counted = 0  # that were read; the next to measure; what is in the sums
-        self._seconds = self._lone_seconds = 0.0  # of batches, and of samples that were read alone
-        self._lone, self._times_samples = 0, True
-        self._slow_epoch, self._least = -1, SAMPLE_SECONDS
-        self._slow: list[float] = []  # seconds of the slowest samples of this epoch
+        self.timing = Timing()
 
     def read(
         self,
@@ -200,103 +174,43 @@ class Reader:
         Exceptions become part of the result. Only in the caller's own thread a KeyboardInterrupt passes, and what a
         signal handler raises (`sharded_loader.base.interrupts.is_from_outside`).
         """
-        self._batches, tried = self._batches + 1, len(RETRIES)
-        measure = core_seconds() if self._batches >= self._next else None
-        began = host_clock.now()
         at = BatchScope(self._job.seed, task.epoch)
         at.task, at.worker, at.empty, at.board = task, worker, empty, list(UNUSED) if board is None else board
-        at.skipped, at.lost = [], []
-        at.measure = measure
-        batches: list[Any] = []
-        error: BaseException | None = None
-        batch: Any = NOTHING
-        count = 0
-        before = reading.get()
+        seconds, times = self.timing.around(self, at, number)
+        rest = seconds, at.point, 0, at.began, number, False, times
+        try:
+            return Result(task.run, task.seq, at.batch, at.samples, at.error, at.skipped, at.lost, *rest)
+        finally:
+            at.error = None  # otherwise error -> traceback -> frame -> scope -> error, and all wait for the collector
+
+    def make(self, at: BatchScope) -> None:
+        """Read a task: the scope has the batch then, or the error in its place."""
+        task, before, at.notes = at.task, reading.get(), self._notes_samples or at.task.careful
         try:
             reading.set(at)
             at.indices = task.shards[0]
             if self._set_epoch is not None and task.epoch != self._epoch:
                 self._tell_epoch(task.epoch)
-            batches, error = self._make_batches(at)
+            if batches := self._make_batches(at):
+                at.batch = batches if task.sharded else batches[0]
+                at.samples = sum(map(len, task.shards)) - at.dropped
         except BaseException as raised:
             if at.passes(raised):
                 raise
-            batches, at.lost, error = [], [], at.noted(raised)
+            at.lost, at.error = (), at.noted(raised)
         finally:
             reading.set(before)
-        if batches:
-            batch, count = batches if task.sharded else batches[0], sum(map(len, task.shards)) - at.dropped
-        ended = host_clock.now()
-        seconds, times = ended - began, None
-        is_slow = at.durations and max(at.durations) > self._least
-        if measure is not None or is_slow or seconds > MEASURED_SECONDS or len(RETRIES) > tried:
-            times = self._times(at, count, began, seconds, number, len(RETRIES) - tried)
-        if number >= 0:
-            self.free[number] = ended
-        try:
-            numbers = tuple(at.skipped), tuple(at.lost), seconds, at.point, 0, began, number, False, times
-            return Result(task.run, task.seq, batch, count, error, *numbers)
-        finally:
-            del error  # otherwise error -> traceback -> this frame -> error, and each frame waits for the collector
-
-    def _times(
-        self, at: BatchScope, samples: int, began: float, seconds: float, worker: int, retries: int
-    ) -> BatchTimes:
-        """What was measured of a batch; learn from it what to measure.
-
-        Args:
-            at: the batch.
-            samples: how many are in it.
-            began, seconds, worker, retries: see `Result` and `BatchTimes`.
-        """
-        weight, processor, queued = 1 if at.measure is None else max(1, self._batches - self._counted), -1.0, 0.0
-        if at.measure is not None or seconds > MEASURED_SECONDS:
-            core = core_seconds()
-            # Of one that was not to be measured, the last batches before it are cheap beside it.
-            before, self._core[worker] = at.measure or self._core.get(worker, core), core
-            queued = min(seconds, core[1] - before[1])
-            processor = min(seconds - queued, core[0] - before[0])
-        used = seconds - queued
-        self._counted += weight
-        self._seconds += weight * used
-        # At most as many are left out as were counted, or 16: one odd measurement must not decide for long.
-        left_out = min(max(16, self._counted), int(MEASURED_SECONDS * self._counted / max(self._seconds, 1e-6)))
-        self._next = self._batches + 1 + left_out
-        if at.is_alone:
-            self._lone += weight * samples
-            # With waits for a core: on a busy machine they may seem to be all of it. Needless times cost little.
-            self._lone_seconds += weight * max(0.0, seconds - at.collating)
-            self._times_samples = self._lone_seconds >= SAMPLE_SECONDS * self._lone
-        free = began if worker < 0 else self.free.get(worker)  # between two batches, the main process does not idle
-        idle = 0.0 if free is None else max(0.0, began - free)
-        measured = {"idle": idle, "processor": processor, "queued": queued, "collate": at.collating, "weight": weight}
-        return BatchTimes(**measured, retries=retries, is_first=free is None, slow=self._slowest(at))
-
-    def _slowest(self, at: BatchScope) -> tuple[tuple[int, float], ...]:
-        """The place and the seconds of those samples of a batch that are among the slowest of the epoch."""
-        if at.task.epoch != self._slow_epoch:
-            self._slow_epoch, self._slow, self._least = at.task.epoch, [], SAMPLE_SECONDS
-        found = [(place, seconds) for place, seconds in enumerate(at.durations) if seconds > self._least]
-        found = heapq.nlargest(KEPT_SAMPLES, found, key=operator.itemgetter(1))
-        self._slow = sorted([*self._slow, *[seconds for _, seconds in found]])[-KEPT_SAMPLES:]
-        if len(self._slow) == KEPT_SAMPLES:
-            self._least = self._slow[0]
-        return tuple(found)
 
     def read_sample(self, index: Any, epoch: int) -> Any:
         """One sample, with its generator; exceptions pass as they are."""
-        scope, before = self._scope(epoch), reading.get()
+        scope, before = SampleScope(self._job.seed, epoch, index), reading.get()
         try:
             reading.set(scope)
-            scope.index = index
-            sample = self._samples[index]
+            sample = self._way.dataset[index]
             refuse_async([sample], "dataset[index]")
             return sample
         finally:
             reading.set(before)
-
-    def _scope(self, epoch: int) -> SampleScope:
-        return SampleScope(self._job.seed, epoch)
 
     def probe(self, task: Task, board: Board) -> None:
         """Read each sample of a task alone and drop it, if the dataset reads several at once.
@@ -304,7 +218,7 @@ class Reader:
         For a task over which a worker has died then: the next one that dies has noted at which sample. The caller
         seeds the global generators afterwards.
         """
-        if self._in_bulk:
+        if isinstance(self._way, Bulk):
             for number, indices in enumerate(task.shards):
                 for ordinal, index in enumerate(plain_indices(indices)):
                     board[SHARD], board[SAMPLE] = number, ordinal
@@ -314,106 +228,104 @@ class Reader:
         try:
             self._set_epoch(epoch)
         except BaseException as error:
-            add_note(error, f"raised by dataset.set_epoch({epoch})")
+            errors.add_note(error, f"raised by dataset.set_epoch({epoch})")
             raise
         self._epoch = epoch
 
-    def _make_batches(self, at: BatchScope) -> tuple[list[Any], BaseException | None]:
-        """The batches of all shards; with ``on_error``, perhaps the error to raise instead."""
-        if self._tolerant:
-            return self._read_tolerantly(at)
+    def _make_batches(self, at: BatchScope) -> list[Any]:
+        """The batches of all shards; none where `ErrorPolicy` leaves none."""
+        way, numbers, batches = self._way, range(len(at.task.shards)), []
+        if self._policy.raises:
+            for number in numbers:
+                batches.append(way.fetch(number, at))
+            return batches
+        if isinstance(way, Bulk):
+            try:
+                batches = [way.at_once(number, at) for number in numbers]
+                if not any(batch is NOT_IN_BULK for batch in batches):
+                    return batches
+            except BaseException as error:
+                if at.passes(error):
+                    raise
+        # If the bulk read failed, this is the second time, with the same random numbers.
+        return self._collated([(way.samples(number, at), at.indices) for number in numbers], at)
+
+    def _collated(self, shards: list[tuple[list[Any], Any]], at: BatchScope) -> list[Any]:
+        """The batches of shards that have been read: the samples and the indices of each.
+
+        Every sample is read before any bad one is replaced or left out: a replacement may come from any shard.
+        """
         batches = []
-        for number in range(len(at.task.shards)):
-            made = self._read_in_bulk(number, at) if self._in_bulk else NOT_IN_BULK
-            if made is NOT_IN_BULK:
-                made = self._make_batch(self._read_one_by_one(number, at), at)
-            batches.append(made)
-        return batches, None
+        for number, indices, samples in self._policy.kept(shards, at):
+            at.board[SHARD], at.indices = number, indices
+            batches.append(self._way.collate(samples, at))
+        return batches
 
-    # -- one shard: samples, then a batch -------------------------------------------------------------------
 
-    def _read_in_bulk(self, number: int, at: BatchScope) -> Any:
-        """The batch of a shard whose samples are read at once; `NOT_IN_BULK` if they have to be read one by one."""
-        given = at.task.shards[number]
-        at.indices = indices = given if self._takes_arrays else plain_indices(given)
-        at.board[SHARD], at.board[SAMPLE] = number, IN_BULK
-        at.set_index(NO_SAMPLE)
-        try:
-            if self._gather is not None:
-                batch = self._gather(indices, at.empty)
-                if type(batch) in ASYNC:
-                    refuse_async([batch], "dataset.get_batch")
-                if batch is not NOT_IN_BULK:
-                    return batch
-            if self._get_items is None:
-                return NOT_IN_BULK
-            at.indices = indices = plain_indices(indices)
-            found: Any = self._get_items(indices)
-            refuse_async([found], "dataset.__getitems__")
-            samples = found if self._passes_on else listed(found)
-            if not self._passes_on and len(samples) != len(indices):
-                raise ValueError(
-                    f"__getitems__ was asked for {len(indices)} samples and returned {len(samples)}: "
-                    f"return one sample per index, in the order of the indices"
-                )
-        except BaseException as error:
-            if self._tolerant or at.passes(error):
-                raise
-            failed: BaseException | None = error
-        else:
-            return self._make_batch(samples, at)
-        try:
-            # Here, not above: its error would be told with this one, which is the same.
-            self._read_one_by_one(number, at)  # raises the error of the sample that is to blame, if it is one
-            at.set_index(NO_SAMPLE)
-            at.board[SAMPLE] = IN_BULK
-            assert failed is not None  # for mypy
-            raise failed
-        finally:
-            failed = None  # otherwise error -> traceback -> this frame -> error
+# -- one shard: samples, then a batch ----------------------------------------------------------------------------------
 
-    def _read_one_by_one(self, number: int, at: BatchScope) -> list[Any]:
-        """The samples of a shard; `Bad` where one could not be read, if that is no error of the batch.
+
+def _way_of(job: Job, policy: ErrorPolicy, in_bulk: bool) -> OneByOne:
+    if in_bulk:
+        fn = job.batchify_fn
+        # Of its class: a mock has every attribute.
+        bulk_of: Any = as_bulk if fn is None else hasattr(type(fn), "bulk_of") and getattr(fn, "bulk_of")  # noqa: B009
+        bulk = Bulk(job, policy, bulk_of(job.dataset) if bulk_of else None, as_items(job.dataset))
+        if bulk.gather is not None or bulk.get_items is not None:
+            return bulk
+    return OneByOne(job, policy)
+
+
+class OneByOne:
+    """Reads a shard as any dataset can be read: ``dataset[index]`` of each sample.
+
+    Attributes:
+        dataset: gives the samples.
+    """
+
+    def __init__(self, job: Job, policy: ErrorPolicy) -> None:
+        self.dataset = Awaited(job.dataset) if is_awaited(job.dataset) else job.dataset
+        self._policy = policy
+        self._assemble = assembler(default_batchify_fn if job.batchify_fn is None else job.batchify_fn)
+
+    def fetch(self, number: int, at: BatchScope) -> Any:
+        """The batch of shard ``number``."""
+        return self.collate(self.samples(number, at), at)
+
+    def samples(self, number: int, at: BatchScope) -> list[Any]:
+        """The samples of shard ``number``; where one could not be read, what the policy puts in its place.
 
         Measured (256 images of 3 KB, warm): 36 us; 85 with an index, a place and a generator noted for each sample.
         """
-        board, dataset = at.board, self._samples
-        at.indices = indices = plain_indices(at.task.shards[number])
-        at.items = items = iter(indices)
-        at.drawn = None
-        board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
-        notes, stamps = self._notes_samples or at.task.careful, [host_clock.now()] if self._times_samples else []
-        if at.measure is not None:
-            at.is_alone = True
-        samples: list[Any] = []
-        if not (notes or self._tolerant or stamps):
+        dataset = self.dataset
+        given = at.task.shards[number]
+        at.indices = indices = given.tolist() if isinstance(given, np.ndarray) else given  # `plain_indices`, here
+        items, at.drawn, at.is_alone = iter(indices), None, at.measure is not None
+        at.items = items
+        at.board[SHARD], at.board[SAMPLE] = number, ONE_BY_ONE
+        items = at.watched(items) if at.notes or at.is_timed else items
+        if self._policy.raises:
             return [dataset[index] for index in items]
+        samples: list[Any] = []
         while True:
             try:
                 for index in items:
-                    if notes or stamps:
-                        board[SAMPLE] = len(samples)
                     samples.append(dataset[index])
-                    if stamps:
-                        stamps.append(host_clock.now())
-                break
+                return samples
             except Exception as error:
-                if not self._tolerant or at.passes(error):
+                if at.passes(error):
                     raise
-                samples.append(self._in_place_of(index, error, at))
-                stamps += stamps[-1:]  # it is over, but has not been read
-        if stamps:
-            at.durations = [*at.durations, *map(operator.sub, stamps[1:], stamps)]
-        return samples
+                samples.append(self._policy.in_place_of(index, error, at))
 
-    def _make_batch(self, samples: Any, at: BatchScope) -> Any:
+    def collate(self, samples: Any, at: BatchScope) -> Any:
+        """The batch of ``samples``: a list, or what ``__getitems__`` has returned."""
         at.board[SAMPLE] = IN_BATCHIFY
         task = at.task
-        at.set_index(OfBatch(task.seq if task.part is None else task.key, at.board[SHARD]))
-        at.misfit = ()
+        place = OfBatch(task.seq if task.part is None else task.key, at.board[SHARD])
+        at.items, at.index, at.drawn, at.misfit = None, place, None, ()  # `set_index`, without a call
         began = 0.0 if at.measure is None else host_clock.now()
+        is_list = type(samples) is list
         try:
-            is_list = type(samples) is list
             if is_list and samples and type(samples[0]) in ASYNC:
                 refuse_async(samples, "dataset[index]")
             batch = self._assemble(list(samples) if is_list else samples, at.empty)  # a list that it may change
@@ -428,121 +340,228 @@ class Reader:
 
     def _misfit(self, samples: list[Any], at: BatchScope) -> tuple[int, ...]:
         """The first sample that cannot be in a batch, or in none with the first sample; nothing if none is such."""
-        for position in range(len(samples)):
-            if not self._fits(samples, [position], at):
-                return (position,)
-            if not self._fits(samples, [0, position], at):
-                return 0, position
-        return ()
+        tried = chain.from_iterable(((position,), (0, position)) for position in range(len(samples)))
+        return next((positions for positions in tried if not self._fits(samples, positions, at)), ())
 
-    def _fits(self, samples: list[Any], positions: list[int], at: BatchScope) -> bool:
+    def _fits(self, samples: list[Any], positions: Sequence[int], at: BatchScope) -> bool:
         indices = at.indices
         try:
-            if isinstance(indices, RowIndices):
+            if hasattr(indices, "taken"):  # rows: each sample is there once
                 at.indices = indices.taken(positions := sorted({*positions}))
             self._assemble([samples[position] for position in positions], np.empty)
-        except BatchifyError:
-            return False
-        except Exception as error:  # a function of the user's that wants whole batches
+        except Exception as error:  # perhaps of a function of the user's that wants whole batches
             if is_from_outside(error):
                 raise
+            return not isinstance(error, BatchifyError)
         finally:
             at.indices = indices
         return True
 
-    # -- on_error other than "raise" ------------------------------------------------------------------------
 
-    def _read_tolerantly(self, at: BatchScope) -> tuple[list[Any], BaseException | None]:
-        """The batches of all shards; or the error, if a shard without a good sample is one.
+class Bulk(OneByOne):
+    """Reads the samples of a shard at once where the dataset can, and one by one where it cannot.
 
-        Every sample is read before any bad one is replaced or left out: a replacement may come from any shard.
-        """
-        task = at.task
-        if self._in_bulk:
-            try:
-                batches = [self._read_in_bulk(number, at) for number in range(len(task.shards))]
-                if not any(batch is NOT_IN_BULK for batch in batches):
-                    return batches, None
-            except BaseException as error:
-                if at.passes(error):
-                    raise
-        # If the bulk read failed, this is the second time, with the same random numbers.
-        shards: list[list[tuple[Any, Any]]] = []
-        for number in range(len(task.shards)):
-            samples = self._read_one_by_one(number, at)
-            shards.append(list(zip(at.indices, samples, strict=True)))
-        return self._make_of_good(shards, at)
+    Args:
+        job, policy: see `Reader`.
+        gather: gives finished batches, see `as_bulk`; None: there is no such way.
+        get_items: gives the samples, see `as_items`; None: there is no such way.
+    """
 
-    def _make_of_good(
-        self, shards: list[list[tuple[Any, Any]]], at: BatchScope
-    ) -> tuple[list[Any], BaseException | None]:
-        """The batches of shards that have been read, without the bad samples.
+    def __init__(self, job: Job, policy: ErrorPolicy, gather: Any, get_items: Any) -> None:
+        super().__init__(job, policy)
+        self.gather, self.get_items = gather, get_items
+        self._takes_arrays = gather is not None and takes_arrays(job.dataset)
+        # A function of the user's gets what ``__getitems__`` returns, as in torch: also one object of the whole batch.
+        self._passes_on = not hasattr(job.batchify_fn or default_batchify_fn, "assemble")
 
-        Args:
-            shards: of each, the indices and the samples, `Bad` where one could not be read.
-            at: the reading.
-        """
-        job, task = self._job, at.task
-        bad = (pairs[-1][1] for pairs in shards if pairs and all(type(sample) is Bad for _, sample in pairs))
-        lost = next((sample.skipped for sample in bad), None)
-        good = [pair for pairs in shards for pair in pairs if type(pair[1]) is not Bad]
-        replaces = job.on_error == "replace" and bool(good)
-        if lost is not None and job.keep_batch and not replaces:
-            # The error is raised, so it is not skipped: `loader.skipped` would keep its frames, and so the iterator.
-            at.skipped = [one for one in at.skipped if one is not lost]
-            set_notes(lost[1], [_KEPT, *notes_of(lost[1])])
-            return [], lost[1]
-        batches = []
-        for number, pairs in enumerate(shards):
-            given = task.shards[number]
-            if replaces and not isinstance(given, RowIndices):  # a row has no room for another document
-                for i, (_, sample) in enumerate(pairs):
-                    if type(sample) is Bad:
-                        rng = philox(job.seed, "replace", task.epoch, task.key, number, i)
-                        pairs[i] = good[int(rng.integers(len(good)))]
-            kept = [pair for pair in pairs if type(pair[1]) is not Bad]
-            at.dropped += len(pairs) - len(kept)
-            if kept or not pairs:  # a batch may be empty from the start
-                at.board[SHARD] = number
-                at.indices = [index for index, _ in kept]
-                if isinstance(given, RowIndices):
-                    at.indices = given.taken([i for i, (_, sample) in enumerate(pairs) if type(sample) is not Bad])
-                batches.append(self._make_batch([sample for _, sample in kept], at))
-            else:
-                at.lost.append(number)
-        return batches, None
+    def fetch(self, number: int, at: BatchScope) -> Any:
+        """The batch of shard ``number``."""
+        failed: BaseException | None = None
+        try:
+            batch = self.at_once(number, at)
+            if batch is not NOT_IN_BULK:
+                return batch
+        except BaseException as error:
+            if at.board[SAMPLE] != IN_BULK or at.passes(error):  # not of the samples, but of the batch; or of neither
+                raise
+            failed = error
+        try:
+            # Here, not above: its error would be told with this one, which is the same.
+            samples = self.samples(number, at)  # raises the error of the sample that is to blame, if it is one
+            if failed is None:
+                return self.collate(samples, at)
+            at.set_index(NO_SAMPLE)
+            at.board[SAMPLE] = IN_BULK
+            raise failed
+        finally:
+            failed = None  # otherwise error -> traceback -> this frame -> error
 
-    def _in_place_of(self, index: Any, error: Exception, at: BatchScope) -> Any:
+    def at_once(self, number: int, at: BatchScope) -> Any:
+        """The batch of shard ``number``, read at once; `NOT_IN_BULK` if its samples have to be read one by one."""
+        given = at.task.shards[number]
+        at.indices = indices = given if self._takes_arrays else plain_indices(given)
+        at.board[SHARD], at.board[SAMPLE] = number, IN_BULK
+        at.items, at.index, at.drawn = None, NO_SAMPLE, None  # `set_index`, without a call
+        if self.gather is not None:
+            batch = self.gather(indices, at.empty)
+            if type(batch) in ASYNC:
+                refuse_async([batch], "dataset.get_batch")
+            if batch is not NOT_IN_BULK:
+                return batch
+        if self.get_items is None:
+            return NOT_IN_BULK
+        if self._takes_arrays:
+            at.indices = indices = plain_indices(given)
+        samples = self.get_items(indices)
+        refuse_async([samples], "dataset.__getitems__")
+        return self.collate(samples if self._passes_on else listed(samples, len(indices)), at)
+
+
+# -- samples that cannot be read ---------------------------------------------------------------------------------------
+
+
+class Bad(NamedTuple):
+    """Stands in for a sample that could not be read: its index and its error."""
+
+    skipped: tuple[Any, BaseException]
+
+
+_KEPT = (
+    "sharded_loader: no sample of its batch or shard could be read, and with num_replicas none is left out, as all "
+    'ranks take the same steps with the same shards: on_error="replace" fills a shard from the others of the batch'
+)
+
+
+class ErrorPolicy:
+    """What becomes of samples that cannot be read: raise, skip, replace, or the user's ``on_error``.
+
+    Attributes:
+        raises: the first error is that of the batch.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job, self.raises = job, job.on_error == "raise"
+
+    def in_place_of(self, index: Any, error: Exception, at: BatchScope) -> Any:
         """What stands in for a sample that could not be read: what the user's ``on_error`` returns, or `Bad`."""
         on_error, task = self._job.on_error, at.task
-        failed = at.noted(error)
-        sample: Any = None
-        if callable(on_error):
-            shard = at.board[SHARD] if task.sharded else None
-            sample = on_error(SampleError(index, task.epoch, task.seq, shard, failed))
-        at.skipped.append((index, without_frames(failed)))
-        return sample if callable(on_error) else Bad(at.skipped[-1])
+        failed, shard = at.noted(error), at.board[SHARD] if task.sharded else None
+        found = on_error(errors.SampleError(index, task.epoch, task.seq, shard, failed)) if callable(on_error) else None
+        at.skipped += ((index, errors.without_frames(failed)),)
+        return found if callable(on_error) else Bad(at.skipped[-1])
+
+    def kept(self, shards: list[tuple[list[Any], Any]], at: BatchScope) -> Iterator[tuple[int, Any, list[Any]]]:
+        """What batches are made of, without the bad samples: number, indices and samples of each shard that is left.
+
+        Nothing, if a shard without a good sample is the error of the batch.
+        """
+        if not at.skipped:
+            yield from ((number, indices, samples) for number, (samples, indices) in enumerate(shards))
+            return
+        job, task = self._job, at.task
+        good = [pair for shard in shards for pair in zip(*shard, strict=True) if type(pair[0]) is not Bad]
+        replaces = job.on_error == "replace" and bool(good)
+        lost = next((its[-1].skipped for its, _ in shards if its and all(type(one) is Bad for one in its)), None)
+        if lost is not None and job.keep_batch and not replaces:
+            # The error is raised, so it is not skipped: `loader.skipped` would keep its frames, and so the iterator.
+            at.skipped, at.error = tuple(one for one in at.skipped if one is not lost), lost[1]
+            errors.set_notes(lost[1], [_KEPT, *errors.notes_of(lost[1])])
+            return
+        for number, (samples, indices) in enumerate(shards):
+            if replaces and not hasattr(indices, "taken"):  # a row has no room for another document
+                indices = list(indices)
+                for place in (place for place, sample in enumerate(samples) if type(sample) is Bad):
+                    rng = philox(job.seed, "replace", task.epoch, task.key, number, place)
+                    samples[place], indices[place] = good[int(rng.integers(len(good)))]
+            places = [place for place, sample in enumerate(samples) if type(sample) is not Bad]
+            at.dropped += len(samples) - len(places)
+            if places or not samples:  # a batch may be empty from the start
+                yield number, taken(indices, places), [samples[place] for place in places]
+            else:
+                at.lost += (number,)
 
 
-def reading_in(frame: FrameType | None) -> str:
-    """What a thread reads, in words, by the frame that it is in; "": nothing. Reading itself notes nothing for this."""
-    stamps: list[float] = []
-    while frame is not None and frame.f_code is not Reader.read.__code__:
-        if frame.f_code is Reader._read_one_by_one.__code__:
-            stamps = frame.f_locals.get("stamps") or []
-        frame = frame.f_back
-    at = None if frame is None else frame.f_locals.get("at")
-    if frame is None or at is None or not hasattr(at, "board"):  # it has just begun
-        return ""
-    task, place, now = at.task, at.place, host_clock.now()
-    doing = f"reading sample {plain_indices(at.indices)[place]!r}" if place >= 0 else phase(at.board)
-    took = f"which it began {now - frame.f_locals['began']:.0f} s ago"
-    if stamps and place >= 0:
-        took = f"for {now - stamps[-1]:.0f} s"
-    shard = f", shard {at.board[SHARD]}" if task.sharded else ""
-    return f"{doing} of epoch {task.epoch}, batch {task.seq}{shard}, {took}"
+# -- how long it takes -------------------------------------------------------------------------------------------------
+
+
+class Timing:
+    """Notes when each batch began and how long it took, and of some batches more: `BatchTimes`.
+
+    These are the first one, one in `MEASURED_SECONDS` of work, those that take longer, and those whose requests were
+    tried again. Samples are timed where one takes `SAMPLE_SECONDS` on average.
+
+    Attributes:
+        free: of each worker that uses the reader, when it was done with its last batch.
+    """
+
+    def __init__(self) -> None:
+        self.free: dict[int, float] = {}
+        self._core: dict[int, tuple[float, float]] = {}  # `core_seconds` after the last batch that was measured
+        self._batches = self._next = self._counted = 0  # that were read; the next to measure; what is in the sums
+        self._seconds = self._spare = 0.0  # of batches; by which samples that were read alone were below SAMPLE_SECONDS
+        # The epoch of the slowest samples, the seconds of the least of them, and of each.
+        self._slow_epoch, self._least, self._slow = -1, SAMPLE_SECONDS, list[float]()
+
+    def around(self, reader: Reader, at: BatchScope, worker: int) -> tuple[float, BatchTimes | None]:
+        """Let a reader read a batch. Returns how long it took, and what else was measured of it.
+
+        Args:
+            reader: reads it.
+            at: the batch.
+            worker: the number of the worker; -1: the main process.
+        """
+        self._batches, tried, at.is_timed = self._batches + 1, len(RETRIES), self._spare <= 0
+        at.measure = core_seconds() if self._batches >= self._next else None
+        at.began = host_clock.now()
+        reader.make(at)
+        ended, times = host_clock.now(), None
+        seconds, retries = ended - at.began, len(RETRIES) - tried
+        is_slow = seconds > MEASURED_SECONDS or (at.durations and max(at.durations) > self._least)
+        if at.measure is not None or is_slow or retries > 0:
+            times = self._times(at, seconds, worker, retries)
+        if worker >= 0:
+            self.free[worker] = ended
+        return seconds, times
+
+    def _times(self, at: BatchScope, seconds: float, worker: int, retries: int) -> BatchTimes:
+        """What was measured of a batch; learn from it what to measure."""
+        weight, processor, queued = 1 if at.measure is None else max(1, self._batches - self._counted), -1.0, 0.0
+        if at.measure is not None or seconds > MEASURED_SECONDS:
+            core = core_seconds()
+            # Of one that was not to be measured, the last batches before it are cheap beside it.
+            before, self._core[worker] = at.measure or self._core.get(worker, core), core
+            queued = min(seconds, core[1] - before[1])
+            processor = min(seconds - queued, core[0] - before[0])
+        self._counted += weight
+        self._seconds += weight * (seconds - queued)
+        # At most as many are left out as were counted, or 16: one odd measurement must not decide for long.
+        left_out = min(max(16, self._counted), int(MEASURED_SECONDS * self._counted / max(self._seconds, 1e-6)))
+        self._next = self._batches + 1 + left_out
+        if at.is_alone:
+            # With waits for a core: on a busy machine they may seem to be all of it. Needless times cost little.
+            self._spare += weight * (SAMPLE_SECONDS * at.samples - max(0.0, seconds - at.collating))
+        free = at.began if worker < 0 else self.free.get(worker)  # between two batches, the main process does not idle
+        idle = 0.0 if free is None else max(0.0, at.began - free)
+        measured = {"idle": idle, "processor": processor, "queued": queued, "collate": at.collating, "weight": weight}
+        return BatchTimes(**measured, retries=retries, is_first=free is None, slow=self._slowest(at))
+
+    def _slowest(self, at: BatchScope) -> tuple[tuple[int, float], ...]:
+        """The place and the seconds of those samples of a batch that are among the slowest of the epoch."""
+        if at.task.epoch != self._slow_epoch:
+            self._slow_epoch, self._slow, self._least = at.task.epoch, [], SAMPLE_SECONDS
+        slow = ((place, seconds) for place, seconds in enumerate(at.durations) if seconds > self._least)
+        found = sorted(slow, key=lambda one: one[1], reverse=True)[:KEPT_SAMPLES]
+        self._slow = sorted([*self._slow, *[seconds for _, seconds in found]])[-KEPT_SAMPLES:]
+        if len(self._slow) == KEPT_SAMPLES:
+            self._least = self._slow[0]
+        return tuple(found)
 
 
 def plain_indices(indices: Any) -> Any:
     """Indices as datasets and users see them: of an array, Python ints."""
     return indices.tolist() if isinstance(indices, np.ndarray) else indices
+
+
+def taken(indices: Any, places: Sequence[int]) -> Any:
+    """Those at some places; of samples that lie side by side in rows, with their rows."""
+    return indices.taken(places) if hasattr(indices, "taken") else [indices[place] for place in places]

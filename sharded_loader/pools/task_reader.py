@@ -25,9 +25,9 @@ from sharded_loader.base import host_clock
 from sharded_loader.base.errors import Location, add_note, as_exception
 from sharded_loader.base.imports import call_after_import
 from sharded_loader.base.notices import is_ours
-from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board
+from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board, phase
 from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pack_reply, pack_result, task_of
-from sharded_loader.engine.reader import Reader, reading_in
+from sharded_loader.engine.reader import Reader, plain_indices
 from sharded_loader.memory.codec import Encoded, End, Moving, SetApart, SlotWriter, encode, set_apart
 from sharded_loader.memory.exceptions import encode_error
 from sharded_loader.randomness.global_generators import seed_as_torch, seed_globals, seeded_globals
@@ -73,6 +73,22 @@ def seeded_as_worker(seed: int, task: Task) -> AbstractContextManager[None]:
     return seeded_globals(_globals_key(seed, task.epoch, task.position), whole=False)
 
 
+def _reading_in(frame: FrameType | None) -> str:
+    """What a thread reads, in words, by the frame that it is in; "": nothing. Reading itself notes nothing for this."""
+    while frame is not None and frame.f_code is not Reader.make.__code__:
+        frame = frame.f_back
+    at = None if frame is None else frame.f_locals["at"]
+    if at is None:
+        return ""
+    task, place, now = at.task, at.place, host_clock.now()
+    doing = f"reading sample {plain_indices(at.indices)[place]!r}" if place >= 0 else phase(at.board)
+    took = f"which it began {now - at.began:.0f} s ago"
+    if at.since and place >= 0:
+        took = f"for {now - at.since:.0f} s"
+    shard = f", shard {at.board[SHARD]}" if task.sharded else ""
+    return f"{doing} of epoch {task.epoch}, batch {task.seq}{shard}, {took}"
+
+
 def stack_of(newest: FrameType, until: str) -> tuple[str, str]:
     """What a thread reads, with the user's frames; and all its frames. Both are texts.
 
@@ -83,7 +99,7 @@ def stack_of(newest: FrameType, until: str) -> tuple[str, str]:
     frames = [frame for frame, _ in traceback.walk_stack(newest)]
     ours = [number for number, frame in enumerate(frames) if frame.f_code.co_filename == until]
     users = [one for one in frames[: ours[0] if ours else 0] if not is_ours(one.f_code.co_filename)]
-    who, where = "The thread that reads" if ours else "Another thread", reading_in(newest)
+    who, where = "The thread that reads" if ours else "Another thread", _reading_in(newest)
     texts = []
     for shown in (users, frames):
         stack = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in shown[::-1]).format()
@@ -173,7 +189,7 @@ class TaskReader:
                 self.explain(result.error, in_start=False)
         encoded, times = self.pack(result, slot, task), result.times
         if times is not None and self._reader is not None:
-            self._reader.free[self._number] = now = host_clock.now()
+            self._reader.timing.free[self._number] = now = host_clock.now()
             times.write = now - result.began - result.seconds
         return pack_reply(run, seq, slot.wanted, encoded, times), encoded, slot
 

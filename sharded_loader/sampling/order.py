@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.imports import provided
 from sharded_loader.base.notices import warn
-from sharded_loader.data.inspection import told_in
+from sharded_loader.data.seeding import told_in
 from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.order import Order, Position, process_group, resolve_replicas
 from sharded_loader.sampling.base import (

@@ -42,9 +42,9 @@ from email.utils import parsedate_to_datetime
 from itertools import islice
 from typing import Any, BinaryIO, TypeVar
 
+from sharded_loader.base.notices import note_retry
 from sharded_loader.base.private import close_session, path_of
 from sharded_loader.base.system import write_whole
-from sharded_loader.data.datasets import note_retry
 from sharded_loader.storage.files import (
     MissingShardError,
     ShardError,

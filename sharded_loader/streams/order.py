@@ -18,7 +18,8 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import an
 from sharded_loader.base.notices import warn
 from sharded_loader.base.private import fetched_by_lightning
-from sharded_loader.data.inspection import known_parts, told_in
+from sharded_loader.data.inspection import known_parts
+from sharded_loader.data.seeding import told_in
 from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.messages import Stream
 from sharded_loader.engine.order import Epoch, Order, Position

@@ -24,7 +24,8 @@ from inspect import isasyncgenfunction, iscoroutinefunction
 from typing import Any
 
 from sharded_loader.batching.protocol import refuse_async
-from sharded_loader.data.inspection import is_stateful, iterable_of, set_epoch_of
+from sharded_loader.data.inspection import is_stateful, iterable_of
+from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.engine.messages import PartPoint
 from sharded_loader.streams.worker_info import Part, here, tell
 

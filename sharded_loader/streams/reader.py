@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.base import host_clock
 from sharded_loader.base.described import an
 from sharded_loader.base.errors import HAS_ENDED, add_note
 from sharded_loader.data.known import sampled
@@ -73,8 +72,8 @@ class StreamReader(Reader):
         missing = IndexError(f"part {part} of epoch {epoch} has no sample {place}; there are {stream.parts} parts")
         if not 0 <= part < stream.parts or place < 0:
             raise missing
-        opened = OpenPart(Copies(self._dataset).make(), part, stream.parts, self._part_seed(part, epoch))
-        scope, before, told = self._scope(passes), reading.get(), here.part
+        opened = OpenPart(Copies(self._job.dataset).make(), part, stream.parts, self._part_seed(part, epoch))
+        scope, before, told = SampleScope(self._job.seed, passes), reading.get(), here.part
         try:
             reading.set(scope)
             _at_first(scope, part)
@@ -100,7 +99,6 @@ class StreamReader(Reader):
         """Open the part of a task, and say where it is: before the first batch, as torch does in the main process."""
         at = BatchScope(self._job.seed, task.epoch)
         at.task, at.worker, at.empty, at.board = task, None, np.empty, list(UNUSED)
-        at.skipped, at.lost = [], []
         assert task.part is not None  # a task of iterable data has one
         opened = self._open_at(task.part, at)
         opened.busy = False
@@ -108,7 +106,7 @@ class StreamReader(Reader):
 
     # -- one batch ------------------------------------------------------------------------------------------
 
-    def _make_batches(self, at: BatchScope) -> tuple[list[Any], BaseException | None]:
+    def _make_batches(self, at: BatchScope) -> list[Any]:
         task, part = at.task, at.task.part
         assert part is not None  # a task of iterable data has one
         if self._stream.endless:
@@ -116,11 +114,11 @@ class StreamReader(Reader):
         opened = self._open_at(part, at)
         if opened.point.ended:
             at.point, opened.busy = opened.point, False
-            return [], None
+            return []
         self._seed(task.epoch, task.position)
         at.is_alone = True
         try:
-            samples = self._read_batch(opened, task.shards, at, self._tolerant)
+            samples = self._read_batch(opened, task.shards, at)
         except BaseException as error:
             if not at.passes(error):
                 at.point, opened.busy = opened.point, False
@@ -132,41 +130,32 @@ class StreamReader(Reader):
         shards: Sequence[Any] = task.shards
         if len(samples) < planned:
             if not samples or self._stream.drops_last:
-                return [], None
+                return []
             at.dropped += planned - len(samples)
             first, sizes = shards[0], shard_sizes(len(samples), len(shards), list(map(len, shards)))
             shards = PartIndices(first.part, range(first.places.start, first.places.start + len(samples))).cut(sizes)
         found, begin = [], 0
         for indices in shards:
-            found.append((indices, samples[begin : begin + len(indices)]))
+            found.append((samples[begin : begin + len(indices)], indices))
             begin += len(indices)
-        if self._tolerant:
-            return self._make_of_good([list(zip(*one, strict=True)) for one in found], at)
-        batches = []
-        for number, (indices, its) in enumerate(found):
-            at.board[SHARD], at.indices = number, indices
-            batches.append(self._make_batch(its, at))
-        return batches, None
+        return self._collated(found, at)
 
-    def _read_batch(self, opened: OpenPart, shards: Sequence[Any], at: BatchScope, tolerant: bool) -> list[Any]:
+    def _read_batch(self, opened: OpenPart, shards: Sequence[Any], at: BatchScope) -> list[Any]:
         """The samples that come next, at most as many as ``shards`` have indices; `Bad` where one failed."""
-        board, notes, stream = at.board, self._notes_samples or at.task.careful, self._stream
+        board, stream = at.board, self._stream
         point, samples, failed = opened.point, list[Any](), False
         passes, ended, base = point.passes, False, point.samples  # len(samples) + base: read in this pass
-        advance, told, stamps = opened.advance, opened.tell(), [host_clock.now()] if self._times_samples else []
+        advance, told = opened.advance, opened.tell()
         try:
             for number, indices in enumerate(shards):
                 board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
                 at.indices, at.drawn, before = indices, None, len(samples)
                 at.items = items = iter(range(len(indices)))
+                places = at.watched(items)
                 while not ended:
                     try:
-                        for place in items:
-                            if notes:
-                                board[SAMPLE] = place
+                        for _ in places:
                             samples.append(advance())
-                            if stamps:
-                                stamps.append(host_clock.now())
                         break
                     except StopIteration:
                         ended = not stream.endless
@@ -177,11 +166,11 @@ class StreamReader(Reader):
                             opened.begin(passes)
                             advance = opened.advance
                             at.items = items = iter(range(len(samples) - before, len(indices)))
+                            places = at.watched(items, len(samples) - before)
                     except Exception as error:
-                        if not tolerant or at.passes(error):
+                        if self._policy.raises or at.passes(error):
                             raise
-                        samples.append(self._in_place_of(indices[place], error, at))
-                        stamps += stamps[-1:]
+                        samples.append(self._policy.in_place_of(indices[len(samples) - before], error, at))
                         if opened.is_over:
                             add_note(at.skipped[-1][1], f"part {opened.number} of {stream.parts} {HAS_ENDED}")
         except BaseException as error:
@@ -195,7 +184,6 @@ class StreamReader(Reader):
             if samples and not opened.is_stateful:
                 first = None if type(samples[0]) is Bad else samples[0]
                 checked = zlib.crc32(sampled(first).encode(), checked)
-            at.durations = [*at.durations, *map(operator.sub, stamps[1:], stamps)]
             opened.point = PartPoint(count, passes, total, checked, ended, asked=opened.asked)
             if ended:
                 opened.end()
@@ -227,8 +215,8 @@ class StreamReader(Reader):
 
     def _open(self, part: PartBatch, at: BatchScope) -> OpenPart:
         if self._copies is None and self._several:
-            self._copies = Copies(self._dataset)  # before any part has changed it
-        dataset = self._dataset if self._copies is None else self._copies.make()
+            self._copies = Copies(self._job.dataset)  # before any part has changed it
+        dataset = self._job.dataset if self._copies is None else self._copies.make()
         seed = self._part_seed(part.number, at.task.epoch)
         stream = self._stream
         opened = OpenPart(dataset, part.number, stream.parts, seed, alone=self._alone, told=stream.tells_epoch)
@@ -251,16 +239,16 @@ class StreamReader(Reader):
             self._seed(at.task.epoch, count * self._stream.parts + number)
             indices = PartIndices(number, range(count * size, (count + 1) * size))
             try:
-                self._read_batch(opened, [indices], at, self._tolerant)
+                self._read_batch(opened, [indices], at)
             except BaseException as error:  # as when it was read: the batches behind it come all the same
                 if at.passes(error):
                     raise
-            at.skipped.clear()
+            at.skipped = ()
             at.durations = ()
             at.board[SHARD], at.board[SAMPLE] = count & 1023, BEGINNING  # a sign of life
 
     def _differs(self, part: PartBatch, found: PartPoint) -> ValueError:
-        then, kind = part.point, type(self._dataset).__name__
+        then, kind = part.point, type(self._job.dataset).__name__
         what = f"other samples than the {then.samples} that it had yielded"
         if found.ended and found.samples < then.samples:
             what = f"only {found.samples} samples, where it had yielded {then.samples}"
@@ -292,17 +280,17 @@ class StatefulReader(Reader):
         super().__init__(job, notes_samples=notes_samples)
         self._at: tuple[int, int, int] | None = None
 
-    def _make_batches(self, at: BatchScope) -> tuple[list[Any], BaseException | None]:
+    def _make_batches(self, at: BatchScope) -> list[Any]:
         part = at.task.part
         assert part is not None  # of a dataset with a state, each batch belongs to a lane
         here = part.stream, part.number, part.batch
         if self._at != here and part.point.state is not None:
-            self._dataset.load_state_dict(copy.deepcopy(part.point.state))
+            self._job.dataset.load_state_dict(copy.deepcopy(part.point.state))
         self._at = part.stream, part.number, part.batch + 1
         try:
             return super()._make_batches(at)
         finally:
-            at.point = PartPoint(part.batch + 1, state=copy.deepcopy(self._dataset.state_dict()))
+            at.point = PartPoint(part.batch + 1, state=copy.deepcopy(self._job.dataset.state_dict()))
 
 
 def _at_first(scope: SampleScope, part: int) -> None:

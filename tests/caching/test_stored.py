@@ -35,8 +35,7 @@ from sharded_loader import (
 from sharded_loader.base.limits import Limit
 from sharded_loader.caching import rendezvous, store
 from sharded_loader.caching.dataset import StoredDataset
-from sharded_loader.data.arrays import as_bulk
-from sharded_loader.data.bulk import NOT_IN_BULK
+from sharded_loader.data.bulk import NOT_IN_BULK, as_bulk
 from sharded_loader.data.datasets import SubsetDataset, counts_of
 
 COUNT = 24

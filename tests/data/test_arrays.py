@@ -14,7 +14,7 @@ from sharded_loader import ArrayDataset, ShardedDataLoader, SimpleDataset, sampl
 from sharded_loader.base.errors import notes_of
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.tree import map_leaves, to_torch
-from sharded_loader.data.arrays import NOT_IN_BULK, as_bulk, as_items
+from sharded_loader.data.bulk import NOT_IN_BULK, as_bulk, as_items
 from sharded_loader.data.datasets import SubsetDataset
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.reader import Reader

@@ -18,7 +18,6 @@ def scope_of(*shards: Any, worker: str | None = None) -> BatchScope:
     at = BatchScope(7, 2)
     at.task = Task(0, 4, 2, 0, shards, len(shards) > 1)
     at.worker, at.empty, at.board = worker, np.empty, list(UNUSED)
-    at.skipped, at.lost = [], []
     at.indices = shards[0]
     return at
 
@@ -92,6 +91,6 @@ def test_a_handler_that_raises_inside_the_dataset_is_the_dataset_s() -> None:
 
 def test_scopes_of_two_batches_share_nothing() -> None:
     one, other = scope_of([1]), scope_of([2])
-    one.skipped.append((1, ValueError()))
+    one.skipped += ((1, ValueError()),)
     one.dropped += 1
-    assert other.skipped == [] and other.dropped == 0 and other.point is None
+    assert other.skipped == () and other.dropped == 0 and other.point is None

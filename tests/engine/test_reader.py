@@ -186,15 +186,15 @@ def measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_road_of_a_batch_is_short() -> None:
     reader, task = Reader(Job(Squares(), None, 0)), task_of([3, 1, 2])
     reader.read(task)
-    assert len(calls_of(lambda: reader.read(task))) <= 12  # and two that give the memory
+    assert len(calls_of(lambda: reader.read(task))) <= 13  # and two that give the memory
     many = task_of(list(range(100)))
-    assert len(calls_of(lambda: reader.read(many))) <= 12
+    assert len(calls_of(lambda: reader.read(many))) <= 13
 
 
 def test_a_gathered_batch_is_not_put_together_from_samples() -> None:
     reader, task = Reader(Job(ArrayDataset(np.arange(10.0), np.arange(10)), None, 0)), task_of([4, 2])
     names = calls_of(lambda: reader.read(task))
-    assert "gather_rows" in names and not {"_read_one_by_one", "_make_batch", "assemble"} & set(names)
+    assert "gather_rows" in names and not {"samples", "collate", "assemble"} & set(names)
 
 
 # -- what fails -----------------------------------------------------------------------------------------------------
@@ -461,3 +461,17 @@ def test_a_dataset_is_told_each_epoch_once() -> None:
     assert [result.error for result in results[:3]] == [None] * 3
     Reader(Job(dataset, None, 0)).read(task_of([1]))
     assert len(dataset.told) == 4  # the dataset is the loader's own, which has told it
+
+
+@pytest.mark.parametrize("bad", [1, 2])
+def test_a_sample_that_cannot_be_read_takes_its_own_time(monkeypatch: pytest.MonkeyPatch, bad: int) -> None:
+    now = [0.0]
+    monkeypatch.setattr("sharded_loader.base.host_clock.now", lambda: now[0])
+
+    class Waits(Squares):
+        def sample(self, index: int) -> Any:
+            now[0] += float(index)
+            return super().sample(index)
+
+    times = read(Waits([bad]), [1, 2, 4], on_error="skip").times
+    assert times is not None and times.slow == ((2, 4.0), (1, 2.0), (0, 1.0))

@@ -9,8 +9,7 @@ import pytest
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset, ThreadPool
-from sharded_loader.data.inspection import TOLD, _datasets_in, set_epoch_of, told_in
-from sharded_loader.data.seeding import reachable
+from sharded_loader.data.seeding import TOLD, _datasets_in, reachable, set_epoch_of, told_in
 
 
 class NoLength:

@@ -13,7 +13,7 @@ import pytest
 from torch.utils.data import DistributedSampler
 
 from sharded_loader import RandomSampler
-from sharded_loader.data.inspection import set_epoch_of
+from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.engine.epoch_requests import EpochRequests
 
 

@@ -16,8 +16,7 @@ from test_shard_tables import KINDS, write_table
 
 from sharded_loader import ShardDataset, ShardedDataLoader, ShardShuffleSampler
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.data.arrays import as_bulk
-from sharded_loader.data.bulk import NOT_IN_BULK
+from sharded_loader.data.bulk import NOT_IN_BULK, as_bulk
 from sharded_loader.storage import tables
 from sharded_loader.storage.files import ShardError
 from sharded_loader.torch import DataLoader
