@@ -5,8 +5,9 @@
 
 A *room* is a folder or a module directly below the package. An *arrow* leads from a room to another one that it
 imports. A *floor* is one room in the longest chain of arrows. A *level* is one module in the longest chain of imports.
-The package itself and its ``__main__`` are no rooms, and no short modules; nor is any ``__init__``. The code lines of a
-function include those of the functions in it, and begin at its ``def``.
+The package itself and its ``__main__`` are no rooms, and no short modules; nor is any ``__init__``. One without code,
+which is a page about its folder, is no module. The code lines of a function include those of the functions in it, and
+begin at its ``def``.
 """
 
 from __future__ import annotations
@@ -166,6 +167,9 @@ def sizes_of(sources: Mapping[str, str]) -> tuple[dict[str, int], list[str]]:
         "hidden imports": [found for found in imports if found.kind == HIDDEN],
     }
     rooms, arrows = _rooms(sources, seen)
+    core = set(core_of(sources))
+    inside = [found for found in seen if found.importer in core and found.imported in core]
+    core_rooms, core_arrows = _rooms({module: sources[module] for module in core}, inside)
     numbers = {module: _numbers_of_code_lines(source) for module, source in sources.items()}
     lines = {module: len(found) for module, found in numbers.items()}
     folders = {name.rpartition(".")[0] for name in sources}
@@ -179,14 +183,15 @@ def sizes_of(sources: Mapping[str, str]) -> tuple[dict[str, int], list[str]]:
     homonyms = _homonyms(sources)
     sizes = {
         "code lines": sum(lines.values()),
-        "code lines of the core": sum(lines[module] for module in core_of(sources)),
-        "modules": len(sources),
+        "code lines of the core": sum(lines[module] for module in core),
+        "modules": sum(count > 0 for count in lines.values()),
+        "modules of the core": sum(lines[module] > 0 for module in core),
         f"modules of less than {MIN_LINES} code lines": sum(
             count < MIN_LINES and module not in folders and not module.endswith("__main__")
             for module, count in lines.items()
         ),
-        "rooms": len(rooms),
-        "arrows between rooms": len(arrows),
+        "rooms of the core": len(core_rooms),
+        "arrows between rooms of the core": len(core_arrows),
         "floors of rooms": max(levels(rooms, arrows).values(), default=0),
         "levels of modules": max(levels(sources, seen).values()),
         **{f"circles of {what}": len(groups) for what, groups in rings.items()},

@@ -7,8 +7,8 @@
 the part of `sharded_loader.cli.demo`.
 
 Everything random follows from the seed: the weights (``torch.manual_seed``), the order (the loader's ``seed``) and the
-shift of each image (`sample_rng`, keyed by seed, epoch and index). So the losses are the same to the last bit whoever
-reads. Two functions disturb the run to show this:
+shift of each image (`sample_rng`, keyed by seed, epoch and index). So the losses are the same to the last bit, in any
+pool. Two functions disturb the run to show this:
 
     stop_and_resume  starts a process that trains, and saves after half of the steps; kills it; starts another one,
                      which goes on from the file

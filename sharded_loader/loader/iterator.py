@@ -157,24 +157,17 @@ class BatchIterator(Iterator[Batch]):
                     record()
             clock.calls += 1  # now, so that what was interrupted before does not count
             try:
-                behind, began = clock.behind, host_clock.now()
                 if self._last_ended is None:
                     self._counts = self._observer.counts()
                 clock.times = self._counts
                 if run is None:
                     mark = self._mark()
                     self._choose_run()
-                made = self._step(is_nested)
-                if type(made) is _Delivered:
-                    batch, error = made.batch, made.result.error
-                    self._count(made, began, clock.behind - behind)
-                else:
-                    batch, error = None, made if isinstance(made, Exception) else StopIteration()
-                    if run is None and self._is_first and made is not None:
-                        self._go_back_to_choose(mark)
-                del made  # otherwise error -> traceback -> this frame -> made -> error
+                batch, error = self._step(is_nested)
                 if error is None:
                     return batch  # type: ignore[no-any-return]
+                if run is None and self._is_first and not isinstance(error, StopIteration):
+                    self._go_back_to_choose(mark)  # nothing was handed out, not even an error in a batch's place
             except BaseException as raised:
                 self._go_back(run, delivered, mark, shown)
                 if pipeline.closed and isinstance(raised, Exception) and not is_from_outside(raised):
@@ -183,15 +176,16 @@ class BatchIterator(Iterator[Batch]):
         try:
             raise error
         finally:
-            del error  # as above: the loader would wait for the collector
+            del error  # otherwise error -> traceback -> this frame -> error, and the loader waits for the collector
 
-    def _step(self, is_nested: bool) -> _Delivered | Exception | None:
-        """The next batch that is not empty, where it belongs; None behind the last one.
+    def _step(self, is_nested: bool) -> tuple[Any, BaseException | None]:
+        """The next batch, or the error to raise instead: of the batch, of the pipeline, or `StopIteration`.
 
-        An error instead where no batch is to blame. ``is_nested``: as of `Pipeline.next`.
+        ``is_nested``: as of `Pipeline.next`.
         """
-        run, first = self.run, None
+        run, first, clock = self.run, None, self._placement.clock
         assert run is not None  # it was chosen
+        behind, began = clock.behind, host_clock.now()
         self._starts = False
         if self._is_new:
             self._is_new, first = False, self._take_up
@@ -202,9 +196,12 @@ class BatchIterator(Iterator[Batch]):
             run = following
             made = self._pipeline.next(run, self._deliver, is_nested, self._take_up, self._read_ahead)
         try:
-            return made  # type: ignore[no-any-return]
+            if type(made) is not _Delivered:
+                return None, made if isinstance(made, Exception) else StopIteration()
+            self._count(made, began, clock.behind - behind)
+            return made.batch, made.result.error
         finally:
-            del made  # as in `Pipeline.next`
+            del made  # as in `__next__`
 
     def _take_up(self, run: Run) -> None:
         self._open(run)

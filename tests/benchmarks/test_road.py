@@ -150,10 +150,11 @@ def test_a_package_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert numbers == {
         "code lines": 60,
         "code lines of the core": 58,
-        "modules": 10,
+        "modules": 8,
+        "modules of the core": 6,
         "modules of less than 50 code lines": 5,  # p, p.__main__, p.data, p.memory and p.memory.codec are none
-        "rooms": 5,
-        "arrows between rooms": 5,
+        "rooms of the core": 4,
+        "arrows between rooms of the core": 4,
         "floors of rooms": 4,  # cli, loader, data, memory with rng
         "levels of modules": 6,  # __main__, cli, loader, data.base, memory.codec, memory.arena with rng
         "circles of modules": 2,
