@@ -68,7 +68,7 @@ BARS = (
     Bar("jpeg", "P", 0.97),
     Bar("latency", "S", 0.99),
     Bar("records", "R", 5),
-    Bar("records-shuffled", "R", 4),
+    Bar("records-shuffled", "R", 2),
     Bar("import", "N", 1.6, at_most=True),
     Bar("first-spawn", None, 0.200, at_most=True),
     Bar("gap", None, 1.3, at_most=True),
