@@ -83,8 +83,8 @@ def _reading_in(frame: FrameType | None) -> str:
     task, place, now = at.task, at.place, host_clock.now()
     doing = f"reading sample {plain_indices(at.indices)[place]!r}" if place >= 0 else phase(at.board)
     took = f"which it began {now - at.began:.0f} s ago"
-    if at.since and place >= 0:
-        took = f"for {now - at.since:.0f} s"
+    if at.stamps and place >= 0:
+        took = f"for {now - at.stamps[-1]:.0f} s"
     shard = f", shard {at.board[SHARD]}" if task.sharded else ""
     return f"{doing} of epoch {task.epoch}, batch {task.seq}{shard}, {took}"
 

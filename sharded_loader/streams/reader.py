@@ -151,7 +151,7 @@ class StreamReader(Reader):
                 board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
                 at.indices, at.drawn, before = indices, None, len(samples)
                 at.items = items = iter(range(len(indices)))
-                places = at.watched(items)
+                places = at.watched(items) if at.notes or at.is_timed else items
                 while not ended:
                     try:
                         for _ in places:
@@ -166,13 +166,15 @@ class StreamReader(Reader):
                             opened.begin(passes)
                             advance = opened.advance
                             at.items = items = iter(range(len(samples) - before, len(indices)))
-                            places = at.watched(items, len(samples) - before)
+                            places = at.watched(items, len(samples) - before) if at.notes or at.is_timed else items
                     except Exception as error:
                         if self._policy.raises or at.passes(error):
                             raise
                         samples.append(self._policy.in_place_of(indices[len(samples) - before], error, at))
                         if opened.is_over:
                             add_note(at.skipped[-1][1], f"part {opened.number} of {stream.parts} {HAS_ENDED}")
+                if at.is_timed:
+                    at.timed(len(samples) - before)
         except BaseException as error:
             failed = not at.passes(error)
             raise
