@@ -268,7 +268,10 @@ class Pipeline:
             if made is not None:
                 break
             entry = self._head(run)
-        self.end(inside)
+        if inside or self.closed:
+            self.end(inside)
+        else:  # as `end` does it, without a call
+            self.is_open_step = self.pool.waiting = False
         try:
             return made
         finally:
@@ -435,8 +438,15 @@ class Pipeline:
             return
         result: Result | None = None
         for result in results:
-            if (filed := self._runs.get(result.run)) is not None:
-                filed.file(result)
+            filed = self._runs.get(result.run)
+            window = () if filed is None else filed.window
+            number = -1
+            if filed is not None and window:
+                number = (filed.moved.pop(result.seq, result.seq) if filed.moved else result.seq) - window[0].seq
+            if filed is not None and 0 <= number < len(window) and window[number].result is None:
+                if (task := window[number].task) is not None and task.part is not None:
+                    result = filed.epoch.came(window[number].seq, result)
+                window[number].result = result
         # Their errors lead to this frame, and from there to the loader, which would wait for the collector.
         came, results, result = bool(results), (), None
         if came and (current.waiting or len(self._runs) > 1):

@@ -1,6 +1,6 @@
 """One iterator's way through one epoch: how far it is, and its batches in flight, which are put in order here.
 
-    planned task -> Entry, at the end of the window            a result -> its entry (`Run.file`), whenever it comes
+    planned task -> Entry, at the end of the window            a result -> its entry, whenever it comes
     the head of the window, once it has a result -> the user
 
 What is in flight is a cache: `Run.delivered` is the only truth, and `Run.forget_window` throws the rest away. With
@@ -121,17 +121,6 @@ class Run:
         if is_given_up:
             entry.result = self.epoch.came(entry.seq, Result(self.number, entry.seq, NOTHING))
         return is_given_up
-
-    def file(self, result: Result) -> None:
-        """Put a result into its entry. One that nobody waits for any more is dropped."""
-        window = self.window
-        if not window:
-            return
-        number = (self.moved.pop(result.seq, result.seq) if self.moved else result.seq) - window[0].seq
-        if 0 <= number < len(window) and (entry := window[number]).result is None:
-            if entry.task is not None and entry.task.part is not None:
-                result = self.epoch.came(entry.seq, result)
-            entry.result = result
 
     def distance(self) -> float:
         """How many batches come before the first one that waits for the pool. A run that is ahead is last."""

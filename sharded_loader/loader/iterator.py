@@ -185,7 +185,7 @@ class BatchIterator(Iterator[Batch]):
         """
         run, first, clock = self.run, None, self._placement.clock
         assert run is not None  # it was chosen
-        behind, began = clock.behind, host_clock.now()
+        behind, began, entry = clock.behind, host_clock.now(), None
         self._starts = False
         if self._is_new:
             self._is_new, first = False, self._take_up
@@ -198,31 +198,20 @@ class BatchIterator(Iterator[Batch]):
         try:
             if type(made) is not _Delivered:
                 return None, made if isinstance(made, Exception) else StopIteration()
-            self._count(made, began, clock.behind - behind)
+            turn, taken = began if self._last_ended is None else self._last_ended, host_clock.now()
+            if self._last_ended is None:
+                self._observer.begin(run.epoch.number, self._counts)
+            self._last_ended = taken
+            stamps = {"turn": turn, "asked": began, "taken": taken, "placing": made.placing, "starts": self._starts}
+            entry, counts, behind = made.entry, self._counts, clock.behind - behind
+            self._observer.note(counts, entry, made.result, made.batch, self._pipeline, behind=behind, **stamps)
             return made.batch, made.result.error
         finally:
-            del made  # as in `__next__`
+            del made, entry  # as in `__next__`
 
     def _take_up(self, run: Run) -> None:
         self._open(run)
         self._starts = not run.window and self._pipeline.pool.num_workers > 0
-
-    def _count(self, made: _Delivered, began: float, behind: float) -> None:
-        """Note a batch that is handed out, and when.
-
-        Args:
-            made: the batch.
-            began: when ``next`` was called.
-            behind: seconds in which the devices were behind meanwhile.
-        """
-        run, observer = self.run, self._observer
-        assert run is not None  # it has given a batch
-        turn, taken = began if self._last_ended is None else self._last_ended, host_clock.now()
-        if self._last_ended is None:
-            observer.begin(run.epoch.number, self._counts)
-        self._last_ended = taken
-        stamps = {"turn": turn, "asked": began, "taken": taken, "placing": made.placing, "behind": behind}
-        observer.note(self._counts, made.entry, made.result, made.batch, self._pipeline, starts=self._starts, **stamps)
 
     def _choose_run(self) -> None:
         self.run, self._is_new, self._is_first = self._choose(), True, True
