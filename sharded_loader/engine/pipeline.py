@@ -249,7 +249,10 @@ class Pipeline:
         Returns:
             An error instead where no batch is to blame: the loader was closed meanwhile, or the pool is broken.
         """
-        inside = self.begin(is_nested)
+        if self.is_open_step or self._dropped or self.pool.unsettled:
+            inside = self.begin(is_nested)
+        else:  # as `begin` does it, without a call
+            inside, self.is_open_step, self.pool.waiting = False, True, False
         if first is not None:
             first(run)
         window, made, entry = run.window, None, self._head(run)

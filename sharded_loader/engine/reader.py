@@ -109,7 +109,7 @@ class BatchScope(SampleScope):
         return map(operator.itemgetter(0), zip(items, *watchers))  # noqa: B905 - these have no end
 
     def timed(self, samples: int) -> None:
-        """So many samples that are timed have been read."""
+        """The first ``samples`` of those that are timed have been read."""
         begins = self.stamps[:samples]
         self.durations = [*self.durations, *map(operator.sub, [*begins[1:], host_clock.now()], begins)]
 
@@ -554,7 +554,7 @@ class Timing:
             self._slow_epoch, self._slow, self._least = at.task.epoch, [], SAMPLE_SECONDS
         found = [(place, seconds) for place, seconds in enumerate(at.durations) if seconds > self._least]
         found = sorted(found, key=operator.itemgetter(1), reverse=True)[:KEPT_SAMPLES]
-        self._slow = sorted([*self._slow, *[seconds for _, seconds in found]])[-KEPT_SAMPLES:]
+        self._slow = sorted([*self._slow, *map(operator.itemgetter(1), found)])[-KEPT_SAMPLES:]
         if len(self._slow) == KEPT_SAMPLES:
             self._least = self._slow[0]
         return tuple(found)
