@@ -8,6 +8,6 @@
 
 For: decoded samples that fit into memory or onto the disk, and are read more than once.
 Costs: about 700 lines. The core gives `Dataset.cache`, which asks for it by name.
-Tests: tests/caching, tests/data/test_stored*.
+Tests: tests/caching.
 It goes when: nobody's epochs are limited by decoding any more.
 """
