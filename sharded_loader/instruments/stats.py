@@ -394,9 +394,9 @@ class Meter(Observer):
         counts: Counts,
         entry: Entry,
         result: Result,
+        stamps: dict[str, float],
         batch: Any = None,
         pipeline: Pipeline | None = None,
-        **stamps: float,
     ) -> None:
         """Count it. Unless it was cheap, keep how it was on its way."""
         read, error, taken, behind = entry.result or result, result.error, stamps["taken"], stamps["behind"]

@@ -203,8 +203,9 @@ class BatchIterator(Iterator[Batch]):
                 self._observer.begin(run.epoch.number, self._counts)
             self._last_ended = taken
             stamps = {"turn": turn, "asked": began, "taken": taken, "placing": made.placing, "starts": self._starts}
-            entry, counts, behind = made.entry, self._counts, clock.behind - behind
-            self._observer.note(counts, entry, made.result, made.batch, self._pipeline, behind=behind, **stamps)
+            stamps["behind"] = clock.behind - behind
+            entry = made.entry
+            self._observer.note(self._counts, entry, made.result, stamps, made.batch, self._pipeline)
             return made.batch, made.result.error
         finally:
             del made, entry  # as in `__next__`

@@ -50,9 +50,9 @@ class Observer:
         counts: Any,
         entry: Entry,
         result: Result,
+        stamps: dict[str, float],
         batch: Any = None,
         pipeline: Pipeline | None = None,
-        **stamps: float,
     ) -> None:
         """A batch, or an error in its place, is handed out.
 
@@ -60,9 +60,9 @@ class Observer:
             counts: what `begin` was given.
             entry: the batch on its way.
             result: of the batch; an error, if the batch could not be handed out.
+            stamps: turn, asked, taken, placing, behind, starts; see `BatchTimes`.
             batch: as the user gets it.
             pipeline: that has read it.
-            **stamps: turn, asked, taken, placing, behind, starts; see `BatchTimes`.
         """
 
     def words(self) -> list[str]:
