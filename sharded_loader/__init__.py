@@ -67,7 +67,7 @@ PROVIDED = {
     ("sampler", "costs"): "sharded_loader.samplers.costs:CostSampler",
     ("sampler", "mixture"): "sharded_loader.mixing.sampler:sampler_of",
 }
-"""What the satellites give to the core, which imports none of them: kind, name, and place. See `base.imports`."""
+"""Objects of the satellites that the core looks up by kind and name, instead of importing them: `base.imports`."""
 
 _HOME_OF = {name: f"sharded_loader.{home}" for home, names in _HOMES.items() for name in names.split()}
 _MODULES = ("batchify", "recordio")

@@ -1,4 +1,4 @@
-"""What is imported later, or by others.
+"""Imports that happen later, or in other libraries.
 
     call_after_import("torch", then)    calls ``then`` when torch has been imported; at once if it is imported already
     forget_import("torch")              takes that back

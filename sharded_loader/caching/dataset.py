@@ -123,7 +123,7 @@ class StoredDataset(Wrapper):
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """How many samples were found, and not found, by all processes that share this object; the bytes stored."""
+        """Hits, misses and stored bytes, of all processes that share this object."""
         if self._store is None:
             return 0, 0, 0
         hits, misses = self._store.session.counts.sum(0).tolist()

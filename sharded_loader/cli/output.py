@@ -123,7 +123,7 @@ def size_text(nbytes: float) -> str:
 
 
 def cores_of_others(seconds: float = 0.1) -> float:
-    """How many cores other programs use.
+    """The number of cores that other programs use.
 
     Args:
         seconds: how long to look. This process must do nothing meanwhile.

@@ -30,7 +30,7 @@ from sharded_loader.cli.output import CannotRun, Steps, complain, counted, size_
 
 DAMAGED = 1
 SIGNATURES = {b"\xff\xd8\xff": "JPEG", b"\x89PNG": "PNG", b"GIF8": "GIF", b"RIFF": "RIFF", b"\x93NUMPY": "NumPy"}
-"""How the contents of well-known files begin. WebP and WAV are RIFF."""
+"""First bytes of well-known file formats. WebP and WAV are RIFF."""
 
 _REC = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE.rec")
 
@@ -198,7 +198,7 @@ def index(file: Path, force: bool, quiet: bool) -> int:
 
 
 def _records_of(file: Path, quiet: bool) -> Iterator[tuple[int, bytes]]:
-    """Where each record begins, and the record. A damaged one is a `RecordIOError`."""
+    """Yield each record with its offset. A damaged record is a `RecordIOError`."""
     from sharded_loader.recordio import MXRecordIO
 
     nbytes, offset = file.stat().st_size, 0
@@ -222,7 +222,7 @@ def _unpacked(record: bytes) -> tuple[str, str, bytes]:
 
 
 def _check_index(idx: Path, offsets: Sequence[int]) -> tuple[str, bool]:
-    """What the index beside a record file says, and whether it is wrong."""
+    """Describe the index beside a record file, and return whether it is wrong."""
     from sharded_loader.recordio.files import load_index
 
     if not idx.exists():

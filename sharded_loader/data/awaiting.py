@@ -12,7 +12,7 @@ its own `rng.reading`, so `sample_rng()` knows it. The thread that reads waits f
 
 Owns the event loop and its thread. What can go wrong: a coroutine that blocks the loop stops all others too. One that
 never ends is late, as any sample may be (``timeout=``). Where a coroutine raises, those beside it are cancelled, and
-the reader reads the samples one by one, to name the one that fails.
+the reader reads the samples again one at a time, so the error names the sample.
 
 Source of the idea: the event loop in a thread of fsspec.
 """
