@@ -16,7 +16,6 @@ or because the program was stopped (Ctrl-Z).
 from __future__ import annotations
 
 import signal
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -74,7 +73,6 @@ class Deaths:
         self._grown_by_worker: Counter[int] = Counter()
         self._proven = False
         self.suspects: set[tuple[int, int]] = set()
-        self._printed: set[str] = set()
         self.unsettled = False
 
     def record_batch_death(self, task: Task) -> bool:
@@ -109,17 +107,12 @@ class Deaths:
         return self._grown_by_worker[worker] >= GROWN
 
     def record_start_death(self, death: Death) -> bool:
-        """A worker died before it could read. True if no other one is tried; otherwise what it said is printed once."""
+        """A worker died before it could read. True if no other one is tried."""
         killed = not death.hung and (death.exitcode is None or death.exitcode in _FROM_OUTSIDE)
         who = death.worker if killed else _BY_ITSELF
         self._start_by_worker[who] += 1
-        if death.is_final or self._start_by_worker[who] >= self._limit * (PROVEN if killed and self._proven else 1):
-            return True
-        if death.traceback is not None and death.traceback not in self._printed:
-            self._printed.add(death.traceback)
-            text = f"sharded_loader: {death}, while it started. Another is tried.\n{death.traceback}"
-            print(text, file=sys.stderr, flush=True)
-        return False
+        limit = self._limit * (PROVEN if killed and self._proven else 1)
+        return death.is_final or self._start_by_worker[who] >= limit
 
     def begin_starts(self, *, proven: bool) -> None:
         """Count anew: a worker has started, so others can (``proven``), or what they get is another from now on."""
@@ -187,7 +180,6 @@ class Death(NamedTuple):
         host, cause: where another program runs the workers: the address of its machine, and what that program says.
         hung: it was killed because it was late.
         board: where it was; None: that is not known.
-        traceback: what it has sent of its own end, in its start.
         is_of_machine: its machine has gone: no batch is to blame.
         is_final: it could not be made; nor could another one.
     """
@@ -200,7 +192,6 @@ class Death(NamedTuple):
     cause: str = ""
     hung: bool = False
     board: Sequence[int] | None = UNUSED
-    traceback: str | None = None
     is_of_machine: bool = False
     is_final: bool = False
 
@@ -235,15 +226,17 @@ class Death(NamedTuple):
 
     def error_in_start(self) -> WorkerDiedError:
         """The error for workers that cannot start."""
-        fate, how = (f"{self.who} hung for minutes and was killed", "hung") if self.hung else (str(self), "died")
-        more, said = "its own output on stderr may say more", self.traceback or self.cause
-        if said:
-            more = f"it raised {said.splitlines()[-1]}"
+        fate, how = f"{self}.", "It had not begun to read: it died while it started"
+        if self.hung:
+            fate = f"{self.who} hung for minutes and was killed."
+            how = "It had not begun to read: it hung while it started"
+        more = "its own output on stderr may say more"
+        if self.cause:
+            more = f"it raised {self.cause.splitlines()[-1]}"
         error = self._error(
-            f"{fate}. It had not begun to read: it {how} while it started, unpickled the dataset or ran "
-            f"worker_init_fn, and so did those before it; {more}"
+            f"{fate} {how}, unpickled the dataset or ran worker_init_fn, and so did those before it; {more}"
         )
-        error.__cause__ = WorkerTraceback(said) if said else None
+        error.__cause__ = WorkerTraceback(self.cause) if self.cause else None
         return error
 
     def error_between_batches(self) -> WorkerDiedError:
@@ -262,9 +255,7 @@ def too_large(worker: int, nbytes: int, limit: int) -> MemoryError:
     )
 
 
-def timed_out(
-    who: str, timeout: float, task: Task, words: Sequence[int], tries: int, *, killed: bool
-) -> WorkerTimeoutError:
+def timed_out(who: str, timeout: float, task: Task, words: Sequence[int], tries: int, *, killed: bool) -> Exception:
     """The error for a batch over which workers have stood still.
 
     Args:

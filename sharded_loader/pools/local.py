@@ -331,7 +331,7 @@ class ThreadPool(WorkerPool):
             frame = sys._current_frames().get(thread.ident or 0)
             text += ", which " if has else ". No worker has it yet: all are busy, such as "
             text += f"thread {thread.number}{' has' if has else ''}. Its stack:\n"
-            text += "" if frame is None else stack_of(frame, __file__)[0]
+            text += "" if frame is None else stack_of(frame, __file__)
         write_to_stderr(text.rstrip() + "\n")
 
     def wake(self) -> None:
@@ -344,14 +344,15 @@ class ThreadPool(WorkerPool):
 
     def close(self) -> None:
         self._job = self._reader = None
-        _end_all(self._running)
+        self.closer()()
 
     def closer(self) -> Callable[[], None]:
         running, pid = self._running, os.getpid()
-        return lambda: _end_all(running) if os.getpid() == pid else None
 
+        def close() -> None:
+            if os.getpid() == pid:
+                for shared in running:
+                    shared.end()
+                running.clear()
 
-def _end_all(running: list[_Shared]) -> None:
-    for shared in running:
-        shared.end()
-    running.clear()
+        return close

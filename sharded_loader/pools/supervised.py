@@ -89,12 +89,12 @@ class Worker(ABC):
         """Have it drop the tasks of a run that have not begun."""
 
     @abstractmethod
-    def tell(self) -> Callable[[], None] | None:
-        """Have it write to stderr what it reads, and its stack.
+    def tell(self) -> None:
+        """Have it write to stderr what it reads, and its stack. One that is stopped, or holds the GIL in C, cannot."""
 
-        Returns:
-            What to call `ANSWER_SECONDS` later: it looks whether the worker has done so. None: that is not known.
-        """
+    @abstractmethod
+    def kill_late(self, seconds: float) -> None:
+        """Have it write its stacks, and kill it: it has made no progress for so long."""
 
 
 W = TypeVar("W", bound=Worker)
@@ -141,10 +141,6 @@ class Transport(ABC, Generic[W]):
     @abstractmethod
     def retire(self, worker: W) -> None:
         """Another worker has the number of this one. It is `leaving`; where workers cannot, it is stopped at once."""
-
-    @abstractmethod
-    def kill_late(self, late: Sequence[W], seconds: float) -> None:
-        """Have workers that made no progress for so long write their stacks, and kill them."""
 
     @abstractmethod
     def last_words(self, worker: W, error: BaseException | None) -> Death:
@@ -365,7 +361,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
             self.deaths.settle(run, seq)
         return results
 
-    def tell_of_wait(self, text: str, task: Task | None) -> Callable[[], None] | None:
+    def tell_of_wait(self, text: str, task: Task | None) -> None:
         # First those that are late: they have it for longest.
         workers, key = [*self._transport.leaving, *self._transport.workers], task and (task.run, task.seq)
         has = next((one for one in workers if key in one.tasks), None)
@@ -377,7 +373,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
         elif at is not None and (at.run, at.seq) != key:
             text += f". It is still at epoch {at.epoch}, batch {at.seq}"
         write_to_stderr(f"{text}. Its stack:\n")
-        return worker.tell()
+        worker.tell()
 
     def stop_late(self) -> None:
         """Kill the workers that stand still. `replace` follows when they have ended."""
@@ -388,10 +384,9 @@ class SupervisedPool(WorkerPool, Generic[W]):
             board = None if worker.hung else worker.where()
             if board is not None:
                 watched.append((worker, board))
-        if late := self._watch.late(watched):
-            for worker in late:
-                worker.hung = True
-            self._transport.kill_late(late, self.timeout)
+        for worker in self._watch.late(watched):
+            worker.hung = True
+            worker.kill_late(self.timeout)
 
     # -- what is sent, and what has come --------------------------------------------------------------------
 
@@ -441,12 +436,8 @@ def fields_of(task: Task, *, forked: bool) -> bytes | tuple[Any, ...]:
         forked: the worker was forked, and has the very classes that the dataset knows. One that was spawned does not
             have the script that they come from: they go by value, as they did with the dataset.
     """
-    if task.part is not None and task.part.point.state is None:
-        return tuple(task)
-    for shard in task.shards:
-        if not isinstance(shard, np.ndarray) and not _PLAIN.issuperset(map(type, shard)):
-            break
-    else:
+    known = (isinstance(shard, np.ndarray) or _PLAIN.issuperset(map(type, shard)) for shard in task.shards)
+    if (task.part is not None and task.part.point.state is None) or all(known):
         return tuple(task)
     try:
         if forked:
@@ -483,8 +474,6 @@ def decode_result(
         return Result(run, seq, error=failure)
     if type(reply) is SetApart:
         reply = reply.reply
-    if reply.error is None and not reply.skipped:
-        return reply.result if times is None else reply.result._replace(times=times)  # type: ignore[no-any-return]
     return reply.result._replace(  # type: ignore[no-any-return]
         error=None if reply.error is None else decode_error(reply.error),
         skipped=tuple((index, decode_error(error)) for index, error in reply.skipped),

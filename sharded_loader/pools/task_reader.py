@@ -28,7 +28,7 @@ import numpy as np
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import FULL_TRACEBACKS, Location, add_note, as_exception
 from sharded_loader.base.imports import call_after_import
-from sharded_loader.base.notices import is_ours, logger
+from sharded_loader.base.notices import is_ours
 from sharded_loader.base.system import is_on, write_to_stderr
 from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board, phase
 from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pack_reply, pack_result, task_of
@@ -94,8 +94,8 @@ def _reading_in(frame: FrameType | None) -> str:
     return f"{doing} of epoch {task.epoch}, batch {task.seq}{shard}, {took}"
 
 
-def stack_of(newest: FrameType, until: str) -> tuple[str, str]:
-    """What a thread reads, with the user's frames; and all its frames. Both are texts.
+def stack_of(newest: FrameType, until: str) -> str:
+    """What a thread reads, with the user's frames.
 
     Args:
         newest: the frame that it is in.
@@ -104,27 +104,23 @@ def stack_of(newest: FrameType, until: str) -> tuple[str, str]:
     frames = [frame for frame, _ in traceback.walk_stack(newest)]
     ours = [number for number, frame in enumerate(frames) if frame.f_code.co_filename == until]
     users = [one for one in frames[: ours[0] if ours else 0] if not is_ours(one.f_code.co_filename)]
-    who, where = "The thread that reads" if ours else "Another thread", _reading_in(newest)
-    texts = []
-    for shown in (users, frames):
-        stack = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in shown[::-1]).format()
-        texts.append("".join([f"{who} (most recent call last):\n", *stack]) if stack else "")
-    return (f"It is {where}.\n" if where else "") + texts[0], texts[1]
+    where = _reading_in(newest)
+    stack = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in users[::-1]).format()
+    text = "".join(["The thread that reads (most recent call last):\n", *stack]) if stack else ""
+    return (f"It is {where}.\n" if where else "") + text
 
 
 def write_stacks(until: str) -> None:
-    """Write to stderr what the thread that reads is at, and the user's frames. All frames go to the logger.
+    """Write to stderr what the thread that reads is at, and the user's frames; all frames, where there are none.
 
     Args:
         until: as of `stack_of`.
     """
-    found = [stack_of(frame, until) for thread, frame in sys._current_frames().items() if thread != get_ident()]
-    short, full = map("".join, zip(*found, strict=True))
-    write_to_stderr(short)
-    if "most recent call" not in short or is_on(FULL_TRACEBACKS):
+    frames = [frame for thread, frame in sys._current_frames().items() if thread != get_ident()]
+    text = "".join(stack_of(frame, until) for frame in frames)
+    write_to_stderr(text)
+    if "most recent call" not in text or is_on(FULL_TRACEBACKS):
         faulthandler.dump_traceback(2, all_threads=True)
-    else:
-        logger.info("all frames of the worker that made no progress:\n%s", full)
 
 
 class TaskReader:

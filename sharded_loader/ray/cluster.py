@@ -133,13 +133,10 @@ def what_there_is(wanted: dict[str, float]) -> str:
     import ray
 
     total, free = ray.cluster_resources(), ray.available_resources()
-    has = {name: total.get(name, 0.0) for name in wanted}
-    left = {name: free.get(name, 0.0) for name in wanted}
+    has, left = ({name: some.get(name, 0.0) for name in wanted} for some in (total, free))
     nodes = len(alive())
-    return (
-        f"a worker asks for {_amounts(wanted)}; the cluster has {_amounts(has)} on {nodes} "
-        f"node{'' if nodes == 1 else 's'}, and {_amounts(left)} of that is free"
-    )
+    text = f"a worker asks for {_amounts(wanted)}; the cluster has {_amounts(has)} on {nodes} node{'s' * (nodes != 1)}"
+    return f"{text}, and {_amounts(left)} of that is free"
 
 
 def _amounts(resources: dict[str, float]) -> str:
@@ -164,15 +161,10 @@ class Wanted(NamedTuple):
 
     def options(self) -> dict[str, Any]:
         """As Ray has them. Each call is made once: who does it again is decided here."""
-        options = {
-            "num_cpus": self.num_cpus,
-            "resources": self.resources,
-            "scheduling_strategy": self.scheduling_strategy,
-            "max_restarts": 0,
-            "max_task_retries": 0,
-            "concurrency_groups": {"control": 1},
-        }
-        return options if self.runtime_env is None else {**options, "runtime_env": self.runtime_env}
+        options = {"num_cpus": self.num_cpus, "resources": self.resources, "runtime_env": self.runtime_env}
+        options |= {"scheduling_strategy": self.scheduling_strategy, "concurrency_groups": {"control": 1}}
+        options |= {"max_restarts": 0, "max_task_retries": 0}
+        return {name: value for name, value in options.items() if value is not None}
 
 
 def stop(actors: list[Any], only: Any = None) -> None:

@@ -145,14 +145,13 @@ class RayPool(SupervisedPool[ActorWorker]):
         if max_bytes is not None:
             max_bytes = check_int("max_bytes", max_bytes, 0, "bytes of the object store, or None")
         self.max_bytes = max_bytes
-        patience = check_timeout(start_timeout)
-        if patience is None:
+        if start_timeout is None:
             raise TypeError("start_timeout is None; it must be a number of seconds")
-        self.start_timeout = patience
-        self._wanted = check_wanted(num_cpus, resources, runtime_env, scheduling_strategy)
-        self.num_cpus, self.resources, self.runtime_env, self.scheduling_strategy = self._wanted
+        self.start_timeout = check_timeout(start_timeout) or start_timeout
+        wanted = check_wanted(num_cpus, resources, runtime_env, scheduling_strategy)
+        self.num_cpus, self.resources, self.runtime_env, self.scheduling_strategy = wanted
         check_installed()
-        self._transport = RayTransport(self.num_workers, self._wanted, patience)
+        self._transport = RayTransport(self.num_workers, wanted, self.start_timeout)
         self._lent = Lent(0)
         self._looked = 0.0
 
@@ -254,7 +253,14 @@ class RayPool(SupervisedPool[ActorWorker]):
             worker.asked = False
             worker.board = worker.board if error is not None else future.result()
         elif error is None and what == "begin":
-            self._has_begun(worker, future.result())
+            said: Begun = future.result()
+            if worker not in self._transport.workers:
+                return
+            if said.failure is not None:
+                self.give_up_worker(worker, decode_error(decode(said.failure)))  # type: ignore[arg-type]
+            else:
+                self.record_start(worker)
+                self._transport.has_begun(worker, said)
         elif error is None:
             tasks = worker.end_call(what)
             self._decode(future.result(), {(task.run, task.seq): task for task in tasks}, results)
@@ -266,16 +272,6 @@ class RayPool(SupervisedPool[ActorWorker]):
             self.take_back(worker.end_call(what))
         else:  # it has died, was killed for want of memory, or is out of reach
             results += self.replace(worker, error)
-
-    def _has_begun(self, worker: ActorWorker, said: Begun) -> None:
-        """An actor has answered to a job."""
-        if worker not in self._transport.workers:
-            return
-        if said.failure is not None:
-            self.give_up_worker(worker, decode_error(decode(said.failure)))  # type: ignore[arg-type]
-            return
-        self.record_start(worker)
-        self._transport.has_begun(worker, said)
 
     def _decode(self, group: Group, tasks: dict[tuple[int, int], Task], results: list[Result]) -> None:
         """The results of a group, over its memory."""
@@ -294,21 +290,15 @@ class RayPool(SupervisedPool[ActorWorker]):
     def _failed(self, task: Task, error: BaseException) -> Result:
         """The error of a batch that Ray could not bring."""
         failure = as_batch_error(error, "while Ray brought the batch")
-        add_note(
-            failure,
-            f"sharded_loader: Ray could not bring this batch. The object store of this node has {store_bytes():,} "
-            f"bytes: if it is full, start Ray with a larger object_store_memory",
-        )
+        text = f"Ray could not bring this batch. The object store of this node has {store_bytes():,} bytes: if it is"
+        add_note(failure, f"sharded_loader: {text} full, start Ray with a larger object_store_memory")
         Location(task.epoch, task.seq).note(failure, samples=task.shards[0])
         self.deaths.settle(task.run, task.seq)
         return Result(task.run, task.seq, error=failure)
 
     def _count_room(self) -> None:
         """What has come back goes out again first. What is under way has room in the object store."""
-        if self.requeued:
-            self.room = 0
-            return
-        free = self._transport.free
+        free = [] if self.requeued else self._transport.free
         held = sum(len(worker.tasks) for worker in self._transport.workers)
         self.room = HELD * self.group * len(free) - sum(len(worker.tasks) for worker in free)
         if self._sizes.wanted:

@@ -132,6 +132,12 @@ class ActorWorker(Worker):
     def tell(self) -> None:
         self.control("stacks")  # Ray brings what it writes to this process
 
+    def kill_late(self, seconds: float) -> None:
+        import ray
+
+        ray.wait([self.control("stacks")], timeout=ANSWER_SECONDS)  # one that holds the GIL cannot write them
+        stop([self.actor])
+
     def end_call(self, call: Call | str) -> list[Task]:
         """A call has ended: the tasks that it had."""
         if not isinstance(call, Call) or call not in self.calls:
@@ -336,14 +342,6 @@ class RayTransport(Transport[ActorWorker]):
 
     # -- actors that end, or stand still --------------------------------------------------------------------
 
-    def kill_late(self, late: Sequence[ActorWorker], seconds: float) -> None:
-        import ray
-
-        answers = [worker.control("stacks") for worker in late]
-        ray.wait(answers, num_returns=len(answers), timeout=ANSWER_SECONDS)  # one that holds the GIL cannot write them
-        for worker in late:
-            stop([worker.actor])
-
     def last_words(self, worker: ActorWorker, error: BaseException | None) -> Death:
         said = worker.begun or Begun(0, "", "")
         first = next(iter(worker.calls), None)
@@ -356,14 +354,8 @@ class RayTransport(Transport[ActorWorker]):
             board = first.tasks[0].run, first.tasks[0].seq, 0, IN_BATCH
         # A process that ends is told of by the program that has started it; if that is silent, the node has gone.
         has_gone = error is not None and is_of_node(error)
-        return Death(
-            worker.number,
-            said.pid,
-            None,
-            host=said.host,
-            cause=cause_of(error),
-            hung=worker.hung,
-            board=board,
+        death = Death(worker.number, said.pid, None, None, said.host, cause_of(error), worker.hung, board)
+        return death._replace(
             is_of_machine=has_gone or bool(said.node and said.node not in alive()),
             is_final=bool(getattr(error, "actor_init_failed", False)),
         )
@@ -399,11 +391,10 @@ class RayTransport(Transport[ActorWorker]):
         passed = host_clock.now() - self._none_ready_since
         if passed > PATIENCE and not self._is_told:
             self._is_told = True
+            fate = f"after {PATIENCE:g} s no worker has begun, perhaps for want of room (start_timeout="
+            fate += f"{self.start_timeout:g})"
             if self._had_one:
                 fate = "all workers have ended, and there is no room for others. The loader goes on when there is"
-            else:
-                fate = f"after {PATIENCE:g} s no worker has begun, perhaps for want of room (start_timeout="
-                fate += f"{self.start_timeout:g})"
             logger.warning("RayPool: %s: %s", fate, what_there_is(self._wanted.amounts))
         if passed > self.start_timeout and not self._had_one:
             return TimeoutError(

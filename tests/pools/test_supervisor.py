@@ -39,6 +39,9 @@ class Pretended(Worker):
     def tell(self) -> None:
         self.said.append(("tell", self.number))
 
+    def kill_late(self, seconds: float) -> None:
+        self.said.append(("late", self.number, seconds))
+
 
 class PretendedTransport(Transport[Pretended]):
     def __init__(self, num_workers: int) -> None:
@@ -64,9 +67,6 @@ class PretendedTransport(Transport[Pretended]):
         self.said.append(("retired", worker.pid))
         if self.drains:
             self.leaving.append(worker)
-
-    def kill_late(self, late: Sequence[Pretended], seconds: float) -> None:
-        self.said += [("late", worker.number, seconds) for worker in late]
 
     def last_words(self, worker: Pretended, error: BaseException | None) -> Death:
         return Death(worker.number, worker.pid, -9, hung=worker.hung, board=worker.board, **worker.more)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,9 +10,9 @@ from typing import Any
 
 import pytest
 from conftest import PROCESS_POOLS, covering, make_pool, until
-from waiting_samples import Collates, Hangs, HangsInStart, InBulk, Starts, Waits, wait_for
+from waiting_samples import Collates, InBulk, Starts, Waits
 
-from sharded_loader import InlinePool, LoaderClosedError, ProcessPool, ShardedDataLoader, WorkerDiedError
+from sharded_loader import InlinePool, ShardedDataLoader
 from sharded_loader.engine import pipeline
 from sharded_loader.pools import deaths
 from sharded_loader.pools.process import worker as process_worker
@@ -123,32 +121,6 @@ def test_a_batch_that_is_held_behind_another_names_that_one(
     assert "It is reading sample 5 of epoch 0, batch 2" in said.text
 
 
-@covering(method=SEES)
-@pytest.mark.skipif(not hasattr(signal, "SIGRTMAX"), reason="only signals reach such a worker")
-def test_a_worker_that_holds_the_gil_shows_its_stack_and_goes_on(
-    method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pipeline, "ANSWER_SECONDS", 0.1)
-    said = Said(tmp_path / "open", capfd, last="in hangs_with_the_gil")
-    with ShardedDataLoader(Hangs(tmp_path), 2, pool=make_pool(method, 2, restarts=1)) as loader:
-        pool, iterator = loader.pool, iter(loader)
-        assert isinstance(pool, ProcessPool)
-        next(iterator), next(iterator)
-
-        def kill() -> None:
-            wait_for(tmp_path / "open")
-            found = re.search(r"which worker \d \(pid (\d+)\) has", said.text)
-            os.kill(int(found[1]) if found else pool.pids[0], signal.SIGKILL)
-
-        killer = begin_thread(kill)
-        with pytest.raises(WorkerDiedError, match="reading sample 5"):
-            said.during(lambda: list(iterator))
-        killer.join()
-    assert re.search(
-        r"worker \d \(pid \d+\) has not answered\. It is stopped, or holds the GIL in code in C", said.text
-    )
-
-
 @covering(pool=["thread", *SEES])
 def test_the_drop_in_tells_it_too(pool: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     gate = tmp_path / "open"
@@ -167,28 +139,6 @@ def test_a_worker_that_has_not_started_is_named(method: str, tmp_path: Path, cap
     with ShardedDataLoader(range(4), 2, pool=make_pool(method, 1, worker_init_fn=Starts(gate))) as loader:
         assert len(said.during(lambda: list(loader))) == 2
     assert "worker 0 (pid" in said.text and "It is not ready: it imports modules, unpickles the dataset" in said.text
-
-
-@covering(method=SEES)
-def test_a_worker_that_starts_and_does_not_answer_is_left_alone(
-    method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pipeline, "ANSWER_SECONDS", 0.1)
-    said = Said(tmp_path / "open", capfd, last="has not answered")
-    begun = tmp_path / "begun"
-    with ShardedDataLoader(range(4), 2, pool=make_pool(method, 1, worker_init_fn=HangsInStart(begun))) as loader:
-        loader.pool.start(loader._epochs.job_now())
-        wait_for(begun)
-
-        def close() -> None:
-            wait_for(tmp_path / "open")
-            loader.close()
-
-        closer = begin_thread(close)
-        with pytest.raises(LoaderClosedError):
-            said.during(lambda: next(iter(loader)))
-        closer.join()
-        assert loader.stats().replaced_workers == 0
 
 
 @pytest.mark.parametrize("pool", ["thread", "fork"])

@@ -24,7 +24,7 @@ from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError
 from sharded_loader.base.errors import WorkerTimeoutError
 from sharded_loader.engine.board import IDLE, SAMPLE
 from sharded_loader.pools import deaths as deaths_module
-from sharded_loader.pools.process import template, transport, worker
+from sharded_loader.pools.process import start, transport, worker
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes by signals")
 
@@ -330,9 +330,9 @@ def test_a_worker_that_not_even_a_kill_ends_is_left_behind(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As one inside the kernel, with a network file system that does not answer."""
-    monkeypatch.setattr(template.ForkedWorker, "kill", lambda worker: None)
-    monkeypatch.setattr(template._ForkedProcess, "kill", lambda worker: None)
-    monkeypatch.setattr(transport.ProcessWorker, "dump_stacks", lambda worker: None)  # it takes no signal at all
+    monkeypatch.setattr(start.ForkedWorker, "kill", lambda worker: None)
+    monkeypatch.setattr(start._ForkedProcess, "kill", lambda worker: None)
+    monkeypatch.setattr(transport, "STACKS_SIGNAL", None)  # it takes no signal at all
     monkeypatch.setattr(transport, "KILLED_GRACE", 0.1)
     fail = Fails(hangs_with_the_gil, tmp_path / "count")
     pool = make_pool("fork", 1, timeout=0.2 if ending == "a timeout" else None, restarts=1)

@@ -15,7 +15,6 @@
                      which has it: begin
     READY                                                         worker -> main process: it has its dataset
     FAILED           pickled EncodedError   it could not take the job
-    CRASHED          text: a traceback      it ends, before it could take the job
     GROWN   bytes, batches                  it takes more memory than it may, after this number of batches
     RESULTS          of each: run, seq, pickled reply; its buffers lie in the task's slot, or follow
 
@@ -32,11 +31,10 @@ made non-blocking, and wherever there is no ``poll``. Its sends block until the 
 which is soon: that thread does nothing else. ``SHARDED_LOADER_PORTABLE=1`` chooses it anywhere. It passes no
 descriptors: memory has a name then (`memory.segments`).
 
-What can go wrong: the other end is gone, which `receive` notes in `ended`. An exception that strikes between a system
+What can go wrong: the other end is gone, which `read` notes in `ended`. An exception that strikes between a system
 call and the note of what it did leaves the stream at an unknown place. The pipeline then closes the pool, and with it
 the link.
 Ownership: messages in `inbox` belong to the code that decodes them; what is in `outbox` must stay unchanged until sent.
-Nothing here imports NumPy, which a worker that cannot import it has to say.
 """
 
 from __future__ import annotations
@@ -51,18 +49,18 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
 
 from sharded_loader.base.system import PORTABLE
-
-if TYPE_CHECKING:
-    from sharded_loader.memory.segments import Segment
+from sharded_loader.memory.segments import Segment
 
 CHUNK = 65536
 """Bytes that a link reads at once: two batches that go through the pipe, or hundreds of small ones."""
 
 TASKS, CANCEL, SEGMENT, JOB, READY, FAILED, RESULTS = b"T", b"C", b"S", b"J", b"Y", b"F", b"R"
-BOARD, DEATH, STACKS, CRASHED, LEAVE, GROWN, FLUSH = b"B", b"D", b"P", b"X", b"L", b"G", b"U"
+BOARD, DEATH, STACKS, LEAVE, GROWN, FLUSH = b"B", b"D", b"P", b"L", b"G", b"U"
 
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 """Flag of a send: a worker that is gone is an error here, also where the user has SIGPIPE end the program."""
@@ -100,8 +98,8 @@ def _parse(inbox: deque[Message]) -> Generator[int, Any, None]:
 
 def send_descriptors(end: socket.socket, data: bytes | memoryview, descriptors: Sequence[int]) -> int:
     """`socket.send_fds`, which (up to Python 3.11 at least) forgets its flags; how many bytes went."""
-    rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors)
-    return end.sendmsg([data], [rights], NO_SIGNAL)
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+    return end.sendmsg([data], [rights] if descriptors else [], NO_SIGNAL)
 
 
 class Link:
@@ -115,7 +113,7 @@ class Link:
         inbox: messages that have come completely.
         outbox: what waits to be sent, each with a descriptor that goes along.
         ended: the other end is closed.
-        segments: how many segments of the arena the worker knows.
+        segments: how many segments of the arena the worker was sent.
     """
 
     live: ClassVar[weakref.WeakSet[Link]] = weakref.WeakSet()
@@ -158,7 +156,7 @@ class Link:
         places: Sequence[tuple[int, int]] = (),
         descriptor: int | None = None,
     ) -> None:
-        """Send a message, behind what waits, or as much as goes now. `receive` notices if the other end is gone.
+        """Send a message, behind what waits, or as much as goes now. `read` notices if the other end is gone.
 
         Args:
             kind, run, seq, content: see `Message`; without a kind only what waits is sent.
@@ -168,11 +166,12 @@ class Link:
         """
         outbox = self.outbox
         if kind:
-            sent = iter(buffers)
-            at = [(-1, next(sent).nbytes) if place[0] < 0 else place for place in places or [(-1, 0)] * len(buffers)]
-            head = _HEAD.pack(kind, run, seq, len(at), len(content))
-            # One write for both: two would be two system calls and wake the other end twice.
-            outbox.append((memoryview(b"".join([head, *[_PLACE.pack(*place) for place in at], content])), descriptor))
+            sent, table = iter(buffers), []
+            for offset, nbytes in places or [(-1, 0)] * len(buffers):
+                table.append(_PLACE.pack(offset, nbytes if offset >= 0 else next(sent).nbytes))
+            head = _HEAD.pack(kind, run, seq, len(table), len(content))
+            # One write for all: two would be two system calls and wake the other end twice.
+            outbox.append((memoryview(b"".join([head, *table, content])), descriptor))
             outbox.extend((buffer.cast("B"), None) for buffer in buffers if buffer.nbytes)
         while outbox:
             data, descriptor = outbox[0]
@@ -202,13 +201,12 @@ class Link:
         number = segment.number if number is None else number
         self.send(kind, number, segment.nbytes, name, descriptor=None if segment.name else segment.fd)
 
-    def receive(self) -> None:
-        """Put what has come completely into `inbox`; sets `ended` when the other end is closed."""
-        while self.read():
-            pass
-
     def read(self) -> bool:
-        """Read once. Whether there may be more."""
+        """Read once, and put what has come completely into `inbox`; `ended` is set when the other end is closed.
+
+        Returns:
+            Whether there may be more.
+        """
         target = memoryview(self._chunk)[self._filled :] if self._large is None else self._large
         try:
             count = self._read(target)
@@ -261,8 +259,6 @@ class Link:
             begin = end
             self._wanted = self._parser.send(part)
         if self._wanted > CHUNK:
-            import numpy as np  # memory that is not filled with zeros first
-
             self._whole = np.empty(self._wanted, np.uint8)
             self._whole.data[: filled - begin] = memoryview(chunk)[begin:filled]
             self._large = self._whole.data[filled - begin :]
@@ -336,10 +332,10 @@ class Poller:
     def __init__(self, workers: Sequence[Any], waker: Any) -> None:
         self.workers, self._waker = list(workers), waker
         self._sentinels = {worker.sentinel for worker in workers}
+        self._by_waitable = {worker.link.waitable: worker for worker in workers}
         if not PORTABLE:
-            self._by_number = {worker.link.waitable: worker for worker in workers}
             self._poller = select.poll()
-            for number in (*self._by_number, *self._sentinels, waker.fileno()):
+            for number in (*self._by_waitable, *self._sentinels, waker.fileno()):
                 self._poller.register(number, select.POLLIN)
 
     def wait(self, timeout: float | None = None) -> tuple[list[Any], set[int]]:
@@ -351,20 +347,26 @@ class Poller:
         Returns:
             The workers whose links are ready; the sentinels of the workers that have ended.
         """
+        ready: list[Any] = []
+        ended: set[int] = set()
         if PORTABLE:
             from multiprocessing import connection  # which a spawned worker does without
 
-            watched = [*[worker.link.waitable for worker in self.workers], self._waker]
+            watched = [*self._by_waitable, self._waker]
             # At most 63 handles on Windows: of many workers the end shows as end-of-file alone.
             if sys.platform != "win32" or len(watched) + len(self._sentinels) <= 63:
                 watched += self._sentinels
-            found: set[Any] = set(connection.wait(watched, timeout))
+            found: Sequence[Any] = connection.wait(watched, timeout)
         else:
-            for number, worker in self._by_number.items():
+            for number, worker in self._by_waitable.items():
                 self._poller.modify(number, select.POLLIN | (select.POLLOUT if worker.link.outbox else 0))
-            found = {number for number, _ in self._poller.poll(None if timeout is None else 1000 * timeout)}
-            if self._waker.fileno() in found:
-                found.add(self._waker)
-        while self._waker in found and self._waker.poll():  # what it was sent: it woke this process
-            self._waker.recv_bytes()
-        return [one for one in self.workers if one.link.waitable in found], self._sentinels & found
+            found = [number for number, _ in self._poller.poll(None if timeout is None else 1000 * timeout)]
+        for one in found:
+            if one in self._by_waitable:
+                ready.append(self._by_waitable[one])
+            elif one in self._sentinels:
+                ended.add(one)
+            else:
+                while self._waker.poll():  # what it was sent: it woke this process
+                    self._waker.recv_bytes()
+        return ready, ended

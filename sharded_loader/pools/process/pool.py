@@ -51,25 +51,13 @@ from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.segments import chosen_backend
 from sharded_loader.pools.deaths import too_large
-from sharded_loader.pools.process.link import CRASHED, FAILED, FLUSH, GROWN, READY, RESULTS, TASKS, Poller
+from sharded_loader.pools.process.link import FAILED, FLUSH, GROWN, READY, RESULTS, TASKS, Poller
 from sharded_loader.pools.process.start import choose_start_method
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
 from sharded_loader.pools.supervised import SupervisedPool, fields_of
 
 SLOT_BYTES = 32768
 """Batches below this go through the pipe: a slot saves them one copy, which costs less than its bookkeeping."""
-
-
-def check_worker_memory(limit: Any) -> int | None:
-    """``max_worker_memory`` in bytes, or an error that says what is wrong."""
-    if limit is None:
-        return None
-    nbytes = bytes_of_text(limit, name="max_worker_memory")
-    try:
-        own_bytes()
-    except ImportError as error:
-        raise ImportError("max_worker_memory needs psutil on this system: pip install psutil") from error
-    return nbytes
 
 
 class ArenaInUse(NamedTuple):
@@ -133,7 +121,13 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         else:
             max_bytes = check_int("max_bytes", max_bytes, 0, "bytes of shared memory, or None")
         self.max_bytes = max_bytes
-        self.max_worker_memory = check_worker_memory(max_worker_memory)
+        self.max_worker_memory: int | None = None
+        if max_worker_memory is not None:
+            self.max_worker_memory = bytes_of_text(max_worker_memory, name="max_worker_memory")
+            try:
+                own_bytes()
+            except ImportError as error:
+                raise ImportError("max_worker_memory needs psutil on this system: pip install psutil") from error
         self.start_method: Any = choose_start_method(start_method)
         self._transport = ProcessTransport(self.num_workers, self.start_method, max_bytes)
         self._poller: Poller | None = None  # of the workers: it keeps them, and goes with them
@@ -218,8 +212,9 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             except Exception as raised:
                 self._reject(task, raised)
                 continue
-            if slot is not None and slot.segment >= chosen.link.segments:
-                self._transport.send_segments(chosen, slot.segment + 1)
+            while slot is not None and slot.segment >= chosen.link.segments:
+                chosen.link.send_segment(arena.segments[chosen.link.segments])
+                chosen.link.segments += 1
             chosen.tasks[task.run, task.seq] = task
             chosen.slots[task.run, task.seq] = slot
             unsent.setdefault(chosen, []).append((task.run, task.seq, None if slot is None else tuple(slot), fields))
@@ -284,7 +279,8 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         link = worker.link
         if link.outbox:
             link.send()
-        link.receive()
+        while link.read():
+            pass
         while link.inbox:
             message = link.inbox.popleft()
             kind, content, following = message.kind, message.content, iter(message.buffers)
@@ -294,8 +290,6 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 self.record_start(worker)
             elif kind == GROWN:
                 self._recycle(worker, message.run, message.seq)
-            elif kind == CRASHED:
-                worker.traceback = bytes(content).decode(errors="replace")
             while kind == RESULTS and len(content):
                 reply = unpack_reply(content)
                 run, seq, _, count, _, content, _ = reply

@@ -11,8 +11,8 @@ BLAS and OpenMP are limited to one thread here, before NumPy is imported: nothin
 imports NumPy. A process with threads must not fork, and workers want one thread each anyway. The user's own children of
 the same forkserver inherit those libraries with one thread, but not the variables.
 
-What can go wrong: a library cannot be imported. A spawned worker then tells the main process why (`link.CRASHED`). The
-forkserver leaves it to the workers, whose error says why.
+What can go wrong: a library cannot be imported. A spawned worker then ends with the traceback. The forkserver leaves it
+to the workers, whose error says why.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ import contextlib
 import importlib
 import os
 import sys
-import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
 from sharded_loader.base.imports import call_after_import
 from sharded_loader.base.private import become_child
 from sharded_loader.base.system import ONE_THREAD
-from sharded_loader.pools.process import link
 
 PRELOAD = "SHARDED_LOADER_PRELOAD"
 """The variable that names the modules for the forkserver, and ``sys.path``: JSON."""
@@ -46,14 +44,10 @@ def main(orders: dict[str, Any]) -> None:
     _close_stdin()
     known = orders["name"], orders["authkey"], orders["orig_dir"], orders["tracker"]
     call_after_import("multiprocess", lambda: become_child(*known))
-    conn = Connection(orders["fd"])
-    try:
-        from sharded_loader.pools.process import worker
-    except BaseException:
-        # As `worker` tells why it ends, without NumPy, which may be what cannot be imported.
-        link.make_link(conn, blocks=True).send(link.CRASHED, content=traceback.format_exc().encode(errors="replace"))
-        raise SystemExit(1) from None
-    worker.main(conn, orders["number"], orders["num_workers"], None, limited=True, held=orders["alive"])
+    from sharded_loader.pools.process import worker
+
+    number, num_workers = orders["number"], orders["num_workers"]
+    worker.main(Connection(orders["fd"]), number, num_workers, None, limited=True, held=orders["alive"])
 
 
 def _close_stdin() -> None:
@@ -69,7 +63,7 @@ def _preload() -> None:
     import json
 
     request = json.loads(os.environ.pop(PRELOAD))
-    threads = {name: os.environ.get(name) for name in ONE_THREAD}
+    threads = {name: os.environ[name] for name in ONE_THREAD if name in os.environ}
     os.environ.update(ONE_THREAD)
     # The forkserver of some Pythons has the path of a bare interpreter, without the folder of the user's script.
     path, sys.path[:] = sys.path[:], request["path"]
@@ -77,11 +71,9 @@ def _preload() -> None:
         with contextlib.suppress(BaseException):
             importlib.import_module(name)
     sys.path[:] = path
-    for name, value in threads.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
+    for name in ONE_THREAD:
+        del os.environ[name]
+    os.environ.update(threads)
 
 
 if PRELOAD in os.environ:

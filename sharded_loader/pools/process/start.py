@@ -1,9 +1,31 @@
-"""How worker processes start that are not forked from the template, and how all of them end with the main process.
+"""How worker processes start, and how all of them end with the main process.
 
     choose_start_method(None) -> "fork"
+    Template(new_job) .fork(number, ...) -> process        fork: a copy of the main process that does nothing else
+    start_forked(name, target, ...) -> process             fork: that itself, and the first workers
     spawn_worker(number, ..., conn, fds) -> process        spawn: `SpawnedProcess`; forkserver: forked from that
     start_forkserver(modules)                              it has them imported before it forks
-    Lifeline() .tie(process, link) .close()                Linux: the only writing end of a pipe. Windows: a job object
+    Lifeline() .tie(link) .close()                         the only writing end of a pipe
+
+    main process                       template                          worker
+    Template.fork(number, conn) -----> forks; the descriptor goes along -> worker.main(conn, ...)
+                 <--- pid ------------
+    ForkedWorker.join            ----> waits for the dead child
+                 <--- exit code ------
+
+A worker that is replaced in the middle of training must not be forked from the main process: by then that has threads,
+locks and a GPU context, and its dataset may have changed. The template has one thread and the dataset as it was. The
+first workers are forked from the main process. The template follows in the step after the first batch, which it would
+delay. Where workers live for one epoch there is none before one of them dies.
+
+It reaps a child only when it is told to, so a pid that the main process knows is that of its worker until then. It ends
+with the pipe to the main process, when that shuts it or dies. Before, it reaps the workers that are left, which have
+pipes of their own.
+
+What can go wrong: the template is slow, or stopped. The main process waits, and warns once after `SLOW` seconds: a fork
+may wait for processor time, or for memory that is swapped. Or it is killed. Then the next `fork` raises TemplateGone,
+and the pool makes another template out of the main process as it is now: a last resort, of which it warns. Exit codes
+of its workers are unknown from then on (None).
 
 ``multiprocess`` re-runs the user's script in a spawned worker, and in the forkserver. Not in ours: the entries that say
 so are taken out of what it sends, for this thread and only while it starts a worker. So a script needs no
@@ -11,46 +33,69 @@ so are taken out of what it sends, for this thread and only while it starts a wo
 
 The kernel closes the main process's end of a lifeline when that process ends, also by SIGKILL, and then kills the
 workers (`worker.die_with`). So a worker ends that holds the GIL, in which none of its own threads can notice anything.
-Processes that a worker starts are the user's: they live on.
+Processes that a worker starts are the user's: they live on. The kernel may refuse the signal (a sandbox), and elsewhere
+than on Linux there is none. Then the worker's receiver thread ends the process, which it cannot while code in C holds
+the GIL.
 
-What can go wrong: no process, no descriptor (OSError). The kernel refuses the signal or the job (a sandbox, Windows 7
-inside another job). There is nothing of the kind on macOS. Then the worker's receiver thread ends the process, which it
-cannot while code in C holds the GIL.
-
-Source: "Job Objects" and "JOBOBJECT_EXTENDED_LIMIT_INFORMATION" in Microsoft's Win32 documentation.
+No process, no descriptor is an OSError everywhere.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import errno
+import gc
 import json
 import multiprocessing
 import os
 import pickle
+import signal
+import socket
 import struct
 import sys
+import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import multiprocess
-from multiprocess import forkserver, resource_tracker, spawn, util
+from multiprocess import forkserver, popen_fork, process, resource_tracker, spawn, util
 from multiprocess.context import SpawnProcess
 
-from sharded_loader.base.interrupts import uninterrupted
+from sharded_loader.base.errors import describe_exit
+from sharded_loader.base.interrupts import python_handlers, should_stop, uninterrupted
 from sharded_loader.base.private import (
     change_preparation_data,
     forget_child,
     forget_forkserver,
+    fork_quietly,
     has_forkserver_preload,
     interpreter_flags,
     tracker_descriptor,
 )
 from sharded_loader.base.system import PORTABLE, can_pass_descriptors
-from sharded_loader.pools.process import spawned, template, worker
-from sharded_loader.pools.process.link import DEATH, Link
-from sharded_loader.pools.process.template import NAME
+from sharded_loader.engine.messages import NewJob
+from sharded_loader.pools.process import spawned, worker
+from sharded_loader.pools.process.link import DEATH, Link, send_descriptors
+
+NAME = "sharded_loader-worker"
+"""How the processes of workers are named, before their numbers."""
+
+SLOW = 10
+"""Seconds after which the main process says what it waits for. A fork takes 10 ms per GB of the process."""
+
+STEP = 1.0
+"""The same as in `deaths.Watch`: seconds that are counted at once, however long the main process itself was stopped."""
+
+ENDING = 0.1
+"""Seconds in which the template ends when it is told to. It takes 5 ms, half of them to tear down its memory."""
+
+_REQUEST = struct.Struct("!cqq")
+_ANSWER = struct.Struct("!q")
+_FORK, _REAP = b"F", b"R"
+_UNKNOWN = 1 << 32
 
 
 def choose_start_method(start_method: str | None) -> str:
@@ -73,6 +118,321 @@ def choose_start_method(start_method: str | None) -> str:
         return "spawn"
     return start_method
 
+
+# -- our own processes ----------------------------------------------------------------------------------------
+
+_this_thread = threading.local()
+
+
+def is_starting_worker() -> bool:
+    """Whether this thread is starting a worker: a fork that happens now is ours, not the user's."""
+    return bool(getattr(_this_thread, "starts_worker", False))
+
+
+@contextlib.contextmanager
+def starting_worker() -> Iterator[None]:
+    """Inside, this thread's processes start without the user's script, and with SIGINT blocked.
+
+    Blocked, because a Ctrl-C goes to the whole process group, and a worker that has not yet come to ignore
+    it would end in a traceback.
+    """
+    block = hasattr(signal, "pthread_sigmask")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if block else set()
+    _this_thread.starts_worker = True
+    try:
+        yield
+    finally:
+        _this_thread.starts_worker = False
+        if block:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _leave_garbage_alone() -> None:
+    """In a forked worker: what the main process has made is never collected here.
+
+    Its garbage may be a connection. To close that waits for a thread that is not here, and may take connections of the
+    main process out of its selector. A web session of fsspec delayed the first batch by a second. Besides, a collection
+    writes to each page of inherited objects, and so copies all of them.
+    """
+    if is_starting_worker():
+        gc.freeze()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_garbage_alone)
+
+
+class _ForkedPopen(popen_fork.Popen):  # type: ignore[misc]
+    """A fork that Python does not warn about."""
+
+    def _launch(self, started: _ForkedProcess) -> None:
+        fork_quietly(self, started)
+
+
+class _ForkedProcess(process.BaseProcess):  # type: ignore[misc]
+    _start_method = "fork"
+    _Popen = _ForkedPopen
+
+
+def start_forked(name: str, target: Callable[..., None], *args: Any, daemon: bool = True) -> Any:
+    """A process of the fork start method, which ``multiprocess`` does not look after (see `forget_child`).
+
+    Args:
+        name: of the process.
+        target, args: what it calls.
+        daemon: whether it may have no children.
+    """
+    forked = _ForkedProcess(name=name, target=target, args=args, daemon=daemon)
+    with starting_worker():
+        forked.start()
+    forget_child(forked)
+    return forked
+
+
+def warn(text: str) -> None:
+    """A warning that costs no batch where the user has made warnings errors."""
+    try:
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    except RuntimeWarning:
+        print(f"sharded_loader: {text}", file=sys.stderr, flush=True)
+
+
+# -- the process that workers are forked from -------------------------------------------------------------------------
+
+
+class TemplateGone(Exception):
+    """The template is dead, or a question was interrupted. It may have forked a worker, which ends with its pipe.
+
+    `ProcessTransport.launch` catches it: no user gets to see it.
+    """
+
+
+class Template:
+    """The main process's end.
+
+    Args:
+        new_job: what the workers are to read.
+
+    Attributes:
+        finished: whether it has been told to end: it reaps its workers when it likes.
+        has_forked: whether there were any.
+
+    Raises:
+        OSError: the process cannot be forked.
+    """
+
+    def __init__(self, new_job: NewJob) -> None:
+        self._control, theirs = socket.socketpair()
+        self._control.settimeout(STEP)
+        try:
+            self._process = start_forked(
+                "sharded_loader-template", _serve, theirs, self._control, new_job, daemon=False
+            )
+        except BaseException:
+            self._control.close()
+            raise
+        finally:
+            theirs.close()
+        self._lost = ""  # why it can be asked no more
+        self.finished = self.has_forked = False
+
+    def fork(self, number: int, num_workers: int, conn: Any) -> ForkedWorker:
+        """A new worker.
+
+        Args:
+            number: its number.
+            num_workers: how many the pool has.
+            conn: its end of the pipe; the caller closes its own copy.
+
+        Raises:
+            OSError: the template cannot fork.
+            TemplateGone: it is gone: close it, and ``conn``, which a worker may have.
+        """
+        # The worker holds the other end: where there is no pidfd, that is how its death is noticed.
+        sentinel, held = os.pipe()
+        self.has_forked = True
+        try:
+            pid = self.ask(_FORK, number, num_workers, conn.fileno(), held)
+            if pid < 0:
+                reason = f"the process that workers are forked from cannot fork another one: {os.strerror(-pid)}"
+                raise OSError(-pid, reason)
+        except BaseException:
+            os.close(sentinel)
+            raise
+        finally:
+            os.close(held)
+        return ForkedWorker(self, pid, sentinel)
+
+    def ask(self, kind: bytes, number: int, num_workers: int = 0, *descriptors: int) -> int:
+        """The answer to a request.
+
+        Raises:
+            TemplateGone: it is gone, or has not answered the one before.
+        """
+        if self._lost:
+            raise TemplateGone(self._lost)
+        # Until it has answered: if this one is interrupted, its next answer is to this question.
+        self._lost = "the wait for the process that workers are forked from was interrupted"
+        answer = b""
+        with contextlib.suppress(OSError):
+            send_descriptors(self._control, _REQUEST.pack(kind, number, num_workers), descriptors)
+            answer = self._receive()
+        if not answer:
+            with contextlib.suppress(ValueError):  # the program has reaped it
+                self._process.join(STEP)  # the pipe ends a moment before the process
+            fate = describe_exit(self._process.exitcode)
+            self._lost = f"the process that workers are forked from (pid {self._process.pid}) died: {fate}"
+            raise TemplateGone(self._lost)
+        self._lost = ""
+        return int(_ANSWER.unpack(answer)[0])
+
+    def _receive(self) -> bytes:
+        """The answer, however long it takes; empty: the process has ended."""
+        waited = 0
+        while True:
+            try:
+                return self._control.recv(_ANSWER.size)
+            except TimeoutError:
+                waited += 1
+                if should_stop():
+                    raise TemplateGone(self._lost) from None
+                if waited == SLOW:
+                    warn(
+                        f"the process that workers are forked from (pid {self._process.pid}) has not answered for "
+                        f"{SLOW} s. It is stopped, or the machine or the container is short of processor time or "
+                        f"memory. The loader keeps waiting"
+                    )
+
+    def finish(self) -> None:
+        """Tell the process to end when its workers have, which have been told; their exit codes are not wanted."""
+        self.finished = True
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """End the process; its workers have ended before."""
+        self.finish()
+        try:
+            # Its end of the pipe: what ``multiprocess`` waits for is held by its workers' children too.
+            self._control.settimeout(ENDING)
+            self._control.recv(1)
+        except TimeoutError:
+            self._lost = "it did not end"
+        except OSError:
+            pass  # it has ended
+        with contextlib.suppress(ValueError):  # the program has reaped it
+            if self._lost:
+                self._process.kill()
+            self._process.join()
+            self._process.close()
+        self.close_descriptors()
+
+    def close_descriptors(self) -> None:
+        """Close this end of the pipe; in a forked child, where the other end must not be kept from ending."""
+        self._control.close()
+
+
+@dataclass
+class ForkedWorker:
+    """A worker that the template forked; as much of ``multiprocess.Process`` as `ProcessWorker` uses."""
+
+    template: Template
+    pid: int
+    sentinel: int
+    exitcode: int | None = None
+
+    def kill(self) -> None:
+        """SIGKILL, if it cannot have been reaped. `ProcessWorker` kills no process after `join`."""
+        if not self.template.finished:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def join(self) -> None:
+        """Take note of its end. It has ended: `ProcessWorker` has waited for that."""
+        if not self.template.finished:
+            with contextlib.suppress(TemplateGone):
+                code = self.template.ask(_REAP, self.pid)
+                self.exitcode = None if code == _UNKNOWN else code
+
+    def close(self) -> None:
+        """Close the sentinel."""
+        os.close(self.sentinel)
+
+
+def _serve(control: socket.socket, theirs: socket.socket, new_job: NewJob) -> None:
+    """The template, from its first line to its last.
+
+    Args:
+        control: its end of the pipe to the main process.
+        theirs: the other end.
+        new_job: for the workers.
+    """
+    theirs.close()
+    control.setblocking(True)  # whatever the user's socket.setdefaulttimeout says
+    handlers = _ignore_signals()
+    children: dict[int, Any] = {}  # that have not been reaped
+
+    def work(number: int, num_workers: int, fd: int, held: int) -> None:
+        control.close()
+        for signal_number, handler in handlers.items():
+            signal.signal(signal_number, handler)
+        worker.main(Connection(fd), number, num_workers, new_job, held=held)
+
+    def fork(number: int, num_workers: int, descriptors: list[int]) -> int:
+        """The pid of a new worker, or an error number below 0."""
+        try:
+            if len(descriptors) < 2:
+                return -errno.EMFILE  # there was no room for them
+            child = start_forked(f"{NAME}-{number}", work, number, num_workers, *descriptors)
+        except OSError as error:
+            return -(error.errno or 1)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        children[child.pid] = child
+        return int(child.pid)
+
+    try:
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(control, _REQUEST.size, 2)
+            if not data:
+                break
+            kind, number, num_workers = _REQUEST.unpack(data)
+            if kind == _FORK:
+                answer = fork(number, num_workers, descriptors)
+            else:
+                child = children.pop(number)
+                child.join()
+                answer = _UNKNOWN if child.exitcode is None else child.exitcode
+                child.close()
+            control.sendall(_ANSWER.pack(answer))
+    except OSError:
+        pass  # the main process is gone
+    finally:
+        for child in children.values():
+            child.join()
+        os._exit(0)
+
+
+def _ignore_signals() -> dict[int, Any]:
+    """Ignore what the main process's program handles: its handlers would run here too, in the wrong process.
+
+    A whole process group gets a Ctrl-C or a batch system's SIGTERM, and the template ends with its pipe anyway.
+    But SIGCHLD gets its default: otherwise the dead workers would be reaped before the main process asks for them.
+
+    Returns:
+        What workers do about these signals.
+    """
+    signal.set_wakeup_fd(-1)
+    handlers: dict[int, Any] = dict.fromkeys(python_handlers(), signal.SIG_DFL)
+    for number in (*handlers, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    if signal.signal(signal.SIGCHLD, signal.SIG_DFL) is signal.SIG_IGN and signal.SIGCHLD not in handlers:
+        handlers[signal.SIGCHLD] = signal.SIG_IGN  # the user's choice, as spawned workers have it
+    return handlers
+
+
+# -- interpreters of their own, and the forkserver ---------------------------------------------------------------------
 
 # Handles take another way on Windows. The interpreter of a frozen program takes no `-c`.
 _HAS_INTERPRETER = sys.platform != "win32" and not getattr(sys, "frozen", False)
@@ -105,7 +465,7 @@ def spawn_worker(number: int, num_workers: int, start_method: str, conn: Any, fd
         started = context.Process(name=name, target=worker.main, args=(conn, number, num_workers, None), daemon=True)
         if sys.platform != "win32":
             resource_tracker.ensure_running()  # its start would unblock SIGINT again
-    with template.starting_worker():
+    with starting_worker():
         started.start()
     forget_child(started)
     return started
@@ -125,7 +485,7 @@ def start_forkserver(modules: Iterable[str] = ()) -> None:
     request = {"modules": [worker.__name__, "threadpoolctl", *wanted], "path": sys.path}
     os.environ[spawned.PRELOAD] = json.dumps(request)
     try:
-        with template.starting_worker():
+        with starting_worker():
             forkserver.ensure_running()
     finally:
         os.environ.pop(spawned.PRELOAD, None)
@@ -143,7 +503,7 @@ if hasattr(os, "register_at_fork"):
 
 def _without_script(data: dict[str, Any]) -> dict[str, Any]:
     """What ``multiprocess`` sends, without the user's script for our own workers."""
-    if template.is_starting_worker():
+    if is_starting_worker():
         data.pop("init_main_from_name", None)
         data.pop("init_main_from_path", None)
     return data
@@ -208,7 +568,7 @@ class SpawnedProcess(SpawnProcess):  # type: ignore[misc]
 
 
 class Lifeline:
-    """The main process's end. Owns a pipe (Linux) or the handle of a job object (Windows).
+    """The main process's end of what ends its workers: of a pipe. Elsewhere than on Linux there is none.
 
     Raises:
         OSError: no descriptors.
@@ -216,16 +576,9 @@ class Lifeline:
 
     def __init__(self) -> None:
         self._ends: tuple[int, ...] = os.pipe() if sys.platform == "linux" else ()
-        self.job: JobObject | None = None
-        if sys.platform == "win32":
-            with contextlib.suppress(OSError):
-                self.job = JobObject(load_kernel32())
 
-    def tie(self, process: Any, link: Link) -> None:
+    def tie(self, link: Link) -> None:
         """Have a worker end with this process."""
-        if self.job is not None:
-            with contextlib.suppress(OSError):  # the worker has ended, or the system refuses
-                self.job.add(process.sentinel)
         if self._ends and not PORTABLE:
             if can_pass_descriptors():
                 link.send(DEATH, descriptor=self._ends[0])
@@ -237,68 +590,3 @@ class Lifeline:
         ends, self._ends = self._ends, ()
         for end in ends:
             os.close(end)
-        if self.job is not None:
-            self.job.close()
-
-
-KILL_ON_JOB_CLOSE = 0x2000
-SILENT_BREAKAWAY_OK = 0x1000
-EXTENDED_LIMIT_INFORMATION = 9
-"""`JobObjectExtendedLimitInformation` of the enumeration `JOBOBJECTINFOCLASS`."""
-
-LIMITS_SIZE = 144 if ctypes.sizeof(ctypes.c_void_p) == 8 else 112
-"""Bytes of a `JOBOBJECT_EXTENDED_LIMIT_INFORMATION`."""
-
-FLAGS_OFFSET = 16
-"""Where its `BasicLimitInformation.LimitFlags` begin: 32 bits. Everything else stays 0."""
-
-
-def load_kernel32() -> Any:
-    """kernel32 of this process."""
-    kernel32 = ctypes.WinDLL("kernel32", use_last_error=True)  # type: ignore[attr-defined,unused-ignore]
-    kernel32.CreateJobObjectW.restype = ctypes.c_void_p  # otherwise the handle would be cut to 32 bits
-    return kernel32
-
-
-class JobObject:
-    """A job whose processes end with its handle. Owns the handle, which no child inherits.
-
-    Args:
-        kernel32: the system's library, see `load_kernel32`. Handles are passed to it as pointers.
-
-    Raises:
-        OSError: the system refuses.
-    """
-
-    def __init__(self, kernel32: Any) -> None:
-        self._kernel32 = kernel32
-        self._handle = ctypes.c_void_p(kernel32.CreateJobObjectW(None, None))
-        self._check(self._handle, "CreateJobObjectW")
-        limits = ctypes.create_string_buffer(LIMITS_SIZE)
-        struct.pack_into("=I", limits, FLAGS_OFFSET, KILL_ON_JOB_CLOSE | SILENT_BREAKAWAY_OK)
-        done = kernel32.SetInformationJobObject(self._handle, EXTENDED_LIMIT_INFORMATION, limits, LIMITS_SIZE)
-        self._check(done, "SetInformationJobObject")
-
-    def add(self, process: int) -> None:
-        """Put a process into the job.
-
-        Args:
-            process: its handle, with the right to terminate it, as `multiprocess` has of what it starts.
-
-        Raises:
-            OSError: the system refuses, or it has ended.
-        """
-        done = self._kernel32.AssignProcessToJobObject(self._handle, ctypes.c_void_p(process))
-        self._check(done, "AssignProcessToJobObject")
-
-    def close(self) -> None:
-        """Terminate the processes that are in it still. Twice does nothing."""
-        handle, self._handle = self._handle, ctypes.c_void_p()
-        if handle:
-            self._kernel32.CloseHandle(handle)
-
-    @staticmethod
-    def _check(done: Any, function: str) -> None:
-        if not done:
-            number = getattr(ctypes, "get_last_error", int)()
-            raise OSError(number, f"{function} failed (Windows error {number})")

@@ -2,8 +2,7 @@
 
     start(new_job)     fork: workers are launched with the job. spawn, forkserver: it is published once, and sent
     retire(worker)     it is told to end when it has answered
-    kill_late(workers) they write their stacks to stderr, and are killed
-    last_words(worker) reaped: its exit code, its board, the traceback that it has sent
+    last_words(worker) reaped: its exit code, its board
     close()            workers end (end-of-file, then SIGKILL), and their links, slots and memory are given back
 
 A `ProcessTransport` owns the workers, and what they start with: the boards (`engine.board`), the lifeline, the template
@@ -27,7 +26,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import multiprocess
@@ -37,17 +36,16 @@ from sharded_loader.base import host_clock
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.limits import oom_kills
 from sharded_loader.base.system import can_pass_descriptors, open_pidfd, write_to_stderr
-from sharded_loader.engine.board import IDLE, SAMPLE, TOLD, WORDS, Board, board_in, new_board
+from sharded_loader.engine.board import IDLE, SAMPLE, WORDS, Board, board_in, new_board
 from sharded_loader.engine.messages import NewJob, Task
 from sharded_loader.memory import publish
 from sharded_loader.memory.arena import Arena
 from sharded_loader.memory.publish import Inherited
 from sharded_loader.memory.segments import Segment, Slot, create
 from sharded_loader.pools.deaths import Death
-from sharded_loader.pools.process import template
+from sharded_loader.pools.process import start
 from sharded_loader.pools.process.link import BOARD, CANCEL, JOB, LEAVE, STACKS, Link, make_link
-from sharded_loader.pools.process.start import Lifeline, spawn_worker, start_forkserver
-from sharded_loader.pools.process.worker import STACKS_SIGNAL, TELL_SIGNAL, find_libraries
+from sharded_loader.pools.process.worker import STACKS_SIGNAL, find_libraries
 from sharded_loader.pools.process.worker import main as work
 from sharded_loader.pools.supervised import Transport, Worker
 
@@ -100,7 +98,6 @@ class ProcessWorker(Worker):
         self._released = False
         self._killed_at = math.inf
         self.exitcode: int | None = None
-        self.traceback: str | None = None  # of its end in its start
         # The process itself. Its twin is the process object's sentinel: a pipe that the worker holds, and closes in
         # what the dataset forks (`worker.main`). What code in C forks keeps it open after the worker's death.
         pidfd = open_pidfd(process.pid)
@@ -134,14 +131,18 @@ class ProcessWorker(Worker):
         """Whether nothing is to be expected of one that `has_ended`: or it was killed for its silence, and stays."""
         return (self.hung and host_clock.now() - self._killed_at > KILLED_GRACE) or not self.is_alive()
 
-    def dump_stacks(self) -> None:
-        """Have the worker write its stacks to stderr and end; wait for that. A stopped worker does neither."""
-        self.link.send(STACKS, 1)
-        self.wait(SHORT_GRACE)
-        if STACKS_SIGNAL is not None and self.is_alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, STACKS_SIGNAL)
-        self.wait(STACKS_GRACE)
+    def kill_late(self, seconds: float) -> None:
+        with uninterrupted():
+            write_to_stderr(f"sharded_loader: {self.who} made no progress for {seconds:g} s. Its stacks:\n")
+            # It writes them and ends; a stopped worker does neither.
+            self.link.send(STACKS, 1)
+            self.wait(SHORT_GRACE)
+            if STACKS_SIGNAL is not None and self.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, STACKS_SIGNAL)
+            self.wait(STACKS_GRACE)
+            self.kill()
+        self.has_ended = True
 
     def wait(self, timeout: float) -> None:
         """Wait for the end of the process."""
@@ -159,12 +160,10 @@ class ProcessWorker(Worker):
                 self.wait(max(0.0, self._killed_at + KILLED_GRACE - host_clock.now()))
                 if self.is_alive():
                     self.slots.clear()  # it may still write there
-                    print(
-                        f"sharded_loader: {self.who} was killed and does not end: it waits inside the kernel, for a "
-                        f"disk or a network file system, say. It is left behind",
-                        file=sys.stderr,
-                        flush=True,
+                    text = (
+                        f"{self.who} was killed and does not end: it waits inside the kernel, for a disk or a network"
                     )
+                    print(f"sharded_loader: {text} file system, say. It is left behind", file=sys.stderr, flush=True)
                     self.process.close()  # what it can be waited for with
                     return
             self.process.join()
@@ -187,18 +186,8 @@ class ProcessWorker(Worker):
     def cancel(self, run: int) -> None:
         self.link.send(CANCEL, run)  # its last task may not have begun; it answers for each that it drops
 
-    def tell(self) -> Callable[[], None] | None:
-        told = self.board[TOLD]
+    def tell(self) -> None:
         self.link.send(STACKS, 0)
-
-        def look() -> None:
-            if self.board[TOLD] == told and self.is_alive():
-                write_to_stderr(f"{self.who} has not answered. It is stopped, or holds the GIL in code in C.\n")
-                if TELL_SIGNAL is not None and self.ready:  # before that the signal may still end it
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(self.pid, TELL_SIGNAL)
-
-        return look
 
 
 class _Publication:
@@ -215,9 +204,9 @@ class _Publication:
         # Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a row.
         self._numbers = itertools.count(-1, -1)
 
-    def publish(self, new: NewJob) -> frozenset[str]:
+    def publish(self, new: NewJob, inherited: Inherited | None = None) -> frozenset[str]:
         """Pickle the job; the modules that workers need for it."""
-        encoded = publish.publish(new, self.inherited, **new.parts)
+        encoded = publish.publish(new, inherited, **new.parts)
         with uninterrupted():
             before, self.published = self.published, publish.share(encoded, next(self._numbers))
             if before is not None:
@@ -261,8 +250,8 @@ class ProcessTransport(Transport[ProcessWorker]):
         self.arena = Arena(max_bytes)
         self.waker: tuple[connection.Connection, connection.Connection] | None = None
         self.board: Segment | None = None
-        self.lifeline: Lifeline | None = None
-        self.template: template.Template | None = None
+        self.lifeline: start.Lifeline | None = None
+        self.template: start.Template | None = None
         self.publication = _Publication()
         self._oom_kills: int | None = None
         self._is_up = False  # the workers have been started: one that is launched now joins them
@@ -279,7 +268,7 @@ class ProcessTransport(Transport[ProcessWorker]):
                 post.send(worker.link)
             return []
         if self.start_method == "forkserver":
-            start_forkserver(post.publish(new))
+            start.start_forkserver(post.publish(new))
         elif self.start_method == "fork":
             find_libraries()
         # Forked workers hold the dataset as it was: new ones are born with the new one, and do what was begun.
@@ -288,20 +277,17 @@ class ProcessTransport(Transport[ProcessWorker]):
             self.stop_workers()
             self.open()
             self.launch_all(new)
+        if self.start_method == "spawn":
+            try:
+                post.publish(new)  # while they start: that takes as long as to publish 150 MB
+            except publish.NeedsInheritanceError:
+                # Again, with the descriptors of the locks and shared values in the job.
+                with uninterrupted():
+                    self.stop_workers()
+                    post.inherited = Inherited()
+                    post.publish(new, post.inherited)
+                    self.launch_all(new)
         if self.start_method != "fork":
-            # While they start: that takes as long as to publish 150 MB.
-            if post.published is None:
-                try:
-                    post.publish(new)
-                except publish.NeedsInheritanceError:
-                    if self.start_method != "spawn":
-                        raise
-                    # Again, with the descriptors of the locks and shared values in the job.
-                    with uninterrupted():
-                        self.stop_workers()
-                        post.inherited = Inherited()
-                        post.publish(new)
-                        self.launch_all(new)
             for worker in self.workers:
                 post.send(worker.link)
         self._is_up = True
@@ -312,9 +298,9 @@ class ProcessTransport(Transport[ProcessWorker]):
         try:
             with uninterrupted():
                 if self.template is None and can_pass_descriptors():
-                    self.template = template.Template(new)
+                    self.template = start.Template(new)
         except OSError as error:
-            template.warn(f"the process that workers are forked from could not be forked ({error}); {_AS_IT_IS_NOW}")
+            start.warn(f"the process that workers are forked from could not be forked ({error}); {_AS_IT_IS_NOW}")
 
     def open(self) -> None:
         """Make what workers need to start. Twice does nothing."""
@@ -326,7 +312,7 @@ class ProcessTransport(Transport[ProcessWorker]):
             self.board = create(0, ROWS * WORDS * 8)
         except OSError as error:
             raise MemoryError(f"no shared memory to start workers with ({error}): free some, or files") from error
-        self.lifeline = Lifeline()
+        self.lifeline = start.Lifeline()
         self._oom_kills = oom_kills()
 
     def launch(self, number: int, new: NewJob) -> ProcessWorker:
@@ -337,18 +323,16 @@ class ProcessTransport(Transport[ProcessWorker]):
             )
         if self.start_method == "fork" and not can_pass_descriptors() and self._is_up:
             # The template could not be given the worker's end of the pipe, so there is none.
-            template.warn(f"this system does not pass descriptors between processes; {_AS_IT_IS_NOW}")
-        for _ in range(TEMPLATES):
+            start.warn(f"this system does not pass descriptors between processes; {_AS_IT_IS_NOW}")
+        for left in reversed(range(TEMPLATES + 1)):
             try:
-                process, link = self._start_process(number, new)
+                process, link = self._start_process(number, new, directly=not left)
                 break
-            except template.TemplateGone as error:
+            except start.TemplateGone as error:
                 gone, self.template = self.template, None
                 if gone is not None:
                     gone.close()
-                template.warn(f"{error}; {_AS_IT_IS_NOW}")
-        else:
-            process, link = self._start_process(number, new, directly=True)
+                start.warn(f"{error}; {_AS_IT_IS_NOW}")
         worker = ProcessWorker(number, process, link)
         with contextlib.ExitStack() as undo:  # another thread may close the transport in the middle of this
             undo.callback(worker.release)
@@ -361,7 +345,7 @@ class ProcessTransport(Transport[ProcessWorker]):
                 worker.board[SAMPLE] = IDLE
                 link.send_segment(self.board, BOARD, worker.row)
             if self.lifeline is not None:
-                self.lifeline.tie(process, link)
+                self.lifeline.tie(link)
             # A forked worker has its job, but begins when a message tells it to. It has then taken the lifeline, which
             # comes before: it ends with the main process even if the user's code holds the GIL from its first line on.
             if self.start_method == "fork":
@@ -376,7 +360,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         forks = self.start_method == "fork"
         if forks and self._is_up and self.template is None and can_pass_descriptors() and not directly:
             # Before the pipe is made: it would keep the worker's end, and hide that the worker has died.
-            self.template = template.Template(new)
+            self.template = start.Template(new)
         # A pipe for every try: a template that is killed may have forked a worker before, which holds its end.
         ours, theirs = multiprocess.Pipe(duplex=True)
         link = make_link(ours)
@@ -384,22 +368,16 @@ class ProcessTransport(Transport[ProcessWorker]):
             if self.template is not None:
                 return self.template.fork(number, self.num_workers, theirs), link
             if forks:
-                name = f"{template.NAME}-{number}"
-                return template.start_forked(name, work, theirs, number, self.num_workers, new), link
+                name = f"{start.NAME}-{number}"
+                return start.start_forked(name, work, theirs, number, self.num_workers, new), link
             inherited = self.publication.inherited
             fds = [] if inherited is None else inherited.fds
-            return spawn_worker(number, self.num_workers, self.start_method, theirs, fds), link
+            return start.spawn_worker(number, self.num_workers, self.start_method, theirs, fds), link
         except BaseException:
             link.close()
             raise
         finally:
             theirs.close()
-
-    def send_segments(self, worker: ProcessWorker, count: int) -> None:
-        """Give a worker the first ``count`` segments."""
-        for segment in self.arena.segments[worker.link.segments : count]:
-            worker.link.send_segment(segment)
-        worker.link.segments = count
 
     def retire(self, worker: ProcessWorker) -> None:
         self.leaving.append(worker)
@@ -414,27 +392,11 @@ class ProcessTransport(Transport[ProcessWorker]):
 
     # -- workers that end, or stand still -------------------------------------------------------------------
 
-    def kill_late(self, late: Sequence[ProcessWorker], seconds: float) -> None:
-        for worker in late:
-            with uninterrupted():
-                text = f"{worker.who} made no progress for {seconds:g} s"
-                write_to_stderr(f"sharded_loader: {text}. Its stacks:\n")
-                worker.dump_stacks()
-                worker.kill()
-            worker.has_ended = True
-
     def last_words(self, worker: ProcessWorker, error: BaseException | None) -> Death:
         worker.wait(0.0 if worker.hung else 1.0)
         worker.release()
-        return Death(
-            worker.number,
-            worker.pid,
-            worker.exitcode,
-            self.oom_kills(),
-            hung=worker.hung,
-            board=list(worker.board),
-            traceback=worker.traceback,
-        )
+        death = Death(worker.number, worker.pid, worker.exitcode, self.oom_kills())
+        return death._replace(hung=worker.hung, board=list(worker.board))
 
     def oom_kills(self) -> int | None:
         """How many processes of this cgroup the kernel has killed for want of memory since the workers started."""
@@ -521,18 +483,18 @@ _handed_over: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDiction
 """Those of pools that have ended, also in between two pools. By their ids, as above."""
 
 
+def _live() -> list[ProcessTransport]:
+    return [transport for reference in _in_use.valuerefs() if (transport := reference()) is not None]
+
+
 def _arenas() -> list[Arena]:
     left = [arena for reference in _handed_over.valuerefs() if (arena := reference()) is not None]
     return [*left, *(transport.arena for transport in _live())]
 
 
-def _live() -> list[ProcessTransport]:
-    return [transport for reference in _in_use.valuerefs() if (transport := reference()) is not None]
-
-
 def _before_fork() -> None:
     """A child that the user forks shares the memory of the batches that it holds: they must stay as they are."""
-    if not template.is_starting_worker():
+    if not start.is_starting_worker():
         for arena in _arenas():
             arena.retire_lent()
 

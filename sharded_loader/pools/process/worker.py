@@ -7,7 +7,7 @@ The main thread notes on the board where it is. So a main process that finds it 
 and over which sample, if the user has to know that (`engine.board`).
 
 A message brings the job (the dataset and how to read it). A forked worker inherits the job, and the message says when
-to begin. A job that cannot be taken is the answer (`FAILED`), and so is what strikes before there is a job (`CRASHED`).
+to begin. A job that cannot be taken is the answer (`FAILED`). What else strikes ends the process, with its traceback.
 
 A worker that takes more memory than it may says so (`GROWN`). One that is told to leave (`LEAVE`) does the tasks that
 came before, and ends.
@@ -37,11 +37,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from sharded_loader.base import host_clock
-from sharded_loader.base.errors import format_traceback
 from sharded_loader.base.interrupts import python_handlers
 from sharded_loader.base.private import end_compiling, limit_to_one_thread
 from sharded_loader.base.system import ONE_THREAD, is_readable, why_refused
-from sharded_loader.engine.board import IDLE, SAMPLE, TOLD, board_in
+from sharded_loader.engine.board import IDLE, SAMPLE, board_in
 from sharded_loader.engine.grouping import GROUP_SECONDS
 from sharded_loader.engine.messages import NewJob
 from sharded_loader.memory.codec import decode
@@ -68,9 +67,6 @@ GRACE = 0.3
 STACKS_SIGNAL = getattr(signal, "SIGRTMAX", None)
 """Makes a worker write all its stacks to stderr and end, also while it holds the GIL: a signal that nothing else uses.
 It is sent to a worker whose receiver thread has not written them."""
-
-TELL_SIGNAL = None if STACKS_SIGNAL is None else STACKS_SIGNAL - 1
-"""The same, and the worker goes on."""
 
 
 class _MemoryWatch:
@@ -140,8 +136,8 @@ class WorkerThreads:
             self._inbox.put(None)
             if not self._finished.wait(GRACE):
                 os._exit(1)
-        except BaseException as error:
-            self._crash(error)  # otherwise the main thread would wait for ever
+        except BaseException:  # otherwise the main thread would wait for ever
+            _crash()
 
     def _take(self, message: Message) -> None:
         kind, run = message.kind, message.run
@@ -157,7 +153,6 @@ class WorkerThreads:
             write_stacks(__file__)
             if run:  # it is to end
                 os._exit(1)
-            self._reading.board[TOLD] += 1
         else:
             if kind == wire.CANCEL:  # at once: the message lies behind the last of the tasks
                 self._reading.cancelled.add(run)
@@ -215,19 +210,17 @@ class WorkerThreads:
                     self._send_replies()
                     self._reading.board[SAMPLE] = IDLE
                 self._waits = True
-        except BaseException as error:  # this process may have no more threads
-            self._crash(error)
-        self._finished.set()
-
-    def _crash(self, error: BaseException) -> NoReturn:
-        if self._reading.job is None:
-            _crash(self._link, error)
-        traceback.print_exc()
-        os._exit(1)
+        finally:
+            self._finished.set()
 
     def _take_job(self, message: Message, inherited: NewJob | None) -> bool:
         def load() -> NewJob:
-            new = inherited or self._load(message)
+            memory, buffers = self._segments.pop(message.run, None), list(message.buffers)
+            if isinstance(memory, OSError):
+                raise OSError(memory.errno, f"the dataset cannot be mapped: {why_refused(memory)}") from memory
+            if memory is not None:
+                buffers = [memory[place[0] : sum(place)] if isinstance(place, tuple) else place for place in buffers]
+            new: NewJob = inherited or decode(message.content, buffers)
             self._memory = None if new.max_memory is None else _MemoryWatch(new.max_memory)
             return new
 
@@ -242,16 +235,6 @@ class WorkerThreads:
         if self._memory is not None and (nbytes := self._memory.look()) is not None:
             with self._sending:
                 self._link.send(wire.GROWN, nbytes, self._memory.batches)
-
-    def _load(self, message: Message) -> NewJob:
-        memory = self._segments.pop(message.run, None)
-        if isinstance(memory, OSError):
-            raise OSError(memory.errno, f"the dataset cannot be mapped: {why_refused(memory)}") from memory
-        buffers: Sequence[Any] = message.buffers
-        if memory is not None:
-            buffers = [memory[place[0] : sum(place)] if isinstance(place, tuple) else place for place in buffers]
-        new: NewJob = decode(message.content, buffers)
-        return new
 
     def _do(self, run: int, seq: int, place: tuple[int, int, int] | None, fields: object) -> None:
         """Answer a task; the reply is sent at once if the main process may wait for it."""
@@ -312,17 +295,15 @@ def main(
         if not limited:
             limit_threads()
         own_progress_lock()
-        if STACKS_SIGNAL is not None and TELL_SIGNAL is not None:
+        if STACKS_SIGNAL is not None:
             with contextlib.suppress(OSError, RuntimeError):  # the system may deny a stack of its own
                 # Chained to the default action, the end of the process: so the main process knows they are written.
                 faulthandler.unregister(STACKS_SIGNAL)
                 signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
-                signal.signal(TELL_SIGNAL, signal.SIG_IGN)
                 faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=True)
-                faulthandler.register(TELL_SIGNAL, file=2, all_threads=True)
         WorkerThreads(link, number, num_workers).run(inherited)
-    except BaseException as error:  # this process may have no more threads
-        _crash(link, error)
+    except BaseException:  # this process may have no more threads
+        _crash()
     _leave(0)
 
 
@@ -384,9 +365,9 @@ def limit_threads() -> None:
         limit_to_one_thread(library)
 
 
-def _crash(link: Link, error: BaseException) -> NoReturn:
-    """End, and leave the traceback to the main process: of many workers that end alike it prints one."""
-    link.send(wire.CRASHED, content=format_traceback(error).encode(errors="replace"))
+def _crash() -> NoReturn:
+    """End, with the traceback of the error that is being handled."""
+    traceback.print_exc()
     _leave(1)
 
 

@@ -19,7 +19,7 @@ from samples import Parents
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.base.limits import private_bytes
-from sharded_loader.pools.process import template
+from sharded_loader.pools.process import start
 from sharded_loader.torch import DataLoader
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forked workers")
@@ -81,7 +81,7 @@ def test_if_the_template_cannot_be_forked_a_warning_says_so_and_reading_goes_on(
         iterator = iter(loader)
         got = [next(iterator)]
         with monkeypatch.context() as here, pytest.warns(RuntimeWarning, match="could not be forked .*as it is now"):
-            here.setattr(template, "Template", refuse)
+            here.setattr(start, "Template", refuse)
             got.append(next(iterator))
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # it is said once
@@ -220,7 +220,7 @@ def test_a_ctrl_c_in_the_first_step_loses_no_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.costly
 def test_a_ctrl_c_while_the_template_is_forked_loses_no_batch(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, pool = template.Template, forked()
+    make, pool = start.Template, forked()
 
     def interrupted(*given: Any) -> Any:
         monkeypatch.undo()
@@ -234,7 +234,7 @@ def test_a_ctrl_c_while_the_template_is_forked_loses_no_batch(when: str, monkeyp
     with ShardedDataLoader(range(40), 4, pool=pool) as loader:
         iterator = iter(loader)
         got = [next(iterator)]
-        monkeypatch.setattr(template, "Template", interrupted)
+        monkeypatch.setattr(start, "Template", interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(iterator)
         assert numbers([*got, *iterator]) == ALL

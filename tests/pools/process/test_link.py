@@ -190,7 +190,7 @@ def test_a_poller_tells_who_is_ready_who_has_ended_and_when_it_is_woken(workers:
     assert poller.wait(0.0) == ([], set())
     workers[1].theirs.send(RESULTS, content=b"x")
     assert poller.wait() == ([workers[1]], set())
-    workers[1].link.receive()
+    workers[1].link.read()
     bell.send_bytes(b"")
     assert poller.wait() == ([], set())
     assert poller.wait(0.0) == ([], set()), "what the waker was sent is taken out"

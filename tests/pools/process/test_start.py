@@ -15,9 +15,9 @@ from conftest import METHODS
 from multiprocess import spawn
 
 from sharded_loader.engine.messages import Job, NewJob
-from sharded_loader.pools.process import template, transport
+from sharded_loader.pools.process import start, transport
 from sharded_loader.pools.process.link import BOARD, DEATH, JOB
-from sharded_loader.pools.process.template import TemplateGone, is_starting_worker, starting_worker
+from sharded_loader.pools.process.start import TemplateGone, is_starting_worker, starting_worker
 from sharded_loader.pools.process.transport import ProcessTransport
 
 unix = pytest.mark.skipif(not hasattr(os, "fork"), reason="forked workers")
@@ -66,7 +66,7 @@ def test_if_templates_are_gone_a_few_times_the_worker_is_forked_directly(monkeyp
         def close(self) -> None:
             self.closed = True
 
-    monkeypatch.setattr(template, "Template", Gone)
+    monkeypatch.setattr(start, "Template", Gone)
     owner = ProcessTransport(1, "fork", None)
     owner._is_up = True  # the first workers do not come from a template
     with warnings.catch_warnings(record=True) as caught:

@@ -19,7 +19,7 @@ from recovery_samples import values_of
 from samples import Random
 
 from sharded_loader import ProcessPool, ShardedDataLoader
-from sharded_loader.pools.process import template
+from sharded_loader.pools.process import start
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forked workers")
 
@@ -45,16 +45,16 @@ def test_a_template_that_is_killed_with_a_worker_changes_nothing() -> None:
 
 @pytest.mark.filterwarnings("ignore:the process that workers are forked from:RuntimeWarning")
 def test_templates_that_are_killed_one_after_the_other_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    fork, left = template.Template.fork, [0]
+    fork, left = start.Template.fork, [0]
 
-    def after_a_kill(self: template.Template, number: int, num_workers: int, conn: Any) -> Any:
+    def after_a_kill(self: start.Template, number: int, num_workers: int, conn: Any) -> Any:
         if left[0]:
             left[0] -= 1
             self._process.kill()
             self._process.join()
         return fork(self, number, num_workers, conn)
 
-    monkeypatch.setattr(template.Template, "fork", after_a_kill)
+    monkeypatch.setattr(start.Template, "fork", after_a_kill)
     pool = ProcessPool(2, start_method="fork")
     with ShardedDataLoader(range(40), 4, pool=pool) as loader:
         iterator = iter(loader)
@@ -79,7 +79,7 @@ def stop_and_kill_a_worker(pool: ProcessPool) -> int:
 
 def test_a_template_that_is_slow_is_waited_for_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes: a fork may wait for processor time or for swapped memory, and a machine may be paused."""
-    monkeypatch.setattr(template, "STEP", 0.01)  # all ten pass, and more
+    monkeypatch.setattr(start, "STEP", 0.01)  # all ten pass, and more
     said: list[str] = []
     pool = ProcessPool(2, start_method="fork")
     with ShardedDataLoader(Random(60, 0.002), 4, True, seed=8, pool=pool) as loader:
@@ -91,7 +91,7 @@ def test_a_template_that_is_slow_is_waited_for_with_a_warning(monkeypatch: pytes
             said.append(text)
             threading.Timer(0.1, os.kill, (stopped, signal.SIGCONT)).start()  # ten steps later
 
-        monkeypatch.setattr(template, "warn", warn)
+        monkeypatch.setattr(start, "warn", warn)
         found = [values_of(batch) for batch in loader]
         assert found == whole
         assert template_pid(pool) == stopped  # slow is not gone
@@ -100,28 +100,28 @@ def test_a_template_that_is_slow_is_waited_for_with_a_warning(monkeypatch: pytes
 
 
 def test_a_ctrl_c_ends_the_wait_for_a_slow_template(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "STEP", 0.01)
+    monkeypatch.setattr(start, "STEP", 0.01)
     pool = ProcessPool(2, start_method="fork")
     with ShardedDataLoader(range(40), 4, pool=pool) as loader:
         list(loader)
         stop_and_kill_a_worker(pool)
         # Not before: on a busy machine a fork of the beginning may take as long.
-        monkeypatch.setattr(template, "warn", lambda text: signal.raise_signal(signal.SIGINT))
+        monkeypatch.setattr(start, "warn", lambda text: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             list(loader)
 
 
 @pytest.mark.slow
 def test_if_every_template_dies_workers_are_forked_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    fork = template.Template.fork
+    fork = start.Template.fork
     killing = False
 
-    def killed(self: template.Template, *given: Any) -> Any:
+    def killed(self: start.Template, *given: Any) -> Any:
         if killing:
             self._process.kill()
         return fork(self, *given)
 
-    monkeypatch.setattr(template.Template, "fork", killed)
+    monkeypatch.setattr(start.Template, "fork", killed)
     pool = ProcessPool(2, start_method="fork")
     with ShardedDataLoader(range(40), 4, pool=pool) as loader:
         list(loader)
@@ -181,7 +181,7 @@ def test_only_the_users_own_forks_are_warned_of(process_pool: ProcessPool) -> No
 
 
 def test_close_does_not_wait_for_a_template_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "STEP", 3600.0)  # otherwise the test itself would hang
+    monkeypatch.setattr(start, "STEP", 3600.0)  # otherwise the test itself would hang
     pool = ProcessPool(2, start_method="fork")
     loader = ShardedDataLoader(range(40), 4, pool=pool)
     iterator = iter(loader)

@@ -22,7 +22,7 @@ import pytest
 from sharded_loader import WorkerDiedError
 from sharded_loader.engine.board import IDLE, RUN, SAMPLE, SEQ, SHARD
 from sharded_loader.engine.messages import Job, NewJob, Task
-from sharded_loader.pools.process import template
+from sharded_loader.pools.process import start
 from sharded_loader.pools.process import transport as transport_module
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.pools.process.start import Lifeline
@@ -121,9 +121,9 @@ def test_what_is_opened_is_opened_once_and_closed_once() -> None:
 
 
 STEPS = {
-    "before the template forks": (template.Template, "fork", True),
-    "when it was asked": (template.Template, "_receive", True),
-    "when it has forked": (template.Template, "fork", False),
+    "before the template forks": (start.Template, "fork", True),
+    "when it was asked": (start.Template, "_receive", True),
+    "when it has forked": (start.Template, "fork", False),
     "before the process is known": (transport_module, "open_pidfd", True),
     "when it is known": (transport_module, "open_pidfd", False),
     "before the board": (transport_module, "board_in", True),

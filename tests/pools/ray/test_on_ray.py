@@ -125,7 +125,7 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
 def test_a_pool_that_is_sent_along_with_a_dataset_is_one_that_has_not_been_started(as_if_installed: None) -> None:
     twin = pickle.loads(pickle.dumps(RayPool(3, num_cpus=0.5, resources={"reader": 1}, restarts=5, timeout=9)))
     assert (twin.num_workers, twin.restarts, twin.timeout, twin.started) == (3, 5, 9.0, False)
-    assert twin._wanted.amounts == {"CPU": 0.5, "reader": 1}
+    assert (twin.num_cpus, twin.resources) == (0.5, {"reader": 1})
 
 
 def test_the_word_ray_makes_a_pool_of_that_size(as_if_installed: None) -> None:
