@@ -26,6 +26,7 @@ from sharded_loader.engine.board import SAMPLE, SHARD, UNUSED, phase, sample_in
 from sharded_loader.engine.messages import Task
 
 E = TypeVar("E", bound=BaseException)
+K = TypeVar("K")
 
 IDLE_DEATHS = 10
 """Deaths of workers of one number, between batches, that are too many if no batch has come from any worker since."""
@@ -143,9 +144,9 @@ class Watch:
         self.timeout = timeout
         self.step = LOOK_SECONDS if timeout is None else min(LOOK_SECONDS, timeout / 8)
         self._looked = 0.0
-        self._seen: dict[Any, tuple[tuple[int, ...], float]] = {}
+        self._seen: dict[object, tuple[tuple[int, ...], float]] = {}
 
-    def late(self, workers: Iterable[tuple[Any, Sequence[int]]]) -> list[Any]:
+    def late(self, workers: Iterable[tuple[K, Sequence[int]]]) -> list[K]:
         """Those of the workers that have stood still for ``timeout`` seconds.
 
         Args:
@@ -278,13 +279,9 @@ def _stopped_too_many(
     sample = sample_in(task, words)
     doing = f"reading sample {sample[0]!r}" if sample else phase(words)
     again = "" if tries <= 1 else f", which has now stopped {tries} workers"
-    error = make(
-        f"{what}. It was {doing}, in epoch {task.epoch}, batch {task.seq}{again}{fate}; "
-        f"iteration goes on with the next batch",
-        batch=task.seq,
-        epoch=task.epoch,
-        index=sample[0] if sample else None,
-    )
+    text = f"{what}. It was {doing}, in epoch {task.epoch}, batch {task.seq}{again}{fate}"
+    index = sample[0] if sample else None
+    error = make(f"{text}; iteration goes on with the next batch", batch=task.seq, epoch=task.epoch, index=index)
     shard = words[SHARD] if task.sharded else None
     indices = task.shards[min(words[SHARD], len(task.shards) - 1)]
     Location(task.epoch, task.seq, shard, who).note(error, sample or None, samples=indices, but=but)

@@ -99,6 +99,9 @@ class Worker(ABC):
 
 W = TypeVar("W", bound=Worker)
 
+Init = Callable[[int], Any]
+"""``worker_init_fn``."""
+
 
 class Transport(ABC, Generic[W]):
     """How workers of one kind are started and ended. It decides nothing.
@@ -185,25 +188,25 @@ class SupervisedPool(WorkerPool, Generic[W]):
     _group_bytes: int | None = None
 
     def __init__(
-        self,
-        num_workers: int,
-        worker_init_fn: Callable[[int], Any] | None,
-        timeout: float | None,
-        restarts: int,
-        grouping: Grouping,
+        self, num_workers: int, worker_init_fn: Init | None, timeout: float | None, restarts: int, grouping: Grouping
     ) -> None:
         super().__init__(num_workers, worker_init_fn, timeout)
         self.restarts = check_int("restarts", restarts, 0, "a batch that kills this number of workers is given up")
-        self.requeued: deque[Task] = deque()
-        self.deaths = Deaths(self.restarts)
-        self.rebuilt: set[tuple[int, int]] = set()
         self._watch = Watch(self.timeout)
         self._grouping = grouping
         self._sizes = RecentSizes()
+        self._forget()
+
+    def _forget(self) -> None:
+        """There are no workers, and nothing is to be done."""
+        self.requeued: deque[Task] = deque()
+        self.deaths = Deaths(self.restarts)
+        self.rebuilt: set[tuple[int, int]] = set()
         self._rejected: list[Result] = []  # of tasks that could not be sent
-        self._new: NewJob | None = None  # what the workers start with; None: none run
+        self._new: NewJob | None = None  # what the workers start with
         self._classes: list[type] = []
         self._cancelled: set[int] = set()
+        self.room = 0
 
     def _start(self, new: NewJob) -> None:
         """Start the workers. Those that run already get the new job before any later task."""
@@ -222,13 +225,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
 
     def close(self) -> None:
         self._transport.close()
-        self.requeued.clear()
-        self.rebuilt.clear()
-        self.deaths = Deaths(self.restarts)
-        self._new, self._classes = None, []
-        self._cancelled.clear()
-        self._rejected.clear()
-        self.room = 0
+        self._forget()
 
     def record_start(self, worker: W) -> None:
         """A worker has its job, and may be sent tasks."""

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from threading import get_ident
 from types import FrameType
-from typing import Any
 
 import numpy as np
 
@@ -33,31 +32,25 @@ from sharded_loader.base.system import is_on, write_to_stderr
 from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board, phase
 from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pack_reply, pack_result, task_of
 from sharded_loader.engine.reader import Reader, plain_indices
-from sharded_loader.memory.codec import Encoded, End, Moving, SetApart, SlotWriter, encode, set_apart
+from sharded_loader.memory.codec import Array, Encoded, End, Moving, SetApart, SlotWriter, encode, set_apart
 from sharded_loader.memory.exceptions import encode_error
 from sharded_loader.randomness.global_generators import seed_as_torch, seed_globals, seeded_globals
 from sharded_loader.randomness.rng import derive_key
 
 
 def reader_for(
-    job: Job,
-    *,
-    tells_epoch: bool = False,
-    notes_samples: bool = False,
-    readers: int = 1,
-    alone: bool = False,
-    seed: Callable[[int, int], None] | None = None,
+    job: Job, *, notes_samples: bool = False, readers: int = 1, seed: Callable[[int, int], None] | None = None
 ) -> Reader:
     """The reader of a job.
 
     Args:
         job: what is read.
-        tells_epoch, notes_samples: see `Reader`.
+        notes_samples: see `Reader`.
         readers: how many readers share the parts of iterable data; see `StreamReader`.
-        alone, seed: see `StreamReader`.
+        seed: of a process that reads for others, see `StreamReader`.
     """
     if job.stream is None and not job.keeps_state:
-        return Reader(job, tells_epoch=tells_epoch, notes_samples=notes_samples)
+        return Reader(job, tells_epoch=seed is not None and job.tells_epoch, notes_samples=notes_samples)
     from sharded_loader.data.inspection import keeps_place
     from sharded_loader.streams.reader import StatefulReader, StreamReader
 
@@ -65,7 +58,7 @@ def reader_for(
         return StatefulReader(job, notes_samples=notes_samples)
     # The drop-in (which tells no epoch) has one iterator at a time, and reads the user's own object, as torch does.
     several = job.stream.parts > readers or (job.stream.tells_epoch and keeps_place(job.dataset))
-    return StreamReader(job, notes_samples=notes_samples, several=several, alone=alone, seed=seed)
+    return StreamReader(job, notes_samples=notes_samples, several=several, alone=seed is not None, seed=seed)
 
 
 def _globals_key(seed: int, epoch: int, position: int) -> int:
@@ -179,18 +172,10 @@ class TaskReader:
             if base is None:
                 seed_globals(key)
             new.worker_init_fn(number)
-        self._reader = reader_for(
-            new.job,
-            tells_epoch=new.job.tells_epoch,
-            notes_samples=new.notes_samples,
-            readers=self._num_workers,
-            alone=True,
-            seed=self._seed_globals,
-        )
+        notes, readers = new.notes_samples, self._num_workers
+        self._reader = reader_for(new.job, notes_samples=notes, readers=readers, seed=self._seed_globals)
 
-    def answer(
-        self, run: int, seq: int, fields: Any, memory: np.ndarray[Any, Any] | None
-    ) -> tuple[bytes, Encoded, SlotWriter]:
+    def answer(self, run: int, seq: int, fields: object, memory: Array | None) -> tuple[bytes, Encoded, SlotWriter]:
         """Read one task, unless its run is cancelled.
 
         Args:
@@ -210,9 +195,7 @@ class TaskReader:
             times.write = now - result.began - result.seconds
         return pack_reply(run, seq, slot.wanted, encoded, times), encoded, slot
 
-    def read(
-        self, run: int, seq: int, fields: Any, memory: np.ndarray[Any, Any] | None
-    ) -> tuple[Result, SlotWriter, Task | None]:
+    def read(self, run: int, seq: int, fields: object, memory: Array | None) -> tuple[Result, SlotWriter, Task | None]:
         """Read one task.
 
         Args:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from sharded_loader.base.errors import add_note
 from sharded_loader.data.datasets import follow
 from sharded_loader.engine.board import IDLE, SAMPLE
 from sharded_loader.memory.arena import RecentSizes
-from sharded_loader.memory.codec import decode
+from sharded_loader.memory.codec import Array, decode
 from sharded_loader.pools.task_reader import TaskReader, write_stacks
 from sharded_loader.ray.cluster import here
 
@@ -50,7 +50,7 @@ class Begun(NamedTuple):
     failure: bytes | None = None
 
 
-Group = tuple[bytes, "list[tuple[int, int]]", "np.ndarray[Any, Any]", "list[np.ndarray[Any, Any]]"]
+Group = tuple[bytes, "list[tuple[int, int]]", Array, "list[Array]"]
 """Replies, one after the other; of each buffer its offset in the memory (-1: it is the next of the rest) and its size;
 the memory; the rest."""
 
@@ -89,11 +89,11 @@ class LoaderActor:
         self._threads = threads
         self._node, self._host = here()
         self._reading = _ActorReader(number, num_workers, f"worker {number} (pid {os.getpid()} on {self._host})")
-        self._memory: np.ndarray[Any, Any] = np.empty(0, np.uint8)
+        self._memory: Array = np.empty(0, np.uint8)
         self._sizes, self._groups = RecentSizes(), RecentSizes()
         self._positions: dict[int, int] = {}  # by run, of the order that the dataset fetches ahead by
 
-    def begin(self, published: tuple[bytes, Sequence[np.ndarray[Any, Any]]]) -> Begun:
+    def begin(self, published: tuple[bytes, Sequence[Array]]) -> Begun:
         """Take a job: its pickle and its buffers, which lie in the object store and cannot be written to."""
         import threadpoolctl
 
@@ -102,7 +102,7 @@ class LoaderActor:
         failure = self._reading.begin(lambda: decode(*published))
         return Begun(os.getpid(), self._node, self._host, failure)
 
-    def follow(self, run: int, position: int, published: tuple[bytes, Sequence[np.ndarray[Any, Any]]]) -> None:
+    def follow(self, run: int, position: int, published: tuple[bytes, Sequence[Array]]) -> None:
         """Tell the dataset which samples come, on all machines together, so that it fetches them ahead.
 
         Args:
@@ -135,7 +135,7 @@ class LoaderActor:
         memory, used = self._memory, 0
         replies: list[bytes] = []
         places: list[tuple[int, int]] = []
-        rest: list[np.ndarray[Any, Any]] = []
+        rest: list[Array] = []
         for run, seq, fields in tasks:
             reply, encoded, slot = reading.answer(run, seq, fields, memory[used:])
             replies.append(reply)

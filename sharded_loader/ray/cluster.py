@@ -40,7 +40,7 @@ from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import is_thread_of_others
 from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.memory import publish
-from sharded_loader.memory.codec import APART, SIZE
+from sharded_loader.memory.codec import APART, SIZE, Array
 from sharded_loader.memory.leases import Leases
 
 CLIENT = "ray://"
@@ -62,7 +62,7 @@ def check_installed() -> None:
         raise ImportError("RayPool needs Ray, which is not installed: pip install ray")
 
 
-def check_address(address: Any) -> str | None:
+def check_address(address: object) -> str | None:
     """The address of an instance, or an error that says why it cannot be used.
 
     Example:
@@ -167,7 +167,7 @@ class Wanted(NamedTuple):
         return {name: value for name, value in options.items() if value is not None}
 
 
-def stop(actors: list[Any], only: Any = None) -> None:
+def stop(actors: list[Any], only: object = None) -> None:
     """Kill actors, and forget them."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():  # to call it would start Ray again
@@ -215,17 +215,11 @@ def cause_of(error: BaseException | None) -> str:
 
 def is_of_call(error: BaseException) -> bool:
     """Whether a call has failed, and its actor lives, or never will: what it was asked for with cannot be had."""
-    from ray import exceptions
+    from ray import exceptions as of
 
-    return isinstance(
-        error,
-        exceptions.RayTaskError
-        | exceptions.ObjectStoreFullError
-        | exceptions.OutOfDiskError
-        | exceptions.RuntimeEnvSetupError
-        | exceptions.ActorUnschedulableError
-        | exceptions.ActorPlacementGroupRemoved,
-    )
+    lives = of.RayTaskError, of.ObjectStoreFullError, of.OutOfDiskError
+    cannot_be = of.RuntimeEnvSetupError, of.ActorUnschedulableError, of.ActorPlacementGroupRemoved
+    return isinstance(error, (*lives, *cannot_be))
 
 
 def is_lost(error: BaseException) -> bool:
@@ -264,7 +258,7 @@ def store_bytes() -> int:
     return int(stores[0]) if stores else 0
 
 
-def put(value: Any, parts: dict[str, Any]) -> Any:
+def put(value: object, parts: dict[str, Any]) -> Any:
     """Pickle something and put it into the object store, once for all actors.
 
     Args:
@@ -289,15 +283,12 @@ def put(value: Any, parts: dict[str, Any]) -> Any:
         ) from full
 
 
-Bytes = np.ndarray[Any, Any]
-
-
 class _Writable:
     """Holds an array of Ray's, and offers its memory as writable."""
 
     __slots__ = ("__array_interface__", "__weakref__", "_memory")
 
-    def __init__(self, memory: Bytes) -> None:
+    def __init__(self, memory: Array) -> None:
         self._memory = memory
         interface = dict(memory.__array_interface__)
         interface["data"] = interface["data"][0], False
@@ -337,11 +328,11 @@ class Lent:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the object store that the user holds."""
+        """Array of the object store that the user holds."""
         self._held -= sum(self._leases.ended())
         return self._held
 
-    def take(self, memory: Bytes) -> Bytes:
+    def take(self, memory: Array) -> Array:
         """The bytes of a group, for the user."""
         if self.copies_all or self.nbytes + memory.nbytes > self.max_bytes:
             if not self.copies_all:
@@ -358,7 +349,7 @@ class Lent:
         self._held += memory.nbytes
         return np.asarray(writable)
 
-    def buffers(self, places: Sequence[tuple[int, int]], memory: Bytes, rest: Sequence[Bytes]) -> Iterator[Bytes]:
+    def buffers(self, places: Sequence[tuple[int, int]], memory: Array, rest: Sequence[Array]) -> Iterator[Array]:
         """The buffers of a group's batches, over its memory.
 
         Copies those of the user's objects out of a pinned block: the user may copy from them at any time, and torch

@@ -42,17 +42,8 @@ from sharded_loader.memory.arena import Register
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.pools.supervised import SupervisedPool, fields_of
+from sharded_loader.ray import cluster
 from sharded_loader.ray.actor import Begun, Group
-from sharded_loader.ray.cluster import (
-    Lent,
-    check_address,
-    check_installed,
-    check_wanted,
-    connect,
-    is_lost,
-    is_of_call,
-    store_bytes,
-)
 from sharded_loader.ray.transport import LOOK_SECONDS, ActorWorker, Call, Followed, RayTransport
 
 GROUP_SECONDS = 16e-3
@@ -141,18 +132,18 @@ class RayPool(SupervisedPool[ActorWorker]):
         super().__init__(
             num_workers, worker_init_fn, timeout, restarts, Grouping(GROUP_SECONDS, MAX_GROUP, patient=True)
         )
-        self.address = check_address(address)
+        self.address = cluster.check_address(address)
         if max_bytes is not None:
             max_bytes = check_int("max_bytes", max_bytes, 0, "bytes of the object store, or None")
         self.max_bytes = max_bytes
         if start_timeout is None:
             raise TypeError("start_timeout is None; it must be a number of seconds")
         self.start_timeout = check_timeout(start_timeout) or start_timeout
-        wanted = check_wanted(num_cpus, resources, runtime_env, scheduling_strategy)
+        wanted = cluster.check_wanted(num_cpus, resources, runtime_env, scheduling_strategy)
         self.num_cpus, self.resources, self.runtime_env, self.scheduling_strategy = wanted
-        check_installed()
+        cluster.check_installed()
         self._transport = RayTransport(self.num_workers, wanted, self.start_timeout)
-        self._lent = Lent(0)
+        self._lent = cluster.Lent(0)
         self._looked = 0.0
 
     def _options(self) -> Any:
@@ -179,9 +170,9 @@ class RayPool(SupervisedPool[ActorWorker]):
     # -- verbs ----------------------------------------------------------------------------------------------
 
     def start(self, job: Job) -> None:
-        connect(self.address)
+        cluster.connect(self.address)
         self._lent.notices = self.notices
-        self._lent.max_bytes = store_bytes() // STORE_SHARE if self.max_bytes is None else self.max_bytes
+        self._lent.max_bytes = cluster.store_bytes() // STORE_SHARE if self.max_bytes is None else self.max_bytes
         self._start(NewJob(job, self.worker_init_fn, self.timeout is not None))
 
     def submit(self, tasks: Sequence[Task]) -> None:
@@ -264,11 +255,11 @@ class RayPool(SupervisedPool[ActorWorker]):
         elif error is None:
             tasks = worker.end_call(what)
             self._decode(future.result(), {(task.run, task.seq): task for task in tasks}, results)
-        elif is_of_call(error):
+        elif cluster.is_of_call(error):
             results += [self._failed(task, error) for task in worker.end_call(what)]
             if what == "begin":
                 self.give_up_worker(worker, as_batch_error(error, "while a worker started"))
-        elif is_lost(error):  # it lay on a node that has died
+        elif cluster.is_lost(error):  # it lay on a node that has died
             self.take_back(worker.end_call(what))
         else:  # it has died, was killed for want of memory, or is out of reach
             results += self.replace(worker, error)
@@ -290,8 +281,9 @@ class RayPool(SupervisedPool[ActorWorker]):
     def _failed(self, task: Task, error: BaseException) -> Result:
         """The error of a batch that Ray could not bring."""
         failure = as_batch_error(error, "while Ray brought the batch")
-        text = f"Ray could not bring this batch. The object store of this node has {store_bytes():,} bytes: if it is"
-        add_note(failure, f"sharded_loader: {text} full, start Ray with a larger object_store_memory")
+        has = f"The object store of this node has {cluster.store_bytes():,} bytes"
+        text = f"Ray could not bring this batch. {has}: if it is full, start Ray with a larger object_store_memory"
+        add_note(failure, f"sharded_loader: {text}")
         Location(task.epoch, task.seq).note(failure, samples=task.shards[0])
         self.deaths.settle(task.run, task.seq)
         return Result(task.run, task.seq, error=failure)

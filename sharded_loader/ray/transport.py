@@ -41,18 +41,8 @@ from sharded_loader.engine.grouping import HELD
 from sharded_loader.engine.messages import Job, NewJob, Task
 from sharded_loader.pools.deaths import Death
 from sharded_loader.pools.supervised import Transport, Worker
+from sharded_loader.ray import cluster
 from sharded_loader.ray.actor import Begun, LoaderActor
-from sharded_loader.ray.cluster import (
-    Wanted,
-    alive,
-    cause_of,
-    is_of_node,
-    put,
-    session,
-    stop,
-    stop_from_anywhere,
-    what_there_is,
-)
 
 PATIENCE = 10.0
 """Seconds without any actor that is ready, before the user is told."""
@@ -136,7 +126,7 @@ class ActorWorker(Worker):
         import ray
 
         ray.wait([self.control("stacks")], timeout=ANSWER_SECONDS)  # one that holds the GIL cannot write them
-        stop([self.actor])
+        cluster.stop([self.actor])
 
     def end_call(self, call: Call | str) -> list[Task]:
         """A call has ended: the tasks that it had."""
@@ -165,8 +155,17 @@ class FetchAhead:
 
     def __init__(self) -> None:
         self.readers: dict[str, ActorWorker] = {}
+        self._job: Job | None = None
         self._followed: Followed | None = None
         self._order: Any = None  # in the object store
+
+    def begin(self, job: Job | None) -> None:
+        """The actors are new, or have another job. None: there are none, and they may come again."""
+        if (
+            job is not None and job is not self._job
+        ):  # otherwise an interrupted step has closed the pool: the run goes on
+            self._job, self._followed = job, None
+        self.follow(self._followed)
 
     def follow(self, followed: Followed | None) -> None:
         """Fetch by this order from now on; None: by none."""
@@ -189,7 +188,7 @@ class FetchAhead:
             return ()
         if self.readers.get(worker.begun.node) not in workers:
             try:
-                self._order = self._order or put(followed.ahead, {})
+                self._order = self._order or cluster.put(followed.ahead, {})
             except (TypeError, MemoryError) as error:
                 logger.warning("RayPool: no actor fetches shards ahead, as the order cannot be sent: %s", error)
                 self._followed = None
@@ -201,6 +200,21 @@ class FetchAhead:
 
 Event = tuple[ActorWorker, "Call | str", "Future[Any]"]
 """A call that has ended: of which actor, the call (or its name, if it was no group), and how."""
+
+
+@dataclass
+class Absence:
+    """That no actor is ready.
+
+    Attributes:
+        since: when that began.
+        is_told: the user knows.
+        had_one: one was ready before.
+    """
+
+    since: float = 0.0
+    is_told: bool = False
+    had_one: bool = False
 
 
 class RayTransport(Transport[ActorWorker]):
@@ -218,7 +232,7 @@ class RayTransport(Transport[ActorWorker]):
         ahead: see `FetchAhead`.
     """
 
-    def __init__(self, num_workers: int, wanted: Wanted, start_timeout: float) -> None:
+    def __init__(self, num_workers: int, wanted: cluster.Wanted, start_timeout: float) -> None:
         self.num_workers = num_workers
         self.start_timeout = start_timeout
         self.events: deque[Event] = deque()
@@ -230,10 +244,8 @@ class RayTransport(Transport[ActorWorker]):
         self._wanted = wanted
         self._holders: dict[int, ActorWorker] = {}  # by lane, the actor that reads its tasks
         self._published: Any = None
-        self._job: Job | None = None
         self._session: str | None = None
-        self._none_ready_since = host_clock.now()
-        self._is_told = self._had_one = False  # that there is none; since the start
+        self._absence = Absence()
         self._pid = os.getpid()
 
     @property
@@ -249,16 +261,13 @@ class RayTransport(Transport[ActorWorker]):
     def start(self, new: NewJob) -> list[Task]:
         begun: list[Task] = []
         self._pid = os.getpid()
-        if self.workers and (not self.actors or self._session != session()):
+        if self.workers and (not self.actors or self._session != cluster.session()):
             # A finalizer has stopped the actors, or Ray was started again.
             begun = [task for worker in self.workers for task in worker.tasks.values()]
             self.close()
-        self._session = session()
-        self._published = put(new, new.parts)
-        if new.job is not self._job:  # otherwise an interrupted step has closed the pool, and the run goes on
-            self._job = new.job
-            self.ahead.follow(None)
-        self.ahead.readers.clear()
+        self._session = cluster.session()
+        self._published = cluster.put(new, new.parts)
+        self.ahead.begin(new.job)
         for worker in self.workers:
             self._begin(worker)
         self.launch_all(new)
@@ -268,7 +277,7 @@ class RayTransport(Transport[ActorWorker]):
         import ray
 
         if not any(worker.ready for worker in self.workers if worker.number != number):
-            self._none_ready_since = host_clock.now()
+            self._absence.since = host_clock.now()
         threads = max(1, int(self._wanted.num_cpus))
         actor = ray.remote(**self._wanted.options())(LoaderActor).remote(number, self.num_workers, threads)
         self.actors.append(actor)
@@ -285,7 +294,7 @@ class RayTransport(Transport[ActorWorker]):
 
     def has_begun(self, worker: ActorWorker, said: Begun) -> None:
         """An actor has its job. It gets its share of the lanes."""
-        worker.begun, self._had_one, self._is_told = said, True, False
+        worker.begun, self._absence = said, Absence(self._absence.since, had_one=True)
         ready = self.ready
         share = -(-len(self._holders) // max(1, len(ready)))
         for one in ready:
@@ -296,19 +305,19 @@ class RayTransport(Transport[ActorWorker]):
         if os.getpid() != self._pid:
             return  # a forked child has the object, but not the actors
         self.workers = []
-        stop(self.actors)
+        cluster.stop(self.actors)
         self._holders.clear()
         self._published = None
-        self.ahead.follow(None)
+        self.ahead.begin(None)
         # Calls that are under way may end yet: no event tells of it any more. Who waits in an outer step goes on.
         self.bell.put(None)
         self.events, self.bell = deque(), queue.SimpleQueue()
-        self._had_one = self._is_told = False
+        self._absence = Absence(host_clock.now())
 
     def closer(self) -> Callable[[], None]:
         """Stops the actors, without a reference to this object."""
         actors, pid = self.actors, self._pid
-        return lambda: stop_from_anywhere(actors) if os.getpid() == pid else None
+        return lambda: cluster.stop_from_anywhere(actors) if os.getpid() == pid else None
 
     # -- tasks ----------------------------------------------------------------------------------------------
 
@@ -337,7 +346,7 @@ class RayTransport(Transport[ActorWorker]):
         self.listen(worker.actor.read.remote(content, *progress), worker, call)
 
     def retire(self, worker: ActorWorker) -> None:
-        stop(self.actors, worker.actor)
+        cluster.stop(self.actors, worker.actor)
         self.bell.put(None)  # its tasks wait for another one
 
     # -- actors that end, or stand still --------------------------------------------------------------------
@@ -353,15 +362,15 @@ class RayTransport(Transport[ActorWorker]):
         elif first.alone:
             board = first.tasks[0].run, first.tasks[0].seq, 0, IN_BATCH
         # A process that ends is told of by the program that has started it; if that is silent, the node has gone.
-        has_gone = error is not None and is_of_node(error)
-        death = Death(worker.number, said.pid, None, None, said.host, cause_of(error), worker.hung, board)
+        has_gone = error is not None and cluster.is_of_node(error)
+        death = Death(worker.number, said.pid, None, None, said.host, cluster.cause_of(error), worker.hung, board)
         return death._replace(
-            is_of_machine=has_gone or bool(said.node and said.node not in alive()),
+            is_of_machine=has_gone or bool(said.node and said.node not in cluster.alive()),
             is_final=bool(getattr(error, "actor_init_failed", False)),
         )
 
     def release(self, worker: ActorWorker) -> None:
-        stop(self.actors, worker.actor)
+        cluster.stop(self.actors, worker.actor)
 
     def goes_on_without(self, worker: ActorWorker, error: Exception) -> bool:
         if "No module named 'sharded_loader'" in str(error):
@@ -373,7 +382,7 @@ class RayTransport(Transport[ActorWorker]):
         if worker.ready or not self.ready:
             return False  # it had begun before: then the job is to blame
         worker.failed = True
-        stop(self.actors, worker.actor)
+        cluster.stop(self.actors, worker.actor)
         logger.warning("RayPool: worker %s cannot start; the others read without it: %s", worker.number, error)
         return True
 
@@ -384,22 +393,22 @@ class RayTransport(Transport[ActorWorker]):
 
     def look(self) -> Exception | None:
         """What no event tells of: none that is ready, and no Ray. The error that ends the pool."""
-        if self._session != session():
+        if self._session != cluster.session():
             return RuntimeError("Ray was shut down while the loader read: make the loader after ray.init()")
         if self.ready:
             return None
-        passed = host_clock.now() - self._none_ready_since
-        if passed > PATIENCE and not self._is_told:
-            self._is_told = True
+        passed = host_clock.now() - self._absence.since
+        if passed > PATIENCE and not self._absence.is_told:
+            self._absence.is_told = True
             fate = f"after {PATIENCE:g} s no worker has begun, perhaps for want of room (start_timeout="
             fate += f"{self.start_timeout:g})"
-            if self._had_one:
+            if self._absence.had_one:
                 fate = "all workers have ended, and there is no room for others. The loader goes on when there is"
-            logger.warning("RayPool: %s: %s", fate, what_there_is(self._wanted.amounts))
-        if passed > self.start_timeout and not self._had_one:
+            logger.warning("RayPool: %s: %s", fate, cluster.what_there_is(self._wanted.amounts))
+        if passed > self.start_timeout and not self._absence.had_one:
             return TimeoutError(
                 f"no worker could start within {self.start_timeout:g} s (start_timeout=): "
-                f"{what_there_is(self._wanted.amounts)}. Ask for less (num_cpus=, resources=), or add nodes"
+                f"{cluster.what_there_is(self._wanted.amounts)}. Ask for less (num_cpus=, resources=), or add nodes"
             )
         return None
 

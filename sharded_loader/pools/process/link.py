@@ -128,7 +128,7 @@ class Link:
         self._chunk = bytearray(CHUNK)
         self._filled = 0  # bytes of the chunk that are not parsed yet
         self._large: memoryview | None = None  # what is still to come of a part that has memory of its own
-        self._whole: Any = None  # that part
+        self._whole: np.ndarray[Any, Any] | None = None  # that part
         self._parser = _parse(self.inbox)
         self._wanted = next(self._parser)
         self._descriptors: deque[int] = deque()

@@ -128,7 +128,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 own_bytes()
             except ImportError as error:
                 raise ImportError("max_worker_memory needs psutil on this system: pip install psutil") from error
-        self.start_method: Any = choose_start_method(start_method)
+        self.start_method = choose_start_method(start_method)
         self._transport = ProcessTransport(self.num_workers, self.start_method, max_bytes)
         self._poller: Poller | None = None  # of the workers: it keeps them, and goes with them
         self._looks = 0  # for messages, in a row, that found none
@@ -191,7 +191,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
 
     def submit(self, tasks: Sequence[Task]) -> None:
         workers, arena, group, wanted = self._transport.workers, self._transport.arena, self.group, self._sizes.wanted
-        unsent: dict[ProcessWorker, list[tuple[Any, ...]]] = {}
+        unsent: dict[ProcessWorker, list[tuple[object, ...]]] = {}
         for task in tasks:
             if task.lane is not None:
                 chosen = workers[task.lane % len(workers)]
@@ -204,7 +204,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             try:
                 if type(indices := task.shards[0]) is np.ndarray:
                     # As bytes: a tenth of the time that an array takes.
-                    fields: Any = (*task[:4], (indices.tobytes(),), *task[5:])
+                    fields: object = (*task[:4], (indices.tobytes(),), *task[5:])
                 else:
                     fields = fields_of(task, forked=self.start_method == "fork")
                 if wanted >= SLOT_BYTES and (slot := arena.take(wanted)) is None:

@@ -24,8 +24,8 @@ pipes of their own.
 
 What can go wrong: the template is slow, or stopped. The main process waits, and warns once after `SLOW` seconds: a fork
 may wait for processor time, or for memory that is swapped. Or it is killed. Then the next `fork` raises TemplateGone,
-and the pool makes another template out of the main process as it is now: a last resort, of which it warns. Exit codes
-of its workers are unknown from then on (None).
+and the worker comes from the main process as it is now, as does the next template: a last resort, of which it warns.
+Exit codes of the dead one's workers are unknown from then on (None).
 
 ``multiprocess`` re-runs the user's script in a spawned worker, and in the forkserver. Not in ours: the entries that say
 so are taken out of what it sends, for this thread and only while it starts a worker. So a script needs no
@@ -64,17 +64,9 @@ import multiprocess
 from multiprocess import forkserver, popen_fork, process, resource_tracker, spawn, util
 from multiprocess.context import SpawnProcess
 
+from sharded_loader.base import private
 from sharded_loader.base.errors import describe_exit
 from sharded_loader.base.interrupts import python_handlers, should_stop, uninterrupted
-from sharded_loader.base.private import (
-    change_preparation_data,
-    forget_child,
-    forget_forkserver,
-    fork_quietly,
-    has_forkserver_preload,
-    interpreter_flags,
-    tracker_descriptor,
-)
 from sharded_loader.base.system import PORTABLE, can_pass_descriptors
 from sharded_loader.engine.messages import NewJob
 from sharded_loader.pools.process import spawned, worker
@@ -166,7 +158,7 @@ class _ForkedPopen(popen_fork.Popen):  # type: ignore[misc]
     """A fork that Python does not warn about."""
 
     def _launch(self, started: _ForkedProcess) -> None:
-        fork_quietly(self, started)
+        private.fork_quietly(self, started)
 
 
 class _ForkedProcess(process.BaseProcess):  # type: ignore[misc]
@@ -185,7 +177,7 @@ def start_forked(name: str, target: Callable[..., None], *args: Any, daemon: boo
     forked = _ForkedProcess(name=name, target=target, args=args, daemon=daemon)
     with starting_worker():
         forked.start()
-    forget_child(forked)
+    private.forget_child(forked)
     return forked
 
 
@@ -467,7 +459,7 @@ def spawn_worker(number: int, num_workers: int, start_method: str, conn: Any, fd
             resource_tracker.ensure_running()  # its start would unblock SIGINT again
     with starting_worker():
         started.start()
-    forget_child(started)
+    private.forget_child(started)
     return started
 
 
@@ -478,7 +470,7 @@ def start_forkserver(modules: Iterable[str] = ()) -> None:
         modules: what it imports, beside our own; never the user's script. One that runs already stays as it is, and so
             does a choice that the user has made with ``multiprocess.set_forkserver_preload``.
     """
-    if not has_forkserver_preload():
+    if not private.has_forkserver_preload():
         forkserver.set_forkserver_preload([spawned.__name__])
     resource_tracker.ensure_running()  # as above
     wanted = sorted(set(modules) - {"__main__", "__mp_main__"})
@@ -492,7 +484,7 @@ def start_forkserver(modules: Iterable[str] = ()) -> None:
 
 
 def _forget_forkserver() -> None:
-    alive = forget_forkserver()
+    alive = private.forget_forkserver()
     if alive is not None:
         os.close(alive)  # the forkserver lives as long as a process has this open
 
@@ -509,7 +501,7 @@ def _without_script(data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-change_preparation_data(_without_script)
+private.change_preparation_data(_without_script)
 worker.find_libraries()  # what has been found once is found fast
 
 if _HAS_INTERPRETER:
@@ -519,13 +511,13 @@ if _HAS_INTERPRETER:
         def _launch(self, started: SpawnedProcess) -> None:
             fd = started.conn.fileno()
             # Where one runs. None is started for a worker, which makes nothing that it would look after: 20 ms, 11 MB.
-            tracker = tracker_descriptor()
+            tracker = private.tracker_descriptor()
             ends: list[int] = []
             try:
                 ends += os.pipe()
                 ends += os.pipe()
                 self.sentinel, alive, source, orders = ends
-                command = [spawn.get_executable(), *interpreter_flags()]
+                command = [spawn.get_executable(), *private.interpreter_flags()]
                 # The last argument is how ``multiprocess`` marks what it spawns.
                 command += ["-c", _PROGRAM.format(pipe=source), "--multiprocessing-fork"]
                 inherited = [fd, source, alive, *([] if tracker is None else [tracker]), *started.fds]

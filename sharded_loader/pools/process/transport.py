@@ -13,9 +13,8 @@ and that often to the loader.
 A slot is free only when its writer has ended: never, if that is left behind (`KILLED_GRACE`). In a process that the
 user forks `close` does nothing: the workers belong to the main process.
 
-What can go wrong: no process, descriptor or memory (OSError, MemoryError), a job that cannot be pickled. A template
-that is dead is replaced. If several die one after the other before they fork a worker, the worker is forked from the
-main process.
+What can go wrong: no process, descriptor or memory (OSError, MemoryError), a job that cannot be pickled. If the
+template is dead, the worker is forked from the main process, and the next one from another template.
 """
 
 from __future__ import annotations
@@ -48,10 +47,6 @@ from sharded_loader.pools.process.link import BOARD, CANCEL, JOB, LEAVE, STACKS,
 from sharded_loader.pools.process.worker import STACKS_SIGNAL, find_libraries
 from sharded_loader.pools.process.worker import main as work
 from sharded_loader.pools.supervised import Transport, Worker
-
-TEMPLATES = 3
-"""How many templates one worker is tried to be forked from. A program that kills workers at random may hit two in a
-row."""
 
 CLOSING_GRACE = 0.02
 """Seconds that workers get to end by themselves in `close`. An idle one needs 2 ms, under fork 4. There the
@@ -256,7 +251,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         self._oom_kills: int | None = None
         self._is_up = False  # the workers have been started: one that is launched now joins them
         self._pid = os.getpid()
-        _in_use[id(self)] = self
+        _owned[id(self)] = self
 
     # -- start ----------------------------------------------------------------------------------------------
 
@@ -324,15 +319,14 @@ class ProcessTransport(Transport[ProcessWorker]):
         if self.start_method == "fork" and not can_pass_descriptors() and self._is_up:
             # The template could not be given the worker's end of the pipe, so there is none.
             start.warn(f"this system does not pass descriptors between processes; {_AS_IT_IS_NOW}")
-        for left in reversed(range(TEMPLATES + 1)):
-            try:
-                process, link = self._start_process(number, new, directly=not left)
-                break
-            except start.TemplateGone as error:
-                gone, self.template = self.template, None
-                if gone is not None:
-                    gone.close()
-                start.warn(f"{error}; {_AS_IT_IS_NOW}")
+        try:
+            process, link = self._start_process(number, new)
+        except start.TemplateGone as error:
+            if (gone := self.template) is not None:
+                self.template = None
+                gone.close()
+            start.warn(f"{error}; {_AS_IT_IS_NOW}")
+            process, link = self._start_process(number, new, directly=True)
         worker = ProcessWorker(number, process, link)
         with contextlib.ExitStack() as undo:  # another thread may close the transport in the middle of this
             undo.callback(worker.release)
@@ -442,7 +436,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         with uninterrupted():
             self.stop_workers()
             arena = self._new_arena()
-            _handed_over[id(arena)] = arena
+            _owned[id(arena)] = arena
         return arena
 
     def stop_workers(self) -> None:
@@ -475,34 +469,29 @@ class ProcessTransport(Transport[ProcessWorker]):
 
 # -- processes that the user forks ------------------------------------------------------------------------------------
 
-_in_use: weakref.WeakValueDictionary[int, ProcessTransport] = weakref.WeakValueDictionary()
-"""By their ids. Another thread may add to it at any time: `valuerefs` makes its list in one step."""
+_owned: weakref.WeakValueDictionary[int, ProcessTransport | Arena] = weakref.WeakValueDictionary()
+"""What pools have, and the arenas of pools that have ended, also in between two pools. By their ids: another thread may
+add to it at any time, and `valuerefs` makes its list in one step."""
 
 
-_handed_over: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
-"""Those of pools that have ended, also in between two pools. By their ids, as above."""
-
-
-def _live() -> list[ProcessTransport]:
-    return [transport for reference in _in_use.valuerefs() if (transport := reference()) is not None]
-
-
-def _arenas() -> list[Arena]:
-    left = [arena for reference in _handed_over.valuerefs() if (arena := reference()) is not None]
-    return [*left, *(transport.arena for transport in _live())]
+def _live() -> tuple[list[ProcessTransport], list[Arena]]:
+    found = [one for reference in _owned.valuerefs() if (one := reference()) is not None]
+    transports = [one for one in found if isinstance(one, ProcessTransport)]
+    return transports, [one for one in found if isinstance(one, Arena)] + [one.arena for one in transports]
 
 
 def _before_fork() -> None:
     """A child that the user forks shares the memory of the batches that it holds: they must stay as they are."""
     if not start.is_starting_worker():
-        for arena in _arenas():
+        for arena in _live()[1]:
             arena.retire_lent()
 
 
 def _after_fork_in_child() -> None:
-    for arena in _arenas():
+    transports, arenas = _live()
+    for arena in arenas:
         arena.close_descriptors()
-    for transport in _live():
+    for transport in transports:
         if transport.lifeline is not None:
             transport.lifeline.close()
         if transport.board is not None:

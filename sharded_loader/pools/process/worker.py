@@ -43,7 +43,7 @@ from sharded_loader.base.system import ONE_THREAD, is_readable, why_refused
 from sharded_loader.engine.board import IDLE, SAMPLE, board_in
 from sharded_loader.engine.grouping import GROUP_SECONDS
 from sharded_loader.engine.messages import NewJob
-from sharded_loader.memory.codec import decode
+from sharded_loader.memory.codec import Array, decode
 from sharded_loader.memory.segments import attach
 from sharded_loader.pools.process import link as wire
 from sharded_loader.pools.process.link import Link, Message, make_link
@@ -119,7 +119,7 @@ class WorkerThreads:
         self._replies: list[bytes] = []
         self._places: list[tuple[int, int]] = []
         self._sent = 0.0
-        self._segments: dict[int, np.ndarray[Any, Any] | OSError] = {}
+        self._segments: dict[int, Array | OSError] = {}
         self._memory: _MemoryWatch | None = None
 
     # -- receiver thread ------------------------------------------------------------------------------------
@@ -262,13 +262,7 @@ class WorkerThreads:
 
 
 def main(
-    conn: Any,
-    number: int,
-    num_workers: int,
-    inherited: NewJob | None,
-    *,
-    limited: bool = False,
-    held: int | None = None,
+    conn: Any, number: int, num_workers: int, new: NewJob | None, *, limited: bool = False, held: int | None = None
 ) -> None:
     """Run a worker process until its pipe is closed.
 
@@ -276,7 +270,7 @@ def main(
         conn: the worker's end of the pipe.
         number: number of the worker, from 0.
         num_workers: how many there are.
-        inherited: the job under fork; otherwise None, and it comes as the first message.
+        new: the job under fork; otherwise None, and it comes as the first message.
         limited: libraries have been limited to one thread, before any was loaded.
         held: the other end of the process object's sentinel, if the worker knows it.
     """
@@ -301,7 +295,7 @@ def main(
                 faulthandler.unregister(STACKS_SIGNAL)
                 signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
                 faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=True)
-        WorkerThreads(link, number, num_workers).run(inherited)
+        WorkerThreads(link, number, num_workers).run(new)
     except BaseException:  # this process may have no more threads
         _crash()
     _leave(0)

@@ -21,7 +21,7 @@ from conftest import until
 from samples import Filled
 
 from sharded_loader import RayPool, ShardedDataLoader, WorkerDiedError, WorkerTimeoutError, interleave, sample_rng
-from sharded_loader.ray import pool as on_ray
+from sharded_loader.ray import cluster as on_ray
 
 ON_RAY = pytest.mark.ray
 

@@ -12,7 +12,7 @@ from sharded_loader import WorkerDiedError
 from sharded_loader.engine.board import IN_BATCH, UNUSED
 from sharded_loader.engine.messages import Job, NewJob, Task
 from sharded_loader.engine.pool import PoolBroken
-from sharded_loader.ray import transport as transport_module
+from sharded_loader.ray import cluster
 from sharded_loader.ray.actor import Begun
 from sharded_loader.ray.cluster import Wanted
 from sharded_loader.ray.pool import RayPool
@@ -38,10 +38,10 @@ class Transport(RayTransport):
 def transport(monkeypatch: pytest.MonkeyPatch) -> Transport:
     errors = types.SimpleNamespace(ActorUnavailableError=ConnectionError)
     monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(exceptions=errors, is_initialized=lambda: False))
-    monkeypatch.setattr(transport_module, "alive", lambda: {NODE})
-    monkeypatch.setattr(transport_module, "session", lambda: "session")
-    monkeypatch.setattr(transport_module, "put", lambda value, parts: value)
-    monkeypatch.setattr("sharded_loader.ray.pool.check_installed", lambda: None)
+    monkeypatch.setattr(cluster, "alive", lambda: {NODE})
+    monkeypatch.setattr(cluster, "session", lambda: "session")
+    monkeypatch.setattr(cluster, "put", lambda value, parts: value)
+    monkeypatch.setattr("sharded_loader.ray.cluster.check_installed", lambda: None)
     monkeypatch.setattr(Transport, "listen", lambda *_: None)
     return Transport(2, Wanted(0, {}, None, "SPREAD"), 600)
 
@@ -161,7 +161,7 @@ def test_an_order_that_cannot_be_sent_is_told_once_and_the_batches_come(
         raise TypeError("it has a lock")
 
     supervised(transport, 3)
-    monkeypatch.setattr(transport_module, "put", put)
+    monkeypatch.setattr(cluster, "put", put)
     worker = transport.workers[0]
     worker.actor = Actor()
     transport.ahead.follow(Followed(7, "the order", lambda: 0))
@@ -192,7 +192,7 @@ def test_a_death_with_the_node_is_known_as_such(transport: Transport, monkeypatc
     worker = transport.workers[0]
     assert transport.last_words(worker, Exception("its node has died")).is_of_machine
     assert transport.last_words(worker, ConnectionError()).is_of_machine
-    monkeypatch.setattr(transport_module, "alive", set)
+    monkeypatch.setattr(cluster, "alive", set)
     assert transport.last_words(worker, KILLED).is_of_machine
 
 
