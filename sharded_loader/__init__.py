@@ -29,6 +29,7 @@ _HOMES = {
     "mixing.shuffle_buffer": "ShuffleBuffer",
     "mixing.tokens": "TokenWindows",
     "loader.loader": "ShardedDataLoader",
+    "loader.options": "OnError Placement",
     "instruments.report": "RankStats",
     "instruments.stats": "LoaderStats",
     "caching.shared": "share",

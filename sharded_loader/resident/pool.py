@@ -117,7 +117,7 @@ def check_resident(resident: Any, dataset: Any, devices: Any, batchify_fn: Any) 
 def make_resident(
     resident: Any, dataset: Any, devices: Any, batchify_fn: Any, placement: Placement, has_workers: bool
 ) -> ResidentPool | None:
-    """The pool that the loader's ``resident=`` asks for; None: none. Errors are those of `check_resident`."""
+    """The pool that ``resident=`` of a `Placement` asks for; None: none. Errors are those of `check_resident`."""
     if not (share := check_resident(resident, dataset, devices, batchify_fn)):
         return None
     least = LEAST if resident == "auto" and has_workers else 0.0
