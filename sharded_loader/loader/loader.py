@@ -60,7 +60,8 @@ from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.iterator import Batch, EpochIterator
 from sharded_loader.parallel.split import gather
 from sharded_loader.pools.process.pool import ProcessPool
-from sharded_loader.sampling.order import MapOrder, takes_order
+from sharded_loader.sampling.order import MapOrder
+from sharded_loader.sampling.own import takes_order
 from sharded_loader.streams.order import NO_SKIP, StreamOrder
 
 
