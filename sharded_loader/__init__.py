@@ -65,7 +65,7 @@ PROVIDED = {
     ("observer", "instruments"): "sharded_loader.instruments.stats:Meter",
     ("pool on devices", "resident"): "sharded_loader.resident.pool:make_resident",
     ("pool", "ray"): "sharded_loader.ray.pool:RayPool",
-    ("sampler", "costs"): "sharded_loader.samplers.costs:CostSampler",
+    ("sampler", "costs"): "sharded_loader.samplers.index_samplers:CostSampler",
     ("sampler", "mixture"): "sharded_loader.mixing.sampler:sampler_of",
 }
 """Objects of the satellites that the core looks up by kind and name, instead of importing them: `base.imports`."""

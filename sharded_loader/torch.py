@@ -49,8 +49,8 @@ from sharded_loader.loader.lookup import shown_indices
 from sharded_loader.loader.options import Batch, OnError
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
 from sharded_loader.sampling.base import nested, tell_epoch
-from sharded_loader.sampling.foreign import len_epoch
-from sharded_loader.sampling.order import text_if_ranks_repeat, warn_of_done_steps
+from sharded_loader.sampling.foreign import len_epoch, text_if_ranks_repeat
+from sharded_loader.sampling.order import warn_of_done_steps
 from sharded_loader.sampling.state import steps_to_skip
 from sharded_loader.sampling.tables import StepCount, check_skip, merged
 from sharded_loader.streams.order import NO_SKIP

@@ -57,7 +57,8 @@ from sharded_loader.loader.iterator import EpochIterator
 from sharded_loader.loader.options import Batch, OnError, OtherNames, Placement
 from sharded_loader.parallel.split import gather
 from sharded_loader.pools.process.pool import ProcessPool
-from sharded_loader.sampling.order import MapOrder, takes_order
+from sharded_loader.sampling.order import MapOrder
+from sharded_loader.sampling.own import takes_order
 from sharded_loader.streams.order import NO_SKIP, StreamOrder
 
 if TYPE_CHECKING:
