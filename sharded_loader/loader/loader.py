@@ -58,7 +58,7 @@ from sharded_loader.loader.arguments import (
 from sharded_loader.loader.attributes import LoaderAttributes, keeps_arguments
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.iterator import Batch, EpochIterator
-from sharded_loader.parallel.split import gather
+from sharded_loader.parallel import gather
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.sampling.order import MapOrder, takes_order
 from sharded_loader.streams.order import NO_SKIP, StreamOrder
@@ -264,7 +264,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         placement, kept = Placement(found, pin_memory, workers.num_workers > 0, transform), None
         if resident is not False:
             make = provided("pool on devices", "resident")
-            kept = make(resident, dataset, found, batchify_fn, placement, bool(workers.num_workers))
+            kept = make(resident, dataset, batchify_fn, placement, bool(workers.num_workers))
         reads_ahead = check_prefetch_epochs(prefetch_epochs, workers)
         job = Job(dataset, batchify_fn, order.seed, on_error, order.replicated)
         observer = provided("observer", "instruments")(dataset, check_max_skipped(max_skipped, on_error))
