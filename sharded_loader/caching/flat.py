@@ -129,14 +129,14 @@ def _leaf(value: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def _tensor(array: Array, name: str) -> Any:
+def _tensor(array: Array, name: str) -> object:
     import torch
 
     tensor = torch.from_numpy(array)
     return tensor if name in NUMPY_NAMES else tensor.view(getattr(torch, name))
 
 
-_BUILD: dict[str, Callable[..., Any]] = {
+_BUILD: dict[str, Callable[..., object]] = {
     **{kind.__name__: np.ndarray.item for kind in _NUMBERS},
     "list of numbers": np.ndarray.tolist,
     "tuple of numbers": lambda array: tuple(array.tolist()),
@@ -151,7 +151,7 @@ def _keys(found: str | list[str]) -> Any:
     return json.loads(found) if isinstance(found, str) else found
 
 
-def unflatten(node: Node, take: Callable[[str, list[int]], Array]) -> Any:
+def unflatten(node: Node, take: Callable[[str, list[int]], Array]) -> object:
     """The sample of a node.
 
     Args:
@@ -196,7 +196,7 @@ def fits_columns(node: Node) -> bool:
     return kind in ("array", "scalar", *(one.__name__ for one in _NUMBERS)) and np.dtype(first).kind in _STACKED
 
 
-def batched(node: Node, columns: Iterator[Array], count: int) -> Any:
+def batched(node: Node, columns: Iterator[Array], count: int) -> object:
     """The batch of ``count`` samples of one structure, whose leaves are these columns.
 
     Example:

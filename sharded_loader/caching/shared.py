@@ -136,14 +136,14 @@ def share(make_dataset: Callable[[], Dataset], key: str) -> Dataset:
     return dataset
 
 
-def maker_of(make_dataset: Any) -> dict[str, str]:
+def maker_of(make_dataset: object) -> dict[str, str]:
     """What tells a function from others: where it is defined, and the plain values that it is given.
 
     Example:
         >>> maker_of(functools.partial(dict, split="train"))
         {'make_dataset': 'dict', "argument 'split'": "'train'"}
     """
-    given: list[tuple[str, Any]] = []
+    given: list[tuple[str, object]] = []
     if isinstance(make_dataset, functools.partial):
         arguments = [*enumerate(make_dataset.args), *make_dataset.keywords.items()]
         given = [(f"argument {name!r}", value) for name, value in arguments]
@@ -170,7 +170,7 @@ class _ForRanks(Lasting):
         return super().reducer_override(obj)
 
 
-def _pickled(dataset: Any, key: str) -> Encoded:
+def _pickled(dataset: object, key: str) -> Encoded:
     try:
         encoded = dump(dataset, _ForRanks)
     except Exception as error:

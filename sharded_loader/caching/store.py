@@ -9,7 +9,7 @@ One layout, in memory without a name (`system.open_memory`) or in a file:
 
     64 bytes   MAGIC, size and checksum of the text; three counters: rows taken, bytes of the log taken, and which
                sample was written last
-    text       JSON: version, length, key, digest of the first sample, its structure, number of rows
+    text       JSON: the values of `Header`
     entries    for each sample its place, its length in the log, its checksum
     columns    one for each leaf of the first sample: samples of the same structure are rows
     log        all other samples, one after the other: structure and leaves (`caching.flat`). No pickle.
@@ -54,7 +54,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable
 from itertools import accumulate
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -78,7 +78,9 @@ _COUNTERS, _TEXT = 16, 64
 _ENTRY = np.dtype([("place", np.int64), ("length", np.uint32), ("checksum", np.uint32)])
 _SIZE = struct.Struct("<I")
 
-MISSING: Any = object()
+Path = str | os.PathLike[str] | None
+
+MISSING: Final = object()
 """What `Store.read` returns for a sample that is not there."""
 
 LOOK = 32 << 20
@@ -158,24 +160,50 @@ class Session(Opened):
 # -- the store ---------------------------------------------------------------------------------------------------------
 
 
+class Header(NamedTuple):
+    """What the text of a store says.
+
+    Attributes:
+        version: of the layout.
+        length: of the dataset.
+        key: the user's.
+        first: the digest of sample 0.
+        structure: of sample 0, as text.
+        leaves: their dtypes and shapes.
+        rows: how many there is room for.
+        bound: what samples may take.
+        least_free: bytes of memory that have to be free, for the store to take more.
+    """
+
+    version: int
+    length: int
+    key: str | None
+    first: str
+    structure: str
+    leaves: list[list[Any]]
+    rows: int = 0
+    bound: int = 0
+    least_free: int = 0
+
+
 class Layout:
-    """The header of a store, and where its parts begin.
+    """Where the parts of a store begin.
 
     Args:
-        about: the header: version, length, key, first, structure, leaves, rows, bound.
+        header: of the store.
         text_bytes: what its text takes.
 
     Attributes:
-        about: as above.
+        header: as above.
         row_bytes: what a row takes.
         entries, columns, log: where they begin. The log ends the header and what is mapped.
     """
 
-    def __init__(self, about: dict[str, Any], text_bytes: int) -> None:
-        self.about = about
-        nbytes = [_nbytes(*leaf) for leaf in about["leaves"]]
+    def __init__(self, header: Header, text_bytes: int) -> None:
+        self.header = header
+        nbytes = [_nbytes(*leaf) for leaf in header.leaves]
         self.row_bytes = sum(nbytes)
-        sizes = [about["length"] * _ENTRY.itemsize, *(about["rows"] * size for size in nbytes)]
+        sizes = [header.length * _ENTRY.itemsize, *(header.rows * size for size in nbytes)]
         begins = accumulate(map(aligned, sizes), initial=aligned(_TEXT + text_bytes))
         self.entries, *self.columns, self.log = begins
 
@@ -202,26 +230,26 @@ class Store(Opened):
         self, fd: int, name: str, layout: Layout, max_bytes: int, path: str | None = None, session: str | None = None
     ) -> None:
         super().__init__(fd, name, is_temporary=path is None and session is None)
-        self.max_bytes, self.path, self._layout, about = max_bytes, path, layout, layout.about
-        self.node: Node = json.loads(about["structure"])
+        self.max_bytes, self.path, self._layout, header = max_bytes, path, layout, layout.header
+        self.node: Node = json.loads(header.structure)
         self._in_bulk = fits_columns(self.node)
         memory = self.map(layout.log)
         self._counters = memory[_COUNTERS : _COUNTERS + 24].view(np.int64)
-        self._entries = np.ndarray(about["length"], _ENTRY, memory, layout.entries)
+        self._entries = np.ndarray(header.length, _ENTRY, memory, layout.entries)
         self.places = self._entries["place"]
         self.columns = [
-            np.ndarray((about["rows"], *shape), dtype, memory, begin)
-            for (dtype, shape), begin in zip(about["leaves"], layout.columns, strict=True)
+            np.ndarray((header.rows, *shape), dtype, memory, begin)
+            for (dtype, shape), begin in zip(header.leaves, layout.columns, strict=True)
         ]
         try:
-            self.session = Session(about["length"], session)
+            self.session = Session(header.length, session)
         except (OSError, ValueError):  # its process has ended
-            self.session = Session(about["length"])
+            self.session = Session(header.length)
         if path is None:
             self.session.sound[:] = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return attach, (self.name, self._layout.about, self.max_bytes, self.path, self.session.name)
+        return attach, (self.name, self._layout.header, self.max_bytes, self.path, self.session.name)
 
     @property
     def used_bytes(self) -> int:
@@ -232,14 +260,14 @@ class Store(Opened):
     def _taken(self) -> tuple[int, int]:
         """Rows, and bytes of the log, that are taken. Who wrote last may have died before it could count its sample."""
         rows, end, last = self._counters.tolist()
-        place = int(self.places[last]) if last < self._layout.about["length"] else 0
+        place = int(self.places[last]) if last < self._layout.header.length else 0
         if place < 0:
             end = max(end, int(self._entries["length"][last]) - 1 - place)
         return max(rows, place), end
 
     # -- reading ---------------------------------------------------------------------------------------------
 
-    def read(self, index: int) -> Any:
+    def read(self, index: int) -> object:
         """The sample; `MISSING` if it is not there."""
         place = int(self.places[index])
         if place == 0:
@@ -263,14 +291,14 @@ class Store(Opened):
         places -= 1
         return places
 
-    def _row(self, index: int, row: int) -> Any:
-        leaves = [column[row, ...].copy() for column in self.columns] if row < self._layout.about["rows"] else None
+    def _row(self, index: int, row: int) -> object:
+        leaves = [column[row, ...].copy() for column in self.columns] if row < self._layout.header.rows else None
         if leaves is None or not self._is_sound(index, leaves):
             return MISSING
         rest = iter(leaves)
         return unflatten(self.node, lambda dtype, shape: next(rest))
 
-    def _record(self, index: int, offset: int) -> Any:
+    def _record(self, index: int, offset: int) -> object:
         nbytes = int(self._entries["length"][index])
         raw = np.frombuffer(read_at(self.fd, nbytes, self._layout.log + offset), np.uint8)
         if raw.size < _SIZE.size or not self._is_sound(index, [raw]):
@@ -302,7 +330,7 @@ class Store(Opened):
         if full[0] or self.places[index]:
             return
         node, leaves = flat(sample)
-        is_row = node == self.node and self._taken()[0] < self._layout.about["rows"]
+        is_row = node == self.node and self._taken()[0] < self._layout.header.rows
         if not is_row:
             text = text_of(node).encode()
             record = b"".join([_SIZE.pack(len(text)), text, *map(bytes_of, leaves)])
@@ -320,14 +348,14 @@ class Store(Opened):
     def _write(self, index: int, leaves: list[Array], found: int, is_row: bool) -> None:
         layout, (rows, end) = self._layout, self._taken()
         nbytes, before = sum(leaf.nbytes for leaf in leaves), rows * layout.row_bytes + end
-        if before + nbytes > self.max_bytes or nbytes > MOST or (is_row and rows >= layout.about["rows"]):
+        if before + nbytes > self.max_bytes or nbytes > MOST or (is_row and rows >= layout.header.rows):
             usual = layout.row_bytes if rows else 0
             if self.max_bytes - before <= max(usual, before // 64):  # to ask for each sample takes 20 to 60 us
                 self.session.full[0] = 1
             return
         if self.path is None and (before + nbytes) // LOOK > before // LOOK:
             limit = free_bytes()
-            if limit.nbytes < max(SMALL, layout.about["least_free"]):
+            if limit.nbytes < max(SMALL, layout.header.least_free):
                 raise OSError(errno.ENOMEM, f"{limit.what} leaves {limit.nbytes:,} bytes")
         begins = [begin + rows * leaf.nbytes for begin, leaf in zip(layout.columns, leaves, strict=False)]
         for begin, leaf in zip(begins if is_row else [layout.log + end], leaves, strict=True):
@@ -350,7 +378,9 @@ _calls: Counter[str] = Counter()
 """How often this process has asked for memory, by what it asked for. On all ranks the n-th calls mean the same."""
 
 
-def open_store(path: Any, max_bytes: Any, length: int, key: str | None, first: Any, shared: str | None = None) -> Store:
+def open_store(
+    path: Path, max_bytes: int | str | None, length: int, key: str | None, first: object, shared: str | None = None
+) -> Store:
     """The store of a dataset: new, or that of the file, or that of another rank.
 
     Args:
@@ -373,20 +403,13 @@ def open_store(path: Any, max_bytes: Any, length: int, key: str | None, first: A
     if place is not None and not os.path.isdir(folder := os.path.dirname(place)):
         raise FileNotFoundError(f"path={path!r} of the cache: there is no folder {folder}: create it first")
     structure, row_bytes = text_of(node), sum(leaf.nbytes for leaf in leaves)
-    about: dict[str, Any] = {
-        "version": VERSION,
-        "length": length,
-        "key": key,
-        "first": exact((structure, leaves)),
-        "structure": structure,
-        "leaves": [[leaf.dtype.str, list(leaf.shape)] for leaf in leaves],
-    }
+    specs = [[leaf.dtype.str, list(leaf.shape)] for leaf in leaves]
+    header = Header(VERSION, length, key, exact((structure, leaves)), structure, specs)
 
-    def with_bound(bound: int) -> dict[str, Any]:
+    def with_bound(bound: int) -> Header:
         # Another cache without a bound, made before this one was filled, may count the same bytes.
         least_free = bound // 6 if max_bytes is None and path is None else 0
-        rows = min(length, bound // max(1, row_bytes))
-        return about | {"rows": rows, "bound": bound, "least_free": least_free}
+        return header._replace(rows=min(length, bound // max(1, row_bytes)), bound=bound, least_free=least_free)
 
     def make(label: str) -> Store:
         fd, name = open_nameless(label)
@@ -400,21 +423,22 @@ def open_store(path: Any, max_bytes: Any, length: int, key: str | None, first: A
 
     def join(fd: int) -> Store | None:
         layout = read_layout(fd)
-        is_same = layout is not None and layout.about | about == layout.about
-        return Store(fd, name_of(fd), layout, layout.about["bound"]) if layout is not None and is_same else None
+        if layout is None or layout.header._replace(rows=0, bound=0, least_free=0) != header:
+            return None
+        return Store(fd, name_of(fd), layout, layout.header.bound)
 
     if place is not None:
         bound = bound_of(max_bytes, place)
         return open_file(place, with_bound(bound), bound)
     if shared is None:
         return make("cache")
-    asked = json.dumps([shared, about, str(max_bytes)])
+    asked = json.dumps([shared, header, str(max_bytes)])
     _calls[asked] += 1
     told = f"{_calls[asked]} {asked}".encode(errors="replace")
     return meet(f"cache-{blake2b(told, digest_size=16).hexdigest()}", join, make)
 
 
-def bound_of(max_bytes: Any, path: str | None, memory: str = "") -> int:
+def bound_of(max_bytes: int | str | None, path: str | None, memory: str = "") -> int:
     """A number of bytes, of what the memory or the disk has.
 
     Args:
@@ -448,14 +472,14 @@ def bound_of(max_bytes: Any, path: str | None, memory: str = "") -> int:
     return bound
 
 
-def make_header(fd: int, about: dict[str, Any]) -> Layout:
+def make_header(fd: int, header: Header) -> Layout:
     """Write the header of an empty store, its MAGIC last."""
-    text = json.dumps(about).encode()
-    layout = Layout(about, len(text))
+    text = json.dumps(header).encode()
+    layout = Layout(header, len(text))
     os.ftruncate(fd, 0)
     write_at(fd, UNFINISHED, 0)
     os.ftruncate(fd, layout.log)
-    write_at(fd, bytes(about["length"] * _ENTRY.itemsize), layout.entries)
+    write_at(fd, bytes(header.length * _ENTRY.itemsize), layout.entries)
     write_at(fd, _HEAD.pack(UNFINISHED, len(text), zlib.crc32(text)), 0)
     write_at(fd, text, _TEXT)
     write_at(fd, MAGIC, 0)
@@ -469,10 +493,11 @@ def read_layout(fd: int) -> Layout | None:
         return None
     magic, size, found = _HEAD.unpack(head)
     text = read_at(fd, size, _TEXT) if magic == MAGIC and size < 1 << 30 else b""
-    return Layout(json.loads(text), size) if text and zlib.crc32(text) == found else None
+    values = json.loads(text) if text and zlib.crc32(text) == found else ()
+    return Layout(Header(*values), size) if len(values) == len(Header._fields) else None
 
 
-def open_file(path: str, about: dict[str, Any], max_bytes: int) -> Store:
+def open_file(path: str, header: Header, max_bytes: int) -> Store:
     """The store in a file, which is made if it is not there."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     try:
@@ -493,7 +518,7 @@ def open_file(path: str, about: dict[str, Any], max_bytes: int) -> Store:
             head = read_at(fd, len(MAGIC), 0)
             if head in (b"", UNFINISHED):
                 try:
-                    layout = make_header(fd, about)
+                    layout = make_header(fd, header)
                 except OSError as error:
                     with contextlib.suppress(OSError):
                         os.ftruncate(fd, 0)
@@ -503,14 +528,14 @@ def open_file(path: str, about: dict[str, Any], max_bytes: int) -> Store:
             elif head != MAGIC:
                 raise CacheMismatchError(f"{path} is there, and is no cache of samples: give another path")
             else:
-                layout = _checked_layout(fd, path, about)
+                layout = _checked_layout(fd, path, header)
     except BaseException:
         close_locked(fd)
         raise
     return Store(fd, path, layout, max_bytes, path)
 
 
-def _checked_layout(fd: int, path: str, about: dict[str, Any]) -> Layout:
+def _checked_layout(fd: int, path: str, header: Header) -> Layout:
     """The layout of a file that was there.
 
     Raises:
@@ -526,30 +551,34 @@ def _checked_layout(fd: int, path: str, about: dict[str, Any]) -> Layout:
         "first": "for another dataset: the digest of its first sample is {}, and now it is {}",
     }
     for name, text in names.items():
-        if (was := layout.about.get(name)) != about[name]:
-            raise CacheMismatchError(f"the cache file {path} was made {text.format(was, about[name])}: {clear}")
+        was, now = getattr(layout.header, name), getattr(header, name)
+        if was != now:
+            raise CacheMismatchError(f"the cache file {path} was made {text.format(was, now)}: {clear}")
     size = os.fstat(fd).st_size
     if size < layout.log:
         raise CacheMismatchError(f"the cache file {path} was cut off: {clear}")
     # A machine that lost power may have written the places of samples, and not the counters.
-    entries = np.frombuffer(read_at(fd, about["length"] * _ENTRY.itemsize, layout.entries), _ENTRY)
+    entries = np.frombuffer(read_at(fd, header.length * _ENTRY.itemsize, layout.entries), _ENTRY)
     places, ends = entries["place"], entries["length"] - entries["place"] - 1
-    rows = places[(places > 0) & (places <= layout.about["rows"])].max(initial=0)
+    rows = places[(places > 0) & (places <= layout.header.rows)].max(initial=0)
     end = ends[(places < 0) & (ends >= 0) & (ends <= size - layout.log)].max(initial=0)
     counted = np.frombuffer(read_at(fd, 16, _COUNTERS), np.int64)
     write_at(fd, bytes_of(np.array([*np.maximum(counted, [rows, end]), 0], np.int64)), _COUNTERS)
     return layout
 
 
-def attach(name: str, about: dict[str, Any], max_bytes: int, path: str | None, session: str) -> Store | None:
+def attach(name: str, header: Header, max_bytes: int, path: str | None, session: str) -> Store | None:
     """The store of another process; None where this one cannot reach it, and reads uncached."""
     try:
         fd = open_named(name)
     except OSError:
         return None
-    with contextlib.suppress(OSError):  # something else, on another machine
+    try:
         layout = read_layout(fd)
-        if layout is not None and layout.about == about and os.fstat(fd).st_size >= layout.log:
-            return Store(fd, name, layout, max_bytes, path, session)
+        is_same = layout is not None and layout.header == header and os.fstat(fd).st_size >= layout.log
+    except OSError:  # something else, on another machine
+        is_same = False
+    if is_same and layout is not None:
+        return Store(fd, name, layout, max_bytes, path, session)
     close_locked(fd)
     return None

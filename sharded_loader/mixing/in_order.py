@@ -88,7 +88,10 @@ def no_samples(name: str, dataset: object, passes: int = 0) -> ValueError:
     return ValueError(f"{name}, {an(type(dataset))}, {why}")
 
 
-END: Any = object()
+Part = tuple[int, int] | None
+"""The number of a worker, and how many there are, as `this_worker` says."""
+
+END: Final = object()
 """What `Source.read` returns when the dataset has no sample left in this pass."""
 
 
@@ -110,8 +113,8 @@ class SourcePoint:
 
     passes: int = entry(integer(0), name="pass")
     taken: int = entry(integer(0))
-    dataset: Any = entry(anything, default=None)  # noqa: RUF009 - it makes a field
-    iterator: Any = entry(anything, default=None)  # noqa: RUF009
+    dataset: object = entry(anything, default=None)
+    iterator: object = entry(anything, default=None)
 
 
 BEGINNING = SourcePoint(0, 0)
@@ -127,7 +130,7 @@ class Source:
             iterator.
         point: what `state` returned; `BEGINNING` at the beginning.
         worker: what `this_worker` returned when the iteration began.
-        has_own_state: False: ``dataset.state_dict`` does not count, because the mixture has this object twice.
+        is_alone: False: ``dataset.state_dict`` does not count, because the mixture has this object twice.
 
     Attributes:
         name, dataset: as above.
@@ -142,21 +145,14 @@ class Source:
         'c'
     """
 
-    def __init__(
-        self,
-        name: str,
-        dataset: Any,
-        point: SourcePoint,
-        worker: tuple[int, int] | None = None,
-        has_own_state: bool = True,
-    ) -> None:
+    def __init__(self, name: str, dataset: Any, point: SourcePoint, worker: Part = None, is_alone: bool = True) -> None:
         self.name, self.dataset = name, dataset
         self.passes, self.taken = point.passes, point.taken
-        self._point, self._worker, self._has_own_state = point, worker or (0, 1), has_own_state
+        self._point, self._worker, self._has_own_state = point, worker or (0, 1), is_alone
         self._opened: Any = None  # what is iterated over: the dataset, or a copy with a state
         self._iterator: Any = None
 
-    def read(self) -> Any:
+    def read(self) -> object:
         """The next sample, or `END`."""
         if self._iterator is None:
             self.open()
@@ -214,12 +210,12 @@ class Source:
 class InOrder:
     """Base class of iterable data that torch's DataLoader takes as an IterableDataset: it asks ``isinstance``."""
 
-    _inside: Sequence[Any] = ()
+    _inside: Sequence[object] = ()
 
     def __init__(self) -> None:
         call_after_import("torch.utils.data", _tell_torch)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         call_after_import("torch.utils.data", _tell_torch)
 
@@ -241,8 +237,8 @@ class _MixPosition:
     schedule: int = entry(integer(), "the datasets took turns by another schedule")
     weights: tuple[int, ...] = entry(list_of(integer(0)), "weights was {was}, and is {now}", write=list)
     seed: int = entry(integer(), "seed was {was}, and is {now}")
-    stop: Any = entry(anything, "stop was {was!r}, and is {now!r}")  # noqa: RUF009
-    epoch: Any = entry(anything)  # noqa: RUF009 - it makes a field
+    stop: object = entry(anything, "stop was {was!r}, and is {now!r}")
+    epoch: object = entry(anything)
     position: int = entry(integer(0))
     sources: tuple[SourcePoint, ...] = entry(
         list_of(dict_of(SourcePoint)), write=lambda points: list(map(written, points))
@@ -261,7 +257,7 @@ class InterleavedIterable(InOrder):
     def __init__(self, datasets: Sequence[Any], schedule: Plan, stop: str | int) -> None:
         self._inside = self._datasets = datasets
         self._schedule, self._stop = schedule, stop
-        self._epoch: Any = 0
+        self._epoch: object = 0
         self._loaded: _MixPosition | None = None  # where the next iteration begins
         self._last: _Iteration | None = None  # the one that began or yielded last
         iterable = [dataset for dataset in map(datasets.__getitem__, schedule.sources) if not is_indexed(dataset)]
@@ -270,7 +266,7 @@ class InterleavedIterable(InOrder):
             self.num_shards = min(shards)
         super().__init__()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"_last": None}  # iterators cannot be copied: a copy starts at the beginning
 
     def __iter__(self) -> Iterator[Any]:
@@ -487,9 +483,9 @@ class ShuffledIterator(Iterator[Any]):
         """Begin with a block."""
         self._source = Source(_BUFFERED, self._dataset, at.source, self._worker)
         self._at, self._given = at, 0
-        self._block: list[Any] = []
+        self._block: list[object] = []
         self._order: list[int] = []  # of the samples of the block that were not given yet, the last one first
-        self._coming: list[Any] = []
+        self._coming: list[object] = []
         self._coming_at: _BufferPosition | None = at
 
     def __next__(self) -> Any:
@@ -500,7 +496,7 @@ class ShuffledIterator(Iterator[Any]):
             raise sample.error
         return sample
 
-    def _take(self) -> Any:
+    def _take(self) -> object:
         """What comes next: a sample, an error, or `END`."""
         if not self._order:
             self._turn_over()

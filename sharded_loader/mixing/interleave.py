@@ -33,6 +33,7 @@ import numpy as np
 
 from sharded_loader.base.checks import check_int, refuse_arguments
 from sharded_loader.base.described import an, brief
+from sharded_loader.batching.protocol import Array
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
 from sharded_loader.data.datasets import ConcatDataset, Dataset, Mixture, mixture_of, tell_epoch
 from sharded_loader.data.inspection import is_indexed
@@ -57,8 +58,8 @@ CODED = FAR
 
 
 def interleave(
-    datasets: Iterable[Any],
-    weights: Iterable[Any] | None = None,
+    datasets: Iterable[object],
+    weights: Iterable[object] | None = None,
     seed: int = 0,
     stop: str | int = FIRST,
     shuffle: bool = False,
@@ -163,7 +164,7 @@ def interleave(
     return (ShuffledDataset if shuffle else InterleavedDataset)(given, Plan(changes, seed, level, sizes), stop)
 
 
-def _levels(dataset: Any) -> int:
+def _levels(dataset: object) -> int:
     """How many mixtures lie within each other in a dataset."""
     own = isinstance(dataset, (InterleavedDataset, InterleavedIterable))
     inside = dataset._inside if isinstance(dataset, (Dataset, InOrder)) else ()
@@ -217,7 +218,7 @@ class InterleavedDataset(Mixture):
         most = CODED // self._total
         return CODED + inner + self._total * ((epoch * 2_654_435_769 % most + passes) % most)
 
-    def sources_of(self, indices: Any) -> Int64s:
+    def sources_of(self, indices: Indices) -> Int64s:
         array = np.asarray(indices)
         if _is_coded(array):
             found = np.searchsorted(self._begins, (array - CODED) % self._total, side="right") - 1
@@ -225,7 +226,7 @@ class InterleavedDataset(Mixture):
             found = self._schedule.owners(checked_indices(array, self._length))
         return np.bincount(np.array(self._schedule.sources)[found], minlength=self.number)
 
-    def pairs(self, indices: Any, epoch: int) -> list[tuple[int, int]]:
+    def pairs(self, indices: Indices, epoch: int) -> list[tuple[int, int]]:
         inner = self._in_joined(indices, epoch)
         places = np.searchsorted(self._begins, inner, side="right") - 1
         sources = np.array(self.schedule.sources)[places]
@@ -234,14 +235,11 @@ class InterleavedDataset(Mixture):
     def _placed(self, positions: Int64s, epoch: int, plan: Plan | None = None) -> tuple[Int64s, Int64s]:
         """Where in the joined datasets the samples at these positions are, and in which pass of their dataset."""
         sources, numbers = (plan or self._schedule).at_many(positions)
-        places = self._within(sources, numbers, epoch) if self.shuffles else numbers % self.sizes[sources]
-        return self._begins[sources] + places, numbers // self.sizes[sources]
-
-    def _within(self, sources: Int64s, numbers: Int64s, epoch: int) -> Int64s:
-        """Which of its samples each dataset gives, if it is shuffled in every pass."""
         passes, places = np.divmod(numbers, self.sizes[sources])
-        shuffle = Bijections(self._schedule.seed, "interleave shuffle", epoch)
-        return shuffle(places, self.sizes[sources], passes * len(self.sizes) + sources)
+        if self.shuffles:
+            shuffle = Bijections(self._schedule.seed, "interleave shuffle", epoch)
+            places = shuffle(places, self.sizes[sources], passes * len(self.sizes) + sources)
+        return self._begins[sources] + places, passes
 
     def __len__(self) -> int:
         return self._length
@@ -252,15 +250,15 @@ class InterleavedDataset(Mixture):
         if isinstance(index, int) and index >= CODED:
             return self._dataset[(index - CODED) % self._total]
         index = checked_index(index, self._length)
-        source, number = self._schedule.at(index)
         if self.shuffles:
-            number = int(self._within(np.array([source]), np.array([number]), self._epoch)[0])
+            return self._dataset[int(self._inner([index])[0])]
+        source, number = self._schedule.at(index)
         return self._dataset[int(self._begins[source] + number % self.sizes[source])]
 
     def _inner(self, indices: Indices) -> Int64s:
         return self._in_joined(indices, self._epoch)
 
-    def _in_joined(self, indices: Any, epoch: int) -> Int64s:
+    def _in_joined(self, indices: Indices, epoch: int) -> Int64s:
         """Where in the joined datasets samples are, by positions in an epoch or by what `codes` has returned."""
         array = np.asarray(indices)
         if _is_coded(array):
@@ -282,7 +280,7 @@ class ShuffledDataset(InterleavedDataset):
         tell_epoch(self._dataset, epoch)
 
 
-def _is_coded(array: Any) -> bool:
+def _is_coded(array: Array) -> bool:
     return bool(array.size and array.ndim == 1 and array.dtype.kind in "iu" and array[0] >= CODED)
 
 
@@ -304,7 +302,7 @@ def _length(schedule: Plan, sizes: list[int], stop: str | int) -> float:
     return max(lasts) + 1
 
 
-def has_shuffled(dataset: Any) -> bool:
+def has_shuffled(dataset: object) -> bool:
     """Whether a dataset is a shuffled mixture, or has one inside.
 
     Example:
@@ -345,13 +343,7 @@ class MixtureSampler(IndexSampler):
         (['c', 'y', 'd', 'a', 'x', 'b'], ['c', 'y', 'a', 'b', 'x', 'd'])
     """
 
-    decided_by = (
-        ("weights", "_start"),
-        ("seed", "_seed"),
-        ("stop", "_stop"),
-        ("shuffle", "_on"),
-        ("sizes", "_sizes"),
-    )
+    decided_by = (("weights", "_start"), ("seed", "_seed"), ("stop", "_stop"), ("shuffle", "_on"), ("sizes", "_sizes"))
     order_version = 2
 
     def __init__(self, mixture: InterleavedDataset) -> None:
@@ -400,7 +392,7 @@ class MixtureSampler(IndexSampler):
         before = [one for one in self._set if one[0] < last][-1:]
         return json.dumps([*before, *(one for one in self._set if one[0] == last)])
 
-    def adopt(self, arguments: dict[str, Any]) -> None:
+    def adopt(self, arguments: dict[str, str]) -> None:
         """Take over the weights that were set, from a state.
 
         Raises:

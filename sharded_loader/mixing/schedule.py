@@ -32,15 +32,16 @@ from __future__ import annotations
 import copy
 import math
 from bisect import bisect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from sharded_loader.batching.protocol import Array
 from sharded_loader.data.bulk import Int64s
 from sharded_loader.data.splits import apportioned
 from sharded_loader.randomness.rng import philox
@@ -66,7 +67,7 @@ The fraction of each number has strides after which it comes back to nearly the 
 17, 41, 99, 239, and few numbers of ranks are multiples of the large ones. Of sqrt(3) they are 15, 56, 209."""
 
 
-def whole_numbers(weights: Iterable[Any] | None, count: int, name: str = "interleave", place: str = "") -> list[int]:
+def whole_numbers(weights: Any, count: int, name: str = "interleave", place: str = "") -> list[int]:
     """Whole numbers in the ratio of the weights, with a sum of up to `MOST`.
 
     Args:
@@ -243,15 +244,6 @@ class Schedule:
         counts += period * (self._bounds[1] - self._bounds[0])
         return counts
 
-    def positions(self, numbers: Int64s, sources: Int64s) -> list[int]:
-        """Where the samples with these numbers stand, each of one source."""
-        periods, wanted = np.divmod(numbers - self._offset[sources], np.diff(self._bounds[:, sources], axis=0)[0])
-        low = np.zeros(len(wanted), np.int64)  # at most this many positions are in front of the sample
-        for bit in reversed(range(32)):
-            further = low + (1 << bit)
-            low = np.where(self._before(further, sources) <= wanted, further, low)
-        return [period * CIRCLE + slot for period, slot in zip(periods.tolist(), low.tolist(), strict=True)]
-
     def _before(self, slots: Int64s, sources: Int64s) -> Int64s:
         """How many of the first positions belong to the source."""
         shifts = self._start + CIRCLE - self._bounds[:, sources]
@@ -382,7 +374,7 @@ class Plan:
             found[:, here] = piece.at_many(positions[here])
         return found[0], found[1]
 
-    def _cut(self, positions: Int64s) -> Iterator[tuple[Schedule, Any]]:
+    def _cut(self, positions: Int64s) -> Iterator[tuple[Schedule, Array]]:
         """The pieces that these positions are in, and where in the array those of each one are."""
         where = np.searchsorted(self._begins, positions, side="right") - 1
         for each in np.unique(where).tolist():
@@ -390,12 +382,11 @@ class Plan:
 
     def positions(self, numbers: list[int]) -> list[float]:
         """For each source, where the sample with this number stands; infinity if that sample never comes."""
-        wanted, found = np.array(numbers, np.int64), [math.inf] * len(numbers)
-        befores = [*(piece.counts(piece.begin) for piece in self._pieces), np.full(len(numbers), FAR)]
-        for piece, (before, end) in zip(self._pieces, pairwise(befores), strict=True):
-            here = np.flatnonzero((before <= wanted) & (wanted < end) & np.array(piece.weights, bool))
-            for source, position in zip(here.tolist(), piece.positions(wanted[here], here), strict=True):
-                found[source] = position
+        befores = np.array([piece.counts(piece.begin) for piece in self._pieces]).T.tolist()
+        found: list[float] = []
+        for source, (before, number) in enumerate(zip(befores, numbers, strict=True)):
+            piece = self._pieces[bisect(before, number) - 1]
+            found.append(piece.position(number, source) if piece.weights[source] else math.inf)
         return found
 
 

@@ -31,6 +31,7 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from sharded_loader.base.checks import check_int, refuse_arguments
 from sharded_loader.base.described import an
@@ -135,7 +136,7 @@ class TokenWindows(Dataset):
         tokens: Any,
         length: int,
         stride: int | None = None,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         documents: Any = False,
         vocab_size: int | None = None,
         **unknown: NoReturn,
@@ -163,12 +164,12 @@ class TokenWindows(Dataset):
         return self.__getitems__([checked_index(index, len(self))])[0]
 
     @bulk
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Array, Array]]:
         """Many samples, read as one batch."""
         return list(zip(*TokenWindows.get_batch(self, indices), strict=True))
 
     @bulk
-    def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
+    def get_batch(self, indices: Indices, empty: Empty = new_array) -> list[Array]:
         """A finished batch: inputs and targets, two int64 arrays of shape (windows, ``length``).
 
         Args:
@@ -194,7 +195,7 @@ class TokenWindows(Dataset):
         """Unmap the files. A window that is read later maps its file again."""
         self._maps.clear()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_maps": {}}
 
     @property
@@ -213,7 +214,7 @@ class TokenWindows(Dataset):
 
     # -- one part -------------------------------------------------------------------------------------------------
 
-    def _part_of(self, given: Any, dtype: Any, documents: Any) -> _TokenPart:
+    def _part_of(self, given: object, dtype: DTypeLike | None, documents: ArrayLike) -> _TokenPart:
         """A part, which has at least one window, of token ids below ``vocab_size``."""
         name, tokens, bounds = _tokens_of(given, dtype, documents)
         counts = np.maximum(0, (np.diff(bounds) - 1 - self._length) // self._stride + 1)
@@ -278,7 +279,7 @@ Bounds = Callable[[], Int64s]
 """Reads the tokens at which documents begin, and the last one ends."""
 
 
-def _tokens_of(given: Any, dtype: Any, documents: Any) -> tuple[str, _TokenFile | Array, Int64s]:
+def _tokens_of(given: object, dtype: DTypeLike | None, documents: ArrayLike) -> tuple[str, _TokenFile | Array, Int64s]:
     """A file or an array, checked: its name, its tokens, and where documents begin, and the last one ends.
 
     Args:
@@ -312,7 +313,7 @@ def _tokens_of(given: Any, dtype: Any, documents: Any) -> tuple[str, _TokenFile 
     return name, tokens, bounds
 
 
-def _file(path: str, dtype: Any) -> tuple[_TokenFile, Bounds | None]:
+def _file(path: str, dtype: DTypeLike | None) -> tuple[_TokenFile, Bounds | None]:
     if not os.path.exists(path) and os.path.exists(path + ".bin"):  # Megatron's programs take the name without it
         path += ".bin"
     beside = os.path.splitext(path)[0] + ".idx"

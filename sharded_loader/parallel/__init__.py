@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -80,20 +80,20 @@ def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool 
     return [_slice_rows(tree, begin, end, batch_axis) for begin, end in pairwise(bounds)]
 
 
-def _as_batch(data: Any) -> Any:
+def _as_batch(data: object) -> object:
     """The batch with tensors; a list of numbers is one array, as in default batchify."""
     if isinstance(data, (list, tuple)) and not hasattr(data, "_fields") and data and is_numbers(data):
         return to_torch(default_batchify_fn.assemble(data, np.empty))
     return to_torch(data)
 
 
-def _is_row_list(tree: Any) -> bool:
+def _is_row_list(tree: object) -> TypeGuard[list[object]]:
     """A batch field of strings or objects: one entry per sample."""
     structure = (torch.Tensor, np.ndarray, list, tuple, Mapping)
     return type(tree) is list and not any(isinstance(x, structure) or is_dataclass_instance(x) for x in tree)
 
 
-def _row_shapes(tree: Any, axis: int) -> Iterator[tuple[tuple[int, ...], int]]:
+def _row_shapes(tree: object, axis: int) -> Iterator[tuple[tuple[int, ...], int]]:
     """The shape and batch axis of every part that has rows."""
     if isinstance(tree, (torch.Tensor, np.ndarray)):
         yield tuple(tree.shape), axis
@@ -104,7 +104,7 @@ def _row_shapes(tree: Any, axis: int) -> Iterator[tuple[tuple[int, ...], int]]:
             yield from _row_shapes(child, axis)
 
 
-def _slice_rows(tree: Any, begin: int, end: int, axis: int) -> Any:
+def _slice_rows(tree: object, begin: int, end: int, axis: int) -> object:
     if isinstance(tree, torch.Tensor):
         return tree.narrow(axis, begin, end - begin)
     if isinstance(tree, np.ndarray):  # of strings or dates, which torch lacks
@@ -185,7 +185,7 @@ def gather(shards: Sequence[Any], device: DeviceLike) -> Any:
     return _joined([to_torch(shard) for shard in shards], place)
 
 
-def _joined(trees: list[Any], device: torch.device) -> Any:
+def _joined(trees: list[Any], device: torch.device) -> object:
     first = trees[0]
     if all(isinstance(tree, (int, float, complex)) for tree in trees):
         return torch.tensor(trees, device=device)
@@ -207,7 +207,7 @@ def _joined(trees: list[Any], device: torch.device) -> Any:
     return rebuild(first, [_joined(list(column), device) for column in columns])
 
 
-def _form(tree: Any) -> tuple[Any, ...]:
+def _form(tree: object) -> tuple[object, ...]:
     """The type of a structure, how many parts it has, and their names."""
     return type(tree), len(children(tree) or ()), list(tree.keys()) if isinstance(tree, Mapping) else None
 

@@ -138,7 +138,7 @@ class _OnDevice(NamedTuple):
     """The first ``kept`` rows of each column on one device, in memory of the stream ``home``."""
 
     copies: CopyStream
-    home: Any
+    home: object
     columns: list[torch.Tensor]
     kept: int
 
@@ -275,7 +275,7 @@ class ResidentPool(InlinePool):
         samples = sum(map(len, task.shards))
         return (Result(task.run, task.seq, batch, samples, seconds=host_clock.now() - began, began=began),)
 
-    def _gather(self, rows: Rows, device: torch.device, where: Int64s) -> Any:
+    def _gather(self, rows: Rows, device: torch.device, where: Int64s) -> object:
         """A shard: on its device if that holds rows, otherwise on the host."""
         at = self._on.get(device)  # None too where `load` was interrupted
         if at is not None:

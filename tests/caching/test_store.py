@@ -351,7 +351,7 @@ def with_header(path: Path, **changed: Any) -> None:
     fd = os.open(path, os.O_RDWR)
     layout = stores.read_layout(fd)
     assert layout is not None
-    stores.make_header(fd, layout.about | changed)
+    stores.make_header(fd, layout.header._replace(**changed))
     os.close(fd)
 
 
@@ -425,7 +425,7 @@ def test_no_file_holds_a_pickle(tmp_path: Path) -> None:
     path = tmp_path / "samples.cache"
     filled(path)
     text = path.read_bytes()
-    assert json.JSONDecoder().raw_decode(text[64:].decode("latin-1"))[0]["length"] == COUNT
+    assert json.JSONDecoder().raw_decode(text[64:].decode("latin-1"))[0][1] == COUNT
     assert b"numpy" not in text and b"torch" not in text
 
 

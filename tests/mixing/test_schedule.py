@@ -99,7 +99,6 @@ def test_a_sample_at_a_far_position_is_found_in_both_directions(weights, seed, p
         assert schedule.at(position) == (source, number)
         assert schedule.owner(position) == source
         assert schedule.position(number, source) == position
-        assert schedule.positions(np.array([number]), np.array([source])) == [position]
 
 
 @given(WEIGHTS, SEEDS, st.integers(0, 2**61))

@@ -140,7 +140,7 @@ def test_a_state_of_a_dataset_that_was_not_opened_yet_is_kept():
 
 def test_a_dataset_that_a_mixture_has_twice_is_resumed_by_counting():
     one = OwnState()
-    source = Source("data", one, BEGINNING, has_own_state=False)
+    source = Source("data", one, BEGINNING, is_alone=False)
     source.read()
     assert source.state() == SourcePoint(0, 1)
 
