@@ -55,7 +55,7 @@ from sharded_loader.loader.attributes import LoaderAttributes, keeps_arguments
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.iterator import EpochIterator
 from sharded_loader.loader.options import Batch, OnError, OtherNames, Placement
-from sharded_loader.parallel.split import gather
+from sharded_loader.parallel import gather
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.sampling.order import MapOrder
 from sharded_loader.sampling.own import takes_order
@@ -237,7 +237,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         placement, kept = Placer(found, pin_memory, workers.num_workers > 0, transform), None
         if options.resident is not False:
             make = provided("pool on devices", "resident")
-            kept = make(options.resident, dataset, found, batchify_fn, placement, bool(workers.num_workers))
+            kept = make(options.resident, dataset, batchify_fn, placement, bool(workers.num_workers))
         job = Job(dataset, batchify_fn, order.seed, action, order.replicated)
         observer = provided("observer", "instruments")(dataset, limit)
         epochs = Epochs(job, order, pipeline, placement, resident=kept, prefetch_epochs=not workers.shares_dataset)

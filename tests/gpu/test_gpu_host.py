@@ -28,10 +28,9 @@ from on_cuda import (
     sleep,
 )
 
-from sharded_loader import ArrayDataset, Placement, ProcessPool, ShardedDataLoader
+from sharded_loader import ArrayDataset, Placement, ProcessPool, ShardedDataLoader, resident
 from sharded_loader.devices import placement
 from sharded_loader.engine.pool import Pool
-from sharded_loader.resident import pool as resident
 from sharded_loader.torch import DataLoader
 
 pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(300)]

@@ -18,13 +18,13 @@ from simulated import Machine, SimulatedStreams
 from torch.utils.data import Subset, TensorDataset
 
 from sharded_loader import ArrayDataset, Placement, ShardedDataLoader, SimpleDataset, SubsetDataset
+from sharded_loader import resident as module
 from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.devices.copies import HOST_AHEAD
 from sharded_loader.devices.placement import Placement as Placer
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pool import Pool
-from sharded_loader.resident import pool as module
-from sharded_loader.resident.pool import ResidentPool, room_for_rows
+from sharded_loader.resident import ResidentPool, room_for_rows
 
 N = 60
 
@@ -560,7 +560,7 @@ def test_memory_is_given_back_before_rows_are_copied_again(machine: Machine, mon
 def test_a_batch_that_is_gathered_again_is_no_step(machine: Machine) -> None:
     machine.memory_bytes = 1000 + 8 * 40, 4000
     placement = Placer(machine.devices[:1], pin_memory=False)
-    pool = ResidentPool(np.arange(N), machine.devices[:1], placement, share=1.0, insists=False, least=0.0)
+    pool = ResidentPool(np.arange(N), placement, share=1.0, insists=False, least=0.0)
     assert pool.load(again=False)
     machine.memory_bytes = 1000 - 8 * 20, 4000
     for seq, kept in ((0, 40), (0, 40), (1, 20)):  # the first one was interrupted, and is read again

@@ -18,7 +18,7 @@ from sharded_loader.devices.copies import PendingCopy
 from sharded_loader.devices.placement import Placement as Placer
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pool import Pool
-from sharded_loader.resident.pool import ResidentPool
+from sharded_loader.resident import ResidentPool
 
 
 def dataset(rows: int = 100) -> ArrayDataset:
@@ -249,7 +249,7 @@ def test_other_values_are_refused(value: Any) -> None:
 
 def new_resident(machine: Machine, rows: int = 100) -> ResidentPool:
     placement = Placer(machine.devices, pin_memory=False)
-    pool = ResidentPool(dataset(rows), machine.devices, placement, share=1.0, insists=True, least=0.0)
+    pool = ResidentPool(dataset(rows), placement, share=1.0, insists=True, least=0.0)
     assert pool.load(again=False)
     pool.start(Job(dataset(rows), None, 0))
     return pool
