@@ -27,8 +27,7 @@ import numpy as np
 
 from sharded_loader.base.described import an
 from sharded_loader.batching.protocol import Array
-from sharded_loader.batching.tensors import NUMPY_NAMES, as_numpy, dtype_name, is_plain
-from sharded_loader.batching.tree import is_tensor
+from sharded_loader.batching.tree import NUMPY_NAMES, as_numpy, dtype_name, is_plain, is_tensor
 
 MANY = 8
 """Numbers of one type from which on a list of them is one leaf."""

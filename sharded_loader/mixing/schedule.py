@@ -196,7 +196,7 @@ class Schedule:
 
     @property
     def _fingerprint(self) -> str:
-        """Weights, seed and first turns: the part of a mixture in a fingerprint (`data.known`)."""
+        """Weights, seed and first turns: the part of a mixture in a fingerprint (`data.inspection`)."""
         return f"{self.seed}{self.weights[:16]}{list(map(self.owner, range(128)))}"
 
     def owner(self, position: int, place: int | None = None) -> int:
