@@ -10,7 +10,7 @@ Two ways to use a batchify object:
 
 `stack` is the step under the default rules, `Stack` and `Pad` that touches the bytes. ``empty`` is the caller's
 allocator (`numpy.empty`, or a slot of shared memory). The result is written into its memory once. NumPy dtypes give a
-NumPy array; for tensors see `sharded_loader.batching.tensors`.
+NumPy array; for tensors see `sharded_loader.batching.tree`.
 
 What can go wrong is a `BatchifyError`, a ValueError: no samples; different shapes or structures; numbers too large;
 masked values; tensors that require grad.
@@ -19,7 +19,6 @@ masked values; tensors that require grad.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -37,33 +36,24 @@ from sharded_loader.batching.protocol import (
     refuse_async,
     some,
 )
-from sharded_loader.batching.tensors import check_no_grad, dtype_name, dtype_of, numpy_can, stack_tensors
 from sharded_loader.batching.tree import (
     are_tensors,
+    check_no_grad,
     check_unmasked,
+    dtype_name,
+    dtype_of,
     field_names,
     is_tensor,
+    numpy_can,
     reads_rows,
     rebuild,
+    stack_tensors,
     to_torch,
 )
 
 
 class Batchify:
     """Base of the functions here: subclasses write `assemble`, calling them gives torch tensors."""
-
-    def __new__(cls, *values: Any, **given: Any) -> Any:
-        has_none = cls.__init__ is object.__init__  # which takes everything, because of this method
-        known = {} if has_none or not given else inspect.signature(cls.__init__).parameters
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
-        unknown = [*(values if has_none else ()), *(() if takes_all else given.keys() - known)]
-        if unknown:
-            names = ", ".join(name for name in known if name != "self") or "none"
-            raise TypeError(
-                f"{cls.__name__} has no argument {', '.join(sorted(map(repr, unknown)))}; it has {names}. How a batch "
-                f"is split, read and stored is for the loader: ShardedDataLoader(num_shards=2, num_workers=4)"
-            )
-        return super().__new__(cls)
 
     def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
         """The batch as NumPy arrays in memory from ``empty``."""
@@ -306,9 +296,10 @@ def stack_arrays(arrays: Sequence[Array], empty: Empty, dtype: np.dtype[Any] | N
         elif 0 < first.nbytes <= JOINED_BYTES and target.num in JOINABLE:
             new = is_new(empty, count * first.nbytes)
             copied = first.nbytes <= COPIED_BYTES and count * first.nbytes <= COPIED_AT_ONCE
-            joined = _join(arrays, None if new else empty) if new or copied else None
-            if joined is not None:
-                return joined
+            if (new or copied) and list(map(_shape_of_array, arrays)).count(shape) == count:
+                joined = join(arrays, (count, *shape), target, None if new else empty)
+                if joined is not None:
+                    return joined
     if not shape and not any(map(_shape_of_array, arrays)):
         out = empty((count,), target)
         out[...] = np.array(arrays)
@@ -343,24 +334,21 @@ JOINABLE = {np.dtype(char).num for char in "?bBhHiIlLqQefdgFDG"}
 """NumPy's numbers for the dtypes of numbers, which are only bytes."""
 
 
-def _join(arrays: Sequence[Any], empty: Empty | None) -> Array | None:
-    """Stack arrays of one native dtype by their bytes; None if their shapes differ, or they have gaps in memory.
+def join(parts: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype[Any], empty: Empty | None) -> Array | None:
+    """An array out of the bytes of its parts; None where one of them has gaps in memory.
 
     Args:
-        arrays: of one dtype.
-        empty: the allocator; None: the batch may lie in new memory.
+        parts: arrays of this dtype, and bytes.
+        shape, dtype: of the result.
+        empty: the allocator; None: the array may lie in new memory.
     """
-    first, count = arrays[0], len(arrays)
-    shape = count, *first.shape
-    if list(map(_shape_of_array, arrays)).count(first.shape) < count:
-        return None
     try:
         if empty is None:
-            return np.frombuffer(bytearray().join(arrays), first.dtype).reshape(shape)
-        joined = b"".join(arrays)
+            return np.frombuffer(bytearray().join(parts), dtype).reshape(shape)
+        joined = b"".join(parts)
     except TypeError:  # not C-contiguous
         return None
-    out = empty(shape, first.dtype)
+    out = empty(shape, dtype)
     out.reshape(-1).view(np.uint8).data[:] = joined
     return out
 

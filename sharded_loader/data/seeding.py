@@ -1,7 +1,7 @@
 """What a sample draws its random numbers from: its key, when many are read at once, and what its transform holds.
 
     KeyedIndices                        indices into an inner dataset, and the key of each sample
-    with each_by_its_key(indices):      each sample of a bulk read draws its own numbers
+    each_by_its_key(fn, items, indices) each sample of a bulk read draws its own numbers
     with transform_seed(fn, level):     everything that ``fn`` draws from is seeded by (seed, epoch, index, level)
         fn(sample)
     owners(fn) -> [Seedable, ...]       the objects inside ``fn`` that can be seeded
@@ -35,13 +35,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from sharded_loader.base.errors import add_note
 from sharded_loader.randomness import rng
-from sharded_loader.randomness.global_generators import seeded_globals
+from sharded_loader.randomness.rng import seeded_globals
 
 MOST = 2000
 """Objects to search, nearest first: about 2 ms. It is done once per batch."""
@@ -58,6 +58,7 @@ _LEAVES = frozenset(
 )
 
 Children = Iterator[tuple[str, Any]]
+T = TypeVar("T")
 
 
 # -- the keys of samples -----------------------------------------------------------------------------------------------
@@ -112,19 +113,17 @@ def handed_out(indices: Any) -> list[Any]:
     return KeyedIndices(indices, indices.keys) if isinstance(indices, KeyedIndices) else list(indices)
 
 
-@contextmanager
-def each_by_its_key(indices: Sequence[Any]) -> Iterator[Callable[[int], None]]:
-    """Inside the block, call the given function with k before touching sample k, so that it draws its own numbers."""
-    before, keys = rng.reading.get(), keys_of(indices)
-
-    def turn_to(position: int) -> None:
-        if keys is not None:
-            rng.reading.set(keys[position])
-
+def each_by_its_key(fn: Callable[[Any], T], items: Iterable[Any], indices: Sequence[Any]) -> list[T]:
+    """``fn(item)`` of each item. Each draws the numbers of the sample at its index."""
+    before, keys, made = rng.reading.get(), keys_of(indices), []
     try:
-        yield turn_to
+        for position, item in enumerate(items):
+            if keys is not None:
+                rng.reading.set(keys[position])
+            made.append(fn(item))
     finally:
         rng.reading.set(before)
+    return made
 
 
 # -- what an object refers to ------------------------------------------------------------------------------------------
@@ -251,7 +250,7 @@ def next_level(dataset: Any, kind: Any) -> int:
         >>> next_level([1, 2, 3], dict)
         0
     """
-    levels = (obj._level for _, obj in reachable(dataset, _parts) if isinstance(obj, kind))
+    levels = (obj._level for _, obj in reachable(dataset, parts) if isinstance(obj, kind))
     return 1 + max((level for level in levels if level is not None), default=-1)
 
 
@@ -287,19 +286,24 @@ def _random_state(key: int) -> np.random.RandomState:
 def _children(obj: Any) -> Children:
     """What an object refers to, its code included."""
     yield from _code(obj)
-    yield from _parts(obj)
+    yield from parts(obj)
     kind = type(obj)
     if not issubclass(kind, type) and not all(_is_installed(base.__module__) for base in kind.__mro__):
         yield ".class", kind
 
 
-def _parts(obj: Any) -> Children:
-    """What an object holds, each with the end of its path, in an order that is the same in every process."""
+def parts(obj: Any, most: int = MANY) -> Children:
+    """What an object holds, each with the end of its path, in an order that is the same in every process.
+
+    Args:
+        obj: any.
+        most: items of a list or a dict.
+    """
     kind = type(obj)
     if issubclass(kind, (list, tuple, deque)):
-        yield from ((f"[{number}]", child) for number, child in enumerate(tuple(islice(obj, MANY))))
+        yield from ((f"[{number}]", child) for number, child in enumerate(tuple(islice(obj, most))))
     elif issubclass(kind, dict):
-        for number, (key, child) in enumerate(tuple(islice(obj.items(), MANY))):
+        for number, (key, child) in enumerate(tuple(islice(obj.items(), most))):
             yield f"[{key!r}]" if type(key) in (str, int) else f"[{number}]", child
     elif issubclass(kind, functools.partial):
         yield from ((".func", obj.func), (".args", obj.args), (".keywords", obj.keywords))

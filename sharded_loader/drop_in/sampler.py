@@ -55,8 +55,7 @@ from sharded_loader.base.entries import anything, entry, integer
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.engine.epoch_requests import EpochRequest, note
-from sharded_loader.randomness.global_generators import seeded_globals
-from sharded_loader.randomness.rng import derive_key
+from sharded_loader.randomness.rng import derive_key, seeded_globals
 from sharded_loader.sampling.base import Sampler, is_own, nested
 from sharded_loader.sampling.foreign import (
     ForeignItems,

@@ -29,7 +29,7 @@ from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, RandomS
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.entries import anything, dict_of, entry, integer, optional, parsed, true_or_false, written
 from sharded_loader.base.private import fetched_by_lightning
-from sharded_loader.data.known import Known
+from sharded_loader.data.inspection import Known
 from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.drop_in.epoch import TorchEpoch
 from sharded_loader.drop_in.sampler import (

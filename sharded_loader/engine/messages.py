@@ -30,8 +30,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from sharded_loader.batching.tree import TensorBatch
-from sharded_loader.memory.codec import IN_BAND_BYTES, IN_SLOT_BYTES, Encoded, SlotWriter, is_plain
-from sharded_loader.memory.exceptions import EncodedError
+from sharded_loader.memory.codec import IN_BAND_BYTES, IN_SLOT_BYTES, Encoded, EncodedError, SlotWriter, is_plain
 
 
 class Stream(NamedTuple):

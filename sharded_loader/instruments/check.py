@@ -30,7 +30,7 @@ import torch
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.interrupts import is_from_outside
-from sharded_loader.data.known import digest_of_read, exact, look_in_worker, text_with_type
+from sharded_loader.data.inspection import digest_of_read, exact, look_in_worker, text_with_type
 from sharded_loader.data.seeding import generators
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.pool import Pool, PoolBroken
@@ -38,7 +38,7 @@ from sharded_loader.loader.lookup import KnownSteps
 from sharded_loader.memory.publish import publish
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.pools.threads import ThreadPool
-from sharded_loader.randomness.global_generators import seeded_globals
+from sharded_loader.randomness.rng import seeded_globals
 
 Functions = list[tuple[ModuleType, str, Callable[..., Any]]]
 

@@ -25,8 +25,7 @@ from sharded_loader.engine.grouping import Grouping
 from sharded_loader.engine.messages import BatchTimes, NewJob, Result, Task, unpack_result
 from sharded_loader.engine.pool import WorkerPool
 from sharded_loader.memory.arena import RecentSizes
-from sharded_loader.memory.codec import SetApart, is_findable
-from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.memory.codec import SetApart, decode_error, is_findable
 from sharded_loader.memory.publish import script_by_value
 from sharded_loader.pools.supervisor import Supervisor, W
 

@@ -44,10 +44,9 @@ from sharded_loader.base import host_clock
 from sharded_loader.base.described import an, brief
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.batching.protocol import Empty, new_array
-from sharded_loader.batching.tensors import is_column
-from sharded_loader.batching.tree import to_torch, torch_has
-from sharded_loader.data.arrays import Rows, as_rows
+from sharded_loader.batching.tree import is_column, to_torch, torch_has
 from sharded_loader.data.bulk import Int64s, checked_indices, gather_rows, is_gathered
+from sharded_loader.data.datasets import Rows, as_rows
 from sharded_loader.devices.copies import CopyStream, PendingCopy
 from sharded_loader.devices.pinning import pinned_copy
 from sharded_loader.devices.placement import Placement, not_placed

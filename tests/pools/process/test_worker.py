@@ -15,8 +15,7 @@ import pytest
 
 from sharded_loader.engine.board import IDLE, SAMPLE
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
-from sharded_loader.memory.codec import encode
-from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.memory.codec import decode_error, encode
 from sharded_loader.memory.segments import Slot
 from sharded_loader.pools import task_reader
 from sharded_loader.pools.process import link
