@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.base.described import an
+from sharded_loader.batching import tree
 from sharded_loader.batching.protocol import (
     Array,
     BatchifyError,
@@ -35,20 +36,6 @@ from sharded_loader.batching.protocol import (
     ragged,
     refuse_async,
     some,
-)
-from sharded_loader.batching.tree import (
-    are_tensors,
-    check_no_grad,
-    check_unmasked,
-    dtype_name,
-    dtype_of,
-    field_names,
-    is_tensor,
-    numpy_can,
-    reads_rows,
-    rebuild,
-    stack_tensors,
-    to_torch,
 )
 
 
@@ -63,7 +50,7 @@ class Batchify:
         """The batch as torch tensors."""
         # The samples may be a column of another library's, which is no list: a Series is indexed by its labels.
         held = samples if isinstance(samples, (list, tuple)) else list(samples)
-        return to_torch(self.assemble(held, new_array))
+        return tree.to_torch(self.assemble(held, new_array))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -123,7 +110,7 @@ class DefaultBatchify(Batchify):
         if kind == "mapping":
             columns: list[Any] = [list(map(itemgetter(key), samples)) for key in first]
         elif kind == "dataclass":
-            label, names = ".{}", field_names(first)
+            label, names = ".{}", tree.field_names(first)
             columns = [list(map(attrgetter(name), samples)) for name in names]
         else:
             columns = list(zip(*samples, strict=True))
@@ -141,7 +128,7 @@ class DefaultBatchify(Batchify):
                     fields.append(default_batchify_fn.assemble(column, empty))
         except BatchifyError as error:
             raise error.within(label.format(list(names)[len(fields)]))  # noqa: B904 - the same exception, which now knows more
-        return fields if kind in _LISTS else rebuild(first, fields)
+        return fields if kind in _LISTS else tree.rebuild(first, fields)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # One object per process: identity survives pickling. A subclass's objects are others.
@@ -179,7 +166,7 @@ _TRAITS: dict[str, list[_Trait]] = {
     "namedtuple": [(type, "types", "make them all the same namedtuple")],
     "dataclass": [
         (type, "types", "make them all the same dataclass"),
-        (lambda sample: frozenset(field_names(sample)), "fields set", "set the same fields in every sample"),
+        (lambda sample: frozenset(tree.field_names(sample)), "fields set", "set the same fields in every sample"),
     ],
 }
 """Kinds that have fields, and the traits in which all samples of a batch must agree: see `unlike`."""
@@ -191,7 +178,7 @@ def _kind_of(kind: type) -> str:
         return "namedtuple" if hasattr(kind, "_fields") and hasattr(kind, "_make") else "tuple"
     for types, name in _KINDS.items():
         if issubclass(kind, types):
-            return "object" if name == "mapping" and reads_rows(kind) else name
+            return "object" if name == "mapping" and tree.reads_rows(kind) else name
     if hasattr(kind, "__dataclass_fields__"):
         return "dataclass"
     if hasattr(kind, "__array__") or hasattr(kind, "__array_interface__"):  # tensors, PIL images
@@ -265,8 +252,8 @@ def stack(samples: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | None = No
     types = set(map(type, samples))
     if types == {np.ndarray}:
         return stack_arrays(samples, empty, dtype)
-    if are_tensors(types):
-        return stack_tensors(samples, empty, dtype)
+    if tree.are_tensors(types):
+        return tree.stack_tensors(samples, empty, dtype)
     numbers = _number_types(samples)
     if numbers is None:
         return stack_arrays(list(map(as_array, samples)), empty, dtype)
@@ -291,7 +278,7 @@ def stack_arrays(arrays: Sequence[Array], empty: Empty, dtype: np.dtype[Any] | N
     first, count = arrays[0], len(arrays)
     shape, target = first.shape, first.dtype if dtype is None else dtype
     if dtype is None:
-        if len(set(map(dtype_of, arrays))) > 1 or not target.isnative:
+        if len(set(map(tree.dtype_of, arrays))) > 1 or not target.isnative:
             target = common_dtype(arrays)
         elif 0 < first.nbytes <= JOINED_BYTES and target.num in JOINABLE:
             new = is_new(empty, count * first.nbytes)
@@ -360,7 +347,7 @@ def common_dtype(arrays: Sequence[Array]) -> np.dtype[Any]:
         >>> common_dtype([np.zeros(1, ">i4"), np.zeros(1, "f4")])
         dtype('float64')
     """
-    dtypes = set(map(dtype_of, arrays))
+    dtypes = set(map(tree.dtype_of, arrays))
     try:
         joint = dtypes.pop() if len(dtypes) == 1 else np.result_type(*dtypes)
     except TypeError:
@@ -383,11 +370,11 @@ def as_array(sample: Any) -> Array:
     """
     if isinstance(sample, np.ndarray):
         if type(sample) is not np.ndarray:
-            check_unmasked(sample)
+            tree.check_unmasked(sample)
         return sample
-    if is_tensor(sample):
-        check_no_grad([sample])
-        if not numpy_can([sample]):
+    if tree.is_tensor(sample):
+        tree.check_no_grad([sample])
+        if not tree.numpy_can([sample]):
             raise BatchifyError(
                 f"a tensor that is no plain host array ({sample.dtype}, {sample.device}, {sample.layout}) beside "
                 "samples of other kinds",
@@ -425,7 +412,7 @@ def to_numpy_dtype(dtype: Any) -> np.dtype[Any] | None:
     if dtype is None:
         return None
     try:
-        return np.dtype(dtype_name(dtype) if str(dtype).startswith("torch.") else dtype)
+        return np.dtype(tree.dtype_name(dtype) if str(dtype).startswith("torch.") else dtype)
     except TypeError:
         raise TypeError(f"dtype {dtype!r} is unknown to NumPy: give one that is, or convert the batch after") from None
 

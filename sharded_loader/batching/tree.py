@@ -1,4 +1,4 @@
-"""The structures that samples and batches have: nested lists, tuples, mappings, dataclasses; tensors and arrays in them.
+"""The structures of samples and batches: nested lists, tuples, mappings, dataclasses; tensors and arrays in them.
 
     children(tree)           -> its parts | None, where it is a leaf
     rebuild(tree, parts)     -> a structure of the same type with these parts
@@ -21,11 +21,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import operator
+import random
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from functools import reduce
+from itertools import islice
 from operator import attrgetter
+from types import BuiltinFunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,7 +55,8 @@ ATOMS: frozenset[type] = frozenset({str, bytes, int, float, bool, complex, type(
 
 def is_tensor(value: Any) -> bool:
     """Whether ``value`` is a torch tensor, without importing torch: where torch is not loaded, none exists."""
-    return are_tensors({type(value)})
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor is not None and issubclass(type(value), tensor)
 
 
 def are_tensors(types: set[type]) -> bool:
@@ -264,6 +271,79 @@ def _mapped(tree: Any, fn: Callable[[Any], Any], own: str | None, skip: frozense
         mapped = tree if all(map(operator.is_, parts, new)) else rebuild(tree, new)
     seen[id(tree)] = tree, mapped
     return mapped
+
+
+# -- what an object refers to ------------------------------------------------------------------------------------------
+
+MOST = 2000
+"""Objects to search, nearest first: about 2 ms. It is done once per batch."""
+
+MANY = 200
+"""Items of one list or dict to search: what is longer is data, and no pipeline."""
+
+_LEAVES = frozenset(
+    (str, bytes, bytearray, int, float, complex, bool, type(None), range, slice, type(Ellipsis))
+    + (np.ndarray, np.dtype, ModuleType, BuiltinFunctionType, set, frozenset, random.Random)
+)
+
+Children = Iterator[tuple[str, Any]]
+
+
+def reachable(
+    root: Any, children: Callable[[Any], Children], name: str = "", most: int = MOST, deepest: int = MOST
+) -> Children:
+    """An object, and those that it refers to, directly or not, nearest first, each with its path.
+
+    Args:
+        root: the object.
+        children: object -> what it refers to, each with the end of its path. It is asked for one object after the
+            other, as they are yielded. What it yields of numbers, texts, arrays and modules is left out.
+        name: the path of ``root``.
+        most: the number of objects after which no more are searched.
+        deepest: the greatest number of steps from ``root``.
+    """
+    seen: dict[int, Any] = {id(root): root}  # the objects too: the address of one that is gone is given to another
+    queue = deque([(name, root, 0)])
+    while queue:
+        path, obj, depth = queue.popleft()
+        yield path, obj
+        for end, child in children(obj) if depth < deepest else ():
+            is_leaf = type(child) in _LEAVES or issubclass(type(child), np.generic)
+            if not is_leaf and id(child) not in seen and len(seen) < most:
+                seen[id(child)] = child
+                queue.append((path + end, child, depth + 1))
+
+
+def parts(obj: Any, most: int = MANY) -> Children:
+    """What an object holds, each with the end of its path, in an order that is the same in every process.
+
+    Args:
+        obj: any.
+        most: items of a list or a dict.
+    """
+    kind = type(obj)
+    if issubclass(kind, (list, tuple, deque)):
+        yield from ((f"[{number}]", child) for number, child in enumerate(tuple(islice(obj, most))))
+    elif issubclass(kind, dict):
+        for number, (key, child) in enumerate(tuple(islice(obj.items(), most))):
+            yield f"[{key!r}]" if type(key) in (str, int) else f"[{number}]", child
+    elif issubclass(kind, functools.partial):
+        yield from ((".func", obj.func), (".args", obj.args), (".keywords", obj.keywords))
+    if not issubclass(kind, type):
+        yield from attributes(obj)
+
+
+def attributes(obj: Any) -> Children:
+    """The attributes that an object itself holds; no code of its class runs."""
+    held: dict[Any, Any] = {}
+    with suppress(Exception):
+        held = object.__getattribute__(obj, "__dict__").copy()
+    yield from ((f".{name}", held[name]) for name in sorted(name for name in held if type(name) is str))
+    for base in type(obj).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            with suppress(AttributeError):  # not assigned, or private: then its name is another
+                yield f".{name}", object.__getattribute__(obj, name)
 
 
 # -- arrays as tensors -------------------------------------------------------------------------------------------------

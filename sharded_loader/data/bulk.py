@@ -34,7 +34,7 @@ A method that a wrapper finds in the wrapped object through ``__getattr__`` is n
 A sample draws its random numbers by the index that the loader's sampler yielded, whichever way it is read. So wrappers
 that translate indices hand on, beside the translated ones, the key of each sample (`KeyedIndices` in seeding).
 
-*Samples that an* ``async def`` *reads*: those of a batch are awaited together, by one event loop of the process. The loop
+*Samples that an* ``async def`` *reads*: those of a batch are awaited together, by one event loop of the process. It
 has a thread of its own: a notebook already runs one in the main thread. All readers of a process share it, because
 objects such as HTTP sessions belong to one loop. It ends with the last reader. Each sample is a task with its own
 `rng.reading`, so `sample_rng()` knows it. The thread that reads waits for the whole batch, and calls what is no ``async
@@ -640,7 +640,7 @@ def resolved(found: Any) -> Any:
     import asyncio
     from concurrent.futures import wait
 
-    future, error = None, None
+    future = error = None
     try:
         with uninterrupted():  # a Ctrl-C between the two would leave it running
             future = asyncio.run_coroutine_threadsafe(found, events.loop)
@@ -651,10 +651,7 @@ def resolved(found: Any) -> Any:
             raise error  # not by `result`, whose frames are no user's
         return future.result()
     finally:
-        if future is None:
-            found.close()
-        else:
-            future.cancel()
+        (found.close if future is None else future.cancel)()
         del future, error  # otherwise error -> traceback -> this frame -> error
 
 
@@ -690,8 +687,7 @@ def each(
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # nothing of this batch runs any more
 
-    made: list[Any] = resolved(together())
-    return made
+    return resolved(together())  # type: ignore[no-any-return]
 
 
 # -- datasets ----------------------------------------------------------------------------------------------------------

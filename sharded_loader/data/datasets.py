@@ -43,6 +43,7 @@ from sharded_loader.base.imports import provided
 from sharded_loader.base.limits import check_fits
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Empty, known_to, new_array
+from sharded_loader.data import seeding
 from sharded_loader.data.bulk import (
     Indices,
     Int64s,
@@ -61,15 +62,6 @@ from sharded_loader.data.bulk import (
     read_many,
 )
 from sharded_loader.data.columns import as_column, check_dataset, is_dataset, named_columns
-from sharded_loader.data.seeding import (
-    each_by_its_key,
-    handed_out,
-    keys_of,
-    next_level,
-    set_epoch_of,
-    transform_seed,
-    translated,
-)
 from sharded_loader.data.splits import split_sizes, stratified_parts
 from sharded_loader.randomness import rng
 from sharded_loader.randomness.shuffle import IndexView, Selection, bound_of, composed, shuffled_parts, taken
@@ -302,7 +294,7 @@ class Dataset:
             >>> list(ArrayDataset([1, 2], [10, 20]).transform_first(lambda a: -a))
             [(-1, 10), (-2, 20)]
         """
-        return self.transform(_OfFirst(fn), lazy, seeded)
+        return self.transform(partial(_of_first, fn), lazy, seeded)
 
     def __iter__(self) -> Iterator[Any]:
         """The samples in order."""
@@ -327,7 +319,7 @@ def nested(dataset: Any) -> Iterator[Any]:
 
 def tell_epoch(dataset: Any, epoch: int) -> None:
     """Tell a dataset inside another one the epoch, if it has ``set_epoch``."""
-    if (tell := set_epoch_of(dataset)) is not None:
+    if (tell := seeding.set_epoch_of(dataset)) is not None:
         tell(epoch)
 
 
@@ -372,7 +364,7 @@ class View(Wrapper):
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Many samples at once, as the dataset inside returns them."""
-        return bulk_method(self._dataset, "__getitems__")(translated(self._inner(indices).tolist(), indices))
+        return bulk_method(self._dataset, "__getitems__")(seeding.translated(self._inner(indices).tolist(), indices))
 
     @bulk
     def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
@@ -524,7 +516,7 @@ class TransformDataset(Wrapper):
             raise TypeError(
                 f"transform({fn!r}, seeded=True): an async def cannot be seeded: draw from sample_rng() there"
             )
-        self._level = next_level(dataset, TransformDataset) if seeded else None
+        self._level = seeding.next_level(dataset, TransformDataset) if seeded else None
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -542,33 +534,25 @@ class TransformDataset(Wrapper):
         fields = sample if isinstance(sample, tuple) else (sample,)
         if self._level is None:
             return self._fn(*fields)
-        with transform_seed(self._fn, self._level):
+        with seeding.transform_seed(self._fn, self._level):
             return self._fn(*fields)
 
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Many samples: read at once, then transformed one by one."""
-        indices = translated(indices, indices)
+        indices = seeding.translated(indices, indices)
         samples = read_many(self._dataset, indices)  # which hands out a copy: these are looked at again
         if self._is_async:
-            return each(self._apply, samples, keys_of(indices))
-        return each_by_its_key(self._apply, samples, indices)
+            return each(self._apply, samples, seeding.keys_of(indices))
+        return seeding.each_by_its_key(self._apply, samples, indices)
 
     def __repr__(self) -> str:
         return f"{brief(self._dataset)}.transform({self._fn!r}{'' if self._level is None else ', seeded=True'})"
 
 
-class _OfFirst:
+def _of_first(fn: Callable[[Any], Any], first: Any, *others: Any) -> Any:
     """``fn`` of the first field of a sample."""
-
-    def __init__(self, fn: Callable[[Any], Any]) -> None:
-        self.fn = fn
-
-    def __call__(self, first: Any, *others: Any) -> Any:
-        return (self.fn(first), *others) if others else self.fn(first)
-
-    def __repr__(self) -> str:
-        return f"first: {self.fn!r}"
+    return (fn(first), *others) if others else fn(first)
 
 
 def counts_of(dataset: Any) -> tuple[int, int, int]:
@@ -634,12 +618,12 @@ class ConcatDataset(Wrapper):
     @bulk
     def __getitems__(self, indices: Indices) -> Any:
         """Many samples: each part reads its own at once."""
-        outer = handed_out(indices)
-        outer = translated(outer, outer)
+        outer = seeding.handed_out(indices)
+        outer = seeding.translated(outer, outer)
         chunks = [(part, inner.tolist(), positions.tolist()) for part, inner, positions in self._chunks(indices)]
         samples: list[Any] = [None] * len(outer)
         for part, inner, positions in chunks:
-            found = read_many(part, translated(inner, outer, positions))
+            found = read_many(part, seeding.translated(inner, outer, positions))
             for position, sample in zip(positions, found, strict=True):
                 samples[position] = sample
         return samples
@@ -864,7 +848,7 @@ class ArrayDataset(Dataset):
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Many samples at once."""
-        where = translated(checked_indices(indices, self._length).tolist(), indices)
+        where = seeding.translated(checked_indices(indices, self._length).tolist(), indices)
         columns = [read_many(column, where) for column in self._columns]
         if self._names is not None:
             names = self._names

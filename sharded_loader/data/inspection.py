@@ -62,9 +62,9 @@ from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.limits import private_bytes
 from sharded_loader.base.notices import warn
 from sharded_loader.base.private import blake2b
-from sharded_loader.batching.tree import as_numpy, field_names, is_dataclass_instance, is_tensor
+from sharded_loader.batching import tree
 from sharded_loader.data.columns import PackedList, is_dataset
-from sharded_loader.data.seeding import Children, parts, reachable, set_epoch_of
+from sharded_loader.data.seeding import set_epoch_of
 
 DEPTH, ENTRIES, OBJECTS = 4, 8, 4000
 """Of a search for open files: levels, the entries of a list or dict, and all objects."""
@@ -133,16 +133,16 @@ def _is_lossy(dataset: Any) -> bool:
     """
     if "datasets" not in sys.modules:
         return False
-    for _, obj in reachable(dataset, _held, most=10_000):
+    for _, obj in tree.reachable(dataset, _held, most=10_000):
         is_concatenated = type(obj).__name__.startswith("VerticallyConcatenated")
         if _package(obj) == "datasets" and (is_concatenated or hasattr(obj, "buffer_size")):
             return True
     return False
 
 
-def _held(obj: Any) -> Children:
+def _held(obj: Any) -> tree.Children:
     """What an object holds; not a mixture, which asks its sources."""
-    return iter(()) if _package(obj) == "sharded_loader" else parts(obj, 1000)
+    return iter(()) if _package(obj) == "sharded_loader" else tree.parts(obj, 1000)
 
 
 def _package(obj: Any) -> str:
@@ -224,7 +224,7 @@ def open_file(dataset: Any, in_threads: bool = False) -> str | None:
         'dataset.source[0]'
     """
     children = partial(_children, in_threads=in_threads)
-    inside = islice(reachable(dataset, children, "dataset", OBJECTS, DEPTH), 1, None)
+    inside = islice(tree.reachable(dataset, children, "dataset", OBJECTS, DEPTH), 1, None)
     return next((path for path, obj in inside if issubclass(type(obj), io.IOBase) and _has_position(obj)), None)
 
 
@@ -243,10 +243,10 @@ def warn_of_open_file(dataset: Any, kind: str) -> None:
     )
 
 
-def _children(obj: Any, in_threads: bool) -> Children:
+def _children(obj: Any, in_threads: bool) -> tree.Children:
     if issubclass(type(obj), io.IOBase):  # isinstance asks the object too
         return iter(())
-    held = list(parts(obj, ENTRIES))
+    held = list(tree.parts(obj, ENTRIES))
     is_guarded = in_threads and any(type(value) in _LOCKS and end[0] == "." for end, value in held)
     return iter(() if is_guarded else held)
 
@@ -384,15 +384,15 @@ def _hash(value: Any, seen: dict[int, Any], whole: bool) -> bytes:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    if is_dataclass_instance(value):
-        return {name: getattr(value, name) for name in field_names(value)}
+    if tree.is_dataclass_instance(value):
+        return {name: getattr(value, name) for name in tree.field_names(value)}
     return dict(getattr(value, "__dict__", {}))
 
 
 def _as_array(value: Any, whole: bool) -> Any:
     """A tensor, a picture of PIL's, or what else is an array, as one of NumPy's; None: it is none."""
-    if is_tensor(value):
-        return as_numpy(value.detach().cpu().to_dense().resolve_conj().resolve_neg().contiguous())
+    if tree.is_tensor(value):
+        return tree.as_numpy(value.detach().cpu().to_dense().resolve_conj().resolve_neg().contiguous())
     # A picture of PIL's is decoded for it.
     is_array = isinstance(value, np.ndarray | np.generic) or (whole and hasattr(type(value), "__array_interface__"))
     return np.asarray(value) if is_array else None
@@ -404,7 +404,7 @@ def _part_of(value: Any) -> Any:
         return value[:CHARACTERS]
     if isinstance(value, list | tuple) and len(value) > ITEMS:
         return [len(value), *[value[place] for place in some(len(value))]]
-    if (isinstance(value, np.ndarray) or is_tensor(value)) and value.nbytes > CHARACTERS:
+    if (isinstance(value, np.ndarray) or tree.is_tensor(value)) and value.nbytes > CHARACTERS:
         size = max(1, math.prod(value.shape[1:]))
         rows = [value[place : place + max(1, NUMBERS // size)].reshape(-1) for place in some(len(value))]
         return [tuple(value.shape), *[row[:: max(1, len(row) // NUMBERS)] for row in rows]]
@@ -477,7 +477,7 @@ def _of_data(data: Any, depth: int) -> bytes:
         return own.encode()
     if depth > DEEPEST or isinstance(data, range | str | bytes):
         return b""
-    if isinstance(data, np.ndarray) or is_tensor(data):
+    if isinstance(data, np.ndarray) or tree.is_tensor(data):
         return sampled(data).encode()
     if isinstance(data, list | tuple | PackedList):
         return b"|".join(_of_item(data[i], depth + 1) for i in some(len(data)))

@@ -45,17 +45,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sharded_loader.base.errors import (
-    SampleReadError,
-    WorkerTraceback,
-    format_traceback,
-    notes_of,
-    set_notes,
-    shorten,
-    text_of,
-)
+from sharded_loader.base import errors
 from sharded_loader.base.private import slot_names, tracked_class, tracker_of
-from sharded_loader.batching.tree import ATOMS, has_method, is_tensor, map_leaves, torch_has
+from sharded_loader.batching.tree import ATOMS, dtype_name, has_method, is_tensor, map_leaves, torch_has
+from sharded_loader.batching.tree import is_plain as is_plain_host
 
 # Below this an array is cheaper inside the pickle than as a message of its own: a message costs two system
 # calls on each side (4-6 us), copying 8 KB twice costs 1 us.
@@ -246,7 +239,7 @@ class ReplyPickler(pickle.Pickler):
             return reduce_array(obj)
         elif is_plain_tensor(obj):
             return reduce_tensor(obj)
-        elif _requires_grad(obj):
+        elif is_tensor(obj) and obj.requires_grad:
             raise ValueError(
                 "a batch holds a tensor that requires grad, which cannot leave its process: "
                 "call .detach() on it in the dataset or in collate_fn"
@@ -284,19 +277,7 @@ def reduce_array(array: Array) -> Any:
 
 def is_plain_tensor(obj: Any) -> bool:
     """Whether ``obj`` is a tensor whose memory is all there is to it: on the CPU, dense, without grad."""
-    torch = sys.modules.get("torch")
-    # getattr: torch may be in the middle of being imported by another thread.
-    tensor_class = getattr(torch, "Tensor", None)
-    if tensor_class is None or type(obj) is not tensor_class or obj.requires_grad:
-        return False
-    strided: bool = obj.layout is torch.strided  # type: ignore[union-attr]
-    return strided and obj.device.type == "cpu" and not obj.is_quantized and not obj.is_nested
-
-
-def _requires_grad(obj: Any) -> bool:
-    # Only tensors are asked: a dict that gives its keys as attributes raises KeyError.
-    tensor_class = getattr(sys.modules.get("torch"), "Tensor", None)
-    return tensor_class is not None and issubclass(type(obj), tensor_class) and obj.requires_grad
+    return is_tensor(obj) and not obj.requires_grad and is_plain_host([obj])
 
 
 def reduce_tensor(tensor: Any) -> Any:
@@ -309,12 +290,7 @@ def reduce_tensor(tensor: Any) -> Any:
         stored = stored.contiguous()
     # Not reshape: a tensor of one element is contiguous with any stride, which stays, and which view refuses.
     raw = stored.as_strided((stored.numel(),), (1,)).view(torch.uint8).numpy()
-    return rebuild_tensor, (raw, dtype_name(tensor), 0, tuple(stored.shape), stored.stride())
-
-
-def dtype_name(tensor: Any) -> str:
-    """The name by which `rebuild_tensor` finds the tensor's dtype."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return rebuild_tensor, (raw, dtype_name(tensor.dtype), 0, tuple(stored.shape), stored.stride())
 
 
 def rebuild_tensor(raw: Array, dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
@@ -526,10 +502,10 @@ def encode_error(error: BaseException) -> EncodedError:
     arguments cannot be called with ``args``. Each is tried out here, because a failure in the main process would come
     too late.
     """
-    notes = (*notes_of(error), *([NO_CUDA_HERE] if _needs_cuda(error) else ()))
-    shorten(error)
-    text = format_traceback(error, whole=False)
-    payload, said = None, text_of(error)
+    notes = (*errors.notes_of(error), *([NO_CUDA_HERE] if _needs_cuda(error) else ()))
+    errors.shorten(error)
+    text = errors.format_traceback(error, whole=False)
+    payload, said = None, errors.text_of(error)
     # An exception's own reduction knows nothing of slots.
     for pickler in (_ByParts, ReplyPickler) if slot_names(type(error)) else (ReplyPickler, _ByParts):
         with contextlib.suppress(BaseException):  # a __reduce__ may call sys.exit
@@ -553,24 +529,24 @@ NO_CUDA_HERE = (
 
 def _needs_cuda(error: BaseException) -> bool:
     """Whether an accelerator was used in a process that was forked from one that uses it."""
-    text = text_of(error)
+    text = errors.text_of(error)
     return ("Cannot re-initialize" in text and "forked" in text) or text.startswith("CUDA error: initialization error")
 
 
 def _text(error: BaseException) -> str:
     """What the exception says, without the addresses that a default repr holds."""
-    return re.sub("0x[0-9a-fA-F]+", "0x", text_of(error))
+    return re.sub("0x[0-9a-fA-F]+", "0x", errors.text_of(error))
 
 
 def decode_error(encoded: EncodedError) -> BaseException:
     """The exception that `encode_error` packed, with the worker's traceback as its cause. Never raises."""
-    error: BaseException = SampleReadError(encoded.summary)
+    error: BaseException = errors.SampleReadError(encoded.summary)
     if encoded.payload is not None:
         with contextlib.suppress(Exception):
             error = decode(encoded.payload)
     if encoded.notes:
-        set_notes(error, list(encoded.notes))
-    BaseException.__setattr__(error, "__cause__", WorkerTraceback(encoded.traceback))
+        errors.set_notes(error, list(encoded.notes))
+    BaseException.__setattr__(error, "__cause__", errors.WorkerTraceback(encoded.traceback))
     return error
 
 

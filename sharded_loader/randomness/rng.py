@@ -135,22 +135,18 @@ def seed_globals(key: int, *, whole: bool = True) -> None:
         True
     """
     random.seed(key)
-    for_numpy: Any = _numpy_words(key) if whole else key >> 64 & 0xFFFFFFFF
+    for_numpy: Any = key >> 64 & 0xFFFFFFFF
+    if whole:
+        for_numpy = np.frombuffer((key | FOR_NUMPY << 128).to_bytes(20, "little"), "<u4").astype(np.uint32)
     if "numpy.random" in sys.modules:
         np.random.seed(for_numpy)
     else:  # as soon as the user's code draws from it; to import it takes 8 ms
         call_after_import("numpy.random", lambda: sys.modules["numpy.random"].seed(for_numpy))
-    torch_module = sys.modules.get("torch")
-    generator = getattr(torch_module, "default_generator", None)
-    if generator is not None:
-        if whole:
-            seed_torch(generator, key)
-        else:
-            generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
-
-
-def _numpy_words(key: int) -> npt.NDArray[np.uint32]:
-    return np.frombuffer((key | FOR_NUMPY << 128).to_bytes(20, "little"), "<u4").astype(np.uint32)
+    generator = getattr(sys.modules.get("torch"), "default_generator", None)
+    if generator is not None and whole:
+        seed_torch(generator, key)
+    elif generator is not None:
+        generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
 
 
 def seed_torch(generator: torch.Generator, key: int) -> None:
@@ -514,8 +510,7 @@ def sample_generator(index: Hashable | None = None) -> torch.Generator:
     """
     import torch
 
-    scope = reading.get()
-    generator = torch.Generator()
+    scope, generator = reading.get(), torch.Generator()
     if scope is None:
         generator.seed()
     else:
