@@ -31,9 +31,8 @@ from sharded_loader.loader.arguments import (
     refuse_streams,
     refuse_worker_memory,
 )
-from sharded_loader.pools.inline import InlinePool
+from sharded_loader.pools.local import InlinePool, ThreadPool
 from sharded_loader.pools.process.pool import ProcessPool
-from sharded_loader.pools.threads import ThreadPool
 
 if TYPE_CHECKING:
     from sharded_loader.torch import DataLoader

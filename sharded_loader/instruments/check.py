@@ -36,8 +36,8 @@ from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.pool import Pool, PoolBroken
 from sharded_loader.loader.lookup import KnownSteps
 from sharded_loader.memory.publish import publish
+from sharded_loader.pools.local import ThreadPool
 from sharded_loader.pools.process.pool import ProcessPool
-from sharded_loader.pools.threads import ThreadPool
 from sharded_loader.randomness.rng import seeded_globals
 
 Functions = list[tuple[ModuleType, str, Callable[..., Any]]]
