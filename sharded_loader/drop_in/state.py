@@ -57,7 +57,7 @@ from sharded_loader.sampling.order import LEFT_OUT, step_checksum
 from sharded_loader.sampling.state import Signature, arguments_of, dump, kind_of, seed_of
 from sharded_loader.streams.epoch import StreamEpoch
 from sharded_loader.streams.order import StreamOrder
-from sharded_loader.streams.state import differences
+from sharded_loader.streams.state import parse
 
 if TYPE_CHECKING:
     from sharded_loader.drop_in.iterator import LoaderIterator
@@ -306,17 +306,16 @@ def next_epoch(position: Position) -> Position:
 
 def stream_order(loader: DataLoader[Any], seed: int) -> StreamOrder:
     """The order of a loader over iterable data."""
-    return StreamOrder(
+    order = StreamOrder(
         loader.dataset,
         batch_size=loader.batch_size or 1,
         last_batch="discard" if loader.drop_last else None,
-        num_replicas=None,
-        rank=None,
         seed=seed,
-        steps_per_epoch=None,
         streams=loader.streams or max(1, loader.num_workers),
         num_workers=loader.num_workers,
     )
+    order.is_bound = False
+    return order
 
 
 def parts_of(loader: DataLoader[Any]) -> int:
@@ -326,7 +325,7 @@ def parts_of(loader: DataLoader[Any]) -> int:
     order, loaded, run = stream_order(loader, 0), loader._progress.pending, loader._progress.shown
     parts = order.parts
     if loaded is not None and loaded["_stream"] is not None:
-        return max(parts, order.parse(loaded["_stream"])[1].streams)
+        return max(parts, parse(loaded["_stream"], order.replicas())[1].streams)
     if run is not None and not run.ended and isinstance(run.epoch, StreamEpoch):
         return max(parts, run.epoch.stream.parts)
     return parts
@@ -349,16 +348,8 @@ def stream_epoch(
     order = stream_order(loader, seed)
     position = Position(0, 0, None, {}, points) if points else None
     if state is not None:
-        position, signature = order.parse(state.stream)
-        own = replace(order.signature(), streams=signature.streams)
-        begun = position if any(position.counts.values()) else Position(0)
-        wrong = differences(signature, own, begun, strict=False)
-        if wrong:
-            raise ValueError(
-                f"the state cannot be resumed, it was saved by another loader: {', '.join(wrong)}. Make the loader as "
-                f"it was then"
-            )
-        order._adopt(signature, position)
+        doing = "the state cannot be resumed, it was saved by another loader: "
+        position, *_ = order.take_over(state.stream, False, doing, "Make the loader as it was then")
         position = next_epoch(position) if state.finished else replace(position, epoch=0)
     epoch = order.epoch(0, position)
     order.begun(epoch)

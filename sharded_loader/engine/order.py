@@ -333,6 +333,17 @@ class Order(ABC, Generic[Signature]):
         Raises:
             TypeError, ValueError: the state does not fit. Nothing has changed then.
         """
+        position, saved, changed = self.take_over(state, strict, doing, advice, check)
+        position = self.moved(position, saved)
+        while (epoch := self.epoch(position.epoch, position)).is_over():  # the next epoch begins instead
+            position = epoch.following()
+        self.goes_on(position, saved)
+        return position, changed
+
+    def take_over(
+        self, state: Any, strict: bool, doing: str, advice: str, check: Callable[[], Any] = lambda: None
+    ) -> tuple[Position, Signature, bool]:
+        """Take over the seeds of a state, as `load`, and return its position, its signature, and if seeds changed."""
         position, saved = self._parsed(state)
         found = self._differences(saved, position, strict)
         if found:
@@ -340,12 +351,7 @@ class Order(ABC, Generic[Signature]):
             ways = [one for one in found if one.endswith(".")] or [advice + hint]
             raise ValueError(f"{doing}{', '.join(one for one in found if one not in ways)}. {' '.join(ways)}")
         check()
-        changed = self._adopt(saved, position)
-        position = self.moved(position, saved)
-        while (epoch := self.epoch(position.epoch, position)).is_over():  # the next epoch begins instead
-            position = epoch.following()
-        self.goes_on(position, saved)
-        return position, changed
+        return position, saved, self._adopt(saved, position)
 
     def moved(self, position: Position, saved: Signature) -> Position:
         """A position of an order with another signature, as this one counts it."""

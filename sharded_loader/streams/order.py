@@ -45,6 +45,9 @@ class StreamOrder(Order[StreamSignature]):
         streams: how many parts; None: as many as the dataset has shards, or as there are workers.
         steps_per_epoch: how many batches an epoch has on each rank; None: what the parts have.
         num_workers: of the loader.
+
+    Attributes:
+        is_bound: states of another number of parts are rejected.
     """
 
     def __init__(
@@ -52,13 +55,13 @@ class StreamOrder(Order[StreamSignature]):
         dataset: Any,
         *,
         batch_size: Any,
-        last_batch: str | None,
-        num_replicas: Any,
-        rank: Any,
         seed: int | None,
         streams: Any,
-        steps_per_epoch: int | None,
         num_workers: int,
+        last_batch: str | None = None,
+        num_replicas: Any = None,
+        rank: Any = None,
+        steps_per_epoch: int | None = None,
     ) -> None:
         self._size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
         if last_batch not in (None, "keep", "discard"):
@@ -69,11 +72,10 @@ class StreamOrder(Order[StreamSignature]):
         super().__init__(last_batch, num_replicas, rank, seed, steps_per_epoch)
         self.drops_last = last_batch == "discard"
         self._given = None if streams is None else check_int("streams", streams, 1, "give the number of parts")
-        self._chosen = streams is not None  # otherwise the parts of a state are as good as ours
+        self.is_bound = streams is not None
         self._requests = EpochRequests()
         self._requests.listen(told_in(dataset))
-        self._dataset, self._kind, self._workers = dataset, type(dataset).__name__, num_workers
-        self._shared = SharedParts(dataset)
+        self._dataset, self._workers, self._shared = dataset, num_workers, SharedParts(dataset)
         self._last: StreamEpoch | None = None
         self._warned = False
         self._check()
@@ -101,15 +103,15 @@ class StreamOrder(Order[StreamSignature]):
             return replicas * max(1, self._workers)
         if known < replicas:
             raise ValueError(
-                f"the dataset, {an(self._kind)}, has {known} shards, but there are {replicas} ranks, and each needs "
-                f"one: write it in more shards, or give streams= if its samples can be shared out in another way"
+                f"the dataset, {an(type(self._dataset))}, has {known} shards, but there are {replicas} ranks, and each "
+                f"needs one: write it in more shards, or give streams= if its samples can be shared out in another way"
             )
         return min(known, max(MOST_PARTS, replicas))
 
     @property
     def stream(self) -> Stream:
         """How the data is cut into batches."""
-        return Stream(self.parts, self._size, self.drops_last, self.steps is not None)
+        return self.signature().stream
 
     def settle_replicas(self) -> None:
         """An epoch begins: what is not known until then is settled."""
@@ -133,7 +135,7 @@ class StreamOrder(Order[StreamSignature]):
         """An epoch's batches for this rank, from a position on."""
         signature = self.signature()
         begin = position or self._beginning(number, signature.parts_of_rank())
-        return StreamEpoch(self._shared, self.stream, signature, begin, resumed=position is not None)
+        return StreamEpoch(self._shared, signature, begin, resumed=position is not None)
 
     def begun(self, epoch: Epoch) -> None:
         """An epoch begins: its parts stay open while an iterator goes on with it, and the next one is behind it."""
@@ -155,16 +157,14 @@ class StreamOrder(Order[StreamSignature]):
 
     def text_of_step(self, epoch: Any, step: Any) -> str:
         """The message for a step of iterable data: it cannot be looked up, but its part is known."""
-        epoch, step = (
-            check_int("epoch", epoch, 0, "epochs count from 0"),
-            check_int("step", step, 0, "steps count from 0"),
-        )
+        epoch = check_int("epoch", epoch, 0, "epochs count from 0")
+        step = check_int("step", step, 0, "steps count from 0")
         parts = self.signature().parts_of_rank()
         turn, place = divmod(step + epoch * (self.steps or 0), len(parts))
         return (
-            f"the dataset, {an(self._kind)}, is iterable data: which samples a step has is known when it is read. "
-            f"Unless a part has ended before, step {step} of epoch {epoch} is batch {turn} of part {parts[place]} of "
-            f"{self.parts}: to read it again, load a state that was saved before it"
+            f"the dataset, {an(type(self._dataset))}, is iterable data: which samples a step has is known when it is "
+            f"read. Unless a part has ended before, step {step} of epoch {epoch} is batch {turn} of part "
+            f"{parts[place]} of {self.parts}: to read it again, load a state that was saved before it"
         )
 
     def place_of(self, step: int) -> tuple[int, int]:
@@ -186,20 +186,15 @@ class StreamOrder(Order[StreamSignature]):
 
     def signature(self) -> StreamSignature:
         """What a position in this order is a position in."""
-        replicas, rank = self.replicas()
-        last_batch = "discard" if self.drops_last else "keep"
-        return StreamSignature(self.seed, self._kind, self.parts, self._size, last_batch, self.steps, replicas, rank)
+        kind, last_batch = type(self._dataset).__name__, "discard" if self.drops_last else "keep"
+        return StreamSignature(self.seed, kind, self.parts, self._size, last_batch, self.steps, *self.replicas())
 
     def _parsed(self, state: Any) -> tuple[Position, StreamSignature]:
-        return self.parse(state)
-
-    def parse(self, state: Any) -> tuple[Position, StreamSignature]:
-        """A state, or a list of the states of all ranks, as position and signature."""
         return parse(state, self.replicas())
 
     def _differences(self, saved: StreamSignature, position: Position, strict: bool) -> list[str]:
         own = self.signature()
-        if not self._chosen:
+        if not self.is_bound:
             own = replace(own, streams=saved.streams)
         return differences(saved, own, position, strict)
 

@@ -124,10 +124,8 @@ def test_readings_have_numbers_and_the_oldest_one_that_has_begun_and_lives_is_kn
     assert order._shared.oldest == numbers[0]
     order.begun(order.epoch(3))  # the order itself goes on with the last one
     del reading, readings[0]
-    order._shared.settle()
     assert order._shared.oldest == numbers[1]
     readings.clear()
-    order._shared.settle()
     assert order._shared.oldest == numbers[-1] + 1
 
 
