@@ -31,17 +31,15 @@ from sharded_loader.data.columns import as_dataset
 from sharded_loader.data.known import fingerprint_of, warn_of_other_data
 from sharded_loader.data.seeding import told_in
 from sharded_loader.devices.names import find_devices
-from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, as_collated
+from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, as_collated, check_arguments, make_pool
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
-from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, TorchSteps, at_named_epoch, parts_of
-from sharded_loader.drop_in.workers import check_arguments, check_data, job_of, make_pool
+from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, TorchSteps, at_named_epoch
 from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.messages import NOTHING, Job, OnError, Task
+from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.run import Entry
 from sharded_loader.engine.split import Split
 from sharded_loader.instruments.auto import Tuner
-from sharded_loader.instruments.check import LoaderCheck, check_loader
-from sharded_loader.instruments.fingerprint import Fingerprint, fingerprint_of_epoch
 from sharded_loader.instruments.report import Instruments
 from sharded_loader.instruments.stats import Meter
 from sharded_loader.loader.arguments import check_max_skipped, length, make_split, number_of_workers
@@ -176,31 +174,13 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
                 sampler, shuffle = ShuffleSampler(dataset, generator, seed), None
             elif seed is not None:
                 sampler = InOrderSampler(dataset)
-        super().__init__(
-            dataset,
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,  # type: ignore[arg-type]
-            workers,
-            collate_fn,
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            **({"in_order": in_order} if _HAS_IN_ORDER else {}),
-        )
+        options: dict[str, Any] = {"prefetch_factor": prefetch_factor, "persistent_workers": persistent_workers}
+        options |= {"pin_memory_device": pin_memory_device, **({"in_order": in_order} if _HAS_IN_ORDER else {})}
+        data = dataset, batch_size, shuffle, sampler, batch_sampler, workers, collate_fn, pin_memory, drop_last
+        super().__init__(*data, timeout, worker_init_fn, multiprocessing_context, generator, **options)  # type: ignore[arg-type]
         self.in_order = in_order
         check_arguments(self)
         self._check_skip(self._given_skip)
-        for one in () if isinstance(dataset, IterableDataset) else nested(self._index_sampler):
-            if hasattr(one, "check_dataset") and hasattr(dataset, "__len__"):
-                one.check_dataset(len(dataset))
         made: Any = self.batch_sampler if batch_sampler is None else None
         if isinstance(made, BatchSampler) and hasattr(self.sampler, "set_epoch"):
             # transformers and Accelerate wrap the batch sampler and call it there. It stays of torch's own class,
@@ -210,7 +190,6 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
     def _get_iterator(self) -> Any:
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
             return super()._get_iterator()  # datapipes are bound to torch's own workers
-        check_data(self)
         if self.num_workers and self._tuner is None:
             self.check_worker_number_rationality()
         if not isinstance(self.dataset, IterableDataset):
@@ -319,7 +298,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         """
         if self._job is None and isinstance(self.dataset, IterableDataset):
             raise RuntimeError("there are no parts before an epoch has begun: call next(iter(loader)) first")
-        return reader_for(job_of(self), readers=0).read_sample(index, epoch)
+        return reader_for(self._known_steps.job, readers=0).read_sample(index, epoch)
 
     def indices(self, epoch: int, step: int) -> list[Any]:
         """The indices of the samples of a step, past or to come; see `ShardedDataLoader.indices`.
@@ -364,7 +343,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         steps, devices = self._known_steps, find_devices(self.device, self.devices)[0]
         placement = as_collated(None) if devices is None else self._memory.placement(devices)
         placement.check_not_capturing()
-        job = replace(job_of(self), keeps_state=False)
+        job = replace(steps.job, keeps_state=False)
         task = self._split.sharded(Task(0, step, epoch, step, (steps.samples_of(epoch, step),), False))
         with steps.in_epoch(epoch), seeded_as_worker(job.seed, task):
             result = reader_for(job, readers=0).read(task)
@@ -374,43 +353,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
                 raise ValueError(f"epoch {epoch}, batch {step} was left out: on_error has skipped all of its samples")
             return placement.place([Entry(step, task, result)])  # type: ignore[no-any-return]
 
-    def fingerprint(self, epoch: int | None = None) -> Fingerprint:
-        """A short hash of the order of an epoch and of three of its samples; see `ShardedDataLoader.fingerprint`.
-
-        The samples have the random numbers of ``seed=``; without it, those of seed 0. With a ``DistributedSampler``,
-        each rank has a fingerprint of its own. States of this loader do not get digests of samples.
-
-        Args:
-            epoch: As in `indices`. Default: the epoch that is read, or the one that begins next.
-
-        Raises:
-            TypeError: The dataset is iterable data, or the sampler has no length.
-            ValueError: The order is not known, as in `indices`.
-
-        Example:
-            >>> one, other = (DataLoader(range(8), 4, shuffle=True, seed=seed) for seed in (1, 2))
-            >>> str(one.fingerprint(0)) == str(other.fingerprint(0))  # the orders differ
-            False
-        """
-        return fingerprint_of_epoch(self._known_steps, self._progress.epoch if epoch is None else epoch)
-
-    def check(self, samples: int = 12) -> LoaderCheck:
-        """Which samples differ each time, and why; what a worker costs; see `ShardedDataLoader.check`.
-
-        Args:
-            samples: How many samples of the epoch that is read, or of the one that begins next. If that order is not
-                known, but random, samples of the whole dataset.
-
-        Raises:
-            TypeError: The dataset is iterable data.
-            ValueError: ``samples`` is no positive integer. The order of your sampler is not known, as in `indices`.
-
-        Example:
-            >>> found = DataLoader(range(8), 4, num_workers=2, thread_pool=True).check()
-            >>> found.differing, found.failed
-            ((), None)
-        """
-        return check_loader(self._known_steps, self._progress.epoch, samples, make_pool(self))
+    def _inspected(self) -> tuple[TorchSteps, int, Pool]:
+        return self._known_steps, self._progress.epoch, make_pool(self)
 
     def __len__(self) -> int:
         """Batches in the epoch, without those that ``skip`` leaves out.
@@ -418,7 +362,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         Raises:
             TypeError: It is not known. Iterable data divides its samples among the workers as it likes.
         """
-        parts = parts_of(self)
+        parts = self._known_steps.parts
         if parts > 1 and (self.batch_size or 1) > 1:
             raise TypeError(
                 f"the loader has no length: {an(type(self.dataset).__name__)} decides how many samples each of its "
@@ -496,7 +440,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
                 self._iterator = iterator
             run = progress.known_run()
             assert run is not None  # the iterator waits
-        state, self._data = run.state_dict(), self._data or fingerprint_of(self.dataset)
+        state, self._data = run.state_dict(self), self._data or fingerprint_of(self.dataset)
         if "_sampler" in state and (known := length(self.dataset)) is not None:
             state["_length"] = known
         return self._with_skip(state if self._data is None else {**state, "_data": self._data})
@@ -531,7 +475,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         # `set_epoch` after this decides, as it would have at the end of an epoch.
         self._progress.load(copy.deepcopy(dict(state_dict)), state.epoch_to_begin)
         if isinstance(self.sampler, ShuffleSampler):
-            self.sampler.forget_epoch()
+            self.sampler.is_named = False
         tell = getattr(self.dataset, "set_epoch", None)
         if state.epoch_of_dataset is not None and callable(tell):
             tell(state.epoch_of_dataset)

@@ -26,23 +26,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, RandomSampler, SequentialSampler
 
-from sharded_loader.base.checks import check_int
+from sharded_loader.base.checks import check_int, refuse_async_iterable, refuse_class
 from sharded_loader.base.entries import anything, dict_of, entry, integer, optional, parsed, true_or_false, written
 from sharded_loader.base.private import fetched_by_lightning
 from sharded_loader.data.known import Known
 from sharded_loader.data.seeding import set_epoch_of
-from sharded_loader.drop_in.epoch import TorchEpoch
-from sharded_loader.drop_in.sampler import (
-    BegunEpoch,
-    EpochCount,
-    SamplerState,
-    ShuffleSampler,
-    generator_state,
-    keep_epochs,
-    look_up,
-    next_draws,
-)
-from sharded_loader.drop_in.workers import job_of
+from sharded_loader.drop_in import sampler as samplers
+from sharded_loader.drop_in.collate import batchify_fn_of
+from sharded_loader.drop_in.sampler import BegunEpoch, EpochCount, SamplerState, ShuffleSampler, TorchEpoch
 from sharded_loader.engine.epoch_requests import EpochRequest
 from sharded_loader.engine.messages import Job, PartPoint
 from sharded_loader.engine.order import Position
@@ -123,8 +114,6 @@ class TorchRun(Run):
     Attributes:
         base_seed: what the workers' generators were seeded with.
         yielded: how many batches of the epoch were received.
-        num_workers, generator: of the loader.
-        workers_live_on: the workers read the next epoch too.
         points_at_start: part of iterable data, or worker -> where the previous epoch left it, if the workers live on.
         epoch_of_dataset: the attribute ``epoch`` of an iterable dataset when the epoch began.
     """
@@ -132,40 +121,38 @@ class TorchRun(Run):
     epoch: TorchEpoch | StreamEpoch
     base_seed: int
     yielded: int
-    num_workers: int
-    generator: torch.Generator | None
-    workers_live_on: bool
     points_at_start: Mapping[int, PartPoint]
     epoch_of_dataset: int | None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, loader: DataLoader[Any]) -> dict[str, Any]:
         """The position, with the states of the workers' datasets."""
         fetched, is_over = fetched_by_lightning()
-        finished = self.ended or is_over
-        delivered = max(self.epoch.first, self.delivered - fetched)
+        finished, epoch = self.ended or is_over, self.epoch
+        delivered = max(epoch.first, self.delivered - fetched)
         generator = following = None
-        if self.generator is not None:
-            generator = generator_state(self.generator)
-        elif finished or (isinstance(self.epoch, TorchEpoch) and self.epoch.ends_after(delivered)):
+        if loader.generator is not None:
+            generator = samplers.generator_state(loader.generator)
+        elif finished or (isinstance(epoch, TorchEpoch) and epoch.ends_after(delivered)):
             # A new iterator draws the loader's seed, and then the sampler one of its own.
-            following = [self.base_seed, *next_draws(1)] if self.workers_live_on else next_draws(2)
-        if isinstance(self.epoch, TorchEpoch):
-            position = self.epoch.position(delivered, finished)
+            lives_on = loader.persistent_workers and loader.num_workers > 0
+            following = [self.base_seed, *samplers.next_draws(1)] if lives_on else samplers.next_draws(2)
+        if isinstance(epoch, TorchEpoch):
+            position = epoch.position(delivered, finished)
             named = {"sampler": position.mark}
-            datasets = position.mark.datasets or [None] * max(1, self.num_workers)
+            datasets = position.mark.datasets or [None] * max(1, loader.num_workers)
             snapshots = [{"dataset_state": dataset, "fetcher_state": None} for dataset in datasets]
         else:
-            position = self._stream_position(self.epoch, delivered, is_over)
-            named = {"stream": self.epoch.state(position)}
+            position = self._stream_position(epoch, delivered, is_over)
+            named = {"stream": epoch.state(position)}
             snapshots = [_snapshot(position, part) for part in position.counts]
-        yielded, number = max(0, self.yielded - fetched), self.epoch.number
-        state = written(
-            LoaderState(yielded, finished, self.base_seed, number, self.epoch_of_dataset, generator, following, **named)
+        yielded = max(0, self.yielded - fetched)
+        own = LoaderState(
+            yielded, finished, self.base_seed, epoch.number, self.epoch_of_dataset, generator, following, **named
         )
-        if self.num_workers == 0:
-            return {**state, **snapshots[0]}
+        if loader.num_workers == 0:
+            return {**written(own), **snapshots[0]}
         workers = {f"worker_{i}": {"worker_id": i, **snapshot} for i, snapshot in enumerate(snapshots)}
-        return {**state, "_snapshot": {"_worker_snapshots": workers}}
+        return {**written(own), "_snapshot": {"_worker_snapshots": workers}}
 
     def _stream_position(self, epoch: StreamEpoch, delivered: int, is_over: bool) -> Position:
         """The position in iterable data, with a point for each part."""
@@ -284,7 +271,7 @@ def at_named_epoch(state: LoaderState, sampler: Any, count: EpochCount) -> Loade
     except (TypeError, NotImplementedError):  # a sampler without a length
         return state
     pairs = [(count.next_epoch, count.next_epoch if state.epoch is None else state.epoch)]
-    kept = zip(keep_epochs(sampler), saved.epochs or (), strict=False)
+    kept = zip(samplers.keep_epochs(sampler), saved.epochs or (), strict=False)
     pairs += [(one.epoch, before) for one, before in kept if getattr(one, "epoch_request", before) is not None]
     if saved.shuffle is not None:
         pairs += [one.named_and_saved(saved.shuffle) for one in nested(sampler) if isinstance(one, ShuffleSampler)]
@@ -318,19 +305,6 @@ def stream_order(loader: DataLoader[Any], seed: int) -> StreamOrder:
     return order
 
 
-def parts_of(loader: DataLoader[Any]) -> int:
-    """The number of parts that the next epoch may have, and the one that is read; 1 of data that is read by index."""
-    if not isinstance(loader.dataset, IterableDataset):
-        return 1
-    order, loaded, run = stream_order(loader, 0), loader._progress.pending, loader._progress.shown
-    parts = order.parts
-    if loaded is not None and loaded["_stream"] is not None:
-        return max(parts, parse(loaded["_stream"], order.replicas())[1].streams)
-    if run is not None and not run.ended and isinstance(run.epoch, StreamEpoch):
-        return max(parts, run.epoch.stream.parts)
-    return parts
-
-
 def stream_epoch(
     loader: DataLoader[Any], seed: int, state: LoaderState | None, points: dict[int, PartPoint]
 ) -> StreamEpoch:
@@ -356,6 +330,21 @@ def stream_epoch(
     return epoch
 
 
+def check_data(loader: DataLoader[Any]) -> None:
+    """Reject a dataset or a sampler that cannot be read. Programs make loaders of mocks, and never read them.
+
+    Raises:
+        TypeError: It cannot be read.
+    """
+    for name, given in (("sampler", loader.sampler), ("batch_sampler", loader.batch_sampler)):
+        if given is not None and not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
+            raise TypeError(f"{name} is {given!r}; it must be an iterable of indices, or of lists of them")
+    refuse_class("the dataset", loader.dataset)
+    refuse_async_iterable(loader.dataset)
+    if not any(hasattr(loader.dataset, name) for name in ("__getitem__", "__getitems__", "__iter__")):
+        raise TypeError(f"a dataset needs __getitem__, and {type(loader.dataset).__name__} has none")
+
+
 # -- any step ----------------------------------------------------------------------------------------------------------
 
 
@@ -369,11 +358,34 @@ class TorchSteps(KnownSteps):
         self._loader, self._sampler = loader, loader._index_sampler
         self.dataset, self.known = loader.dataset, Known(loader.dataset)
 
-    def job_now(self) -> Job:
+    @property
+    def job(self) -> Job:
+        """The job of the newest epoch; before the first one, what is known of it."""
         loader = self._loader
-        is_told = loader._progress.count.request is not None
-        seed = int(loader.seed or 0)
-        return replace(job_of(loader), seed=seed, base_seed=None, keeps_state=False, tells_epoch=is_told)
+        if loader._job is not None:
+            return loader._job
+        check_data(loader)
+        batched = loader._auto_collation
+        batchify = batchify_fn_of(loader.collate_fn, batched=batched)
+        return Job(loader.dataset, batchify, int(loader.seed or 0), loader.on_error, in_bulk=batched)
+
+    @property
+    def parts(self) -> int:
+        """The parts that the next epoch may have, or the one that is read; 1 of data that is read by index."""
+        loader = self._loader
+        if not isinstance(self.dataset, IterableDataset):
+            return 1
+        order, loaded, run = stream_order(loader, 0), loader._progress.pending, loader._progress.shown
+        parts = order.parts
+        if loaded is not None and loaded["_stream"] is not None:
+            return max(parts, parse(loaded["_stream"], order.replicas())[1].streams)
+        if run is not None and not run.ended and isinstance(run.epoch, StreamEpoch):
+            return max(parts, run.epoch.stream.parts)
+        return parts
+
+    def job_now(self) -> Job:
+        is_told, seed = self._loader._progress.count.request is not None, int(self._loader.seed or 0)
+        return replace(self.job, seed=seed, base_seed=None, keeps_state=False, tells_epoch=is_told)
 
     def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
         progress, live = self._loader._progress, self._loader._live
@@ -423,7 +435,7 @@ class TorchSteps(KnownSteps):
             begun = run.epoch.begun(run.delivered)
         batched = loader._auto_collation
         of_item = lambda item: of(plain_indices(item if batched else [item]))  # noqa: E731
-        return look_up(self._sampler, self.dataset, epoch, steps, begun, of_item)
+        return samplers.look_up(self._sampler, self.dataset, epoch, steps, begun, of_item)
 
     def length(self, epoch: int) -> int:
         return len_epoch(self._sampler, epoch)

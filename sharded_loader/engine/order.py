@@ -12,7 +12,7 @@
 
     sampling.order, sampling.epoch    datasets with an index: batches of a sampler, functions of (seed, epoch)
     streams.order, streams.epoch      iterable data: batches of its parts
-    drop_in.epoch                     batches of a sampler, drawn as torch draws them
+    drop_in.sampler                   batches of a sampler, drawn as torch draws them
 
 An order owns no worker and no batch. Every epoch is a function of (order, number, position). An epoch has no position
 of its own: the run knows how many batches were delivered. After an interruption the pipeline asks again for the batches
