@@ -26,19 +26,17 @@ from sharded_loader.base.checks import refuse_arguments
 from sharded_loader.base.described import an
 from sharded_loader.base.entries import anything, parsed, read_entry
 from sharded_loader.base.imports import leave_alone
-from sharded_loader.base.private import counted_by_fabric, rebuilt_by_accelerate, refuse_skipping
+from sharded_loader.base.private import rebuilt_by_accelerate, refuse_skipping
 from sharded_loader.data.columns import as_dataset
 from sharded_loader.data.known import fingerprint_of, warn_of_other_data
 from sharded_loader.data.seeding import told_in
 from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, as_collated, check_arguments, make_pool
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
-from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, TorchSteps, at_named_epoch
-from sharded_loader.engine.epoch_requests import EpochRequests
-from sharded_loader.engine.messages import NOTHING, Job, OnError, Task
+from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, TorchSteps
+from sharded_loader.engine.messages import NOTHING, OnError, Task
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.run import Entry
-from sharded_loader.engine.split import Split
 from sharded_loader.instruments.auto import Tuner
 from sharded_loader.instruments.report import Instruments
 from sharded_loader.instruments.stats import Meter
@@ -160,14 +158,11 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         self.streams, self.snapshot_every_n_steps = streams, snapshot_every_n_steps
         self._scales_prefetch = prefetch_factor is None
         self._progress = TorchProgress(EpochCount())
-        self._requests = EpochRequests()  # of the dataset: workers that live on have copies of it
-        self._requests.listen(told_in(dataset) if persistent_workers else [])
+        self._progress.requests.listen(told_in(dataset) if persistent_workers else [])
         self._given_skip = check_skip(skip)
         self.skip = list(self._given_skip)
         self._steps = StepCount(None)
         self._memory = DeviceMemory()
-        self._job: Job | None = None  # of the newest epoch
-        self._data: str | None = None  # the dataset's fingerprint
         if sampler is None and batch_sampler is None and not isinstance(dataset, IterableDataset):
             # torch keeps `shuffle` nowhere: from here on there is a sampler that shuffles.
             if shuffle:
@@ -196,22 +191,11 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             text = text_if_ranks_repeat(nested(self._index_sampler))
             if text is not None:
                 self._meter.notices.happened("ranks", f"{text}give sampler=DistributedSampler(dataset) to share it out")
-        if self._progress.pending is None:
-            return LoaderIterator(self)
-        state = parsed(LoaderState, self._progress.pending, ADVICE)
-        epoch = state.epoch_to_begin
-        by_fabric = counted_by_fabric(epoch)
-        iterator = LoaderIterator(self, state if by_fabric else self._state_to_begin())
-        if by_fabric:
-            tell_epoch(self._index_sampler, epoch)
+        state = self._progress.state_to_begin(self._index_sampler)
+        iterator = LoaderIterator(self, state)
+        if state is not None and self._progress.is_of_fabric:
+            tell_epoch(self._index_sampler, state.epoch_to_begin)
         return iterator
-
-    def _state_to_begin(self) -> LoaderState | None:
-        """The state that was loaded, if no epoch has begun since."""
-        loaded = self._progress.pending
-        if loaded is None:
-            return None
-        return at_named_epoch(parsed(LoaderState, loaded, ADVICE), self._index_sampler, self._progress.count)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # the base class says nothing of batches
         promised = self._progress.promised()
@@ -296,7 +280,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> DataLoader([10, 20, 30], batch_size=2).read(1)
             20
         """
-        if self._job is None and isinstance(self.dataset, IterableDataset):
+        if self._progress.job is None and isinstance(self.dataset, IterableDataset):
             raise RuntimeError("there are no parts before an epoch has begun: call next(iter(loader)) first")
         return reader_for(self._known_steps.job, readers=0).read_sample(index, epoch)
 
@@ -344,7 +328,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         placement = as_collated(None) if devices is None else self._memory.placement(devices)
         placement.check_not_capturing()
         job = replace(steps.job, keeps_state=False)
-        task = self._split.sharded(Task(0, step, epoch, step, (steps.samples_of(epoch, step),), False))
+        split = make_split(*find_devices(self.device, self.devices), self.num_shards)
+        task = split.sharded(Task(0, step, epoch, step, (steps.samples_of(epoch, step),), False))
         with steps.in_epoch(epoch), seeded_as_worker(job.seed, task):
             result = reader_for(job, readers=0).read(task)
             if result.error is not None:
@@ -384,31 +369,22 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         return TorchSteps(self)
 
     @property
-    def _split(self) -> Split:
-        return make_split(*find_devices(self.device, self.devices), self.num_shards)
-
-    @property
-    def _length_of(self) -> Callable[[int], int]:
-        return partial(len_epoch, self._index_sampler)
-
-    @property
     def _left_out(self) -> Callable[[int], tuple[range, ...]]:
         """Epoch -> the numbers of the batches that it leaves out. The function does not hold the loader."""
-        return partial(self._steps.within, tuple(self.skip), length=self._length_of)
+        return partial(self._steps.within, tuple(self.skip), length=partial(len_epoch, self._index_sampler))
 
     def _check_skip(self, skip: Any) -> None:
         """Refuse steps to leave out that do not fit the epochs."""
         if skip and isinstance(self.dataset, IterableDataset | IterDataPipe | MapDataPipe):
             raise TypeError(NO_SKIP)
         try:
-            self._steps.check(skip, self._length_of)
+            self._steps.check(skip, partial(len_epoch, self._index_sampler))
         except TypeError as error:
             raise ValueError(f"skip counts the steps of all epochs: {error}") from error
 
     def _given(self) -> Mapping[str, Any]:
-        usual = inspect.signature(DataLoader.__init__).parameters
-        kept = {name: vars(self).get(name, one.default) for name, one in usual.items()}
-        return {name: value for name, value in kept.items() if value is not usual[name].default}
+        kept, usual = vars(self), inspect.signature(DataLoader.__init__).parameters.items()
+        return {name: kept[name] for name, one in usual if name in kept and kept[name] is not one.default}
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -429,23 +405,22 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         """
         progress = self._progress
         if progress.pending is not None:
-            return self._with_skip(copy.deepcopy(progress.pending))
-        if isinstance(self.dataset, IterDataPipe | MapDataPipe):
+            state = copy.deepcopy(progress.pending)
+        elif isinstance(self.dataset, IterDataPipe | MapDataPipe):
             raise TypeError("datapipes are read by torch's own workers, which have no state_dict()")
-        run = progress.known_run()
-        if run is None:
-            # The epoch is settled now, so that the state is the state of the epoch that comes.
-            iterator = self._get_iterator()
-            if self.persistent_workers and self.num_workers > 0:
-                self._iterator = iterator
-            run = progress.known_run()
-            assert run is not None  # the iterator waits
-        state, self._data = run.state_dict(self), self._data or fingerprint_of(self.dataset)
-        if "_sampler" in state and (known := length(self.dataset)) is not None:
-            state["_length"] = known
-        return self._with_skip(state if self._data is None else {**state, "_data": self._data})
-
-    def _with_skip(self, state: dict[str, Any]) -> dict[str, Any]:
+        else:
+            if (run := progress.known_run()) is None:
+                # The epoch is settled now, so that the state is the state of the epoch that comes.
+                iterator = self._get_iterator()
+                if self.persistent_workers and self.num_workers > 0:
+                    self._iterator = iterator
+                run = progress.known_run()
+                assert run is not None  # the iterator waits
+            state, progress.data = run.state_dict(self), progress.data or fingerprint_of(self.dataset)
+            if "_sampler" in state and (known := length(self.dataset)) is not None:
+                state["_length"] = known
+            if progress.data is not None:
+                state["_data"] = progress.data
         return {**state, "_skip": list(map(list, self.skip))} if self.skip else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], skip: Sequence[tuple[int, int]] | None = None) -> None:
@@ -460,16 +435,15 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"the state is {an(type(state_dict))}; give what state_dict() has returned")
-        kind = "_stream" if isinstance(self.dataset, IterableDataset) else "_sampler"
         state = parsed(LoaderState, state_dict, ADVICE)
-        read_entry(state_dict, kind, anything, ADVICE)
+        read_entry(state_dict, "_stream" if isinstance(self.dataset, IterableDataset) else "_sampler", anything, ADVICE)
         state.check_length(length(self.dataset), self.sampler)
         given = merged(self._given_skip, check_skip(skip))
         saved = read_entry({"_skip": (), **state_dict}, "_skip", steps_to_skip, ADVICE)
         self._check_skip(given)
         if given and state.sampler is not None:
-            done = self._steps.before(state.epoch or 0, self._length_of) + state.sampler.yielded
-            warn_of_done_steps(given, saved, done)
+            before = self._steps.before(state.epoch or 0, partial(len_epoch, self._index_sampler))
+            warn_of_done_steps(given, saved, before + state.sampler.yielded)
         warn_of_other_data(state_dict.get("_data"), fingerprint_of(self.dataset))
         self._given_skip, self.skip = given, list(merged(given, saved))
         # `set_epoch` after this decides, as it would have at the end of an epoch.
@@ -487,9 +461,9 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         """The arguments. Workers and positions stay here."""
         if "_meter" not in self.__dict__:  # made by ``__new__`` alone
             return self.__dict__
-        meter, progress = Meter(self.dataset, self.max_skipped), copy.copy(self._progress)
+        meter = Meter(self.dataset, self.max_skipped)
         own = {"_meter": meter, "_tuner": self._tuner and Tuner().follow(meter), "_memory": DeviceMemory()}
-        return {**self.__dict__, **own, "_iterator": None, "_job": None, "_progress": progress}
+        return {**self.__dict__, **own, "_iterator": None, "_progress": copy.copy(self._progress)}
 
 
 leave_alone(DataLoader.__iter__)

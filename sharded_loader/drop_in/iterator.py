@@ -41,10 +41,9 @@ from sharded_loader.data.inspection import is_stateful
 from sharded_loader.devices.names import accelerators, find_devices
 from sharded_loader.devices.pinning import Pinner
 from sharded_loader.devices.placement import Placement
-from sharded_loader.drop_in.collate import batchify_fn_of
-from sharded_loader.drop_in.sampler import SamplerStart, TorchEpoch, set_generator
-from sharded_loader.drop_in.state import LoaderState, TorchRun, check_data, stream_epoch
-from sharded_loader.engine.messages import Job, PartPoint, Task
+from sharded_loader.drop_in.sampler import SamplerStart, SamplerState, TorchEpoch, set_generator
+from sharded_loader.drop_in.state import LoaderState, TorchRun, check_data, job_of, stream_epoch
+from sharded_loader.engine.messages import PartPoint, Task
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool
 from sharded_loader.loader import arguments
@@ -302,22 +301,20 @@ class LoaderIterator(_BaseDataLoaderIter):
             loader, state: as above.
             items: the sampler's iterator. None: `SamplerStart` asks for it. With workers, torch asks a second time too.
         """
-        is_new, lives_on, workers = state is None or state.finished, self._workers_live_on, self._num_workers
+        is_new, workers, start = state is None or state.finished, self._num_workers, self._start
         # Ignore the state if its epoch was finished and the workers were not persistent: the next epoch starts new
         # workers with new seeds.
-        if is_new and not lives_on and workers > 0:
+        if is_new and workers > 0 and not self._workers_live_on:
             state = None
         # New workers, or none, have the seeds and the datasets of a new epoch.
         saved = None if is_new and workers == 0 else state
         drawn = int(self._base_seed if saved is None else saved.base_seed)
-        start = self._start
         number = None if start is None else start.epoch_of_seed()
         if number is None:
             number = loader._progress.count.next_epoch if state is None or is_new else state.epoch or 0
-        seed = drawn if loader.seed is None else int(loader.seed)
         base = drawn if loader.seed is None and loader._tuner is None else None  # None: nothing depends on the workers
-        batchify = batchify_fn_of(self._collate_fn, batched=self._auto_collation)
-        job = Job(self._dataset, batchify, seed, loader.on_error, base_seed=base, in_bulk=self._auto_collation)
+        seed = drawn if loader.seed is None else int(loader.seed)
+        job = replace(job_of(loader, self._collate_fn), seed=seed, base_seed=base)
         epoch: TorchEpoch | StreamEpoch
         of_dataset: object = None
         if start is None:
@@ -328,44 +325,52 @@ class LoaderIterator(_BaseDataLoaderIter):
             of_dataset = getattr(loader.dataset, "epoch", None)
         else:
             # As in torch, a worker has the dataset as it was when the worker started.
-            job = replace(job, keeps_state=is_stateful(self._dataset), tells_epoch=False)
-            lanes, points = max(1, workers), self._points_at_start
-            if not start.resumes:
-                start.begin(items)
-            if saved is not None:
-                datasets = () if saved.sampler is None else saved.sampler.datasets or ()
-                points = {lane % lanes: PartPoint(state=dataset) for lane, dataset in enumerate(datasets)}
-            epoch = TorchEpoch(start, lanes, self._auto_collation, points, job.keeps_state, loader._left_out)
-            if workers > 0 and not start.resumes:  # torch's workers are sent the first indices now
-                start.settle()
-                if not start.has_set_epoch:
-                    epoch.begin()
-            self._pipeline.one_by_one = start.may_draw
+            job = replace(job, keeps_state=is_stateful(self._dataset))
+            epoch = self._sampler_epoch(start, None if saved is None else saved.sampler, items, loader._left_out)
             epoch.takes_turns = loader._tuner is None or job.keeps_state
             if job.keeps_state:
                 loader._meter.tune_at = math.inf  # each worker has a state of its own: their number stays
         epoch.number = number  # the random numbers of an epoch depend on it, also in persistent workers
         epoch.any_order = not loader.in_order and workers > 0
-        self._job = job
-        self._num_yielded = 0 if state is None or is_new else state.yielded
-        self.run = TorchRun(
-            next(_numbers),
-            epoch=epoch,
-            any_order=epoch.any_order,
-            base_seed=drawn,
-            yielded=self._num_yielded,
-            points_at_start=self._points_at_start,
-            epoch_of_dataset=of_dataset if isinstance(of_dataset, int) else None,
-        )
+        self._job, self._num_yielded = job, 0 if state is None or is_new else state.yielded
+        of_epoch = of_dataset if isinstance(of_dataset, int) else None
+        at: dict[str, Any] = {"points_at_start": self._points_at_start, "epoch_of_dataset": of_epoch}
+        at |= {"base_seed": drawn, "yielded": self._num_yielded}
+        self.run = TorchRun(next(_numbers), epoch=epoch, any_order=epoch.any_order, **at)
         self._inner = RunIterator(self._pipeline, self._placement, loader._meter, self.run, job)
         if workers == 0:
             self._prime(epoch, is_new)
         # Until the first `next` the loader is what it was: an iterator that reads nothing changes nothing.
         self._owner, self._asked, loader._progress.waiting = loader, loader._progress.asked(), self
 
+    def _sampler_epoch(self, start: SamplerStart, state: SamplerState | None, items: Any, skips: Any) -> TorchEpoch:
+        """An epoch of map-style data.
+
+        Args:
+            start: starts the sampler.
+            state: with the states of the workers' datasets. None: persistent workers go on with the datasets they have.
+            items: as in `_begin`.
+            skips: as of `TorchEpoch`.
+        """
+        lanes, points = max(1, self._num_workers), self._points_at_start
+        if not start.resumes:
+            start.begin(items)
+        if state is not None:
+            points = {lane % lanes: PartPoint(state=dataset) for lane, dataset in enumerate(state.datasets or ())}
+        epoch = TorchEpoch(start, lanes, self._auto_collation, points, is_stateful(self._dataset), skips)
+        if self._num_workers > 0 and not start.resumes:  # torch's workers are sent the first indices now
+            start.settle()
+            if not start.has_set_epoch:
+                epoch.begin()
+        self._pipeline.one_by_one = start.may_draw
+        return epoch
+
     def is_stale(self, loader: DataLoader[Any]) -> bool:
         """Return True if persistent workers have exited, or hold copies of the dataset from another epoch."""
-        told, has_copies = loader._requests.take() is not None, self._is_stream or not self._pool.shares_dataset
+        told, has_copies = (
+            loader._progress.requests.take() is not None,
+            self._is_stream or not self._pool.shares_dataset,
+        )
         return self._shutdown or (told and has_copies and self._pool.started)
 
     def _make_again(self, loader: DataLoader[Any]) -> None:
@@ -373,7 +378,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._asked = None, self  # no state of the loader: if this is interrupted, the next `next` does it again
         self._shutdown_workers()
         self._closer()
-        self.__init__(loader, loader._state_to_begin())  # type: ignore[misc]
+        self.__init__(loader, loader._progress.state_to_begin(loader._index_sampler))  # type: ignore[misc]
         if self._workers_live_on:
             loader._iterator = self
 
@@ -388,7 +393,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._start = start_of(loader, None)
             self._begin(loader, None, None)
         with uninterrupted():
-            self._owner, progress.following, loader._job = None, self._following, self._job
+            self._owner, progress.following, progress.job = None, self._following, self._job
             progress.begun(self.run, self)
 
     def _prime(self, epoch: TorchEpoch | StreamEpoch, is_new: bool) -> None:

@@ -28,13 +28,13 @@ from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, RandomS
 
 from sharded_loader.base.checks import check_int, refuse_async_iterable, refuse_class
 from sharded_loader.base.entries import anything, dict_of, entry, integer, optional, parsed, true_or_false, written
-from sharded_loader.base.private import fetched_by_lightning
+from sharded_loader.base.private import counted_by_fabric, fetched_by_lightning
 from sharded_loader.data.known import Known
 from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.drop_in import sampler as samplers
 from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.sampler import BegunEpoch, EpochCount, SamplerState, ShuffleSampler, TorchEpoch
-from sharded_loader.engine.epoch_requests import EpochRequest
+from sharded_loader.engine.epoch_requests import EpochRequest, EpochRequests
 from sharded_loader.engine.messages import Job, PartPoint
 from sharded_loader.engine.order import Position
 from sharded_loader.engine.run import Run
@@ -191,10 +191,14 @@ class TorchProgress(Progress[dict[str, Any]]):
 
     Attributes:
         shown: the run that began last.
+        job: of the newest epoch.
+        data: the dataset's fingerprint, once it was needed.
+        requests: the calls of ``set_epoch`` of the dataset: workers that live on have copies of it.
         waiting: the newest iterator, if it waits.
         is_promised: a state was taken of the epoch that ``waiting`` begins: the next ``iter()`` returns it.
         rng_at_load: the state of torch's default generator when a state was loaded.
         following: what the epoch after the resumed one would have drawn.
+        is_of_fabric: the loaded state is one for Lightning's Fabric, which names epochs from 0 on.
     """
 
     count: EpochCount
@@ -203,9 +207,16 @@ class TorchProgress(Progress[dict[str, Any]]):
     is_promised = False
     rng_at_load: torch.Tensor | None = None
     following: list[int] | None = None
+    is_of_fabric = False
+    job: Job | None = None
+    data: str | None = None
+
+    def __init__(self, count: EpochCount) -> None:
+        super().__init__(count)
+        self.requests = EpochRequests()
 
     def __reduce__(self) -> Any:  # a copy of the loader has its own iterators and states
-        return TorchProgress, (copy.copy(self.count),)
+        return TorchProgress, (copy.copy(self.count),), {"requests": self.requests, "data": self.data}
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that begins next."""
@@ -217,6 +228,14 @@ class TorchProgress(Progress[dict[str, Any]]):
         self.pending, self.rng_at_load = state, torch.get_rng_state()
         self._forget_waiting()
         self.count.set_epoch(epoch)
+
+    def state_to_begin(self, sampler: Any) -> LoaderState | None:
+        """The state that was loaded, if no epoch has begun since; see `at_named_epoch`."""
+        if self.pending is None:
+            return None
+        state = parsed(LoaderState, self.pending, ADVICE)
+        self.is_of_fabric = counted_by_fabric(state.epoch_to_begin)
+        return state if self.is_of_fabric else at_named_epoch(state, sampler, self.count)
 
     def begun(self, run: Run, iterator: Any) -> None:
         assert isinstance(run, TorchRun)
@@ -345,6 +364,13 @@ def check_data(loader: DataLoader[Any]) -> None:
         raise TypeError(f"a dataset needs __getitem__, and {type(loader.dataset).__name__} has none")
 
 
+def job_of(loader: DataLoader[Any], collate_fn: Any) -> Job:
+    """What the workers of a loader read."""
+    batched, seed = loader._auto_collation, int(loader.seed or 0)
+    batchify = batchify_fn_of(collate_fn, batched=batched)
+    return Job(loader.dataset, batchify, seed, loader.on_error, in_bulk=batched, tells_epoch=False)
+
+
 # -- any step ----------------------------------------------------------------------------------------------------------
 
 
@@ -361,13 +387,8 @@ class TorchSteps(KnownSteps):
     @property
     def job(self) -> Job:
         """The job of the newest epoch; before the first one, what is known of it."""
-        loader = self._loader
-        if loader._job is not None:
-            return loader._job
-        check_data(loader)
-        batched = loader._auto_collation
-        batchify = batchify_fn_of(loader.collate_fn, batched=batched)
-        return Job(loader.dataset, batchify, int(loader.seed or 0), loader.on_error, in_bulk=batched)
+        check_data(self._loader)
+        return self._loader._progress.job or job_of(self._loader, self._loader.collate_fn)
 
     @property
     def parts(self) -> int:
@@ -450,15 +471,9 @@ class TorchSteps(KnownSteps):
 
     def state_of(self, epoch: int) -> dict[str, Any]:
         loader, samplers = self._loader, list(nested(self._sampler))
-        signature = Signature(
-            seed=int(loader.seed or 0),
-            dataset_length=length(self.dataset),
-            sampler=kind_of(self._sampler),
-            sampler_length=None,
-            sampler_seeds=tuple(map(seed_of, samplers)),
-            batch_size=loader.batch_size,
-            last_batch="discard" if loader.drop_last else "keep",
-            sampler_arguments=arguments_of(samplers),
-            skip=tuple(loader.skip),
+        seeds, arguments = tuple(map(seed_of, samplers)), arguments_of(samplers)
+        kind, last_batch = kind_of(self._sampler), "discard" if loader.drop_last else "keep"
+        data = int(loader.seed or 0), length(self.dataset), kind, None, seeds
+        return dump(
+            Position(epoch), Signature(*data, loader.batch_size, last_batch, arguments, skip=tuple(loader.skip))
         )
-        return dump(Position(epoch), signature)
