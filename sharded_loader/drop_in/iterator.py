@@ -367,10 +367,8 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def is_stale(self, loader: DataLoader[Any]) -> bool:
         """Return True if persistent workers have exited, or hold copies of the dataset from another epoch."""
-        told, has_copies = (
-            loader._progress.requests.take() is not None,
-            self._is_stream or not self._pool.shares_dataset,
-        )
+        told = loader._progress.requests.take() is not None
+        has_copies = self._is_stream or not self._pool.shares_dataset
         return self._shutdown or (told and has_copies and self._pool.started)
 
     def _make_again(self, loader: DataLoader[Any]) -> None:
@@ -419,10 +417,6 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._pipeline.end(inside)
 
     # -- batches --------------------------------------------------------------------------------------------
-
-    def next(self) -> Any:
-        """As in PyTorch before 1.13: ``next(iterator)``."""
-        return self.__next__()
 
     def __next__(self) -> Any:
         # torch's method records each batch for a profiler (5 to 9 us), and warns if iterable data has a wrong length.

@@ -38,7 +38,6 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import GeneratorType
 from typing import Any, NamedTuple
 
@@ -89,9 +88,7 @@ class ShuffleSampler(RandomSampler):
 
     def __init__(self, data_source: Any, generator: Any = None, seed: int | None = None) -> None:
         super().__init__(data_source, generator=generator)
-        self.seed = seed
-        self.epoch = 0
-        self.is_named = False
+        self.seed, self.epoch, self.is_named = seed, 0, False
         self._first: Any = None  # the seed that was drawn first, or the state of the generator before its first draw
         self._expected: int | None = None  # takes the place of the seed that is drawn next
         self._next: tuple[int, int] | None = None  # the seed and the number that decide the next epoch, once drawn
@@ -358,23 +355,20 @@ class SamplerStart:
         self._sources = list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
         self.resumes = state is not None and not finished
         if state is not None and finished:
-            self._load_end(state)
+            if self.shuffle is not None and state.shuffle is not None:
+                self.shuffle.load_end_state(state.shuffle)
+            if self.stateful is not None and state.own is not None:
+                self._load_between(state.own)
+            _set_all(self._sources[1:], state.generators)
+            before = dict(zip(map(id, self._keep_epochs), state.epochs or (), strict=False))
+            self._counted = [(one, before.get(id(one), epoch - 1) + 1) for one, epoch in self._counted]
+            self._set_counted()
         self.state = state if state is not None and self.resumes else SamplerState(0, 0)
         if epochs.requested is not None and not self.resumes and self._draws and not self.has_set_epoch:
             self.state.keyed = [torch.initial_seed(), epochs.requested]
         self._asked: Iterator[Any] = iter(())
         self._has_begun = False  # it may have drawn what it draws for its first item
         self._note()
-
-    def _load_end(self, state: SamplerState) -> None:
-        if self.shuffle is not None and state.shuffle is not None:
-            self.shuffle.load_end_state(state.shuffle)
-        if self.stateful is not None and state.own is not None:
-            self._load_between(state.own)
-        _set_all(self._sources[1:], state.generators)
-        before = dict(zip(map(id, self._keep_epochs), state.epochs or (), strict=False))
-        self._counted = [(one, before.get(id(one), epoch - 1) + 1) for one, epoch in self._counted]
-        self._set_counted()
 
     def _set_counted(self) -> None:
         for sampler, epoch in self._counted:
@@ -479,10 +473,8 @@ class SamplerStart:
     def epoch(self, counted: int) -> int:
         """The number of the epoch: the one that ``set_epoch`` has named, or the one that the loader has counted."""
         named, seeded = self._epochs.named(self.sampler), self.epoch_of_seed()
-        if seeded is not None:
-            return seeded
-        if named is None or self.resumes:
-            return counted
+        if seeded is not None or named is None or self.resumes:
+            return counted if seeded is None else seeded
         self._epochs.next_epoch = named + 1
         return named
 
@@ -518,17 +510,14 @@ class SamplerStart:
             else:
                 yield loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
             return
-        before = torch.get_rng_state()
         saved = (self.state.rng if self._draws else None) or [[]]
-        try:
+        with torch.random.fork_rng(devices=[]):
             _set_all(self._sources, saved[0])
             items, stateful = loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
             if mark.state is None or stateful is None:
                 _set_all(self._sources, saved[-1])
                 items = self.first(items)
             yield items, stateful
-        finally:
-            torch.set_rng_state(before)
 
 
 # -- one epoch ---------------------------------------------------------------------------------------------------------
@@ -822,31 +811,31 @@ def look_up(
     Raises:
         ValueError: an item is not known.
     """
-    is_begun = begun is not None and epoch == begun.number
+    at = begun if begun is not None and begun.number == epoch else None
+
+    def by_number(turn: int) -> list[Any]:
+        items = foreign.table_of(sampler, epoch, turn).items(steps.start)
+        return list(map(of, itertools.islice(items, len(steps))))
+
     with foreign.undisturbed(nested(sampler), but=dataset):
-        if begun is not None and is_begun and all(step in begun.drawn for step in steps):
-            return [of(begun.drawn[step]) for step in steps]
-        if begun is not None and is_begun and begun.state.own is None and not begun.finished:
+        if at is not None and all(step in at.drawn for step in steps):
+            return [of(at.drawn[step]) for step in steps]
+        if at is not None and at.state.own is None and not at.finished:
             draws_once = all(type(one) in _DRAW_ONCE for one in nested(sampler))
-            if draws_once or steps.stop <= begun.state.yielded:
-                return _read_again(sampler, begun, steps, of)
+            if draws_once or steps.stop <= at.state.yielded:
+                return _read_again(sampler, at, steps, of)
         try:
             _check_by_number(sampler, epoch, begun)
-            return list(foreign.read_twice(partial(_by_number, sampler, epoch, steps, of), sampler, epoch))
+            return list(foreign.read_twice(by_number, sampler, epoch))
         except ValueError as error:
-            if begun is None or not is_begun:
+            if at is None:
                 raise
-            drawn = max(begun.drawn, default=begun.state.yielded - 1) + 1
+            drawn = max(at.drawn, default=at.state.yielded - 1) + 1
             raise ValueError(
                 f"step {steps.start if len(steps) == 1 else drawn} of epoch {epoch} is not known yet: the sampler, "
                 f"{an(type(sampler))}, has yielded {drawn} steps of this epoch so far, and may draw the others from a "
                 f"global generator"
             ) from error
-
-
-def _by_number(sampler: Any, epoch: int, steps: range, of: Callable[[Any], Any], turn: int) -> list[Any]:
-    items = foreign.table_of(sampler, epoch, turn).items(steps.start)
-    return list(map(of, itertools.islice(items, len(steps))))
 
 
 def _read_again(sampler: Any, begun: BegunEpoch, steps: range, of: Callable[[Any], Any]) -> list[Any]:

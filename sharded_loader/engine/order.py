@@ -234,7 +234,9 @@ class Order(ABC, Generic[Signature]):
     skip: tuple[tuple[int, int], ...] = ()
     given_skip: tuple[tuple[int, int], ...] = ()
 
-    def __init__(self, last_batch: Any, num_replicas: Any, rank: Any, seed: Any, steps_per_epoch: Any) -> None:
+    def __init__(
+        self, last_batch: Any, num_replicas: Any = None, rank: Any = None, seed: Any = None, steps_per_epoch: Any = None
+    ) -> None:
         self.steps = _check_steps(steps_per_epoch, last_batch)
         self.replicated = num_replicas is not None or rank is not None
         if num_replicas != "auto" or rank is not None:  # "auto" is looked up later: the process group may come up

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from sharded_loader.base.checks import check_int
@@ -41,10 +42,10 @@ class StreamOrder(Order[StreamSignature]):
 
     Args:
         dataset: the data.
-        batch_size, last_batch, num_replicas, rank, seed: of the loader.
+        batch_size, last_batch, num_workers: of the loader.
         streams: how many parts; None: as many as the dataset has shards, or as there are workers.
-        steps_per_epoch: how many batches an epoch has on each rank; None: what the parts have.
-        num_workers: of the loader.
+        given: see `Order`. With ``steps_per_epoch`` an epoch has so many batches on each rank; otherwise what its parts
+            have.
 
     Attributes:
         is_bound: states of another number of parts are rejected.
@@ -55,13 +56,10 @@ class StreamOrder(Order[StreamSignature]):
         dataset: Any,
         *,
         batch_size: Any,
-        seed: int | None,
         streams: Any,
         num_workers: int,
         last_batch: str | None = None,
-        num_replicas: Any = None,
-        rank: Any = None,
-        steps_per_epoch: int | None = None,
+        **given: Any,
     ) -> None:
         self._size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
         if last_batch not in (None, "keep", "discard"):
@@ -69,7 +67,7 @@ class StreamOrder(Order[StreamSignature]):
                 f'last_batch is {last_batch!r}; for iterable data it must be "keep" or "discard". With '
                 f"steps_per_epoch= no batch is short"
             )
-        super().__init__(last_batch, num_replicas, rank, seed, steps_per_epoch)
+        super().__init__(last_batch, **given)
         self.drops_last = last_batch == "discard"
         self._given = None if streams is None else check_int("streams", streams, 1, "give the number of parts")
         self.is_bound = streams is not None
@@ -78,29 +76,37 @@ class StreamOrder(Order[StreamSignature]):
         self._dataset, self._workers, self._shared = dataset, num_workers, SharedParts(dataset)
         self._last: StreamEpoch | None = None
         self._warned = False
-        self._check()
-
-    def _check(self) -> None:
-        replicas, _ = self.replicas()
-        if self._given is not None and self._given < replicas:
-            raise ValueError(f"streams is {self._given}, but there are {replicas} ranks, and each needs a part")
+        if streams is not None:
+            self.parts  # noqa: B018 - each rank must have one
 
     @property
-    def sampler(self) -> EpochSetter:
-        """What Lightning tells the epoch. It loads no state where an epoch has ended."""
-        return EpochSetter(self)
+    def sampler(self) -> SimpleNamespace:
+        """Stands where other libraries look for a sampler's ``set_epoch``."""
+        return SimpleNamespace(set_epoch=self._note_epoch)
+
+    def _note_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one. Lightning says so after the first batch, without a length."""
+        ahead, _ = fetched_by_lightning("on_advance_start")
+        begun = self._last
+        if not ahead or begun is None:
+            self.set_epoch(epoch)
+        elif begun.number != epoch:
+            warn(
+                f"Lightning goes on with epoch {epoch}, but it has read the first batch of epoch {begun.number}: "
+                f"it loads no position at the end of an epoch. Give the loader steps_per_epoch="
+            )
 
     # -- parts ----------------------------------------------------------------------------------------------
 
     @property
     def parts(self) -> int:
         """How many parts the data is cut into."""
-        if self._given is not None:
-            return self._given
-        replicas, _ = self.replicas()
-        known = known_parts(self._dataset)
+        replicas, given = self.replicas()[0], self._given
+        if given is not None and given < replicas:
+            raise ValueError(f"streams is {given}, but there are {replicas} ranks, and each needs a part")
+        known = known_parts(self._dataset) if given is None else None
         if known is None:
-            return replicas * max(1, self._workers)
+            return replicas * max(1, self._workers) if given is None else given
         if known < replicas:
             raise ValueError(
                 f"the dataset, {an(type(self._dataset))}, has {known} shards, but there are {replicas} ranks, and each "
@@ -117,7 +123,6 @@ class StreamOrder(Order[StreamSignature]):
         """An epoch begins: what is not known until then is settled."""
         super().settle_replicas()
         self._given = self.parts
-        self._check()
         if self.replicas()[0] > 1 and self.steps is None and not self._warned:
             self._warned = True
             warn(
@@ -204,26 +209,3 @@ class StreamOrder(Order[StreamSignature]):
         self._shared.reached.clear()
         self._last = None
         return changed
-
-
-class EpochSetter:
-    """Stands where other libraries look for a sampler's ``set_epoch``.
-
-    Args:
-        order: whose next epoch it is.
-    """
-
-    def __init__(self, order: StreamOrder) -> None:
-        self._order = order
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that comes next. Lightning says so after the first batch, without a length."""
-        ahead, _ = fetched_by_lightning("on_advance_start")
-        begun = self._order._last
-        if not ahead or begun is None:
-            self._order.set_epoch(epoch)
-        elif begun.number != epoch:
-            warn(
-                f"Lightning goes on with epoch {epoch}, but it has read the first batch of epoch {begun.number}: "
-                f"it loads no position at the end of an epoch. Give the loader steps_per_epoch="
-            )

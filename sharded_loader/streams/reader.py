@@ -182,6 +182,14 @@ def _nothing() -> Any:
     raise StopIteration
 
 
+class EmptyPartError(ValueError):
+    """A part that is to start over has no samples."""
+
+
+Seed = Callable[[int, int], None] | None
+"""Seeds the global generators for a batch, by epoch and ``position``; None: they are not seeded."""
+
+
 class StreamReader(Reader):
     """Makes batches of iterable data.
 
@@ -190,7 +198,7 @@ class StreamReader(Reader):
         several: several parts may be open here at a time, or one for several iterators, and the dataset would mix them
             up. Each then has a copy of the dataset to itself.
         alone: no other thread of this process reads samples.
-        seed: seeds the global generators for a batch, by epoch and ``position``; None: they are not seeded.
+        seed: see `Seed`.
     """
 
     def __init__(
@@ -200,7 +208,7 @@ class StreamReader(Reader):
         notes_samples: bool = False,
         several: bool = True,
         alone: bool = False,
-        seed: Callable[[int, int], None] | None = None,
+        seed: Seed = None,
     ) -> None:
         super().__init__(job, notes_samples=notes_samples, in_bulk=False)
         assert job.stream is not None  # see `reader_for`
@@ -225,6 +233,8 @@ class StreamReader(Reader):
             try:
                 reading.set(at)
                 samples = reader._read_batch(reader._open_at(asked, at), task.shards, at)
+            except EmptyPartError:
+                pass
             finally:
                 reading.set(before)
         if len(samples) != place % size + 1:
@@ -297,7 +307,7 @@ class StreamReader(Reader):
                         ended = not stream.endless
                         if stream.endless:
                             if len(samples) + base == 0:
-                                raise ValueError(
+                                raise EmptyPartError(
                                     f"part {opened.number} of {stream.parts} has no samples, so it cannot start over: "
                                     f"give fewer parts (streams=), or leave steps_per_epoch out"
                                 ) from None
@@ -403,9 +413,7 @@ class StatefulReader(Reader):
     A batch belongs to a lane. If the batch before it was not read here, the dataset gets the state of the task's point.
     """
 
-    def __init__(self, job: Job, *, notes_samples: bool = False) -> None:
-        super().__init__(job, notes_samples=notes_samples)
-        self._at: tuple[int, int, int] | None = None
+    _at: tuple[int, int, int] | None = None  # the batch that the dataset is in front of
 
     def _make_batches(self, at: BatchScope) -> list[Any]:
         part = at.task.part

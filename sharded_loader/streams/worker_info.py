@@ -93,7 +93,7 @@ def tell(part: Part | None, *, alone: bool = False) -> Part | None:
 
 def tell_torch() -> None:
     """Let torch ask here, if it is imported. To be called again when it is imported in the middle of a part."""
-    answer_for_torch(_info_here)
+    answer_for_torch(lambda: None if (part := told()) is None else part.info())
 
 
 def told() -> Part | None:
@@ -105,11 +105,6 @@ def told() -> Part | None:
 
 
 ask_first(lambda: None if (part := told()) is None else part.place)
-
-
-def _info_here() -> Any:
-    part = told()
-    return None if part is None else part.info()
 
 
 def tell_of_worker(number: int, num_workers: int, seed: int, job: Job) -> None:
