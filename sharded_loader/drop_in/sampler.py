@@ -641,7 +641,7 @@ class TorchEpoch(Epoch):
                 self._turns[lane], self._coming, self._drawn, self._is_open = following
             # Some samplers draw at their end. A loop that never asks for a batch after the last one, and a resumed loop
             # that has to, go on alike. Trainers name the epochs of others, and read them in between.
-            if self._is_at_length and not keep_epochs(self._start.sampler):
+            if self._drawn == self._length and items.stateful is None and not keep_epochs(self._start.sampler):
                 try:
                     self._ended = items.is_over()
                 except Exception as error:  # it is the one of the next batch
@@ -650,14 +650,10 @@ class TorchEpoch(Epoch):
                     items.rest = raising(error)
         return self._planned.get(seq)
 
-    @property
-    def _is_at_length(self) -> bool:
-        """As many items were drawn as the sampler has. One with a state may yield more."""
-        return self._drawn == self._length and self._items is not None and self._items.stateful is None
-
     def ends_after(self, delivered: int) -> bool:
-        """True if no batch is left after ``delivered`` ones."""
-        return (self._ended or self._is_at_length) and delivered == self._coming
+        """True if no batch is left after ``delivered`` ones. A sampler with a state may yield more than its length."""
+        is_at_end = self._items is not None and self._items.stateful is None and self._drawn == self._length
+        return (self._ended or is_at_end) and delivered == self._coming
 
     def begin(self) -> None:
         """Start the sampler, unless it has started: it draws now what it draws for its first item."""

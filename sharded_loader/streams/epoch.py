@@ -38,21 +38,18 @@ class SharedParts:
     Attributes:
         dataset: the data.
         reached: of each part, the farthest point that was read.
+        begun: the openings of the epochs that an iterator goes on with. Workers close the parts of older ones.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self.reached: dict[int, PartPoint] = {}
-        self._begun: list[weakref.ref[StreamEpoch]] = []
+        self.begun: dict[weakref.ref[StreamEpoch], int] = {}
 
-    def begun(self, epoch: StreamEpoch) -> None:
+    def begin(self, epoch: StreamEpoch) -> None:
         """An epoch begins: its parts stay open as long as the epoch lives."""
-        self._begun = [*(one for one in self._begun if one() is not None), weakref.ref(epoch)]
-
-    @property
-    def oldest(self) -> int:
-        """The smallest `StreamEpoch.opening` of the epochs that an iterator goes on with. Parts of older ones close."""
-        return min([epoch.opening for one in self._begun if (epoch := one()) is not None], default=0)
+        # A callback in Python would swallow a Ctrl-C that strikes in it.
+        self.begun[weakref.ref(epoch, self.begun.pop)] = epoch.opening
 
 
 class StreamEpoch(Epoch):
@@ -137,7 +134,8 @@ class StreamEpoch(Epoch):
             else:
                 count, part = turns[0]
                 heapq.heapreplace(turns, (count + 1, part))
-            self._planned[coming] = PartBatch(self.opening, self._shared.oldest, part, count, known[part]), None
+            oldest = min(self._shared.begun.values(), default=0)
+            self._planned[coming] = PartBatch(self.opening, oldest, part, count, known[part]), None
             self._line = coming + 1, turns
         return self._planned[seq][0] if seq in self._planned else None
 

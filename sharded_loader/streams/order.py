@@ -145,7 +145,7 @@ class StreamOrder(Order[StreamSignature]):
     def begun(self, epoch: Epoch) -> None:
         """An epoch begins: its parts stay open while an iterator goes on with it, and the next one is behind it."""
         if isinstance(epoch, StreamEpoch):
-            self._shared.begun(epoch)
+            self._shared.begin(epoch)
             self._last = epoch
 
     def _beginning(self, epoch: int, parts: range) -> Position:

@@ -182,6 +182,11 @@ def _nothing() -> Any:
     raise StopIteration
 
 
+_EMPTY = (
+    "part {} of {} has no samples, so it cannot start over: give fewer parts (streams=), or leave steps_per_epoch out"
+)
+
+
 class EmptyPartError(ValueError):
     """A part that is to start over has no samples."""
 
@@ -307,10 +312,7 @@ class StreamReader(Reader):
                         ended = not stream.endless
                         if stream.endless:
                             if len(samples) + base == 0:
-                                raise EmptyPartError(
-                                    f"part {opened.number} of {stream.parts} has no samples, so it cannot start over: "
-                                    f"give fewer parts (streams=), or leave steps_per_epoch out"
-                                ) from None
+                                raise EmptyPartError(_EMPTY.format(opened.number, stream.parts)) from None
                             passes, base = passes + 1, -len(samples)
                             opened.begin(passes)
                             advance = opened.advance
