@@ -3,6 +3,6 @@
 main --> demo       trains a small network (the run itself is in ``sharded_loader.demo``)
      --> doctor
      --> bench      target --> measure
-     --> records, index, diff, replay, report
+     --> records (and ``index``), runs (``diff``, ``replay``, ``report``)
 All of them print through output.
 """

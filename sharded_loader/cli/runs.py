@@ -4,7 +4,7 @@
                                                               --> --save FILE.pt
     diff A.json B.json                     SavedRun.read --> first_difference, other_facts --> lines
 
-    report FILES                           one file: `facts.text_of`; several: `facts.joined`, which names the slow rank
+    report FILES                           one file: `page.text_of`; several: `page.joined`, which names the slow rank
 
     values_of(batch, indices) -> lines     shape, range and odd values of each array or tensor of a batch
 
@@ -14,15 +14,16 @@ run, which one line says. What can go wrong: the module, the state, the step, th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from sharded_loader.cli import output
-from sharded_loader.cli.files import FILE, check_output, force_option, os_errors_in_one_line, read_state, replaced
-from sharded_loader.cli.output import CannotRun
+from sharded_loader.cli.output import FILE, CannotRun, os_errors_in_one_line
 from sharded_loader.cli.target import find_loader, say_error
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ DIFFERENT = 1
     metavar="FILE.pt",
     help="Write indices and batch, for torch.load.",
 )
-@force_option
+@output.force_option
 @output.quiet_option
 def replay(
     loader: str, state: Path | None, step: int, epoch: int | None, save: Path | None, force: bool, quiet: bool
@@ -53,8 +54,8 @@ def replay(
     loader of the run: a ShardedDataLoader, or a DataLoader of sharded_loader.torch. No worker is started.
     """
     if save is not None:
-        check_output(save, force=force)
-    saved = None if state is None else read_state(state)
+        output.check_output(save, force=force)
+    saved = None if state is None else _read_state(state)
     made = find_loader(loader)
     steps: Any = getattr(made, "_known_steps", None)
     if epoch is None and steps is None:
@@ -70,18 +71,30 @@ def replay(
         getattr(made, "close", int)()  # PyTorch's loaders have none
     if isinstance(indices, tuple):  # of an evaluation
         indices, batch = indices[0], batch[0]
-    click.echo(f"step     {place} of epoch {number}")
-    click.echo(f"indices  {', '.join(map(str, indices))}")
+    click.echo(f"step     {place} of epoch {number}\nindices  {', '.join(map(str, indices))}")
     for shard, own, name in _by_shards(made, indices, batch):
         for line in values_of(shard, own, name):
             click.echo(line)
     if save is not None:
         import torch
 
-        with os_errors_in_one_line(save), replaced(save) as (written,):
-            torch.save({"epoch": number, "step": place, "indices": indices, "batch": batch}, written)
+        from sharded_loader.base.system import write_whole
+
+        content = io.BytesIO()
+        torch.save({"epoch": number, "step": place, "indices": indices, "batch": batch}, content)
+        with os_errors_in_one_line(save):
+            write_whole(save, content.getvalue())
         if not quiet:
             click.echo(f"written  {save}")
+
+
+def _read_state(file: Path) -> object:
+    """A state that was saved as JSON, also as a part of a fingerprint. Whether it is one is said where it is loaded."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CannotRun(f"{file} has no JSON ({error}): give a file with json.dumps(loader.state_dict())") from None
+    return content["state"] if isinstance(content, dict) and "fingerprint" in content else content
 
 
 @click.command(short_help="Name the first step in which two runs differ.")
@@ -94,7 +107,7 @@ def diff(one: Path, other: Path, quiet: bool) -> int:
     A.json and B.json have json.dumps(loader.state_dict()), or json.dumps(loader.fingerprint(epoch).as_dict()). With
     --quiet the exit code alone tells whether they differ.
     """
-    from sharded_loader.instruments.fingerprint import SavedRun, first_difference, other_facts
+    from sharded_loader.instruments.check import SavedRun, first_difference, other_facts
 
     try:
         with os_errors_in_one_line(one):
@@ -117,19 +130,18 @@ def report(files: tuple[Path, ...], quiet: bool) -> None:
     Of one file it prints the causes of waiting, stages, workers and slowest samples. Of several files, one for each
     rank of a job, it names the rank that the others wait for, and says why it is slow.
     """
-    from sharded_loader.instruments.facts import joined, text_of
-    from sharded_loader.instruments.page import facts_in
+    from sharded_loader.instruments import page
 
     found = {}
-    for path in files:
-        try:
-            found[str(path)] = facts_in(path.read_text(encoding="utf-8", errors="replace"))
-        except OSError as error:
-            raise CannotRun(f"{path} cannot be read ({error.strerror}): give files that exist") from None
-        except ValueError as error:
-            raise CannotRun(f"{path}: {error}") from None
     try:
-        text = joined(found) if len(found) > 1 else text_of(found[str(files[0])])
+        for path in files:
+            try:
+                found[str(path)] = page.facts_in(path.read_text(encoding="utf-8", errors="replace"))
+            except ValueError as error:
+                raise CannotRun(f"{path}: {error}") from None
+        text = page.joined(found) if len(found) > 1 else page.text_of(*found.values())
+    except OSError as error:
+        raise CannotRun(f"{error.filename} cannot be read ({error.strerror}): give files that exist") from None
     except ValueError as error:
         raise CannotRun(str(error)) from None
     click.echo(text.partition("\n\n")[0] if quiet else text)
@@ -138,7 +150,7 @@ def report(files: tuple[Path, ...], quiet: bool) -> None:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def _by_shards(loader: Any, indices: list[Any], batch: Any) -> list[tuple[Any, list[Any], str]]:
+def _by_shards(loader: Any, indices: list[Any], batch: Any) -> Iterable[tuple[Any, list[Any], str]]:
     """The content, the indices and the name of each shard of a batch, or of the batch that has none."""
     from sharded_loader.engine.messages import Task
 
@@ -150,7 +162,7 @@ def _by_shards(loader: Any, indices: list[Any], batch: Any) -> list[tuple[Any, l
     return [(part, list(own), f"batch[{n}]") for n, (part, own) in enumerate(zip(batch, shards, strict=True))]
 
 
-def values_of(batch: Any, indices: list[Any], name: str = "batch") -> Iterator[str]:
+def values_of(batch: object, indices: list[Any], name: str = "batch") -> Iterator[str]:
     """A line for each array and tensor of a batch: its type, its shape, its range, and samples with odd numbers.
 
     Args:
@@ -184,22 +196,24 @@ def _arrays_of(tree: Any, name: str) -> Iterator[tuple[str, str, np.ndarray[Any,
     """The name, the type and the values of each array and tensor; a list of plain values is one array."""
     import numpy as np
 
-    from sharded_loader.batching.tree import ATOMS, children, field_names, is_dataclass_instance, is_tensor
+    from sharded_loader.batching.tree import ATOMS, children, field_names, is_tensor
 
     parts = None if isinstance(tree, list | tuple) and ATOMS.issuperset(map(type, tree)) else children(tree)
     if parts is None:
+        kind = type(tree).__name__
         if is_tensor(tree):
-            dense = tree.detach().cpu().to_dense()
-            is_short = dense.is_floating_point() and dense.dtype.itemsize < 4  # NumPy lacks some of these
-            yield name, str(tree.dtype), (dense.float() if is_short else dense).numpy()
-        else:
-            array = np.asarray(tree)
-            yield name, str(array.dtype) if array is tree else type(tree).__name__, array
+            kind, tree = str(tree.dtype), tree.detach().cpu().to_dense()
+            is_short = tree.is_floating_point() and tree.dtype.itemsize < 4  # NumPy lacks some of these
+            tree = (tree.float() if is_short else tree).numpy()
+        elif isinstance(tree, np.ndarray):
+            kind = str(tree.dtype)
+        yield name, kind, np.asarray(tree)
         return
-    names = [f"[{place}]" for place in range(len(parts))]
     if isinstance(tree, Mapping):
         names = [f"[{key!r}]" for key in tree.keys()]  # noqa: SIM118 - see `batching.tree`
-    elif is_dataclass_instance(tree):
+    elif isinstance(tree, list | tuple):
+        names = [f"[{place}]" for place in range(len(parts))]
+    else:
         names = [f".{field}" for field in field_names(tree)]
     for end, part in zip(names, parts, strict=True):
         yield from _arrays_of(part, name + end)
