@@ -54,12 +54,7 @@ POOLS = {"inline": "", "process": "", "thread": ", thread_pool=True", "ray": ', 
 @click.argument("dataset", metavar="MODULE:DATASET")
 @click.option("--batch-size", type=click.IntRange(1), default=64, help="Samples per batch.")
 @click.option("--collate", metavar="MODULE:FUNCTION", help="Your collate function. Default: the loader's own.")
-@click.option(
-    "--seconds",
-    type=click.FloatRange(0, min_open=True),
-    default=3.0,
-    help="Time for each row of the table. To find its number of workers takes five times as long.",
-)
+@click.option("--seconds", type=click.FloatRange(0, min_open=True), default=3.0, help="Time for a row of the table.")
 @click.option("--pools", default="inline,thread,process", metavar="LIST", help="inline is the main process.")
 @click.option("--shuffle/--no-shuffle", default=None, help="Read in random order. Default: random if possible.")
 @output.json_option
@@ -67,7 +62,7 @@ POOLS = {"inline": "", "process": "", "thread": ", thread_pool=True", "ray": ', 
 def bench(dataset: str, collate: str | None, pools: str, as_json: bool, quiet: bool, **options: Any) -> int:
     """Measure how fast your dataset is read: inline, by threads and by processes.
 
-    ``num_workers="auto"`` finds how many workers are measured.
+    ``num_workers="auto"`` finds how many workers are measured: this takes five times as long as the row itself.
 
     MODULE:DATASET is an object in a module, or path/to/file.py:DATASET. DATASET is a dataset, or a function that takes
     no arguments and returns one. Datasets with only __iter__ work too.

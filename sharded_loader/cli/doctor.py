@@ -190,30 +190,31 @@ def find(facts: Facts) -> list[Finding]:
     (size, free), (memory, memory_limit) = facts.shm or (0, GIB), facts.free_memory
     limit, kind, torch = facts.descriptors or FEW_DESCRIPTORS, facts.shared_memory, facts.versions.get("torch")
     table = [
-        (facts.torch_error is not None, Finding(True, f"torch cannot be imported: {facts.torch_error}.",
-         "Install torch again in this environment.")),
-        (busy is not None, Finding(False, f"{busy} Workers get what is left.", "Stop programs that you do not need.")),
-        (facts.usable_cores < 2, Finding(facts.cores > 1,
+        (facts.torch_error, True, f"torch cannot be imported: {facts.torch_error}.",
+         "Install torch again in this environment."),
+        (busy, False, f"{busy} Workers get what is left.", "Stop programs that you do not need."),
+        (facts.usable_cores < 2, facts.cores > 1,
          f"Workers and training share {facts.usable_cores:g} of {facts.cores} cores.",
-         "Give more: docker run --cpus 4, resources.limits.cpu in Kubernetes, --cpus-per-task=4 for Slurm, taskset.")),
-        (memory < GIB, Finding(True, f"Only {size_text(memory)} of memory is free ({memory_limit}).",
-         "End other programs, or raise the memory limit of the container.")),
-        (kind is None, Finding(True, f"There is no memory that processes can share: {facts.shared_memory_error}.",
-         f"Allow memfd_create, or enlarge /dev/shm: {SHM}")),
-        (kind == "file", Finding(True, "Batches travel through temporary files, because there is no shared memory.",
-         f"Allow memfd_create in the seccomp profile, or mount /dev/shm: {SHM}")),
-        (kind == "shm" and free < GIB, Finding(True,
-         f"Batches lie in /dev/shm, which has {size_text(size)} ({size_text(free)} free).", f"Enlarge it: {SHM}")),
-        (limit < FEW_DESCRIPTORS, Finding(limit < SCARCE_DESCRIPTORS,
+         "Give more: docker run --cpus 4, resources.limits.cpu in Kubernetes, --cpus-per-task=4 for Slurm, taskset."),
+        (memory < GIB, True, f"Only {size_text(memory)} of memory is free ({memory_limit}).",
+         "End other programs, or raise the memory limit of the container."),
+        (kind is None, True, f"There is no memory that processes can share: {facts.shared_memory_error}.",
+         f"Allow memfd_create, or enlarge /dev/shm: {SHM}"),
+        (kind == "file", True, "Batches travel through temporary files, because there is no shared memory.",
+         f"Allow memfd_create in the seccomp profile, or mount /dev/shm: {SHM}"),
+        (kind == "shm" and free < GIB, True,
+         f"Batches lie in /dev/shm, which has {size_text(size)} ({size_text(free)} free).", f"Enlarge it: {SHM}"),
+        (limit < FEW_DESCRIPTORS, limit < SCARCE_DESCRIPTORS,
          f"A process may open {limit} files at a time, and each worker takes about four.",
-         "Run: ulimit -n 65536. In a container: docker run --ulimit nofile=65536.")),
-        (facts.trial_error is not None, Finding(True, f"A trial with two worker processes failed: {facts.trial_error}.",
-         "Until this is fixed, read with threads: ShardedDataLoader(..., thread_pool=True).")),
-        (facts.nvidia_driver and not facts.gpus and facts.torch_error is None, Finding(True,
+         "Run: ulimit -n 65536. In a container: docker run --ulimit nofile=65536."),
+        (facts.trial_error, True, f"A trial with two worker processes failed: {facts.trial_error}.",
+         "Until this is fixed, read with threads: ShardedDataLoader(..., thread_pool=True)."),
+        (facts.nvidia_driver and not facts.gpus and not facts.torch_error, True,
          f"The machine has an NVIDIA driver, and torch {torch} sees no GPU.",
-         "Install a build of torch for CUDA, and see CUDA_VISIBLE_DEVICES. In a container: docker run --gpus all.")),
+         "Install a build of torch for CUDA, and see CUDA_VISIBLE_DEVICES. In a container: docker run --gpus all."),
     ]  # fmt: skip
-    return sorted((finding for holds, finding in table if holds), key=lambda finding: not finding.is_problem)
+    found = [Finding(is_problem, what, change) for holds, is_problem, what, change in table if holds]
+    return sorted(found, key=lambda finding: not finding.is_problem)
 
 
 def lines(facts: Facts) -> list[tuple[str, str]]:
