@@ -2,7 +2,6 @@
 
     "package.data:train_set" --import--> an object --called, if it is a function or a class--> a dataset
     "package.data:collate"   --import--> a function
-    "train:make_loader"      --import--> a function --called--> a loader
 
 The module is imported under its own name, so that spawned workers find its classes. Its folder comes first in
 ``sys.path`` from then on. What can go wrong: everything that the user's code can do. Each error is one line that says
@@ -46,7 +45,12 @@ def find_dataset(target: str) -> Any:
     is_class = isinstance(data, type)
     is_dataset = not is_class and any(has_own(type(data), name) for name in ("__getitem__", "__iter__"))
     if callable(data) and not is_dataset and (is_class or not takes_two(data)):  # two: it gives a part of iterable data
-        made = _called(data, target, "dataset")
+        try:
+            made = data()
+        except Exception as error:
+            lacks = isinstance(error, TypeError) and "argument" in str(error)
+            advice = ": write a function without arguments that returns the dataset, and name that function" * lacks
+            raise CannotRun(f"calling {target} failed: {_with_line(error)}{advice}") from None
         data = data if isinstance(made, Iterator) and not is_class else made  # a generator function is iterable data
     try:
         data = check_dataset(data)
@@ -78,28 +82,6 @@ def find_function(target: str) -> Callable[..., Any]:
 
         raise CannotRun(f"{target} is {an(type(named))}, not a function: name a function")
     return named  # type: ignore[no-any-return]
-
-
-def find_loader(target: str) -> Any:
-    """The loader that the user has named, as `find_dataset` finds a dataset.
-
-    Args:
-        target: ``module:make_loader`` or ``path/to/file.py:make_loader``: a function without arguments, or a loader.
-
-    Raises:
-        CannotRun: there is none, or the function fails.
-    """
-    from sharded_loader.base.described import an
-
-    made = _find(target, "function that makes a loader")
-    if not hasattr(made, "indices") and callable(made):
-        made = _called(made, target, "loader")
-    if not all(callable(getattr(made, name, None)) for name in ("indices", "batch")):
-        raise CannotRun(
-            f"{target} gives {an(type(made))}, not a loader of this library: return a ShardedDataLoader, or a "
-            f"DataLoader of sharded_loader.torch"
-        )
-    return made
 
 
 def kind_of(dataset: Any) -> str:
@@ -170,19 +152,10 @@ def _import(where: str) -> ModuleType:
         raise CannotRun(f"importing {where} failed: {_with_line(error)}{hint}") from None
 
 
-def _called(named: Callable[[], object], target: str, what: str) -> object:
-    try:
-        return named()
-    except Exception as error:
-        lacks = isinstance(error, TypeError) and "argument" in str(error)
-        hint = f": write a function without arguments that returns the {what}, and name that function" if lacks else ""
-        raise CannotRun(f"calling {target} failed: {_with_line(error)}{hint}") from None
-
-
 def _with_line(error: BaseException) -> str:
     """The error, and the line of the user's code that it comes from."""
     ours = os.path.dirname(__file__)
     frames = traceback.extract_tb(error.__traceback__)
-    frames = [one for one in frames if "importlib" not in one.filename and not one.filename.startswith(ours)]
-    where = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+    theirs = [one for one in frames if "importlib" not in one.filename and not one.filename.startswith(ours)]
+    where = f" ({os.path.basename(theirs[-1].filename)}, line {theirs[-1].lineno})" if theirs else ""
     return say_error(error) + where
