@@ -227,13 +227,12 @@ def quiet_counts(stats: LoaderStats) -> list[str]:
         >>> quiet_counts(LoaderStats(replaced_workers=1, skipped_samples=20))
         ['1 worker replaced', '20 samples skipped or replaced']
     """
-    words = {
-        "worker": (stats.replaced_workers, "replaced"),
-        "sample": (stats.skipped_samples, "skipped or replaced"),
-        "batch": (stats.slow_batches, "too large for shared memory"),
-    }
-    plural = {"batch": "batches"}
-    return [f"{n} {one if n == 1 else plural.get(one, one + 's')} {fate}" for one, (n, fate) in words.items() if n]
+    words = (
+        (stats.replaced_workers, "worker", "workers", "replaced"),
+        (stats.skipped_samples, "sample", "samples", "skipped or replaced"),
+        (stats.slow_batches, "batch", "batches", "too large for shared memory"),
+    )
+    return [f"{count} {one if count == 1 else many} {fate}" for count, one, many, fate in words if count]
 
 
 POOLED = NUMBERS[NUMBERS.index("retries") : NUMBERS.index("slow_batches") + 1] + NUMBERS[-5:]
@@ -243,7 +242,7 @@ COUNTED = tuple(name for name in reversed(NUMBERS) if name not in POOLED[1:])
 """The numbers that are sums over batches. Read in this order in another thread, a part never exceeds its whole."""
 
 KEPT_BATCHES = 1000
-"""The last batches whose times are kept. They are added up 1,000 at a time, in a third of the time."""
+"""The last batches whose times are kept. Those of an epoch are added up 1,000 at a time, in a third of the time."""
 
 _numbers_of = attrgetter(*NUMBERS)
 
@@ -301,11 +300,9 @@ class Counts:
         self.began = began
         self.state: tuple[LoaderStats, list[BatchTimes]] = LoaderStats(), []
 
-    def add_up(self) -> list[BatchTimes]:
-        """Add up the batches that were noted. They are returned."""
-        stats, rows = self.state
-        self.state = with_rows(stats, rows), []  # in one step: another thread may look
-        return rows
+    def add_up(self) -> None:
+        """Add up the batches that were noted."""
+        self.state = with_rows(*self.state), []  # in one step: another thread may look
 
     def report(self, totals: LoaderStats = LoaderStats()) -> LoaderStats:
         """The counts so far. ``totals``: as `Meter.totals` returns them."""
@@ -355,20 +352,20 @@ class Meter(Observer):
         self._sum, self._late = LoaderStats(), Counts()  # of those before them, and what these still add
         self._late.ended = LoaderStats()
         self.looks: str | None = None
-        self._ring: list[BatchTimes] = []  # those that were added up last
+        self._rows: deque[BatchTimes] = deque(maxlen=KEPT_BATCHES)
 
     def counts(self) -> Counts:
         return Counts(self.totals())
 
     def begin(self, epoch: int, counts: Counts) -> None:
         self._last[-1].ended = counts.began
-        self._add_up(self._last[-1])
+        self._last[-1].add_up()
         counts.number = epoch
         self.epochs[epoch] = counts
         self._last.append(counts)
         if len(self._last) > self.KEPT_TIMES:
             old = self._last[-self.KEPT_TIMES - 1]
-            self._add_up(old)
+            old.add_up()
             stats = old.state[0]
             self._sum = sum_of([self._sum, LoaderStats(slowest=stats.slowest, _timed=stats._timed)])
             old.state = dataclasses.replace(stats, _timed=Histograms(), slowest=()), []
@@ -405,21 +402,18 @@ class Meter(Observer):
                 indices = list(chain.from_iterable(map(plain_indices, entry.task.shards)))
                 slow = [SlowSample(indices[at], seconds, entry.task.epoch, row.worker) for at, seconds in row.slow]
                 row.named = tuple(slow)
+            self._rows.append(row)
             counts.state[1].append(row)
             if len(counts.state[1]) >= KEPT_BATCHES:
-                self._add_up(counts)
+                counts.add_up()
         if error is None and entry.task is not None and (self.looks is None or self.mixture is not None):
             self.look(made.batch, counts, entry.task.shards)
         if taken >= self.tune_at:
             self.tune(self, pipeline, taken)
 
-    def _add_up(self, counts: Counts) -> None:
-        self._ring = [*self._ring, *counts.add_up()][-KEPT_BATCHES:]
-
     def rows(self) -> list[BatchTimes]:
         """The last 1,000 batches that were handed out, of all epochs, the oldest first."""
-        rows = [*self._ring, *chain.from_iterable(counts.state[1][:] for counts in tuple(self._last))]
-        rows = sorted(rows, key=attrgetter("taken"))[-KEPT_BATCHES:]
+        rows = list(self._rows)
         times.name_causes(rows)
         return rows
 

@@ -84,7 +84,7 @@ def test_version_and_help_wait_for_nothing_heavy() -> None:
     program = (
         "import sys; from sharded_loader.cli.main import main\n"
         f"codes = [main(['--version']), main([]), *(main([*verb, '--help']) for verb in {VERBS})]\n"
-        "print(codes, [m for m in ('torch', 'numpy', 'psutil', 'rich', 'sklearn', 'multiprocess') if m in sys.modules])"
+        "print(codes, [m for m in ('torch', 'numpy', 'psutil', 'sklearn', 'multiprocess') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
     lines = done.stdout.splitlines()
@@ -92,14 +92,14 @@ def test_version_and_help_wait_for_nothing_heavy() -> None:
     assert lines[-1] == f"{[0] * (2 + len(VERBS))} []"
 
 
-@pytest.mark.parametrize("absent", ["click", "psutil", "rich"])
+@pytest.mark.parametrize("absent", ["click", "psutil"])
 def test_without_a_package_that_the_command_needs_one_line_says_what_to_install(absent: str) -> None:
     program = (
         f"import sys, runpy; sys.modules[{absent!r}] = None\nrunpy.run_module('sharded_loader', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", program, "doctor"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
-    assert done.stderr == "sharded-loader: the command needs click, psutil and rich: pip install click psutil rich\n"
+    assert done.stderr == "sharded-loader: the command needs click and psutil: pip install click psutil\n"
     assert done.stdout == ""
 
 
