@@ -66,16 +66,15 @@ def complain(text: str) -> None:
     click.echo(f"{click.get_current_context().command_path}: {' '.join(text.split())}", err=True)
 
 
-def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table.
 
     Args:
         columns: the headings.
-        rows: the cells, as text.
-        left: how many columns are aligned to the left; the others hold numbers.
+        rows: the cells, as text. All but the first of a row are numbers.
     """
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    form = "  ".join(f"{{:{'<' if place < left else '>'}{width}}}" for place, width in enumerate(widths))
+    form = "  ".join(f"{{:{'>' if place else '<'}{width}}}" for place, width in enumerate(widths))
     for cells in (columns, *rows):
         click.echo(form.format(*cells))
 

@@ -65,7 +65,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_every_verb_has_an_example() -> None:
     verbs = {tuple(word for word in command.split()[1:3] if word.isalpha()) for command, _ in EXAMPLES}
-    records = {("records", verb) for verb in ("pack", "inspect", "index")}
+    records = {("records", verb) for verb in ("pack", "index")}
     assert verbs >= {("doctor",), ("bench",), ("demo",), ("report",), ("diff",), *records}
 
 

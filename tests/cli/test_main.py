@@ -24,7 +24,6 @@ VERBS = [
     ["bench"],
     ["records"],
     ["records", "pack"],
-    ["records", "inspect"],
     ["records", "index"],
     ["diff"],
     ["report"],
@@ -114,7 +113,7 @@ TABLE = ["bench", "keyword:kwlist", "--pools", "inline", "--seconds", "0.01", "-
 @pytest.mark.costly
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["records"], ["records", "inspect", "letters.rec"], pytest.param(TABLE, marks=pytest.mark.slow)],
+    [["--help"], ["records"], ["records", "index", "letters.rec"], pytest.param(TABLE, marks=pytest.mark.slow)],
     ids=" ".join,
 )
 def test_a_closed_pipe_ends_the_command_without_a_traceback(arguments: list[str], tmp_path: Path) -> None:
