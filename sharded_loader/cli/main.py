@@ -67,10 +67,10 @@ def make_command() -> click.Group:
     from sharded_loader.cli.doctor import doctor
     from sharded_loader.cli.output import print_help
     from sharded_loader.cli.records import index_shards, records
-    from sharded_loader.cli.runs import demo, diff, report
+    from sharded_loader.cli.runs import demo, diff
 
     command = click.Group(
-        commands=[demo, doctor, bench, records, report, diff, index_shards],
+        commands=[demo, doctor, bench, records, diff, index_shards],
         callback=print_help,
         invoke_without_command=True,
         help="A data loader for PyTorch: try it, check this machine, measure a dataset, pack files, compare runs.",

@@ -26,7 +26,6 @@ VERBS = [
     ["records", "pack"],
     ["records", "index"],
     ["diff"],
-    ["report"],
 ]
 
 
@@ -59,7 +58,6 @@ def test_the_verbs_are_listed_with_a_sentence() -> None:
         "doctor",
         "index",
         "records",
-        "report",
     ]
     assert [name for name, verb in make_command().commands.items() if not (verb.short_help or "").endswith(".")] == []
 
