@@ -13,8 +13,8 @@ from sharded_loader.batching.default import default_batchify_fn as default_batch
 from sharded_loader.batching.protocol import empty as empty
 from sharded_loader.caching.shared import share as share
 from sharded_loader.caching.store import CacheMismatchError as CacheMismatchError
-from sharded_loader.data.arrays import ArrayDataset as ArrayDataset
 from sharded_loader.data.columns import PackedList as PackedList
+from sharded_loader.data.datasets import ArrayDataset as ArrayDataset
 from sharded_loader.data.datasets import ConcatDataset as ConcatDataset
 from sharded_loader.data.datasets import Dataset as Dataset
 from sharded_loader.data.datasets import SimpleDataset as SimpleDataset
@@ -22,8 +22,10 @@ from sharded_loader.data.datasets import SubsetDataset as SubsetDataset
 from sharded_loader.instruments.report import RankStats as RankStats
 from sharded_loader.instruments.stats import LoaderStats as LoaderStats
 from sharded_loader.loader.loader import ShardedDataLoader as ShardedDataLoader
+from sharded_loader.loader.options import OnError as OnError
+from sharded_loader.loader.options import Placement as Placement
+from sharded_loader.mixing.in_order import ShuffleBuffer as ShuffleBuffer
 from sharded_loader.mixing.interleave import interleave as interleave
-from sharded_loader.mixing.shuffle_buffer import ShuffleBuffer as ShuffleBuffer
 from sharded_loader.mixing.tokens import TokenWindows as TokenWindows
 from sharded_loader.parallel import split_and_load as split_and_load
 from sharded_loader.parallel import split_data as split_data

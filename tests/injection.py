@@ -25,7 +25,7 @@ PUMP = (
         "order.py",
         "messages.py",
     ),
-    *("pool.py", "threads.py", "inline.py", "link.py", "supervised.py", "codec.py", "arena.py"),
+    *("pool.py", "local.py", "link.py", "supervised.py", "codec.py", "arena.py"),
     *("placement.py", "tree.py", "deaths.py", "grouping.py"),
 )
 """The modules of the road, from the iterator to the pool and back."""

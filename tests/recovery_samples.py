@@ -80,24 +80,37 @@ class DiesWhileSending:
         self.fail = fail
 
     def __call__(self, number: int) -> None:
-        from sharded_loader.pools.process.link import RESULTS, make_link
+        from sharded_loader.pools.process.link import RESULTS, Link
 
-        kind: Any = make_link.__globals__["PortableLink" if make_link.__globals__["PORTABLE"] else "Link"]
-        write = kind._write
+        send = Link.send
 
-        def write_half(link: Any, data: memoryview, descriptor: int | None) -> int:
-            half = len(data) // 2
-            if data[:1] != RESULTS:
-                return int(write(link, data, descriptor))
-            end = link._conn.fileno() if hasattr(link, "_conn") else link.waitable
-            if hasattr(link, "_conn"):
-                os.write(end, struct.pack("!i", len(data)))
-            os.write(end, data[:half])
-            self.fail()
-            os.write(end, data[half:])
-            return len(data)
+        def send_half(link: Any, kind: bytes = b"", *message: Any, **more: Any) -> None:
+            if kind == RESULTS:
+                link._socket = HalfSent(link._socket, self.fail)
+            send(link, kind, *message, **more)
 
-        kind._write = write_half
+        Link.send = send_half  # type: ignore[method-assign]
+
+
+class HalfSent:
+    """A socket over which half of what is sent next goes, then the worker fails."""
+
+    def __init__(self, socket: Any, fail: Callable[[], Any]) -> None:
+        self.socket = socket
+        self.fail = fail
+
+    def send(self, data: memoryview, flags: int) -> int:
+        half, conn = len(data) // 2, getattr(self.socket, "conn", None)
+        end = (conn or self.socket).fileno()
+        if conn is not None:
+            os.write(end, struct.pack("!i", len(data)))
+        os.write(end, data[:half])
+        self.fail()
+        os.write(end, data[half:])
+        return len(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.socket, name)
 
 
 def loader_arguments(where: str, fail: Callable[[], Any]) -> dict[str, Any]:

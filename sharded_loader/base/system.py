@@ -91,18 +91,11 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def _open_memfd(label: str) -> tuple[int, None]:
-    try:
-        return os.memfd_create(label, os.MFD_CLOEXEC), None
-    except AttributeError as error:  # not Linux
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from error
+    return os.memfd_create(label, os.MFD_CLOEXEC), None
 
 
 def _open_shm(label: str) -> tuple[int, str]:
-    try:
-        shared = posix_shared_memory()
-    except ImportError as error:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from error
-    name = f"/{label}-{os.getpid()}-{os.urandom(8).hex()}"
+    shared, name = posix_shared_memory(), f"/{label}-{os.getpid()}-{os.urandom(8).hex()}"
     try:
         fd: int = shared.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
     finally:  # also when a Ctrl-C comes in between
@@ -135,6 +128,8 @@ def open_memory(label: str, kind: str | None = None) -> tuple[int, str | None]:
         if kind in (None, name):
             try:
                 return opener(label)
+            except (AttributeError, ImportError):  # this system has no such call
+                last = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
             except OSError as error:
                 if error.errno in NO_DESCRIPTORS:
                     raise

@@ -51,8 +51,7 @@ from sharded_loader.engine.grouping import Grouping
 from sharded_loader.engine.messages import NOTHING, BatchTimes, NewJob, Result, Task, unpack_result
 from sharded_loader.engine.pool import PoolBroken, WorkerPool
 from sharded_loader.memory.arena import RecentSizes
-from sharded_loader.memory.codec import SetApart, classes_of_main, is_findable
-from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.memory.codec import SetApart, classes_of_main, decode_error, is_findable
 from sharded_loader.memory.publish import script_by_value
 from sharded_loader.pools.deaths import Death, Deaths, Watch
 

@@ -32,10 +32,18 @@ from sharded_loader.base.system import is_on, write_to_stderr
 from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board, phase
 from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pack_reply, pack_result, task_of
 from sharded_loader.engine.reader import Reader, plain_indices
-from sharded_loader.memory.codec import Array, Encoded, End, Moving, SetApart, SlotWriter, encode, set_apart
-from sharded_loader.memory.exceptions import encode_error
-from sharded_loader.randomness.global_generators import seed_as_torch, seed_globals, seeded_globals
-from sharded_loader.randomness.rng import derive_key
+from sharded_loader.memory.codec import (
+    Array,
+    Encoded,
+    End,
+    Moving,
+    SetApart,
+    SlotWriter,
+    encode,
+    encode_error,
+    set_apart,
+)
+from sharded_loader.randomness.rng import derive_key, seed_as_torch, seed_globals, seeded_globals
 
 
 def reader_for(

@@ -40,8 +40,8 @@ from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import is_thread_of_others
 from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.memory import publish
+from sharded_loader.memory.arena import Leases
 from sharded_loader.memory.codec import APART, SIZE, Array
-from sharded_loader.memory.leases import Leases
 
 CLIENT = "ray://"
 

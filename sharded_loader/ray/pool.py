@@ -39,8 +39,7 @@ from sharded_loader.engine.grouping import HELD, Grouping
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
 from sharded_loader.engine.pool import PoolBroken, check_timeout
 from sharded_loader.memory.arena import Register
-from sharded_loader.memory.codec import decode
-from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.memory.codec import decode, decode_error
 from sharded_loader.pools.supervised import SupervisedPool, fields_of
 from sharded_loader.ray import cluster
 from sharded_loader.ray.actor import Begun, Group

@@ -92,8 +92,8 @@ def test_too_many_descriptors_on_their_way_are_sent_later(monkeypatch: pytest.Mo
 def test_a_worker_that_may_open_nothing_from_the_start_lives_and_reads() -> None:
     """The pipe that ends it with the trainer cannot be taken either: that is no reason to end."""
     ours, theirs = multiprocess.Pipe(duplex=True)
-    trainer = link.make_link(ours)
-    end = link.make_link(theirs, blocks=True)
+    trainer = Link(ours)
+    end = Link(theirs, blocks=True)
     reader = worker.WorkerThreads(end, 0, 1)
     read, write = os.pipe()
     try:

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from sharded_loader.engine.messages import Reply, Result, Task
-from sharded_loader.memory.codec import encode
-from sharded_loader.memory.exceptions import encode_error
+from sharded_loader.memory.codec import encode, encode_error
 from sharded_loader.pools.supervised import decode_result, fields_of
 
 

@@ -26,7 +26,7 @@ Both ends are a `Link`. That of the worker blocks. That of the main process must
 400 KB through one duplex pipe wait for each other for ever. What cannot be sent now waits in `outbox`, and what has
 come in part waits in the link until the rest is there.
 
-`PortableLink` sends the same bytes through a ``Connection``: on Windows, where a pipe has no descriptor that could be
+`PortableSocket` sends the same bytes through a ``Connection``: on Windows, where a pipe has no descriptor that could be
 made non-blocking, and wherever there is no ``poll``. Its sends block until the worker's receiver thread has taken them,
 which is soon: that thread does nothing else. ``SHARDED_LOADER_PORTABLE=1`` chooses it anywhere. It passes no
 descriptors: memory has a name then (`memory.segments`).
@@ -102,8 +102,16 @@ def send_descriptors(end: socket.socket, data: bytes | memoryview, descriptors: 
     return end.sendmsg([data], [rights] if descriptors else [], NO_SIGNAL)
 
 
+def _taken_over(conn: Any, blocks: bool) -> socket.socket:
+    """The socket of a ``Connection``."""
+    end = socket.socket(fileno=os.dup(conn.fileno()))
+    conn.close()
+    end.setblocking(blocks)  # whatever the user's socket.setdefaulttimeout says
+    return end
+
+
 class Link:
-    """One end of the pipe to a worker, over a socket.
+    """One end of the pipe to a worker.
 
     Args:
         conn: the end of the pipe, which it takes over.
@@ -132,18 +140,13 @@ class Link:
         self._parser = _parse(self.inbox)
         self._wanted = next(self._parser)
         self._descriptors: deque[int] = deque()
-        self._open(conn)
+        self._socket: Any = PortableSocket(conn, blocks) if PORTABLE else _taken_over(conn, blocks)
         Link.live.add(self)
-
-    def _open(self, conn: Any) -> None:
-        self._socket = socket.socket(fileno=os.dup(conn.fileno()))
-        conn.close()
-        self._socket.setblocking(self._blocks)  # whatever the user's socket.setdefaulttimeout says
 
     @property
     def waitable(self) -> Any:
         """What `Poller` watches."""
-        return self._socket.fileno()
+        return self._socket.conn if PORTABLE else self._socket.fileno()
 
     def send(
         self,
@@ -172,11 +175,16 @@ class Link:
             head = _HEAD.pack(kind, run, seq, len(table), len(content))
             # One write for all: two would be two system calls and wake the other end twice.
             outbox.append((memoryview(b"".join([head, *table, content])), descriptor))
-            outbox.extend((buffer.cast("B"), None) for buffer in buffers if buffer.nbytes)
+            for buffer in buffers:
+                if buffer.nbytes:
+                    outbox.append((buffer.cast("B"), None))
         while outbox:
             data, descriptor = outbox[0]
             try:
-                count = self._write(data, descriptor)
+                if descriptor is None:
+                    count = self._socket.send(data, NO_SIGNAL)
+                else:
+                    count = send_descriptors(self._socket, data, [descriptor])
             except BlockingIOError:
                 break
             except OSError as error:
@@ -188,12 +196,6 @@ class Link:
                 outbox.popleft()
             else:
                 outbox[0] = data[count:], None
-
-    def _write(self, data: memoryview, descriptor: int | None) -> int:
-        """Write some of the data; how many bytes."""
-        if descriptor is None:
-            return self._socket.send(data, NO_SIGNAL)
-        return send_descriptors(self._socket, data, [descriptor])
 
     def send_segment(self, segment: Segment, kind: bytes = SEGMENT, number: int | None = None) -> None:
         """Let the worker know a segment; ``number`` instead of the segment's own."""
@@ -230,8 +232,10 @@ class Link:
 
     def _read(self, target: memoryview) -> int:
         """Read what is there into the target; how many bytes."""
-        if not self._blocks:
-            return self._socket.recv_into(target)
+        count: int
+        if PORTABLE or not self._blocks:
+            count = self._socket.recv_into(target)
+            return count
         # On Linux the rest behind a descriptor is another read.
         count, ancillary, flags, _ = self._socket.recvmsg_into([target], socket.CMSG_SPACE(4))
         for _, _, data in ancillary:
@@ -287,38 +291,35 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_all)
 
 
-class PortableLink(Link):
-    """A link over a ``Connection``."""
+class PortableSocket:
+    """As much of a socket as `Link` needs, over a ``Connection``.
 
-    def _open(self, conn: Any) -> None:
-        self._conn = conn
-        self._rest = memoryview(b"")
+    Args:
+        conn: the end of the pipe, which it takes over.
+        blocks: see `Link`.
+    """
 
-    @property
-    def waitable(self) -> Any:
-        return self._conn
+    def __init__(self, conn: Any, blocks: bool) -> None:
+        self.conn, self._blocks, self._rest = conn, blocks, memoryview(b"")
 
-    def _write(self, data: memoryview, descriptor: int | None) -> int:
-        self._conn.send_bytes(data)
+    def send(self, data: memoryview, flags: int) -> int:
+        """Send all of the data."""
+        self.conn.send_bytes(data)
         return data.nbytes
 
-    def _read(self, target: memoryview) -> int:
+    def recv_into(self, target: memoryview) -> int:
+        """What is there, as far as there is room."""
         if not self._rest:
-            if not self._blocks and not self._conn.poll():
+            if not self._blocks and not self.conn.poll():
                 raise BlockingIOError
-            self._rest = memoryview(self._conn.recv_bytes())
+            self._rest = memoryview(self.conn.recv_bytes())
         count = min(self._rest.nbytes, target.nbytes)
         target[:count], self._rest = self._rest[:count], self._rest[count:]
         return count
 
     def close(self) -> None:
-        Link.live.discard(self)
-        self._conn.close()
-
-
-def make_link(conn: Any, *, blocks: bool = False) -> Link:
-    """An end of the pipe over ``conn``, which it takes over; see `Link`."""
-    return (PortableLink if PORTABLE else Link)(conn, blocks=blocks)
+        """Close the connection."""
+        self.conn.close()
 
 
 class Poller:
@@ -356,12 +357,12 @@ class Poller:
             # At most 63 handles on Windows: of many workers the end shows as end-of-file alone.
             if sys.platform != "win32" or len(watched) + len(self._sentinels) <= 63:
                 watched += self._sentinels
-            found: Sequence[Any] = connection.wait(watched, timeout)
+            found: Sequence[Any] = [(one, 0) for one in connection.wait(watched, timeout)]
         else:
             for number, worker in self._by_waitable.items():
                 self._poller.modify(number, select.POLLIN | (select.POLLOUT if worker.link.outbox else 0))
-            found = [number for number, _ in self._poller.poll(None if timeout is None else 1000 * timeout)]
-        for one in found:
+            found = self._poller.poll(None if timeout is None else 1000 * timeout)
+        for one, _ in found:
             if one in self._by_waitable:
                 ready.append(self._by_waitable[one])
             elif one in self._sentinels:

@@ -47,8 +47,7 @@ from sharded_loader.engine.grouping import HELD, Grouping
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
 from sharded_loader.engine.pool import check_num_workers
 from sharded_loader.memory.arena import Arena, RecentSizes, Register
-from sharded_loader.memory.codec import decode
-from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.memory.codec import decode, decode_error
 from sharded_loader.memory.segments import chosen_backend
 from sharded_loader.pools.deaths import too_large
 from sharded_loader.pools.process.link import FAILED, FLUSH, GROWN, READY, RESULTS, TASKS, Poller

@@ -43,7 +43,7 @@ from sharded_loader.memory.publish import Inherited
 from sharded_loader.memory.segments import Segment, Slot, create
 from sharded_loader.pools.deaths import Death
 from sharded_loader.pools.process import start
-from sharded_loader.pools.process.link import BOARD, CANCEL, JOB, LEAVE, STACKS, Link, make_link
+from sharded_loader.pools.process.link import BOARD, CANCEL, JOB, LEAVE, STACKS, Link
 from sharded_loader.pools.process.worker import STACKS_SIGNAL, find_libraries
 from sharded_loader.pools.process.worker import main as work
 from sharded_loader.pools.supervised import Transport, Worker
@@ -357,7 +357,7 @@ class ProcessTransport(Transport[ProcessWorker]):
             self.template = start.Template(new)
         # A pipe for every try: a template that is killed may have forked a worker before, which holds its end.
         ours, theirs = multiprocess.Pipe(duplex=True)
-        link = make_link(ours)
+        link = Link(ours)
         try:
             if self.template is not None:
                 return self.template.fork(number, self.num_workers, theirs), link

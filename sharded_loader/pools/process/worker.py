@@ -46,7 +46,7 @@ from sharded_loader.engine.messages import NewJob
 from sharded_loader.memory.codec import Array, decode
 from sharded_loader.memory.segments import attach
 from sharded_loader.pools.process import link as wire
-from sharded_loader.pools.process.link import Link, Message, make_link
+from sharded_loader.pools.process.link import Link, Message
 from sharded_loader.pools.task_reader import TaskReader, write_stacks
 
 try:
@@ -274,7 +274,7 @@ def main(
         limited: libraries have been limited to one thread, before any was loaded.
         held: the other end of the process object's sentinel, if the worker knows it.
     """
-    link = make_link(conn, blocks=True)
+    link = Link(conn, blocks=True)
     if held is not None:
         close_in_children(held)
     end_compiling()

@@ -10,7 +10,7 @@ import time
 import multiprocess
 import pytest
 
-from sharded_loader.pools.process.link import make_link
+from sharded_loader.pools.process.link import Link
 from sharded_loader.pools.process.worker import close_in_children, die_with
 
 # -- Linux ----------------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def test_what_the_trainer_watches_is_closed_in_the_children_of_a_worker() -> Non
     pid = os.fork()
     if pid == 0:
         ours.close()
-        link = make_link(theirs, blocks=True)
+        link = Link(theirs, blocks=True)
         end = link.waitable
         close_in_children(held)
         child = os.fork()

@@ -13,21 +13,21 @@ import multiprocess
 import numpy as np
 import pytest
 
-from sharded_loader.pools.process.link import BOARD, CANCEL, CHUNK, RESULTS, SEGMENT, Link, Poller, PortableLink
+from sharded_loader.pools.process import link as module
+from sharded_loader.pools.process.link import BOARD, CANCEL, CHUNK, RESULTS, SEGMENT, Link, Poller
 
-LINKS = [Link, PortableLink] if hasattr(os, "fork") else [PortableLink]
 
-
-def pipe(kind: type[Link]) -> tuple[Link, Link]:
+def pipe() -> tuple[Link, Link]:
     """Both ends: the main process's, and the worker's."""
     ours, theirs = multiprocess.Pipe()
-    return kind(ours), kind(theirs, blocks=True)
+    return Link(ours), Link(theirs, blocks=True)
 
 
-@pytest.fixture(params=LINKS)
-def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Link, Link]]:
+@pytest.fixture(params=["socket", "portable"] if hasattr(os, "fork") else ["portable"])
+def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Link, Link]]:
     """Both ends of a pipe."""
-    link, theirs = pipe(request.param)
+    monkeypatch.setattr(module, "PORTABLE", request.param == "portable")
+    link, theirs = pipe()
     yield link, theirs
     link.close()
     theirs.close()
@@ -57,7 +57,7 @@ def test_a_message_arrives_with_its_buffers_in_order(ends: tuple[Link, Link]) ->
 
 @pytest.mark.skipif(not hasattr(socket, "recv_fds"), reason="descriptors are passed on POSIX only")
 def test_descriptors_come_with_their_messages_however_many_are_read_at_once() -> None:
-    ours, theirs = pipe(Link)
+    ours, theirs = pipe()
     pipes = [os.pipe(), os.pipe()]
     ours.send(CANCEL, 1)
     for number, (_, writer) in enumerate(pipes):
@@ -77,7 +77,7 @@ def test_descriptors_come_with_their_messages_however_many_are_read_at_once() ->
 
 def test_a_segment_is_known_by_its_name_or_by_a_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[bytes, int, int, bytes, bool]] = []
-    link = PortableLink(None)
+    link, theirs = pipe()
 
     def send(kind: bytes, run: int, seq: int, content: bytes, descriptor: int | None = None) -> None:
         sent.append((kind, run, seq, content, descriptor is not None))
@@ -86,6 +86,8 @@ def test_a_segment_is_known_by_its_name_or_by_a_descriptor(monkeypatch: pytest.M
     link.send_segment(SimpleNamespace(number=3, nbytes=4096, name=None, fd=9))  # type: ignore[arg-type]
     link.send_segment(SimpleNamespace(number=3, nbytes=64, name="/x", fd=9), BOARD, 5)  # type: ignore[arg-type]
     assert sent == [(SEGMENT, 3, 4096, b"", True), (BOARD, 5, 64, b"/x", False)]
+    link.close()
+    theirs.close()
 
 
 SIZES = [0, 1, CHUNK // 2, CHUNK - 8, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
@@ -131,9 +133,9 @@ def test_what_was_received_may_be_written_to(ends: tuple[Link, Link]) -> None:
     assert array.tobytes() == b"bcde"
 
 
-@pytest.mark.skipif(Link not in LINKS, reason="needs a socket that does not block")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a socket that does not block")
 def test_what_the_pipe_does_not_take_waits_in_the_outbox_and_goes_later() -> None:
-    link, theirs = pipe(Link)
+    link, theirs = pipe()
     large = os.urandom(4 << 20)
     link.send(RESULTS, content=b"first", buffers=[memoryview(large)])
     link.send(RESULTS, content=b"second")
@@ -163,7 +165,7 @@ class Handle:
     """What `Poller` needs of a worker."""
 
     def __init__(self) -> None:
-        self.link, self.theirs = pipe(LINKS[0])
+        self.link, self.theirs = pipe()
         self.end, self._alive = multiprocess.Pipe(duplex=False)
         self.sentinel = self.end.fileno()
 
@@ -183,7 +185,7 @@ def workers() -> Iterator[list[Handle]]:
         worker.close()
 
 
-@pytest.mark.skipif(Link not in LINKS, reason="sentinels are workers there")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="sentinels are workers there")
 def test_a_poller_tells_who_is_ready_who_has_ended_and_when_it_is_woken(workers: list[Handle]) -> None:
     waker, bell = multiprocess.Pipe(duplex=False)
     poller = Poller(workers, waker)
@@ -200,7 +202,7 @@ def test_a_poller_tells_who_is_ready_who_has_ended_and_when_it_is_woken(workers:
     bell.close()
 
 
-@pytest.mark.skipif(Link not in LINKS, reason="needs a socket that does not block")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a socket that does not block")
 def test_a_poller_tells_when_more_can_be_sent(workers: list[Handle]) -> None:
     waker, bell = multiprocess.Pipe(duplex=False)
     poller, (worker, _) = Poller(workers, waker), workers

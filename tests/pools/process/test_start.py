@@ -82,17 +82,17 @@ def test_if_the_template_is_gone_the_worker_is_forked_directly(monkeypatch: pyte
 def test_what_a_worker_is_sent_first(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The board, then the lifeline, then the word that a forked worker waits for."""
     sent: list[bytes] = []
-    make_link = transport.make_link
+    make = transport.Link
 
     def watched(conn: Any) -> Any:
-        link = make_link(conn)
+        link = make(conn)
         send = link.send
         monkeypatch.setattr(
             link, "send", lambda head, *args, **more: (sent.append(head[:1]), send(head, *args, **more)), raising=False
         )
         return link
 
-    monkeypatch.setattr(transport, "make_link", watched)
+    monkeypatch.setattr(transport, "Link", watched)
     owner = ProcessTransport(1, method, None)
     owner.open()
     owner.workers.append(owner.launch(0, NewJob(Job(range(3), None, 0), None)))

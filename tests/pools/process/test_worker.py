@@ -15,12 +15,11 @@ import pytest
 
 from sharded_loader.engine.board import IDLE, SAMPLE
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
-from sharded_loader.memory.codec import encode
-from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.memory.codec import decode_error, encode
 from sharded_loader.memory.segments import Slot
 from sharded_loader.pools import task_reader
 from sharded_loader.pools.process import link
-from sharded_loader.pools.process.link import make_link
+from sharded_loader.pools.process.link import Link
 from sharded_loader.pools.process.worker import WorkerThreads
 from sharded_loader.pools.supervised import decode_result
 
@@ -47,7 +46,7 @@ class Trainer:
 
     def __init__(self, job: Job | None = None) -> None:
         ours, theirs = multiprocess.Pipe()
-        self.link, self._theirs = make_link(ours, blocks=True), make_link(theirs, blocks=True)
+        self.link, self._theirs = Link(ours, blocks=True), Link(theirs, blocks=True)
         self.worker = WorkerThreads(self._theirs, 4, 5)
         self.worker._finished.set()  # otherwise the end of the pipe may end this process
         new_job = None if job is None else NewJob(job, None)

@@ -11,8 +11,7 @@ import pytest
 from sharded_loader import ShardedDataLoader
 from sharded_loader.engine.board import IDLE
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
-from sharded_loader.memory.codec import decode, encode
-from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.memory.codec import decode, decode_error, encode
 from sharded_loader.pools import task_reader
 from sharded_loader.pools.supervised import decode_result
 from sharded_loader.ray import actor
