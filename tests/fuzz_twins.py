@@ -23,7 +23,7 @@ from typing import Any
 
 from sharded_loader import InlinePool, interleave
 from sharded_loader.torch import DataLoader
-from tests import fuzz_cases, stream_samples
+from tests import conftest, fuzz_cases, stream_samples
 from tests.fuzz_faults import Disturbed, allowed_bytes
 from tests.fuzz_steps import DONE, Case, Difference, Pair, frozen
 
@@ -130,7 +130,7 @@ class Twins(Disturbed):
             rolls_over = self.streams and self.last_batch == "rollover"  # iterable data has only the others
             options |= {} if order.batches or rolls_over else {"last_batch": self.last_batch}
             given = self.give_workers(method, workers) | self.draw_prefetch()
-            kind, without = made, {"pool": InlinePool()}
+            kind, without = conftest.made, {"pool": InlinePool()}
         self.counts[f"loaders, {method}, {kind.__name__}"] += 1
         self.steps.append(f"loader: {given} {options}")
         twin = kind(self.make_dataset(twin=True), **copy.deepcopy(options), **without)
