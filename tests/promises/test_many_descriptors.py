@@ -100,20 +100,20 @@ def no_thread(*_: Any) -> None:
     raise RuntimeError("can't start new thread")
 
 
-@pytest.mark.parametrize(("owner", "method"), [(threading.Thread, "start"), (worker.WorkerThreads, "open_shared")])
+@pytest.mark.parametrize(("owner", "method"), [(threading.Thread, "start"), (worker.WorkerThreads, "_open_shared")])
 @pytest.mark.filterwarnings("ignore:8 worker processes share")
 @pytest.mark.slow
-def test_of_many_workers_that_cannot_start_one_is_heard(owner: type, method: str) -> None:
+def test_workers_that_cannot_start_write_why(owner: type, method: str) -> None:
     """In the main thread; in the receiver thread, before there is a job."""
 
     def work() -> object:
         setattr(owner, method, no_thread)
         error, written = start(ProcessPool(8, start_method="fork"))
-        assert "it raised RuntimeError: can't start new thread" in error and "in no_thread" in error, error
-        assert written.count("RuntimeError: can't") == written.count("Traceback") == 1, written
-        return "heard once"
+        assert "died while it started" in error and "its own output on stderr may say more" in error, error
+        assert "RuntimeError: can't start new thread" in written and "in no_thread" in written, written
+        return "heard"
 
-    assert in_child(work) == "heard once"
+    assert in_child(work) == "heard"
 
 
 def test_a_worker_that_cannot_start_once_is_replaced(tmp_path: Path) -> None:
@@ -137,15 +137,14 @@ def test_a_worker_that_cannot_start_once_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_of_many_spawned_workers_that_lack_a_library_one_is_heard(tmp_path: Path) -> None:
+def test_spawned_workers_that_lack_a_library_write_which(tmp_path: Path) -> None:
     (tmp_path / "broken" / "numpy").mkdir(parents=True)
     (tmp_path / "broken" / "numpy" / "__init__.py").write_text("raise ImportError('no such symbol')\n")
 
     def work() -> object:
         sys.path.insert(0, str(tmp_path / "broken"))  # of this process NumPy is imported
         error, written = start(ProcessPool(4, start_method="spawn"))
-        assert "it raised ImportError: no such symbol" in error, error
-        assert written.count("ImportError: no such") == written.count("Traceback") == 1, written
-        return "heard once"
+        assert "died while it started" in error and "ImportError: no such symbol" in written, (error, written)
+        return "heard"
 
-    assert in_child(work) == "heard once"
+    assert in_child(work) == "heard"

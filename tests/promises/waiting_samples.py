@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from failures import hangs_with_the_gil
-
 
 class Waits:
     """Sample 5 waits until somebody has made the file."""
@@ -43,24 +41,6 @@ class Collates:
 def wait_for(file: Path) -> None:
     while not file.exists():
         time.sleep(0.005)
-
-
-class Hangs(Waits):
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            hangs_with_the_gil()
-        return index
-
-
-class HangsInStart:
-    """Makes the file, and then holds the GIL, in ``worker_init_fn``."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __call__(self, number: int) -> None:
-        self.file.touch()
-        hangs_with_the_gil()
 
 
 class Starts:
