@@ -24,10 +24,11 @@ _HOMES = {
     "batching.protocol": "empty",
     "data.columns": "PackedList",
     "data.datasets": "ArrayDataset ConcatDataset Dataset SimpleDataset SubsetDataset",
+    "mixing.in_order": "ShuffleBuffer",
     "mixing.interleave": "interleave",
-    "mixing.shuffle_buffer": "ShuffleBuffer",
     "mixing.tokens": "TokenWindows",
     "loader.loader": "ShardedDataLoader",
+    "loader.options": "OnError Placement",
     "instruments.report": "RankStats",
     "instruments.stats": "LoaderStats",
     "caching.shared": "share",
@@ -61,10 +62,10 @@ PROVIDED = {
     ("methods", "instruments"): "sharded_loader.instruments.report:Instruments",
     ("num_workers", "auto"): "sharded_loader.instruments.auto:Tuner",
     ("observer", "instruments"): "sharded_loader.instruments.stats:Meter",
-    ("pool on devices", "resident"): "sharded_loader.resident.pool:make_resident",
+    ("pool on devices", "resident"): "sharded_loader.resident:make_resident",
     ("pool", "ray"): "sharded_loader.ray.pool:RayPool",
-    ("sampler", "costs"): "sharded_loader.samplers.costs:CostSampler",
-    ("sampler", "mixture"): "sharded_loader.mixing.sampler:sampler_of",
+    ("sampler", "costs"): "sharded_loader.samplers.index_samplers:CostSampler",
+    ("sampler", "mixture"): "sharded_loader.mixing.interleave:sampler_of",
 }
 """Objects of the satellites that the core looks up by kind and name, instead of importing them: `base.imports`."""
 

@@ -22,8 +22,10 @@ from sharded_loader.data.datasets import SubsetDataset as SubsetDataset
 from sharded_loader.instruments.report import RankStats as RankStats
 from sharded_loader.instruments.stats import LoaderStats as LoaderStats
 from sharded_loader.loader.loader import ShardedDataLoader as ShardedDataLoader
+from sharded_loader.loader.options import OnError as OnError
+from sharded_loader.loader.options import Placement as Placement
+from sharded_loader.mixing.in_order import ShuffleBuffer as ShuffleBuffer
 from sharded_loader.mixing.interleave import interleave as interleave
-from sharded_loader.mixing.shuffle_buffer import ShuffleBuffer as ShuffleBuffer
 from sharded_loader.mixing.tokens import TokenWindows as TokenWindows
 from sharded_loader.parallel import split_and_load as split_and_load
 from sharded_loader.parallel import split_data as split_data

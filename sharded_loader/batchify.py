@@ -33,7 +33,7 @@ from sharded_loader.batching.protocol import (
     in_fields,
     some,
 )
-from sharded_loader.samplers.pack import Pack
+from sharded_loader.samplers.packing import Pack
 
 __all__ = ["Dict", "List", "NamedTuple", "Pack", "Pad", "Stack", "Tuple", "default_batchify_fn"]
 

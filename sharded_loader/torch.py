@@ -36,7 +36,7 @@ from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSa
 from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, TorchSteps, at_named_epoch, parts_of
 from sharded_loader.drop_in.workers import check_arguments, check_data, job_of, make_pool
 from sharded_loader.engine.epoch_requests import EpochRequests
-from sharded_loader.engine.messages import NOTHING, Job, OnError, Task
+from sharded_loader.engine.messages import NOTHING, ErrorAction, Job, Task
 from sharded_loader.engine.run import Entry
 from sharded_loader.engine.split import Split
 from sharded_loader.instruments.auto import Tuner
@@ -44,13 +44,13 @@ from sharded_loader.instruments.check import LoaderCheck, check_loader
 from sharded_loader.instruments.fingerprint import Fingerprint, fingerprint_of_epoch
 from sharded_loader.instruments.report import Instruments
 from sharded_loader.instruments.stats import Meter
-from sharded_loader.loader.arguments import check_max_skipped, length, make_split, number_of_workers
-from sharded_loader.loader.iterator import Batch
+from sharded_loader.loader.arguments import action_and_limit, length, make_split, number_of_workers
 from sharded_loader.loader.lookup import shown_indices
+from sharded_loader.loader.options import Batch, OnError
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
 from sharded_loader.sampling.base import nested, tell_epoch
-from sharded_loader.sampling.foreign import len_epoch
-from sharded_loader.sampling.order import text_if_ranks_repeat, warn_of_done_steps
+from sharded_loader.sampling.foreign import len_epoch, text_if_ranks_repeat
+from sharded_loader.sampling.order import warn_of_done_steps
 from sharded_loader.sampling.state import steps_to_skip
 from sharded_loader.sampling.tables import StepCount, check_skip, merged
 from sharded_loader.streams.order import NO_SKIP
@@ -133,7 +133,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         pin_memory_device: str = "",
         in_order: bool = True,
         seed: int | None = None,
-        on_error: OnError = "raise",
+        on_error: ErrorAction | OnError = "raise",
         max_skipped: int | None = None,
         device: Any = None,
         devices: Any = None,
@@ -152,8 +152,10 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         if not hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):  # an array that has a shape
             dataset = as_dataset(dataset, "DataLoader", needs_length=sampler is None and batch_sampler is None)
         is_auto, workers = number_of_workers(num_workers)
-        self.seed, self.on_error = seed, on_error
-        self.max_skipped = check_max_skipped(max_skipped, on_error)
+        self.seed = seed
+        self.on_error, self.max_skipped = action_and_limit(
+            on_error if max_skipped is None else OnError(on_error, max_skipped)  # type: ignore[arg-type]
+        )
         self._meter = Meter(dataset, self.max_skipped)
         self._tuner = Tuner().follow(self._meter) if is_auto else None  # it finds the number of workers
         self.device, self.devices, self.num_shards = device, devices, num_shards

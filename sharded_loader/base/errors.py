@@ -95,7 +95,7 @@ class WorkerTimeoutError(_WithFacts, TimeoutError):
 
 
 class TooManySkippedError(RuntimeError):
-    """``on_error`` has skipped or replaced more than ``max_skipped`` samples of an epoch.
+    """``on_error`` has skipped or replaced more samples of an epoch than the limit of `OnError`.
 
     Raised in the place of the batch. The ``__cause__`` is the error of the last sample.
 
@@ -109,9 +109,9 @@ class TooManySkippedError(RuntimeError):
 
     def __init__(self, skipped: int, limit: int, where: str, index: Any, error: BaseException) -> None:
         super().__init__(
-            f"on_error has skipped or replaced {skipped} samples of this epoch, and max_skipped is {limit}. The last "
+            f"on_error has skipped or replaced {skipped} samples of this epoch, and the limit is {limit}. The last "
             f"is sample {index!r} in {where}; its {type(error).__name__} is the cause above. Look at loader.skipped. "
-            f"If you expect as many, raise max_skipped"
+            f"If you expect as many, raise the limit: on_error=OnError(..., limit=)"
         )
         self.skipped = skipped
         self.__cause__ = error

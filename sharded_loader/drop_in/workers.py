@@ -26,8 +26,7 @@ from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.engine.messages import Job
 from sharded_loader.engine.pool import Pool
 from sharded_loader.loader.arguments import (
-    check_batchify_fn,
-    check_on_error,
+    collate_function,
     make_split,
     refuse_streams,
     refuse_worker_memory,
@@ -46,8 +45,7 @@ def check_arguments(loader: DataLoader[Any]) -> None:
     Raises:
         ValueError, TypeError: An argument has a wrong value or type.
     """
-    check_on_error(loader.on_error)
-    check_batchify_fn(loader.collate_fn)
+    collate_function(None, loader.collate_fn)
     if loader.generator is not None and not isinstance(loader.generator, torch.Generator):
         raise TypeError(f"generator is {loader.generator!r}; it must be a torch.Generator, or give seed= (an int)")
     if loader.prefetch_factor is not None:

@@ -264,7 +264,7 @@ def unpack_reply(content: memoryview) -> tuple[int, int, int, int, memoryview, m
     return run, seq, wanted, buffers, content[begin:end], content[end:], times
 
 
-OnError = Literal["raise", "skip", "replace"] | Callable[[Any], Any]
+ErrorAction = Literal["raise", "skip", "replace"] | Callable[[Any], Any]
 """What to do with a bad sample: ``"raise"``, ``"skip"``, ``"replace"``, or a function ``(SampleError) -> sample``."""
 
 
@@ -368,7 +368,7 @@ class Job:
     dataset: Any
     batchify_fn: Callable[[list[Any]], Any] | None
     seed: int
-    on_error: OnError = "raise"
+    on_error: ErrorAction = "raise"
     keep_batch: bool = False
     stream: Stream | None = None
     base_seed: int | None = None

@@ -22,7 +22,7 @@ from typing import Any
 from sharded_loader.base.described import brief
 from sharded_loader.base.private import blake2b
 from sharded_loader.loader.lookup import KnownSteps
-from sharded_loader.sampling.order import LEFT_OUT, MapOrder
+from sharded_loader.sampling.order import LEFT_OUT, MapOrder, checksums
 from sharded_loader.sampling.state import Signature, differences, other_arguments, parse
 
 DIGITS = len(LEFT_OUT)
@@ -138,7 +138,7 @@ class SavedRun:
         rank = None if one.num_replicas is None else 0
         order = MapOrder(one.dataset_length, sampler=None, batch_sampler=None, rank=rank, **given)
         order.load(self.state, strict=True)
-        return order.checksums(epoch)
+        return checksums(order, epoch)
 
 
 def first_difference(one: SavedRun, other: SavedRun) -> tuple[int, int] | None:

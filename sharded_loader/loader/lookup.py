@@ -27,6 +27,7 @@ from sharded_loader.loader.epochs import Epochs
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
 from sharded_loader.randomness.rng import seeded_globals
 from sharded_loader.sampling.epoch import MapEpoch
+from sharded_loader.sampling.order import checksums, look_up
 from sharded_loader.streams.order import StreamOrder
 
 
@@ -194,7 +195,7 @@ class LookUp(KnownSteps):
         if isinstance(order, StreamOrder):
             raise TypeError(order.text_of_step(epoch, step))
         with order.undisturbed(but=self.dataset):
-            return order.look_up(epoch, step, rank)
+            return look_up(order, epoch, step, rank)
 
     def _task_of(self, found: MapEpoch, step: int) -> Task:
         task = found.task(step)
@@ -212,7 +213,7 @@ class LookUp(KnownSteps):
         if isinstance(order, StreamOrder):
             raise TypeError(order.text_of_step(epoch, 0))
         with order.undisturbed(but=self.dataset):
-            return order.checksums(epoch)
+            return checksums(order, epoch)
 
     def length(self, epoch: int) -> int:
         return self._order.length(epoch)

@@ -20,7 +20,6 @@ from sharded_loader.base.notices import warn
 from sharded_loader.base.private import fetched_by_lightning
 from sharded_loader.data.inspection import known_parts
 from sharded_loader.data.seeding import told_in
-from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.messages import Stream
 from sharded_loader.engine.order import Epoch, Order, Position
 from sharded_loader.streams.epoch import SharedParts, StreamEpoch, length_of_epoch
@@ -67,10 +66,8 @@ class StreamOrder(Order[StreamSignature]):
                 f"steps_per_epoch= no batch is short"
             )
         super().__init__(last_batch, num_replicas, rank, seed, steps_per_epoch)
-        self.drops_last = last_batch == "discard"
         self._given = None if streams is None else check_int("streams", streams, 1, "give the number of parts")
         self._chosen = streams is not None  # otherwise the parts of a state are as good as ours
-        self._requests = EpochRequests()
         self._requests.listen(told_in(dataset))
         self._dataset, self._kind, self._workers = dataset, type(dataset).__name__, num_workers
         self._shared = SharedParts(dataset)
