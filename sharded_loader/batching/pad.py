@@ -21,18 +21,7 @@ import numpy as np
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import call_of
-from sharded_loader.batching.default import (
-    COPIED_AT_ONCE,
-    JOINABLE,
-    JOINED_BYTES,
-    Batchify,
-    as_array,
-    common_dtype,
-    is_new,
-    is_numbers,
-    join,
-    to_numpy_dtype,
-)
+from sharded_loader.batching import default
 from sharded_loader.batching.protocol import Array, BatchifyError, Empty, check_not_empty, ragged
 from sharded_loader.batching.tree import are_tensors, check_no_grad, dtype_of, empty_tensor, is_plain, numpy_can
 
@@ -41,7 +30,7 @@ _SMALL_ROW = 16 * 1024  # bytes
 _ndim_of = attrgetter("ndim")
 
 
-class Pad(Batchify):
+class Pad(default.Batchify):
     """Pad the samples along one axis, or every axis, to the longest of the batch, and stack them.
 
     Args:
@@ -113,7 +102,7 @@ class Pad(Batchify):
         # Gluon's own default is None, which meant 0 and a warning.
         self._pad_val = 0 if pad_val is None else pad_val
         self._ret_length = ret_length
-        self._dtype = to_numpy_dtype(dtype)
+        self._dtype = default.to_numpy_dtype(dtype)
         self._fills: dict[np.dtype[Any], Any] = {}
 
     def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
@@ -121,7 +110,7 @@ class Pad(Batchify):
         check_not_empty(samples)
         shape: tuple[int, ...]
         lengths: Sequence[Any]
-        if isinstance(samples[0], tuple) and not is_numbers(samples[0]):
+        if isinstance(samples[0], tuple) and not default.is_numbers(samples[0]):
             raise BatchifyError(
                 f"samples are tuples of {len(samples[0])} fields, and Pad takes bare sequences",
                 "say what to do with each field: Tuple(Pad(), Stack()) for sequences and labels",
@@ -140,7 +129,7 @@ class Pad(Batchify):
                 shape = (self._rounded(max(lengths)),)
             else:
                 shape, axis, lengths = self._plan([array.shape for array in samples])
-            dtype = self._dtype or common_dtype(samples)
+            dtype = self._dtype or default.common_dtype(samples)
             fill = self._fills.get(dtype)
             if fill is None:
                 fill = self._fills[dtype] = self._fill_value(dtype)
@@ -242,19 +231,19 @@ def _join(
 
     64 rows of 5 to 500 int64 in new memory: 38 us, in a slot 47; row after row 61 (medians of 9).
     """
-    if not 0 < width * dtype.itemsize <= JOINED_BYTES or dtype.num not in JOINABLE:
+    if not 0 < width * dtype.itemsize <= default.JOINED_BYTES or dtype.num not in default.JOINABLE:
         return None
     if set(map(dtype_of, samples)) != {dtype}:
         return None
     nbytes = len(samples) * width * dtype.itemsize
-    new = is_new(empty, nbytes)
-    if not new and nbytes > COPIED_AT_ONCE:
+    new = default.is_new(empty, nbytes)
+    if not new and nbytes > default.COPIED_AT_ONCE:
         return None
     gap = np.full(width, fill, dtype).view(np.uint8).data
     parts: list[Any] = [gap] * (2 * len(samples))
     parts[::2] = samples
     parts[1::2] = [gap[: (width - length) * dtype.itemsize] for length in lengths]
-    return join(parts, (len(samples), width), dtype, None if new else empty)
+    return default.join(parts, (len(samples), width), dtype, None if new else empty)
 
 
 def _write(out: Any, samples: Sequence[Any], fill: Any, axis: int | None, lengths: Sequence[Any]) -> None:
@@ -296,10 +285,10 @@ def _check_tensors(tensors: Sequence[Any]) -> None:
 def _to_arrays(samples: Sequence[Any]) -> list[Array]:
     if set(map(type, samples)) == {np.ndarray}:
         return list(samples)
-    arrays = list(map(as_array, samples))
+    arrays = list(map(default.as_array, samples))
     known = [array for array in arrays if array.size]
     if known and any(isinstance(sample, list) and not sample for sample in samples):
         # An empty list has no dtype of its own: it must not turn a batch of ints into floats.
-        dtype = common_dtype(known)
+        dtype = default.common_dtype(known)
         arrays = [array if array.size else array.astype(dtype) for array in arrays]
     return arrays

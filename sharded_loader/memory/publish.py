@@ -274,6 +274,8 @@ def _culprit(obj: Any, path: str, seen: set[int], pickler: type[Publisher]) -> s
 
 def children(obj: Any, path: str) -> list[tuple[str, Any]]:
     """The parts of an object. A list: a traceback would keep a generator, and the lock that HDF5 holds in one."""
+    if isinstance(obj, abc.Mapping):
+        return [(f"{path}[{key!r}]", value) for key, value in list(obj.items())]
     found = [(path + end, child) for end, child in parts(obj, sys.maxsize)]
     names = getattr(getattr(obj, "__code__", None), "co_freevars", ())
     for name, cell in zip(names, getattr(obj, "__closure__", None) or (), strict=False):
