@@ -29,9 +29,9 @@ from sharded_loader.mixing.interleave import interleave as interleave
 from sharded_loader.mixing.tokens import TokenWindows as TokenWindows
 from sharded_loader.parallel import split_and_load as split_and_load
 from sharded_loader.parallel import split_data as split_data
-from sharded_loader.pools.inline import InlinePool as InlinePool
+from sharded_loader.pools.local import InlinePool as InlinePool
+from sharded_loader.pools.local import ThreadPool as ThreadPool
 from sharded_loader.pools.process.pool import ProcessPool as ProcessPool
-from sharded_loader.pools.threads import ThreadPool as ThreadPool
 from sharded_loader.randomness.rng import sample_generator as sample_generator
 from sharded_loader.randomness.rng import sample_rng as sample_rng
 from sharded_loader.randomness.rng import sample_seed as sample_seed

@@ -366,6 +366,9 @@ def is_on(name: str, environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get(name, "").strip() not in ("", "0")
 
 
+PORTABLE = not hasattr(select, "poll") or is_on("SHARDED_LOADER_PORTABLE")
+"""Use only what there is on every system: no ``poll``, and no descriptors that are passed to workers."""
+
 ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
 )

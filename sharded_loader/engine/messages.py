@@ -58,7 +58,7 @@ class PartPoint(NamedTuple):
         batches: how many batches have been read.
         passes: which pass over the part this is. It is the epoch, unless parts start over.
         samples: how many samples of this pass have been read.
-        checksum: of the first sample of each batch; see `streams.parts`.
+        checksum: of the first sample of each batch; see `streams.reader`.
         ended: the part has no more samples.
         state: of the dataset's own ``state_dict``; None: it has none.
         asked: the dataset has asked which part it is to read. Not in a saved state.

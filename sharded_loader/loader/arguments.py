@@ -33,9 +33,8 @@ from sharded_loader.engine.pipeline import PER_WORKER, Pipeline
 from sharded_loader.engine.pool import Pool, check_init_fn, owners
 from sharded_loader.engine.split import Split, check_shares
 from sharded_loader.loader.options import OnError, OtherNames, Placement
-from sharded_loader.pools.inline import InlinePool
+from sharded_loader.pools.local import InlinePool, ThreadPool
 from sharded_loader.pools.process.pool import ProcessPool
-from sharded_loader.pools.threads import ThreadPool
 
 INSTEAD = {
     "generator": "write seed= (an int) instead",

@@ -52,7 +52,7 @@ from sharded_loader.devices.pinning import pinned_copy
 from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams
 from sharded_loader.engine.messages import Result, Task
-from sharded_loader.pools.inline import InlinePool
+from sharded_loader.pools.local import InlinePool
 
 RESERVE = 0.25
 """Of a device's memory, left for the model and what it computes."""

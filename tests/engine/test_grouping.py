@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from typing import Any
 
@@ -11,7 +12,7 @@ from conftest import ahead
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.engine.grouping import GROUP_SECONDS, MAX_GROUP, Grouping
-from sharded_loader.pools.process.link import TASKS, unpack_head, unpack_tasks
+from sharded_loader.pools.process.link import TASKS
 
 
 def sizes_sent(pool: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -20,11 +21,10 @@ def sizes_sent(pool: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for worker in pool._transport.workers:
         send = worker.link.send
 
-        def spy(head: bytes, *args: Any, send: Any = send, **options: Any) -> None:
-            kind, _, _, content = unpack_head(head)
+        def spy(kind: bytes, *args: Any, send: Any = send, **options: Any) -> None:
             if kind == TASKS:
-                sizes.append(len(unpack_tasks(content)))
-            send(head, *args, **options)
+                sizes.append(len(pickle.loads(options["content"])))
+            send(kind, *args, **options)
 
         monkeypatch.setattr(worker.link, "send", spy)
     return sizes

@@ -20,8 +20,8 @@ from sharded_loader.engine.messages import Result
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.run import Entry
 from sharded_loader.instruments.stats import Counts, LoaderStats, Meter, describe
-from sharded_loader.instruments.times import STAGES, StageTimes, WorkerTimes
-from sharded_loader.instruments.waits import CAUSES
+from sharded_loader.instruments.times import CAUSES, STAGES, StageTimes, WorkerTimes
+from sharded_loader.loader.observer import Delivered
 from sharded_loader.torch import DataLoader
 from tests.failures import Fails, kill
 from tests.samples import Drawing
@@ -44,7 +44,7 @@ def test_counts_report_what_was_noted() -> None:
     meter, counts = Meter(), Counts()
     for number in range(2):
         entry = Entry(number, None, Result(0, number, samples=3, seconds=0.75, began=2.0))
-        meter.note(counts, entry, entry.result, STAMPS)
+        meter.note(counts, Delivered(entry, entry.result), STAMPS)
     found = counts.report(LoaderStats())
     assert (found.batches, found.samples, found.seconds, found.reading_seconds) == (2, 6, 5.0, 1.5)
     assert (found.waiting_seconds, found.placing_seconds, found.device_seconds) == (2.5, 0.5, 0.5)
@@ -377,7 +377,7 @@ def test_the_numbers_of_the_last_thousand_epochs_are_kept() -> None:
     for epoch in range(Meter.KEPT_EPOCHS + 5):
         counts = Counts()
         meter.begin(epoch, counts)
-        meter.note(counts, Entry(0, None), Result(0, 0), STAMPS)
+        meter.note(counts, Delivered(Entry(0, None), Result(0, 0)), STAMPS)
     assert len(meter.epochs) == Meter.KEPT_EPOCHS
     assert [meter.stats(epoch).batches for epoch in (4, 5, Meter.KEPT_EPOCHS + 4)] == [0, 1, 1]
 
@@ -389,7 +389,7 @@ def test_the_sum_has_what_iterators_of_old_and_of_repeated_epochs_add() -> None:
         iterators.append(Counts())
         meter.begin(epoch, iterators[-1])
     for counts in iterators:
-        meter.note(counts, Entry(0, None, result), result, STAMPS)
+        meter.note(counts, Delivered(Entry(0, None, result), result), STAMPS)
     stats = meter.stats()
     assert (stats.batches, stats.samples) == (len(iterators), 3 * len(iterators))
     assert (stats.waiting_seconds, stats.seconds) == (1.25 * len(iterators), 2.5 * len(iterators))
