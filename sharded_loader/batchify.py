@@ -28,6 +28,7 @@ from sharded_loader.batching.protocol import (
     BatchifyError,
     BatchifyFn,
     Empty,
+    Samples,
     assembler,
     check_not_empty,
     in_fields,
@@ -58,10 +59,10 @@ class Stack(Batchify):
     Source of the idea: ``gluonnlp.data.batchify.Stack``.
     """
 
-    def __init__(self, dtype: Any = None) -> None:
+    def __init__(self, dtype: object = None) -> None:
         self._dtype = to_numpy_dtype(dtype)
 
-    def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
+    def assemble(self, samples: Samples, empty: Empty) -> Any:
         """The batch as NumPy arrays in memory from ``empty``."""
         check_not_empty(samples)
         if all(isinstance(sample, (str, bytes)) for sample in samples):
@@ -98,7 +99,7 @@ class List(Batchify):
     Source of the idea: ``gluonnlp.data.batchify.List``.
     """
 
-    def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
+    def assemble(self, samples: Samples, empty: Empty) -> Any:
         """The samples, as a list."""
         return list(samples)
 
@@ -121,7 +122,7 @@ class _FieldWise(Batchify):
         self._makes = list(map(assembler, fns.values()))
         self._label = label  # how errors name a field
 
-    def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
+    def assemble(self, samples: Samples, empty: Empty) -> Any:
         """The batch as NumPy arrays in memory from ``empty``."""
         check_not_empty(samples)
         for position, sample in enumerate(samples):
@@ -129,10 +130,10 @@ class _FieldWise(Batchify):
                 raise BatchifyError(f"sample {position} of the batch {problem}", self._advice)
         return self._joined(in_fields(self._fns, self._label, self._makes, self._columns(samples), empty))
 
-    def _problem(self, sample: Any) -> str | None:
+    def _problem(self, sample: object) -> str | None:
         raise NotImplementedError
 
-    def _columns(self, samples: Sequence[Any]) -> Iterable[Sequence[Any]]:
+    def _columns(self, samples: Samples) -> Iterable[Samples]:
         return map(list, zip(*samples, strict=True))
 
     def _joined(self, fields: list[Any]) -> Any:
@@ -171,7 +172,7 @@ class Tuple(_FieldWise):
             )
         super().__init__(dict(enumerate(fns)), "[{}]")
 
-    def _problem(self, sample: Any) -> str | None:
+    def _problem(self, sample: object) -> str | None:
         if not isinstance(sample, (list, tuple)):  # a string or an array has a length too, but no fields
             return f"is {an(type(sample))}, and Tuple has {len(self._fns)} functions"
         if len(sample) != len(self._fns):
@@ -231,7 +232,7 @@ class Dict(_FieldWise):
         if rest is not None and rest != "drop":
             self._make_rest = assembler(default_batchify_fn if rest == "keep" else rest)
 
-    def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
+    def assemble(self, samples: Samples, empty: Empty) -> Any:
         """The batch as NumPy arrays in memory from ``empty``."""
         batch = super().assemble(samples, empty)
         if self._make_rest is None:
@@ -243,7 +244,7 @@ class Dict(_FieldWise):
         fields = in_fields(keys, self._label, repeat(self._make_rest), columns, empty)
         return batch | dict(zip(keys, fields, strict=True))
 
-    def _problem(self, sample: Any) -> str | None:
+    def _problem(self, sample: object) -> str | None:
         if not isinstance(sample, Mapping):
             return f"is {an(type(sample))}, and Dict has the keys {some(list(map(repr, self._fns)), 8)}"
         for key in self._fns:
@@ -251,7 +252,7 @@ class Dict(_FieldWise):
                 return f"has no key {key!r} (it has keys {some(list(map(repr, sample)), 8)})"
         return None
 
-    def _columns(self, samples: Sequence[Any]) -> Iterable[Sequence[Any]]:
+    def _columns(self, samples: Samples) -> Iterable[Samples]:
         for position, sample in enumerate(samples if self._rest is None else ()):
             if len(sample) > len(self._fns):
                 others = some([repr(key) for key in sample if key not in self._fns], 8)
@@ -309,7 +310,7 @@ class NamedTuple(_FieldWise):
         super().__init__({name: fn_info[name] for name in fields}, ".{}")
         self._container: Any = container
 
-    def _problem(self, sample: Any) -> str | None:
+    def _problem(self, sample: object) -> str | None:
         if type(sample) is self._container:
             return None
         return f"is {an(type(sample))}, not {an(self._container)}"

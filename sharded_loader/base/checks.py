@@ -26,7 +26,7 @@ _UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
 _UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
 
 
-def refuse_async_iterable(dataset: Any) -> None:
+def refuse_async_iterable(dataset: object) -> None:
     """Reject data that has only ``__aiter__``: it would have to be read in one order, one sample after the other."""
     if hasattr(type(dataset), "__aiter__") and not any(hasattr(type(dataset), n) for n in ("__getitem__", "__iter__")):
         raise TypeError(
@@ -50,7 +50,7 @@ def check_int(name: str, value: Any, least: float, advice: str, wrong_type: type
 
 
 def bytes_of_text(
-    text: Any, least: int = 1, allowed: str = "a number of bytes above 0", name: str = "max_bytes"
+    text: object, least: int = 1, allowed: str = "a number of bytes above 0", name: str = "max_bytes"
 ) -> int:
     """A number of bytes, from a number or a text.
 
@@ -72,7 +72,7 @@ def bytes_of_text(
     return int(float(match[1]) * unit)
 
 
-def refuse_class(name: str, given: Any) -> None:
+def refuse_class(name: str, given: object) -> None:
     """A TypeError if a class stands where an object of it belongs.
 
     Example:

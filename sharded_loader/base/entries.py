@@ -87,7 +87,7 @@ def entry(
     *,
     write: Callable[[Any], object] | None = None,
     name: str | None = None,
-    default: Any = MISSING,
+    default: object = MISSING,
 ) -> Any:
     """A field of a dataclass that is an entry of a state.
 
@@ -112,7 +112,7 @@ def _entries(kind: Any) -> list[tuple[str, str, object, _Entry]]:
     return _known[kind]
 
 
-def written(position: Any) -> dict[str, Any]:
+def written(position: object) -> dict[str, Any]:
     """The entries of a dataclass as a new dict.
 
     Example:
@@ -176,7 +176,7 @@ def differing(saved: T, now: T, **words: str) -> dict[str, str]:
     return found
 
 
-def check_version(state: Any, advice: str) -> None:
+def check_version(state: object, advice: str) -> None:
     """An error if this is no state of a loader, or one that this version cannot read.
 
     Raises:

@@ -107,7 +107,7 @@ class TooManySkippedError(RuntimeError):
         2
     """
 
-    def __init__(self, skipped: int, limit: int, where: str, index: Any, error: BaseException) -> None:
+    def __init__(self, skipped: int, limit: int, where: str, index: object, error: BaseException) -> None:
         super().__init__(
             f"on_error has skipped or replaced {skipped} samples of this epoch, and the limit is {limit}. The last "
             f"is sample {index!r} in {where}; its {type(error).__name__} is the cause above. Look at loader.skipped. "

@@ -51,7 +51,7 @@ class _Finder:
         self.name = name
         self._then = then
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> Any:
         if fullname != self.name:
             return None
         forget_import(fullname)

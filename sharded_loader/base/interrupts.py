@@ -34,7 +34,7 @@ def uninterrupted() -> Iterator[None]:
     before = python_handlers()
     is_over = False
 
-    def note(number: int, frame: Any) -> None:
+    def note(number: int, frame: object) -> None:
         if is_over:  # the handlers are being put back
             before[number](number, frame)
         else:
@@ -111,7 +111,7 @@ def is_from_outside(error: BaseException, *, reads: bool = False) -> bool:
     return False
 
 
-def _code_of(handler: Any) -> CodeType | None:
+def _code_of(handler: object) -> CodeType | None:
     """The code of a function, a method, a partial object or an object that can be called."""
     while isinstance(handler, functools.partial):
         handler = handler.func

@@ -39,7 +39,7 @@ def is_owned(lock: Any) -> bool:
     return bool(lock._is_owned())
 
 
-def is_being_imported(module: Any) -> bool:
+def is_being_imported(module: object) -> bool:
     """Whether the import of a module has begun and not ended. Without the name: no."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
@@ -69,7 +69,7 @@ def is_thread_of_others(thread: threading.Thread) -> bool:
 # -- multiprocess and multiprocessing ----------------------------------------------------------------------------------
 
 
-def fork_quietly(popen: Any, started: Any) -> None:
+def fork_quietly(popen: object, started: object) -> None:
     """Fork as ``multiprocess`` does, without Python's warning about threads. Without the names: with the warning.
 
     From Python 3.12 on, a fork beside threads is followed by a DeprecationWarning, which the user cannot act on: the
@@ -94,7 +94,7 @@ def fork_quietly(popen: Any, started: Any) -> None:
         raise
 
 
-def forget_child(started: Any) -> None:
+def forget_child(started: object) -> None:
     """Take a process out of the list of children that ``multiprocess`` looks after.
 
     It would send them SIGTERM and join them when the program ends, or when a child that the user forked ends; ours end
@@ -251,12 +251,12 @@ def _get_worker_info() -> Any:
     return names["_worker_info"] if info is None else info
 
 
-def worker_info(**fields: Any) -> Any:
+def worker_info(**fields: object) -> Any:
     """What ``get_worker_info()`` returns, as an object of torch, which is imported."""
     return sys.modules[_TORCH_WORKER].WorkerInfo(**fields)
 
 
-def set_worker_info(**fields: Any) -> None:
+def set_worker_info(**fields: object) -> None:
     """This process is a worker of torch's kind."""
     module: Any = sys.modules[_TORCH_WORKER]
     module._worker_info = worker_info(**fields)
@@ -322,7 +322,7 @@ def rebuilt_by_accelerate(function: str) -> bool:
     return is_torchs and called_by(function, "accelerate") is not None
 
 
-def refuse_skipping(loader: Any) -> None:
+def refuse_skipping(loader: object) -> None:
     """Raise an error if Accelerate is about to read iterable data with torch's loader, in another order.
 
     Accelerate builds torch's loader from the attributes of ours.

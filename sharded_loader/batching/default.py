@@ -30,7 +30,9 @@ from sharded_loader.batching import tree
 from sharded_loader.batching.protocol import (
     Array,
     BatchifyError,
+    Dtype,
     Empty,
+    Samples,
     check_not_empty,
     new_array,
     ragged,
@@ -42,11 +44,11 @@ from sharded_loader.batching.protocol import (
 class Batchify:
     """Base of the functions here: subclasses write `assemble`, calling them gives torch tensors."""
 
-    def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
+    def assemble(self, samples: Samples, empty: Empty) -> Any:
         """The batch as NumPy arrays in memory from ``empty``."""
         raise NotImplementedError
 
-    def __call__(self, samples: Sequence[Any]) -> Any:
+    def __call__(self, samples: Samples) -> Any:
         """The batch as torch tensors."""
         # The samples may be a column of another library's, which is no list: a Series is indexed by its labels.
         held = samples if isinstance(samples, (list, tuple)) else list(samples)
@@ -89,7 +91,7 @@ class DefaultBatchify(Batchify):
     Source of the idea: Gluon's ``default_batchify_fn`` and torch's ``default_collate``.
     """
 
-    def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
+    def assemble(self, samples: Samples, empty: Empty) -> Any:
         """The batch as NumPy arrays in memory from ``empty``."""
         types = set(map(type, samples))
         if types == _ARRAYS:
@@ -186,7 +188,7 @@ def _kind_of(kind: type) -> str:
     return "object"
 
 
-def _common_kind(samples: Sequence[Any], types: set[type]) -> str:
+def _common_kind(samples: Samples, types: set[type]) -> str:
     check_not_empty(samples)
     kinds = set(map(_kind_of, types))
     if "list" in kinds and all(is_numbers(sample) for sample in samples if isinstance(sample, list)):
@@ -200,7 +202,7 @@ def _common_kind(samples: Sequence[Any], types: set[type]) -> str:
     raise unlike(samples, type, "types", "make them all alike, or leave the field apart with List")
 
 
-def unlike(samples: Sequence[Any], trait: Callable[[Any], Any], what: str, advice: str) -> BatchifyError:
+def unlike(samples: Samples, trait: Callable[[Any], Any], what: str, advice: str) -> BatchifyError:
     """The error for samples that differ in a trait such as their keys. It names the first two that differ.
 
     Example:
@@ -215,7 +217,7 @@ def unlike(samples: Sequence[Any], trait: Callable[[Any], Any], what: str, advic
     )
 
 
-def _shown(trait: Any) -> str:
+def _shown(trait: object) -> str:
     if isinstance(trait, frozenset):
         return "{" + some(sorted(map(repr, trait)), 8) + "}"
     return trait.__name__ if isinstance(trait, type) else str(trait)
@@ -226,7 +228,7 @@ def _shown(trait: Any) -> str:
 _shape_of_array = attrgetter("shape")
 
 
-def stack(samples: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | None = None) -> Any:
+def stack(samples: Samples, empty: Empty, dtype: Dtype | None = None) -> Any:
     """Stack numbers, lists of numbers, arrays or tensors along a new first axis.
 
     Args:
@@ -273,7 +275,7 @@ def is_new(empty: Empty, nbytes: int) -> bool:
     return empty is new_array or nbytes < getattr(empty, "least_bytes", 0)
 
 
-def stack_arrays(arrays: Sequence[Array], empty: Empty, dtype: np.dtype[Any] | None = None) -> Array:
+def stack_arrays(arrays: Sequence[Array], empty: Empty, dtype: Dtype | None = None) -> Array:
     """Stack NumPy arrays; see `stack`."""
     first, count = arrays[0], len(arrays)
     shape, target = first.shape, first.dtype if dtype is None else dtype
@@ -321,7 +323,7 @@ JOINABLE = {np.dtype(char).num for char in "?bBhHiIlLqQefdgFDG"}
 """NumPy's numbers for the dtypes of numbers, which are only bytes."""
 
 
-def join(parts: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype[Any], empty: Empty | None) -> Array | None:
+def join(parts: Samples, shape: tuple[int, ...], dtype: Dtype, empty: Empty | None) -> Array | None:
     """An array out of the bytes of its parts; None where one of them has gaps in memory.
 
     Args:
@@ -340,7 +342,7 @@ def join(parts: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype[Any], emp
     return out
 
 
-def common_dtype(arrays: Sequence[Array]) -> np.dtype[Any]:
+def common_dtype(arrays: Sequence[Array]) -> Dtype:
     """The native dtype that all these arrays promote to; a `BatchifyError` where NumPy has none.
 
     Example:
@@ -401,7 +403,7 @@ def as_array(sample: Any) -> Array:
     return array
 
 
-def to_numpy_dtype(dtype: Any) -> np.dtype[Any] | None:
+def to_numpy_dtype(dtype: Any) -> Dtype | None:
     """A dtype given in NumPy's, Python's or torch's way, as NumPy's; a TypeError if NumPy lacks it.
 
     Example:
@@ -426,7 +428,7 @@ PYTHON_NUMBERS = set(_DTYPES)
 _NUMBERS = (int, float, complex, np.generic)
 
 
-def is_numbers(sample: Any) -> bool:
+def is_numbers(sample: object) -> bool:
     """Whether a list (or tuple) holds numbers only, at any depth, so that it is one array, as in Gluon.
 
     Example:
@@ -454,7 +456,7 @@ def _number_types(sample: Any) -> set[type] | None:
     return found
 
 
-def stack_numbers(numbers: Sequence[Any], types: set[type], empty: Empty, dtype: np.dtype[Any] | None = None) -> Array:
+def stack_numbers(numbers: Samples, types: set[type], empty: Empty, dtype: Dtype | None = None) -> Array:
     """Stack numbers, or (nested) lists of numbers, of these types; see `stack`.
 
     Example:
@@ -492,7 +494,7 @@ def stack_numbers(numbers: Sequence[Any], types: set[type], empty: Empty, dtype:
     return out
 
 
-def _shape_of(sample: Any) -> tuple[int, ...]:
+def _shape_of(sample: object) -> tuple[int, ...]:
     if not isinstance(sample, (list, tuple)):
         return ()
     return (len(sample), *(_shape_of(sample[0]) if sample else ()))

@@ -21,19 +21,8 @@ import numpy as np
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import call_of
-from sharded_loader.batching.default import (
-    COPIED_AT_ONCE,
-    JOINABLE,
-    JOINED_BYTES,
-    Batchify,
-    as_array,
-    common_dtype,
-    is_new,
-    is_numbers,
-    join,
-    to_numpy_dtype,
-)
-from sharded_loader.batching.protocol import Array, BatchifyError, Empty, check_not_empty, ragged
+from sharded_loader.batching import default
+from sharded_loader.batching.protocol import Array, BatchifyError, Dtype, Empty, Samples, check_not_empty, ragged
 from sharded_loader.batching.tree import are_tensors, check_no_grad, dtype_of, empty_tensor, is_plain, numpy_can
 
 _SMALL_ROW = 16 * 1024  # bytes
@@ -41,7 +30,7 @@ _SMALL_ROW = 16 * 1024  # bytes
 _ndim_of = attrgetter("ndim")
 
 
-class Pad(Batchify):
+class Pad(default.Batchify):
     """Pad the samples along one axis, or every axis, to the longest of the batch, and stack them.
 
     Args:
@@ -88,9 +77,9 @@ class Pad(Batchify):
     def __init__(
         self,
         axis: int | None = 0,
-        pad_val: Any = 0,
+        pad_val: object = 0,
         ret_length: bool = False,
-        dtype: Any = None,
+        dtype: object = None,
         round_to: int | None = None,
         *,
         max_length: int | None = None,
@@ -113,15 +102,15 @@ class Pad(Batchify):
         # Gluon's own default is None, which meant 0 and a warning.
         self._pad_val = 0 if pad_val is None else pad_val
         self._ret_length = ret_length
-        self._dtype = to_numpy_dtype(dtype)
-        self._fills: dict[np.dtype[Any], Any] = {}
+        self._dtype = default.to_numpy_dtype(dtype)
+        self._fills: dict[Dtype, Any] = {}
 
-    def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
+    def assemble(self, samples: Samples, empty: Empty) -> Any:
         """The batch as NumPy arrays in memory from ``empty``."""
         check_not_empty(samples)
         shape: tuple[int, ...]
         lengths: Sequence[Any]
-        if isinstance(samples[0], tuple) and not is_numbers(samples[0]):
+        if isinstance(samples[0], tuple) and not default.is_numbers(samples[0]):
             raise BatchifyError(
                 f"samples are tuples of {len(samples[0])} fields, and Pad takes bare sequences",
                 "say what to do with each field: Tuple(Pad(), Stack()) for sequences and labels",
@@ -140,7 +129,7 @@ class Pad(Batchify):
                 shape = (self._rounded(max(lengths)),)
             else:
                 shape, axis, lengths = self._plan([array.shape for array in samples])
-            dtype = self._dtype or common_dtype(samples)
+            dtype = self._dtype or default.common_dtype(samples)
             fill = self._fills.get(dtype)
             if fill is None:
                 fill = self._fills[dtype] = self._fill_value(dtype)
@@ -159,7 +148,7 @@ class Pad(Batchify):
             made.append(_mask(lengths, shape if axis is None else shape[axis : axis + 1], empty))
         return tuple(made)
 
-    def _cut(self, samples: Sequence[Any]) -> Sequence[Any]:
+    def _cut(self, samples: Samples) -> Samples:
         """The samples, cut to ``max_length``."""
         if self._max_length is None:
             return samples
@@ -200,7 +189,7 @@ class Pad(Batchify):
     def _rounded(self, length: int) -> int:
         return length if self._round_to is None else -(-length // self._round_to) * self._round_to
 
-    def _fill_value(self, dtype: np.dtype[Any]) -> Any:
+    def _fill_value(self, dtype: Dtype) -> Any:
         try:
             with np.errstate(all="ignore"):
                 value = np.asarray(self._pad_val).astype(dtype)[()]
@@ -214,7 +203,7 @@ class Pad(Batchify):
             )
         return value
 
-    def _new_tensor(self, tensors: Sequence[Any], shape: tuple[int, ...], empty: Empty) -> Any:
+    def _new_tensor(self, tensors: Samples, shape: tuple[int, ...], empty: Empty) -> Any:
         """Memory for tensors that NumPy cannot hold: bfloat16 and the like, or on an accelerator."""
         torch: Any = sys.modules["torch"]
         dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
@@ -231,33 +220,33 @@ class Pad(Batchify):
         return call_of(self, **{name: (now[name], argument.default) for name, argument in arguments})
 
 
-def _int_or_none(name: str, value: Any, allowed: str, least: float = 1) -> int | None:
+def _int_or_none(name: str, value: object, allowed: str, least: float = 1) -> int | None:
     return None if value is None else check_int(f"Pad({name}={value!r})", value, least, f"give {allowed}")
 
 
 def _join(
-    samples: Sequence[Any], fill: Any, lengths: Sequence[int], width: int, dtype: np.dtype[Any], empty: Empty
+    samples: Samples, fill: object, lengths: Sequence[int], width: int, dtype: Dtype, empty: Empty
 ) -> Array | None:
     """Short rows of numbers, with what fills them up between, as bytes in one pass; None where that cannot be.
 
     64 rows of 5 to 500 int64 in new memory: 38 us, in a slot 47; row after row 61 (medians of 9).
     """
-    if not 0 < width * dtype.itemsize <= JOINED_BYTES or dtype.num not in JOINABLE:
+    if not 0 < width * dtype.itemsize <= default.JOINED_BYTES or dtype.num not in default.JOINABLE:
         return None
     if set(map(dtype_of, samples)) != {dtype}:
         return None
     nbytes = len(samples) * width * dtype.itemsize
-    new = is_new(empty, nbytes)
-    if not new and nbytes > COPIED_AT_ONCE:
+    new = default.is_new(empty, nbytes)
+    if not new and nbytes > default.COPIED_AT_ONCE:
         return None
     gap = np.full(width, fill, dtype).view(np.uint8).data
     parts: list[Any] = [gap] * (2 * len(samples))
     parts[::2] = samples
     parts[1::2] = [gap[: (width - length) * dtype.itemsize] for length in lengths]
-    return join(parts, (len(samples), width), dtype, None if new else empty)
+    return default.join(parts, (len(samples), width), dtype, None if new else empty)
 
 
-def _write(out: Any, samples: Sequence[Any], fill: Any, axis: int | None, lengths: Sequence[Any]) -> None:
+def _write(out: Any, samples: Samples, fill: Any, axis: int | None, lengths: Sequence[Any]) -> None:
     """The samples into the rows of an array or a tensor, and ``fill`` into what is left."""
     # Small rows: filling all first halves the calls (64 rows of 500 int64: 15 us against 27); large ones:
     # writing only the tails saves memory traffic (64 x 2000 x 80 float64: 2.8 ms against 4.1).
@@ -285,7 +274,7 @@ def _mask(lengths: Sequence[Any], padded: Sequence[int], empty: Empty) -> Array:
     return out
 
 
-def _check_tensors(tensors: Sequence[Any]) -> None:
+def _check_tensors(tensors: Samples) -> None:
     check_no_grad(tensors)
     if any(hasattr(type(tensor), "get_mask") for tensor in tensors):  # torch.masked's: copying drops the mask
         raise BatchifyError("masked tensors cannot be padded", "return .get_data() and .get_mask() as two fields")
@@ -293,13 +282,13 @@ def _check_tensors(tensors: Sequence[Any]) -> None:
         raise BatchifyError("sparse tensors cannot be padded", "return them from the dataset with .to_dense()")
 
 
-def _to_arrays(samples: Sequence[Any]) -> list[Array]:
+def _to_arrays(samples: Samples) -> list[Array]:
     if set(map(type, samples)) == {np.ndarray}:
         return list(samples)
-    arrays = list(map(as_array, samples))
+    arrays = list(map(default.as_array, samples))
     known = [array for array in arrays if array.size]
     if known and any(isinstance(sample, list) and not sample for sample in samples):
         # An empty list has no dtype of its own: it must not turn a batch of ints into floats.
-        dtype = common_dtype(known)
+        dtype = default.common_dtype(known)
         arrays = [array if array.size else array.astype(dtype) for array in arrays]
     return arrays

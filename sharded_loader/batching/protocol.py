@@ -25,13 +25,18 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, np.dtype[Any]]
+Dtype = np.dtype[Any]
+
+Array = np.ndarray[Any, Dtype]
 """A NumPy array of any shape and dtype."""
 
-Empty = Callable[[tuple[int, ...], np.dtype[Any]], Array]
+Samples = Sequence[Any]
+"""The samples of a batch, or the values of one of their fields."""
+
+Empty = Callable[[tuple[int, ...], Dtype], Array]
 """A function ``(shape, dtype) -> array`` that gives the memory of a batch."""
 
-Assemble = Callable[[Sequence[Any], Empty], Any]
+Assemble = Callable[[Samples, Empty], Any]
 
 # The parameter is Any, because a user's function may say list where ours say Sequence.
 BatchifyFn = Callable[[Any], Any]
@@ -126,7 +131,7 @@ def assembler(fn: BatchifyFn) -> Assemble:
 
 
 def in_fields(
-    names: Iterable[Any], label: str, makes: Iterable[Assemble], columns: Iterable[Sequence[Any]], empty: Empty
+    names: Iterable[Any], label: str, makes: Iterable[Assemble], columns: Iterable[Samples], empty: Empty
 ) -> list[Any]:
     """A batch for each field of the samples. An error says in which field it lies.
 
@@ -150,7 +155,7 @@ def in_fields(
     return fields
 
 
-def refuse_async(values: Sequence[Any], what: str) -> None:
+def refuse_async(values: Samples, what: str) -> None:
     """Reject what an ``async def`` returns with a TypeError, where the loader does not await it.
 
     Args:
@@ -174,7 +179,7 @@ def refuse_async(values: Sequence[Any], what: str) -> None:
 ASYNC = (CoroutineType, AsyncGeneratorType)
 
 
-def check_not_empty(samples: Sequence[Any]) -> None:
+def check_not_empty(samples: Samples) -> None:
     """Reject an empty batch with a `BatchifyError`.
 
     Example:
@@ -230,7 +235,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_begin_afresh)
 
 
-def empty(shape: int | Iterable[int], dtype: Any = np.float64) -> np.ndarray[Any, np.dtype[Any]]:
+def empty(shape: int | Iterable[int], dtype: Any = np.float64) -> Array:
     """Like `numpy.empty`; in ``batchify_fn`` and ``get_batch``, memory of the batch that is being made.
 
     A worker process that makes its batch there saves the copy into shared memory. Return the array as (a part
@@ -266,7 +271,7 @@ def empty(shape: int | Iterable[int], dtype: Any = np.float64) -> np.ndarray[Any
     return allocator(dims, dtype)
 
 
-def call_with_empty(fn: Callable[[Any], Any], argument: Any, allocator: Empty) -> Any:
+def call_with_empty(fn: Callable[[Any], Any], argument: object, allocator: Empty) -> Any:
     """``fn(argument)``. While it runs, `empty` calls ``allocator`` in this thread.
 
     Example:

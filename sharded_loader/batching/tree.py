@@ -26,7 +26,7 @@ import operator
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from functools import reduce
 from itertools import islice
@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sharded_loader.base.interrupts import is_from_outside
-from sharded_loader.batching.protocol import Array, BatchifyError, Empty, ragged
+from sharded_loader.batching.protocol import Array, BatchifyError, Dtype, Empty, Samples, ragged
 
 # kind and size of the dtypes that torch.from_numpy takes; keyed so because np.longlong and np.int64 are two
 # dtypes of one layout on Linux.
@@ -53,7 +53,7 @@ ATOMS: frozenset[type] = frozenset({str, bytes, int, float, bool, complex, type(
 # -- what a value is ---------------------------------------------------------------------------------------------------
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: object) -> bool:
     """Whether ``value`` is a torch tensor, without importing torch: where torch is not loaded, none exists."""
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     return tensor is not None and issubclass(type(value), tensor)
@@ -65,7 +65,7 @@ def are_tensors(types: set[type]) -> bool:
     return tensor is not None and all(issubclass(kind, tensor) for kind in types)
 
 
-def is_masked(value: Any) -> bool:
+def is_masked(value: object) -> bool:
     """Whether ``value`` is a NumPy array some of whose values are masked.
 
     Example:
@@ -79,7 +79,7 @@ def is_masked(value: Any) -> bool:
     return bool(np.ma.flatten_mask(mask).any() if mask.dtype.names else mask.any())
 
 
-def check_unmasked(value: Any) -> None:
+def check_unmasked(value: object) -> None:
     """Reject masked values with a `BatchifyError`: a batch has no mask, and what lies under the mask is not data."""
     if is_masked(value):
         raise BatchifyError(
@@ -88,7 +88,7 @@ def check_unmasked(value: Any) -> None:
         )
 
 
-def is_dataclass_instance(value: Any) -> bool:
+def is_dataclass_instance(value: object) -> bool:
     """Whether ``value`` is an instance of a dataclass (not the class itself)."""
     return hasattr(type(value), "__dataclass_fields__")
 
@@ -104,7 +104,7 @@ def field_names(value: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
 
 
-def has_own(value: Any, method: str) -> bool:
+def has_own(value: object, method: str) -> bool:
     """Whether the class of ``value`` has this method; builtin containers and plain namedtuples have no ``to``.
 
     The class is asked, not the object: keys and fields may be attributes of an object too.
@@ -118,7 +118,7 @@ def has_own(value: Any, method: str) -> bool:
     return callable(getattr(type(value), method, None)) and method not in fields
 
 
-def has_method(value: Any, name: str) -> bool:
+def has_method(value: object, name: str) -> bool:
     """Whether an object has a method of this name. Classes themselves are no objects to move.
 
     Example:
@@ -144,7 +144,7 @@ def reads_rows(kind: type) -> bool:
 # -- one walk ----------------------------------------------------------------------------------------------------------
 
 
-def children(tree: Any) -> list[Any] | None:
+def children(tree: object) -> list[Any] | None:
     """The parts of a list, tuple, namedtuple, mapping or dataclass instance; None for everything else, a leaf.
 
     Example:
@@ -160,7 +160,7 @@ def children(tree: Any) -> list[Any] | None:
     return None
 
 
-def rebuild(template: Any, parts: Sequence[Any]) -> Any:
+def rebuild(template: Any, parts: Samples) -> Any:
     """A structure of ``template``'s type with these parts, in the order of `children`.
 
     A type that cannot be built again becomes a plain list, tuple or dict.
@@ -203,7 +203,7 @@ def rebuild(template: Any, parts: Sequence[Any]) -> Any:
         return plain
 
 
-def _copy(template: Any) -> Any:
+def _copy(template: object) -> Any:
     """A shallow copy. If a class has a ``__copy__`` for samples, which fails with what is in a batch, an empty one."""
     try:
         return copy.copy(template)
@@ -218,7 +218,9 @@ def _copy(template: Any) -> Any:
     return again
 
 
-def map_leaves(fn: Callable[[Any], Any], tree: Any, own: str | None = None, skip: frozenset[type] = frozenset()) -> Any:
+def map_leaves(
+    fn: Callable[[Any], Any], tree: object, own: str | None = None, skip: frozenset[type] = frozenset()
+) -> Any:
     """Apply ``fn`` to every leaf and keep the structure.
 
     An object that stands in two places is mapped once and stands in two places after. Parts in which nothing
@@ -255,7 +257,7 @@ def _mapped(tree: Any, fn: Callable[[Any], Any], own: str | None, skip: frozense
     known = seen.get(id(tree))
     if known is not None:
         return known[1]
-    parts: Sequence[Any] | None = None
+    parts: Samples | None = None
     if kind is list or kind is tuple:
         parts = tree
     elif kind is dict:
@@ -290,7 +292,7 @@ Children = Iterator[tuple[str, Any]]
 
 
 def reachable(
-    root: Any, children: Callable[[Any], Children], name: str = "", most: int = MOST, deepest: int = MOST
+    root: object, children: Callable[[Any], Children], name: str = "", most: int = MOST, deepest: int = MOST
 ) -> Children:
     """An object, and those that it refers to, directly or not, nearest first, each with its path.
 
@@ -333,7 +335,7 @@ def parts(obj: Any, most: int = MANY) -> Children:
         yield from attributes(obj)
 
 
-def attributes(obj: Any) -> Children:
+def attributes(obj: object) -> Children:
     """The attributes that an object itself holds; no code of its class runs."""
     held: dict[Any, Any] = {}
     with suppress(Exception):
@@ -357,7 +359,7 @@ class TensorBatch:
 
     __slots__ = ("arrays",)
 
-    def __init__(self, arrays: Any) -> None:
+    def __init__(self, arrays: object) -> None:
         self.arrays = arrays
 
     def to_torch(self) -> Any:
@@ -406,7 +408,7 @@ def to_torch(tree: Any) -> Any:
     return leaves[0] if kind is np.ndarray else kind(leaves)
 
 
-def _leaf_to_torch(leaf: Any) -> Any:
+def _leaf_to_torch(leaf: object) -> Any:
     if type(leaf) is np.ndarray:
         return to_torch(leaf)
     return _other_to_torch(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
@@ -435,7 +437,7 @@ def _for_torch(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.array(array, dtype=plain, order="C")
 
 
-def torch_has(dtype: np.dtype[Any]) -> bool:
+def torch_has(dtype: Dtype) -> bool:
     """Whether torch has a dtype of this layout.
 
     Example:
@@ -457,7 +459,7 @@ NUMPY_NAMES = {"bool", "float16", "float32", "float64", "complex64", "complex128
 }
 
 
-def stack_tensors(tensors: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | None = None) -> Any:
+def stack_tensors(tensors: Samples, empty: Empty, dtype: Dtype | None = None) -> Any:
     """Stack torch tensors. Returns a NumPy array where NumPy has the dtype.
 
     Args and errors: those of `sharded_loader.batching.default.stack`.
@@ -496,7 +498,7 @@ def stack_tensors(tensors: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | N
     return tensor_out if out is None else out
 
 
-def check_no_grad(tensors: Sequence[Any]) -> None:
+def check_no_grad(tensors: Samples) -> None:
     """Reject tensors that require grad with a `BatchifyError`: a batch is data."""
     if any(map(attrgetter("requires_grad"), tensors)):
         position = [bool(tensor.requires_grad) for tensor in tensors].index(True)
@@ -506,7 +508,7 @@ def check_no_grad(tensors: Sequence[Any]) -> None:
         )
 
 
-def is_plain(tensors: Sequence[Any]) -> bool:
+def is_plain(tensors: Samples) -> bool:
     """Whether these are torch's own dense tensors in host memory, so that their bytes can be written anywhere."""
     torch: Any = sys.modules["torch"]
     first = tensors[0]
@@ -526,12 +528,12 @@ def is_column(tensor: Any) -> bool:
     return bool(tensor.ndim) and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
 
 
-def numpy_can(tensors: Sequence[Any]) -> bool:
+def numpy_can(tensors: Samples) -> bool:
     """Whether these tensors can be read as NumPy arrays without a copy."""
     return all(dtype_name(tensor.dtype) in NUMPY_NAMES and is_plain([tensor]) for tensor in tensors)
 
 
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: object) -> str:
     """The name that NumPy has for a dtype of torch.
 
     Example:

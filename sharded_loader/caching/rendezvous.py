@@ -7,7 +7,7 @@
     meet(label, join, make) -> Opened     what another process holds under this label, or else what this one makes
 
 A process that holds memory has a link with its label in ``/proc/<pid>/fd``. So a newcomer finds it in any process that
-holds it, also if the one that made it has ended. `system.alone` lets one process at a time look, and make what it does
+holds it, also if the one that made it has ended. `alone` lets one process at a time look, and make what it does
 not find. Nothing has a name in a folder, so nothing is left if processes are killed: the kernel frees memory and links
 with their last process.
 
@@ -18,19 +18,28 @@ process makes its own. Memory that another user could write to is never opened.
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import mmap
 import os
+import socket
+import struct
 import sys
 import tempfile
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import numpy as np
 
-from sharded_loader.base.system import MAP_OPTIONS, PREFIX, alone, close_locked, open_memory
+from sharded_loader.base.system import MAP_OPTIONS, PREFIX, lock_at, open_memory
 from sharded_loader.batching.protocol import Array
 from sharded_loader.memory.segments import chosen_backend
+
+if sys.platform != "win32":
+    import fcntl
 
 HAS_LINKS = os.path.isdir("/proc/self/fd")
 """Whether other processes can open what a process holds."""
@@ -125,7 +134,7 @@ def meet(
         join: gets a descriptor of memory that only this user can write to, and takes it over; None: it is not what was
             looked for.
         make: makes memory of this label. It is called by one process at a time.
-        waiting: see `system.alone`.
+        waiting: see `alone`.
 
     Raises:
         What ``make`` raises. The next process then calls its own.
@@ -155,3 +164,135 @@ def meet(
                 if found is None:
                     close_locked(fd)
         return make(label)
+
+
+# -- one process at a time ---------------------------------------------------------------------------------------------
+
+_file_lock = threading.RLock()
+"""Held around each `locked`, and while a descriptor of such a file is closed, which would drop this process's locks."""
+
+_has_lock = False
+
+_names: set[socket.socket] = set()
+"""Sockets whose names this process holds, or asks for."""
+
+
+def _begin_afresh() -> None:
+    """In a forked child: another thread, which is gone there, may have held the lock. The names are the parent's."""
+    global _file_lock, _has_lock
+    _file_lock, _has_lock = threading.RLock(), False
+    for name in _names:
+        name.close()
+    _names.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_afresh)
+
+LOCKED_BYTE = 1 << 60
+"""The byte that is locked, behind all data: Windows lets no other process read a locked one."""
+
+
+@contextlib.contextmanager
+def locked(fd: int) -> Iterator[bool]:
+    """Hold the lock of a file inside the block: one process, and one of its threads, at a time.
+
+    It gives False in a signal handler, or a finalizer, that runs in the middle of such a block: change nothing then.
+
+    Raises:
+        OSError: the file system has no locks.
+
+    Example:
+        >>> with tempfile.TemporaryFile() as file, locked(file.fileno()) as alone, locked(file.fileno()) as nested:
+        ...     alone, nested
+        (True, False)
+    """
+    global _has_lock
+    with _file_lock:
+        if _has_lock:
+            yield False
+            return
+        _has_lock = True
+        try:
+            _set_lock(fd, True)
+            try:
+                yield True
+            finally:
+                _set_lock(fd, False)
+        finally:
+            _has_lock = False
+
+
+def _set_lock(fd: int, is_taken: bool) -> None:
+    if sys.platform == "win32":
+        import msvcrt
+
+        os.lseek(fd, LOCKED_BYTE, os.SEEK_SET)
+        msvcrt.locking(fd, msvcrt.LK_LOCK if is_taken else msvcrt.LK_UNLCK, 1)
+    else:
+        fcntl.lockf(fd, fcntl.LOCK_EX if is_taken else fcntl.LOCK_UN, 1, LOCKED_BYTE)
+
+
+def close_locked(fd: int) -> None:
+    """Close a descriptor of a file that `locked` is used for."""
+    with _file_lock:
+        os.close(fd)
+
+
+POLLS_PER_SECOND = 100
+"""Tries to get a name that others hold: 0.1 % of a core."""
+
+
+@contextlib.contextmanager
+def alone(name: str, waiting: Callable[[int, int], object]) -> Iterator[None]:
+    """Hold a name inside the block: one process of this machine, and one of its threads, at a time.
+
+    A process that dies loses it. On Linux it is the name of a socket, which is in no folder. Elsewhere it is the lock
+    of an empty file in the folder for temporary files, and the file stays.
+
+    Args:
+        name: the name.
+        waiting: called each second until the name is free, with the seconds so far, and the process that holds it
+            (0: unknown).
+
+    Raises:
+        PermissionError: another user holds it.
+
+    Example:
+        >>> with alone("sharded_loader-example", print):
+        ...     pass
+    """
+    if not sys.platform.startswith("linux"):
+        with lock_at(os.path.join(tempfile.gettempdir(), f"{name}.lock")):
+            yield
+        return
+    with socket.socket(socket.AF_UNIX) as holder:
+        _names.add(holder)
+        try:
+            for tries in itertools.count():
+                try:
+                    holder.bind(f"\0{name}")
+                    holder.listen()
+                    break
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:
+                        raise
+                if tries % POLLS_PER_SECOND == 0:
+                    waiting(tries // POLLS_PER_SECOND, _holder_of(name))
+                time.sleep(1 / POLLS_PER_SECOND)
+            yield
+        finally:
+            _names.discard(holder)
+
+
+def _holder_of(name: str) -> int:
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.setblocking(False)
+        try:
+            asking.connect(f"\0{name}")
+        except OSError:  # it is free by now, or its process does not listen yet
+            return 0
+        pid, uid, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if uid != os.getuid():
+        raise PermissionError(f"another user (process {pid}) holds the name {name}: use another key")
+    return int(pid)

@@ -41,8 +41,8 @@ from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.limits import check_fits
 from sharded_loader.base.notices import logger, warn
 from sharded_loader.base.private import blake2b
-from sharded_loader.base.system import close_locked, read_at, write_at
-from sharded_loader.caching.rendezvous import Opened, meet, name_of, open_nameless
+from sharded_loader.base.system import read_at, write_at
+from sharded_loader.caching.rendezvous import Opened, close_locked, meet, name_of, open_nameless
 from sharded_loader.caching.store import Store
 from sharded_loader.memory.codec import Encoded, aligned, decode, is_findable
 from sharded_loader.memory.publish import SHARED, Lasting, children, culprit_in, dump

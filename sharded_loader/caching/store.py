@@ -62,10 +62,19 @@ from sharded_loader.base.checks import bytes_of_text
 from sharded_loader.base.limits import SMALL, Limit, free_bytes
 from sharded_loader.base.notices import logger
 from sharded_loader.base.private import blake2b
-from sharded_loader.base.system import close_locked, locked, read_at, write_at
+from sharded_loader.base.system import read_at, write_at
 from sharded_loader.batching.protocol import Array
 from sharded_loader.caching.flat import Node, fits_columns, flat, text_of, unflatten
-from sharded_loader.caching.rendezvous import Opened, is_private, meet, name_of, open_named, open_nameless
+from sharded_loader.caching.rendezvous import (
+    Opened,
+    close_locked,
+    is_private,
+    locked,
+    meet,
+    name_of,
+    open_named,
+    open_nameless,
+)
 from sharded_loader.data.inspection import exact
 from sharded_loader.memory.codec import aligned
 

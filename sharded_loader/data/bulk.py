@@ -99,7 +99,7 @@ READS = ("__getitem__", "__getitems__", "get_batch")
 # -- which methods a dataset has ---------------------------------------------------------------------------------------
 
 
-def bulk_method(dataset: Any, name: str) -> Any:
+def bulk_method(dataset: object, name: str) -> Any:
     """The bound ``__getitems__`` or ``get_batch`` of a dataset, if it reads what ``dataset[index]`` reads; or None.
 
     Where samples are awaited, ``__getitems__`` is a function that awaits those of a batch together.
@@ -220,7 +220,7 @@ def listed(found: Any, count: int) -> list[Any]:
     return samples
 
 
-def read_many(dataset: Any, indices: Sequence[int]) -> list[Any]:
+def read_many(dataset: object, indices: Sequence[int]) -> list[Any]:
     """The samples at these indices, in bulk where the dataset can.
 
     Example:
@@ -253,7 +253,7 @@ def each_sample(dataset: Any) -> Iterator[Any]:
         yield from (dataset[index] for index in range(len(dataset)))
 
 
-def batch_reader(dataset: Any) -> Gather | None:
+def batch_reader(dataset: object) -> Gather | None:
     """``get_batch`` of a dataset, if it is one to use, as ``read(indices, empty)``.
 
     Methods of this library take ``empty``. While another one runs, `sharded_loader.empty` is it.
@@ -267,13 +267,13 @@ def batch_reader(dataset: Any) -> Gather | None:
     if method is None or hasattr(method, "takes_empty"):
         return method  # type: ignore[no-any-return]
 
-    def read(indices: Any, empty: Empty) -> Any:
+    def read(indices: object, empty: Empty) -> Any:
         return call_with_empty(method, handed_out(indices), empty)
 
     return read
 
 
-def gather(dataset: Any, indices: Indices, empty: Empty) -> Any:
+def gather(dataset: object, indices: Indices, empty: Empty) -> Any:
     """A finished batch of a dataset that has ``get_batch``, in memory from ``empty``."""
     read = batch_reader(dataset)
     assert read is not None
@@ -312,7 +312,7 @@ def as_bulk(dataset: Any) -> Gather | None:
     return None
 
 
-def takes_arrays(dataset: Any) -> bool:
+def takes_arrays(dataset: object) -> bool:
     """Whether `as_bulk` reads this dataset by arrays of indices, so that no lists need be made of them.
 
     Example:
@@ -344,7 +344,7 @@ def as_items(dataset: Any) -> Callable[[Sequence[Any]], Iterable[Any]] | None:
     return None if items is None else lambda indices: items(handed_out(indices))
 
 
-def _reads_like(dataset: Any, module: str, name: str) -> bool:
+def _reads_like(dataset: object, module: str, name: str) -> bool:
     """Whether this is an instance of that class and reads samples as the class does, not in a way of its own."""
     base = getattr(sys.modules.get(module), name, None)
     if not isinstance(base, type) or not isinstance(dataset, base):
@@ -389,7 +389,7 @@ def _translated(inner: Gather | None, translate: Callable[[Any], Any]) -> Gather
     if inner is None:
         return None
 
-    def read(indices: Any, empty: Empty) -> Any:
+    def read(indices: object, empty: Empty) -> Any:
         try:
             found = translate(indices)
         except (TypeError, ValueError, OverflowError):
@@ -538,7 +538,7 @@ def checked_index(index: Any, length: int) -> int:
     return number
 
 
-def checked_indices(indices: Any, length: int) -> Int64s:
+def checked_indices(indices: object, length: int) -> Int64s:
     """Many indices as an int64 array of numbers in 0..length-1; see `checked_index`.
 
     Example:
@@ -620,7 +620,7 @@ def _event_loop() -> EventLoop:
     return _loops.get(os.getpid()) or _loops.setdefault(os.getpid(), EventLoop())
 
 
-def resolved(found: Any) -> Any:
+def resolved(found: object) -> Any:
     """What was found, awaited if need be. Blocks.
 
     Raises:
@@ -693,7 +693,7 @@ def each(
 # -- datasets ----------------------------------------------------------------------------------------------------------
 
 
-def is_awaited(dataset: Any) -> bool:
+def is_awaited(dataset: object) -> bool:
     """Whether a dataset, or one inside it, reads or transforms samples with an ``async def``.
 
     Example:

@@ -32,7 +32,7 @@ from sharded_loader.data.bulk import checked_index, checked_indices
 _NUMBERS = "biufc"
 
 
-def is_table(value: Any) -> bool:
+def is_table(value: object) -> bool:
     """Whether this is a table of columns: a DataFrame of pandas, polars or cuDF, or Arrow's Table or RecordBatch.
 
     Example:
@@ -70,7 +70,7 @@ def named_columns(value: Any) -> dict[Any, Any] | None:
     return {name: value[name] for name in names}
 
 
-def as_column(value: Any, name: str) -> Any:
+def as_column(value: object, name: str) -> Any:
     """A column that is read by position.
 
     Args:
@@ -112,7 +112,7 @@ def as_column(value: Any, name: str) -> Any:
     return ArrayRows(value) if has_rows(value) and (is_array or not hasattr(value, "__len__")) else value
 
 
-def has_rows(value: Any) -> bool:
+def has_rows(value: object) -> bool:
     """Return True for an array-like: indexed by position, with a shape that gives its length.
 
     Example:
@@ -162,7 +162,7 @@ class ArrayRows:
         return [np.asarray(self.array[index])[()] for index in where[places].tolist()]
 
 
-def as_dataset(value: Any, owner: str, needs_length: bool = True) -> Any:
+def as_dataset(value: object, owner: str, needs_length: bool = True) -> Any:
     """A dataset that is read by position: a Series or an Arrow column as an array, an array without a length by its
     shape, anything else as it is.
 
@@ -242,7 +242,7 @@ def _check_complete(name: str, missing: int, dtype: object, fill: str) -> None:
         )
 
 
-def is_dataset(value: Any) -> bool:
+def is_dataset(value: object) -> bool:
     """Return True if ``value`` can be indexed and has a length, or a shape from which it follows.
 
     Example:
@@ -252,7 +252,7 @@ def is_dataset(value: Any) -> bool:
     return hasattr(value, "__getitem__") and (hasattr(value, "__len__") or has_rows(value))
 
 
-def check_dataset(value: Any, owner: str) -> Any:
+def check_dataset(value: object, owner: str) -> Any:
     """Reject what has no samples by index with a TypeError.
 
     Returns:

@@ -99,11 +99,11 @@ class Dataset:
         """The number of samples."""
         raise NotImplementedError
 
-    def __add__(self, other: Any) -> ConcatDataset:
+    def __add__(self, other: object) -> ConcatDataset:
         """This dataset's samples, then the other's."""
         return ConcatDataset([self, other]) if is_dataset(other) else NotImplemented
 
-    def __radd__(self, other: Any) -> Any:
+    def __radd__(self, other: object) -> Any:
         """The other's samples, then this dataset's; ``sum(datasets)`` begins with 0, which adds none."""
         if type(other) is int and other == 0:
             return self
@@ -181,7 +181,7 @@ class Dataset:
             raise TypeError(f"{type(sampler).__name__} yields no single indices: give a sampler of samples") from None
 
     def split(
-        self, sizes_or_ratios: Sequence[float], seed: int | None = None, stratify: Any = None
+        self, sizes_or_ratios: Sequence[float], seed: int | None = None, stratify: object = None
     ) -> list[SubsetDataset]:
         """Random parts, disjoint and together complete. They take no memory beyond 2**24 (16 M) samples.
 
@@ -310,14 +310,14 @@ class Dataset:
 # -- some samples, by index --------------------------------------------------------------------------------------------
 
 
-def nested(dataset: Any) -> Iterator[Any]:
+def nested(dataset: object) -> Iterator[Any]:
     """A dataset, and those inside it."""
     yield dataset
     for inner in dataset._inside if isinstance(dataset, Wrapper) else ():
         yield from nested(inner)
 
 
-def tell_epoch(dataset: Any, epoch: int) -> None:
+def tell_epoch(dataset: object, epoch: int) -> None:
     """Tell a dataset inside another one the epoch, if it has ``set_epoch``."""
     if (tell := seeding.set_epoch_of(dataset)) is not None:
         tell(epoch)
@@ -391,10 +391,10 @@ class SimpleDataset(View):
 
     _is_part = True  # its subclasses are not; see `bulk.part_of`
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: object) -> None:
         self._dataset = check_dataset(data, "SimpleDataset")
 
-    def _one(self, index: Any) -> Any:
+    def _one(self, index: object) -> Any:
         if isinstance(index, (int, np.integer)):
             index = checked_index(index, len(self._dataset))
         return self._dataset[index]
@@ -478,7 +478,7 @@ class SubsetDataset(View):
         """
         return self._indices
 
-    def _one(self, index: Any) -> Any:
+    def _one(self, index: object) -> Any:
         if isinstance(index, slice):
             return self._part(index)
         return self._dataset[int(self._indices[checked_index(index, len(self._indices))])]
@@ -506,7 +506,7 @@ class TransformDataset(Wrapper):
         ['2', '3']
     """
 
-    def __init__(self, dataset: Any, fn: Callable[..., Any], seeded: bool = False) -> None:
+    def __init__(self, dataset: object, fn: Callable[..., Any], seeded: bool = False) -> None:
         self._dataset = check_dataset(dataset, "TransformDataset")
         if not callable(fn):
             raise TypeError(f"transform was given {fn!r}, which is not callable: give a function of a sample")
@@ -530,7 +530,7 @@ class TransformDataset(Wrapper):
         sample = self._apply(await found if is_coroutine else found)
         return await sample if self._is_async else sample
 
-    def _apply(self, sample: Any) -> Any:
+    def _apply(self, sample: object) -> Any:
         fields = sample if isinstance(sample, tuple) else (sample,)
         if self._level is None:
             return self._fn(*fields)
@@ -550,12 +550,12 @@ class TransformDataset(Wrapper):
         return f"{brief(self._dataset)}.transform({self._fn!r}{'' if self._level is None else ', seeded=True'})"
 
 
-def _of_first(fn: Callable[[Any], Any], first: Any, *others: Any) -> Any:
+def _of_first(fn: Callable[[Any], Any], first: object, *others: object) -> Any:
     """``fn`` of the first field of a sample."""
     return (fn(first), *others) if others else fn(first)
 
 
-def counts_of(dataset: Any) -> tuple[int, int, int]:
+def counts_of(dataset: object) -> tuple[int, int, int]:
     """The hits and misses of the caches of a dataset, and of those inside it, and the bytes that they hold.
 
     Example:
@@ -639,7 +639,7 @@ class ConcatDataset(Wrapper):
     def _routes(self) -> Iterable[tuple[Any, Translate]]:
         return ((part, partial(self._of_part, part)) for part in self._parts)
 
-    def _of_part(self, part: Any, indices: Indices) -> Int64s:
+    def _of_part(self, part: object, indices: Indices) -> Int64s:
         """The indices that lie in one part, as the part counts them."""
         chunks = [inner for owner, inner, _ in self._chunks(indices) if owner is part]
         return np.concatenate([np.zeros(0, np.int64), *chunks])
@@ -661,14 +661,14 @@ class Mixture(View):
     """Which dataset each of these samples comes from, and its index in it: of indices, in an epoch."""
 
 
-def mixture_of(dataset: Any) -> Mixture | None:
+def mixture_of(dataset: object) -> Mixture | None:
     """The mixture whose samples a dataset has, at the same indices, perhaps transformed; None if there is none."""
     while type(dataset) is TransformDataset:
         dataset = dataset._dataset
     return dataset if isinstance(dataset, Mixture) else None
 
 
-def has_mixture(dataset: Any) -> bool:
+def has_mixture(dataset: object) -> bool:
     """Whether a dataset is a mixture, or has one inside."""
     return any(isinstance(one, Mixture) for one in nested(dataset))
 
@@ -676,7 +676,7 @@ def has_mixture(dataset: Any) -> bool:
 # -- datasets that read from servers -----------------------------------------------------------------------------------
 
 
-def follow(dataset: Any, batches: Batches, position: NextBatch, later: Batches) -> None:
+def follow(dataset: object, batches: Batches, position: NextBatch, later: Batches) -> None:
     """Tell the datasets inside that have a method ``follow`` which samples come. `ShardDataset` fetches shards by it.
 
     Args:
@@ -701,7 +701,7 @@ def follow(dataset: Any, batches: Batches, position: NextBatch, later: Batches) 
                 follow(inner, _of_inner(batches, translate), position, _of_inner(later, translate))
 
 
-def can_follow(dataset: Any) -> bool:
+def can_follow(dataset: object) -> bool:
     """Whether a dataset, or one inside it, wants to know which samples come.
 
     Example:
@@ -721,7 +721,7 @@ def _of_inner(batches: Batches, translate: Translate) -> Batches:
     return translated_batch
 
 
-def retries_of(dataset: Any) -> int:
+def retries_of(dataset: object) -> int:
     """The number of requests that a dataset, and those inside it, have tried again in this process.
 
     Example:
@@ -861,7 +861,7 @@ class ArrayDataset(Dataset):
         return f"ArrayDataset({', '.join(shown)}; {self._length} samples)"
 
 
-def _describe(column: Any) -> str:
+def _describe(column: object) -> str:
     if hasattr(column, "shape") and hasattr(column, "dtype"):
         return f"{str(column.dtype).removeprefix('torch.')}{list(column.shape[1:])}"
     return type(column).__name__

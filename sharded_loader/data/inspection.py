@@ -82,7 +82,7 @@ def has_own(kind: type, name: str) -> bool:
     return method is not None and all(method is not getattr(base, name, None) for base in bases)
 
 
-def is_indexed(dataset: Any) -> bool:
+def is_indexed(dataset: object) -> bool:
     """Whether a dataset is read by index, and has a length.
 
     Example:
@@ -92,7 +92,7 @@ def is_indexed(dataset: Any) -> bool:
     return has_own(type(dataset), "__getitem__") and is_dataset(dataset)
 
 
-def is_stream(dataset: Any) -> bool:
+def is_stream(dataset: object) -> bool:
     """Whether a dataset can be read in its own order only.
 
     Example:
@@ -125,7 +125,7 @@ def is_stateful(obj: Any) -> bool:
     return function.__code__.co_argcount - len(function.__defaults__ or ()) <= 1
 
 
-def _is_lossy(dataset: Any) -> bool:
+def _is_lossy(dataset: object) -> bool:
     """Whether an object is, or holds, a stream of Hugging Face's from whose state it cannot go on exactly.
 
     The state leaves out the samples in a shuffle buffer. The state of streams one behind the other
@@ -140,21 +140,21 @@ def _is_lossy(dataset: Any) -> bool:
     return False
 
 
-def _held(obj: Any) -> tree.Children:
+def _held(obj: object) -> tree.Children:
     """What an object holds; not a mixture, which asks its sources."""
     return iter(()) if _package(obj) == "sharded_loader" else tree.parts(obj, 1000)
 
 
-def _package(obj: Any) -> str:
+def _package(obj: object) -> str:
     return type(obj).__module__.partition(".")[0]
 
 
-def keeps_place(dataset: Any) -> bool:
+def keeps_place(dataset: object) -> bool:
     """Whether a dataset may know in itself how far it was read, or in which epoch: then it can be open once only."""
     return hasattr(dataset, "state_dict") or hasattr(dataset, "__next__") or set_epoch_of(dataset) is not None
 
 
-def known_parts(dataset: Any) -> int | None:
+def known_parts(dataset: object) -> int | None:
     """How many parts a dataset says that it has, as Hugging Face's do; None if it does not."""
     for name in ("num_shards", "n_shards"):
         count = getattr(dataset, name, None)
@@ -210,7 +210,7 @@ def iterable_of(dataset: Any, part: Callable[[], tuple[int, int]]) -> Any:
 # -- open files --------------------------------------------------------------------------------------------------------
 
 
-def open_file(dataset: Any, in_threads: bool = False) -> str | None:
+def open_file(dataset: object, in_threads: bool = False) -> str | None:
     """Where a dataset holds an open file with a position, as the user would write it.
 
     Args:
@@ -228,7 +228,7 @@ def open_file(dataset: Any, in_threads: bool = False) -> str | None:
     return next((path for path, obj in inside if issubclass(type(obj), io.IOBase) and _has_position(obj)), None)
 
 
-def warn_of_open_file(dataset: Any, kind: str) -> None:
+def warn_of_open_file(dataset: object, kind: str) -> None:
     """Warn if workers of this kind, ``"threads"`` or ``"forked processes"``, would share a file of the dataset."""
     found = open_file(dataset, kind == "threads")
     if found is None:
@@ -243,7 +243,7 @@ def warn_of_open_file(dataset: Any, kind: str) -> None:
     )
 
 
-def _children(obj: Any, in_threads: bool) -> tree.Children:
+def _children(obj: object, in_threads: bool) -> tree.Children:
     if issubclass(type(obj), io.IOBase):  # isinstance asks the object too
         return iter(())
     held = list(tree.parts(obj, ENTRIES))
@@ -307,7 +307,7 @@ _FOLDER = re.compile(r"(/|[A-Za-z]:[\\/])(\S*[\\/])?(?=\S*$)")
 _PLAIN = (bool, int, float, complex, bytes, range, type(None), type, Enum)
 
 
-def exact(sample: Any) -> str:
+def exact(sample: object) -> str:
     """16 hexadecimal digits that depend on the values of a sample, and on nothing of this process.
 
     Dicts and sets count without their order. Of an absolute path the last part counts: a folder may have moved.
@@ -323,7 +323,7 @@ def exact(sample: Any) -> str:
     return _hash(sample, {}, True).hex()
 
 
-def sampled(sample: Any) -> str:
+def sampled(sample: object) -> str:
     """16 hexadecimal digits as of `exact`, for which some rows and characters of large values are enough.
 
     Example:
@@ -348,7 +348,7 @@ def some(length: int) -> range | list[int]:
     return range(length) if length <= ITEMS else [i * (length - 1) // (ITEMS - 1) for i in range(ITEMS)]
 
 
-def _hash(value: Any, seen: dict[int, Any], whole: bool) -> bytes:
+def _hash(value: object, seen: dict[int, Any], whole: bool) -> bytes:
     """The digest of a value.
 
     Args:
@@ -383,7 +383,7 @@ def _hash(value: Any, seen: dict[int, Any], whole: bool) -> bytes:
     return blake2b(b"".join([text.encode(errors="replace"), content, *parts]), digest_size=8).digest()
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def _attributes(value: object) -> dict[str, Any]:
     if tree.is_dataclass_instance(value):
         return {name: getattr(value, name) for name in tree.field_names(value)}
     return dict(getattr(value, "__dict__", {}))
@@ -437,7 +437,7 @@ def look_in_worker(samples: list[Any]) -> list[Any]:
 # -- fingerprints ------------------------------------------------------------------------------------------------------
 
 
-def fingerprint_of(dataset: Any) -> str | None:
+def fingerprint_of(dataset: object) -> str | None:
     """A short text that is the same in every process, and probably another one for other data.
 
     Example:
@@ -489,7 +489,7 @@ def _of_data(data: Any, depth: int) -> bytes:
     return b"/".join(found) if any(found) else b""
 
 
-def _of_item(item: Any, depth: int) -> bytes:
+def _of_item(item: object, depth: int) -> bytes:
     if isinstance(item, str | PathLike):
         item = str(item).replace("\\", "/").rsplit("/", 1)[-1]
     if isinstance(item, dict):
@@ -512,7 +512,7 @@ class Known:
         digests: those that states have, of samples whose index JSON can have.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self._dataset = dataset
         self.forget()
 

@@ -117,7 +117,7 @@ def each_by_its_key(fn: Callable[[Any], T], items: Iterable[Any], indices: Seque
 # -- what an object refers to ------------------------------------------------------------------------------------------
 
 
-def generators(root: Any, name: str) -> Children:
+def generators(root: object, name: str) -> Children:
     """The random generators that an object refers to, each with its path.
 
     Example:
@@ -176,7 +176,7 @@ def transform_seed(fn: Callable[..., Any], level: int) -> Iterator[None]:
         yield
 
 
-def owners(fn: Any) -> list[Seedable]:
+def owners(fn: object) -> list[Seedable]:
     """The objects inside ``fn`` that can be seeded, nearest first.
 
     Example:
@@ -190,7 +190,7 @@ def owners(fn: Any) -> list[Seedable]:
     return [Seedable(path, seed) for path, seed in found if seed is not None]
 
 
-def held_generators(dataset: Any) -> list[str]:
+def held_generators(dataset: object) -> list[str]:
     """How a dataset refers to the objects inside it that own a generator.
 
     Example:
@@ -217,7 +217,7 @@ def next_level(dataset: Any, kind: Any) -> int:
     return 1 + max((level for level in levels if level is not None), default=-1)
 
 
-def _seeder(obj: Any) -> Callable[[int], object] | None:
+def _seeder(obj: object) -> Callable[[int], object] | None:
     """What seeds an object, if it has a method for that."""
     kind = type(obj)
     for name in ("set_random_seed", "set_random_state"):
@@ -244,7 +244,7 @@ def _random_state(key: int) -> np.random.RandomState:
     return np.random.RandomState(np.random.Philox(key=words))
 
 
-def _children(obj: Any) -> Children:
+def _children(obj: object) -> Children:
     """What an object refers to, its code included."""
     yield from _code(obj)
     yield from parts(obj)
@@ -288,7 +288,7 @@ def _names(code: CodeType) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def _is_installed(module: Any) -> bool:
+def _is_installed(module: object) -> bool:
     """Whether code is a library's: its own global objects are not the user's."""
     top = str(module).partition(".")[0]
     file = getattr(sys.modules.get(top), "__file__", None) or ""
@@ -299,28 +299,28 @@ def _is_installed(module: Any) -> bool:
 # -- who is told the epoch ---------------------------------------------------------------------------------------------
 
 
-def set_epoch_of(dataset: Any) -> Any:
+def set_epoch_of(dataset: object) -> Any:
     """Return what tells a dataset, or those inside, the epoch, not heard by listeners; None without a ``set_epoch``."""
     methods = [getattr(one.set_epoch, "unnoted", one.set_epoch) for one in told_in(dataset, nearest=True)]
     return (lambda epoch: [method(epoch) for method in methods]) if methods else None
 
 
-def told_in(dataset: Any, nearest: bool = False) -> Iterator[Any]:
+def told_in(dataset: object, nearest: bool = False) -> Iterator[Any]:
     """Those with ``set_epoch`` among a dataset and the objects that it holds in attributes, or in lists there.
 
     With ``nearest``, one that lies inside another is left out: the outer one passes the epoch on.
     """
 
-    def children(obj: Any) -> Children:
+    def children(obj: object) -> Children:
         return iter(()) if nearest and is_told(obj) else _datasets_in(obj)
 
-    def is_told(obj: Any) -> bool:  # of an object inside, no code that looks up attributes is run
+    def is_told(obj: object) -> bool:  # of an object inside, no code that looks up attributes is run
         return (obj is dataset or hasattr(type(obj), "set_epoch")) and callable(getattr(obj, "set_epoch", None))
 
     return (one for _, one in reachable(dataset, children, most=TOLD, deepest=8) if is_told(one))
 
 
-def _datasets_in(obj: Any) -> Children:
+def _datasets_in(obj: object) -> Children:
     """What an object holds that has ``set_epoch``, or is read as a dataset is and may hold one."""
     for end, value in attributes(obj):
         held = value.values() if isinstance(value, dict) else value

@@ -77,7 +77,7 @@ def apportioned(total: int, shares: Sequence[Fraction], digits: int | None = Non
     return counts
 
 
-def stratified_parts(dataset: Any, labels: Any, sizes: Sequence[int], seed: int) -> list[Indices]:
+def stratified_parts(dataset: object, labels: object, sizes: Sequence[int], seed: int) -> list[Indices]:
     """The indices of parts of these sizes, each with its share of every class to within one sample.
 
     Args:
@@ -159,7 +159,7 @@ def _plain(label: Any) -> Any:
     return label
 
 
-def _field(dataset: Any, name: str) -> Any:
+def _field(dataset: object, name: str) -> Any:
     """One field of all samples: a column, if the dataset reads from columns; otherwise read from each sample."""
     column = _column(dataset, name)
     if column is not None:

@@ -48,7 +48,7 @@ import numpy as np
 
 from sharded_loader.base import limits, system
 from sharded_loader.base.interrupts import uninterrupted
-from sharded_loader.batching.protocol import Empty
+from sharded_loader.batching.protocol import Array, Empty
 from sharded_loader.memory.codec import ALIGNMENT, MOVES, SIZE
 from sharded_loader.memory.segments import Segment, Slot, create
 
@@ -92,7 +92,7 @@ class Leases(Generic[T]):
         self._leases: dict[int, Lease] = {}  # by their ids; a lease that is not kept would not tell of its end
         self._ended: deque[Lease] = deque()
 
-    def lend(self, array: Any, held: T) -> None:
+    def lend(self, array: object, held: T) -> None:
         """Have ``held`` come back when ``array`` has gone."""
         lease = Lease(array, self._ended.append)
         lease.held = held
@@ -128,7 +128,7 @@ class ReusedMemory:
         self._free: dict[int, list[tuple[int, mmap.mmap]]] = {}
         self._calls = 0
 
-    def __call__(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, np.dtype[Any]]:
+    def __call__(self, shape: tuple[int, ...], dtype: Any) -> Array:
         dtype = np.dtype(dtype)
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < LEAST_BYTES or dtype.hasobject:
@@ -145,7 +145,7 @@ class ReusedMemory:
         """Bytes that are kept for later batches, and not lent."""
         return sum(len(block) for blocks in list(self._free.values()) for _, block in blocks)
 
-    def _lend(self, size: int) -> np.ndarray[Any, np.dtype[Any]]:
+    def _lend(self, size: int) -> Array:
         self._calls += 1
         self._find_ended()
         try:

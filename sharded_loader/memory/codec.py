@@ -160,7 +160,7 @@ def array_address(array: Array) -> int:
 # -- both ways --------------------------------------------------------------------------------------------------------
 
 
-def encode(obj: Any, slot: SlotWriter | None = None, pickler: Any = None) -> Encoded:
+def encode(obj: object, slot: SlotWriter | None = None, pickler: Any = None) -> Encoded:
     """Pickle ``obj`` for the main process, large buffers out of band.
 
     Args:
@@ -250,7 +250,7 @@ class ReplyPickler(pickle.Pickler):
 # -- arrays -----------------------------------------------------------------------------------------------------------
 
 
-def is_plain(array: Any) -> bool:
+def is_plain(array: object) -> bool:
     """Whether this is an array of numbers without gaps, of NumPy's own class: bytes, dtype and shape say it all."""
     return type(array) is np.ndarray and array.dtype.num in _PLAIN and array.flags.c_contiguous
 
@@ -369,7 +369,7 @@ class SetApart(NamedTuple):
     reply: Any
 
 
-def set_apart(tree: Any) -> tuple[list[Any], list[Any]]:
+def set_apart(tree: object) -> tuple[list[Any], list[Any]]:
     """The parts of a batch that the library does not copy to a device itself, tensor by tensor.
 
     These are objects of the user's own classes, containers that move themselves, special tensors (sparse, subclasses)
@@ -405,7 +405,7 @@ def is_findable(obj: Any) -> bool:
     return module is not None and "<locals>" not in obj.__qualname__ and _look_up(module, obj.__qualname__) is obj
 
 
-def _look_up(module: Any, qualname: str) -> Any:
+def _look_up(module: object, qualname: str) -> Any:
     found = module
     for name in qualname.split("."):
         found = getattr(found, name, None)
@@ -567,7 +567,7 @@ class _ByParts(ReplyPickler):
 
     begun = False
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         if self.begun or not isinstance(obj, BaseException):
             return super().reducer_override(obj)
         self.begun = True

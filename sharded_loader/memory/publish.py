@@ -106,7 +106,7 @@ class Publisher(cloudpickle.Pickler):  # type: ignore[misc]
 
     lasting = False
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: object, **options: object) -> None:
         super().__init__(*arguments, **options)
         self.modules: set[str] = set()
         self._storages: dict[tuple[int, int], codec.Array] = {}
@@ -131,7 +131,7 @@ class Publisher(cloudpickle.Pickler):  # type: ignore[misc]
                 self._note_module(obj)
         return reduced
 
-    def _note_module(self, obj: Any) -> None:
+    def _note_module(self, obj: object) -> None:
         """What goes by reference, its module has to be imported for."""
         name = None
         if isinstance(obj, types.ModuleType):
@@ -163,7 +163,7 @@ class NeedsInheritanceError(TypeError):
     """The job has objects that a worker can only inherit when it is started."""
 
 
-def publish(job: Any, inherited: Inherited | None = None, elsewhere: bool = False, **parts: Any) -> codec.Encoded:
+def publish(job: object, inherited: Inherited | None = None, elsewhere: bool = False, **parts: object) -> codec.Encoded:
     """Pickle ``job`` for all workers.
 
     Args:
@@ -237,7 +237,7 @@ def share(encoded: codec.Encoded, number: int) -> Published:
     return Published(encoded.head, encoded.places, encoded.buffers, number)
 
 
-def dump(obj: Any, pickler: type[Publisher] = Publisher) -> codec.Encoded:
+def dump(obj: object, pickler: type[Publisher] = Publisher) -> codec.Encoded:
     """Pickle an object, its arrays and tensors out of band."""
     with script_by_value():
         return codec.encode(obj, pickler=pickler)
@@ -260,7 +260,7 @@ def culprit_in(parts: abc.Mapping[str, Any], pickler: type[Publisher] = Publishe
         return "it"
 
 
-def _culprit(obj: Any, path: str, seen: set[int], pickler: type[Publisher]) -> str | None:
+def _culprit(obj: object, path: str, seen: set[int], pickler: type[Publisher]) -> str | None:
     if id(obj) in seen:
         return None
     seen.add(id(obj))
@@ -272,8 +272,10 @@ def _culprit(obj: Any, path: str, seen: set[int], pickler: type[Publisher]) -> s
     return None
 
 
-def children(obj: Any, path: str) -> list[tuple[str, Any]]:
+def children(obj: object, path: str) -> list[tuple[str, Any]]:
     """The parts of an object. A list: a traceback would keep a generator, and the lock that HDF5 holds in one."""
+    if isinstance(obj, abc.Mapping):
+        return [(f"{path}[{key!r}]", value) for key, value in list(obj.items())]
     found = [(path + end, child) for end, child in parts(obj, sys.maxsize)]
     names = getattr(getattr(obj, "__code__", None), "co_freevars", ())
     for name, cell in zip(names, getattr(obj, "__closure__", None) or (), strict=False):
@@ -288,7 +290,7 @@ def children(obj: Any, path: str) -> list[tuple[str, Any]]:
 class Mapping:
     """A part of a file, which arrives in the worker as that part, mapped again: arguments of `numpy.memmap`."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
 
     def __reduce__(self) -> Any:
@@ -381,7 +383,7 @@ SHARED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 """The memory that this process shares with others of its machine, by label (`shared.share`)."""
 
 
-def over_shared(raw: codec.Array, default: Any) -> Any:
+def over_shared(raw: codec.Array, default: object) -> Any:
     """Bytes as an array over the shared memory that they lie in; otherwise the default."""
     for whole in SHARED.values():
         start = codec.array_address(raw) - codec.array_address(whole)
@@ -390,7 +392,7 @@ def over_shared(raw: codec.Array, default: Any) -> Any:
     return default
 
 
-def _reduce_arrow(obj: Any) -> Any:
+def _reduce_arrow(obj: object) -> Any:
     arrow = sys.modules["pyarrow"]
     if not isinstance(obj, arrow.Buffer) or not obj.is_cpu:
         return NotImplemented
@@ -426,7 +428,7 @@ class Inherited:
         context.set_spawning_popen(self)  # type: ignore[arg-type]  # it has their methods
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         context.set_spawning_popen(self._before)
 
     def DupFd(self, fd: int) -> Any:
@@ -444,7 +446,7 @@ class Inherited:
             os.close(self.fds.pop())
 
 
-def reduced_lock(obj: Any) -> Any:
+def reduced_lock(obj: object) -> Any:
     """How ``multiprocessing`` pickles an object, inside a ``with`` block of `Inherited`; otherwise NotImplemented."""
     if not isinstance(context.get_spawning_popen(), Inherited):
         return NotImplemented

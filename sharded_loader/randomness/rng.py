@@ -310,7 +310,7 @@ def _canonical(part: Any) -> Any:
         return _by_value(part)
 
 
-def _by_value(part: Any) -> Any:
+def _by_value(part: object) -> Any:
     """A text or a tuple of what ``part`` holds, the same in every process."""
     if isinstance(part, Enum):
         return type(part).__qualname__, part.name
@@ -424,7 +424,7 @@ _DRAWS = {
 """What draws with a label of a sample, as the user calls it."""
 
 
-def key_parts(scope: SampleScope, label: str, index: Any = None) -> tuple[Any, ...]:
+def key_parts(scope: SampleScope, label: str, index: object = None) -> tuple[Any, ...]:
     """The parts of a sample's key: of the sample that is being read, or of ``index``.
 
     Raises:

@@ -335,7 +335,7 @@ def shuffled_parts(length: int, sizes: Sequence[int], *key: Hashable) -> list[In
     return [IndexView(length, key, range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
 
-def is_computed(indices: Any) -> bool:
+def is_computed(indices: object) -> bool:
     """Whether these are indices that take no memory, and must not become an array: a range, or an `IndexView`."""
     return isinstance(indices, range | IndexView)
 

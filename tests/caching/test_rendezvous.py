@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -14,9 +15,9 @@ from typing import Any
 import pytest
 
 from sharded_loader.base import system
-from sharded_loader.base.system import PREFIX, alone
+from sharded_loader.base.system import PREFIX
 from sharded_loader.caching import rendezvous
-from sharded_loader.caching.rendezvous import Opened, links_of, meet, name_of, open_nameless
+from sharded_loader.caching.rendezvous import Opened, alone, links_of, meet, name_of, open_nameless
 
 LINUX_HERE = os.path.isdir("/proc/self/fd")
 LINUX = pytest.mark.skipif(not LINUX_HERE, reason="elsewhere each process makes its own")
@@ -255,3 +256,41 @@ def test_where_processes_cannot_meet_each_makes_its_own(monkeypatch: pytest.Monk
         monkeypatch.setattr(rendezvous, "HAS_LINKS", False)
     for _ in range(2):
         assert os.pread(meet(label, join, make).fd, 5, 0) == b"made\n"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere it is a file's lock")
+def test_a_name_that_another_user_holds_is_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"sharded_loader-test-{os.getpid()}"
+    asked: list[tuple[int, int]] = []
+
+    def ask(seconds: int, pid: int) -> None:
+        asked.append((seconds, pid))
+        monkeypatch.setattr(os, "getuid", lambda: 12345)  # the holder is another user from now on
+
+    with (
+        alone(name, print),
+        pytest.raises(PermissionError, match=f"process {os.getpid()}. holds the name {name}"),
+        alone(name, ask),
+    ):
+        pass
+    assert asked == [(0, os.getpid())]
+    with alone(name, print):  # it is free again
+        pass
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_child_does_not_keep_its_parent_s_name() -> None:
+    name, (reader, writer), (told, tell) = f"sharded_loader-test-{os.getpid()}", os.pipe(), os.pipe()
+    with alone(name, print):
+        child = os.fork()
+        if child == 0:
+            os.close(writer)
+            os.write(tell, b".")
+            os.read(reader, 1)
+            os._exit(0)
+        os.read(told, 1)  # the child runs
+    for fd in (reader, told, tell):
+        os.close(fd)
+    with alone(name, lambda *_: pytest.fail("the child has it")):
+        os.close(writer)
+    os.waitpid(child, 0)

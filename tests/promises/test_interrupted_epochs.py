@@ -23,7 +23,6 @@ SAMPLING = (
     "tables.py",
     "foreign.py",
     "rng.py",
-    "rng.py",
     "base.py",
     "test_resume.py",
 )
