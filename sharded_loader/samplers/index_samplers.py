@@ -46,18 +46,8 @@ import numpy.typing as npt
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.limits import check_fits
 from sharded_loader.data.columns import as_dataset
-from sharded_loader.randomness.shuffle import (
-    MAX_LENGTH,
-    Bijections,
-    IndexView,
-    Indices,
-    Selection,
-    random_words,
-    shuffle,
-    taken,
-    uniforms,
-    uniforms_at,
-)
+from sharded_loader.randomness import shuffle as shuffles
+from sharded_loader.randomness.shuffle import Bijections, IndexView, Indices, Selection, shuffle
 from sharded_loader.sampling.base import Sampler, resolve_seed, underscored
 from sharded_loader.sampling.own import IndexSampler, check_length
 from sharded_loader.sampling.tables import Table, checksum_of
@@ -111,7 +101,7 @@ class SubsetRandomSampler(IndexSampler):
     decided_by = (("indices", "_indices"),)
 
     def __init__(self, indices: Numbers, seed: int | None = None) -> None:
-        if isinstance(indices, range) and len(indices[: MAX_LENGTH + 1]) > MAX_LENGTH:
+        if isinstance(indices, range) and len(indices[: shuffles.MAX_LENGTH + 1]) > shuffles.MAX_LENGTH:
             raise ValueError(f"SubsetRandomSampler shuffles up to 2**62 samples, got {indices}: give a shorter range")
         advice = "give a list of sample indices (np.flatnonzero(mask) for a mask)"
         self._indices: Selection = (
@@ -125,7 +115,7 @@ class SubsetRandomSampler(IndexSampler):
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
         order = shuffle(self._length, self.seed, "subset", self._checksum, epoch)
-        return lambda positions: taken(self._indices, order(positions))
+        return lambda positions: shuffles.taken(self._indices, order(positions))
 
 
 class FilterSampler(_ListedSampler):
@@ -313,8 +303,8 @@ def sortable(keys: Any) -> npt.NDArray[Any]:
             return array
         if isinstance(keys, np.ndarray):
             keys = keys.tolist()
-    ranks: npt.NDArray[Any] = np.unique(np.fromiter(keys, object, len(keys)), return_inverse=True)[1]
-    return ranks.reshape(-1)
+    ranks: Indices = np.unique(np.fromiter(keys, object, len(keys)), return_inverse=True)[1]
+    return ranks
 
 
 def sort_order(keys: npt.NDArray[Any], reverse: bool) -> Indices:
@@ -436,7 +426,7 @@ class WeightedRandomSampler(IndexSampler):
         # Rounding may put a draw on the very end: it belongs to the last index that can be drawn.
         last = np.flatnonzero(self._weights if lengths is None else self._shares)[-1:]
         firsts = None if lengths is None else np.cumsum(lengths) - lengths
-        draw, draw_inside = uniforms_at(*key, "choice"), uniforms_at(*key, "inside")
+        draw, draw_inside = shuffles.uniforms_at(*key, "choice"), shuffles.uniforms_at(*key, "inside")
 
         def at(positions: Indices) -> Indices:
             draws = draw(positions) * bounds[-1]
@@ -456,7 +446,7 @@ class WeightedRandomSampler(IndexSampler):
     def _without_replacement(self, key: tuple[Any, ...]) -> Indices:
         candidates = np.flatnonzero(self._weights)
         # A uniform of 0 stands for the middle of the first step: its logarithm would be no number.
-        races = np.maximum(-np.log1p(-uniforms(len(self._weights), *key)), 2.0**-54)
+        races = np.maximum(-np.log1p(-shuffles.uniforms(len(self._weights), *key)), 2.0**-54)
         first = np.argsort(races[candidates] / self._weights[candidates], kind="stable")[: self._length]
         drawn: Indices = candidates[first].astype(np.int64, copy=False)
         return drawn
@@ -477,7 +467,7 @@ def lengths_of(lengths: Any) -> Indices:
     array = integers("lengths", lengths, "a flat sequence of integers", advice, wrong=TypeError)
     if array.size and array.min() < 0:
         raise ValueError(f"lengths[{int(array.argmin())}] is {array.min()}: a shard has 0 samples or more")
-    if array.sum(dtype=np.float64) > MAX_LENGTH:
+    if array.sum(dtype=np.float64) > shuffles.MAX_LENGTH:
         raise ValueError(f"the lengths sum to more than 2**62 samples: {advice}")
     return array.astype(np.int64)
 
@@ -575,7 +565,7 @@ class _CostSteps:
         self._levels = max(n for n in range(1, LEVELS + 1) if size % n == 0 and n * n <= size)
         self._tuple = size // self._levels
         rest = len(order) - steps * size
-        shift = int(random_words(1, *key)[0]) % max(len(order), 1)
+        shift = int(shuffles.random_words(1, *key)[0]) % max(len(order), 1)
         self._rest = (np.arange(rest) * len(order) + shift) // max(rest, 1)
         self._passed = self._rest - np.arange(rest)
         self._tuples = [shuffle(steps, *key, level) for level in range(self._levels)]
@@ -585,8 +575,8 @@ class _CostSteps:
         begins = np.flatnonzero(np.diff(grade, prepend=np.nan))
         lengths = np.diff(np.append(begins, count))
         begin, length = np.repeat(begins, lengths), np.repeat(lengths, lengths)
-        self._first = begin + (np.arange(count) - begin) // MIXED * MIXED
-        self._mixed = np.minimum(begin + length - self._first, MIXED)
+        self._first: Indices = begin + (np.arange(count) - begin) // MIXED * MIXED
+        self._mixed: Indices = np.minimum(begin + length - self._first, MIXED)
         self._shuffles = Bijections(*key, "mixed")
 
     def at(self, positions: Indices) -> Indices:

@@ -21,7 +21,7 @@ import copy
 import inspect
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -241,12 +241,11 @@ class Sampler(Described, Generic[Item_co]):
         twin = copy.copy(self)
         for name in self.sized_by:
             value = getattr(self, name)
-            found = [divmod(int(one) * size, before) for one in np.atleast_1d(value).tolist()]
+            found = [divmod(one * size, before) for one in (value if isinstance(value, list) else [value])]
             if any(rest for _, rest in found):
                 return None
             sizes = [one for one, _ in found]
-            kind = partial(np.array, dtype=value.dtype) if isinstance(value, np.ndarray) else list
-            setattr(twin, name, kind(sizes) if np.ndim(value) else sizes[0])
+            setattr(twin, name, sizes if isinstance(value, list) else sizes[0])
         return twin if self.sized_by else None
 
     @property

@@ -101,16 +101,14 @@ def len_epoch(sampler: Any, epoch: int) -> int:
             the length is unknown.
     """
     if is_own(sampler):
-        length: int = sampler.len_epoch(epoch)
-        return length
-    cause: Exception | None = None
-    why = "give its class a __len__ that returns the number of items in an epoch"
-    if hasattr(type(sampler), "__len__"):
-        try:
-            return len(sampler)
-        except Exception as error:  # other libraries raise what they like where a length is unknown
-            cause, why = error, f"its __len__ raised {type(error).__name__}: {error}"
-    raise TypeError(f"the sampler, {an(type(sampler))}, has no length: {why}") from cause
+        return int(sampler.len_epoch(epoch))
+    text = f"the sampler, {an(type(sampler))}, has no length"
+    if not hasattr(type(sampler), "__len__"):
+        raise TypeError(f"{text}: give its class a __len__ that returns the number of items in an epoch")
+    try:
+        return len(sampler)
+    except Exception as error:  # other libraries raise what they like where a length is unknown
+        raise TypeError(f"{text}: its __len__ raised {type(error).__name__}: {error}") from error
 
 
 def known_length(sampler: Any, epoch: int) -> int | None:
@@ -519,22 +517,17 @@ def text_if_ranks_repeat(samplers: Iterable[object], environ: Mapping[str, str] 
         >>> text_if_ranks_repeat([], {"WORLD_SIZE": "2"})
         'this process is one of 2 ranks (WORLD_SIZE), and each reads the whole dataset: '
     """
-    distributed, known_from = process_group(), "(torch.distributed)"
+    distributed, given = process_group(), environ.get("WORLD_SIZE", "").strip()
+    ranks, known_from = int(given) if given.isdecimal() else 1, "(WORLD_SIZE)"
     if distributed is not None:
-        ranks = int(distributed.get_world_size())
-    else:
-        given, known_from = environ.get("WORLD_SIZE", ""), "(WORLD_SIZE)"
-        ranks = int(given) if given.strip().isdecimal() else 1
+        ranks, known_from = int(distributed.get_world_size()), "(torch.distributed)"
     counts = ("num_replicas", "num_processes")  # of Accelerate's samplers
-    shares = (
-        rank_of(sampler) is not None
-        or getattr(sampler, "is_part", False)
-        or any(hasattr(sampler, name) for name in counts)
-        for sampler in samplers
+    for one in samplers if ranks > 1 else ():
+        if rank_of(one) is not None or getattr(one, "is_part", False) or any(hasattr(one, name) for name in counts):
+            return None
+    return (
+        f"this process is one of {ranks} ranks {known_from}, and each reads the whole dataset: " if ranks > 1 else None
     )
-    if ranks <= 1 or any(shares):
-        return None
-    return f"this process is one of {ranks} ranks {known_from}, and each reads the whole dataset: "
 
 
 def refuse_distributed_sampler(sampler: object) -> None:

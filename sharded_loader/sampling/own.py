@@ -29,18 +29,8 @@ from sharded_loader.base.described import brief
 from sharded_loader.base.imports import provided
 from sharded_loader.randomness.rng import repeated_index
 from sharded_loader.randomness.shuffle import MAX_LENGTH, Indices, shuffle
-from sharded_loader.sampling.base import (
-    DrawnSeed,
-    Sampler,
-    WrapperSampler,
-    check_choice,
-    check_sampler,
-    for_ranks,
-    is_own,
-    is_wrapper,
-    nested,
-    resolve_seed,
-)
+from sharded_loader.sampling import base
+from sharded_loader.sampling.base import DrawnSeed, Sampler, WrapperSampler, is_own, nested, resolve_seed
 from sharded_loader.sampling.foreign import known_length, len_epoch, name_of, table_of
 from sharded_loader.sampling.state import arguments_of
 from sharded_loader.sampling.tables import BLOCK, Batched, Dealt, Rolling, Table, parts
@@ -257,7 +247,7 @@ class BatchSampler(WrapperSampler[list[int]]):
         self, sampler: Iterable[Any], batch_size: int, last_batch: str = "keep", *, seed: int | None = None
     ) -> None:
         self.batch_size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
-        self.last_batch = check_choice("last_batch", last_batch, LAST_BATCH, "BatchSampler")
+        self.last_batch = base.check_choice("last_batch", last_batch, LAST_BATCH, "BatchSampler")
         super().__init__(sampler, seed)
 
     @property
@@ -327,12 +317,12 @@ class ReplicaSampler(WrapperSampler[Any]):
 
     def epoch_table(self, epoch: int) -> Table:
         replicas, rank = self._ask()
-        table = table_of(for_ranks(self.sampler, replicas), epoch, self.seed)
+        table = table_of(base.for_ranks(self.sampler, replicas), epoch, self.seed)
         return Dealt(table, replicas, rank, truncate=self._truncate)
 
     def len_epoch(self, epoch: int) -> int:
         replicas = self.num_replicas
-        return parts(len_epoch(for_ranks(self.sampler, replicas), epoch), replicas, self._truncate)
+        return parts(len_epoch(base.for_ranks(self.sampler, replicas), epoch), replicas, self._truncate)
 
 
 # -- the samplers of a loader ------------------------------------------------------------------------------------------
@@ -468,7 +458,7 @@ def takes_order(sampler: object) -> bool:
 
 def _of_first(sampler: Any, length: int, now: int | None) -> Any:
     """A sampler of the first samples, as far as it knows nothing of them but how many there are ``now``."""
-    if is_wrapper(sampler):
+    if base.is_wrapper(sampler):
         return sampler.over(_of_first(sampler.inner, length, now))
     if type(sampler) in (RandomSampler, SequentialSampler) and len(sampler) == now:
         sampler = copy.copy(sampler)
@@ -491,7 +481,7 @@ def with_seeds(sampler: Any, seeds: Sequence[int | None]) -> Any:
         return sampler
     seed, *inner_seeds = seeds
     twin = sampler
-    if is_wrapper(sampler):
+    if base.is_wrapper(sampler):
         inner = with_seeds(sampler.inner, inner_seeds)
         if inner is not sampler.inner:
             twin = sampler.over(inner)
@@ -519,7 +509,7 @@ def _check(given: Sampling) -> None:
                 "batch_size, shuffle, sampler and last_batch must not be specified if batch_sampler is specified: "
                 "it decides all of that. drop_last is torch's name for last_batch"
             )
-        check_sampler(batch_sampler, "batch_sampler")
+        base.check_sampler(batch_sampler, "batch_sampler")
         if getattr(batch_sampler, "grows", False) and given.steps_per_epoch is not None:
             kind = type(batch_sampler).__name__
             raise ValueError(f"steps_per_epoch needs epochs of equally many batches: leave it out, a {kind} has others")
@@ -538,7 +528,7 @@ def _check(given: Sampling) -> None:
     elif shuffle and not takes_order(sampler):
         raise ValueError("shuffle must not be specified if sampler is specified: the sampler decides the order")
     elif sampler is not None:
-        check_sampler(sampler)
+        base.check_sampler(sampler)
     if given.costs is not None and (sampler is not None or batch_sampler is not None):
         name = "sampler" if batch_sampler is None else "batch_sampler"
         raise ValueError(f"costs= and {name}= both decide the order: leave out one of them")

@@ -18,23 +18,18 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base import entries
 from sharded_loader.base.described import brief
 from sharded_loader.base.entries import (
-    VERSION,
     anything,
-    check_version,
     dict_of,
-    differing,
     entry,
     instance,
     integer,
     list_of,
     optional,
-    parsed,
-    read_entry,
     string,
     true_or_false,
-    written,
 )
 from sharded_loader.engine.order import Position
 from sharded_loader.sampling.base import Sampler, is_own, nested
@@ -149,9 +144,14 @@ def dump(position: Position, signature: Signature) -> dict[str, Any]:
         >>> state["epoch"], state["samples"], parse(state) == (Position(3, 40), signature)
         (3, 40, True)
     """
-    state = {"version": VERSION, "epoch": position.epoch, signature.unit: position.done, **written(signature)}
+    state = {
+        "version": entries.VERSION,
+        "epoch": position.epoch,
+        signature.unit: position.done,
+        **entries.written(signature),
+    }
     if position.mark is not None:
-        state["passed"] = written(position.mark)
+        state["passed"] = entries.written(position.mark)
     if position.landmark is not None:
         state["landmark"] = list(position.landmark)
     return state
@@ -173,12 +173,15 @@ def parse(state: Any) -> tuple[Position, Signature]:
         ...
         ValueError: the state has no 'seed': give what state_dict() of a ShardedDataLoader returned
     """
-    check_version(state, _ADVICE)
-    signature = parsed(Signature, state, _ADVICE)
+    entries.check_version(state, _ADVICE)
+    signature = entries.parsed(Signature, state, _ADVICE)
     unit = signature.unit
     if unit not in state:
         raise ValueError(f"the state has no {unit!r}, and its 'batch_size' is {signature.batch_size}: {_ADVICE}")
-    epoch, done = read_entry(state, "epoch", integer(0), _ADVICE), read_entry(state, unit, integer(), _ADVICE)
+    epoch, done = (
+        entries.read_entry(state, "epoch", integer(0), _ADVICE),
+        entries.read_entry(state, unit, integer(), _ADVICE),
+    )
     if done < 0 and signature.last_batch != "rollover":
         raise ValueError(
             f"the state's {unit!r} must be at least 0, got {brief(done)}: only with 'last_batch' \"rollover\" "
@@ -186,12 +189,12 @@ def parse(state: Any) -> tuple[Position, Signature]:
         )
     if (outside := out_of_epoch(signature, signature.sampler_length, epoch, done)) is not None:
         raise ValueError(f"the state has {outside}: {_ADVICE}")
-    landmark = None if "landmark" not in state else read_entry(state, "landmark", list_of(integer(0)), _ADVICE)
+    landmark = None if "landmark" not in state else entries.read_entry(state, "landmark", list_of(integer(0)), _ADVICE)
     if landmark is not None and len(landmark) != 2:
         raise ValueError(f"the state's 'landmark' must have two numbers, got {brief(landmark)}: {_ADVICE}")
     if state.get("passed") is None:
         return Position(epoch, done, landmark=landmark), signature
-    mark: Checkpoint = read_entry(state, "passed", dict_of(Checkpoint), _ADVICE)
+    mark: Checkpoint = entries.read_entry(state, "passed", dict_of(Checkpoint), _ADVICE)
     if mark.epoch > epoch and signature.steps_per_epoch is None:
         raise ValueError(f"the state's 'passed' has epoch {mark.epoch}, but the state has epoch {epoch}: {_ADVICE}")
     return Position(epoch, done, mark), signature
@@ -216,7 +219,7 @@ def differences(
         the dataset had 100 samples, and has 90
         batch_size was 8, and is 4
     """
-    phrases = differing(saved, own, unit=own.unit)
+    phrases = entries.differing(saved, own, unit=own.unit)
     if phrases.keys() & {"dataset_length", "sampler"}:
         phrases.pop("sampler_length", None)  # it follows from them
     stays = own.steps_per_epoch is None or shifted(position, saved, own, endless) is not None
