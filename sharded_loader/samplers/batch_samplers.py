@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -240,7 +240,7 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
         return None if twin is None else self.over(twin)
 
     @property
-    def samples_in_batch(self) -> Any:
+    def samples_in_batch(self) -> object:
         return getattr(self.batch_sampler, "samples_in_batch", None)
 
     def _split(self, batch: Any, number: int) -> list[list[int]]:
@@ -340,7 +340,7 @@ class SortedBucketSampler(NumberedBatches):
         return min(self._in_bucket, max(len(self._sort_keys), 1))
 
     @property
-    def plan(self) -> Any:
+    def plan(self) -> int:
         return min(self._whole_bucket, len(self._sort_keys))
 
     @property
@@ -518,7 +518,7 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
         return self._batches
 
     def resized(self, size: int, before: int) -> Any:
-        twin, kinds = super().resized(size, before), len(self._counts)
+        twin, kinds = cast(Any, super().resized(size, before)), len(self._counts)
         # Batches in the same places of the rounds: both numbers of classes divide that of all.
         if twin is None or kinds % self.classes or kinds % twin.classes or self._batches * before % size:
             return None

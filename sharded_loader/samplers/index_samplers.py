@@ -104,11 +104,11 @@ class SubsetRandomSampler(IndexSampler):
         if isinstance(indices, range) and len(indices[: shuffles.MAX_LENGTH + 1]) > shuffles.MAX_LENGTH:
             raise ValueError(f"SubsetRandomSampler shuffles up to 2**62 samples, got {indices}: give a shorter range")
         advice = "give a list of sample indices (np.flatnonzero(mask) for a mask)"
-        self._indices: Selection = (
-            indices
-            if isinstance(indices, range | IndexView)
-            else integers("indices", indices, "a 1-D sequence of integers", advice).astype(np.int64)
-        )
+        self._indices: Selection
+        if isinstance(indices, range | IndexView):
+            self._indices = indices
+        else:
+            self._indices = integers("indices", indices, "a 1-D sequence of integers", advice).astype(np.int64)
         # Part of the key: the parts of a dataset that are shuffled by one seed would otherwise be shuffled alike.
         self._length, self._checksum = len(self._indices), checksum_of(self._indices)
         self.seed = resolve_seed(seed)
@@ -264,10 +264,10 @@ class SplitSampler(IndexSampler):
             for number in np.unique(rounds).tolist():
                 (order, extra), here = once(number), rounds == number
                 slot = slots[here] if order is None else order(slots[here])
-                found = np.minimum(slot, self._own - 1) + self._begin
-                indices[here] = (
-                    np.where(slot < self._own, found, extra[np.maximum(slot - self._own, 0)]) if len(extra) else found
-                )
+                indices[here] = np.minimum(slot, self._own - 1) + self._begin
+                if len(extra):
+                    other = extra[np.maximum(slot - self._own, 0)]
+                    indices[here] = np.where(slot < self._own, indices[here], other)
             return indices
 
         return at
@@ -475,9 +475,7 @@ def lengths_of(lengths: Any) -> Indices:
 def _checked_lengths(lengths: Any, count: int, replacement: bool) -> Indices:
     """The lengths of ``count`` groups; see `WeightedRandomSampler`."""
     if not replacement:
-        raise ValueError(
-            "lengths need replacement=True. Otherwise give each sample a weight, np.repeat(weights, lengths)"
-        )
+        raise ValueError("lengths need replacement=True: otherwise give np.repeat(weights, lengths) as weights")
     array = lengths_of(lengths)
     if len(array) != count:
         raise ValueError(f"there are {count} weights and {len(array)} lengths: give one of each per group of samples")
@@ -631,9 +629,8 @@ def checked_costs(costs: Any, length: int) -> npt.NDArray[np.float64]:
     except (TypeError, ValueError):
         raise TypeError("costs must be numbers, one for each sample, or a function of the index") from None
     if array.shape != (length,):
-        raise ValueError(
-            f"costs have shape {array.shape}, but the dataset has {length} samples: give one number for each"
-        )
+        text = f"costs have shape {array.shape}, but the dataset has {length} samples"
+        raise ValueError(f"{text}: give one number for each")
     wrong = np.flatnonzero(~((array > 0) & (array < np.inf)))
     if len(wrong):
         raise ValueError(f"the cost of sample {wrong[0]} is {array[wrong[0]]}: costs are finite numbers above 0")

@@ -151,10 +151,8 @@ class MapEpoch(Epoch):
         except TypeError:
             size = -1
         if size < 0:
-            raise TypeError(
-                f"{where}: the batch sampler yielded {batch!r} ({type(batch).__name__}); "
-                f"it must yield lists of indices, or lists of such lists (shards)"
-            )
+            text = f"{where}: the batch sampler yielded {batch!r} ({type(batch).__name__})"
+            raise TypeError(f"{text}; it must yield lists of indices, or lists of such lists (shards)")
         if size == 0:
             raise ValueError(f"{where} is empty: the batch sampler must yield at least one index")
         if type(batch) is np.ndarray and not given and batch.dtype == np.int64 and batch.ndim == 1:
@@ -171,17 +169,12 @@ class MapEpoch(Epoch):
         shards, most = [plain_indices(shard) for shard in batch], self.source.max_shards
         for number, shard in enumerate(shards):
             if not shard:
-                raise ValueError(
-                    f"{where}, shard {number} is empty: a shard has at least one index, and shard i goes to device i. "
-                    f"At the end of a batch leave empty shards out. Give an empty shard in the middle an index of "
-                    f"another one"
-                )
+                advice = "at the end of a batch leave empty shards out, and give one in the middle an index of another"
+                raise ValueError(f"{where}, shard {number} is empty, and shard i goes to device i: {advice}")
             _check_range(shard, limit, f"{where}, shard {number}")
         if most is not None and len(shards) > most:
-            raise ValueError(
-                f"{where} has {len(shards)} shards, but there are only {most} devices: "
-                f"let the batch sampler yield at most {most} shards, or name more devices"
-            )
+            advice = f"let the batch sampler yield at most {most} shards, or name more devices"
+            raise ValueError(f"{where} has {len(shards)} shards, but there are only {most} devices: {advice}")
         return Task(self.run, seq, self.number, first, tuple(shards), True)
 
     # -- batches --------------------------------------------------------------------------------------------
@@ -430,10 +423,8 @@ def _check_range(indices: Sequence[Any], limit: int | None, where: str) -> None:
     except TypeError:
         return  # keys that are no numbers: the dataset knows them
     bad = next(index for index in indices if not -limit <= index < limit)
-    raise IndexError(
-        f"{where}: the sampler yielded index {bad}, but the dataset has {limit} samples: "
-        f"give the sampler this dataset's length, or call loader.refresh() if the dataset has changed its length"
-    )
+    advice = "give the sampler this dataset's length, or call loader.refresh() if the dataset has changed its length"
+    raise IndexError(f"{where}: the sampler yielded index {bad}, but the dataset has {limit} samples: {advice}")
 
 
 class Ahead(NamedTuple):

@@ -342,9 +342,11 @@ class MapOrder(Order[Signature]):
         past = self._past
         is_before = (number, step) < (past.epoch, past.first)
         if is_before and not past.is_known:
+            text = (
+                f"step {step} of epoch {number} was read by other ranks, or in other batches: this loader goes on from"
+            )
             raise ValueError(
-                f"step {step} of epoch {number} was read by other ranks, or in other batches: this loader goes on from "
-                f"step {past.first} of epoch {past.epoch}. Ask a loader that is made as it was then"
+                f"{text} step {past.first} of epoch {past.epoch}. Ask a loader that is made as it was then"
             )
         return MapEpoch(self.source(number, rank), number, None if is_before or number != past.epoch else past.position)
 
@@ -367,10 +369,8 @@ class MapOrder(Order[Signature]):
     def add_skip(self, skip: Any) -> None:
         sampling, self.given_skip = self.sampling, merged(self.given_skip, check_skip(skip))
         if self.given_skip and self.steps is None and known_length(sampling.items, 0) is None:
-            raise ValueError(
-                "skip counts the steps of all epochs, and the sampler has no length that is known without a pass over "
-                "it: give steps_per_epoch="
-            )
+            text = "skip counts the steps of all epochs, and the sampler has no length that is known without a pass"
+            raise ValueError(f"{text} over it: give steps_per_epoch=")
         # They must fit the epochs. The seed of a state may give other lengths, and "auto" other ranks.
         if self.steps is not None or not (any(sampling.takes_seed) or "auto" in (self._replicas or ())):
             self._count.check(self.given_skip, self._whole_length)
@@ -384,10 +384,8 @@ def warn_of_done_steps(given: Ranges, saved: Ranges, done: int) -> None:
     """Warn if steps that are to be left out were done before a state was saved, which does not leave them out."""
     late = [one for one in given if merged(saved, [one]) != saved]
     if late and late[0][0] < done:
-        warn(
-            f"skip has the steps {late[0]}, and some of them were done before the state was saved: load a state "
-            f"that was saved before step {late[0][0]}"
-        )
+        text = f"skip has the steps {late[0]}, and some of them were done before the state was saved"
+        warn(f"{text}: load a state that was saved before step {late[0][0]}")
 
 
 def _counts_others(saved: Signature, own: Signature) -> bool:
@@ -411,10 +409,8 @@ def _text_of_step(size: object, before: int, ranks: int) -> str:
         return f"rescale: all ranks together read {ranks} batches in a step from now on, and {before} before"
     whole = size * before
     hint = f"give batch_size={whole // ranks}" if whole % ranks == 0 else f"take a number of ranks that divides {whole}"
-    return (
-        f"rescale: all ranks together read {size * ranks} samples in a step from now on, and {whole} before. To keep "
-        f"the {whole}, {hint}"
-    )
+    text = f"rescale: all ranks together read {size * ranks} samples in a step from now on, and {whole} before"
+    return f"{text}. To keep the {whole}, {hint}"
 
 
 # -- batches of another size -------------------------------------------------------------------------------------------
@@ -587,10 +583,8 @@ def _check_weights(epoch: MapEpoch, step: int) -> None:
     """Refuse an epoch of a mixture whose weights are not known any more."""
     for sampler in filter(has_weights, nested(epoch.source.items)):
         if epoch.reached(step)[0] <= sampler.forgotten:
-            raise ValueError(
-                f"the weights of the mixture in epoch {epoch.number} are not known: the loaded state has those "
-                f"that were set later. Ask a loader with the state of that epoch"
-            )
+            text = f"the weights of the mixture in epoch {epoch.number} are not known"
+            raise ValueError(f"{text}: the loaded state has later ones. Ask a loader with the state of that epoch")
 
 
 def _read_twice(epoch: MapEpoch, read: Callable[[MapEpoch], Found]) -> Found:

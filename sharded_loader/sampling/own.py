@@ -38,7 +38,7 @@ from sharded_loader.sampling.tables import BLOCK, Batched, Dealt, Rolling, Table
 LAST_BATCH = ("keep", "discard", "rollover")
 
 
-def check_length(length: Any) -> int:
+def check_length(length: object) -> int:
     return check_int("length", length, 0, "give the number of samples, len(dataset)")
 
 
@@ -111,10 +111,8 @@ class RandomSampler(IndexSampler):
     def __init__(self, length: int, seed: int | None = None) -> None:
         self._length = check_length(length)
         if self._length > MAX_LENGTH:
-            raise ValueError(
-                f"RandomSampler shuffles up to 2**62 samples, got length={self._length}: "
-                "use SequentialSampler, or SplitSampler over parts"
-            )
+            text = f"RandomSampler shuffles up to 2**62 samples, got length={self._length}"
+            raise ValueError(f"{text}: use SequentialSampler, or SplitSampler over parts")
         self.seed = resolve_seed(seed)
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
@@ -174,10 +172,8 @@ class RepeatedSampler(WrapperSampler[int]):
 
     def _check(self) -> None:
         if self.sampler is None:
-            raise ValueError(
-                f"RepeatedSampler({self.copies}) has no order to repeat: give it to a loader as sampler=, or give it a "
-                f"sampler, RepeatedSampler({self.copies}, sampler)"
-            )
+            name = f"RepeatedSampler({self.copies}"
+            raise ValueError(f"{name}) has no order to repeat: give it to a loader as sampler=, or {name}, sampler)")
 
 
 class _Copied(Table):
@@ -199,17 +195,12 @@ class _Copied(Table):
         found = self._table.at(places[len(known) :]) if len(places) > len(known) else []
         items = known + (found.tolist() if isinstance(found, np.ndarray) else found)
         self._last = int(places[-1]), items[-1]
-        kinds = [int, *map(repeated_index, range(1, self._copies))]
+        kinds, copies = [int, *map(repeated_index, range(1, self._copies))], positions % self._copies
         try:
-            return [
-                kinds[copy](items[place])
-                for place, copy in zip(which.tolist(), (positions % self._copies).tolist(), strict=True)
-            ]
+            return [kinds[copy](items[place]) for place, copy in zip(which.tolist(), copies.tolist(), strict=True)]
         except (TypeError, ValueError):
-            raise TypeError(
-                f"RepeatedSampler repeats single integer indices, and its sampler yields others, such as "
-                f"{brief(items[0])}: put the RepeatedSampler inside the batch sampler"
-            ) from None
+            text = f"RepeatedSampler repeats single integer indices, and its sampler yields {brief(items[0])}"
+            raise TypeError(f"{text}: put the RepeatedSampler inside the batch sampler") from None
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -266,7 +257,7 @@ class BatchSampler(WrapperSampler[list[int]]):
             return self._rolling(epoch).length()
         return parts(len_epoch(self.sampler, epoch), self.batch_size, self.drop_last)
 
-    def resized(self, size: int, before: int) -> Any:
+    def resized(self, size: int, before: int) -> Sampler[list[int]] | None:
         # With rollover, epochs of other batches begin elsewhere.
         return None if self.last_batch == "rollover" and size != before else super().resized(size, before)
 
@@ -441,10 +432,8 @@ class Sampling:
         if size is not None and self.given_batches:
             twin.read = twin.given = self.read.resized(size, before) if isinstance(before, int) else None
             if twin.read is None:
-                raise ValueError(
-                    f"rescale: the batch_sampler decides the batches, and the {type(self.read).__name__} cannot have "
-                    f"batches of {size} in the same order: leave out batch_size"
-                )
+                text = f"rescale: the batch_sampler decides the batches, and the {type(self.read).__name__}"
+                raise ValueError(f"{text} cannot have batches of {size} in the same order: leave out batch_size")
             twin.arguments = arguments_of(twin.samplers)
         elif size is not None:
             twin.batch_size = size
@@ -499,16 +488,12 @@ def _check(given: Sampling) -> None:
     """Refuse arguments that contradict each other."""
     sampler, batch_sampler, last_batch, shuffle = given.sampler, given.batch_sampler, given.last_batch, given.shuffle
     if isinstance(batch_sampler, int):
-        raise TypeError(
-            f"batch_sampler is {batch_sampler!r}, a number. Here this position is that of batch_sampler, as in "
-            "Gluon; in torch it is that of another argument: write the names, such as num_workers="
-        )
+        text = f"batch_sampler is {batch_sampler!r}, a number. Here this position is that of batch_sampler, as in Gluon"
+        raise TypeError(f"{text}: write the names, such as num_workers=")
     if batch_sampler is not None:
         if given.batch_size is not None or shuffle or sampler is not None or last_batch is not None:
-            raise ValueError(
-                "batch_size, shuffle, sampler and last_batch must not be specified if batch_sampler is specified: "
-                "it decides all of that. drop_last is torch's name for last_batch"
-            )
+            text = "batch_size, shuffle, sampler and last_batch must not be specified if batch_sampler is specified"
+            raise ValueError(f"{text}: it decides all of that. drop_last is torch's name for last_batch")
         base.check_sampler(batch_sampler, "batch_sampler")
         if getattr(batch_sampler, "grows", False) and given.steps_per_epoch is not None:
             kind = type(batch_sampler).__name__
@@ -519,10 +504,8 @@ def _check(given: Sampling) -> None:
     elif last_batch not in (None, *LAST_BATCH):
         raise ValueError(f'last_batch is {last_batch!r}; it must be "keep", "discard" or "rollover"')
     elif given.batch_size is None:
-        raise ValueError(
-            "batch_size must be specified unless batch_sampler is specified. For single samples, as in torch with "
-            "batch_size=None: from sharded_loader.torch import DataLoader"
-        )
+        text = "batch_size must be specified unless batch_sampler is specified. For single samples, as in torch with"
+        raise ValueError(f"{text} batch_size=None: from sharded_loader.torch import DataLoader")
     elif isinstance(shuffle, str) or callable(shuffle):
         raise TypeError(f"shuffle is {shuffle!r}; it must be True or False. An order of your own is a sampler=")
     elif shuffle and not takes_order(sampler):

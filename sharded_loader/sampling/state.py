@@ -51,9 +51,8 @@ _BEGINNING = Position(0)
 def _arguments(what: str, value: Any, advice: str) -> tuple[tuple[str, Any], ...]:
     for name, argument in instance(Mapping, "a dict")(what, value, advice).items():
         if not isinstance(name, str) or not isinstance(argument, bool | int | float | str | None):
-            raise ValueError(
-                f"{what} has {brief(name)}: {brief(argument)}; it must have names, and numbers or strings: {advice}"
-            )
+            text = f"{what} has {brief(name)}: {brief(argument)}"
+            raise ValueError(f"{text}; it must have names, and numbers or strings: {advice}")
     return tuple(value.items())
 
 
@@ -183,10 +182,8 @@ def parse(state: Any) -> tuple[Position, Signature]:
         entries.read_entry(state, unit, integer(), _ADVICE),
     )
     if done < 0 and signature.last_batch != "rollover":
-        raise ValueError(
-            f"the state's {unit!r} must be at least 0, got {brief(done)}: only with 'last_batch' \"rollover\" "
-            f"it may be less: {_ADVICE}"
-        )
+        text = f"the state's {unit!r} must be at least 0, got {brief(done)}"
+        raise ValueError(f"{text}: only with 'last_batch' \"rollover\" it may be less: {_ADVICE}")
     if (outside := out_of_epoch(signature, signature.sampler_length, epoch, done)) is not None:
         raise ValueError(f"the state has {outside}: {_ADVICE}")
     landmark = None if "landmark" not in state else entries.read_entry(state, "landmark", list_of(integer(0)), _ADVICE)
@@ -296,10 +293,8 @@ def other_arguments(saved: Signature, own: Signature) -> list[str]:
         was = before.get(name, 1 if argument == ORDER_VERSION and before else now)
         if was != now and argument != WEIGHTS_SET:
             if argument == ORDER_VERSION:
-                phrases.append(
-                    f"the order of the {sampler} was another one in the version of this library that saved it, so "
-                    "begin the epoch again, or finish it with that version"
-                )
+                text = f"the order of the {sampler} was another one in the version of this library that saved it"
+                phrases.append(f"{text}, so begin the epoch again, or finish it with that version")
             elif isinstance(was, str) and was.startswith(SUM):
                 phrases.append(f"{argument} of the {sampler} changed after the state was saved")
             else:
@@ -307,7 +302,7 @@ def other_arguments(saved: Signature, own: Signature) -> list[str]:
     return phrases
 
 
-def arguments_of(samplers: Iterable[Any]) -> tuple[tuple[str, Any], ...]:
+def arguments_of(samplers: Iterable[object]) -> tuple[tuple[str, Any], ...]:
     """What decides the order of our own samplers beside seed and length: numbers and words; of arrays a checksum."""
     return tuple(
         (f"{type(sampler).__name__}.{name}", _summary(getattr(sampler, attribute)))
@@ -322,7 +317,7 @@ def weights_set(samplers: Iterable[Any]) -> tuple[tuple[str, str], ...]:
     return tuple((f"{type(one).__name__}.{WEIGHTS_SET}", one.weights_set) for one in samplers if has_weights(one))
 
 
-def has_weights(sampler: Any) -> bool:
+def has_weights(sampler: object) -> bool:
     """Whether the weights of a sampler can be set while training."""
     return hasattr(type(sampler), "weights_set")
 
@@ -338,7 +333,7 @@ def _summary(value: Any) -> Any:
     return f"{SUM}{checksum:08x}"
 
 
-def kind_of(sampler: Any) -> str:
+def kind_of(sampler: object) -> str:
     """The classes of a sampler and those inside it. Classes of torch have the name of the package in front."""
     names = []
     for each in nested(sampler):
@@ -347,6 +342,6 @@ def kind_of(sampler: Any) -> str:
     return "(".join(names) + ")" * (len(names) - 1)
 
 
-def seed_of(sampler: Any) -> int | None:
+def seed_of(sampler: object) -> int | None:
     seed = getattr(sampler, "seed", None)
     return int(seed) if isinstance(seed, int) else None
