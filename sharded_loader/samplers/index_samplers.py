@@ -396,7 +396,12 @@ class WeightedRandomSampler(IndexSampler):
         if bad.size:
             raise ValueError(f"weights[{bad[0]}] is {array[bad[0]]}: give finite numbers, 0 for what is not drawn")
         self._length = check_int("num_samples", num_samples, 0, "give how many indices an epoch draws")
-        self._lengths = None if lengths is None else _checked_lengths(lengths, len(array), replacement)
+        if lengths is not None and not replacement:
+            raise ValueError("lengths need replacement=True: otherwise give np.repeat(weights, lengths) as weights")
+        self._lengths = None if lengths is None else lengths_of(lengths)
+        if self._lengths is not None and len(self._lengths) != len(array):
+            text = f"there are {len(array)} weights and {len(self._lengths)} lengths"
+            raise ValueError(f"{text}: give one of each per group of samples")
         # How likely each sample, or group, is. Weights go up to 1.8e308: divided first, no product overflows.
         self._shares = array / (array.max() if array.size and array.max() else 1.0)
         if self._lengths is not None:
@@ -470,16 +475,6 @@ def lengths_of(lengths: Any) -> Indices:
     if array.sum(dtype=np.float64) > shuffles.MAX_LENGTH:
         raise ValueError(f"the lengths sum to more than 2**62 samples: {advice}")
     return array.astype(np.int64)
-
-
-def _checked_lengths(lengths: Any, count: int, replacement: bool) -> Indices:
-    """The lengths of ``count`` groups; see `WeightedRandomSampler`."""
-    if not replacement:
-        raise ValueError("lengths need replacement=True: otherwise give np.repeat(weights, lengths) as weights")
-    array = lengths_of(lengths)
-    if len(array) != count:
-        raise ValueError(f"there are {count} weights and {len(array)} lengths: give one of each per group of samples")
-    return array
 
 
 # -- equal costs for all ranks -----------------------------------------------------------------------------------------
