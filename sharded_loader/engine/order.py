@@ -12,7 +12,7 @@
 
     sampling.order, sampling.epoch    datasets with an index: batches of a sampler, functions of (seed, epoch)
     streams.order, streams.epoch      iterable data: batches of its parts
-    drop_in.epoch                     batches of a sampler, drawn as torch draws them
+    drop_in.sampler                   batches of a sampler, drawn as torch draws them
 
 An order owns no worker and no batch. Every epoch is a function of (order, number, position). An epoch has no position
 of its own: the run knows how many batches were delivered. After an interruption the pipeline asks again for the batches
@@ -230,7 +230,9 @@ class Order(ABC, Generic[Signature]):
     skip: tuple[tuple[int, int], ...] = ()
     given_skip: tuple[tuple[int, int], ...] = ()
 
-    def __init__(self, last_batch: Any, num_replicas: Any, rank: Any, seed: Any, steps_per_epoch: Any) -> None:
+    def __init__(
+        self, last_batch: Any, num_replicas: Any = None, rank: Any = None, seed: Any = None, steps_per_epoch: Any = None
+    ) -> None:
         self.steps = _check_steps(steps_per_epoch, last_batch)
         self.rolls_over: bool = last_batch == "rollover" or self.steps is not None
         self.drops_last: bool = last_batch == "discard"
@@ -337,6 +339,17 @@ class Order(ABC, Generic[Signature]):
         Raises:
             TypeError, ValueError: the state does not fit. Nothing has changed then.
         """
+        position, saved, changed = self.take_over(state, strict, doing, advice, check)
+        position = self.moved(position, saved)
+        while (epoch := self.epoch(position.epoch, position)).is_over():  # the next epoch begins instead
+            position = epoch.following()
+        self.goes_on(position, saved)
+        return position, changed
+
+    def take_over(
+        self, state: Any, strict: bool, doing: str, advice: str, check: Callable[[], Any] = lambda: None
+    ) -> tuple[Position, Signature, bool]:
+        """Take over the seeds of a state, as `load`, and return its position, its signature, and if seeds changed."""
         position, saved = self._parsed(state)
         found = self._differences(saved, position, strict)
         if found:
@@ -344,12 +357,7 @@ class Order(ABC, Generic[Signature]):
             ways = [one for one in found if one.endswith(".")] or [advice + hint]
             raise ValueError(f"{doing}{', '.join(one for one in found if one not in ways)}. {' '.join(ways)}")
         check()
-        changed = self._adopt(saved, position)
-        position = self.moved(position, saved)
-        while (epoch := self.epoch(position.epoch, position)).is_over():  # the next epoch begins instead
-            position = epoch.following()
-        self.goes_on(position, saved)
-        return position, changed
+        return position, saved, self._adopt(saved, position)
 
     def moved(self, position: Position, saved: Signature) -> Position:
         """A position of an order with another signature, as this one counts it."""

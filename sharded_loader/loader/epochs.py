@@ -35,7 +35,7 @@ from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import fetched_by_lightning, is_owned
 from sharded_loader.data.bulk import takes_arrays
 from sharded_loader.data.datasets import can_follow, follow
-from sharded_loader.data.known import Known
+from sharded_loader.data.inspection import Known
 from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import Job

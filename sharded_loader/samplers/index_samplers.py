@@ -594,7 +594,8 @@ class _CostSteps:
         level, member = np.divmod(row * ranks + rank, width)
         number = tuples[here, level]
         first, mixed = self._first[number], self._mixed[number]
-        return first * width + mixed * member + self._shuffles(number - first, mixed, first * width + member)
+        found: Indices = first * width + mixed * member + self._shuffles(number - first, mixed, first * width + member)
+        return found
 
     def _backwards(self, tuples: Indices) -> npt.NDArray[np.bool_]:
         """Which rows of each step go from dear to cheap. In: the tuples of each step, shape (steps, levels)."""

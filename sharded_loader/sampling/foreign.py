@@ -52,8 +52,7 @@ from sharded_loader.base.limits import check_fits
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.engine.epoch_requests import noted, put_back
 from sharded_loader.engine.order import process_group
-from sharded_loader.randomness.global_generators import seed_torch, seeded_globals
-from sharded_loader.randomness.rng import derive_key
+from sharded_loader.randomness.rng import derive_key, seed_torch, seeded_globals
 from sharded_loader.randomness.shuffle import Indices
 from sharded_loader.sampling.base import ONE_SHOT, depth, is_own, is_wrapper, nested, tell_epoch
 from sharded_loader.sampling.state import Checkpoint
