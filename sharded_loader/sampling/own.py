@@ -172,8 +172,8 @@ class RepeatedSampler(WrapperSampler[int]):
 
     def _check(self) -> None:
         if self.sampler is None:
-            name = f"RepeatedSampler({self.copies}"
-            raise ValueError(f"{name}) has no order to repeat: give it to a loader as sampler=, or {name}, sampler)")
+            advice = "give it to a loader as sampler=, or give it a sampler as its second argument"
+            raise ValueError(f"RepeatedSampler({self.copies}) has no order to repeat: {advice}")
 
 
 class _Copied(Table):

@@ -143,12 +143,8 @@ def dump(position: Position, signature: Signature) -> dict[str, Any]:
         >>> state["epoch"], state["samples"], parse(state) == (Position(3, 40), signature)
         (3, 40, True)
     """
-    state = {
-        "version": entries.VERSION,
-        "epoch": position.epoch,
-        signature.unit: position.done,
-        **entries.written(signature),
-    }
+    state: dict[str, Any] = {"version": entries.VERSION, "epoch": position.epoch, signature.unit: position.done}
+    state |= entries.written(signature)
     if position.mark is not None:
         state["passed"] = entries.written(position.mark)
     if position.landmark is not None:
@@ -177,10 +173,8 @@ def parse(state: Any) -> tuple[Position, Signature]:
     unit = signature.unit
     if unit not in state:
         raise ValueError(f"the state has no {unit!r}, and its 'batch_size' is {signature.batch_size}: {_ADVICE}")
-    epoch, done = (
-        entries.read_entry(state, "epoch", integer(0), _ADVICE),
-        entries.read_entry(state, unit, integer(), _ADVICE),
-    )
+    epoch = entries.read_entry(state, "epoch", integer(0), _ADVICE)
+    done = entries.read_entry(state, unit, integer(), _ADVICE)
     if done < 0 and signature.last_batch != "rollover":
         text = f"the state's {unit!r} must be at least 0, got {brief(done)}"
         raise ValueError(f"{text}: only with 'last_batch' \"rollover\" it may be less: {_ADVICE}")
