@@ -47,9 +47,8 @@ _HOMES = {
     "samplers.bucket_samplers": "BucketScheme ConstWidthBucket ExpWidthBucket FixedBucketSampler "
     "GroupedBatchSampler LinearWidthBucket",
     "samplers.index_samplers": "FilterSampler IntervalSampler SortedSampler SplitSampler SubsetRandomSampler "
-    "WeightedRandomSampler",
+    "WeightedRandomSampler EqualShards ShardShuffleSampler",
     "samplers.packing": "PackSampler",
-    "samplers.shard_shuffle": "EqualShards ShardShuffleSampler",
     "storage.cache": "ShardCache",
     "storage.dataset": "ShardDataset",
     "storage.files": "ShardError",

@@ -49,15 +49,15 @@ from sharded_loader.samplers.bucket_samplers import ExpWidthBucket as ExpWidthBu
 from sharded_loader.samplers.bucket_samplers import FixedBucketSampler as FixedBucketSampler
 from sharded_loader.samplers.bucket_samplers import GroupedBatchSampler as GroupedBatchSampler
 from sharded_loader.samplers.bucket_samplers import LinearWidthBucket as LinearWidthBucket
+from sharded_loader.samplers.index_samplers import EqualShards as EqualShards
 from sharded_loader.samplers.index_samplers import FilterSampler as FilterSampler
 from sharded_loader.samplers.index_samplers import IntervalSampler as IntervalSampler
+from sharded_loader.samplers.index_samplers import ShardShuffleSampler as ShardShuffleSampler
 from sharded_loader.samplers.index_samplers import SortedSampler as SortedSampler
 from sharded_loader.samplers.index_samplers import SplitSampler as SplitSampler
 from sharded_loader.samplers.index_samplers import SubsetRandomSampler as SubsetRandomSampler
 from sharded_loader.samplers.index_samplers import WeightedRandomSampler as WeightedRandomSampler
 from sharded_loader.samplers.packing import PackSampler as PackSampler
-from sharded_loader.samplers.shard_shuffle import EqualShards as EqualShards
-from sharded_loader.samplers.shard_shuffle import ShardShuffleSampler as ShardShuffleSampler
 from sharded_loader.sampling.base import Sampler as Sampler
 from sharded_loader.sampling.own import BatchSampler as BatchSampler
 from sharded_loader.sampling.own import RandomSampler as RandomSampler

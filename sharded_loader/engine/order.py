@@ -213,7 +213,6 @@ class Order(ABC, Generic[Signature]):
         max_shards: how many shards a batch may have; None: any number.
         shard_costs: what each sample costs, to split a batch into shards by; None: all the same.
         batch_sampler: what the loader shows as this; None: it has none.
-        given_batches: a batch sampler was given.
         rolls_over: samples of an incomplete last batch begin the next epoch.
         drops_last: an incomplete last batch is left out.
         dataset_length: samples in the dataset, as far as the order knows.
@@ -225,7 +224,7 @@ class Order(ABC, Generic[Signature]):
     _sampler: Any = None
     batch_sampler: Any = None
     shard_costs: Any = None
-    arrays = given_batches = asked = False
+    arrays = asked = False
     max_shards: int | None = None
     dataset_length: int | None = None
     skip: tuple[tuple[int, int], ...] = ()

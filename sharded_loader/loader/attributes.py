@@ -173,7 +173,7 @@ class LoaderAttributes(Instruments):
         """The loader was rescaled."""
         given = {**self._arguments, "num_replicas": num_replicas, "rank": rank}
         given.pop("mesh", None)
-        if self._order.given_batches:
+        if self._batch_size is None:
             given["batch_sampler"] = self._order.batch_sampler
         elif batch_size is not None:
             given["batch_size"] = self._batch_size = batch_size

@@ -431,7 +431,7 @@ class Epochs:
         """A run that reads what a run has not delivered yet, by the order as it is now."""
         position = run.epoch.position(run.delivered)
         if isinstance(self.order, MapOrder) and isinstance(run.epoch, MapEpoch):
-            position = self.order.moved(*self.order.regrouped(position, run.epoch.signature))
+            position = self.order.moved(*self.order.regrouped(position, run.epoch.source.signature))
         rest = self.new_run(self.order.epoch(position.epoch, position))
         rest.epoch.in_mid_epoch = False  # it ends where the epoch ends
         return rest

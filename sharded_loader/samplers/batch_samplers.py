@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -119,19 +119,20 @@ class GrowingBatchSampler(WrapperSampler[list[int]]):
 
     @property
     def _schedule(self) -> str:
-        return str(list(zip(self._starts.tolist(), self._sizes.tolist(), strict=True)))
+        return str(list(zip(self._starts.tolist(), self._sizes, strict=True)))
 
     def _before(self, steps: Any) -> Any:
         """The number of samples before a step, of all ranks."""
         piece = np.searchsorted(self._starts, steps, side="right") - 1
-        whole = np.cumsum(np.append(0, np.diff(self._starts) * self._sizes[:-1]))
-        return (whole[piece] + (steps - self._starts[piece]) * self._sizes[piece]) * self.ranks
+        sizes = np.array(self._sizes)
+        whole = np.cumsum(np.append(0, np.diff(self._starts) * sizes[:-1]))
+        return (whole[piece] + (steps - self._starts[piece]) * sizes[piece]) * self.ranks
 
     def _after(self, step: int, length: int) -> int:
         """The step in which the next epoch begins, of an epoch that begins in a step and has ``length`` samples."""
         end, changes = int(self._before(step)) + length, self._before(self._starts)
         piece = int(np.searchsorted(changes, end, side="right")) - 1
-        size = int(self._sizes[piece]) * self.ranks
+        size = self._sizes[piece] * self.ranks
         return int(self._starts[piece]) + parts(end - int(changes[piece]), size, self.last_batch == "discard")
 
     def _span(self, epoch: int) -> tuple[int, int]:
@@ -165,7 +166,7 @@ class GrowingBatchSampler(WrapperSampler[list[int]]):
         return Table(self.len_epoch(epoch), lambda at: list(map(batch, at.tolist())), min(items.block, BATCHES))
 
 
-def _checked_schedule(schedule: Any) -> tuple[Indices, Indices]:
+def _checked_schedule(schedule: Any) -> tuple[Indices, list[int]]:
     """The steps at which the batch size changes, and the sizes."""
     advice = "give pairs (step, batch size): [(0, 8), (1000, 16)]"
     try:
@@ -181,7 +182,7 @@ def _checked_schedule(schedule: Any) -> tuple[Indices, Indices]:
     for before, after in pairwise(steps):
         if after <= before:
             raise ValueError(f"the schedule goes back, from step {before} to step {after}: give ascending steps")
-    return np.array(steps, np.int64), np.array(sizes, np.int64)
+    return np.array(steps, np.int64), sizes
 
 
 class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
@@ -239,7 +240,7 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
         return None if twin is None else self.over(twin)
 
     @property
-    def samples_in_batch(self) -> Any:
+    def samples_in_batch(self) -> object:
         return getattr(self.batch_sampler, "samples_in_batch", None)
 
     def _split(self, batch: Any, number: int) -> list[list[int]]:
@@ -339,7 +340,7 @@ class SortedBucketSampler(NumberedBatches):
         return min(self._in_bucket, max(len(self._sort_keys), 1))
 
     @property
-    def plan(self) -> Any:
+    def plan(self) -> int:
         return min(self._whole_bucket, len(self._sort_keys))
 
     @property
@@ -517,7 +518,7 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
         return self._batches
 
     def resized(self, size: int, before: int) -> Any:
-        twin, kinds = super().resized(size, before), len(self._counts)
+        twin, kinds = cast(Any, super().resized(size, before)), len(self._counts)
         # Batches in the same places of the rounds: both numbers of classes divide that of all.
         if twin is None or kinds % self.classes or kinds % twin.classes or self._batches * before % size:
             return None

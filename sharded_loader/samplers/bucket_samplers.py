@@ -308,8 +308,7 @@ class FixedBucketSampler(NumberedBatches):
 
     def _at(self, epoch: int) -> Callable[[Indices], list[Any]]:
         shards, unit = self._num_shards, self._unit
-        buckets = np.arange(len(self._members))[::-1]  # the longest first
-        batches = np.array([self._batches(bucket, epoch) for bucket in buckets.tolist()], np.int64)
+        buckets, batches = np.arange(len(self._members))[::-1], self._batches(epoch)[::-1]  # the longest first
         units = -(-batches // unit)
         count = int(units.sum()) * unit
         order, ends, read = self._order(count // unit, "fixed bucket", epoch), np.cumsum(units), self._reader(epoch)
@@ -357,16 +356,20 @@ class FixedBucketSampler(NumberedBatches):
         """The number of batches of one bucket that come together: those of one step of all ranks."""
         return 1 if self.ranks == 1 else self.ranks * max(self._num_shards, 1)
 
-    def _batches(self, bucket: int, epoch: int) -> int:
-        """The number of batches of a bucket in an epoch."""
-        count, size, unit = len(self._members[bucket]), self.bucket_batch_sizes[bucket], self._unit
+    def _batches(self, epoch: int) -> Indices:
+        """The number of batches of each bucket in an epoch."""
+        counts, sizes = np.array(self._counts, np.int64), np.array(self.bucket_batch_sizes, np.int64)
+        if self._last_batch == "keep":
+            return -(-counts // sizes)
+        steps = counts // (sizes * self._unit)
         if self._last_batch == "rollover":
-            return Rolling(count, size * unit, epoch).length() * unit
-        return count // (size * unit) * unit if self._last_batch == "discard" else parts(count, size, cut=False)
+            pairs = zip(self._counts, (sizes * self._unit).tolist(), strict=True)
+            steps = np.array([Rolling(count, step, epoch).length() for count, step in pairs], np.int64)
+        return steps * self._unit
 
     def len_epoch(self, epoch: int) -> int:
-        counts = [parts(self._batches(bucket, epoch), self._unit, False) for bucket in range(len(self._members))]
-        count, shards = sum(counts) * self._unit, self._num_shards
+        unit, shards = self._unit, self._num_shards
+        count = int((-(-self._batches(epoch) // unit)).sum()) * unit
         return parts(count, shards, cut=self._last_group == "discard") if shards else count
 
     def stats(self) -> str:
@@ -375,8 +378,9 @@ class FixedBucketSampler(NumberedBatches):
         Returns:
             Samples and batches in all; per bucket its key, its number of samples and its batch size.
         """
-        batches = sum(self._batches(bucket, self.epoch) for bucket in range(len(self._members)))
-        first = f"{type(self).__name__}:\n  sample_num={sum(self._counts)}, batch_num={batches}\n"
+        first = (
+            f"{type(self).__name__}:\n  sample_num={sum(self._counts)}, batch_num={self._batches(self.epoch).sum()}\n"
+        )
         return f"{first}  key={self.bucket_keys}\n  cnt={self._counts}\n  batch_size={self.bucket_batch_sizes}"
 
 

@@ -1,4 +1,4 @@
-"""Orders of single indices: of a subset, filtered, strided, in parts, sorted, drawn by weight, of equal cost.
+"""Orders of single indices: of a subset, filtered, strided, in parts, sorted, by weight, of equal cost, by shards.
 
 In: how many samples there are (or keys, indices, weights), and a seed where order is random. Out: a table of int64
 indices per epoch, a pure function of (seed, epoch). Any position takes the same time. Shuffles of up to 16 M indices
@@ -24,19 +24,35 @@ The samples of a step do not depend on the number of ranks, as long as the step 
 own samples only: time and memory of a step do not grow with the ranks. Samples that do not fill a step come in the last
 one: they are taken out at equal distances of the sorted costs, others in each epoch.
 
+`ShardShuffleSampler` shuffles in two steps, for data that lies in shards: files, of which only a few fit on this
+machine at once.
+
+    ShardShuffleSampler(lengths, window, lanes).epoch_table(epoch).at(positions) -> indices
+
+The shards of an epoch are put in shuffled order, one after the other. That makes a *line* of all samples. The line is
+cut into ``lanes`` equal stretches, which are read in turns: position p is in lane ``p % lanes``. Each lane is cut into
+windows of some shards, and samples change positions within their window. The windows of a lane grow by a fixed rule
+(`windows_of`), so that the first batch of an epoch needs one shard of each lane:
+
+    position -> lane, position in it -> position in the line -> window -> another position in it -> shard -> index
+
+Each step is arithmetic, a binary search, or a keyed bijection. So any position takes the same time, and nothing is kept
+of the samples: of n shards of different lengths 24 n bytes, of shards that all have one length nothing.
+
 What can go wrong: arguments, all rejected in the constructors; keys that Python cannot compare (its TypeError), and
 keys or weights that do not fit into memory (MemoryError).
 
-Source of the idea of equal cost: to deal out the samples of each random step, the longest first, so that ranks have
-equal work (Graham, 1969, as in `engine.split`). There a rank with one sample above the mean is the slowest. A step that
-is made of tuples of neighbours has no such sample.
+Sources of ideas: the order of Mosaic's streaming datasets, whose "canonical nodes" are the lanes of shards. For equal
+cost: to deal out the samples of each random step, the longest first, so that ranks have equal work (Graham, 1969, as in
+`engine.split`). There a rank with one sample above the mean is the slowest. A step that is made of tuples of neighbours
+has no such sample.
 """
 
 from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -46,18 +62,8 @@ import numpy.typing as npt
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.limits import check_fits
 from sharded_loader.data.columns import as_dataset
-from sharded_loader.randomness.shuffle import (
-    MAX_LENGTH,
-    Bijections,
-    IndexView,
-    Indices,
-    Selection,
-    random_words,
-    shuffle,
-    taken,
-    uniforms,
-    uniforms_at,
-)
+from sharded_loader.randomness import shuffle as shuffles
+from sharded_loader.randomness.shuffle import Bijections, IndexView, Indices, Selection, shuffle
 from sharded_loader.sampling.base import Sampler, resolve_seed, underscored
 from sharded_loader.sampling.own import IndexSampler, check_length
 from sharded_loader.sampling.tables import Table, checksum_of
@@ -111,21 +117,21 @@ class SubsetRandomSampler(IndexSampler):
     decided_by = (("indices", "_indices"),)
 
     def __init__(self, indices: Numbers, seed: int | None = None) -> None:
-        if isinstance(indices, range) and len(indices[: MAX_LENGTH + 1]) > MAX_LENGTH:
+        if isinstance(indices, range) and len(indices[: shuffles.MAX_LENGTH + 1]) > shuffles.MAX_LENGTH:
             raise ValueError(f"SubsetRandomSampler shuffles up to 2**62 samples, got {indices}: give a shorter range")
         advice = "give a list of sample indices (np.flatnonzero(mask) for a mask)"
-        self._indices: Selection = (
-            indices
-            if isinstance(indices, range | IndexView)
-            else integers("indices", indices, "a 1-D sequence of integers", advice).astype(np.int64)
-        )
+        self._indices: Selection
+        if isinstance(indices, range | IndexView):
+            self._indices = indices
+        else:
+            self._indices = integers("indices", indices, "a 1-D sequence of integers", advice).astype(np.int64)
         # Part of the key: the parts of a dataset that are shuffled by one seed would otherwise be shuffled alike.
         self._length, self._checksum = len(self._indices), checksum_of(self._indices)
         self.seed = resolve_seed(seed)
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
         order = shuffle(self._length, self.seed, "subset", self._checksum, epoch)
-        return lambda positions: taken(self._indices, order(positions))
+        return lambda positions: shuffles.taken(self._indices, order(positions))
 
 
 class FilterSampler(_ListedSampler):
@@ -274,10 +280,10 @@ class SplitSampler(IndexSampler):
             for number in np.unique(rounds).tolist():
                 (order, extra), here = once(number), rounds == number
                 slot = slots[here] if order is None else order(slots[here])
-                found = np.minimum(slot, self._own - 1) + self._begin
-                indices[here] = (
-                    np.where(slot < self._own, found, extra[np.maximum(slot - self._own, 0)]) if len(extra) else found
-                )
+                indices[here] = np.minimum(slot, self._own - 1) + self._begin
+                if len(extra):
+                    other = extra[np.maximum(slot - self._own, 0)]
+                    indices[here] = np.where(slot < self._own, indices[here], other)
             return indices
 
         return at
@@ -313,8 +319,8 @@ def sortable(keys: Any) -> npt.NDArray[Any]:
             return array
         if isinstance(keys, np.ndarray):
             keys = keys.tolist()
-    ranks: npt.NDArray[Any] = np.unique(np.fromiter(keys, object, len(keys)), return_inverse=True)[1]
-    return ranks.reshape(-1)
+    ranks: Indices = np.unique(np.fromiter(keys, object, len(keys)), return_inverse=True)[1]
+    return ranks
 
 
 def sort_order(keys: npt.NDArray[Any], reverse: bool) -> Indices:
@@ -406,7 +412,12 @@ class WeightedRandomSampler(IndexSampler):
         if bad.size:
             raise ValueError(f"weights[{bad[0]}] is {array[bad[0]]}: give finite numbers, 0 for what is not drawn")
         self._length = check_int("num_samples", num_samples, 0, "give how many indices an epoch draws")
-        self._lengths = None if lengths is None else _checked_lengths(lengths, len(array), replacement)
+        if lengths is not None and not replacement:
+            raise ValueError("lengths need replacement=True: otherwise give np.repeat(weights, lengths) as weights")
+        self._lengths = None if lengths is None else lengths_of(lengths)
+        if self._lengths is not None and len(self._lengths) != len(array):
+            text = f"there are {len(array)} weights and {len(self._lengths)} lengths"
+            raise ValueError(f"{text}: give one of each per group of samples")
         # How likely each sample, or group, is. Weights go up to 1.8e308: divided first, no product overflows.
         self._shares = array / (array.max() if array.size and array.max() else 1.0)
         if self._lengths is not None:
@@ -436,7 +447,7 @@ class WeightedRandomSampler(IndexSampler):
         # Rounding may put a draw on the very end: it belongs to the last index that can be drawn.
         last = np.flatnonzero(self._weights if lengths is None else self._shares)[-1:]
         firsts = None if lengths is None else np.cumsum(lengths) - lengths
-        draw, draw_inside = uniforms_at(*key, "choice"), uniforms_at(*key, "inside")
+        draw, draw_inside = shuffles.uniforms_at(*key, "choice"), shuffles.uniforms_at(*key, "inside")
 
         def at(positions: Indices) -> Indices:
             draws = draw(positions) * bounds[-1]
@@ -456,7 +467,7 @@ class WeightedRandomSampler(IndexSampler):
     def _without_replacement(self, key: tuple[Any, ...]) -> Indices:
         candidates = np.flatnonzero(self._weights)
         # A uniform of 0 stands for the middle of the first step: its logarithm would be no number.
-        races = np.maximum(-np.log1p(-uniforms(len(self._weights), *key)), 2.0**-54)
+        races = np.maximum(-np.log1p(-shuffles.uniforms(len(self._weights), *key)), 2.0**-54)
         first = np.argsort(races[candidates] / self._weights[candidates], kind="stable")[: self._length]
         drawn: Indices = candidates[first].astype(np.int64, copy=False)
         return drawn
@@ -477,21 +488,9 @@ def lengths_of(lengths: Any) -> Indices:
     array = integers("lengths", lengths, "a flat sequence of integers", advice, wrong=TypeError)
     if array.size and array.min() < 0:
         raise ValueError(f"lengths[{int(array.argmin())}] is {array.min()}: a shard has 0 samples or more")
-    if array.sum(dtype=np.float64) > MAX_LENGTH:
+    if array.sum(dtype=np.float64) > shuffles.MAX_LENGTH:
         raise ValueError(f"the lengths sum to more than 2**62 samples: {advice}")
     return array.astype(np.int64)
-
-
-def _checked_lengths(lengths: Any, count: int, replacement: bool) -> Indices:
-    """The lengths of ``count`` groups; see `WeightedRandomSampler`."""
-    if not replacement:
-        raise ValueError(
-            "lengths need replacement=True. Otherwise give each sample a weight, np.repeat(weights, lengths)"
-        )
-    array = lengths_of(lengths)
-    if len(array) != count:
-        raise ValueError(f"there are {count} weights and {len(array)} lengths: give one of each per group of samples")
-    return array
 
 
 # -- equal costs for all ranks -----------------------------------------------------------------------------------------
@@ -575,7 +574,7 @@ class _CostSteps:
         self._levels = max(n for n in range(1, LEVELS + 1) if size % n == 0 and n * n <= size)
         self._tuple = size // self._levels
         rest = len(order) - steps * size
-        shift = int(random_words(1, *key)[0]) % max(len(order), 1)
+        shift = int(shuffles.random_words(1, *key)[0]) % max(len(order), 1)
         self._rest = (np.arange(rest) * len(order) + shift) // max(rest, 1)
         self._passed = self._rest - np.arange(rest)
         self._tuples = [shuffle(steps, *key, level) for level in range(self._levels)]
@@ -585,8 +584,8 @@ class _CostSteps:
         begins = np.flatnonzero(np.diff(grade, prepend=np.nan))
         lengths = np.diff(np.append(begins, count))
         begin, length = np.repeat(begins, lengths), np.repeat(lengths, lengths)
-        self._first = begin + (np.arange(count) - begin) // MIXED * MIXED
-        self._mixed = np.minimum(begin + length - self._first, MIXED)
+        self._first: Indices = begin + (np.arange(count) - begin) // MIXED * MIXED
+        self._mixed: Indices = np.minimum(begin + length - self._first, MIXED)
         self._shuffles = Bijections(*key, "mixed")
 
     def at(self, positions: Indices) -> Indices:
@@ -642,10 +641,213 @@ def checked_costs(costs: Any, length: int) -> npt.NDArray[np.float64]:
     except (TypeError, ValueError):
         raise TypeError("costs must be numbers, one for each sample, or a function of the index") from None
     if array.shape != (length,):
-        raise ValueError(
-            f"costs have shape {array.shape}, but the dataset has {length} samples: give one number for each"
-        )
+        text = f"costs have shape {array.shape}, but the dataset has {length} samples"
+        raise ValueError(f"{text}: give one number for each")
     wrong = np.flatnonzero(~((array > 0) & (array < np.inf)))
     if len(wrong):
         raise ValueError(f"the cost of sample {wrong[0]} is {array[wrong[0]]}: costs are finite numbers above 0")
     return array
+
+
+# -- shards in shuffled order, a few at a time -------------------------------------------------------------------------
+
+
+class EqualShards(Sequence[int]):
+    """The lengths of shards that all have ``size`` samples; the last one may have fewer. They take no memory.
+
+    In a `ShardShuffleSampler` that is so only if ``size`` divides ``total``. If the last shard has fewer samples, the
+    sampler keeps 24 bytes for each shard, as for shards of different lengths.
+
+    Args:
+        total: the number of samples.
+        size: the number of samples in a shard.
+
+    Raises:
+        TypeError, ValueError: no integers, ``total`` below 0 or above 2**62, ``size`` below 1.
+
+    Example:
+        >>> list(EqualShards(10, 4)), len(EqualShards(10**12, 10**4))
+        ([4, 4, 2], 100000000)
+    """
+
+    def __init__(self, total: int, size: int) -> None:
+        self.total = check_int("total", total, 0, "give the number of samples")
+        if self.total > shuffles.MAX_LENGTH:
+            raise ValueError(f"total is {self.total}: there are 2**62 samples at most")
+        self.size = check_int("size", size, 1, "give the number of samples in a shard")
+
+    def __len__(self) -> int:
+        return -(-self.total // self.size)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = range(0, self.total, self.size)[index]
+        if isinstance(found, range):
+            return [min(self.size, self.total - begin) for begin in found]
+        return min(self.size, self.total - found)
+
+    def __repr__(self) -> str:
+        return f"EqualShards({self.total}, {self.size})"
+
+
+class ShardShuffleSampler(IndexSampler):
+    """Shuffles shards, then the samples of ``window`` shards at a time.
+
+    A batch holds samples of ``window`` shards. So while it is read, ``window`` shards have to be at hand, instead of
+    all of them, and each shard is needed during one short stretch of the epoch.
+
+    An epoch begins with windows of 1, 2, 4, ... shards. So the first batch needs one shard of each lane, and the others
+    are fetched while you train. If a lane has no more than ``window`` shards, it is one window.
+
+    With ranks (``num_replicas``), choose ``lanes`` so that the number of ranks divides it. Each rank then meets only
+    the shards of its own lanes, so all ranks together fetch each shard once. With one lane, each rank meets all shards.
+    The order of samples does not depend on the number of ranks: choose lanes once, such as 64, and train on 1, 2, 4, 8,
+    16, 32 or 64 ranks. A rank then has ``window * lanes / ranks`` shards at hand.
+
+    Args:
+        lengths: the number of samples in each shard, in the order of the dataset's indices; a sequence of integers, or
+            `EqualShards`.
+        window: the number of shards that are mixed, after the beginning of the epoch.
+        lanes: the number of windows that are read in turns.
+        seed: with the epoch it decides the order. None draws one from torch's default generator.
+
+    Raises:
+        TypeError: ``lengths`` are no flat sequence of integers; ``window`` or ``lanes`` is no integer.
+        ValueError: a length below 0, more than 2**62 samples, ``window`` or ``lanes`` below 1.
+
+    Example:
+        >>> sampler = ShardShuffleSampler([100, 50, 70], window=2, seed=7)
+        >>> sorted(sampler) == list(range(220))
+        True
+        >>> huge = ShardShuffleSampler(EqualShards(10**12, 10**4), lanes=4096, seed=7)
+        >>> next(huge.iter_epoch(3, start=10**11)) < 10**12
+        True
+    """
+
+    decided_by = (("lengths", "_signature"), ("window", "window"), ("lanes", "lanes"))
+    order_version = 2
+    shown = (("shards", "_count"), ("window", "window"), ("lanes", "lanes"))
+
+    def __init__(self, lengths: Numbers, window: int = 16, lanes: int = 1, seed: int | None = None) -> None:
+        self._lengths = _simplified(lengths if isinstance(lengths, EqualShards) else lengths_of(lengths))
+        self.window = check_int("window", window, 1, "give how many shards are mixed")
+        self.lanes = check_int("lanes", lanes, 1, "give a number that your numbers of ranks divide, such as 64")
+        self._count = len(self._lengths)
+        self._signature: str | Indices
+        if isinstance(self._lengths, EqualShards):
+            self._signature, self._length = repr(self._lengths), self._lengths.total
+        else:
+            self._signature, self._length = self._lengths, int(self._lengths.sum())
+        self.seed = resolve_seed(seed)
+
+    def _order(self, epoch: int) -> Callable[[Indices], Indices]:
+        key = self.seed, "shard order", epoch
+        lengths, lanes, count = self._lengths, self.lanes, self._count
+        window = min(self.window, max(count, 1))  # a number that fits into int64
+        line = _Line(lengths, *key)
+        mix = Bijections(self.seed, "shard window", epoch)
+        size, longer = divmod(self._length, lanes)  # the first lanes have one sample more where it must be
+
+        def at(positions: Indices) -> Indices:
+            if not len(positions):
+                return positions
+            row = positions // lanes
+            lane = positions - row * lanes  # a seventh of the time of np.divmod
+            begin = lane * size + np.minimum(lane, longer)
+            end = begin + size + (lane < longer)
+            first = line.shard(begin)
+            starts, ends = windows_of(
+                line.shard(begin + row) - first, lambda at: line.shard(end[at] - 1) - first[at], window
+            )
+            low = np.maximum(line.begin(first + starts), begin)
+            high = np.minimum(line.begin(np.minimum(first + ends, count)), end)
+            # Windows are told apart by where they begin: no two begin at one position.
+            return line.index(low + mix(begin + row - low, high - low, low))
+
+        return at
+
+
+def windows_of(shards: Indices, last: Callable[[Indices], Indices], window: int) -> tuple[Indices, Indices]:
+    """Where the windows that shards of a lane lie in begin and end, in shards from the beginning of the lane.
+
+    They have 1, 2, 4, ... shards, up to ``window``. As soon as no more than ``window`` shards are left, these are one
+    window: so lanes of ``window`` shards are mixed as a whole.
+
+    Args:
+        shards: number of each shard in its lane, from 0 on.
+        last: says the number of the last shard in the lanes of some of them, by their positions in ``shards``.
+        window: the number of shards in a whole window.
+
+    Example:
+        >>> def sizes(count, window):
+        ...     shards = np.arange(count)
+        ...     starts, ends = windows_of(shards, lambda at: np.full(len(at), count - 1), window)
+        ...     return np.bincount(starts)[np.unique(starts)].tolist()
+        >>> sizes(16, 4), sizes(20, 16), sizes(4, 4)
+        ([1, 2, 4, 4, 4, 1], [1, 2, 4, 13], [4])
+    """
+    growing = (1 << np.arange((window - 1).bit_length() + 1)) - 1  # where they begin, up to the first whole one
+    whole = int(growing[-1])
+    starts = whole + (shards - whole) // window * window
+    ends = starts + window
+    early = np.flatnonzero(shards < whole + window)
+    if len(early):
+        own = growing[np.searchsorted(growing, shards[early], side="right") - 1]
+        rest = growing[np.minimum(np.searchsorted(growing, last(early) + 1 - window), len(growing) - 1)]
+        starts[early] = np.minimum(own, rest)
+        ends[early] = np.where(own < rest, 2 * own + 1, starts[early] + window)
+    return starts, ends
+
+
+def _simplified(lengths: Indices | EqualShards) -> Indices | EqualShards:
+    """`EqualShards` where all lengths are equal, otherwise an array: they are one order, however they are given."""
+    if isinstance(lengths, EqualShards):
+        count = len(lengths)
+        if lengths.total == count * lengths.size:
+            return lengths
+        advice = f"give EqualShards({count * lengths.size}, {lengths.size}), whose shards are all of one length"
+        check_fits(24 * count, f"the last of {count:,} shards is shorter than the others, so all are listed", advice)
+        return np.append(np.full(count - 1, lengths.size, np.int64), lengths[-1])
+    if len(lengths) and lengths[0] and (lengths == lengths[0]).all():
+        return EqualShards(int(lengths[0]) * len(lengths), int(lengths[0]))
+    return lengths
+
+
+class _Line:
+    """The shards of one epoch, one after the other in shuffled order. Shards count by their position in the line.
+
+    Of shards that all have one length nothing is kept.
+    """
+
+    def __init__(self, lengths: Indices | EqualShards, *key: Hashable) -> None:
+        self._size = 0  # they have several
+        if isinstance(lengths, EqualShards):
+            self._size, self._order = lengths.size, shuffle(max(len(lengths), 1), *key)
+            return
+        order = shuffles.shuffled(len(lengths), *key)
+        self._begins = _sums(lengths[order])
+        # What is added to a position in the line to get the index.
+        self._shifts = _sums(lengths)[order] - self._begins[:-1]
+
+    def shard(self, positions: Indices) -> Indices:
+        """The shards at these positions of the line."""
+        return positions // self._size if self._size else np.searchsorted(self._begins, positions, side="right") - 1
+
+    def begin(self, shards: Indices) -> Indices:
+        """Where these shards begin. One number more than there are shards: where the line ends."""
+        return shards * self._size if self._size else self._begins[shards]
+
+    def index(self, positions: Indices) -> Indices:
+        """The dataset's indices of the samples at these positions."""
+        shards = self.shard(positions)
+        if not self._size:
+            return positions + self._shifts[shards]
+        low, high = int(shards.min()), int(shards.max())
+        # Many samples of few shards ask for each shard once: 0.1 ms, not 1.1.
+        is_dense = high - low < len(shards)
+        originals = self._order(np.arange(low, high + 1))[shards - low] if is_dense else self._order(shards)
+        return positions + (originals - shards) * self._size
+
+
+def _sums(lengths: Indices) -> Indices:
+    """Where each of these begins, and where the last ends."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])

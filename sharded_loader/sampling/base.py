@@ -21,8 +21,8 @@ import copy
 import inspect
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache, partial
-from typing import Any, ClassVar, Generic, TypeVar
+from functools import lru_cache
+from typing import Any, ClassVar, Generic, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -46,14 +46,14 @@ class DrawnSeed(int):
     """A seed that the user did not give. A loader with a seed of its own uses its own instead."""
 
 
-def resolve_seed(seed: Any) -> int:
+def resolve_seed(seed: object) -> int:
     """The given seed as an int, or one from torch's default generator (imports torch only then)."""
     if seed is None:
         return DrawnSeed(draw_seed())
     return check_int("seed", seed, -math.inf, "give an int, or None to draw one from torch's default generator")
 
 
-def check_choice(name: str, value: Any, known: Sequence[str], owner: str) -> str:
+def check_choice(name: str, value: object, known: Sequence[str], owner: str) -> str:
     """One of the texts that an argument may have; otherwise a ValueError that lists them."""
     if value not in known:
         advice = f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
@@ -71,22 +71,20 @@ def underscored(*names: str) -> tuple[tuple[str, str], ...]:
     return tuple((name, f"_{name}") for name in names)
 
 
-def check_sampler(sampler: Any, name: str = "sampler") -> None:
+def check_sampler(sampler: object, name: str = "sampler") -> None:
     """Reject what cannot be a sampler: what is not iterable, generators and other one-shot iterators."""
     kind = type(sampler)
     method = getattr(kind, "__iter__", None)
     refuse_class(name, sampler)
     if isinstance(sampler, str) or (method is None and not hasattr(kind, "__getitem__")):
-        raise TypeError(
-            f"{name} must be a sampler or another iterable, got {sampler!r} of type {kind.__name__}: "
-            "pass a sampler, a list, or an object with __iter__ and __len__"
-        )
+        text = f"{name} must be a sampler or another iterable, got {sampler!r} of type {kind.__name__}"
+        raise TypeError(f"{text}: pass a sampler, a list, or an object with __iter__ and __len__")
     is_builtin = isinstance(sampler, Iterator) and kind.__module__ in ("builtins", "itertools")
     if is_builtin or method is Iterator.__iter__:
         raise TypeError(f"{name} is a one-shot iterator of type {kind.__name__}: {ONE_SHOT}")
 
 
-def nested(sampler: Any) -> Iterator[Any]:
+def nested(sampler: object) -> Iterator[Any]:
     """The sampler and those inside it (``.sampler``, ``.batch_sampler``), outermost first."""
     for _ in range(MAX_NESTING):
         yield sampler
@@ -98,7 +96,7 @@ def nested(sampler: Any) -> Iterator[Any]:
         sampler = inner
 
 
-def tell_epoch(sampler: Any, epoch: int) -> None:
+def tell_epoch(sampler: object, epoch: int) -> None:
     """Call ``set_epoch`` on a sampler and on those inside it: torch's BatchSampler passes nothing on."""
     for each in nested(sampler):
         if callable(set_epoch := getattr(each, "set_epoch", None)):
@@ -155,28 +153,22 @@ class Sampler(Described, Generic[Item_co]):
     plan: Any = None
     """What else must be equal in two batch samplers whose steps have the same samples, on other numbers of ranks."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         kind: Any = type(self)
         # A class of the user's may keep its arguments under any names, until its order has been read.
-        is_read = kind.__module__.startswith("sharded_loader.") or not vars(self).keys().isdisjoint(
-            ("_epoch", "epoch_request")
-        )
+        is_read = kind.__module__.startswith("sharded_loader.") or vars(self).keys() & {"_epoch", "epoch_request"}
         if (is_read and name in _unchangeable(kind)) or (name in self.fixed and name in vars(self)):
-            named = kind.__name__
+            text = f"{name} of a {kind.__name__} was read when it was made, and a change would have no effect"
             live = ". For weights that change, mix datasets with interleave, and call the loader's set_weights"
-            raise AttributeError(
-                f"{name} of a {named} was read when it was made, and a change would have no effect: make another "
-                f"{named}, and a loader with it{live if name == 'weights' else ''}"
-            )
+            advice = f"make another {kind.__name__}, and a loader with it{live if name == 'weights' else ''}"
+            raise AttributeError(f"{text}: {advice}")
         super().__setattr__(name, value)
 
     def check_dataset(self, length: int) -> None:
         """Reject a dataset of another length."""
         if self.dataset_length not in (None, length):
-            raise ValueError(
-                f"the {type(self).__name__} has {self.dataset_length} {self.of_each}s, but the dataset has {length} "
-                f"samples: give one {self.of_each} per sample, in the order of the dataset"
-            )
+            text = f"the {type(self).__name__} has {self.dataset_length} {self.of_each}s, but the dataset has {length}"
+            raise ValueError(f"{text} samples: give one {self.of_each} per sample, in the order of the dataset")
 
     @property
     def epoch(self) -> int:
@@ -221,9 +213,8 @@ class Sampler(Described, Generic[Item_co]):
 
         Seed and epoch are read when this is called. What the whole epoch needs (a shuffled array) is made now.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no order: override __iter__ and __len__, or iter_epoch and len_epoch"
-        )
+        advice = "override __iter__ and __len__, or iter_epoch and len_epoch"
+        raise NotImplementedError(f"{type(self).__name__} has no order: {advice}")
 
     def len_epoch(self, epoch: int) -> int:
         """The number of items in an epoch, which may differ from epoch to epoch. It does not change `epoch`."""
@@ -236,21 +227,20 @@ class Sampler(Described, Generic[Item_co]):
         """
         return self
 
-    def resized(self, size: int, before: int) -> Any:
+    def resized(self, size: int, before: int) -> Sampler[Item_co] | None:
         """A copy whose batches are larger by ``size / before``, in the same order; None if it cannot have them."""
         twin = copy.copy(self)
         for name in self.sized_by:
             value = getattr(self, name)
-            found = [divmod(int(one) * size, before) for one in np.atleast_1d(value).tolist()]
+            found = [divmod(one * size, before) for one in (value if isinstance(value, list) else [value])]
             if any(rest for _, rest in found):
                 return None
             sizes = [one for one, _ in found]
-            kind = partial(np.array, dtype=value.dtype) if isinstance(value, np.ndarray) else list
-            setattr(twin, name, kind(sizes) if np.ndim(value) else sizes[0])
+            setattr(twin, name, sizes if isinstance(value, list) else sizes[0])
         return twin if self.sized_by else None
 
     @property
-    def samples_in_batch(self) -> Any:
+    def samples_in_batch(self) -> object:
         """The number of samples, or of rows, in a batch. No number: they have several sizes."""
         return getattr(self, self.sized_by[0], None) if self.sized_by else None
 
@@ -275,7 +265,7 @@ def _unchangeable(kind: type[Sampler[Any]]) -> frozenset[str]:
 _NEVER = 1 << 30
 
 
-def depth(sampler: Any, method: str) -> int:
+def depth(sampler: object, method: str) -> int:
     """How many classes up the method is defined; `Sampler`'s own placeholders do not count as definitions."""
     for depth, cls in enumerate(type(sampler).__mro__):
         if method in vars(cls):
@@ -283,7 +273,7 @@ def depth(sampler: Any, method: str) -> int:
     return _NEVER
 
 
-def is_own(sampler: Any) -> bool:
+def is_own(sampler: object) -> bool:
     """Whether a sampler has pure `epoch_table` or `iter_epoch`. An ``__iter__`` that a subclass overrides is used."""
     provides = min(depth(sampler, "iter_epoch"), depth(sampler, "epoch_table"))
     return provides <= depth(sampler, "__iter__") and hasattr(sampler, "len_epoch")
@@ -347,18 +337,18 @@ class WrapperSampler(Sampler[Item_co]):
         return None if find_foreign(self, 0)[0] is None else self.seed
 
 
-def for_ranks(sampler: Any, ranks: int) -> Any:
+def for_ranks(sampler: object, ranks: int) -> Any:
     """Any sampler, for ranks that take its items in turn; see `Sampler.for_ranks`."""
     return sampler.for_ranks(ranks) if isinstance(sampler, Sampler) and is_own(sampler) else sampler
 
 
-def ranks_of(sampler: Any) -> int | None:
+def ranks_of(sampler: object) -> int | None:
     """The number of ranks that the order of any sampler is made for; None: of any number."""
     own = (one for one in nested(sampler) if isinstance(one, Sampler))
     return next((one.ranks for one in own if one.ranks is not None), None)
 
 
-def is_wrapper(sampler: Any) -> bool:
+def is_wrapper(sampler: object) -> TypeGuard[WrapperSampler[Any]]:
     return isinstance(sampler, WrapperSampler) and is_own(sampler)
 
 

@@ -15,7 +15,7 @@ Without a position an epoch is the sampler's own. From a position on:
 
 Batches keep their numbers: after k whole ones the next is number k, also where batches were of another size.
 
-An epoch owns its table, the batches that are ready, and the checkpoints of a sampler of another library.
+`_Batches` owns the table, the batches that are ready, and the checkpoints of a sampler of another library.
 Samplers of ours, and lists, are read in blocks, at any number. A sampler of another library is read batch after batch,
 and its batches are kept until `forget`. `batch` may be interrupted between any two lines: it then drops the table, and
 the next call opens it again.
@@ -31,6 +31,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,18 +97,12 @@ class MapEpoch(Epoch):
         position: where in it; None: at its beginning.
 
     Attributes:
-        ready: batches that were made together with one that was asked for; see `batch`.
+        foreign: the sampler of another library that is read; None: there is none.
     """
 
     def __init__(self, source: SamplerSource, epoch: int, position: Position | None) -> None:
-        self.number, self.resumed = epoch, position is not None
-        self.source, self._position, self.signature = source, position or Position(epoch), source.signature
-        self._foreign, self._foreign_seed = find_foreign(source.items, source.seed)
-        self._listed: Listed | None = None
-        if type(source.items) in (list, tuple, range) and source.batch_size is not None and not source.rollover:
-            self._foreign, self._listed = None, Listed(source.items, self._position.mark)
-        self.keeps, self.evaluates, self._skips = self._foreign is not None, source.evaluates, source.skips
-        self._noted = [sampler for sampler, _ in noted(nested(self._foreign))]
+        self.number, self.resumed, self.evaluates = epoch, position is not None, source.evaluates
+        self.source, self._position = source, position or Position(epoch)
         self._counting = next((one for one in nested(source.items) if hasattr(one, "landmark")), None)
         if self._counting is not None and self._position.landmark is not None:
             self._counting.note_landmark(self._position_in_items(self._position)[0], self._position.landmark)
@@ -115,49 +110,26 @@ class MapEpoch(Epoch):
         self._span = _RollingSpan(source, epoch, position) if source.rollover else _SeparateSpan(source, self._position)
         self.first, self.in_mid_epoch = self._span.first, self._span.is_begun
         self.carry = self.following() if self._span.is_behind else None
-        self._table: Table | None = None
-        self._replay: Replay | None = None
-        self._open_before: Replay | None = None  # as the epoch before has left it
-        self.ready: dict[int, tuple[Any, int]] = {}
-        self._coming = self.first  # the batch that a sampler of another library is read for next
-        self._marks: dict[int, Checkpoint | None] = {self.first: self._position.mark}  # by number: before that batch
-        self._ended = sys.maxsize  # no batch of this number, or of a greater one
-        self._at_end: Checkpoint | None = None
-        self._within = np.empty(0)  # the last array that was checked and has no index out of range
+        self._batches = _Batches(source, self._span, self._position.mark)
+        self.foreign, self.keeps = self._batches.foreign, self._batches.foreign is not None
+        self._within: object = None  # the last array that was checked and has no index out of range
 
     def go_on_from(self, before: Epoch) -> None:
-        """Go on where the epoch before has left a sampler of another library, if this one begins in its middle.
-
-        A sampler without a length stays open, since the way from its beginning would get longer with each epoch.
-        """
-        if not isinstance(before, MapEpoch):
+        """Go on where the epoch before has left a sampler of another library, if this one begins in its middle."""
+        if not isinstance(before, MapEpoch) or before.source.signature != self.source.signature:
             return
-        ended, span = before._at_end is not None, self._span
-        mark = before._at_end if ended else before._marks.get(before._coming)  # its loop was left
-        follows = before.number + 1 == self.number and before.source.signature == self.source.signature
-        if mark is None or not follows or before._foreign is not self._foreign or not isinstance(span, _RollingSpan):
-            return
-        if mark.state is not None or span.is_endless:
-            self._marks[self.first] = mark
-        if span.is_endless and ended:
-            self._open_before, before._replay = before._replay, None
+        if before.number + 1 == self.number and isinstance(self._span, _RollingSpan):
+            self._batches.go_on_from(before._batches, self._span.is_endless)
 
     def again(self) -> MapEpoch:
         """The same batches once more, for a dataset that looks ahead. Not of a sampler of another library."""
         return MapEpoch(self.source, self.number, self._position if self.resumed else None)
 
-    def indices(self, number: int) -> Any:
-        """The indices of a batch, those of all its shards together; None after the last batch. See `batch`."""
-        found = self.batch(number)
-        if found is None or not (self.source.given_batches and is_sharded(found[0])):
-            return found and found[0]
-        return [index for shard in found[0] for index in shard]
-
     # -- tasks ----------------------------------------------------------------------------------------------
 
     def task(self, seq: int) -> Task | Exception | Nothing | None:
         """Batch ``seq`` as a task; the error to raise in its place; `NOTHING`: left out; None after the last one."""
-        found = self.ready.get(seq)
+        found = self._batches.ready.get(seq)
         if found is None:
             try:
                 found = self.batch(seq)
@@ -165,7 +137,7 @@ class MapEpoch(Epoch):
                 return sampler_error(raised, f", in epoch {self.number} at batch {seq}")
             if found is None:
                 return None
-        if self._skips and any(seq in one for one in self._skips):
+        if self.source.skips and any(seq in one for one in self.source.skips):
             return NOTHING
         try:
             return self._make_task(seq, *found)
@@ -173,80 +145,37 @@ class MapEpoch(Epoch):
             return as_batch_error(raised, "by a batch of the sampler's")
 
     def _make_task(self, seq: int, batch: Any, first: int) -> Task:
+        limit, given, where = self.limit, self.source.given_batches, f"epoch {self.number}, batch {seq}"
         try:
             size = -1 if isinstance(batch, (str, bytes)) else len(batch)
         except TypeError:
             size = -1
         if size < 0:
-            raise TypeError(
-                f"{self._where(seq)}: the batch sampler yielded {batch!r} ({type(batch).__name__}); "
-                f"it must yield lists of indices, or lists of such lists (shards)"
-            )
+            text = f"{where}: the batch sampler yielded {batch!r} ({type(batch).__name__})"
+            raise TypeError(f"{text}; it must yield lists of indices, or lists of such lists (shards)")
         if size == 0:
-            raise ValueError(f"{self._where(seq)} is empty: the batch sampler must yield at least one index")
-        if type(batch) is np.ndarray and not self.source.given_batches and batch.dtype == np.int64 and batch.ndim == 1:
-            length = self.limit
-            is_known = batch.base is not None and batch.base is self._within
-            if (
-                length is not None
-                and not is_known
-                and not any(self._is_within(one, length) for one in (batch.base, batch))
-            ):
-                self._check_range(batch.tolist(), seq)
+            raise ValueError(f"{where} is empty: the batch sampler must yield at least one index")
+        if type(batch) is np.ndarray and not given and batch.dtype == np.int64 and batch.ndim == 1:
+            if limit is not None and (batch.base is None or batch.base is not self._within):
+                # Batches that are views of one block are checked together: 3 us for it, and 0.2 each, instead of 2.5.
+                self._within = next((one for one in (batch.base, batch) if _are_within(one, limit)), None)
+                if self._within is None:
+                    _check_range(batch.tolist(), limit, where)
             return Task(self.run, seq, self.number, first, (batch,), False)
-        sharded = self.source.given_batches and is_sharded(batch)
-        if sharded:
-            shards = [plain_indices(shard) for shard in batch]
-            for number, shard in enumerate(shards):
-                if not shard:
-                    where = f"{self._where(seq)}, shard {number}"
-                    raise ValueError(
-                        f"{where} is empty: a shard has at least one index, and shard i goes to device i. At the end "
-                        f"of a batch leave empty shards out. Give an empty shard in the middle an index of another one"
-                    )
-                self._check_range(shard, seq, number)
-        else:
-            shards = [plain_indices(batch)]
-            self._check_range(shards[0], seq)
-        most = self.source.max_shards
-        if sharded and most is not None and len(shards) > most:
-            raise ValueError(
-                f"{self._where(seq)} has {len(shards)} shards, but there are only {most} devices: "
-                f"let the batch sampler yield at most {most} shards, or name more devices"
-            )
-        return Task(self.run, seq, self.number, first, tuple(shards), sharded)
-
-    def _is_within(self, indices: Any, length: int) -> bool:
-        """Whether these are indices of the dataset. Batches that are views of one block are checked together.
-
-        That takes 3 us for a block, and 0.2 for each batch, instead of 2.5.
-        """
-        if type(indices) is not np.ndarray or indices.dtype != np.int64:
-            return False
-        # A negative index is a large unsigned one; a negative length is none.
-        if int(np.maximum.reduce(indices.view(np.uint64), axis=None)) >= length:
-            return False
-        self._within = indices
-        return True
-
-    def _where(self, seq: int) -> str:
-        return f"epoch {self.number}, batch {seq}"
-
-    def _check_range(self, indices: Sequence[Any], seq: int, shard: int | None = None) -> None:
-        length = self.limit
-        if length is None:
-            return
-        try:
-            if max(indices) < length and min(indices) >= -length:
-                return
-        except TypeError:
-            return  # keys that are no numbers: the dataset knows them
-        bad = next(index for index in indices if not -length <= index < length)
-        where = self._where(seq) + ("" if shard is None else f", shard {shard}")
-        raise IndexError(
-            f"{where}: the sampler yielded index {bad}, but the dataset has {length} samples: "
-            f"give the sampler this dataset's length, or call loader.refresh() if the dataset has changed its length"
-        )
+        if not (given and is_sharded(batch)):
+            indices = plain_indices(batch)
+            _check_range(indices, limit, where)
+            return Task(self.run, seq, self.number, first, (indices,), False)
+        shards, most = [plain_indices(shard) for shard in batch], self.source.max_shards
+        for number, shard in enumerate(shards):
+            if not shard:
+                advice = "at the end of a batch leave empty shards out, and give one in the middle an index of another"
+                raise ValueError(f"{where}, shard {number} is empty, and shard i goes to device i: {advice}")
+            _check_range(shard, limit, f"{where}, shard {number}")
+        if most is not None and len(shards) > most:
+            advice = f"let the batch sampler yield at most {most} shards, or name more devices"
+            raise ValueError(f"{where} has {len(shards)} shards, but there are only {most} devices: {advice}")
+        return Task(self.run, seq, self.number, first, tuple(shards), True)
 
     # -- batches --------------------------------------------------------------------------------------------
 
@@ -263,58 +192,7 @@ class MapEpoch(Epoch):
         Raises:
             Exception: what the sampler raises. The epoch ends there.
         """
-        found = self.ready.get(number)
-        if found is not None or number >= self._ended:
-            return found
-        before = noted(self._noted)
-        try:
-            if self._foreign is None:
-                self.ready = self._read(number)
-            else:
-                self._read_foreign(number)
-            put_back(before)
-        except BaseException as error:  # also a Ctrl-C that comes while they are put back
-            put_back(before)
-            self._table = None
-            # A batch that was read, but not counted, is read again: perhaps in another order.
-            self.ready = {seq: found for seq, found in self.ready.items() if seq < self._coming}
-            if isinstance(error, Exception) and not is_from_outside(error):
-                self._ended = number + 1
-            raise
-        return self.ready.get(number)
-
-    def _read(self, number: int) -> dict[int, tuple[Any, int]]:
-        """A batch, and those behind it that come with it at no cost: a block of indices is made at once."""
-        if self._table is None:
-            self._table = self._open(number)
-        begin, rank = number - self.first, self.source.rank
-        batches = self._table.slice(begin, begin + self._table.block)
-        return {self.first + n: (batch, self._span.done(n) + rank) for n, batch in enumerate(batches, begin)}
-
-    def _open(self, number: int) -> Table:
-        items = self._listed or self.source.items
-        if self._foreign is not None:
-            self._replay = Replay(self._foreign, self._foreign_seed, self._marks[number], self._open_before)
-            self._open_before = None
-            items = over_replay(items, self._replay)
-        return self._span.open(items)
-
-    def _read_foreign(self, number: int) -> None:
-        """Read a sampler of another library up to a batch, and note a checkpoint after each batch."""
-        while self._coming <= number:
-            found = self._read(self._coming)
-            mark = None if self._replay is None else self._replay.checkpoint()
-            if not found:
-                self._at_end, self._ended = mark, self._coming
-                return
-            self._marks[self._coming + 1] = mark
-            self.ready.update(found)
-            self._coming += 1
-
-    @property
-    def foreign(self) -> Any:
-        """The sampler of another library that is read; None: there is none."""
-        return self._foreign
+        return self._batches.batch(number)
 
     def read_to(self, number: int) -> tuple[Any, int] | None:
         """A batch, as `batch` has it, in an epoch that is read for it alone. Those that it depends on are read before.
@@ -330,13 +208,13 @@ class MapEpoch(Epoch):
 
     @property
     def tables(self) -> tuple[dict[int, Any], ...]:
-        return self.ready, self._marks
+        return self._batches.ready, self._batches.marks
 
     def forget(self, delivered: int) -> None:
         """Batches before the last delivered one are not asked for again (that batch itself may be taken back)."""
-        for number in [ready for ready in self.ready if ready < delivered - 1]:
-            del self.ready[number]
-            self._marks.pop(number, None)
+        for number in [ready for ready in self._batches.ready if ready < delivered - 1]:
+            del self._batches.ready[number]
+            self._batches.marks.pop(number, None)
 
     # -- positions ------------------------------------------------------------------------------------------
 
@@ -344,11 +222,11 @@ class MapEpoch(Epoch):
         """Whether it began in mid-epoch and no batch was left there, as far as that can be known now."""
         if not self.in_mid_epoch:
             return False
-        if self._skips and self._left_out(self.first) == self._span.length():
+        if self.source.skips and self._left_out(self.first) == self._span.length():
             return True
         mark: Checkpoint | None = self._position.mark
         if self._counting is not None and not self.source.rollover:
-            return self._open(self.first).upto(0, 1) <= 0  # its length would take a pass
+            return self._batches.open(self.first).upto(0, 1) <= 0  # its length would take a pass
         if mark is not None and not (self.source.cuts or self.evaluates):
             return mark.finished  # a sampler of another library may yield more than its length says
         try:
@@ -359,7 +237,7 @@ class MapEpoch(Epoch):
     def following(self) -> Position:
         """Where the next epoch begins, if this one `is_over`."""
         done, mark = self._position.done, self._position.mark
-        if self._skips:  # all that is left of the epoch is left out
+        if self.source.skips:  # all that is left of the epoch is left out
             done = self._span.done(self._left_out(self.first))
         if self.source.rollover:
             return Position(self.number + 1, done - self._span.length_of_epoch, mark)
@@ -374,7 +252,7 @@ class MapEpoch(Epoch):
         Raises:
             TypeError: a sampler of another library has no ``__len__``.
         """
-        return self.first + self._span.length() - (self._left_out(0) if self._skips else 0)
+        return self.first + self._span.length() - (self._left_out(0) if self.source.skips else 0)
 
     def discarded(self) -> tuple[int, str]:
         source, span, size = self.source, self._span, self.source.batch_size
@@ -387,7 +265,7 @@ class MapEpoch(Epoch):
     def _left_out(self, begin: int) -> int:
         """How many batches from number ``begin`` on are left out."""
         end = self.first + self._span.length()
-        return sum(max(0, min(one.stop, end) - max(one.start, begin)) for one in self._skips)
+        return sum(max(0, min(one.stop, end) - max(one.start, begin)) for one in self.source.skips)
 
     def real(self, task: Task) -> int:
         """How many samples of a batch are no fillers, if the epoch ``evaluates``: the first ones."""
@@ -405,14 +283,15 @@ class MapEpoch(Epoch):
         """The epoch of a sampler with ``counts_by_pass``, and the number of an item there."""
         if not self.source.rollover:
             return position.epoch, position.done
-        before = position.epoch * (self.source.steps or 0) * self.source.replicas + self.signature.shift
+        before = position.epoch * (self.source.steps or 0) * self.source.replicas + self.source.signature.shift
         return EVERY, before + position.done
 
     def position(self, delivered: int) -> Position:
         """The position after ``delivered`` batches of the epoch (at least `first`)."""
-        done, mark = self._span.done(delivered - self.first), self._marks.get(delivered)
-        if self._listed is not None and mark is None and delivered > self.first:
-            mark = self._listed.checkpoint(self.number, done)
+        done, mark = self._span.done(delivered - self.first), self._batches.marks.get(delivered)
+        listed = self._batches.listed
+        if listed is not None and mark is None and delivered > self.first:
+            mark = listed.checkpoint(self.number, done)
         return Position(self.number, done, mark)
 
     def reached(self, delivered: int) -> tuple[int, int]:
@@ -424,10 +303,128 @@ class MapEpoch(Epoch):
 
         That matters where the sampler goes on from it: with rollover, or by a state of its own.
         """
-        mark = self._at_end
+        mark = self._batches.at_end
         if mark is None or begin.mark is not None or (mark.state is None and not self.source.rollover):
             return begin
         return replace(begin, mark=mark)
+
+
+class _Batches:
+    """The batches of an epoch by number. Those of another library's sampler are read one after the other.
+
+    Args:
+        source: what is read.
+        span: where its batches lie.
+        mark: the checkpoint before the first batch.
+
+    Attributes:
+        foreign: the sampler of another library, or None.
+        listed: a list as the sampler, or None.
+        ready: batches that were made together with one that was asked for, and where their first samples lie.
+        marks: by number, the checkpoint before a batch; of a sampler of another library.
+        at_end: the checkpoint at the end, when it was reached.
+    """
+
+    def __init__(self, source: SamplerSource, span: _SeparateSpan | _RollingSpan, mark: Checkpoint | None) -> None:
+        self._source, self._span, self.listed = source, span, None
+        self.foreign, self._seed = find_foreign(source.items, source.seed)
+        if type(source.items) in (list, tuple, range) and source.batch_size is not None and not source.rollover:
+            self.foreign, self.listed = None, Listed(source.items, mark)
+        self._noted = [sampler for sampler, _ in noted(nested(self.foreign))]
+        self._table: Table | None = None
+        self._replay: Replay | None = None
+        self._open_before: Replay | None = None  # as the epoch before has left it
+        self.ready: dict[int, tuple[Any, int]] = {}
+        self._coming = span.first  # the batch that a sampler of another library is read for next
+        self.marks: dict[int, Checkpoint | None] = {span.first: mark}
+        self._ended = sys.maxsize  # no batch of this number, or of a greater one
+        self.at_end: Checkpoint | None = None
+
+    def go_on_from(self, before: _Batches, is_endless: bool) -> None:
+        """Go on where another epoch has left the sampler.
+
+        A sampler without a length stays open, since the way from its beginning would get longer with each epoch.
+        """
+        ended = before.at_end is not None
+        mark = before.at_end if ended else before.marks.get(before._coming)  # its loop was left
+        if mark is None or before.foreign is not self.foreign:
+            return
+        if mark.state is not None or is_endless:
+            self.marks[self._span.first] = mark
+        if is_endless and ended:
+            self._open_before, before._replay = before._replay, None
+
+    def batch(self, number: int) -> tuple[Any, int] | None:
+        """See `MapEpoch.batch`."""
+        found = self.ready.get(number)
+        if found is not None or number >= self._ended:
+            return found
+        before = noted(self._noted)
+        try:
+            if self.foreign is None:
+                self.ready = self._read(number)
+            else:
+                self._read_foreign(number)
+            put_back(before)
+        except BaseException as error:  # also a Ctrl-C that comes while they are put back
+            put_back(before)
+            self._table = None
+            # A batch that was read, but not counted, is read again: perhaps in another order.
+            self.ready = {seq: found for seq, found in self.ready.items() if seq < self._coming}
+            if isinstance(error, Exception) and not is_from_outside(error):
+                self._ended = number + 1
+            raise
+        return self.ready.get(number)
+
+    def _read(self, number: int) -> dict[int, tuple[Any, int]]:
+        """A batch, and those behind it that come with it at no cost: a block of indices is made at once."""
+        if self._table is None:
+            self._table = self.open(number)
+        first, rank = self._span.first, self._source.rank
+        batches = self._table.slice(number - first, number - first + self._table.block)
+        return {first + n: (batch, self._span.done(n) + rank) for n, batch in enumerate(batches, number - first)}
+
+    def open(self, number: int) -> Table:
+        """The batches as a table, read from a number on."""
+        items = self.listed or self._source.items
+        if self.foreign is not None:
+            self._replay = Replay(self.foreign, self._seed, self.marks[number], self._open_before)
+            self._open_before = None
+            items = over_replay(items, self._replay)
+        return self._span.open(items)
+
+    def _read_foreign(self, number: int) -> None:
+        """Read a sampler of another library up to a batch, and note a checkpoint after each batch."""
+        while self._coming <= number:
+            found = self._read(self._coming)
+            mark = None if self._replay is None else self._replay.checkpoint()
+            if not found:
+                self.at_end, self._ended = mark, self._coming
+                return
+            self.marks[self._coming + 1] = mark
+            self.ready.update(found)
+            self._coming += 1
+
+
+def _are_within(indices: object, limit: int) -> bool:
+    """Whether these are indices of a dataset with so many samples."""
+    if type(indices) is not np.ndarray or indices.dtype != np.int64:
+        return False
+    # A negative index is a large unsigned one; a negative length is none.
+    return int(np.maximum.reduce(indices.view(np.uint64), axis=None)) < limit
+
+
+def _check_range(indices: Sequence[Any], limit: int | None, where: str) -> None:
+    if limit is None:
+        return
+    try:
+        if max(indices) < limit and min(indices) >= -limit:
+            return
+    except TypeError:
+        return  # keys that are no numbers: the dataset knows them
+    bad = next(index for index in indices if not -limit <= index < limit)
+    advice = "give the sampler this dataset's length, or call loader.refresh() if the dataset has changed its length"
+    raise IndexError(f"{where}: the sampler yielded index {bad}, but the dataset has {limit} samples: {advice}")
 
 
 class Ahead(NamedTuple):
@@ -442,12 +439,19 @@ class Ahead(NamedTuple):
     following: MapEpoch
 
     def batches(self, number: int) -> Any:
-        """The indices of a batch of the epoch; None after the last one."""
-        return self.epoch.indices(number)
+        """The indices of a batch of the epoch, those of all its shards together; None after the last one."""
+        return _flat(self.epoch, number)
 
     def later(self, number: int) -> Any:
         """The same of the next epoch, counted from 0."""
-        return self.following.indices(self.following.first + number)
+        return _flat(self.following, self.following.first + number)
+
+
+def _flat(epoch: MapEpoch, number: int) -> Any:
+    found = epoch.batch(number)
+    if found is None or not (epoch.source.given_batches and is_sharded(found[0])):
+        return found and found[0]
+    return list(chain.from_iterable(found[0]))
 
 
 class _SeparateSpan:

@@ -100,19 +100,17 @@ def len_epoch(sampler: Any, epoch: int) -> int:
             the length is unknown.
     """
     if is_own(sampler):
-        length: int = sampler.len_epoch(epoch)
-        return length
-    cause: Exception | None = None
-    why = "give its class a __len__ that returns the number of items in an epoch"
-    if hasattr(type(sampler), "__len__"):
-        try:
-            return len(sampler)
-        except Exception as error:  # other libraries raise what they like where a length is unknown
-            cause, why = error, f"its __len__ raised {type(error).__name__}: {error}"
-    raise TypeError(f"the sampler, {an(type(sampler))}, has no length: {why}") from cause
+        return int(sampler.len_epoch(epoch))
+    text = f"the sampler, {an(type(sampler))}, has no length"
+    if not hasattr(type(sampler), "__len__"):
+        raise TypeError(f"{text}: give its class a __len__ that returns the number of items in an epoch")
+    try:
+        return len(sampler)
+    except Exception as error:  # other libraries raise what they like where a length is unknown
+        raise TypeError(f"{text}: its __len__ raised {type(error).__name__}: {error}") from error
 
 
-def known_length(sampler: Any, epoch: int) -> int | None:
+def known_length(sampler: object, epoch: int) -> int | None:
     """`len_epoch`; None if the sampler has no length, or would count it in a pass over the data."""
     if getattr(sampler, "counts_by_pass", False):
         return None
@@ -131,7 +129,9 @@ checkpoint are passed over inside the context. ``stateful`` is the object that c
 
 
 @contextmanager
-def keyed(sampler: Any, epoch: int, seed: int, mark: Checkpoint | None = None) -> Iterator[tuple[Iterator[Any], Any]]:
+def keyed(
+    sampler: object, epoch: int, seed: int, mark: Checkpoint | None = None
+) -> Iterator[tuple[Iterator[Any], Any]]:
     """Start another library's sampler by (seed, epoch), with its first item. With the last argument free, a `Start`."""
     state = None if mark is None else copy.deepcopy(mark.state)
     # set_epoch comes under the lock of seeded_globals too: two threads must not start one sampler at once.
@@ -198,12 +198,12 @@ def check_torchs_list(dataset: Any, sampler: str) -> None:
         )
 
 
-def _is_torch_generator(value: Any) -> bool:
+def _is_torch_generator(value: object) -> bool:
     return type(value).__module__ == "torch._C" and hasattr(value, "initial_seed")
 
 
 @contextmanager
-def _own_generators(sampler: Any, epoch: int, seed: int) -> Iterator[None]:
+def _own_generators(sampler: object, epoch: int, seed: int) -> Iterator[None]:
     """Exchange torch generators that other libraries' samplers carry (``RandomSampler(..., generator=g)``).
 
     ``g`` advances with every epoch, so the order would depend on history. The seed that ``g`` was given still counts.
@@ -225,7 +225,7 @@ def _own_generators(sampler: Any, epoch: int, seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed(samplers: Iterable[Any], but: Any = None) -> Iterator[None]:
+def undisturbed(samplers: Iterable[object], but: object = None) -> Iterator[None]:
     """Inside, other libraries' samplers may be read; afterwards they are what they were before.
 
     Inside, each has copies of the random generators, lists, dicts, sets and arrays that are its attributes. It cannot
@@ -287,7 +287,7 @@ def other_indices(sampler: object, epoch: int) -> ValueError:
     )
 
 
-def check_passed(sampler: Any, mark: Checkpoint, items: int, checksum: int) -> None:
+def check_passed(sampler: object, mark: Checkpoint, items: int, checksum: int) -> None:
     """Reject a sampler that does not get to a checkpoint.
 
     Args:
@@ -301,10 +301,8 @@ def check_passed(sampler: Any, mark: Checkpoint, items: int, checksum: int) -> N
     found = f"other indices in epoch {mark.epoch} than the {mark.items} before the state was saved"
     if items < mark.items:
         found = f"only {items} items in epoch {mark.epoch}, where it had yielded {mark.items}"
-    raise ValueError(
-        f"the state cannot be resumed: the sampler, {an(type(sampler))}, yields {found}. Make it with the same "
-        "arguments and seed as then; if its order depends on earlier epochs, give it state_dict() and load_state_dict()"
-    )
+    advice = "Make it with the same arguments and seed as then, or give it state_dict() and load_state_dict()"
+    raise ValueError(f"the state cannot be resumed: the sampler, {an(type(sampler))}, yields {found}. {advice}")
 
 
 class ForeignItems:
@@ -327,7 +325,7 @@ class ForeignItems:
         ValueError: the items before the checkpoint are not those of then.
     """
 
-    def __init__(self, sampler: Any, start: Start, mark: Checkpoint | None = None) -> None:
+    def __init__(self, sampler: object, start: Start, mark: Checkpoint | None = None) -> None:
         self.count = self.checksum = 0
         self.ended, self.head = False, list[Any]()
         self.rest: Iterator[Any] = iter(())
@@ -380,7 +378,7 @@ class ReplayTable(Streamed):
     Raises ValueError if the items before the checkpoint are not those of then, or are asked for and not yielded again.
     """
 
-    def __init__(self, sampler: Any, epoch: int, seed: int, checkpoint: Checkpoint | None = None) -> None:
+    def __init__(self, sampler: object, epoch: int, seed: int, checkpoint: Checkpoint | None = None) -> None:
         super().__init__(lambda start: iter(()))
         self._sampler, self.epoch, self._seed = sampler, epoch, seed
         self._rank, self._known_length = rank_of(sampler), known_length(sampler, epoch)
@@ -429,7 +427,7 @@ class Replay:
     is one. The items in front of it are then not read again.
     """
 
-    def __init__(self, sampler: Any, seed: int, checkpoint: Checkpoint | None, before: Replay | None = None) -> None:
+    def __init__(self, sampler: object, seed: int, checkpoint: Checkpoint | None, before: Replay | None = None) -> None:
         self.sampler, self._seed, self._checkpoint = sampler, seed, checkpoint
         self._table: ReplayTable | None = None
         self._open = None if before is None else before._table
@@ -499,12 +497,12 @@ class Listed:
         return checksum
 
 
-def name_of(sampler: Any) -> str:
+def name_of(sampler: object) -> str:
     """What an error calls a sampler."""
     return type(sampler.sampler if isinstance(sampler, Replay) else sampler).__name__
 
 
-def rank_of(sampler: Any) -> int | None:
+def rank_of(sampler: object) -> int | None:
     """The rank of a sampler that yields only its rank's items, as torch's DistributedSampler and Accelerate's do."""
     names = ("rank", "process_index")
     found = (getattr(each, name, None) for each in nested(sampler) for name in names)
@@ -518,31 +516,24 @@ def text_if_ranks_repeat(samplers: Iterable[object], environ: Mapping[str, str] 
         >>> text_if_ranks_repeat([], {"WORLD_SIZE": "2"})
         'this process is one of 2 ranks (WORLD_SIZE), and each reads the whole dataset: '
     """
-    distributed, known_from = process_group(), "(torch.distributed)"
+    distributed, given = process_group(), environ.get("WORLD_SIZE", "").strip()
+    ranks, known_from = int(given) if given.isdecimal() else 1, "(WORLD_SIZE)"
     if distributed is not None:
-        ranks = int(distributed.get_world_size())
-    else:
-        given, known_from = environ.get("WORLD_SIZE", ""), "(WORLD_SIZE)"
-        ranks = int(given) if given.strip().isdecimal() else 1
+        ranks, known_from = int(distributed.get_world_size()), "(torch.distributed)"
     counts = ("num_replicas", "num_processes")  # of Accelerate's samplers
-    shares = (
-        rank_of(sampler) is not None
-        or getattr(sampler, "is_part", False)
-        or any(hasattr(sampler, name) for name in counts)
-        for sampler in samplers
+    for one in samplers if ranks > 1 else ():
+        if rank_of(one) is not None or getattr(one, "is_part", False) or any(hasattr(one, name) for name in counts):
+            return None
+    return (
+        f"this process is one of {ranks} ranks {known_from}, and each reads the whole dataset: " if ranks > 1 else None
     )
-    if ranks <= 1 or any(shares):
-        return None
-    return f"this process is one of {ranks} ranks {known_from}, and each reads the whole dataset: "
 
 
 def refuse_distributed_sampler(sampler: object) -> None:
     """Reject a sampler of torch's that shares out the samples, where the loader does."""
     kind = getattr(sys.modules.get("torch.utils.data"), "DistributedSampler", ())
     if any(isinstance(one, kind) for one in nested(sampler)):
-        raise ValueError(
-            "num_replicas and a torch DistributedSampler would share out the samples twice: leave out one of the two"
-        )
+        raise ValueError("num_replicas and a torch DistributedSampler would share out the samples twice: leave out one")
 
 
 def _copied(item: Any) -> Any:

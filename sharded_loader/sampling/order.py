@@ -35,31 +35,20 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.notices import warn
 from sharded_loader.data.seeding import told_in
 from sharded_loader.engine.order import Order, Position, resolve_replicas
+from sharded_loader.sampling import foreign
+from sharded_loader.sampling import state as states
 from sharded_loader.sampling.base import find_foreign, for_ranks, is_own, nested, ranks_of
 from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
-from sharded_loader.sampling.foreign import (
-    Found,
-    known_length,
-    len_epoch,
-    rank_of,
-    read_twice,
-    refuse_distributed_sampler,
-    text_if_ranks_repeat,
-    undisturbed,
-)
+from sharded_loader.sampling.foreign import Found, known_length
 from sharded_loader.sampling.own import Sampling, with_seeds
 from sharded_loader.sampling.state import (
     Signature,
     arguments_of,
-    differences,
     has_weights,
     kind_of,
     other_arguments,
-    out_of_epoch,
-    parse,
     seed_of,
     shifted,
-    weights_set,
 )
 from sharded_loader.sampling.tables import Ranges, StepCount, bytes_of, check_skip, merged
 
@@ -79,6 +68,16 @@ class _Rest(NamedTuple):
     epoch: int
     ranks: int
     length: int | None
+
+
+def _rest_of(saved: Signature, position: Position, now: int | None) -> _Rest:
+    """What the rest of a state's epoch is read with. Of a dataset that has grown it has the samples of then.
+
+    ``now``: the samples of the dataset, if it may have grown.
+    """
+    was = saved.dataset_length
+    has_grown = position.done > 0 and was is not None and now is not None and was < now
+    return _Rest(position.epoch, saved.step_ranks or 1, was if has_grown else None)
 
 
 @dataclass(frozen=True)
@@ -128,16 +127,15 @@ class MapOrder(Order[Signature]):
         self.sampling = sampling = Sampling(**given)
         super().__init__(given["last_batch"], num_replicas, rank, seed, sampling.steps_per_epoch)
         if self._replicas not in (None, (1, 0)):
-            refuse_distributed_sampler(sampling.given)
-        self.given_batches = sampling.given_batches
+            foreign.refuse_distributed_sampler(sampling.given)
         self.drops_last |= bool(getattr(sampling.given, "drop_last", False)) and sampling.given_batches
         self._past, self._dataset = _Past(), dataset
-        self.skip = self.given_skip = check_skip(skip)
         self._count, self._settled = StepCount(self.steps), False
         if self.has_seed:
             sampling.read = with_seeds(sampling.read, [self.seed if takes else None for takes in sampling.takes_seed])
         self.resize(length)
-        self._check_skip()
+        self.add_skip(skip)
+        self.skip = self.given_skip
 
     def resize(self, length: int | None) -> None:
         """Make the loader's samplers again, for a dataset of this length; the epoch that comes next stays."""
@@ -152,7 +150,7 @@ class MapOrder(Order[Signature]):
 
     def undisturbed(self, but: object) -> AbstractContextManager[None]:
         """Inside, the samplers may be read. Those of other libraries are put back. ``but``, the dataset, stays."""
-        return undisturbed([sampler for sampler in nested(self.batch_sampler) if not is_own(sampler)], but)
+        return foreign.undisturbed([sampler for sampler in nested(self.batch_sampler) if not is_own(sampler)], but)
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -168,9 +166,9 @@ class MapOrder(Order[Signature]):
             # Samplers of other libraries may have another length when they are read.
             sampler_length=known_length(items, epoch) if find_foreign(sampling.items, 0)[0] is None else None,
             sampler_seeds=tuple(map(seed_of, sampling.samplers)),
-            batch_size=None if self.given_batches else self.batch_sampler.batch_size,
-            last_batch=None if self.given_batches else sampling.last_batch or "keep",
-            sampler_arguments=sampling.arguments + weights_set(sampling.samplers),
+            batch_size=None if sampling.given_batches else self.batch_sampler.batch_size,
+            last_batch=None if sampling.given_batches else sampling.last_batch or "keep",
+            sampler_arguments=sampling.arguments + states.weights_set(sampling.samplers),
             steps_per_epoch=self.steps,
             num_replicas=self.replicas()[0] if self.replicated or self.steps is not None else None,
             step_ranks=None if made_for == 1 else made_for,
@@ -191,7 +189,7 @@ class MapOrder(Order[Signature]):
         return for_ranks(items, ranks), length
 
     def _parsed(self, state: Any) -> tuple[Position, Signature]:
-        return self.regrouped(*parse(state))
+        return self.regrouped(*states.parse(state))
 
     def regrouped(self, position: Position, saved: Signature) -> tuple[Position, Signature]:
         """A position that was saved with batches of another size, as it counts in those of this sampler.
@@ -206,24 +204,17 @@ class MapOrder(Order[Signature]):
             return position, saved
         return _Regrouping(saved, sampling, cutter, self.replicas()[0]).regrouped(position)
 
-    def _rest(self, saved: Signature, position: Position, strict: bool = False) -> _Rest:
-        """What the rest of a state's epoch is read with. Of a dataset that has grown it has the samples of then."""
-        was, now = saved.dataset_length, self.dataset_length
-        has_grown = (
-            not (strict or self.rolls_over) and position.done and was is not None and now is not None and was < now
-        )
-        return _Rest(position.epoch, saved.step_ranks or 1, was if has_grown else None)
-
     def _differences(self, saved: Signature, position: Position, strict: bool) -> list[str]:
         sampling, was, now = self.sampling, saved.dataset_length, self.dataset_length
-        own = self.signature(position.epoch, self._rest(saved, position, strict))
+        can_grow = not (strict or self.rolls_over)
+        own = self.signature(position.epoch, _rest_of(saved, position, now if can_grow else None))
         text = None
         if was is not None and now is not None and was != now:
             is_readable = strict and was < now and not self._differences(saved, position, strict=False)
             text = _text_of_length(was, now, position.epoch + 1, is_readable)
         if text is not None and not (strict or position.done or self.rolls_over or "missing" in text):
             own = replace(own, dataset_length=saved.dataset_length, sampler_length=saved.sampler_length)  # it begins
-        phrases = differences(saved, own, strict, sampling.is_endless, position)
+        phrases = states.differences(saved, own, strict, sampling.is_endless, position)
         if phrases and text is not None:
             lengths = f"the dataset had {was} samples, and has {now}"
             phrases = [lengths, *(one for one in phrases if one != lengths), f"{text}."]
@@ -232,7 +223,9 @@ class MapOrder(Order[Signature]):
         if saved.skip and self.steps is None and _counts_others(saved, own):
             phrases.append("skip= counts steps, and the ranks or the batch size were others then")
         if not phrases and own.sampler_length is None and own.last_batch == "rollover":
-            outside = out_of_epoch(saved, len_epoch(self.sampler, position.epoch), position.epoch, position.done)
+            outside = states.out_of_epoch(
+                saved, foreign.len_epoch(self.sampler, position.epoch), position.epoch, position.done
+            )
             phrases += [] if outside is None else [f"the state has {outside}"]
         if strict and position.done:
             phrases += other_arguments(saved, own)
@@ -257,8 +250,8 @@ class MapOrder(Order[Signature]):
         sampling, shift = self.sampling, self._past.shift
         if self.steps is not None:
             shift = shifted(position, saved, self.signature(position.epoch), sampling.is_endless) or 0
-        rest = self._rest(saved, position) if position.done else None
-        self._past = replace(self._past, shift=shift, rest=rest)
+        rest = _rest_of(saved, position, None if self.rolls_over else self.dataset_length)
+        self._past = replace(self._past, shift=shift, rest=rest if position.done else None)
         for sampler in filter(has_weights, sampling.samplers):
             sampler.adopt(dict(saved.sampler_arguments))
         self.skip = merged(self.given_skip, saved.skip)
@@ -291,14 +284,14 @@ class MapOrder(Order[Signature]):
         self.sampling.follow_given()
         if not self._settled:
             self._settled = True
-            if not self.replicated and (text := text_if_ranks_repeat(nested(self.batch_sampler))) is not None:
+            if not self.replicated and (text := foreign.text_if_ranks_repeat(nested(self.batch_sampler))) is not None:
                 warn(f'{text}give num_replicas="auto" to share it out, or num_replicas=1 if that is meant')
 
     def rescale(self, num_replicas: Any, rank: Any, batch_size: Any, then: Callable[[], Found]) -> Found:
         """Make the order for other ranks, and return what a function returns then. If it fails, nothing has changed."""
         before, ranks, size = (self._replicas, self._past, self.sampling), self.replicas()[0], self.sampling.size
         replicas = resolve_replicas(num_replicas, rank)
-        refuse_distributed_sampler(self.sampling.given)
+        foreign.refuse_distributed_sampler(self.sampling.given)
         if batch_size is not None:
             batch_size = check_int("batch_size", batch_size, 1, "give the number of samples per rank and step")
         # The order goes on here, unless the function loads a state.
@@ -320,7 +313,7 @@ class MapOrder(Order[Signature]):
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that comes next."""
         super().set_epoch(epoch)
-        if not self.given_batches:
+        if not self.sampling.given_batches:
             self.batch_sampler.epoch = self._next_epoch  # for those who iterate over it themselves
 
     def source(self, number: int, rank: int | None = None, skips: tuple[range, ...] = ()) -> SamplerSource:
@@ -340,16 +333,20 @@ class MapOrder(Order[Signature]):
 
     def epoch(self, number: int, position: Position | None = None) -> MapEpoch:
         """An epoch's batches for this rank, from a position on. What it reads is settled now: `resize` may come."""
-        return MapEpoch(self.source(number, skips=self.left_out(number)), number, position)
+        return MapEpoch(
+            self.source(number, skips=self._count.within(self.skip, number, self._whole_length)), number, position
+        )
 
     def epoch_at(self, number: int, step: int, rank: int | None = None) -> MapEpoch:
         """The epoch as a rank reads it, or has read it, at a step. No step is left out."""
         past = self._past
         is_before = (number, step) < (past.epoch, past.first)
         if is_before and not past.is_known:
+            text = (
+                f"step {step} of epoch {number} was read by other ranks, or in other batches: this loader goes on from"
+            )
             raise ValueError(
-                f"step {step} of epoch {number} was read by other ranks, or in other batches: this loader goes on from "
-                f"step {past.first} of epoch {past.epoch}. Ask a loader that is made as it was then"
+                f"{text} step {past.first} of epoch {past.epoch}. Ask a loader that is made as it was then"
             )
         return MapEpoch(self.source(number, rank), number, None if is_before or number != past.epoch else past.position)
 
@@ -369,23 +366,12 @@ class MapOrder(Order[Signature]):
         """The number of steps in an epoch, also those that are left out."""
         return MapEpoch(self.source(number), number, None).length()
 
-    def left_out(self, number: int) -> tuple[range, ...]:
-        """The steps that an epoch leaves out; they may reach beyond its end."""
-        return self._count.within(self.skip, number, self._whole_length)
-
     def add_skip(self, skip: Any) -> None:
-        self.given_skip = merged(self.given_skip, check_skip(skip))
-        self._check_skip()
-
-    def _check_skip(self) -> None:
-        """Refuse steps to leave out that do not fit the epochs, as far as the lengths of these are known now."""
-        sampling = self.sampling
+        sampling, self.given_skip = self.sampling, merged(self.given_skip, check_skip(skip))
         if self.given_skip and self.steps is None and known_length(sampling.items, 0) is None:
-            raise ValueError(
-                "skip counts the steps of all epochs, and the sampler has no length that is known without a pass over "
-                "it: give steps_per_epoch="
-            )
-        # The seed of a state may give other lengths, and "auto" other ranks.
+            text = "skip counts the steps of all epochs, and the sampler has no length that is known without a pass"
+            raise ValueError(f"{text} over it: give steps_per_epoch=")
+        # They must fit the epochs. The seed of a state may give other lengths, and "auto" other ranks.
         if self.steps is not None or not (any(sampling.takes_seed) or "auto" in (self._replicas or ())):
             self._count.check(self.given_skip, self._whole_length)
 
@@ -398,10 +384,8 @@ def warn_of_done_steps(given: Ranges, saved: Ranges, done: int) -> None:
     """Warn if steps that are to be left out were done before a state was saved, which does not leave them out."""
     late = [one for one in given if merged(saved, [one]) != saved]
     if late and late[0][0] < done:
-        warn(
-            f"skip has the steps {late[0]}, and some of them were done before the state was saved: load a state "
-            f"that was saved before step {late[0][0]}"
-        )
+        text = f"skip has the steps {late[0]}, and some of them were done before the state was saved"
+        warn(f"{text}: load a state that was saved before step {late[0][0]}")
 
 
 def _counts_others(saved: Signature, own: Signature) -> bool:
@@ -425,10 +409,8 @@ def _text_of_step(size: object, before: int, ranks: int) -> str:
         return f"rescale: all ranks together read {ranks} batches in a step from now on, and {before} before"
     whole = size * before
     hint = f"give batch_size={whole // ranks}" if whole % ranks == 0 else f"take a number of ranks that divides {whole}"
-    return (
-        f"rescale: all ranks together read {size * ranks} samples in a step from now on, and {whole} before. To keep "
-        f"the {whole}, {hint}"
-    )
+    text = f"rescale: all ranks together read {size * ranks} samples in a step from now on, and {whole} before"
+    return f"{text}. To keep the {whole}, {hint}"
 
 
 # -- batches of another size -------------------------------------------------------------------------------------------
@@ -535,7 +517,7 @@ def look_up(order: MapOrder, number: Any, step: Any, rank: Any = None) -> MapEpo
     """
     number = check_int("epoch", number, 0, "epochs count from 0")
     step = check_int("step", step, 0, "steps count from 0 in each epoch")
-    if rank is not None and rank != (shared := rank_of(order.sampling.items)):
+    if rank is not None and rank != (shared := foreign.rank_of(order.sampling.items)):
         rank, replicas = check_int("rank", rank, 0, "ranks count from 0"), order.replicas()[0]
         if shared is not None:
             raise ValueError(f"the sampler has the samples of rank {shared} only: ask the loader of rank {rank}")
@@ -570,7 +552,7 @@ def checksums(order: MapOrder, number: Any) -> list[str]:
     """
     number = check_int("epoch", number, 0, "epochs count from 0")
     _check_weights(order.epoch_at(number, 0), 0)
-    skips, given, replicas = order.left_out(number), order.given_batches, order.replicas()[0]
+    skips, given, replicas = order.epoch(number).source.skips, order.sampling.given_batches, order.replicas()[0]
     # Each pass over the samples is dealt to the ranks by itself, so the steps of all ranks are no batches of one.
     by_rank = order.rolls_over and order.replicated and replicas > 1
     in_step = replicas if given and not by_rank else 1
@@ -601,15 +583,12 @@ def _check_weights(epoch: MapEpoch, step: int) -> None:
     """Refuse an epoch of a mixture whose weights are not known any more."""
     for sampler in filter(has_weights, nested(epoch.source.items)):
         if epoch.reached(step)[0] <= sampler.forgotten:
-            raise ValueError(
-                f"the weights of the mixture in epoch {epoch.number} are not known: the loaded state has those "
-                f"that were set later. Ask a loader with the state of that epoch"
-            )
+            text = f"the weights of the mixture in epoch {epoch.number} are not known"
+            raise ValueError(f"{text}: the loaded state has later ones. Ask a loader with the state of that epoch")
 
 
 def _read_twice(epoch: MapEpoch, read: Callable[[MapEpoch], Found]) -> Found:
     """What a function reads of an epoch. Of a sampler of another library it must be the same when it is read again."""
-    foreign = epoch.foreign
-    if foreign is None:
+    if epoch.foreign is None:
         return read(epoch)
-    return read_twice(lambda turn: read(epoch if turn == 1 else epoch.again()), foreign, epoch.number)
+    return foreign.read_twice(lambda turn: read(epoch if turn == 1 else epoch.again()), epoch.foreign, epoch.number)

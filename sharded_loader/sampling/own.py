@@ -29,18 +29,8 @@ from sharded_loader.base.described import brief
 from sharded_loader.base.imports import provided
 from sharded_loader.randomness.rng import repeated_index
 from sharded_loader.randomness.shuffle import MAX_LENGTH, Indices, shuffle
-from sharded_loader.sampling.base import (
-    DrawnSeed,
-    Sampler,
-    WrapperSampler,
-    check_choice,
-    check_sampler,
-    for_ranks,
-    is_own,
-    is_wrapper,
-    nested,
-    resolve_seed,
-)
+from sharded_loader.sampling import base
+from sharded_loader.sampling.base import DrawnSeed, Sampler, WrapperSampler, is_own, nested, resolve_seed
 from sharded_loader.sampling.foreign import known_length, len_epoch, name_of, table_of
 from sharded_loader.sampling.state import arguments_of
 from sharded_loader.sampling.tables import BLOCK, Batched, Dealt, Rolling, Table, parts
@@ -48,7 +38,7 @@ from sharded_loader.sampling.tables import BLOCK, Batched, Dealt, Rolling, Table
 LAST_BATCH = ("keep", "discard", "rollover")
 
 
-def check_length(length: Any) -> int:
+def check_length(length: object) -> int:
     return check_int("length", length, 0, "give the number of samples, len(dataset)")
 
 
@@ -121,10 +111,8 @@ class RandomSampler(IndexSampler):
     def __init__(self, length: int, seed: int | None = None) -> None:
         self._length = check_length(length)
         if self._length > MAX_LENGTH:
-            raise ValueError(
-                f"RandomSampler shuffles up to 2**62 samples, got length={self._length}: "
-                "use SequentialSampler, or SplitSampler over parts"
-            )
+            text = f"RandomSampler shuffles up to 2**62 samples, got length={self._length}"
+            raise ValueError(f"{text}: use SequentialSampler, or SplitSampler over parts")
         self.seed = resolve_seed(seed)
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
@@ -184,10 +172,8 @@ class RepeatedSampler(WrapperSampler[int]):
 
     def _check(self) -> None:
         if self.sampler is None:
-            raise ValueError(
-                f"RepeatedSampler({self.copies}) has no order to repeat: give it to a loader as sampler=, or give it a "
-                f"sampler, RepeatedSampler({self.copies}, sampler)"
-            )
+            advice = "give it to a loader as sampler=, or give it a sampler as its second argument"
+            raise ValueError(f"RepeatedSampler({self.copies}) has no order to repeat: {advice}")
 
 
 class _Copied(Table):
@@ -209,17 +195,12 @@ class _Copied(Table):
         found = self._table.at(places[len(known) :]) if len(places) > len(known) else []
         items = known + (found.tolist() if isinstance(found, np.ndarray) else found)
         self._last = int(places[-1]), items[-1]
-        kinds = [int, *map(repeated_index, range(1, self._copies))]
+        kinds, copies = [int, *map(repeated_index, range(1, self._copies))], positions % self._copies
         try:
-            return [
-                kinds[copy](items[place])
-                for place, copy in zip(which.tolist(), (positions % self._copies).tolist(), strict=True)
-            ]
+            return [kinds[copy](items[place]) for place, copy in zip(which.tolist(), copies.tolist(), strict=True)]
         except (TypeError, ValueError):
-            raise TypeError(
-                f"RepeatedSampler repeats single integer indices, and its sampler yields others, such as "
-                f"{brief(items[0])}: put the RepeatedSampler inside the batch sampler"
-            ) from None
+            text = f"RepeatedSampler repeats single integer indices, and its sampler yields {brief(items[0])}"
+            raise TypeError(f"{text}: put the RepeatedSampler inside the batch sampler") from None
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -257,7 +238,7 @@ class BatchSampler(WrapperSampler[list[int]]):
         self, sampler: Iterable[Any], batch_size: int, last_batch: str = "keep", *, seed: int | None = None
     ) -> None:
         self.batch_size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
-        self.last_batch = check_choice("last_batch", last_batch, LAST_BATCH, "BatchSampler")
+        self.last_batch = base.check_choice("last_batch", last_batch, LAST_BATCH, "BatchSampler")
         super().__init__(sampler, seed)
 
     @property
@@ -276,7 +257,7 @@ class BatchSampler(WrapperSampler[list[int]]):
             return self._rolling(epoch).length()
         return parts(len_epoch(self.sampler, epoch), self.batch_size, self.drop_last)
 
-    def resized(self, size: int, before: int) -> Any:
+    def resized(self, size: int, before: int) -> Sampler[list[int]] | None:
         # With rollover, epochs of other batches begin elsewhere.
         return None if self.last_batch == "rollover" and size != before else super().resized(size, before)
 
@@ -327,12 +308,12 @@ class ReplicaSampler(WrapperSampler[Any]):
 
     def epoch_table(self, epoch: int) -> Table:
         replicas, rank = self._ask()
-        table = table_of(for_ranks(self.sampler, replicas), epoch, self.seed)
+        table = table_of(base.for_ranks(self.sampler, replicas), epoch, self.seed)
         return Dealt(table, replicas, rank, truncate=self._truncate)
 
     def len_epoch(self, epoch: int) -> int:
         replicas = self.num_replicas
-        return parts(len_epoch(for_ranks(self.sampler, replicas), epoch), replicas, self._truncate)
+        return parts(len_epoch(base.for_ranks(self.sampler, replicas), epoch), replicas, self._truncate)
 
 
 # -- the samplers of a loader ------------------------------------------------------------------------------------------
@@ -451,10 +432,8 @@ class Sampling:
         if size is not None and self.given_batches:
             twin.read = twin.given = self.read.resized(size, before) if isinstance(before, int) else None
             if twin.read is None:
-                raise ValueError(
-                    f"rescale: the batch_sampler decides the batches, and the {type(self.read).__name__} cannot have "
-                    f"batches of {size} in the same order: leave out batch_size"
-                )
+                text = f"rescale: the batch_sampler decides the batches, and the {type(self.read).__name__}"
+                raise ValueError(f"{text} cannot have batches of {size} in the same order: leave out batch_size")
             twin.arguments = arguments_of(twin.samplers)
         elif size is not None:
             twin.batch_size = size
@@ -468,7 +447,7 @@ def takes_order(sampler: object) -> bool:
 
 def _of_first(sampler: Any, length: int, now: int | None) -> Any:
     """A sampler of the first samples, as far as it knows nothing of them but how many there are ``now``."""
-    if is_wrapper(sampler):
+    if base.is_wrapper(sampler):
         return sampler.over(_of_first(sampler.inner, length, now))
     if type(sampler) in (RandomSampler, SequentialSampler) and len(sampler) == now:
         sampler = copy.copy(sampler)
@@ -491,7 +470,7 @@ def with_seeds(sampler: Any, seeds: Sequence[int | None]) -> Any:
         return sampler
     seed, *inner_seeds = seeds
     twin = sampler
-    if is_wrapper(sampler):
+    if base.is_wrapper(sampler):
         inner = with_seeds(sampler.inner, inner_seeds)
         if inner is not sampler.inner:
             twin = sampler.over(inner)
@@ -509,17 +488,13 @@ def _check(given: Sampling) -> None:
     """Refuse arguments that contradict each other."""
     sampler, batch_sampler, last_batch, shuffle = given.sampler, given.batch_sampler, given.last_batch, given.shuffle
     if isinstance(batch_sampler, int):
-        raise TypeError(
-            f"batch_sampler is {batch_sampler!r}, a number. Here this position is that of batch_sampler, as in "
-            "Gluon; in torch it is that of another argument: write the names, such as num_workers="
-        )
+        text = f"batch_sampler is {batch_sampler!r}, a number. Here this position is that of batch_sampler, as in Gluon"
+        raise TypeError(f"{text}: write the names, such as num_workers=")
     if batch_sampler is not None:
         if given.batch_size is not None or shuffle or sampler is not None or last_batch is not None:
-            raise ValueError(
-                "batch_size, shuffle, sampler and last_batch must not be specified if batch_sampler is specified: "
-                "it decides all of that. drop_last is torch's name for last_batch"
-            )
-        check_sampler(batch_sampler, "batch_sampler")
+            text = "batch_size, shuffle, sampler and last_batch must not be specified if batch_sampler is specified"
+            raise ValueError(f"{text}: it decides all of that. drop_last is torch's name for last_batch")
+        base.check_sampler(batch_sampler, "batch_sampler")
         if getattr(batch_sampler, "grows", False) and given.steps_per_epoch is not None:
             kind = type(batch_sampler).__name__
             raise ValueError(f"steps_per_epoch needs epochs of equally many batches: leave it out, a {kind} has others")
@@ -529,16 +504,14 @@ def _check(given: Sampling) -> None:
     elif last_batch not in (None, *LAST_BATCH):
         raise ValueError(f'last_batch is {last_batch!r}; it must be "keep", "discard" or "rollover"')
     elif given.batch_size is None:
-        raise ValueError(
-            "batch_size must be specified unless batch_sampler is specified. For single samples, as in torch with "
-            "batch_size=None: from sharded_loader.torch import DataLoader"
-        )
+        text = "batch_size must be specified unless batch_sampler is specified. For single samples, as in torch with"
+        raise ValueError(f"{text} batch_size=None: from sharded_loader.torch import DataLoader")
     elif isinstance(shuffle, str) or callable(shuffle):
         raise TypeError(f"shuffle is {shuffle!r}; it must be True or False. An order of your own is a sampler=")
     elif shuffle and not takes_order(sampler):
         raise ValueError("shuffle must not be specified if sampler is specified: the sampler decides the order")
     elif sampler is not None:
-        check_sampler(sampler)
+        base.check_sampler(sampler)
     if given.costs is not None and (sampler is not None or batch_sampler is not None):
         name = "sampler" if batch_sampler is None else "batch_sampler"
         raise ValueError(f"costs= and {name}= both decide the order: leave out one of them")

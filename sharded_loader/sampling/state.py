@@ -18,23 +18,18 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base import entries
 from sharded_loader.base.described import brief
 from sharded_loader.base.entries import (
-    VERSION,
     anything,
-    check_version,
     dict_of,
-    differing,
     entry,
     instance,
     integer,
     list_of,
     optional,
-    parsed,
-    read_entry,
     string,
     true_or_false,
-    written,
 )
 from sharded_loader.engine.order import Position
 from sharded_loader.sampling.base import Sampler, is_own, nested
@@ -56,9 +51,8 @@ _BEGINNING = Position(0)
 def _arguments(what: str, value: Any, advice: str) -> tuple[tuple[str, Any], ...]:
     for name, argument in instance(Mapping, "a dict")(what, value, advice).items():
         if not isinstance(name, str) or not isinstance(argument, bool | int | float | str | None):
-            raise ValueError(
-                f"{what} has {brief(name)}: {brief(argument)}; it must have names, and numbers or strings: {advice}"
-            )
+            text = f"{what} has {brief(name)}: {brief(argument)}"
+            raise ValueError(f"{text}; it must have names, and numbers or strings: {advice}")
     return tuple(value.items())
 
 
@@ -149,9 +143,10 @@ def dump(position: Position, signature: Signature) -> dict[str, Any]:
         >>> state["epoch"], state["samples"], parse(state) == (Position(3, 40), signature)
         (3, 40, True)
     """
-    state = {"version": VERSION, "epoch": position.epoch, signature.unit: position.done, **written(signature)}
+    state: dict[str, Any] = {"version": entries.VERSION, "epoch": position.epoch, signature.unit: position.done}
+    state |= entries.written(signature)
     if position.mark is not None:
-        state["passed"] = written(position.mark)
+        state["passed"] = entries.written(position.mark)
     if position.landmark is not None:
         state["landmark"] = list(position.landmark)
     return state
@@ -173,25 +168,24 @@ def parse(state: Any) -> tuple[Position, Signature]:
         ...
         ValueError: the state has no 'seed': give what state_dict() of a ShardedDataLoader returned
     """
-    check_version(state, _ADVICE)
-    signature = parsed(Signature, state, _ADVICE)
+    entries.check_version(state, _ADVICE)
+    signature = entries.parsed(Signature, state, _ADVICE)
     unit = signature.unit
     if unit not in state:
         raise ValueError(f"the state has no {unit!r}, and its 'batch_size' is {signature.batch_size}: {_ADVICE}")
-    epoch, done = read_entry(state, "epoch", integer(0), _ADVICE), read_entry(state, unit, integer(), _ADVICE)
+    epoch = entries.read_entry(state, "epoch", integer(0), _ADVICE)
+    done = entries.read_entry(state, unit, integer(), _ADVICE)
     if done < 0 and signature.last_batch != "rollover":
-        raise ValueError(
-            f"the state's {unit!r} must be at least 0, got {brief(done)}: only with 'last_batch' \"rollover\" "
-            f"it may be less: {_ADVICE}"
-        )
+        text = f"the state's {unit!r} must be at least 0, got {brief(done)}"
+        raise ValueError(f"{text}: only with 'last_batch' \"rollover\" it may be less: {_ADVICE}")
     if (outside := out_of_epoch(signature, signature.sampler_length, epoch, done)) is not None:
         raise ValueError(f"the state has {outside}: {_ADVICE}")
-    landmark = None if "landmark" not in state else read_entry(state, "landmark", list_of(integer(0)), _ADVICE)
+    landmark = None if "landmark" not in state else entries.read_entry(state, "landmark", list_of(integer(0)), _ADVICE)
     if landmark is not None and len(landmark) != 2:
         raise ValueError(f"the state's 'landmark' must have two numbers, got {brief(landmark)}: {_ADVICE}")
     if state.get("passed") is None:
         return Position(epoch, done, landmark=landmark), signature
-    mark: Checkpoint = read_entry(state, "passed", dict_of(Checkpoint), _ADVICE)
+    mark: Checkpoint = entries.read_entry(state, "passed", dict_of(Checkpoint), _ADVICE)
     if mark.epoch > epoch and signature.steps_per_epoch is None:
         raise ValueError(f"the state's 'passed' has epoch {mark.epoch}, but the state has epoch {epoch}: {_ADVICE}")
     return Position(epoch, done, mark), signature
@@ -216,7 +210,7 @@ def differences(
         the dataset had 100 samples, and has 90
         batch_size was 8, and is 4
     """
-    phrases = differing(saved, own, unit=own.unit)
+    phrases = entries.differing(saved, own, unit=own.unit)
     if phrases.keys() & {"dataset_length", "sampler"}:
         phrases.pop("sampler_length", None)  # it follows from them
     stays = own.steps_per_epoch is None or shifted(position, saved, own, endless) is not None
@@ -293,10 +287,8 @@ def other_arguments(saved: Signature, own: Signature) -> list[str]:
         was = before.get(name, 1 if argument == ORDER_VERSION and before else now)
         if was != now and argument != WEIGHTS_SET:
             if argument == ORDER_VERSION:
-                phrases.append(
-                    f"the order of the {sampler} was another one in the version of this library that saved it, so "
-                    "begin the epoch again, or finish it with that version"
-                )
+                text = f"the order of the {sampler} was another one in the version of this library that saved it"
+                phrases.append(f"{text}, so begin the epoch again, or finish it with that version")
             elif isinstance(was, str) and was.startswith(SUM):
                 phrases.append(f"{argument} of the {sampler} changed after the state was saved")
             else:
@@ -304,7 +296,7 @@ def other_arguments(saved: Signature, own: Signature) -> list[str]:
     return phrases
 
 
-def arguments_of(samplers: Iterable[Any]) -> tuple[tuple[str, Any], ...]:
+def arguments_of(samplers: Iterable[object]) -> tuple[tuple[str, Any], ...]:
     """What decides the order of our own samplers beside seed and length: numbers and words; of arrays a checksum."""
     return tuple(
         (f"{type(sampler).__name__}.{name}", _summary(getattr(sampler, attribute)))
@@ -319,7 +311,7 @@ def weights_set(samplers: Iterable[Any]) -> tuple[tuple[str, str], ...]:
     return tuple((f"{type(one).__name__}.{WEIGHTS_SET}", one.weights_set) for one in samplers if has_weights(one))
 
 
-def has_weights(sampler: Any) -> bool:
+def has_weights(sampler: object) -> bool:
     """Whether the weights of a sampler can be set while training."""
     return hasattr(type(sampler), "weights_set")
 
@@ -335,7 +327,7 @@ def _summary(value: Any) -> Any:
     return f"{SUM}{checksum:08x}"
 
 
-def kind_of(sampler: Any) -> str:
+def kind_of(sampler: object) -> str:
     """The classes of a sampler and those inside it. Classes of torch have the name of the package in front."""
     names = []
     for each in nested(sampler):
@@ -344,6 +336,6 @@ def kind_of(sampler: Any) -> str:
     return "(".join(names) + ")" * (len(names) - 1)
 
 
-def seed_of(sampler: Any) -> int | None:
+def seed_of(sampler: object) -> int | None:
     seed = getattr(sampler, "seed", None)
     return int(seed) if isinstance(seed, int) else None

@@ -235,10 +235,8 @@ class Filled(Table):
                 first = max(first - parts(first + 1 - self._length, replicas, cut=False) * replicas, 0)
             items = self._table.at(within if len(within) else np.array([first if replicas else self._begin]))
             if len(items) < max(len(within), 1):
-                raise ValueError(
-                    f"the sampler yielded fewer items than its length, {self._length}, says: correct its __len__, or "
-                    "do without evaluate=True"
-                )
+                text = f"the sampler yielded fewer items than its length, {self._length}, says"
+                raise ValueError(f"{text}: correct its __len__, or do without evaluate=True")
             self._last = items[-1:]
         fillers = [self._last] * (len(positions) - len(within))
         return joined([items, *fillers] if len(within) else fillers)
@@ -567,14 +565,11 @@ class Endless(Table):
 
     def _refuse(self, found: Any) -> None:
         if self._stretch.length == ENDLESS:
-            raise ValueError(
-                f"the sampler, {an(self._name)}, has no length and ended after {found} items: give it a "
-                f"__len__, so that it can start over under steps_per_epoch="
-            )
-        raise ValueError(
-            f"the sampler, {an(self._name)}, yielded {found} items in epoch {self._epoch}, but its length is "
-            f"{self._stretch.length}: correct its __len__, or do without last_batch='rollover' and steps_per_epoch="
-        )
+            text = f"the sampler, {an(self._name)}, has no length and ended after {found} items"
+            raise ValueError(f"{text}: give it a __len__, so that it can start over under steps_per_epoch=")
+        text = f"the sampler, {an(self._name)}, yielded {found} items in epoch {self._epoch}, but its length is"
+        advice = "correct its __len__, or do without last_batch='rollover' and steps_per_epoch="
+        raise ValueError(f"{text} {self._stretch.length}: {advice}")
 
 
 # -- steps that are left out -------------------------------------------------------------------------------------------
@@ -601,19 +596,15 @@ def check_skip(skip: Any) -> Ranges:
         >>> check_skip([(7, 9), [2, 2]])
         ((2, 2), (7, 9))
     """
-    if skip is None:
-        return ()
-    ranges = []
     try:
-        pairs = [(one, *one) for one in skip if len(one) == 2 and not isinstance(one, str)]
-        if len(pairs) != len(skip):
-            raise TypeError
-    except TypeError:
+        pairs = [(first, last) for first, last in skip or ()]
+    except (TypeError, ValueError):
         raise TypeError(f"skip is {skip!r}: {_ADVICE}") from None
-    for one, first, last in pairs:
-        begin, end = (check_int(f"a step of skip, in {one!r},", step, 0, _ADVICE) for step in (first, last))
+    ranges = []
+    for pair in pairs:
+        begin, end = (check_int(f"a step of skip, in {pair!r},", step, 0, _ADVICE) for step in pair)
         if end < begin:
-            raise ValueError(f"skip has {one!r}, whose last step comes before its first: {_ADVICE}")
+            raise ValueError(f"skip has {pair!r}, whose last step comes before its first: {_ADVICE}")
         ranges.append((begin, end))
     ranges.sort()
     for before, after in pairwise(ranges):
@@ -670,8 +661,8 @@ class StepCount:
         begin = self.before(epoch, length) if ranges else 0
         return tuple(range(max(0, first - begin), last + 1 - begin) for first, last in ranges if last >= begin)
 
-    def epoch_of(self, step: int, length: Length) -> int:
-        """The epoch of a step that is counted since the first epoch.
+    def place_of(self, step: int, length: Length) -> tuple[int, int]:
+        """The epoch of a step that is counted since the first epoch, and its number there.
 
         Raises:
             ValueError: the epochs have no batches.
@@ -681,20 +672,15 @@ class StepCount:
             epoch += 1
             if not end and epoch > _EMPTY:
                 raise ValueError(f"there is no step {step}: the first {_EMPTY} epochs have no batch")
-        return epoch
-
-    def place_of(self, step: int, length: Length) -> tuple[int, int]:
-        """The epoch of a step that is counted since the first epoch, and its number there."""
-        epoch = self.epoch_of(step, length)
         return epoch, step - self.before(epoch, length)
 
     def check(self, ranges: Ranges, length: Length) -> None:
         """Refuse a range that reaches beyond the end of the epoch that it begins in."""
         for first, last in ranges:
-            epoch = self.epoch_of(first, length)
+            epoch, _ = self.place_of(first, length)
             end = self.before(epoch + 1, length)
             if last >= end:
+                text = f"skip has {first, last}, which reaches beyond epoch {epoch}: its last step is {end - 1}"
                 raise ValueError(
-                    f"skip has {first, last}, which reaches beyond epoch {epoch}: its last step is {end - 1}. Leave "
-                    f"out a part of each epoch: skip=[({first}, {end - 1}), ({end}, {last})]"
+                    f"{text}. Leave out a part of each epoch: skip=[({first}, {end - 1}), ({end}, {last})]"
                 )

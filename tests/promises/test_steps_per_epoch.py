@@ -83,7 +83,7 @@ def endless(kind: str, batches: int) -> list[Any]:
     """The first batches of the sampler's epochs, one after the other, as they follow without ``steps_per_epoch``."""
     found: list[Any] = []
     with loader_of(kind, None) as loader:
-        given = loader._order.given_batches
+        given = loader.batch_size is None
         while len(found) < batches * (1 if given else SIZE):
             epoch = [batch.tolist() for batch in loader]
             found += epoch if given else sum(epoch, [])

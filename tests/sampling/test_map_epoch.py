@@ -18,14 +18,14 @@ class Given(MapEpoch):
     def __init__(self, batches: tuple[Any, ...], max_shards: int | None, given_batches: bool) -> None:
         signature = Signature(1, None, "", None, (), None if given_batches else 2, "keep")
         super().__init__(SamplerSource([], signature, 1, 0, False, max_shards=max_shards), 3, None)
-        self.run, self._batches = 7, batches
+        self.run, self._own = 7, batches
 
     def batch(self, number: int) -> Any:
-        if number >= len(self._batches):
+        if number >= len(self._own):
             return None
-        if isinstance(self._batches[number], Exception):
-            raise self._batches[number]
-        return self._batches[number], 2 * number
+        if isinstance(self._own[number], Exception):
+            raise self._own[number]
+        return self._own[number], 2 * number
 
 
 def epoch_of(

@@ -257,10 +257,10 @@ def test_a_list_is_read_in_blocks() -> None:
     one = order(5000, sampler=list(range(5000)))
     reading = one.epoch(0)
     assert reading.batch(0) is not None
-    assert len(reading.ready) > 1000
+    assert len(reading._batches.ready) > 1000
     slow = order(5000, sampler=Counted(range(5000))).epoch(0)  # a subclass may do as it likes
     assert slow.batch(0) is not None
-    assert len(slow.ready) == 1
+    assert len(slow._batches.ready) == 1
 
 
 @pytest.mark.parametrize("changed", [[3, 1, 4, 1, 5, 0, 2, 6], [3, 1]])
