@@ -149,7 +149,7 @@ class ShardDataset(Dataset):
 
     @property
     def _fingerprint(self) -> str:
-        """For `data.known`: names and sizes of the shards, and tags of stores. Folders and times may change."""
+        """For `data.inspection`: names and sizes of the shards, and tags of stores. Folders and times may change."""
         shards = self._shards
         names = [url.split("?")[0].replace("\\", "/").rsplit("/", 1)[-1] for url in shards.urls]
         tags = [stat.tag if path is None else "" for stat, path in zip(shards.stats, shards.paths, strict=True)]
