@@ -4,7 +4,7 @@
     train.idx    key <TAB> offset of the record in train.rec, one line for each
 
 `MXRecordIO` goes from the first record to the last, `MXIndexedRecordIO` by key, `RecordFileDataset` by position, many
-at once (see dataset). `pack` and `unpack` put MXNet's label header before a payload (see images). How a record lies in
+at once. `pack` and `unpack` put MXNet's label header before a payload (see images). How a record lies in
 its file, and how a payload that contains the magic is cut, is in files.
 
 A reader serves any number of threads through one descriptor and opens its own in each process. A writer belongs to
@@ -19,21 +19,16 @@ import io
 import os
 import threading
 import warnings
-from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from sharded_loader.recordio.dataset import RecordFileDataset
-from sharded_loader.recordio.files import (
-    MAX_LENGTH,
-    Closable,
-    RecordFile,
-    RecordIOError,
-    Writer,
-    framed,
-    index_line,
-    load_index,
-)
+import numpy as np
+
+from sharded_loader.batching.protocol import Empty
+from sharded_loader.data.bulk import Indices, bulk, checked_index, checked_indices
+from sharded_loader.data.datasets import Dataset
+from sharded_loader.recordio import files
+from sharded_loader.recordio.files import MAX_LENGTH, Closable, RecordFile, RecordIOError, Records, Writer
 from sharded_loader.recordio.images import IRHeader, pack, pack_img, unpack, unpack_img
 
 __all__ = [
@@ -84,11 +79,9 @@ class MXRecordIO(Closable):
             raise ValueError(f"{os.fspath(uri)}: unknown flag {flag!r}, use 'r' to read or 'w' to write")
         self.uri = os.fspath(uri)
         self._path = os.path.abspath(self.uri)  # the folder may have changed when it is opened again
-        self.flag = flag
-        self.writable = flag == "w"
+        self.flag, self.writable = flag, flag == "w"
         self._file: RecordFile | Writer | None = None
         self._pid = 0
-        self._here()
         self.open()
 
     def _here(self) -> None:
@@ -154,12 +147,11 @@ class MXRecordIO(Closable):
             raise TypeError(f"{self.uri}: a record is bytes, not {type(buf).__name__} (a str needs .encode())")
         size = memoryview(buf).nbytes
         if size > MAX_LENGTH:
-            raise ValueError(
-                f"{self.uri}: a record of {size} bytes is too long, RecordIO has room for {MAX_LENGTH}: split it"
-            )
+            text = f"a record of {size} bytes is too long, RecordIO has room for {MAX_LENGTH}: split it"
+            raise ValueError(f"{self.uri}: {text}")
         file = self._opened("write")
         with self._turn:
-            file.write(framed(bytes(buf)))
+            file.write(files.framed(bytes(buf)))
 
     def tell(self) -> int:
         """The offset in the file where the next record is written, or read by `read`."""
@@ -177,7 +169,7 @@ class MXRecordIO(Closable):
             raise ValueError(f"{self.uri} is closed: {verb} before close(), or call open()")
         return self._file
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         if self.writable:
             raise TypeError(f"{self.uri}: a writer belongs to its process and cannot be pickled; pickle a reader")
         return {**self.__dict__, "_turn": None, "_pid": 0}
@@ -233,8 +225,6 @@ class MXIndexedRecordIO(MXRecordIO):
         self.idx_path = os.fspath(idx_path)
         self._path_of_index = os.path.abspath(self.idx_path)
         self.key_type = key_type
-        self.idx: dict[Any, int] = {}
-        self.keys: list[Any] = []
         self._index_writer: Writer | None = None
         super().__init__(uri, flag)
 
@@ -248,24 +238,21 @@ class MXIndexedRecordIO(MXRecordIO):
             raise
 
     def _open_index(self) -> None:
-        self.idx, self.keys = {}, []
+        self.idx: dict[Any, int] = {}
+        self.keys: list[Any] = []
         if self.writable:
             self._index_writer = Writer(self._path_of_index)
             return
         if os.path.exists(self._path_of_index):
-            self.keys, offsets = load_index(self._path_of_index, self.key_type)
+            self.keys, offsets = files.load_index(self._path_of_index, self.key_type)
         else:
             offsets = self._opened("read").scan(stacklevel=6)
             self.keys = [self.key_type(str(number)) for number in range(len(offsets))]
         self._opened("read").watch()
         self.idx = dict(zip(self.keys, offsets, strict=True))
         if len(self.idx) < len(self.keys):
-            twice = next(key for key, times in Counter(self.keys).items() if times > 1)
-            warnings.warn(
-                f"{self.idx_path}: {len(self.keys) - len(self.idx)} keys occur more than once, the first is {twice!r}: "
-                "read_idx gives the last record of a key, as MXNet does. RecordFileDataset reads every record.",
-                stacklevel=5,
-            )
+            text = "keys occur more than once: read_idx gives the last record of a key, as MXNet does"
+            warnings.warn(f"{self.idx_path}: {len(self.keys) - len(self.idx)} {text}", stacklevel=5)
 
     def close(self) -> None:
         """Closes both files. Again is no error."""
@@ -278,11 +265,8 @@ class MXIndexedRecordIO(MXRecordIO):
         try:
             return self.idx[key]
         except (KeyError, TypeError):  # such as a list
-            known = ", ".join(repr(each) for each in self.keys[:5])
-            raise KeyError(
-                f"{self.idx_path}: no key {key!r} of type {type(key).__name__}; it has {len(self.idx)} keys"
-                + (f", the first are {known}" if known else "")
-            ) from None
+            known = f"it has {len(self.idx)} keys, the first are " + ", ".join(map(repr, self.keys[:5]))
+            raise KeyError(f"{self.idx_path}: no key {key!r} of type {type(key).__name__}; {known}") from None
 
     def seek(self, idx: Hashable) -> None:
         """Makes the record of key `idx` the next one that `read` gives.
@@ -320,22 +304,119 @@ class MXIndexedRecordIO(MXRecordIO):
                 raise ValueError(f"it would become {key!r}")
         except (ValueError, TypeError) as error:
             name = getattr(self.key_type, "__name__", self.key_type)
-            raise ValueError(
-                f"{self.idx_path}: {idx!r} is no key of type {name} ({error}): give another key, or key_type=str"
-            ) from error
+            text = f"{idx!r} is no key of type {name} ({error}): give another key, or key_type=str"
+            raise ValueError(f"{self.idx_path}: {text}") from error
         text = str(key)
         if any(mark in text for mark in "\t\r\n") or not text.strip():
             raise ValueError(f"{self.idx_path}: the key {key!r} is blank or has a tab or a line end: use another")
         self._opened("write").check()
         with self._turn:
             if key in self.idx:
-                raise ValueError(
-                    f"{self.idx_path}: the key {key!r} was written before, at offset {self.idx[key]}: "
-                    "give each record its own"
-                )
+                text = f"the key {key!r} was written before, at offset {self.idx[key]}: give each record its own"
+                raise ValueError(f"{self.idx_path}: {text}")
             offset = self.tell()
             self.write(buf)
             assert self._index_writer is not None
-            self._index_writer.write(index_line(text, offset).encode("utf-8", "surrogateescape"))
+            self._index_writer.write(files.index_line(text, offset).encode("utf-8", "surrogateescape"))
             self.idx[key] = offset
             self.keys.append(key)
+
+
+class RecordFileDataset(Closable, Dataset):
+    """The records of a ``.rec`` file as a dataset: ``dataset[i]`` is the i-th record of its index, as bytes.
+
+    The index is the ``.idx`` file beside it (``train.rec``, ``train.idx``). If there is none, the dataset scans the
+    file once, and workers get the offsets with the dataset. It does not read records that the index does not list:
+    if you have joined files, delete the ``.idx``. It ignores keys, so it reads all records with the same key. You can
+    read it in threads and after a fork, and pickle it.
+
+    Args:
+        filename: the ``.rec`` file.
+
+    Raises:
+        OSError: The file cannot be opened.
+        ValueError: The index is malformed, or it is empty and the file is not.
+        RecordIOError: It is no RecordIO file. ``dataset[i]`` raises it for a damaged record, and for a file that was
+            replaced or written again. You may append records: the dataset does not read them.
+
+    Example:
+        >>> import os, tempfile
+        >>> from sharded_loader.recordio import MXRecordIO, RecordFileDataset
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = os.path.join(folder.name, "letters.rec")
+        >>> with MXRecordIO(path, "w") as file:
+        ...     for record in (b"a", b"b", b"c"):
+        ...         file.write(record)
+        >>> with RecordFileDataset(path) as dataset:
+        ...     len(dataset), dataset[0], dataset[-1], list(dataset.get_batch([2, 0]))
+        (3, b'a', b'c', [b'c', b'a'])
+        >>> folder.cleanup()
+
+    Source: ``mxnet.gluon.data.RecordFileDataset``.
+    """
+
+    def __init__(self, filename: str | os.PathLike[str]) -> None:
+        self.filename = os.fspath(filename)
+        self._file = RecordFile(self.filename)
+        self._file.watch()
+        idx_path = os.path.splitext(self.filename)[0] + ".idx"
+        if os.path.exists(idx_path):
+            _, offsets = files.load_index(idx_path, str)
+            if not offsets and self._file.size:
+                text = f"{self.filename} has {self._file.size} bytes: delete the .idx to have it rebuilt"
+                raise ValueError(f"{idx_path} is empty, {text}")
+        else:
+            offsets = self._file.scan(stacklevel=3)
+        self._offsets = np.array(offsets, dtype=np.int64)
+        self._sizes = files.guessed_sizes(self._offsets)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> bytes:
+        number = checked_index(index, len(self))
+        record: bytes = self._file.read(int(self._offsets[number]))[0]
+        self._file.check()
+        return record
+
+    @bulk
+    def __getitems__(self, indices: Iterable[int]) -> list[bytes]:
+        """Many records, as `get_batch` reads them."""
+        return list(self._read(list(indices)))
+
+    @bulk
+    def get_batch(self, indices: Indices, empty: Empty | None = None) -> Sequence[bytes]:
+        """Many records, read together: for records of a few hundred bytes several times as fast as one by one.
+
+        Args:
+            indices: of the records, in any order; negative ones count from the end.
+            empty: given by a loader, whose batch is a list, as of any bytes. It is not used.
+
+        Returns:
+            The same as ``[dataset[i] for i in indices]``, to be read only. Small records lie in one buffer, and the
+            ``bytes`` objects are made when they are asked for.
+
+        Raises:
+            RecordIOError: the first damaged record, with its file and offset.
+            IndexError: an index is out of range.
+
+        A subclass that has a ``__getitem__`` of its own has no ``get_batch``, unless it writes one.
+        """
+        records = self._read(indices)
+        return records if empty is None else list(records)
+
+    def _read(self, indices: Indices) -> Records | list[bytes]:
+        numbers = checked_indices(indices, len(self))
+        guesses = self._sizes[numbers]
+        records, sizes = files.read_records(self._file, self._offsets[numbers], guesses)
+        self._file.check()
+        if sizes is not guesses and self._sizes.flags.writeable:  # only news: after a fork each page is copied for it
+            self._sizes[numbers] = np.minimum(sizes, files.LARGE)
+        return records
+
+    def close(self) -> None:
+        """Closes the file, in this process. Again is no error."""
+        self._file.close()
+
+    def __repr__(self) -> str:
+        return f"RecordFileDataset({self.filename!r}, {len(self)} records)"

@@ -15,6 +15,13 @@ its owner is collected, once the last thread has finished its read.
 Writing: one ``os.write`` per record and index line, nothing buffered: a killed writer leaves at most its last
 record incomplete, and a forked child has nothing to write twice.
 
+Many records at once: a run of records is one read. A shuffled batch is one read per record, in the order of the file,
+or for several that lie within `GAP` bytes. The size of a record is not known before its header is read: until then it
+is taken to reach to the next record of the index, and corrected as records are read. A read may not show a whole
+record: a payload cut at magics, a record of more than `LARGE` bytes, damage. Then `RecordFile.read` reads the record,
+and names the damage. Where records are large on average, all are read by it: a call for each then costs nothing beside
+its bytes.
+
 What can go wrong: a truncated or corrupt file raises `RecordIOError` with file and offset at the damaged record;
 all records before it stay readable. A length is compared with the file's size before memory is allocated. A file that
 is read by offsets is watched: if it is replaced or written again, that is an error too. It may be appended to.
@@ -27,20 +34,18 @@ from __future__ import annotations
 import errno
 import io
 import os
-import platform
 import stat
 import struct
-import time
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, BinaryIO
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import pairwise
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from sharded_loader.data.files import BINARY, PositionedFile, checksums, is_rewritten, settled, tag_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from sharded_loader.data.bulk import Int64s, checked_index
+from sharded_loader.data.files import BINARY, PositionedFile, checksums, settled
 
 MAGIC_NUMBER = 0xCED7230A
 _MAGIC = struct.pack("<I", MAGIC_NUMBER)
@@ -49,6 +54,16 @@ HEAD_SIZE = _HEAD.size
 _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
 _LENGTH_BITS = 29
 MAX_LENGTH = (1 << _LENGTH_BITS) - 1
+Key = TypeVar("Key")
+
+GAP = 256
+"""Bytes between two records that are read in vain: a read costs 0.6 us, but what is read is kept with the batch."""
+
+LARGE = 1 << 18
+"""A record that reaches further is read by itself: an index may list only a few records of a file."""
+
+LARGE_MEAN = 1 << 15
+"""Bytes of an average record; above, they are made one by one: memory for a large buffer costs more than the reads."""
 
 
 def padded(length: Any) -> Any:
@@ -80,14 +95,11 @@ class RecordIOError(ValueError):
         return f"{self.path}, offset {self.offset}: {self.problem}"
 
 
-class Closable:
+class Closable(AbstractContextManager):  # type: ignore[type-arg]
     """A ``with`` block closes it at the end."""
 
     def close(self) -> None:
         raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *raised: object) -> None:
         self.close()
@@ -149,7 +161,7 @@ def read_record(source: _Source, begin: int) -> tuple[bytes, int]:
     Raises:
         RecordIOError: there is no whole record.
     """
-    offset = begin
+    offset, whole = begin, io.BytesIO()  # a list of parts would take many times the bytes of small parts
     while True:
         flag, length, end = _part(source, source.bytes_at(offset, HEAD_SIZE), offset, begin, source.size)
         payload = source.bytes_at(offset + HEAD_SIZE, length)
@@ -158,11 +170,7 @@ def read_record(source: _Source, begin: int) -> tuple[bytes, int]:
             raise _damaged(source, begin, f"the file was truncated to {ends} bytes while it was read")
         if flag == _WHOLE:
             return payload, end
-        if flag == _FIRST:
-            whole = io.BytesIO(payload)  # a list of parts would take many times the bytes of small parts
-            whole.seek(0, os.SEEK_END)
-        else:
-            whole.write(_MAGIC + payload)
+        whole.write(payload if flag == _FIRST else _MAGIC + payload)
         if flag == _LAST:
             return whole.getvalue(), end
         offset = end
@@ -228,16 +236,11 @@ class RecordFile:
         self.path = os.path.abspath(os.fspath(path))
         self.closed = False
         self._descriptor: _Descriptor | None = _Descriptor(self.path)
-        self._version: tuple[str, int, list[int]] | None = None  # tag; size when it was opened, and its checksums
-        self._seen: tuple[int, ...] = ()  # size and times when it was last found to be that version
+        self._version: tuple[int, list[int]] | None = None  # size when it was watched first, and its checksums
+        self._seen: tuple[int, ...] = ()  # size, times and inode when it was last found to be that version
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_descriptor": None, "_machine": platform.node()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if state.pop("_machine") != platform.node():
-            state["_version"] = None  # another machine has a copy, with another time and inode
-        vars(self).update(state)
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_descriptor": None}
 
     def close(self) -> None:
         self.closed = True
@@ -264,30 +267,25 @@ class RecordFile:
         settled(self.path)
         file = self._open()
         found = file.stat()
-        self._seen = found.st_size, found.st_mtime_ns, found.st_ctime_ns
-        self._version = tag_of(found), found.st_size, checksums(file.bytes_at, found.st_size)
+        self._seen = _seen(found)
+        self._version = found.st_size, checksums(file.bytes_at, found.st_size)
 
     def check(self) -> None:
-        """Raise if the file was written again since `watch`, or the one that this process opened is another one. What
-        was cut off is no change of the rest."""
+        """Raise if the file was written again since `watch`, or the one that this process opened is another one.
+
+        What was added or cut off is no change of the rest.
+        """
         file = self._descriptor
         if file is None or self._version is None:  # closed by another thread, or not watched
             return
-        tag, size, content = self._version
-        for pause in (0.05, 0.0):
-            found = file.stat()
-            seen = found.st_size, found.st_mtime_ns, found.st_ctime_ns
-            if self._seen == seen:
-                return
-            has_other_length = found.st_size != self._seen[0] and found.st_ino == int(tag.split()[1])
-            if has_other_length or (found.st_size == self._seen[0] and not is_rewritten(tag, tag_of(found))):
-                left = checksums(file.bytes_at, size, found.st_size)
-                if left == content[: len(left)]:
-                    self._seen, self._version = seen, (tag_of(found), size, content)
-                    return
-                break
-            time.sleep(pause)  # while records are appended, a system may set the time before the size
-        raise RecordIOError(self.path, 0, "the file was replaced or written again since it was opened: open it again")
+        found = file.stat()
+        if self._seen != _seen(found):
+            size, content = self._version
+            left = checksums(file.bytes_at, size, found.st_size)
+            if left != content[: len(left)]:
+                text = "the file was replaced or written again since it was opened: open it again"
+                raise RecordIOError(self.path, 0, text)
+            self._seen = _seen(found)
 
     @property
     def size(self) -> int:
@@ -311,12 +309,148 @@ class RecordFile:
         except RecordIOError as error:
             if not error.offset:
                 raise
-            warnings.warn(
-                f"{error} While its index was rebuilt, {len(offsets) - 1} records were found before; the next one "
-                "raises when it is read.",
-                stacklevel=stacklevel,
-            )
+            text = f"While its index was rebuilt, {len(offsets) - 1} records were found before; the next one raises"
+            warnings.warn(f"{error} {text} when it is read.", stacklevel=stacklevel)
         return offsets
+
+
+def _seen(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+
+
+# -- many records at once ----------------------------------------------------------------------------------------------
+
+
+class Records(Sequence[bytes]):
+    """Records in one buffer: a read-only sequence of ``bytes``, each made when it is asked for.
+
+    Args:
+        buffer: holds them all, in any order, with anything between them.
+        starts, ends: int64, where in the buffer each lies.
+
+    Example:
+        >>> records = Records(b"..one.two", np.array([6, 2]), np.array([9, 5]))
+        >>> records[0], records[-1], len(records), records == [b"two", b"one"], records[:1]
+        (b'two', b'one', 2, True, Records(1 records, 3 bytes))
+    """
+
+    __slots__ = ("_buffer", "_ends", "_starts")
+
+    def __init__(self, buffer: bytes, starts: Int64s, ends: Int64s) -> None:
+        self._buffer, self._starts, self._ends = buffer, starts, ends
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Records(self._buffer, self._starts[index], self._ends[index])
+        number = checked_index(index, len(self._starts))
+        return self._buffer[self._starts[number] : self._ends[number]]
+
+    def __iter__(self) -> Iterator[bytes]:
+        buffer, places = self._buffer, zip(self._starts.tolist(), self._ends.tolist(), strict=True)
+        return iter([buffer[start:end] for start, end in places])
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Records | list) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # equal to a list, which has none
+
+    def __repr__(self) -> str:
+        return f"Records({len(self):,} records, {int((self._ends - self._starts).sum()):,} bytes)"
+
+
+def guessed_sizes(offsets: Int64s) -> Int64s:
+    """How many bytes to read for each record: up to the next one of the index, at most `LARGE`.
+
+    Example:
+        >>> guessed_sizes(np.array([40, 0, 12])).tolist()
+        [262144, 12, 28]
+    """
+    begins = np.unique(offsets)
+    gaps: Int64s = np.minimum(np.diff(begins, append=begins[-1:]), LARGE)
+    gaps[-1:] = LARGE
+    return gaps[np.searchsorted(begins, offsets)]
+
+
+def read_records(file: RecordFile, offsets: Int64s, sizes: Int64s) -> tuple[Records | list[bytes], Int64s]:
+    """The records at these offsets, and how many bytes each takes in the file.
+
+    Args:
+        file: where they are.
+        offsets: int64, in any order, also several times the same.
+        sizes: int64, how many bytes to read for each; a guess.
+
+    Returns:
+        The records in the order of ``offsets`` (large ones as a list), and their sizes with header and padding:
+        ``sizes`` itself where the guesses were right.
+
+    Raises:
+        RecordIOError: the first that is damaged or is no record.
+    """
+    if not len(offsets):
+        return [], sizes
+    limits = np.minimum(sizes, file.size - offsets)
+    if np.add.reduce(limits) > LARGE_MEAN * len(limits):
+        found = [file.read(offset) for offset in offsets.tolist()]
+        return [record for record, _ in found], np.array([following for _, following in found]) - offsets
+    if not (offsets[1:] - offsets[:-1] - limits[:-1]).any() and limits[-1] >= HEAD_SIZE:  # one after the other
+        begin, order = int(offsets[0]), None
+        buffer = file.read_stretches([begin], [int(offsets[-1] + limits[-1]) - begin])[0]
+        begins = offsets - begin
+    else:
+        inside = np.flatnonzero(limits >= HEAD_SIZE)
+        order = inside[np.argsort(offsets[inside], kind="stable")]
+        limits = limits[order]
+        buffer, begins = _read_stretches(file, offsets[order], limits)
+    lengths, all_as_guessed = _stored_lengths(buffer, begins, limits)
+    starts = begins + HEAD_SIZE
+    if order is not None:
+        starts, lengths = _scattered(starts, order, len(offsets)), _scattered(lengths, order, len(offsets))
+    if all_as_guessed and len(begins) == len(offsets):
+        return Records(buffer, starts, starts + lengths), sizes
+    records, sizes = list(Records(buffer, starts, starts + lengths)), padded(lengths) + HEAD_SIZE
+    for number in np.flatnonzero(lengths < 0).tolist():
+        records[number], following = file.read(int(offsets[number]))
+        sizes[number] = following - offsets[number]
+    return records, sizes
+
+
+def _scattered(values: Int64s, places: Int64s, length: int) -> Int64s:
+    """The values at their places, -1 elsewhere."""
+    out = np.full(length, -1, np.int64)
+    out[places] = values
+    return out
+
+
+def _read_stretches(file: RecordFile, begins: Int64s, sizes: Int64s) -> tuple[bytes, Int64s]:
+    """What lies in the file at ascending offsets, and where each begins in the buffer."""
+    if not len(begins):
+        return b"", begins
+    ends = begins + sizes
+    first = np.concatenate(([0], np.flatnonzero(begins[1:] > ends[:-1] + GAP) + 1))
+    offsets = begins[first]
+    counts = np.maximum.reduceat(ends, first) - offsets
+    buffer = b"".join(file.read_stretches(offsets.tolist(), counts.tolist()))
+    moved = np.cumsum(counts) - counts - offsets
+    return buffer, begins + np.repeat(moved, np.diff(first, append=len(begins)))
+
+
+def _stored_lengths(buffer: bytes, begins: Int64s, limits: Int64s) -> tuple[Int64s, bool]:
+    """The payload's length of each record that lies whole in the buffer, from its header, -1 for others; and whether
+    each reaches just to its limit."""
+    if not len(begins) or len(buffer) < begins[-1] + limits[-1] or np.bitwise_or.reduce(begins) & 3:
+        # Nothing is there, or (the file was truncated just now) not where it is looked for, or not by words.
+        return np.full_like(begins, -1), False
+    words = np.frombuffer(buffer, "<u4", len(buffer) // 4)
+    heads = begins >> 2
+    lengths = words[heads + 1].astype(np.int64)  # of a part, the flag in the upper bits makes it exceed any limit
+    is_head = words[heads] == MAGIC_NUMBER
+    taken = padded(lengths) + HEAD_SIZE
+    if np.logical_and.reduce(is_head & (taken == limits)):
+        return lengths, True
+    return np.where(is_head & (taken <= limits), lengths, -1), False
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -336,10 +470,9 @@ class Writer:
         if self._fd < 0:
             raise ValueError(f"{self.path} is closed: write before close()")
         if self._pid != os.getpid():
-            raise RuntimeError(
-                f"{self.path} was opened for writing by process {self._pid}, this is process {os.getpid()}: "
-                "two writers would overwrite each other. Write in one process, or one file per process."
-            )
+            text = f"was opened for writing by process {self._pid}, this is process {os.getpid()}"
+            advice = "two writers would overwrite each other. Write in one process, or one file per process"
+            raise RuntimeError(f"{self.path} {text}: {advice}")
 
     def write(self, data: bytes) -> None:
         """Appends all of `data`, or nothing if anything is raised (a full disk, Ctrl-C)."""
@@ -365,15 +498,11 @@ class Writer:
 
 def framed(payload: bytes) -> bytes:
     """The bytes of a record as they stand in the file."""
-    parts = []
-    begin = at = 0
-    while (at := payload.find(_MAGIC, at)) >= 0:
-        if at % 4:
-            at += 1
-        else:
-            parts.append(payload[begin:at])
-            begin = at = at + len(_MAGIC)
-    parts.append(payload[begin:] if begin else payload)
+    parts = [payload]
+    if _MAGIC in payload:
+        words = np.frombuffer(payload, "<u4", len(payload) // 4)
+        cuts = (4 * np.flatnonzero(words == MAGIC_NUMBER)).tolist()
+        parts = [payload[begin + 4 : end] for begin, end in pairwise([-4, *cuts, len(payload)])]
     flags = [_WHOLE] if len(parts) == 1 else [_FIRST, *[_MIDDLE] * (len(parts) - 2), _LAST]
     pieces = []
     for flag, part in zip(flags, parts, strict=True):
@@ -392,28 +521,26 @@ def is_written(part: bytes, record: bytes) -> bool:
 # -- indexes -----------------------------------------------------------------------------------------------------------
 
 
-def index_line(key: Any, offset: int) -> str:
+def index_line(key: object, offset: int) -> str:
     """A line of an index."""
     return f"{key}\t{offset}\n"
 
 
-def load_index(path: str, key_type: Callable[[str], Any]) -> tuple[list[Any], list[int]]:
+def load_index(path: str, key_type: Callable[[str], Key]) -> tuple[list[Key], list[int]]:
     """Keys and offsets, in the order of the file's lines."""
     keys, offsets = [], []
     with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
             key, _, offset = line.rstrip("\r\n").partition("\t")
             try:
-                keys.append(key_type(key))
-                if not offset.strip(" ").isdecimal() or int(offset) >= 1 << 63:  # int() takes underscores and tabs
-                    raise ValueError(f"the offset {offset!r} is no number below 2**63")
-                offsets.append(int(offset))
+                if line.strip():
+                    keys.append(key_type(key))
+                    if not offset.strip(" ").isdecimal() or int(offset) >= 1 << 63:  # int() takes underscores and tabs
+                        raise ValueError(f"the offset {offset!r} is no number below 2**63")
+                    offsets.append(int(offset))
             except (ValueError, TypeError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: {line[:80]!r} is no line 'key<TAB>offset' with a key of type "
-                    f"{getattr(key_type, '__name__', key_type)} ({str(error)[:200]}). Give another key_type, or delete "
-                    "the file to have it rebuilt."
-                ) from error
+                kind, advice = getattr(key_type, "__name__", key_type), "or delete the file to have it rebuilt"
+                said = f"is no line 'key<TAB>offset' with a key of type {kind} ({str(error)[:200]})"
+                text = f"{path}, line {number}: {line[:80]!r} {said}. Give another key_type, {advice}."
+                raise ValueError(text) from error
     return keys, offsets

@@ -49,6 +49,7 @@ class IRHeader(NamedTuple):
 
 
 _HEADER = struct.Struct("<IfQQ")
+Pixels = npt.NDArray[Any]
 
 
 def pack(header: IRHeader | tuple[int, Any, int, int], s: bytes) -> bytes:
@@ -85,10 +86,9 @@ def pack(header: IRHeader | tuple[int, Any, int, int], s: bytes) -> bytes:
             fields, label = header._replace(flag=array.size, label=0.0), array.tobytes()
         packed = _HEADER.pack(*fields)
     except (struct.error, OverflowError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{header!r} does not fit ({error}): the label is a number that float32 holds or an array of them, "
-            "id and id2 are integers from 0 to 2**64 - 1. Give a large whole number as id2, or in parts as an array"
-        ) from error
+        rule = "the label is a number that float32 holds or an array of them, id and id2 are integers below 2**64"
+        advice = "Give a large whole number as id2, or in parts as an array"
+        raise ValueError(f"{header!r} does not fit ({error}): {rule}. {advice}") from error
     return packed + label + s
 
 
@@ -126,10 +126,8 @@ def unpack(s: bytes) -> tuple[IRHeader, bytes]:
     header = IRHeader(*_HEADER.unpack_from(s))
     begin = _HEADER.size + 4 * header.flag
     if begin > len(s):
-        raise ValueError(
-            f"record with id {header.id}: its header promises a label of {header.flag} numbers, but only "
-            f"{len(s) - _HEADER.size} bytes follow: was it written by pack()?"
-        )
+        text = f"a label of {header.flag} numbers, but only {len(s) - _HEADER.size} bytes follow"
+        raise ValueError(f"record with id {header.id}: its header promises {text}: was it written by pack()?")
     if header.flag:
         label = np.frombuffer(s, dtype="<f4", count=header.flag, offset=_HEADER.size)
         header = header._replace(label=label.astype(np.float32))
@@ -178,10 +176,8 @@ def pack_img(
     check_unmasked(img)
     array = np.asarray(img)
     if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)) or not array.size:
-        raise ValueError(
-            f"an image is uint8 of shape (height, width) or (height, width, 3), "
-            f"not {array.dtype} of shape {array.shape}"
-        )
+        wanted = "uint8 of shape (height, width) or (height, width, 3)"
+        raise ValueError(f"an image is {wanted}, not {array.dtype} of shape {array.shape}")
     name = formats[img_fmt.lower()]
     settings = {"quality": quality} if name == "JPEG" else {"compress_level": max(0, min(quality, 9))}
     encoded = io.BytesIO()
@@ -189,7 +185,7 @@ def pack_img(
     return pack(header, encoded.getvalue())
 
 
-def unpack_img(s: bytes, iscolor: int = -1) -> tuple[IRHeader, npt.NDArray[Any]]:
+def unpack_img(s: bytes, iscolor: int = -1) -> tuple[IRHeader, Pixels]:
     """The header and the decoded image of a record. Needs Pillow (extra ``images``).
 
     Args:
@@ -223,17 +219,12 @@ def unpack_img(s: bytes, iscolor: int = -1) -> tuple[IRHeader, npt.NDArray[Any]]
         loses_bits = iscolor == -1 and _loses_bits(image)
         image.load()
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error, ... on bad bytes
-        raise ValueError(
-            f"record with id {header.id}: its {len(payload)} bytes do not decode as an image ({error}). "
-            "Was it written by pack_img()?"
-        ) from error
+        text = f"its {len(payload)} bytes do not decode as an image ({error}). Was it written by pack_img()?"
+        raise ValueError(f"record with id {header.id}: {text}") from error
     name = f"record with id {header.id}: the {image.format} image"
     if loses_bits:
-        raise ValueError(
-            f"{name} has several channels of 16 bits, of which Pillow reads the upper 8: give iscolor=1 for those 8 "
-            "bits, or decode what unpack() returns with another library, such as "
-            "cv2.imdecode(np.frombuffer(payload, np.uint8), cv2.IMREAD_UNCHANGED)"
-        )
+        advice = "give iscolor=1 for those 8 bits, or decode what unpack() returns with another library, such as OpenCV"
+        raise ValueError(f"{name} has several channels of 16 bits, of which Pillow reads the upper 8: {advice}")
     pixels = _pixels(image, iscolor, name)
     return header, pixels if iscolor == -1 else _upright(pixels, _orientation(image, pillow))
 
@@ -248,7 +239,7 @@ def _orientation(image: Any, pillow: Any) -> int:
         return 1
 
 
-def _upright(pixels: npt.NDArray[Any], orientation: int) -> npt.NDArray[Any]:
+def _upright(pixels: Pixels, orientation: int) -> Pixels:
     """Pixels that are turned and mirrored as an EXIF orientation says; unknown ones say nothing."""
     if not 2 <= orientation <= 8:
         return pixels
@@ -257,7 +248,7 @@ def _upright(pixels: npt.NDArray[Any], orientation: int) -> npt.NDArray[Any]:
     return np.ascontiguousarray(turned[::down, ::right])
 
 
-def _pixels(image: Any, iscolor: int, name: str) -> npt.NDArray[Any]:
+def _pixels(image: Any, iscolor: int, name: str) -> Pixels:
     """The pixels of an image that Pillow has loaded."""
     mode = image.mode
     if mode.startswith("I") or mode == "F":  # more than 8 bits: Pillow's convert() clips them
@@ -268,10 +259,8 @@ def _pixels(image: Any, iscolor: int, name: str) -> npt.NDArray[Any]:
         if iscolor == -1:
             return pixels
         if pixels.dtype != np.uint16:
-            raise ValueError(
-                f"{name} has pixels of {pixels.dtype}, which do not fit 8 bits: give iscolor=-1 for what is stored, "
-                "and scale it"
-            )
+            advice = "give iscolor=-1 for what is stored, and scale it"
+            raise ValueError(f"{name} has pixels of {pixels.dtype}, which do not fit 8 bits: {advice}")
         grey = (pixels >> 8).astype(np.uint8)
         return np.stack([grey] * 3, axis=-1) if iscolor else grey
     if iscolor >= 0:

@@ -18,8 +18,7 @@ damaged shard is deleted and fetched again.
 
 `seal` gives a new shard its name, and notes its checksum. `is_sound` compares. A shard has the time `UNTOUCHED`, so
 each write to it leaves another time. The time of its last change is noted too: no program can set that one back. The
-whole file is compared only if it has other times, or if the machine was restarted since the last comparison: that takes
-0.3 s for 1 GB.
+whole file is compared only if it has other times: that takes 0.3 s for 1 GB.
 
 What can go wrong: a shard that is larger than ``max_bytes``, a folder that cannot be written to, a full disk, a file
 that must not be deleted. All are a `ShardError` that names the folder or the file.
@@ -30,7 +29,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import operator
 import os
 import re
 import shutil
@@ -107,11 +105,10 @@ class ShardCache:
                 pass
         except (OSError, NotImplementedError) as error:  # the second one: a file system without locks
             refused = getattr(error, "errno", 0) in (errno.EACCES, errno.EPERM, errno.EROFS)
-            self.read_only = refused and any(self._files())
+            self.read_only = refused and bool(self._files())
             if not self.read_only:
-                raise ShardError(
-                    f"the cache folder {self.folder} cannot be written to ({error}): give another one"
-                ) from None
+                text = f"the cache folder {self.folder} cannot be written to ({error}): give another one"
+                raise ShardError(text) from None
 
     def __repr__(self) -> str:
         return f"ShardCache({str(self.folder)!r}, {self.max_bytes})"
@@ -124,7 +121,7 @@ class ShardCache:
     @property
     def used_bytes(self) -> int:
         """What the shards take, those included that are being fetched."""
-        return sum(size for _, size in self._files())
+        return sum(self._files().values())
 
     def open(self, url: str, stat: Stat, fetch: Callable[[BinaryIO], None]) -> LocalFile:
         """A shard, which is fetched if it is not there.
@@ -138,28 +135,21 @@ class ShardCache:
             OSError: what ``fetch`` raises.
         """
         path = self._path(url, stat)
-        if self.read_only:
-            found = self._found(path, url, stat, is_locked=True)
-            if found is None:
-                raise ShardError(
-                    f"{shown(url)} is missing or damaged in the cache folder {self.folder}, which is read-only: "
-                    "fill the folder where it can be written to, or give another one"
-                )
-            return found
-        for _ in range(TRIES):
+        for _ in range(1 if self.read_only else TRIES):
             with self._named(url):
-                found = self._found(path, url, stat)
-                if found is None:
+                found = self._found(path, url, stat, is_locked=self.read_only)
+                if found is None and not self.read_only:
                     with self._lock(_lock_of(path.name)):
                         found = self._found(path, url, stat, is_locked=True)  # another process may have fetched it
                         if found is None:
                             self._fetch(path, url, stat, fetch)
                 if found is not None:
                     return found
-        raise ShardError(
-            f"{shown(url)} was deleted from {self.folder} at once, by others: give a larger max_bytes, or a folder "
-            "that no other program cleans"
-        )
+        if self.read_only:
+            text = f"{shown(url)} is missing or damaged in the cache folder {self.folder}, which is read-only"
+            raise ShardError(f"{text}: fill the folder where it can be written to, or give another one")
+        advice = "give a larger max_bytes, or a folder that no other program cleans"
+        raise ShardError(f"{shown(url)} was deleted from {self.folder} at once, by others: {advice}")
 
     def prepare(self, url: str, stat: Stat, fetch: Callable[[BinaryIO], None], is_wanted: Callable[[], bool]) -> None:
         """Fetch a shard that is not there, if it is still wanted when no other process fetches it any more.
@@ -189,8 +179,7 @@ class ShardCache:
         Returns:
             Whether it is there.
         """
-        until = time.time() + HELD
-        return self._touch(url, stat, (until, until))
+        return self._touch(self._path(url, stat), time.time() + HELD)
 
     def let_go(self, url: str, stat: Stat, batches: int | None = None) -> None:
         """Note that a shard is not needed for some time. Such shards go first: first those that are needed last.
@@ -199,13 +188,11 @@ class ShardCache:
             url, stat: of the shard.
             batches: after how many batches it is needed again. None: perhaps never.
         """
-        time_of_file = 0 if batches is None else max(1, UNTOUCHED - batches)
-        self._touch(url, stat, (time_of_file, time_of_file))
+        self._touch(self._path(url, stat), 0 if batches is None else max(1, UNTOUCHED - batches))
 
-    def _touch(self, url: str, stat: Stat, times: tuple[float, float]) -> bool:
-        path = self._path(url, stat)
+    def _touch(self, path: Path, seconds: float) -> bool:
         try:
-            os.utime(beside(path), times)
+            os.utime(beside(path), (seconds, seconds))
         except OSError:
             return False
         return path.exists()
@@ -214,7 +201,7 @@ class ShardCache:
         name = hashlib.sha256("\0".join((url, str(stat.size), stat.tag)).encode()).hexdigest()[:40]
         return self.folder / f"{name}-{stat.size}.shard"
 
-    def _found(self, path: Path, url: str, stat: Stat, is_locked: bool = False) -> LocalFile | None:
+    def _found(self, path: Path, url: str, stat: Stat, is_locked: bool) -> LocalFile | None:
         """A shard that is there and sound. Who holds its lock compares the checksum, and deletes a damaged one."""
         try:
             if not modes.S_ISREG(os.stat(path).st_mode):
@@ -226,52 +213,44 @@ class ShardCache:
             file = LocalFile(str(path), f"{shown(url)} (cached as {path})")
         except FileNotFoundError:
             return None
-        with contextlib.suppress(OSError):
-            if os.stat(beside(path)).st_mtime < time.time():  # otherwise a reader needs it
-                os.utime(beside(path))  # the shard with the oldest time goes first
+        if _used(path) < time.time():  # otherwise a reader needs it
+            self._touch(path, time.time())  # the shard with the oldest time goes first
         return file
 
     def _fetch(
-        self,
-        path: Path,
-        url: str,
-        stat: Stat,
-        fetch: Callable[[BinaryIO], None],
-        is_ahead: bool = False,
-        tries: int = 2,
+        self, path: Path, url: str, stat: Stat, fetch: Callable[[BinaryIO], None], is_ahead: bool = False
     ) -> None:
         """Fetch a shard, under its lock. If the disk is full by then, delete others and try again."""
         (self.folder / "locks").mkdir(parents=True, exist_ok=True)  # another program may have deleted the folder
         part = path.with_suffix(".part")
-        try:
-            part.unlink(missing_ok=True)  # of a process that has died
-            if not self._make_room(part, url, stat.size, is_ahead):
+        for may_try_again in (True, False):
+            try:
+                part.unlink(missing_ok=True)  # of a process that has died
+                if not self._make_room(part, url, stat.size, is_ahead):
+                    return
+                with open(part, "wb") as file:
+                    fetch(file)
+                    written = file.tell()
+                    file.flush()
+                    os.fsync(file.fileno())
+                    if written != stat.size:
+                        text = f"{shown(url)} has {written:,} bytes, and had {stat.size:,}: make the dataset again"
+                        raise ShardError(text)
+                    if not os.path.samestat(os.fstat(file.fileno()), os.stat(part)):
+                        return  # the locks were deleted, and another process fetches this shard too
+                seal(part, path)
+                self.fetched += 1
                 return
-            with open(part, "wb") as file:
-                fetch(file)
-                written = file.tell()
-                file.flush()
-                os.fsync(file.fileno())
-                if written != stat.size:
-                    raise ShardError(
-                        f"{shown(url)} has {written:,} bytes, and had {stat.size:,}: make the dataset again"
-                    )
-                if not os.path.samestat(os.fstat(file.fileno()), os.stat(part)):
-                    return  # the locks were deleted, and another process fetches this shard too
-            seal(part, path)
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                part.unlink()
-            if isinstance(error, FileNotFoundError) and self._is_inside(error):
-                return  # the part or the folder was deleted: `open` tries again
-            if isinstance(error, OSError) and type(error) is OSError:  # not one of ours: of the disk
-                if error.errno == errno.ENOSPC and tries > 1 and any(self._files()):
-                    return self._fetch(path, url, stat, fetch, is_ahead, tries - 1)
-                raise ShardError(
-                    f"{shown(url)} cannot be written to {self.folder} ({error}): free some space"
-                ) from None
-            raise
-        self.fetched += 1
+            except BaseException as error:
+                with contextlib.suppress(OSError):
+                    part.unlink()
+                if isinstance(error, FileNotFoundError) and self._is_inside(error):
+                    return  # the part or the folder was deleted: `open` tries again
+                if not isinstance(error, OSError) or type(error) is not OSError:  # one of ours, and not of the disk
+                    raise
+                if error.errno != errno.ENOSPC or not may_try_again or not self._files():
+                    said = f"{shown(url)} cannot be written to {self.folder} ({error}): free some space"
+                    raise ShardError(said) from None
 
     def _make_room(self, part: Path, url: str, size: int, is_ahead: bool) -> bool:
         """Delete shards until one of this size fits, and take its place; False: there is no room for one ahead."""
@@ -280,78 +259,67 @@ class ShardCache:
         until = host_clock.now() + STUCK
         while True:
             with self._lock("room"):
-                found, now = dict(self._files()), time.time()
+                found, now, is_waiting, stuck = self._files(), time.time(), False, ""
                 missing = self._missing(found, size)
-                if missing <= 0:  # each further call of the system may wait 5 ms for the interpreter
-                    part.touch()
-                    return True
-                paths = [self.folder / name for name in found]
-                files = sorted(zip(paths, found.values(), map(_used, paths), strict=True), key=operator.itemgetter(2))
-                if is_ahead and missing > sum(
-                    taken for path, taken, used in files if used <= now and self._may_go(path, part)
-                ):
-                    return False
-                is_waiting, stuck = False, ""
-                for path, taken, used in files:
+                # If there is room, no further call of the system: each may wait 5 ms for the interpreter.
+                files = sorted((_used(self.folder / name), name) for name in found) if missing > 0 else []
+                if is_ahead and missing > 0:
+                    old = [name for used, name in files if used <= now and self._may_go(name, part)]
+                    if missing > sum(map(found.__getitem__, old)):
+                        return False
+                for used, name in files:
                     if missing <= 0:
                         break
                     try:
-                        if not self._may_go(path, part):
+                        if not self._may_go(name, part):
                             is_waiting = True
                             continue
-                        _delete(path)
+                        _delete(self.folder / name)
                     except OSError as error:
-                        stuck = f"{path} cannot be deleted ({error})"
+                        stuck = f"{self.folder / name} cannot be deleted ({error})"
                         continue
                     self.evicted += 1
-                    missing -= taken
+                    missing -= found[name]
                     if used > now:
                         self._warn_of_needed()
                 if missing <= 0 or not (is_waiting or stuck):  # if the disk is full, the write says so
                     part.touch()
                     return True
             if not is_waiting and host_clock.now() >= until:
-                raise ShardError(
-                    f"{shown(url)} has no room in the cache: {stuck}. Delete this file, or give another folder"
-                )
+                advice = "Delete this file, or give another folder"
+                raise ShardError(f"{shown(url)} has no room in the cache: {stuck}. {advice}")
             time.sleep(0.02)  # others are being fetched
 
     def _missing(self, found: Mapping[str, int], size: int) -> int:
         """How many bytes have to go before a file of this size fits, if these files are there."""
-        parts = {name: taken for name, taken in found.items() if name.endswith(".part")}
-        unwritten, disk = sum(parts.values()), shutil.disk_usage(self.folder)
-        missing = sum(found.values()) + size - self.max_bytes
-        if not disk.total or unwritten + size <= disk.free:  # total is 0: the system does not know
-            return missing
-        unwritten -= sum(min(taken, _on_disk(self.folder / name)) for name, taken in parts.items())
-        return max(missing, unwritten + size - disk.free)
+        missing, disk = sum(found.values()) + size - self.max_bytes, shutil.disk_usage(self.folder)
+        unwritten = sum(taken for name, taken in found.items() if name.endswith(".part"))
+        return max(missing, unwritten + size - disk.free) if disk.total else missing  # 0: the system does not know
 
     def _warn_of_needed(self) -> None:
         if not self._has_warned:
             self._has_warned = True
-            logger.warning(
-                "a shard was deleted from the cache that a reader still needs, and is fetched again: %s, and its "
-                "readers need more together. Give a larger max_bytes, free some space on the disk, or give "
-                "ShardShuffleSampler a smaller window (this is shown once)",
-                self.limit_text,
-            )
+            advice = "Give a larger max_bytes, free disk space, or use a smaller window (this is shown once)"
+            text = "a shard was deleted from the cache that a reader still needs, and is fetched again: %s. %s"
+            logger.warning(text, self.limit_text, advice)
 
-    def _may_go(self, path: Path, part: Path) -> bool:
+    def _may_go(self, name: str, part: Path) -> bool:
         """Whether a file may be deleted: it is a shard, or a part whose fetcher has died."""
-        if path.suffix == ".shard" or _lock_of(path.name) == _lock_of(part.name):  # that lock is held for `part`
+        if name.endswith(".shard") or _lock_of(name) == _lock_of(part.name):  # that lock is held for `part`
             return True
         try:
-            with self._lock(_lock_of(path.name)).acquire(timeout=0):
-                return path.exists()  # otherwise it has become a shard meanwhile
+            with self._lock(_lock_of(name)).acquire(timeout=0):
+                return (self.folder / name).exists()  # otherwise it has become a shard meanwhile
         except TimeoutError:
             return False
 
-    def _files(self) -> Iterator[tuple[str, int]]:
+    def _files(self) -> dict[str, int]:
         """The names of shards, whole or in parts, with their sizes."""
-        with contextlib.suppress(FileNotFoundError):  # another program may have deleted the folder
-            for match in map(_NAME.fullmatch, os.listdir(self.folder)):
-                if match is not None:
-                    yield match[0], int(match[1])
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:  # another program may have deleted the folder
+            return {}
+        return {match[0]: int(match[1]) for match in map(_NAME.fullmatch, names) if match is not None}
 
     def _is_inside(self, error: OSError) -> bool:
         """Whether an error is about a file of this folder."""
@@ -384,15 +352,6 @@ def _used(path: Path) -> float:
         return 0.0
 
 
-def _on_disk(path: Path) -> int:
-    """How much of a file has been written."""
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return 0
-    return min(found.st_size, 512 * getattr(found, "st_blocks", found.st_size))  # pieces come in any order
-
-
 def _delete(path: Path) -> None:
     """Delete a shard or a part."""
     path.unlink(missing_ok=True)  # first: if it must stay, its checksum stays too
@@ -419,7 +378,7 @@ def seal(part: Path, path: Path) -> None:
 def _note(path: Path, checksum: int) -> None:
     with contextlib.suppress(OSError):  # some file systems keep no times: then each opening compares the checksum
         os.utime(path, (UNTOUCHED, UNTOUCHED))
-    beside(path).write_text(f"{checksum:08x} {_started()} {os.stat(path).st_ctime_ns}")
+    beside(path).write_text(f"{checksum:08x} {os.stat(path).st_ctime_ns}")
 
 
 def is_sound(path: Path, size: int, may_read: bool) -> bool:
@@ -431,11 +390,11 @@ def is_sound(path: Path, size: int, may_read: bool) -> bool:
         may_read: compare the checksum, if another program may have changed the file.
     """
     try:
-        checksum, started, changed = beside(path).read_text().split()
+        checksum, changed = beside(path).read_text().split()
         found = os.stat(path)
         if found.st_size != size:
             return False
-        if (found.st_mtime, found.st_ctime_ns, _started()) == (UNTOUCHED, int(changed), int(started)):
+        if (found.st_mtime, found.st_ctime_ns) == (UNTOUCHED, int(changed)):
             return True
         if not may_read or _checksum(path) != int(checksum, 16):
             return False
@@ -452,8 +411,3 @@ def _checksum(path: Path) -> int:
         while chunk := file.read(4 << 20):
             found = zlib.crc32(chunk, found)
     return found
-
-
-def _started() -> int:
-    """When this machine was started, in steps of ten minutes: another number after each restart."""
-    return int(time.time() - time.monotonic()) // 600

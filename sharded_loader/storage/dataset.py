@@ -32,12 +32,11 @@ import platform
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -48,11 +47,11 @@ from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.bulk import NOT_IN_BULK, Int64s, bulk, bulk_method, checked_index, checked_indices
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.files import checked_parts, is_rewritten
-from sharded_loader.storage import index_file
+from sharded_loader.storage import indexes
 from sharded_loader.storage.cache import TRIES, ShardCache
-from sharded_loader.storage.files import LocalFile, ShardError, ShardFile, Stat, local_path, local_stat, shown
-from sharded_loader.storage.indexes import Format, Index, Indexes, ascending_by_part, by_part, default_folder, dumped
-from sharded_loader.storage.lists import FORMATS, absolute, find_shards, places_of
+from sharded_loader.storage.files import LocalFile, Options, ShardError, ShardFile, Stat, local_path, local_stat, shown
+from sharded_loader.storage.indexes import Format, Index, Indexes, by_part, in_order
+from sharded_loader.storage.lists import FORMATS, FoundShards, absolute, find_shards, places_of
 from sharded_loader.storage.parts import UNKNOWN, is_same, with_tags
 from sharded_loader.storage.read_ahead import ReadAhead
 from sharded_loader.storage.stores import ObjectStore, RemoteFile
@@ -70,6 +69,8 @@ AT_ONCE = 16
 
 COSTLY = 32 << 20
 """Bytes that are read to count samples, above which a warning says so: a second on a usual connection."""
+
+Made = TypeVar("Made")
 
 
 class ShardDataset(Dataset):
@@ -113,86 +114,56 @@ class ShardDataset(Dataset):
         (6, [3, 3], {'__key__': '11', 'txt': b'1'})
     """
 
+    _ahead: ReadAhead | None = None
+
     def __init__(
         self,
         urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         format: str | Format | None = None,
-        storage_options: Mapping[str, Any] | None = None,
+        storage_options: Options | None = None,
         cache: ShardCache | None = None,
         index_folder: str | os.PathLike[str] | None = None,
         columns: Iterable[str] | None = None,
-        trust: bool | str | os.PathLike[str] | Iterable[str] | Mapping[str, Mapping[str, Any]] = False,
+        trust: bool | str | os.PathLike[str] | Iterable[str] | Mapping[str, Options] = False,
         **unknown: NoReturn,
     ) -> None:
         refuse_arguments("ShardDataset", unknown, type(self).__init__)
         if cache is not None and not isinstance(cache, ShardCache):
             raise TypeError(f"cache is {cache!r}; give a ShardCache: ShardCache(folder, max_bytes)")
-        self._store, self._cache = ObjectStore(storage_options, places_of(trust)), cache
+        store = ObjectStore(storage_options, places_of(trust))
         patterns = [urls] if isinstance(urls, (str, bytes, os.PathLike)) else list(urls)
-        self._format, stats, self._known_lengths, self._entries = find_shards(self._store, patterns, format)
+        found = find_shards(store, patterns, format)
         if columns is not None:
-            if not isinstance(self._format, TableFormat):
-                raise ValueError(
-                    f"columns={columns!r}: shards of the format {self._format.name} have no columns; leave it out"
-                )
-            self._format = self._format.with_columns(columns)
-        self._urls, self._stats = list(stats), with_tags(stats)
-        self._scans = getattr(self._format, "scans", True)
-        folder = cache.folder / "indexes" if cache is not None else default_folder()
-        self._indexes = Indexes(folder if index_folder is None else Path(index_folder))
-        if not (self._scans and any(local_path(self._urls[shard]) is None for shard in self._uncounted())):
+            if not isinstance(found.format, TableFormat):
+                name = found.format.name
+                raise ValueError(f"columns={columns!r}: shards of the format {name} have no columns; leave it out")
+            found = found._replace(format=found.format.with_columns(columns))
+        folder = cache.folder / "indexes" if cache is not None else indexes.default_folder()
+        kept = Indexes(folder if index_folder is None else Path(index_folder))
+        self._shards = shards = Shards(found, store, cache, kept)
+        if not shards.scans or all(shards.paths[shard] is not None for shard in shards.uncounted()):
             _ = self.lengths  # from heads and footers, or from shards on this machine
-        self._begin()
 
-    def _begin(self) -> None:
-        self._pid, self._lock = os.getpid(), threading.Lock()
-        self._open: OrderedDict[tuple[int, bool], tuple[ShardFile, Index]] = OrderedDict()
-        self._read_at: dict[tuple[int, bool], float] = {}
-        self._ahead: ReadAhead | None = None
-        self._shared: dict[str, Any] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = ("_pid", "_lock", "_open", "_read_at", "_ahead", "_shared")
-        kept = {name: value for name, value in vars(self).items() if name not in own}
-        return {**kept, "_machine": platform.node()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if state.pop("_machine") != platform.node():  # which has copies of the shards, with other times and inodes
-            state["_stats"] = [
-                stat if local_path(url) is None else Stat(stat.size, "")
-                for url, stat in zip(state["_urls"], state["_stats"], strict=True)
-            ]
-        vars(self).update(state)
-        self._begin()
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "_ahead"}
 
     @property
     def _fingerprint(self) -> str:
         """For `data.inspection`: names and sizes of the shards, and tags of stores. Folders and times may change."""
-        names = [url.split("?")[0].replace("\\", "/").rsplit("/", 1)[-1] for url in self._urls]
-        tags = [stat.tag if local_path(url) is None else "" for url, stat in zip(self._urls, self._stats, strict=True)]
-        columns = getattr(self._format, "columns", None)
-        shards = zip(names, tags, [stat.size for stat in self._stats], self.lengths.tolist(), strict=True)
-        return repr([*shards, *(() if columns is None else columns)])
+        shards = self._shards
+        names = [url.split("?")[0].replace("\\", "/").rsplit("/", 1)[-1] for url in shards.urls]
+        tags = [stat.tag if path is None else "" for stat, path in zip(shards.stats, shards.paths, strict=True)]
+        facts = zip(names, tags, [stat.size for stat in shards.stats], self.lengths.tolist(), strict=True)
+        return repr([*facts, *(getattr(shards.format, "columns", None) or ())])
 
-    @cached_property
+    @property
     def lengths(self) -> Int64s:
         """The number of samples in each shard; for `ShardShuffleSampler`.
 
         If no list and no index file says it, each shard is indexed now. For the tar, RecordIO and text files of a
         store, that reads all their bytes once.
         """
-        lengths: Int64s = np.array(self._known_lengths, np.int64)
-        uncounted, size = self._uncounted(), self._cost_of_length()
-        if size > COSTLY:
-            warn(
-                f"to count the samples, {size:,} bytes of {len(uncounted):,} shards are read once, such as "
-                f"{shown(self._urls[uncounted[0]])}. Write an index file beside the shards, and later runs read a few "
-                "kilobytes: sharded-loader index"
-            )
-        with ThreadPoolExecutor(AT_ONCE) as threads:
-            found = threads.map(lambda shard: int(self._index(shard, self._index_in_parts)["length"]), uncounted)
-            lengths[uncounted] = list(found)
-        return lengths
+        return self._shards.lengths
 
     @property
     def group_lengths(self) -> Int64s:
@@ -201,35 +172,13 @@ class ShardDataset(Dataset):
         With them, the sampler mixes the rows of ``window`` groups, and not of ``window`` files. Of a format without
         groups, these are the `lengths`. The indexes of all shards are read.
         """
-        if not isinstance(self._format, TableFormat):
+        if not isinstance(self._shards.format, TableFormat):
             return self.lengths
-        with ThreadPoolExecutor(AT_ONCE) as threads:
-            return np.concatenate(list(threads.map(self._groups_of, range(len(self._urls)))))
-
-    def _groups_of(self, shard: int) -> Int64s:
-        index = self._index(shard, self._index_in_parts)
-        try:
-            return self._format.group_lengths(index)  # type: ignore[attr-defined, no-any-return]
-        except Exception as error:
-            self._blame(shard, error)
-            raise
+        return np.concatenate(list(_side_by_side(self._shards.groups_of, range(len(self._shards.urls)))))
 
     @cached_property
     def _ends(self) -> Int64s:
         return np.cumsum(self.lengths)
-
-    def _uncounted(self) -> list[int]:
-        """The shards whose length is not known yet."""
-        return [shard for shard, length in enumerate(self._known_lengths) if length < 0]
-
-    def _cost_of_length(self) -> int:
-        """How many bytes of a store are read to learn `lengths`."""
-        if not self._scans or "lengths" in vars(self):
-            return 0
-        name = self._format.name
-        return self._size_in_store(
-            [n for n in self._uncounted() if not self._indexes.path(name, self._urls[n], self._stats[n]).exists()]
-        )
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -244,65 +193,27 @@ class ShardDataset(Dataset):
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Many samples at once: those of one shard are one call of its format."""
-        where = checked_indices(indices, len(self))
-        samples: list[Any] = [None] * len(where)
-        rows_by_shard = by_part(where, self._ends)
-        in_parts = self._excess([shard for shard, _, _ in rows_by_shard]) is not None
-        for shard, positions, rows in rows_by_shard:
-            for position, sample in zip(positions, self._read(shard, in_parts, rows, self._format.read), strict=True):
-                samples[position] = sample
-        return samples
+        order, parts = by_part(checked_indices(indices, len(self)), self._ends)
+        rows = [(shard, rows.tolist()) for shard, rows in parts]
+        return in_order(order, self._shards.read(rows, self._shards.format.read))
 
     def _in_columns(self, indices: Any, empty: Empty) -> Any:
         """A finished batch of tables, in memory from ``empty``: the default batchify of its samples."""
-        where = checked_indices(indices, len(self))
-        if not isinstance(self._format, TableFormat) or not len(where):
+        tables = self._shards.format
+        order, parts = by_part(checked_indices(indices, len(self)), self._ends)
+        if not isinstance(tables, TableFormat) or not parts:
             return NOT_IN_BULK
-        order = where.argsort(kind="stable")
-        rows_by_shard = ascending_by_part(where[order], self._ends)
-        in_parts = self._excess([shard for shard, _ in rows_by_shard]) is not None
-        picked = (self._read(shard, in_parts, rows, self._format.pick) for shard, rows in rows_by_shard)
-        return batch_of(list(chain.from_iterable(picked)), order, empty)
-
-    def _read(
-        self, shard: int, in_parts: bool, rows: Any, read: Callable[[ShardFile, Index, Any], list[Any]]
-    ) -> list[Any]:
-        """What a method of the format reads at these rows of a shard."""
-        for _ in range(TRIES):
-            file, index = self._shard(shard, in_parts)
-            try:
-                found = read(file, index, rows)
-            except Exception as error:
-                if self._check(shard, file, index):  # first: what a changed shard raises, or gives, says nothing
-                    self._blame(shard, error)
-                    raise
-            else:
-                if self._check(shard, file, index):
-                    return found
-            with self._lock:
-                self._open.pop((shard, in_parts), None)
-        raise ShardError(f"{file.name} is written to again and again by another program: give another cache folder")
-
-    def _blame(self, shard: int, error: Exception) -> None:
-        """Raise an error of a format as one that names the index file too, if the shard was read by one."""
-        entry = self._entries.get(self._urls[shard])
-        if entry is None or type(self._format) not in FORMATS or isinstance(error, ImportError):
-            return
-        kind, said = (type(error), error) if isinstance(error, ShardError) else (ShardError, repr(error))
-        raise kind(
-            f"{shown(self._urls[shard])}: {said}. It was read by its index in {shown(entry.file)}: if the shard is "
-            "whole, write that file again (sharded-loader index), or delete it"
-        ) from error
+        return batch_of(list(self._shards.read(parts, tables.pick)), order, empty)
 
     def __repr__(self) -> str:
-        size = self._cost_of_length()
+        size = self._shards.cost_of_lengths()
         count = f"not counted yet: len() reads {size:,} bytes" if size else f"{len(self)} samples"
-        return f"ShardDataset({len(self._urls)} {self._format.name} shards, {count})"
+        return f"ShardDataset({len(self._shards.urls)} {self._shards.format.name} shards, {count})"
 
     @property
     def retries(self) -> int:
         """How many requests of this process had to be tried again. `ShardedDataLoader.stats` adds those of workers."""
-        return self._store.retries
+        return self._shards.store.retries
 
     def follow(
         self,
@@ -318,35 +229,17 @@ class ShardDataset(Dataset):
             later: as ``batches``, of the next epoch.
         """
         self._stop_following()
-        cache = self._cache
-        if cache is None or all(map(local_path, self._urls)):
+        shards, cache = self._shards, self._shards.cache
+        if cache is None or None not in shards.paths:
             return
-
         first = self._fetched_for(batches, position() or 0) or []
-        excess = self._excess(first)
-        if excess is not None:
-            warn(
-                f"a batch needs {len(first)} shards of {excess:,} bytes together, and {cache.limit_text}: so samples "
-                "are read one by one from the store, which is slower. Give a larger max_bytes, or read with "
-                "ShardShuffleSampler and a smaller window"
-            )
-            return
-        self._ahead = ReadAhead(
-            cache,
-            self._store,
-            list(zip(self._urls, self._stats, strict=True)),
-            partial(self._fetched_for, batches),
-            position,
-            partial(self._fetched_for, later),
-            None if cache.read_only else cache.folder / "readers",
-            self._keep_index,
-        )
+        if excess := shards.excess(first):
+            advice = "Give a larger max_bytes, or read with ShardShuffleSampler and a smaller window"
+            needed = f"a batch needs {len(first)} shards of {excess:,} bytes together, and {cache.limit_text}"
+            return warn(f"{needed}: so samples are read one by one from the store, which is slower. {advice}")
+        needs, needs_later = partial(self._fetched_for, batches), partial(self._fetched_for, later)
+        self._ahead = ReadAhead(shards, needs, position, needs_later)
         self._ahead.start()
-
-    def _keep_index(self, shard: int) -> None:
-        """Have the index of a shard in the folder of indexes before a worker needs it, if an index file has it."""
-        if self._urls[shard] in self._entries:
-            self._index(shard, in_parts=False)
 
     def _fetched_for(self, order: Callable[[int], Any], number: int) -> list[int] | None:
         """The shards of the store that a batch of an order needs; None after the last batch."""
@@ -354,20 +247,10 @@ class ShardDataset(Dataset):
             found = order(number)
             if found is None:
                 return None
-            shards = np.unique(np.searchsorted(self._ends, checked_indices(found, len(self)), side="right"))
+            needed = np.unique(np.searchsorted(self._ends, checked_indices(found, len(self)), side="right"))
         except (IndexError, TypeError):
             return []  # a bad index: the reader of this batch reports it
-        return [shard for shard in shards.tolist() if local_path(self._urls[shard]) is None]
-
-    def _excess(self, shards: Sequence[int]) -> int | None:
-        """How large these shards are together, if the cache cannot hold them at once; otherwise None."""
-        if self._cache is None:
-            return None
-        size = self._size_in_store(shards)
-        return size if size > self._cache.max_bytes else None
-
-    def _size_in_store(self, shards: Sequence[int]) -> int:
-        return sum(self._stats[shard].size for shard in shards if local_path(self._urls[shard]) is None)
+        return [shard for shard in needed.tolist() if self._shards.paths[shard] is None]
 
     def _stop_following(self) -> None:
         ahead, self._ahead = self._ahead, None
@@ -377,86 +260,7 @@ class ShardDataset(Dataset):
     def close(self) -> None:
         """Close the open shards and the connections. A sample that is read later opens its shard again."""
         self._stop_following()
-        with self._lock:
-            opened, self._open, self._shared = self._open, OrderedDict(), {}
-        for file, _ in opened.values():
-            file.close()
-        self._store.close()
-
-    # -- shards ---------------------------------------------------------------------------------------------------
-
-    def _shard(self, shard: int, in_parts: bool) -> tuple[ShardFile, Index]:
-        """A shard, open, with its index; ``in_parts``: not from the cache."""
-        if self._pid != os.getpid():
-            self._begin()
-        key, now = (shard, in_parts), host_clock.now()
-        with self._lock:
-            self._read_at[key] = now
-            found = self._open.get(key)
-            if found is not None:
-                self._open.move_to_end(key)
-                return found
-            self._close_deleted(now - IDLE)  # this one may need their place on the disk
-        # May take long: other threads read other shards. Of a store the index first: the file may be on its way.
-        index = self._index(shard, in_parts) if local_path(self._urls[shard]) is None else {}
-        file = self._file(shard, in_parts)
-        index = index or self._index(shard, in_parts)
-        file.shared = self._shared
-        self._check(shard, file, index)
-        if int(index["length"]) != self.lengths[shard]:
-            is_listed = self._known_lengths[shard] >= 0
-            since = "in the list that names it: correct the list, or give the names of shards" if is_listed else _SINCE
-            raise ShardError(f"{file.name} has {index['length']} samples, and had {self.lengths[shard]} {since}")
-        with self._lock:
-            found = self._open.setdefault(key, (file, index))
-            while len(self._open) > OPEN:
-                self._open.popitem(last=False)  # its readers hold it
-        return found
-
-    def _close_deleted(self, before: float) -> None:
-        """Close shards that the cache has deleted, and that were not read since then."""
-        idle = [key for key in self._open if self._read_at[key] < before and local_path(self._urls[key[0]]) is None]
-        for key in idle:
-            file = self._open[key][0]
-            if isinstance(file, LocalFile) and file.is_deleted:
-                del self._open[key]
-
-    @property
-    def _index_in_parts(self) -> bool:
-        """Whether indexes are made without the cache. What is scanned is fetched anyway, and kept if all of it fits."""
-        return not self._scans or self._excess(range(len(self._urls))) is not None
-
-    def _index(self, shard: int, in_parts: bool) -> Index:
-        return self._indexes.of(
-            self._format.name, self._urls[shard], self._stats[shard], partial(self._make_index, shard, in_parts)
-        )
-
-    def _make_index(self, shard: int, in_parts: bool) -> Index:
-        entry = self._entries.get(self._urls[shard])
-        index = None if entry is None else index_file.index_of(self._store, entry)
-        if entry is not None and index is None:
-            self._entries = {}  # nothing else is read from that file
-        if entry is not None and index is not None and is_same(entry.stat.tag, self._stats[shard].tag):
-            return index
-        file = self._file(shard, in_parts)
-        try:
-            if entry is None or index is None:
-                return self._indexed(shard, file)
-            if not np.array_equal(_content(file), index.get("checksums", ())):
-                raise ShardError(
-                    f"{file.name} has changed since {shown(entry.file)} was written: write that file again "
-                    "(sharded-loader index), and make the dataset again"
-                )
-            return index
-        finally:
-            self._check(shard, file)
-            file.close()
-
-    def _indexed(self, shard: int, file: ShardFile) -> Index:
-        index = self._format.index(file)
-        if local_path(self._urls[shard]) is not None:
-            index = {**index, "checksums": _content(file)}
-        return index
+        self._shards.close()
 
     def write_index(
         self, url: str | os.PathLike[str] | None = None, progress: Callable[[int], None] = lambda done: None
@@ -489,26 +293,210 @@ class ShardDataset(Dataset):
             ...     os.path.basename(written), len(ShardDataset(written, index_folder=folder))
             ('shards.index', 4)
         """
-        where = absolute(os.fspath(index_file.place_of(self._urls) or "" if url is None else url))
-        if not where.endswith(index_file.SUFFIX):
-            raise ValueError(f"give the index file a name that ends in {index_file.SUFFIX}, not {where!r}")
-        with ThreadPoolExecutor(AT_ONCE) as threads:
-            found = []
-            for one in threads.map(self._portable_index, range(len(self._urls))):
-                found.append(one)
-                progress(len(found))
-        self._store.write(where, index_file.content(where, self._format.name, self._urls, self._stats, found))
+        shards, found = self._shards, list[tuple[int, bytes]]()
+        where = absolute(os.fspath(indexes.place_of(shards.urls) or "" if url is None else url))
+        if not where.endswith(indexes.SUFFIX):
+            raise ValueError(f"give the index file a name that ends in {indexes.SUFFIX}, not {where!r}")
+        for one in _side_by_side(shards.portable_index, range(len(shards.urls))):
+            found.append(one)
+            progress(len(found))
+        shards.store.write(where, indexes.content(where, shards.format.name, shards.urls, shards.stats, found))
         return where
 
-    def _portable_index(self, shard: int) -> tuple[int, bytes]:
+
+class Shards:
+    """Shards with their indexes, and those of them that this process has open.
+
+    Args:
+        found: the shards.
+        store: reads those that are not on this machine.
+        cache: keeps whole ones of these. None: the bytes of each sample are read by themselves.
+        kept: their indexes.
+
+    Attributes:
+        paths: where each shard lies on this machine; None if it does not.
+        scans: whether the format reads a whole shard to find its samples.
+    """
+
+    def __init__(self, found: FoundShards, store: ObjectStore, cache: ShardCache | None, kept: Indexes) -> None:
+        self.format, stats, self._listed, self._entries = found
+        self.urls, self.stats, self.paths = list(stats), with_tags(stats), list(map(local_path, stats))
+        self.store, self.cache, self._indexes = store, cache, kept
+        self.scans: bool = getattr(self.format, "scans", True)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid, self._lock, self._shared = os.getpid(), threading.Lock(), dict[str, Any]()
+        self._open: OrderedDict[tuple[int, bool], tuple[ShardFile, Index, float]] = OrderedDict()  # with the last read
+
+    def __getstate__(self) -> dict[str, object]:
+        own = ("_pid", "_lock", "_shared", "_open")
+        return {name: value for name, value in vars(self).items() if name not in own} | {"machine": platform.node()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state.pop("machine") != platform.node():  # which has copies of the shards, with other times and inodes
+            places = zip(state["stats"], state["paths"], strict=True)
+            state["stats"] = [stat if path is None else Stat(stat.size, "") for stat, path in places]
+        vars(self).update(state)
+        self._begin()
+
+    def close(self) -> None:
+        """Close the open shards, and the connections."""
+        with self._lock:
+            opened, self._open, self._shared = self._open, OrderedDict(), {}
+        for file, _, _ in opened.values():
+            file.close()
+        self.store.close()
+
+    # -- how many samples there are -----------------------------------------------------------------------------------
+
+    @cached_property
+    def lengths(self) -> Int64s:
+        """The number of samples in each shard."""
+        lengths: Int64s = np.array(self._listed, np.int64)
+        uncounted, size = self.uncounted(), self.cost_of_lengths()
+        if size > COSTLY:
+            first = shown(self.urls[uncounted[0]])
+            read = f"{size:,} bytes of {len(uncounted):,} shards are read once, such as {first}"
+            advice = "Write an index file beside the shards, and later runs read a few kilobytes: sharded-loader index"
+            warn(f"to count the samples, {read}. {advice}")
+        lengths[uncounted] = [int(index["length"]) for index in _side_by_side(self._index, uncounted)]
+        return lengths
+
+    def uncounted(self) -> list[int]:
+        """The shards whose length no list and no index file says."""
+        return [shard for shard, length in enumerate(self._listed) if length < 0]
+
+    def cost_of_lengths(self) -> int:
+        """How many bytes of a store are read to learn `lengths`."""
+        if not self.scans or "lengths" in vars(self):
+            return 0
+        path, name = self._indexes.path, self.format.name
+        return self._size([n for n in self.uncounted() if not path(name, self.urls[n], self.stats[n]).exists()])
+
+    def excess(self, shards: Sequence[int]) -> int:
+        """How large these shards are together, if the cache cannot hold them at once; otherwise 0."""
+        size = self._size(shards)
+        return size if self.cache is not None and size > self.cache.max_bytes else 0
+
+    def _size(self, shards: Sequence[int]) -> int:
+        """Bytes of those of these shards that lie in a store."""
+        return sum(self.stats[shard].size for shard in shards if self.paths[shard] is None)
+
+    def groups_of(self, shard: int) -> Int64s:
+        """The number of samples in each group of a table."""
+        index = self._index(shard)
+        try:
+            return np.diff(index["ends"], prepend=0)
+        except Exception as error:
+            self._blame(shard, error)
+            raise
+
+    # -- samples ------------------------------------------------------------------------------------------------------
+
+    def read(
+        self, parts: Sequence[tuple[int, Any]], read: Callable[[ShardFile, Index, Any], list[Any]]
+    ) -> Iterator[Any]:
+        """What a method of the format reads at rows of shards, one shard after the other."""
+        in_parts = self.excess([shard for shard, _ in parts]) > 0
+        for shard, rows in parts:
+            for _ in range(TRIES):
+                file, index = self._opened(shard, in_parts)
+                try:
+                    found = read(file, index, rows)
+                except Exception as error:
+                    if self._check(shard, file, index):  # first: what a changed shard raises, or gives, says nothing
+                        self._blame(shard, error)
+                        raise
+                else:
+                    if self._check(shard, file, index):
+                        yield from found
+                        break
+                with self._lock:
+                    self._open.pop((shard, in_parts), None)
+            else:
+                advice = "give another cache folder"
+                raise ShardError(f"{file.name} is written to again and again by another program: {advice}")
+
+    def _blame(self, shard: int, error: Exception) -> None:
+        """Raise an error of a format as one that names the index file too, if the shard was read by one."""
+        entry = self._entries.get(self.urls[shard])
+        if entry is None or type(self.format) not in FORMATS or isinstance(error, ImportError):
+            return
+        kind, said = (type(error), error) if isinstance(error, ShardError) else (ShardError, repr(error))
+        advice = "if the shard is whole, write that file again (sharded-loader index), or delete it"
+        name, file = shown(self.urls[shard]), shown(entry.file)
+        raise kind(f"{name}: {said}. It was read by its index in {file}: {advice}") from error
+
+    def _opened(self, shard: int, in_parts: bool) -> tuple[ShardFile, Index]:
+        """A shard, open, with its index; ``in_parts``: not from the cache."""
+        if self._pid != os.getpid():
+            self._begin()
+        key, now = (shard, in_parts), host_clock.now()
+        with self._lock:
+            if key in self._open:
+                file, index, _ = self._open.pop(key)  # to be the last one
+                self._open[key] = file, index, now
+                return file, index
+            for other, (held, _, last) in list(self._open.items()):  # this one may need their place on the disk
+                is_idle = last < now - IDLE and self.paths[other[0]] is None
+                if is_idle and isinstance(held, LocalFile) and held.is_deleted:
+                    del self._open[other]
+        # May take long: other threads read other shards. Of a store the index first: the file may be on its way.
+        index = self._index(shard, in_parts) if self.paths[shard] is None else {}
+        file = self._file(shard, in_parts)
+        index = index or self._index(shard, in_parts)
+        file.shared = self._shared
+        self._check(shard, file, index)
+        if int(index["length"]) != self.lengths[shard]:
+            is_listed = self._listed[shard] >= 0
+            since = "in the list that names it: correct the list, or give the names of shards" if is_listed else _SINCE
+            raise ShardError(f"{file.name} has {index['length']} samples, and had {self.lengths[shard]} {since}")
+        with self._lock:
+            file, index, _ = self._open.setdefault(key, (file, index, now))
+            while len(self._open) > OPEN:
+                self._open.popitem(last=False)  # its readers hold it
+        return file, index
+
+    # -- indexes ------------------------------------------------------------------------------------------------------
+
+    def _index(self, shard: int, in_parts: bool | None = None) -> Index:
+        if in_parts is None:  # what is scanned is fetched anyway, and kept if all of it fits
+            in_parts = self.cache is None or not self.scans or self.excess(range(len(self.urls))) > 0
+        make = partial(self._make_index, shard, in_parts)
+        return self._indexes.of(self.format.name, self.urls[shard], self.stats[shard], make)
+
+    def _make_index(self, shard: int, in_parts: bool) -> Index:
+        entry = self._entries.get(self.urls[shard])
+        index = None if entry is None else indexes.index_of(self.store, entry)
+        if index is None:
+            self._entries = {} if entry is not None else self._entries  # nothing else is read from that file
+        elif entry is not None and is_same(entry.stat.tag, self.stats[shard].tag):
+            return index
+        file = self._file(shard, in_parts)
+        try:
+            if entry is None or index is None:
+                index = self.format.index(file)
+                return index if self.paths[shard] is None else {**index, "checksums": _content(file)}
+            if not np.array_equal(_content(file), index.get("checksums", ())):
+                advice = "write that file again (sharded-loader index), and make the dataset again"
+                raise ShardError(f"{file.name} has changed since {shown(entry.file)} was written: {advice}")
+            return index
+        finally:
+            self._check(shard, file)
+            file.close()
+
+    def portable_index(self, shard: int) -> tuple[int, bytes]:
         """The length of a shard, and its index for an index file, with checksums: it may be copied to a disk."""
-        name, stat = shown(self._urls[shard]), self._stats[shard]
+        name, stat = shown(self.urls[shard]), self.stats[shard]
         if stat.tag.startswith(UNKNOWN):
             raise ShardError(f"{name}: its server names no versions, so an index file cannot tell when it is replaced")
-        index = self._index(shard, self._index_in_parts)
+        index = self._index(shard)
         if "checksums" not in index:
-            index = {**index, "checksums": _content(self._file(shard, self._index_in_parts))}
-        return int(index["length"]), dumped(index)
+            index = {**index, "checksums": _content(self._file(shard, in_parts=True))}
+        return int(index["length"]), indexes.dumped(index)
+
+    # -- files --------------------------------------------------------------------------------------------------------
 
     def _check(self, shard: int, file: ShardFile, index: Index | None = None) -> bool:
         """Check that a shard of this machine is still the one of this index; None: of the one that is being made.
@@ -516,35 +504,31 @@ class ShardDataset(Dataset):
         Returns:
             False if it is a file in the cache that was written to: it must be opened again.
         """
-        stat = self._stats[shard]
+        stat = self.stats[shard]
         if not isinstance(file, LocalFile):
             return True
-        if local_path(self._urls[shard]) is None:
+        if self.paths[shard] is None:
             return not file.is_touched()
-        if file.stat() == stat:
-            return True
         now = file.stat()
+        if now == stat:
+            return True
         if now.size != stat.size:
             raise ShardError(f"{file.name} has {now.size:,} bytes, and had {stat.size:,} {_SINCE}")
-        if is_rewritten(stat.tag, now.tag):
-            raise ShardError(f"{file.name} was replaced or written again: its modification time has changed {_SINCE}")
-        if index is not None:
-            again = self._indexed(shard, file)
-            if again.keys() != index.keys() or not all(np.array_equal(again[name], index[name]) for name in index):
-                raise ShardError(f"{file.name} was written again: it had other bytes {_SINCE}")
-        self._stats[shard] = now
+        has_other_bytes = index is not None and not np.array_equal(_content(file), index["checksums"])
+        if has_other_bytes or is_rewritten(stat.tag, now.tag):
+            raise ShardError(f"{file.name} was replaced or written again: it had another time or other bytes {_SINCE}")
+        self.stats[shard] = now
         return True
 
-    def _file(self, shard: int, in_parts: bool = False) -> ShardFile:
-        url, stat = self._urls[shard], self._stats[shard]
-        path = local_path(url)
-        if path is None and self._cache is not None and not in_parts:
-            return self._cache.open(url, stat, lambda file: self._store.fetch(url, file, stat, is_waited_for=True))
-        if path is None:
-            return RemoteFile(self._store, url, stat)
-        if not stat.tag:
-            self._stats[shard] = Stat(stat.size, local_stat(path).tag)
-        return LocalFile(path)
+    def _file(self, shard: int, in_parts: bool) -> ShardFile:
+        url, stat, path = self.urls[shard], self.stats[shard], self.paths[shard]
+        if path is not None:
+            if not stat.tag:
+                self.stats[shard] = Stat(stat.size, local_stat(path).tag)
+            return LocalFile(path)
+        if self.cache is None or in_parts:
+            return RemoteFile(self.store, url, stat)
+        return self.cache.open(url, stat, lambda file: self.store.fetch(url, file, stat, is_waited_for=True))
 
 
 _SINCE = "when the dataset was made: make the dataset again"
@@ -554,3 +538,9 @@ def _content(file: ShardFile) -> Int64s:
     """Checksums of some parts of a shard, which are read at once."""
     begins, width = checked_parts(file.size)
     return np.array(list(map(zlib.crc32, file.ranges(begins, [begin + width for begin in begins]))))
+
+
+def _side_by_side(make: Callable[[int], Made], shards: Iterable[int]) -> Iterator[Made]:
+    """What is made of each shard, in their order, by `AT_ONCE` threads."""
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        yield from threads.map(make, shards)

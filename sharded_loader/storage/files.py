@@ -26,7 +26,8 @@ import os
 import re
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, ValuesView
+from itertools import chain
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -132,10 +133,9 @@ class LocalFile(ShardFile):
         size = min(end, self.size) - begin
         found = self._file.bytes_at(begin, size) if begin >= 0 <= size else b""
         if len(found) != end - begin or not 0 <= end <= self.size:  # a shard that was cut, or the index of another
-            raise ShardError(
-                f"{self.name} ends within bytes {begin} to {end}, of which {len(found)} are there: it is shorter than "
-                "when it was indexed. Copy it again. If it is to be so, make the dataset again, which indexes it again"
-            )
+            found_text = f"ends within bytes {begin} to {end}, of which {len(found)} are there"
+            advice = "Copy it again. If it is to be so, make the dataset again"
+            raise ShardError(f"{self.name} {found_text}: it is shorter than when it was indexed. {advice}")
         return found
 
     def close(self) -> None:
@@ -227,14 +227,11 @@ def missing_or_forbidden(name: str, error: Exception, said: str) -> ShardError |
     """
     status = getattr(error, "status", None)
     if isinstance(error, FileNotFoundError) or status in (404, 410):
-        return MissingShardError(
-            f"{name}: the shard is missing ({said}). Check its name. If it was moved or deleted, put it back, or make "
-            "the dataset again without it"
-        )
+        advice = "Check its name. If it was moved or deleted, put it back, or make the dataset again without it"
+        return MissingShardError(f"{name}: the shard is missing ({said}). {advice}")
     if isinstance(error, PermissionError) or status in (401, 403):
-        return ForbiddenShardError(
-            f"{name}: this process may not read the shard ({said}). Check its permissions, or storage_options="
-        )
+        advice = "Check its permissions, or storage_options="
+        return ForbiddenShardError(f"{name}: this process may not read the shard ({said}). {advice}")
     return None
 
 
@@ -261,7 +258,10 @@ def host_of(url: str) -> str | None:
     return found and found[1] + found[2]
 
 
-Trust = bool | Mapping[str, Mapping[str, Any]]
+Options = Mapping[str, Any]
+"""For a file system of fsspec."""
+
+Trust = bool | Mapping[str, Options]
 """What files may name beside what lies at their own place: True, or URLs and paths, each with storage options."""
 
 
@@ -335,7 +335,7 @@ def shown(url: str) -> str:
     return re.sub(r"://[^/]*@", "://", url.partition("?")[0])
 
 
-def redacted(text: str, options: Any) -> str:
+def redacted(text: str, options: object) -> str:
     """A text without what must not be shown: values of the options, users and queries in URLs.
 
     Example:
@@ -347,16 +347,10 @@ def redacted(text: str, options: Any) -> str:
     return re.sub(r"(://)[^/\s]*@|\?[^\s'\"<>)]*", lambda match: match[1] or "", text)
 
 
-def _words(options: Any) -> Iterable[str]:
+def _words(options: object) -> list[str]:
     """The texts of nested options that are long enough to be a secret, the longest first."""
-    found: list[str] = []
-    todo = [options]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, Mapping):
-            todo += value.values()
-        elif isinstance(value, (list, tuple)):
-            todo += value
-        elif isinstance(value, str) and len(value) >= 4:
-            found.append(value)
-    return sorted(found, key=len, reverse=True)
+    if isinstance(options, str):
+        return [options] if len(options) >= 4 else []
+    values = options.values() if isinstance(options, Mapping) else options
+    found = map(_words, values) if isinstance(values, (ValuesView, list, tuple)) else ()
+    return sorted(chain.from_iterable(found), key=len, reverse=True)

@@ -22,19 +22,19 @@ it was given, a warning if it only lies there.
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 from sharded_loader.base.notices import warn
 from sharded_loader.base.private import path_of
 from sharded_loader.storage.files import ShardError, Stat, Trust, joined, local_path, local_stat, normal, shown
-from sharded_loader.storage.index_file import SUFFIX, ShardEntry, entries_in, place_of
-from sharded_loader.storage.indexes import Format
-from sharded_loader.storage.parts import is_same
+from sharded_loader.storage.indexes import SUFFIX, Format, ShardEntry, entries_in, place_of
 from sharded_loader.storage.records import MDS, Lines, RecordIO
-from sharded_loader.storage.stores import ObjectStore, is_pattern
+from sharded_loader.storage.stores import ObjectStore, existing, is_pattern
 from sharded_loader.storage.tables import Arrow, Parquet
 from sharded_loader.storage.tar import Tar
 
@@ -72,12 +72,11 @@ def find_shards(
     stats: dict[str, Stat | None] = {}
     counts: dict[str, int] = {}
     entries: dict[str, ShardEntry] = {}
-    names = list(chain.from_iterable(store.named_by(absolute(os.fsdecode(pattern))) for pattern in patterns))
+    names = list(chain.from_iterable(named_by(absolute(os.fsdecode(pattern))) for pattern in patterns))
     store.give(names)
     for name in names:
         named: Mapping[str, Stat | None] = store.find(name) if is_pattern(name) else {name: None}
-        if is_pattern(name):
-            store.give(named)
+        store.give(named)
         for url, stat in named.items():
             if shown(url).endswith(SUFFIX):
                 entries.update(entries_in(store, url))
@@ -98,15 +97,14 @@ def find_shards(
     stats.update(zip(unknown, store.stats(unknown), strict=True))
     stats.update({url: local_stat(path) for url in stats if (path := local_path(url)) is not None})
     found = {url: stat or entries[url].stat for url, stat in stats.items()}
-    fitting = {url: entries[url] for url in found if url in entries and _describes(entries[url], found[url], kind)}
+    # If tags tell nothing, the content of a shard is compared later.
+    fitting = {url: entry for url, entry in entries.items() if url in found and entry.describes(kind.name, found[url])}
     others = [url for url in found if url not in fitting]
     if entries and others:
         why = "it has changed since then, or has another format" if others[0] in entries else "it is not listed"
-        file = next(iter(entries.values())).file
-        warn(
-            f"the index file {shown(file)} does not describe {len(others):,} of the shards, such as {shown(others[0])} "
-            f"({why}): these are indexed one by one. Write it again: sharded-loader index"
-        )
+        file, some = shown(next(iter(entries.values())).file), f"{len(others):,} of the shards, such as"
+        text = f"the index file {file} does not describe {some} {shown(others[0])} ({why})"
+        warn(f"{text}: these are indexed one by one. Write it again: sharded-loader index")
     lengths = [fitting[url].length if url in fitting else counts.get(url, UNCOUNTED) for url in found]
     return FoundShards(kind, found, lengths, fitting)
 
@@ -125,10 +123,50 @@ def _entries_beside(store: ObjectStore, urls: Sequence[str]) -> dict[str, ShardE
         return {}
 
 
-def _describes(entry: ShardEntry, stat: Stat, kind: Format) -> bool:
-    """Whether an entry may be of this version of a shard. If tags tell nothing, its content is compared later."""
-    is_other = is_same(entry.stat.tag, stat.tag) is False
-    return entry.format == kind.name and entry.stat.size == stat.size and not is_other
+def named_by(url: str) -> list[str]:
+    """The names and patterns that a name with braces means, as in a shell: ``{000..012}``, ``{train,test}``.
+
+    On this machine, braces that are part of an existing name are that name.
+    """
+    begin = existing(url, "{") if local_path(url) is not None else ""
+    return [begin + end for end in expanded(url[len(begin) :])]
+
+
+MOST_NAMES = 1_000_000
+"""That braces may mean: more are a mistake, and would fill the memory."""
+
+_BRACES = re.compile(r"\{((?:-?\d+\.\.-?\d+|[a-z]\.\.[a-z]|[A-Z]\.\.[A-Z])(?:\.\.-?\d+)?|[^{}]*,[^{}]*)\}")
+
+
+def expanded(text: str) -> list[str]:
+    """A text with each choice that its braces name.
+
+    Raises:
+        ValueError: they are more than `MOST_NAMES`.
+
+    Example:
+        >>> expanded("{train,test}-{08..10}.tar")[2:4], expanded("{a..e..2}{x}")
+        (['train-10.tar', 'test-08.tar'], ['a{x}', 'c{x}', 'e{x}'])
+    """
+    parts = _BRACES.split(text)
+    choices = [_choices(part) if number % 2 else [part] for number, part in enumerate(parts)]
+    if math.prod(map(len, choices)) > MOST_NAMES:
+        raise ValueError(f"the braces of {shown(text)} mean more than {MOST_NAMES:,} names: check their numbers")
+    names = map("".join, product(*choices))
+    is_nested = len(parts) > 1 and "{" in "".join(parts[::2])
+    return [one for name in names for one in expanded(name)] if is_nested else list(names)
+
+
+def _choices(inside: str) -> list[str]:
+    """What is between two braces, as its choices; of too many, one more than are allowed."""
+    if "," in inside:
+        return inside.split(",")
+    first, last, step = f"{inside}..1".split("..")[:3]
+    is_number, by = first[-1].isdigit(), abs(int(step)) or 1
+    begin, end = map(int if is_number else ord, (first, last))
+    numbers = (range(begin, end + 1, by) if begin <= end else range(begin, end - 1, -by))[: MOST_NAMES + 1]
+    width = max(map(len, (first, last))) if re.search(r"\b0\d", f"{first} {last}") else 0
+    return [f"{number:0{width}}" if is_number else chr(number) for number in numbers]
 
 
 def absolute(url: str) -> str:
@@ -154,9 +192,7 @@ def places_of(trust: Any) -> Trust:
         named = {absolute(os.fspath(place)): dict(options) for place, options in places.items()}
         return {place if local_path(place) is None else normal(place): named[place] for place in named}
     except (TypeError, ValueError):
-        raise TypeError(
-            "trust is no URL or path, no list of them, and no dict of storage options by them: give one, or True"
-        ) from None
+        raise TypeError("trust is no URL or path, no list of them, and no dict of storage options by them") from None
 
 
 FORMATS: tuple[type[Format], ...] = (Tar, Parquet, Arrow, MDS, RecordIO, Lines)
@@ -168,21 +204,19 @@ def format_of(format: str | Format | None, urls: Sequence[str]) -> Format:
     Raises:
         ValueError: it is unknown, or the shards are of several formats.
     """
-    names = [kind.name for kind in FORMATS]
-    if isinstance(format, str) and format not in names:
-        raise ValueError(f"format {format!r} is unknown: give one of {names}, or an object with index() and read()")
+    kinds = {kind.name: kind for kind in FORMATS}
     if isinstance(format, str):
-        return FORMATS[names.index(format)]()
+        if format not in kinds:
+            advice = f"give one of {list(kinds)}, or an object with index() and read()"
+            raise ValueError(f"format {format!r} is unknown: {advice}")
+        return kinds[format]()
     if format is not None:
         return format
-    kinds = {next((kind for kind in FORMATS if shown(url).endswith(kind.suffixes)), None) for url in urls}
-    if len(kinds) > 1 or None in kinds:
-        raise ValueError(
-            f"the names of the shards, such as {shown(urls[0])}, do not tell one format: give format=, one of {names}. "
-            "Compressed files, such as .tar.gz, must be decompressed first"
-        )
-    [kind] = kinds
-    assert kind is not None
+    found = {next((kind for kind in FORMATS if shown(url).endswith(kind.suffixes)), None) for url in urls}
+    kind = found.pop() if len(found) == 1 else None
+    if kind is None:
+        advice = f"give format=, one of {list(kinds)}. Compressed files, such as .tar.gz, must be decompressed first"
+        raise ValueError(f"the names of the shards, such as {shown(urls[0])}, do not tell one format: {advice}")
     return kind()
 
 
@@ -199,10 +233,8 @@ def urls_in(url: str, content: bytes, trust: Trust = False) -> dict[str, int]:
     try:
         shards = _shards(json.loads(content))
     except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise ShardError(
-            f"{shown(url)} is no list of shards ({type(error).__name__}: {error}): give a JSON list of names, the "
-            f"index.json of MosaicML, or a list of WebDataset's wids"
-        ) from None
+        advice = "give a JSON list of names, the index.json of MosaicML, or a list of WebDataset's wids"
+        raise ShardError(f"{shown(url)} is no list of shards ({type(error).__name__}: {error}): {advice}") from None
     if not shards:
         raise ShardError(f"{shown(url)} lists no shards")
     return dict(zip(joined(url, [name for name, _ in shards], trust), [count for _, count in shards], strict=True))

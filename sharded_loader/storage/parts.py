@@ -34,7 +34,7 @@ from functools import lru_cache
 from typing import Any
 
 from sharded_loader.base.notices import logger, warn
-from sharded_loader.storage.files import Stat, shown
+from sharded_loader.storage.files import Options, Stat, shown
 
 _NAMES = (
     *("etag", "generation", "blobid", "xethash", "md5hash", "sha", "sha256", "hex", "checksum", "contenthash", "crc"),
@@ -56,7 +56,7 @@ class Unfit(Exception):
     """An answer that is not what was asked for. Another try may be better."""
 
 
-def tag_of(info: Mapping[str, Any]) -> str:
+def tag_of(info: Mapping[str, object]) -> str:
     """What a file system says of the version of a file; empty: nothing.
 
     Example:
@@ -77,11 +77,9 @@ def with_tags(stats: Mapping[str, Stat]) -> list[Stat]:
     """What is known of files by their URLs. A file without a tag gets one that no other dataset has, and a warning."""
     bare = [url for url, stat in stats.items() if not stat.tag]
     if bare:
-        warn(
-            f"the server says neither an ETag nor the time of the last change of {shown(bare[0])} (and of "
-            f"{len(bare) - 1} more shards): the loader cannot see when it is replaced. So its index and its copy in a "
-            "ShardCache serve this dataset only"
-        )
+        named = f"{shown(bare[0])} (and of {len(bare) - 1} more shards): the loader cannot see when it is replaced"
+        text = f"the server says neither an ETag nor the time of the last change of {named}"
+        warn(f"{text}. So its index and its copy in a ShardCache serve this dataset only")
     return [stat if stat.tag else stat._replace(tag=UNKNOWN + uuid.uuid4().hex) for stat in stats.values()]
 
 
@@ -108,12 +106,12 @@ def part(system: Any, path: str, begin: int, end: int, stat: Stat | None, second
     Returns:
         The bytes, and the tag of the answer. Of most file systems it is empty: fsspec does not pass it on.
     """
-    names, seen = (system.protocol,) if isinstance(system.protocol, str) else system.protocol, []
     how: dict[str, Any] = {"timeout": seconds} if getattr(system, "async_impl", False) else {}
-    if not how or "http" not in names:
+    if not how or "http" not in (system.protocol if isinstance(system.protocol, tuple) else (system.protocol,)):
         return system.cat_file(path, start=begin, end=end, **how), ""
+    seen: list[Any] = []
 
-    async def look(answer: Any) -> None:
+    async def look(answer: object) -> None:
         seen.append(answer)
 
     how.update(headers={**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}, raise_for_status=look)
@@ -134,14 +132,11 @@ def part(system: Any, path: str, begin: int, end: int, stat: Stat | None, second
 @lru_cache
 def _note_whole_files(folder: str) -> None:
     """Say it once for each folder."""
-    logger.warning(
-        "the server of %s ignores requests for parts of a file and sends whole files, so each sample costs a shard. "
-        "Give the dataset a ShardCache, or let the server answer ranges",
-        folder,
-    )
+    text = "the server of %s ignores requests for parts of a file and sends whole files, so each sample costs a shard. "
+    logger.warning(text + "Give the dataset a ShardCache, or let the server answer ranges", folder)
 
 
-def bound(url: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+def bound(url: str, options: Options) -> Options:
     """Options for a file system of http, with which nothing of them goes to another server after a redirect.
 
     By itself, aiohttp then drops some headers, but not the others, nor the password and the cookies of the session.
@@ -155,7 +150,7 @@ def bound(url: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
     chain, address, kind = http.groups()
 
     class Request(aiohttp.ClientRequest):
-        def __init__(self, method: str, url: Any, **how: Any) -> None:
+        def __init__(self, method: str, url: URL, **how: Any) -> None:
             if url.origin() != (own := URL(address).origin()):
                 if own.scheme == "https" != url.scheme:
                     raise aiohttp.InvalidURL(f"{url}: the server of an https URL redirects there, without encryption")
@@ -182,19 +177,17 @@ def check_answer(status: int, headers: Mapping[str, str], begin: int, end: int, 
     """
     if status == 416:
         raise Changed(f"it has no bytes {begin:,} to {end:,} any more (HTTP 416)")
-    if status not in (200, 206):
-        return
     coding = headers.get("Content-Encoding", "identity")
-    if coding not in ("identity", ""):
+    if status in (200, 206) and coding not in ("identity", ""):
         raise Unfit(f"the server sends it compressed (Content-Encoding: {coding}), so no part of it can be read")
-    if status == 200:
-        return
-    said = headers.get("Content-Range", "")
-    match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", said)
-    if match is None or int(match[1]) != begin or int(match[2]) >= end:
-        raise Unfit(f"bytes {begin}-{end - 1} were asked for, and the server says that it sends {said or 'others'!r}")
-    if stat is not None and match[3] not in ("*", str(stat.size)):
-        raise Changed(f"it has {int(match[3]):,} bytes, and had {stat.size:,}")
+    if status == 206:
+        said = headers.get("Content-Range", "")
+        match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", said)
+        if match is None or int(match[1]) != begin or int(match[2]) >= end:
+            text = f"bytes {begin}-{end - 1} were asked for, and the server says that it sends {said or 'others'!r}"
+            raise Unfit(text)
+        if stat is not None and match[3] not in ("*", str(stat.size)):
+            raise Changed(f"it has {int(match[3]):,} bytes, and had {stat.size:,}")
 
 
 # -- through obstore ---------------------------------------------------------------------------------------------------
@@ -217,10 +210,9 @@ class FastS3:
 
     _used_in: int | None = None  # the process that has used obstore
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Options) -> None:
         self._settings = settings_of(options)
         self._buckets: dict[str, Any] = {}  # None: fsspec reads it
-        self._proven: set[str] = set()
 
     def read(self, path: str, begin: int, end: int, seconds: float) -> tuple[bytes, str] | None:
         """A part of a file and the tag of the answer, or None if fsspec has to read it.
@@ -235,22 +227,19 @@ class FastS3:
             Exception: what obstore raises.
         """
         bucket, _, key = path.partition("/")
-        if FastS3._used_in not in (None, os.getpid()):
+        is_first = bucket not in self._buckets
+        store: Any = self._buckets.get(bucket)
+        if FastS3._used_in not in (None, os.getpid()) or (store is None and not is_first):
             return None
         try:
-            if bucket not in self._buckets:
-                self._buckets[bucket] = self._opened(bucket, seconds)
-            store = self._buckets[bucket]
-            if store is None:
-                return None
+            store = self._opened(bucket, seconds) if is_first else store
             answer = store.get(key, options={"range": (begin, end)})
             found = bytes(answer.bytes()), tag_of(answer.meta)
         except Exception as error:
-            if bucket in self._proven or isinstance(error, FileNotFoundError):
+            if not is_first or isinstance(error, FileNotFoundError):
                 raise
-            self._buckets[bucket] = None
-            return None
-        self._proven.add(bucket)
+            found, store = None, None
+        self._buckets[bucket] = store
         return found
 
     def _opened(self, name: str, seconds: float) -> Any:
@@ -262,7 +251,7 @@ class FastS3:
         return S3Store(name, client_options=limits, retry_config={"max_retries": 0}, **self._settings)
 
 
-def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(options: Options) -> dict[str, Any]:
     """The options of s3fs as settings of obstore, which does not open a bucket with a setting that it does not know.
 
     Example:

@@ -17,13 +17,9 @@ in this epoch or in the next. So the cache can delete the shard that is needed l
 (L. A. Belady, 1966). If the cache has room for all shards, the next epoch is not looked at.
 
 Several readers may use one cache, each with its own shards. Each takes the same share of the room. Once a second, it
-looks how many there are. If others have come, it gives back what it needs last. The register of readers is a folder:
-
-    <hex>     a file for each reader, which the reader keeps locked until it ends or dies
-    all       the lock for a look at the register
-
-A file without a holder of its lock is of a dead reader, and the next count deletes it. The lock is a local variable of
-the thread that reads. A forked child has no such thread, so the child never gives the lock of its parent back.
+looks how many there are. If others have come, it gives back what it needs last. The register of readers is a folder
+with a file for each, which the reader touches at each look, and deletes when it ends. A file that was not touched for
+`GONE` seconds is of a dead reader, and the next look of another one deletes it.
 
 A worker that needs a shard earlier fetches the shard itself. It waits only if the shard is being fetched already.
 
@@ -33,23 +29,25 @@ raised here: the reader of the shard meets them.
 
 from __future__ import annotations
 
-import os
+import math
 import queue
 import threading
+import time
 import uuid
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import lru_cache
+from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from sharded_loader.base import host_clock
 from sharded_loader.base.limits import processes_here
 from sharded_loader.base.notices import warn
-from sharded_loader.base.system import job_of_ranks, lock_at
-from sharded_loader.storage.cache import ShardCache
-from sharded_loader.storage.files import Stat
-from sharded_loader.storage.stores import CONNECTIONS, IN_ALL, ObjectStore, pieces_of
+from sharded_loader.storage.stores import CONNECTIONS, IN_ALL, pieces_of
+
+if TYPE_CHECKING:
+    from sharded_loader.storage.dataset import Shards
 
 PAUSE = 0.005
 """Seconds between two looks at the position."""
@@ -64,82 +62,149 @@ EARLY = 2
 """Shards that are fetched at a time while the first batch is made: 16 at a time cost it 60 ms on two cores."""
 
 MOST_USES = 200_000
-"""How far the thread looks at most: uses of shards by ranges, about 100 bytes each."""
+"""How far the thread looks at most: uses of shards by batches, about 100 bytes each."""
 
-SETTLE = 2.0
-"""Seconds in which the ranks of a machine join, after the first read."""
+GONE = 10.0
+"""Seconds without a look, after which a reader is dead. On a machine that runs far more than it has cores for, a look
+was up to 6 seconds late."""
 
 Needs = Callable[[int], "Sequence[int] | None"]
 """The shards of a batch, by its number; None after the last batch."""
 
 
-class _BatchRange:
-    """Neighbouring batches that need the same shards.
+class _Batch(NamedTuple):
+    """A batch and the shards that it needs. The numbers of the next epoch go on from those of this one."""
+
+    number: int
+    shards: set[int]
+
+
+class _Plan:
+    """Which shards are needed now, and when the others will be.
+
+    Args:
+        sizes: of the shards.
+        order: numbers of batches, and the shards that they need: of this epoch, and then of the next.
+        let_go: called with a shard that is not needed now, and the number of the batch that needs it again.
 
     Attributes:
-        first, last: numbers of the batches. Those of the next epoch go on from those of this one.
-        next: by shard, the batch that needs it after this range; None: not known.
+        room: bytes that the needed shards may have together. Those of the first batch always fit.
+        end: the first number of the next epoch; None: not known yet.
+        needed: shards that the window needs. Only one thread changes it.
+        looked, window: what was looked at and is not asked for; what is asked for and not passed.
+        uses: of shards by batches, in both lines.
     """
 
-    __slots__ = ("first", "last", "next")
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        order: Iterator[tuple[int, Iterable[int]]],
+        let_go: Callable[[int, int | None], object],
+    ) -> None:
+        self._sizes, self._order, self._let_go = sizes, order, let_go
+        self.room = 0
+        self.end: int | None = None
+        self.needed = set[int]()
+        self.looked, self.window = deque[_Batch](), deque[_Batch]()
+        self.uses = self._returns = self._used = 0  # the last one: bytes of what is needed
+        self._coming: defaultdict[int, deque[int]] = defaultdict(deque)  # by shard, the batches that need it
 
-    def __init__(self, number: int, shards: Sequence[int]) -> None:
-        self.first = self.last = number
-        self.next: dict[int, int | None] = dict.fromkeys(shards)
+    def size_of(self, shards: Iterable[int]) -> int:
+        return sum(map(self._sizes.__getitem__, shards))
+
+    def look(self) -> bool:
+        """Look at the next batch of the order. Returns whether there is one."""
+        number, shards = next(self._order, (0, None))
+        if shards is None:
+            return False
+        found = _Batch(number, set(shards))
+        for shard in found.shards:
+            if not self._coming[shard]:
+                self._let_go(shard, number)  # it may lie in the cache
+            self._coming[shard].append(number)
+        self.uses += len(found.shards)
+        self.looked.append(found)
+        return True
+
+    def take(self, is_busy: bool) -> set[int] | None:
+        """The shards of the next batch that were not needed before; None if there is none, or no room for it.
+
+        Args:
+            is_busy: no batch beside another one may be taken yet.
+        """
+        if not self.looked or (self.end is not None and self.looked[0].number >= self.end):
+            return None
+        new = self.looked[0].shards - self.needed
+        size = self.size_of(new)
+        if self.window and (is_busy or self._used + size > self.room):
+            return None
+        self.needed |= new
+        self._used += size
+        self.window.append(self.looked.popleft())
+        return new
+
+    def give_back(self) -> None:
+        """Give back what there is no room for. It is taken again later."""
+        while self._used > self.room and len(self.window) > 1:
+            self.looked.appendleft(self.window.pop())
+            for shard in self.looked[0].shards:
+                self._drop_unless_needed(shard)
+
+    def pass_by(self, now: int) -> int | None:
+        """Let the shards go that were needed by batches before ``now`` alone.
+
+        Returns:
+            When this epoch comes back to a shard that was let go, for the n-th time of n shards: to which batch.
+        """
+        back_to = None
+        while self.window and self.window[0].number < now:
+            shards = self.window.popleft().shards
+            self.uses -= len(shards)
+            for shard in shards:
+                self._coming[shard].popleft()
+                again = self._drop_unless_needed(shard)
+                if again is not None and (self.end is None or again < self.end):
+                    self._returns += 1
+                    back_to = again if self._returns == len(self._sizes) else back_to
+        return back_to
+
+    def _drop_unless_needed(self, shard: int) -> int | None:
+        """Let a shard go if no batch of the window needs it. Returns which batch needs it again."""
+        again = next(iter(self._coming[shard]), None)
+        if again is not None and self.window and again <= self.window[-1].number:
+            return None
+        self.needed.discard(shard)
+        self._used -= self._sizes[shard]
+        self._let_go(shard, again)
+        return again
 
 
 class ReadAhead:
     """Fetches the shards of one epoch ahead of the position.
 
     Args:
-        cache: keeps the shards.
-        store: reads them.
-        shards: the URL of each shard, and what it was when the dataset was made.
+        shards: with a cache.
         needs: the order of this epoch.
         position: see above.
         later: the order of the next epoch, from 0 on.
-        register: the folder in which the readers of the cache know each other. None: this one is alone.
-        then: called with each shard that has been fetched.
 
     Attributes:
         error: the last one, of a fetch or of the order, which has ended the thread; None: nothing has gone wrong.
     """
 
-    def __init__(
-        self,
-        cache: ShardCache,
-        store: ObjectStore,
-        shards: Sequence[tuple[str, Stat]],
-        needs: Needs,
-        position: Callable[[], int | None],
-        later: Needs = lambda number: None,
-        register: Path | None = None,
-        then: Callable[[int], object] = lambda shard: None,
-    ) -> None:
-        self._then = then
-        self._cache, self._store, self._shards = cache, store, shards
-        self._needs, self._position, self._later = needs, position, later
-        self._register, self._processes, self._readers = register, processes_here(), 1
-        self._whole = self._size_of(range(len(shards)))
-        self._room = cache.max_bytes // self._processes
-        self._returns = 0  # to shards of this epoch that had to go
-        self._looked: deque[_BatchRange] = deque()  # looked at, and not asked for
-        self._window: deque[_BatchRange] = deque()  # asked for, and not passed
-        self._latest: dict[int, _BatchRange] = {}  # by shard, the last range that is known to need it
-        self._uses = 0  # in both lines
-        self._next = 0  # the batch that is looked at next
-        self._end: int | None = None  # the first number of the next epoch
-        self._all_is_known = False
-        self._needed: Counter[int] = Counter()  # by how many ranges of the window; only one thread changes it
-        self._used = 0  # bytes of what is needed
+    def __init__(self, shards: Shards, needs: Needs, position: Callable[[], int | None], later: Needs) -> None:
+        assert shards.cache is not None
+        self._shards, self._cache, self._position = shards, shards.cache, position
+        self._facts = list(zip(shards.urls, shards.stats, strict=True))  # as they were when the epoch began
+        sizes = [stat.size for stat in shards.stats]
+        self._plan = _Plan(sizes, self._order(needs, later), self._let_go)
+        self._whole = sum(sizes)
         self._in_progress: set[int] = set()  # shards that are queued for download, or are being downloaded
-        self._has_first = False  # whether the shards of the first range are there
-        self._has_begun = False  # whether the user has the first batch
+        self._has_first = False  # whether the shards of the first batch are there
         self.error: Exception | None = None
         self._stopped = threading.Event()
         self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        pieces = pieces_of(self._whole // max(1, len(shards)))
-        at_once = IN_ALL // max(1, min(pieces, CONNECTIONS))
+        at_once = IN_ALL // max(1, min(pieces_of(self._whole // max(1, len(sizes))), CONNECTIONS))
         self._threads = [threading.Thread(target=self._fetch_all, daemon=True) for _ in range(at_once)]
         self._threads.append(threading.Thread(target=self._walk, name="sharded_loader-read-ahead", daemon=True))
 
@@ -156,165 +221,101 @@ class ReadAhead:
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(max(0.0, until - host_clock.now()))
 
-    # -- fetching ---------------------------------------------------------------------------------------------
-
     def _fetch_all(self) -> None:
         while (shard := self._wanted.get()) is not None:
             try:
                 self._fetch(shard)
-                self._in_progress.discard(shard)
-                self._then(shard)
             except Exception as error:
                 self.error = error
             self._in_progress.discard(shard)
 
     def _fetch(self, shard: int) -> None:
-        url, stat = self._shards[shard]
+        (url, stat), fetch = self._facts[shard], self._shards.store.fetch
+
+        def is_wanted() -> bool:
+            return shard in self._plan.needed and not self._stopped.is_set()
+
         self._cache.prepare(
-            url,
-            stat,
-            lambda file: self._store.fetch(url, file, stat, is_waited_for=not self._has_first),
-            lambda: shard in self._needed and not self._stopped.is_set(),
+            url, stat, lambda file: fetch(url, file, stat, is_waited_for=not self._has_first), is_wanted
         )
 
-    def _ask_for(self, shard: int) -> None:
-        if not self._cache.keep(*self._shards[shard]) and shard not in self._in_progress:
-            self._in_progress.add(shard)
-            self._wanted.put(shard)
+    def _let_go(self, shard: int, again: int | None) -> None:
+        self._cache.let_go(*self._facts[shard], again)
 
-    # -- the order --------------------------------------------------------------------------------------------
+    def _ask_for(self, shards: Iterable[int]) -> None:
+        for shard in shards:
+            if not self._cache.keep(*self._facts[shard]) and shard not in self._in_progress:
+                self._in_progress.add(shard)
+                self._wanted.put(shard)
+
+    def _order(self, needs: Needs, later: Needs) -> Iterator[tuple[int, Iterable[int]]]:
+        number = self._position() or 0
+        while (shards := needs(number)) is not None:
+            yield number, shards
+            number += 1
+        self._plan.end = number
+        for ahead in count():  # of the next epoch; not if the cache has room for all shards
+            found = later(ahead) if self._whole > self._plan.room else None
+            if found is None:
+                return
+            yield number + ahead, found
 
     def _walk(self) -> None:
         try:
-            with nullcontext(lambda: 1) if self._register is None else reading(self._register) as count:
+            with nullcontext(lambda: 1) if self._cache.read_only else reading(self._cache.folder / "readers") as count:
                 self._walk_on(count)
         except Exception as error:  # an order that cannot be read twice: each shard is fetched when it is needed
             self.error = error
         finally:
-            for shard in self._needed:
-                self._cache.let_go(*self._shards[shard], 0)
+            for shard in self._plan.needed:
+                self._let_go(shard, 0)
             for _ in self._threads:
                 self._wanted.put(None)
 
     def _walk_on(self, count: Callable[[], int]) -> None:
-        number = self._position()
-        if number is None:
-            return
-        self._next, young = number, host_clock.now()
-        self._divide(count())
-        while not self._stopped.is_set():
+        plan, first, young, readers = self._plan, self._position(), -math.inf, 1
+        while first is not None and not self._stopped.is_set():
             now = self._position()
             if now is None:
                 return
-            self._pass(now)
-            self._has_begun = now > number
-            for _ in range(LOOKS):
-                all_fit = self._whole <= self._room
-                if self._all_is_known or self._uses > MOST_USES or (all_fit and self._end is not None):
-                    break
-                self._look()
-                self._ask()
-            self._ask()
-            if not self._window and self._end is not None and (not self._looked or self._looked[0].first >= self._end):
-                return
             if host_clock.now() - young > YOUNG:
-                young = host_clock.now()
-                self._divide(count())
-                for shard in list(self._needed):  # others may have deleted it
-                    self._ask_for(shard)
+                young, before, readers = host_clock.now(), readers, count()
+                # What was asked for beyond the share of this reader is asked for later. One may be between two epochs.
+                plan.room = self._cache.max_bytes // max(before, readers, processes_here())
+                plan.give_back()
+                self._ask_for(list(plan.needed))  # others may have deleted it
+            self._has_first = self._has_first or bool(
+                plan.window and plan.window[0].number < now
+            )  # a worker fetched it
+            if (back_to := plan.pass_by(now)) is not None:
+                self._warn_of_returns(back_to)
+            for _ in range(LOOKS):
+                if plan.uses > MOST_USES or not plan.look():
+                    break
+                self._ask(now > first)
+            self._ask(now > first)
+            if not plan.window and plan.end is not None and (not plan.looked or plan.looked[0].number >= plan.end):
+                return
             self._stopped.wait(PAUSE)
 
-    def _divide(self, readers: int) -> None:
-        """Take the share of the room that this reader has. What was asked for beyond it is asked for later."""
-        before, self._readers = self._readers, readers
-        share = self._cache.max_bytes // max(before, readers, self._processes)  # a reader may be between two epochs
-        if self._register is not None and self._whole > self._cache.max_bytes and is_settling(self._register):
-            share = 0  # the first range is always asked for
-        self._room = share
-        while self._used > share and len(self._window) > 1:
-            batches = self._window.pop()
-            for shard in batches.next:
-                self._unneed(shard, batches.first)
-            self._looked.appendleft(batches)
-
-    def _unneed(self, shard: int, again: int | None) -> bool:
-        """One range of the window does not need this shard any more. Returns whether none does."""
-        self._needed[shard] -= 1
-        if self._needed[shard]:
-            return False
-        del self._needed[shard]
-        self._used -= self._size_of([shard])
-        self._cache.let_go(*self._shards[shard], again)
-        return True
-
-    def _look(self) -> None:
-        """Take the next batch of the order into the line of those that were looked at."""
-        number = self._next
-        shards = self._needs(number) if self._end is None else self._later(number - self._end)
-        if shards is None:
-            if self._end is None:
-                self._end = number
-            else:
-                self._all_is_known = True
-            return
-        self._next += 1
-        last = self._looked[-1] if self._looked else self._window[-1] if self._window else None
-        if last is not None and last.last == number - 1 and number != self._end and last.next.keys() == set(shards):
-            last.last = number
-            return
-        batches = _BatchRange(number, shards)
-        for shard in batches.next:
-            before = self._latest.get(shard)
-            if before is not None:
-                before.next[shard] = number
-            elif shard not in self._needed:
-                self._cache.let_go(*self._shards[shard], number)  # it may lie in the cache
-            self._latest[shard] = batches
-        self._uses += len(batches.next)
-        self._looked.append(batches)
-
-    def _ask(self) -> None:
-        """Have the shards of the next ranges fetched, as far as there is room."""
-        self._has_first = self._has_first or (bool(self._window) and not self._in_progress)
-        while self._looked and (self._end is None or self._looked[0].first < self._end):
-            batches = self._looked[0]
-            new = [shard for shard in batches.next if shard not in self._needed]
-            size = self._size_of(new)
-            is_busy = not self._has_first or (not self._has_begun and len(self._in_progress) >= EARLY)
-            if self._window and (is_busy or self._used + size > self._room):
+    def _ask(self, has_begun: bool) -> None:
+        """Have the shards of the next batches fetched, as far as there is room; ``has_begun``: the user has a batch."""
+        self._has_first = self._has_first or bool(self._plan.window and not self._in_progress)
+        while True:
+            is_busy = not self._has_first or (not has_begun and len(self._in_progress) >= EARLY)
+            new = self._plan.take(is_busy)
+            if new is None:
                 return
-            self._needed.update(batches.next.keys())
-            self._used += size
-            self._window.append(self._looked.popleft())
-            for shard in new:
-                self._ask_for(shard)
+            self._ask_for(new)
 
-    def _pass(self, now: int) -> None:
-        """Let the shards go that were needed by batches before ``now`` alone."""
-        while self._window and self._window[0].last < now:
-            self._has_first = True  # a worker may have fetched them
-            batches = self._window.popleft()
-            self._uses -= len(batches.next)
-            for shard, again in batches.next.items():
-                if self._latest.get(shard) is batches:
-                    del self._latest[shard]
-                if self._unneed(shard, again) and again is not None and (self._end is None or again < self._end):
-                    self._note_return(again)
-
-    def _note_return(self, number: int) -> None:
-        """This epoch comes back to a shard that was let go. If that goes on, the cache is too small for the order."""
-        self._returns += 1
-        if self._returns == len(self._shards):
-            between = {shard for batches in self._looked if batches.first <= number for shard in batches.next}
-            size = self._size_of(between | self._needed.keys())
-            warn(
-                f"the order returns to shards that had to go: it needs {size:,} bytes of shards at once, and "
-                f"{self._cache.limit_text}. So shards are fetched again and again. Give a larger max_bytes, or give "
-                "ShardShuffleSampler a smaller window"
-            )
-
-    def _size_of(self, shards: Iterable[int]) -> int:
-        return sum(self._shards[shard][1].size for shard in shards)
+    def _warn_of_returns(self, number: int) -> None:
+        """Say that the cache is too small for the order, which comes back to the shards of this batch."""
+        between = {shard for batch in self._plan.looked if batch.number <= number for shard in batch.shards}
+        needs = f"{self._plan.size_of(between | self._plan.needed):,} bytes of shards at once"
+        text = f"the order returns to shards that had to go: it needs {needs}, and {self._cache.limit_text}. So shards"
+        warn(
+            f"{text} are fetched again and again. Give a larger max_bytes, or give ShardShuffleSampler a smaller window"
+        )
 
 
 # -- who reads ahead into one cache, in all processes ------------------------------------------------------------------
@@ -322,7 +323,7 @@ class ReadAhead:
 
 @contextmanager
 def reading(folder: Path) -> Iterator[Callable[[], int]]:
-    """Be in the register inside the block.
+    """Be in the register inside the block, which calls the function that it gets each second.
 
     Args:
         folder: of the register. It is made if it does not exist.
@@ -336,46 +337,24 @@ def reading(folder: Path) -> Iterator[Callable[[], int]]:
         ...     both, count()
         (2, 1)
     """
-    path = folder / uuid.uuid4().hex
-    mine = lock_at(path)
+    mine = folder / uuid.uuid4().hex
 
     def count() -> int:
+        """The readers, this one included."""
         found = 1
         with suppress(OSError):  # another program deletes the folder, or it cannot be written to
             folder.mkdir(parents=True, exist_ok=True)
-            with lock_at(folder / "all"):
-                if not path.exists():
-                    mine.release(force=True)
-                    mine.acquire()
-                found += sum(_lives(other) for other in folder.iterdir() if other not in (path, folder / "all"))
+            mine.touch()
+            for other in folder.iterdir():
+                with suppress(FileNotFoundError):  # it has ended at this moment
+                    lives = time.time() - other.stat().st_mtime < GONE
+                    found += lives and other != mine
+                    if not lives:
+                        other.unlink()
         return found
 
     try:
         yield count
     finally:
         with suppress(OSError):
-            path.unlink(missing_ok=True)
-        mine.release(force=True)
-
-
-def _lives(path: Path) -> bool:
-    """Whether a reader holds the lock of its file. The file of a dead one is deleted."""
-    try:
-        with lock_at(path).acquire(timeout=0), suppress(OSError):
-            path.unlink()
-    except TimeoutError:
-        return True
-    return False
-
-
-def is_settling(folder: Path, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether other ranks of this machine may still join the register. torchrun says how many there are."""
-    if environ.get("LOCAL_WORLD_SIZE") or job_of_ranks(environ) is None:
-        return False
-    return host_clock.now() < _first_read(folder, os.getpid()) + SETTLE
-
-
-@lru_cache
-def _first_read(folder: Path, pid: int) -> float:
-    """When this process asked first."""
-    return host_clock.now()
+            mine.unlink(missing_ok=True)

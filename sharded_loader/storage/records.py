@@ -25,13 +25,13 @@ from __future__ import annotations
 
 import io
 import json
-import math
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sharded_loader.recordio.files import RecordBytes, RecordIOError, is_written, read_record, scan_records
 from sharded_loader.storage.files import ShardError, ShardFile
@@ -65,7 +65,7 @@ class RecordIO:
             raise ShardError(str(error)) from None
         return {"offsets": np.array([*offsets, file.size], np.int64), "length": np.array(len(offsets))}
 
-    def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[Any]:
+    def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[bytes]:
         """The records at these rows of the shard."""
         records = []
         for _, begin, end, part in _samples_at(file, index, rows):
@@ -74,10 +74,8 @@ class RecordIO:
             except RecordIOError as error:
                 raise ShardError(str(error)) from None
             if not is_written(part, record):
-                raise ShardError(
-                    f"{file.name}, offset {begin}: the record is not as a writer leaves it. The length of a part is "
-                    "damaged, or what follows the part. Copy or write the shard again"
-                )
+                problem = "the record is not as a writer leaves it: its length is damaged, or what follows it"
+                raise ShardError(f"{file.name}, offset {begin}: {problem}. Copy or write the shard again")
             records.append(record)
         return records
 
@@ -86,17 +84,9 @@ class RecordIO:
 
 
 _DTYPES = {
-    8: "uint8",
-    9: "int8",
-    16: "uint16",
-    17: "int16",
-    18: "float16",
-    32: "uint32",
-    33: "int32",
-    34: "float32",
-    64: "uint64",
-    65: "int64",
-    66: "float64",
+    width + number: f"{kind}{width}"
+    for width in (8, 16, 32, 64)
+    for number, kind in enumerate(("uint", "int") if width == 8 else ("uint", "int", "float"))
 }
 """The dtypes of scalars, by the first byte of an array that says its dtype."""
 
@@ -127,15 +117,14 @@ class MDS:
             names, encodings, sizes = (columns[f"column_{what}"] for what in ("names", "encodings", "sizes"))
             for name, encoding, size in zip(names, encodings, sizes, strict=True):
                 decoder(encoding, f"{file.name}, at byte {offset},")
-                if _fixed_size(encoding) not in (size or None, None) or not (size is None or 0 <= size < 1 << 32):
+                if not (size is None or 0 <= size < 1 << 32):
                     raise ValueError(f"its column {name!r} of {encoding} has {size} bytes")
             if len(set(names)) < len(names):
                 raise ValueError("two of its columns have the same name")
             packed_names = packed(names)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ShardError(
-                f"{file.name} is no MDS file ({error}; byte {offset}): give its format, decompress it, or copy it again"
-            ) from None
+            advice = "give its format, decompress it, or copy it again"
+            raise ShardError(f"{file.name} is no MDS file ({error}; byte {offset}): {advice}") from None
         return {
             "offsets": offsets,
             "names": packed_names,
@@ -144,7 +133,7 @@ class MDS:
             "length": np.array(count),
         }
 
-    def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[Any]:
+    def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[dict[str, object]]:
         """The samples at these rows of the shard."""
         names, fixed = unpacked(index["names"]), index["sizes"].tolist()
         decoders = [decoder(encoding, file.name) for encoding in unpacked(index["encodings"])]
@@ -156,10 +145,8 @@ class MDS:
             except ImportError:
                 raise
             except Exception as error:  # a decoder may raise anything
-                raise ShardError(
-                    f"{file.name} is damaged: sample {row}, bytes {begin} to {end}, cannot be read "
-                    f"({type(error).__name__}: {error}). Copy it again"
-                ) from error
+                problem = f"{file.name} is damaged: sample {row}, bytes {begin} to {end}, cannot be read"
+                raise ShardError(f"{problem} ({type(error).__name__}: {error}). Copy it again") from error
             samples.append(sample)
         return samples
 
@@ -174,15 +161,7 @@ def _cut(data: bytes, fixed: list[int]) -> list[bytes]:
     return [data[begin:end] for begin, end in pairwise(ends)]
 
 
-def _fixed_size(encoding: str) -> int | None:
-    """How many bytes each value has; None if they differ."""
-    kind, *rest = encoding.split(":")
-    if kind == "ndarray":
-        return np.dtype(rest[0]).itemsize * math.prod(map(int, rest[1].split(","))) if len(rest) == 2 else None
-    return 8 if kind == "int" else np.dtype(kind).itemsize if kind in _DTYPES.values() else None
-
-
-def decoder(encoding: str, name: str) -> Callable[[bytes], Any]:
+def decoder(encoding: str, name: str) -> Callable[[bytes], object]:
     """What makes a value of the bytes of a column.
 
     Args:
@@ -207,7 +186,7 @@ def decoder(encoding: str, name: str) -> Callable[[bytes], Any]:
     return found
 
 
-def _array(data: bytes, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None) -> Any:
+def _array(data: bytes, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None) -> npt.NDArray[Any]:
     begin = 0
     if dtype is None:
         dtype, begin = np.dtype(_DTYPES[data[0]]), 1
@@ -219,20 +198,20 @@ def _array(data: bytes, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | No
     return np.frombuffer(data, dtype.newbyteorder("<"), offset=begin).astype(dtype).reshape(shape)
 
 
-def _raw_image(data: bytes) -> Any:
+def _raw_image(data: bytes) -> object:
     from PIL import Image
 
     width, height, length = np.frombuffer(data, "<u4", 3).tolist()
     return Image.frombytes(data[12 : 12 + length].decode(), (width, height), data[12 + length :])
 
 
-def _image(data: bytes) -> Any:
+def _image(data: bytes) -> object:
     from PIL import Image
 
     return Image.open(io.BytesIO(data))
 
 
-_DECODERS: dict[str, Callable[[bytes], Any]] = {
+_DECODERS: dict[str, Callable[[bytes], object]] = {
     "bytes": bytes,
     "str": bytes.decode,
     "int": lambda data: int.from_bytes(data, "little", signed=True),
@@ -280,7 +259,7 @@ class Lines:
             offsets = np.append(offsets, np.array([file.size], kind))
         return {"offsets": offsets, "length": np.array(len(offsets) - 1)}
 
-    def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[Any]:
+    def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[str]:
         """The lines at these rows of the shard."""
         lines = []
         for row, begin, _, data in _samples_at(file, index, rows):
@@ -288,9 +267,8 @@ class Lines:
             try:
                 text = line.decode()
             except UnicodeDecodeError as error:
-                raise ShardError(
-                    f"{file.name}, line {row + 1}, offset {begin + error.start}: this is no UTF-8 ({error.reason}). "
-                    "Convert the file: iconv -f latin1 -t utf-8"
-                ) from None
+                where = f"{file.name}, line {row + 1}, offset {begin + error.start}"
+                advice = "Convert the file: iconv -f latin1 -t utf-8"
+                raise ShardError(f"{where}: this is no UTF-8 ({error.reason}). {advice}") from None
             lines.append(text if row else text.removeprefix("\ufeff"))  # some editors put this mark before the text
         return lines

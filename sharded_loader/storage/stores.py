@@ -11,7 +11,7 @@ Each answer is compared with ``stat`` (`parts`). If an answer has no tag, the st
 the last part. So all bytes are those of one version, or there is an error.
 
 A request that fails, or stalls for `STALL` seconds, is tried again `TRIES` times, with growing pauses, or after the
-pause that the server asks for (``Retry-After``); `ObjectStore.retries` counts. What cannot be helped is not tried
+seconds that the server asks for (``Retry-After``); `ObjectStore.retries` counts. What cannot be helped is not tried
 again: a file that is missing or has changed, no permission. s3fs and botocore do not try again themselves: otherwise
 one failure would be up to 150 requests.
 
@@ -38,27 +38,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from email.utils import parsedate_to_datetime
 from itertools import islice
 from typing import Any, BinaryIO, TypeVar
 
 from sharded_loader.base.notices import note_retry
 from sharded_loader.base.private import close_session, path_of
 from sharded_loader.base.system import write_whole
-from sharded_loader.storage.files import (
-    MissingShardError,
-    ShardError,
-    ShardFile,
-    Stat,
-    Trust,
-    host_of,
-    local_path,
-    local_stat,
-    missing_or_forbidden,
-    redacted,
-    shown,
-    trusted,
-)
+from sharded_loader.storage import files
+from sharded_loader.storage.files import Options, ShardError, ShardFile, Stat, Trust, local_path, shown
 from sharded_loader.storage.parts import UNKNOWN, Changed, FastS3, Unfit, bound, is_same, part, tag_of
 
 TRIES = 6
@@ -114,7 +101,7 @@ class ObjectStore:
         (10, [b'12', b'78'])
     """
 
-    def __init__(self, options: Mapping[str, Any] | None = None, trust: Trust = False) -> None:
+    def __init__(self, options: Options | None = None, trust: Trust = False) -> None:
         self._options, self.trust = dict(options or {}), trust
         self._given: set[str | None] | None = None
         self._begin()
@@ -122,14 +109,14 @@ class ObjectStore:
 
     def _begin(self) -> None:
         self._pid = os.getpid()
-        self._systems: dict[str, Any] = {}
-        self._fast: dict[Any, FastS3] = {}
+        self._systems: dict[object, Any] = {}
+        self._fast: dict[object, FastS3] = {}
         self._lock = threading.Lock()
         self._places, self._turns = CONNECTIONS, threading.Semaphore(CONNECTIONS)
         self.retries = 0
         self.requests = 0
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"_options": self._options, "trust": self.trust, "_given": self._given}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -147,56 +134,32 @@ class ObjectStore:
 
     def give(self, urls: Iterable[str]) -> None:
         """Have the hosts of these URLs get the options. Without any call, all hosts get them."""
-        self._given = (self._given or set()) | (set(map(host_of, urls)) - {None})
+        self._given = (self._given or set()) | (set(map(files.host_of, urls)) - {None})
 
     # -- what there is ------------------------------------------------------------------------------------------------
-
-    def named_by(self, url: str) -> list[str]:
-        """The names and patterns that a name with braces means, as in a shell: ``{000..012}``, ``{train,test}``.
-
-        Braces that are part of an existing name are that name.
-        """
-        if "{" not in url:
-            return [url]
-        begin = self._existing(url, "{")
-        return [begin + end for end in expanded(url[len(begin) :])]
-
-    def _existing(self, url: str, signs: str) -> str:
-        """The longest beginning of a URL that exists as it is written, or that has none of these signs."""
-        is_there: Callable[[str], bool] = os.path.exists
-        if local_path(url) is None:
-            is_there = self._is_there
-            if "*" in url:  # each question is a request, and names with * are rare
-                url = url[: url.index("*")].rpartition("/")[0]
-        while any(sign in url for sign in signs) and not is_there(url):
-            url = url.rpartition("/")[0]
-        return url
-
-    def _is_there(self, url: str) -> bool:
-        with contextlib.suppress(ShardError):
-            return bool(self.stat(url))
-        return False
 
     def find(self, pattern: str) -> dict[str, Stat]:
         """The files that a pattern with ``*`` and ``?`` means, or the one file of a plain URL, in order of their names.
 
-        What exists as it is written is a name: a folder ``run[1]`` too, in which a pattern is looked for.
+        On this machine, what exists as it is written is a name: a folder ``run[1]`` too, in which a pattern is looked
+        for.
 
         Raises:
             FileNotFoundError: there are none.
         """
-        begin = self._existing(pattern, "*?[") if is_pattern(pattern) else pattern
-        if begin == pattern:
+        is_local = local_path(pattern) is not None
+        begin = existing(pattern, "*?[") if is_local else ""
+        if begin == pattern or not is_pattern(pattern):
             return {pattern: self.stat(pattern)}
-        if local_path(pattern) is None:
-            stats = self._listed(glob.escape(begin) + pattern[len(begin) :])
+        if not is_local:
+            stats = self._listed(pattern)
         else:
             folder = begin + "/" if pattern[len(begin)] == "/" else ""
             names = sorted(glob.glob(pattern[len(folder) :], root_dir=folder or None, recursive=True))
             paths = [folder + name.replace(os.sep, "/") for name in names]
-            stats = {path: local_stat(path) for path in paths if os.path.isfile(path)}
+            stats = {path: files.local_stat(path) for path in paths if os.path.isfile(path)}
         if not stats:
-            raise MissingShardError(f"no files match {shown(pattern)}: check the pattern")
+            raise files.MissingShardError(f"no files match {shown(pattern)}: check the pattern")
         return stats
 
     def _listed(self, pattern: str) -> dict[str, Stat]:
@@ -206,8 +169,8 @@ class ObjectStore:
         except PermissionError as error:
             advice = "If the server only forbids lists: give the names of the shards, or a file that lists them"
             raise type(error)(f"{error}. {advice}") from None
-        files = {name: info for name, info in sorted(found.items()) if info.get("type") != "directory"}
-        stats = {_url_like(pattern, path, system, name): _stat_of(info) for name, info in files.items()}
+        found = {name: found[name] for name in sorted(found) if found[name].get("type") != "directory"}
+        stats = {_url_like(pattern, path, system, name): _stat_of(info) for name, info in found.items()}
         vague = [url for url, stat in stats.items() if stat.size < 0]  # lists of http say no sizes
         return {**stats, **dict(zip(vague, self._stats(vague), strict=True))}
 
@@ -270,12 +233,17 @@ class ObjectStore:
         if not begins:
             return []
         spans, where = merged(begins, ends, GAP)
-        contents, are_sure = self._contents(url, spans, stat)
-        self._compare(url, stat, are_sure)
-        return [
-            contents[number][begin - spans[number][0] : end - spans[number][0]]
-            for number, begin, end in zip(where, begins, ends, strict=True)
-        ]
+        if len(spans) == 1:
+            answers = [self._part(url, *spans[0], stat)]
+        else:
+            with ThreadPoolExecutor(min(len(spans), IN_ALL)) as threads:
+                answers = list(threads.map(lambda span: self._part(url, span[0], span[1], stat), spans))
+        self._compare(url, stat, all(is_sure for _, is_sure in answers))
+        found = []
+        for number, begin, end in zip(where, begins, ends, strict=True):
+            first = spans[number][0]
+            found.append(answers[number][0][begin - first : end - first])
+        return found
 
     def fetch(self, url: str, file: BinaryIO, stat: Stat, *, is_waited_for: bool = False) -> None:
         """Write a whole file into another one. Each piece is written when it comes, and the next one is asked for.
@@ -310,15 +278,6 @@ class ObjectStore:
         file.seek(0, os.SEEK_END)
         self._compare(url, stat, all_are_sure)
 
-    def _contents(self, url: str, spans: Sequence[tuple[int, int]], stat: Stat | None) -> tuple[list[bytes], bool]:
-        """Parts of a file, requested side by side, and whether all answers are of this version."""
-        if len(spans) == 1:
-            answers = [self._part(url, spans[0][0], spans[0][1], stat)]
-        else:
-            with ThreadPoolExecutor(min(len(spans), IN_ALL)) as threads:
-                answers = list(threads.map(lambda span: self._part(url, span[0], span[1], stat), spans))
-        return [content for content, _ in answers], all(is_sure for _, is_sure in answers)
-
     def _compare(self, url: str, stat: Stat | None, are_sure: bool) -> None:
         """After reading: if not all answers had the tag, see whether the file is still the same."""
         if stat is None or are_sure or not stat.tag or stat.tag.startswith(UNKNOWN):
@@ -349,9 +308,8 @@ class ObjectStore:
             if len(found) > end - begin:  # a file system that does not know requests for parts
                 found = found[begin:end]
             if len(found) != end - begin and not may_be_shorter:
-                raise Unfit(
-                    f"{len(found):,} bytes came where {end - begin:,} were asked for: the file may have been cut"
-                )
+                said = f"{len(found):,} bytes came where {end - begin:,} were asked for"
+                raise Unfit(f"{said}: the file may have been cut")
             return found, bool(same)
 
         return self._try(url, read)
@@ -374,7 +332,7 @@ class ObjectStore:
                 try:
                     system = url_to_fs(url, skip_instance_cache=True, **bound(url, options))[0]
                 except Exception as error:  # no such protocol, its library is missing, no connection
-                    said = redacted(f"{type(error).__name__}: {error}", options)
+                    said = files.redacted(f"{type(error).__name__}: {error}", options)
                     raise ShardError(f"{shown(url)}: {said}. Check the URL, and storage_options=") from None
                 if url.startswith("s3://"):
                     system.retries = 1  # the number of tries
@@ -382,54 +340,46 @@ class ObjectStore:
             system = self._systems[key]
         return system, path_of(system, url)
 
-    def _access(self, url: str) -> tuple[Any, Mapping[str, Any]]:
+    def _access(self, url: str) -> tuple[object, Options]:
         """What tells the file system of a URL from others, and its options."""
         if "://" not in url:
             return None, {}
-        server, host = url[: (url + "/").index("/", url.index("://") + 3)], host_of(url)
+        server, host = url[: (url + "/").index("/", url.index("://") + 3)], files.host_of(url)
         if self._given is None or host in self._given:
             return server, self._options
-        place = trusted(url, self.trust)
+        place = files.trusted(url, self.trust)
         return (server, place), {} if isinstance(self.trust, bool) or place is None else self.trust[place]
-
-    def _take_place(self) -> None:
-        """There was an answer: one more request may run beside the others."""
-        with self._lock:
-            if self._places < IN_ALL:
-                self._places += 1
-                self._turns.release()
 
     def _try(self, url: str, request: Callable[[], Result]) -> Result:
         """The answer to a request, which is tried again if it fails."""
-        message, asked = "", 0.0
+        message, headers = "", None
         for number in range(TRIES):
             if number:
-                time.sleep(pause(number, asked))
+                time.sleep(pause(number, headers))
                 self.retries += 1
                 note_retry()
             self.requests += 1
             try:
                 with self._turns:
                     answer = request()
-                self._take_place()
+                with self._lock:
+                    if self._places < IN_ALL:  # one more request may run beside the others
+                        self._places += 1
+                        self._turns.release()
                 return answer
             except Changed as changed:
                 raise _changed(url, str(changed)) from None
-            except Unfit as unfit:
-                message, asked = str(unfit), 0.0
-            except Exception as error:
-                error = _reason(error)
-                message = redacted(f"{type(error).__name__}: {error}", [self._options, self.trust])
-                found = missing_or_forbidden(shown(url), error, message)
+            except Exception as raised:
+                error = _reason(raised)
+                said = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"
+                message, headers = files.redacted(said, [self._options, self.trust]), getattr(error, "headers", None)
+                found = files.missing_or_forbidden(shown(url), error, message)
+                if found is None and isinstance(error, _HOPELESS):
+                    found = ShardError(f"{shown(url)}: {message}")
                 if found is not None:
                     raise found from None
-                if isinstance(error, _HOPELESS):
-                    raise ShardError(f"{shown(url)}: {message}") from None
-                asked = _asked_pause(error)
-        raise ShardError(
-            f"{shown(url)}: {message} (tried {TRIES} times). Check the server, and the network between this machine "
-            "and the server"
-        )
+        advice = "Check the server, and the network between this machine and the server"
+        raise ShardError(f"{shown(url)}: {message} (tried {TRIES} times). {advice}")
 
 
 class RemoteFile(ShardFile):
@@ -455,7 +405,7 @@ class RemoteFile(ShardFile):
 
 
 _live: weakref.WeakSet[ObjectStore] = weakref.WeakSet()
-_of_the_parent: list[dict[str, Any]] = []
+_of_the_parent: list[dict[object, Any]] = []
 
 
 def _after_fork_in_child() -> None:
@@ -481,80 +431,37 @@ def is_pattern(url: str) -> bool:
     return any(sign in url for sign in ("*[" if re.match("https?:", url) else "*?["))  # ? begins a query there
 
 
-MOST_NAMES = 1_000_000
-"""That braces may mean: more are a mistake, and would fill the memory."""
+def existing(path: str, signs: str) -> str:
+    """The longest beginning of a path that exists as it is written, or that has none of these signs."""
+    while any(sign in path for sign in signs) and not os.path.exists(path):
+        path = path.rpartition("/")[0]
+    return path
 
 
-def expanded(text: str) -> list[str]:
-    """A text with each choice that its braces name.
-
-    Raises:
-        ValueError: they are more than `MOST_NAMES`.
-
-    Example:
-        >>> expanded("{train,test}-{08..10}.tar")[2:4], expanded("{a..e..2}{x}")
-        (['train-10.tar', 'test-08.tar'], ['a{x}', 'c{x}', 'e{x}'])
-    """
-    ends = r"(?:-?\d+\.\.-?\d+|[a-z]\.\.[a-z]|[A-Z]\.\.[A-Z])"
-    parts, names = re.split(rf"\{{({ends}(?:\.\.-?\d+)?|[^{{}}]*,[^{{}}]*)\}}", text), [""]
-    for number, text_or_braces in enumerate(parts):
-        choices = _choices(text_or_braces) if number % 2 else [text_or_braces]
-        if len(names) * len(choices) > MOST_NAMES:
-            raise ValueError(f"the braces of {shown(text)} mean more than {MOST_NAMES:,} names: check their numbers")
-        names = [name + choice for name in names for choice in choices]
-    if len(parts) == 1 or "{" not in "".join(parts[::2]):
-        return names
-    return [one for name in names for one in expanded(name)]
-
-
-def _choices(inside: str) -> list[str]:
-    """What is between two braces, as its choices; of too many, one more than are allowed."""
-    if "," in inside:
-        return inside.split(",")
-    first, last, step = f"{inside}..1".split("..")[:3]
-    is_number, by = first[-1].isdigit(), abs(int(step)) or 1
-    begin, end = map(int if is_number else ord, (first, last))
-    numbers = (range(begin, end + 1, by) if begin <= end else range(begin, end - 1, -by))[: MOST_NAMES + 1]
-    width = max(map(len, (first, last))) if re.match(r"-?0\d", first) or re.match(r"-?0\d", last) else 0
-    return [f"{number:0{width}}" if is_number else chr(number) for number in numbers]
-
-
-def pieces_of(size: int, piece: int | None = None) -> int:
-    """In how many pieces a file of this size is fetched; of ``piece`` bytes, or `PIECE`."""
-    return -(-size // (piece or PIECE))
+def pieces_of(size: int, piece: int = PIECE) -> int:
+    """In how many pieces a file of this size is fetched."""
+    return -(-size // piece)
 
 
 def _changed(url: str, how: str) -> ShardError:
-    return ShardError(
-        f"{shown(url)} has changed since the dataset was made ({how}): make the dataset again. If the shards have an "
-        "index file, write that again before: sharded-loader index"
-    )
+    advice = "If the shards have an index file, write that again before: sharded-loader index"
+    return ShardError(f"{shown(url)} has changed since the dataset was made ({how}): make the dataset again. {advice}")
 
 
-def pause(number: int, asked: float) -> float:
+def pause(number: int, headers: Mapping[str, str] | None) -> float:
     """Seconds before a try.
 
     Args:
         number: of the try, from 1 on.
-        asked: the pause that the server asks for; 0: none.
+        headers: of the answer to the try before; ``Retry-After`` may say how long to wait.
 
     Example:
-        >>> pause(2, 0) <= 0.4, pause(2, 5), pause(2, 3600)
-        (True, 5, 60.0)
+        >>> pause(2, None) <= 0.4, pause(2, {"Retry-After": "5"}), pause(2, {"Retry-After": "3600"})
+        (True, 5.0, 60.0)
     """
+    asked = str((headers or {}).get("Retry-After", ""))
     backoff: float = min(LONGEST_PAUSE, PAUSE * 2 ** (number - 1)) * random.uniform(0.5, 1)
-    return max(min(asked, LONGEST_WAIT), backoff)
-
-
-def _asked_pause(error: Exception) -> float:
-    """The seconds to wait that a server of http asks for with an error."""
-    said = str((getattr(error, "headers", None) or {}).get("Retry-After", ""))
-    if said.isdigit():
-        return float(said)
-    try:
-        return max(0.0, parsedate_to_datetime(said).timestamp() - time.time())
-    except (TypeError, ValueError):
-        return 0.0
+    return max(min(float(asked), LONGEST_WAIT) if asked.isdigit() else 0.0, backoff)
 
 
 def _reason(error: Exception) -> Exception:

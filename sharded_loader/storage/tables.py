@@ -1,7 +1,7 @@
 """Shards that are tables, Parquet and Arrow: a group of rows is read and decoded at once.
 
     Parquet().read(file, index, rows) -> [{"image": b"...", "label": 3}, ...]
-    Parquet().pick(file, index, ascending rows) -> a `Group` of these rows, for each group that has some
+    Parquet().pick(file, index, ascending rows) -> the columns of these rows, for each group that has some
     batch_of(groups, positions, empty) -> {"image": [b"...", b"...", ...], "label": array}
 
 The unit of a Parquet file is the row group, and of an Arrow file the record batch. To read one row costs as much as to
@@ -30,15 +30,16 @@ names the rows.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial
 from itertools import chain, repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +48,7 @@ from sharded_loader.batching.protocol import Empty, in_fields, some
 from sharded_loader.data.bulk import NOT_IN_BULK, Int64s, is_gathered
 from sharded_loader.data.columns import as_column
 from sharded_loader.storage.files import ShardError, ShardFile
-from sharded_loader.storage.indexes import Index, ascending_by_part, by_part
+from sharded_loader.storage.indexes import Index, by_part, in_order
 
 KEPT, KEPT_BYTES = 2, 1 << 30
 """Decoded groups that a process keeps: more than ``KEPT`` only up to ``KEPT_BYTES``. That is the default window of 16
@@ -63,61 +64,17 @@ Columns = dict[str, Any]
 """Arrays and lists of the same length, by name."""
 
 
-class Group(NamedTuple):
-    """Rows of a group. Numbers lie side by side, so that a batch takes all numbers of a row at once.
-
-    Attributes:
-        names: of the columns.
-        numbers: of each column with one number in a row, the field of ``kind`` that it is.
-        kind: the dtype of the numbers of a row.
-        raw: their bytes, which NumPy takes and joins faster than numbers with names.
-        columns: all columns; of `taken`, the others.
-    """
-
-    names: tuple[str, ...]
-    numbers: Mapping[str, str]
-    kind: np.dtype[Any]
-    raw: Any
-    columns: Columns
-
-    def taken(self, rows: Int64s) -> Group:
-        """Some rows. Columns of numbers are only in the records."""
-        taken = {
-            name: [column[row] for row in rows.tolist()] if type(column) is list else column.take(rows, 0)
-            for name, column in self.columns.items()
-            if name not in self.numbers
-        }
-        return Group(*self[:3], self.raw.take(rows, 0), taken)
-
-
-def grouped(columns: Columns, count: int) -> Group:
-    """The group of ``count`` rows with these columns.
-
-    Example:
-        >>> grouped({"x": np.array([5, 6]), "y": ["a", "b"]}, 2).taken(np.array([1])).columns
-        {'y': ['b']}
-    """
-    flat = [name for name, column in columns.items() if is_gathered(column) and column.ndim == 1]
-    numbers = {name: str(field) for field, name in enumerate(flat)}
-    kind = np.dtype([(field, columns[name].dtype) for name, field in numbers.items()], align=True)
-    raw = np.empty((count, kind.itemsize), np.uint8)
-    views = {name: raw.view(kind)[:, 0][field] for name, field in numbers.items()}
-    for name, view in views.items():
-        view[...] = columns[name]
-    return Group(tuple(columns), numbers, kind, raw, {**columns, **views})
-
-
 class DecodedGroups:
     """The groups that a process keeps decoded. Those that were not read for longest go first. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock, self._bytes = threading.Lock(), 0
-        self._groups: OrderedDict[Any, tuple[Group, int]] = OrderedDict()
+        self._groups: OrderedDict[object, tuple[Columns, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._groups)
 
-    def find(self, key: Any) -> Group | None:
+    def find(self, key: object) -> Columns | None:
         """A group; None if it is not kept."""
         with self._lock:
             if key not in self._groups:
@@ -125,17 +82,13 @@ class DecodedGroups:
             self._groups.move_to_end(key)
             return self._groups[key][0]
 
-    def keep(self, key: Any, group: Group, nbytes: int) -> None:
+    def keep(self, key: object, columns: Columns, nbytes: int) -> None:
         """Keep a group that is not kept yet."""
         with self._lock:
-            self._groups[key] = group, nbytes
+            self._groups[key] = columns, nbytes
             self._bytes += nbytes
             while len(self._groups) > KEPT and self._bytes > KEPT_BYTES:
                 self._bytes -= self._groups.popitem(last=False)[1][1]
-
-
-class UnknownColumnError(ShardError):
-    """A shard has no column of a name in ``columns=``, or several of one name."""
 
 
 class TableFormat:
@@ -161,38 +114,26 @@ class TableFormat:
 
     def index(self, file: ShardFile) -> Index:
         """How many rows each group has."""
-        try:
+        said = f"{file.name} is no {self.name} file, or is damaged within bytes 0 to {file.size} ("
+        with _damage_named(file, said, "): give its format"):
             counts, more = self._counted(file)
-        except ImportError:
-            raise ShardError(f"{file.name} is read by pyarrow, which is not installed: pip install pyarrow") from None
-        except ShardError:
-            raise
-        except Exception as error:  # pyarrow's errors have several bases
-            raise ShardError(
-                f"{file.name} is no {self.name} file, or is damaged within bytes 0 to {file.size} "
-                f"({_line(error)}): give its format, or copy it again"
-            ) from None
-        return {"ends": np.cumsum(counts), "length": np.array(counts.sum()), **more}
+            return {"ends": np.cumsum(counts), "length": np.array(counts.sum()), **more}
 
-    def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[Any]:
+    def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[dict[str, Any]]:
         """The samples at these rows of the shard."""
-        samples: list[Any] = [None] * len(rows)
-        for group, positions, rows_of_group in by_part(np.array(rows, np.int64), index["ends"]):
-            columns = self._group(file, index, group).columns
-            for position, row in zip(positions, rows_of_group, strict=True):
-                samples[position] = {name: column[row] for name, column in columns.items()}
-        return samples
+        order, groups = by_part(np.array(rows, np.int64), index["ends"])
+        samples: list[dict[str, Any]] = []
+        for group, inside in groups:
+            columns = self._group(file, index, group)
+            samples += [{name: column[row] for name, column in columns.items()} for row in inside.tolist()]
+        return in_order(order, samples)
 
-    def pick(self, file: ShardFile, index: Index, rows: Int64s) -> list[Group]:
-        """Ascending rows of the shard, of one group after the other."""
-        parts = ascending_by_part(rows, index["ends"])
-        return [self._group(file, index, group).taken(inside) for group, inside in parts]
+    def pick(self, file: ShardFile, index: Index, rows: Int64s) -> list[Columns]:
+        """The columns of ascending rows of the shard, of one group after the other."""
+        _, groups = by_part(rows, index["ends"])
+        return [taken(self._group(file, index, group), inside) for group, inside in groups]
 
-    def group_lengths(self, index: Index) -> Int64s:
-        """How many rows each group of a shard has."""
-        return np.diff(index["ends"], prepend=0)
-
-    def _group(self, file: ShardFile, index: Index, number: int) -> Group:
+    def _group(self, file: ShardFile, index: Index, number: int) -> Columns:
         """A group, decoded."""
         # 8,000 rows by 4 threads on 2 cores, in order: 0.20 s, with a reader per thread 0.29 s; two shards in turns:
         # 0.12 and 0.11 s; in windows: 0.25 and 0.21 s (medians of 4, which spread by a factor of 3).
@@ -208,35 +149,26 @@ class TableFormat:
                     kept.keep(key, found, nbytes)
         return found
 
-    def _decoded(self, file: ShardFile, index: Index, number: int) -> tuple[Group, int]:
+    def _decoded(self, file: ShardFile, index: Index, number: int) -> tuple[Columns, int]:
         """A group, and about how many bytes it takes."""
         end = int(index["ends"][number])
         begin = int(index["ends"][number - 1]) if number else 0
-        try:
+        with _damage_named(file, f"{file.name} is damaged, or was cut: rows {begin} to {end} cannot be read (", ")"):
             table = self._take(file, index, number)
             table.validate(full=True)  # 70 us for 1,000 rows of 0.7 MB, which take 20 ms to read, decode and stack
             if table.num_rows != end - begin:
                 raise ValueError(f"there are {table.num_rows} rows")
             names = self.columns or table.schema.names
             found = {name: _column(table.column(name), name) for name in names}
-            nbytes = sum(_bytes_of(found[name], table.column(name)) for name in names)
-            return grouped(found, end - begin), nbytes
-        except (ImportError, ShardError):
-            raise
-        except Exception as error:  # pyarrow's errors have several bases
-            raise ShardError(
-                f"{file.name} is damaged, or was cut: rows {begin} to {end} cannot be read ({_line(error)}). "
-                "Copy it again"
-            ) from None
+            return found, sum(_bytes_of(found[name], table.column(name)) for name in names)
 
     def _check_names(self, file: ShardFile, names: Sequence[str]) -> None:
         for name in self.columns or names:
             if names.count(name) != 1:
                 found = "several columns" if name in names else "no column"
                 known = some(sorted(one for one in set(names) if names.count(one) == 1), 20)
-                raise UnknownColumnError(
-                    f"{file.name} has {found} {name!r}: give columns= names of its columns, {known}"
-                )
+                advice = f"give columns= names of its columns, {known}"
+                raise ShardError(f"{file.name} has {found} {name!r}: {advice}")
 
     def _counted(self, file: ShardFile) -> tuple[Any, Index]:
         """How many rows each group has, and what else the index keeps."""
@@ -306,9 +238,18 @@ class Arrow(TableFormat):
         return batch if self.columns is None else batch.select(self.columns)
 
 
-def _line(error: Exception) -> str:
-    """An error in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+@contextlib.contextmanager
+def _damage_named(file: ShardFile, before: str, after: str) -> Iterator[None]:
+    """Raise what is wrong with a shard as a `ShardError`. pyarrow's errors have several bases."""
+    try:
+        yield
+    except ImportError:
+        raise ShardError(f"{file.name} is read by pyarrow, which is not installed: pip install pyarrow") from None
+    except ShardError:
+        raise
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ShardError(f"{before}{said}{after}, or copy it again") from None
 
 
 def _column(column: Any, name: str) -> Any:
@@ -326,31 +267,36 @@ def _bytes_of(decoded: Any, column: Any) -> int:
     return int(decoded.nbytes if is_gathered(decoded) else column.nbytes + OBJECT_BYTES * len(column))
 
 
-def batch_of(groups: Sequence[Group], where: Int64s, empty: Empty) -> Any:
+def taken(columns: Columns, rows: Int64s) -> Columns:
+    """Some rows of columns.
+
+    Example:
+        >>> taken({"x": np.array([5, 6]), "y": ["a", "b"]}, np.array([1]))
+        {'x': array([6]), 'y': ['b']}
+    """
+    return {
+        name: [column[row] for row in rows.tolist()] if type(column) is list else column.take(rows, 0)
+        for name, column in columns.items()
+    }
+
+
+def batch_of(groups: Sequence[Columns], where: Int64s, empty: Empty) -> Any:
     """The batch that the default rules make of the rows of groups; `NOT_IN_BULK` if their columns differ.
 
     Args:
-        groups: what `Group.taken` gave of each.
+        groups: the columns of rows of each.
         where: the position in the batch of each row.
         empty: gives the memory.
 
     Example:
-        >>> rows = grouped({"x": np.array([5, 6]), "y": ["a", "b"]}, 2).taken(np.array([0, 1]))
-        >>> batch_of([rows], np.array([1, 0]), np.empty)
+        >>> batch_of([{"x": np.array([5, 6]), "y": ["a", "b"]}], np.array([1, 0]), np.empty)
         {'x': array([6, 5]), 'y': ['b', 'a']}
     """
-    first = groups[0]
-    if any(of[:3] != first[:3] for of in groups):
+    names = list(groups[0])
+    if any(list(of) != names for of in groups):
         return NOT_IN_BULK
-    raw = np.concatenate([of.raw for of in groups])
-    parts = [
-        [raw.view(first.kind)[:, 0][first.numbers[name]]]
-        if name in first.numbers
-        else [of.columns[name] for of in groups]
-        for name in first.names
-    ]
-    fields = in_fields(first.names, "[{!r}]", repeat(partial(_in_place, where)), parts, empty)
-    return dict(zip(first.names, fields, strict=True))
+    parts = [[of[name] for of in groups] for name in names]
+    return dict(zip(names, in_fields(names, "[{!r}]", repeat(partial(_in_place, where)), parts, empty), strict=True))
 
 
 def _in_place(where: Int64s, parts: Sequence[Any], empty: Empty) -> Any:
@@ -359,10 +305,7 @@ def _in_place(where: Int64s, parts: Sequence[Any], empty: Empty) -> Any:
         out = empty((len(where), *parts[0].shape[1:]), parts[0].dtype)
         out[where] = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return out
-    samples: list[Any] = [None] * len(where)
-    for position, value in zip(where.tolist(), chain(*parts), strict=True):
-        samples[position] = value
-    return default_batchify_fn.assemble(samples, empty)
+    return default_batchify_fn.assemble(in_order(where, chain.from_iterable(parts)), empty)
 
 
 # -- heads and footers -------------------------------------------------------------------------------------------------
@@ -418,9 +361,8 @@ def _blocks(tail: bytes) -> list[tuple[int, int]]:
         if _field(tail, root, field):
             vector = _inside(tail, root, field)
             (count,) = struct.unpack_from("<I", tail, vector)
-            rows = np.frombuffer(
-                tail, [("begin", "<i8"), ("head", "<i4"), ("", "<i4"), ("body", "<i8")], count, vector + 4
-            )
+            kind = [("begin", "<i8"), ("head", "<i4"), ("", "<i4"), ("body", "<i8")]
+            rows = np.frombuffer(tail, kind, count, vector + 4)
             found += zip(rows["begin"].tolist(), (rows["begin"] + rows["head"]).tolist(), strict=True)
     return found
 

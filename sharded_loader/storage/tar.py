@@ -5,8 +5,8 @@
 
 A sample is the bytes of its members by their extensions: all behind the first dot of the file name. A transform decodes
 them. Extensions are in lower case, as in WebDataset. The members of a sample need not stand together, and samples are
-in the order of their first members. A link to a member gives the bytes of that member. Directories and devices have no
-bytes, and are skipped. So are names that begin with a dot, such as the ``._000.jpg`` of macOS.
+in the order of their first members. Directories and devices have no bytes, and are skipped. So are names that begin
+with a dot, such as the ``._000.jpg`` of macOS.
 
 tarfile ends at the first header that it does not understand, as if the file ended there. So this module checks where
 tarfile has stopped: the end mark must stand there, and then zeros up to the end of the file, no more than writers add.
@@ -15,20 +15,19 @@ The index has a checksum of each member's header, which is read and compared wit
 offsets gives no wrong samples.
 
 What can go wrong: no tar file, a tar file that is compressed as a whole (it can only be read from its beginning), a
-damaged or cut one. An extension that comes twice in one sample, a link to what is not in the shard, a sparse member.
-All are a `ShardError` that names the shard and the offset. Of a name above 100 bytes only the first 100 stand in the
-tar file twice: damage behind them, and in the bytes of members, is not noticed.
+damaged or cut one. An extension that comes twice in one sample, a link or a sparse file in the place of a member. All
+are a `ShardError` that names the shard and the offset. Damage in the bytes of members, and in names that are too
+long for a header, is not noticed: a tar file has no checksums of them.
 """
 
 from __future__ import annotations
 
 import posixpath
-import re
 import struct
 import tarfile
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import BinaryIO
 
 import numpy as np
 
@@ -41,9 +40,6 @@ RECORDS = (10_240, *(BLOCK << power for power in range(13)))
 """A writer fills its last record with zeros. tarfile, GNU tar and libarchive have records of 10,240 bytes, others of
 one block. With `tar -b` a record has up to 2 MB."""
 
-LINKS = 40
-"""Links in a row that are followed, as Linux does."""
-
 NOTES = (b"V", b"D", b"N", b"A")
 """Members that are no files: GNU's label of a volume, lists of a folder and of long names, Solaris' access rights."""
 
@@ -55,12 +51,6 @@ _DAMAGE = (
 
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 """The first bytes of compressed files, and the program that decompresses them."""
-
-_RECORD = re.compile(rb"(\d{1,10}) ([^=]+)=")
-"""The beginning of a record of an extended header."""
-
-_PLACES = {b"L": 0, b"K": 157, b"path": 0, b"linkpath": 157}
-"""Where in a member's own header the first 100 bytes of its name or link stand, by the extended header that has all."""
 
 _Span = tuple[int, int, int]
 """Where the bytes of a member begin, how many they are, and the checksum of the header before them."""
@@ -78,25 +68,18 @@ class Tar:
         keys: dict[str, tuple[int, str]] = {}
         extensions: dict[str, int] = {}
         members: dict[tuple[int, int], _Span] = {}  # by the numbers of their samples and extensions
-        for name, offset, span in _files(file):
-            folder, slash, base = name.rpartition("/")
+        for member, header in _members(file):
+            folder, slash, base = member.name.rpartition("/")
             key, dot, extension = base.partition(".")
-            if not dot or not key or (base.startswith("__") and base.endswith("__")):
+            if not dot or not key or (base.startswith("__") and base.endswith("__")) or not _has_bytes(file, member):
                 continue
-            if isinstance(span, str):
-                raise ShardError(
-                    f"{file.name}, offset {offset}: {name!r} is a link to {span!r}, which is not in the shard. Write "
-                    "the shard again, and let tar follow links (tar -h)"
-                )
             key, extension = folder + slash + key, extension.lower()
             sample, _ = keys.setdefault(posixpath.normpath(key), (len(keys), key))
             place = sample, extensions.setdefault(extension, len(extensions))
             if place in members:
-                raise ShardError(
-                    f"{file.name}: the sample {key!r} has two members .{extension}, one at offset {offset}: write the "
-                    "shard again, with one of them"
-                )
-            members[place] = span
+                problem = f"the sample {key!r} has two members .{extension}, one at offset {member.offset}"
+                raise ShardError(f"{file.name}: {problem}: write the shard again, with one of them")
+            members[place] = member.offset_data, member.size, zlib.crc32(header)
         table = np.array([(*place, *span) for place, span in members.items()], np.int64).reshape(-1, 5)
         samples, kinds, offsets, sizes, headers = table[table[:, 0].argsort(kind="stable")].T.copy()
         return {
@@ -110,7 +93,7 @@ class Tar:
             "length": np.array(len(keys)),
         }
 
-    def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[Any]:
+    def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[dict[str, object]]:
         """The samples at these rows of the shard."""
         extensions = unpacked(index["extensions"])
         where = np.array(rows, np.int64)
@@ -124,76 +107,53 @@ class Tar:
         parts = iter(found[len(begin) :])
         for header, checksum, head in zip(found, index["headers"][members].tolist(), heads, strict=False):
             if zlib.crc32(header) != checksum:
-                raise ShardError(
-                    f"{file.name}, offset {head}: not the header of the member that its index names. If it has an "
-                    "index file, write that again (sharded-loader index). Make the dataset again"
-                )
+                advice = "If it has an index file, write that again (sharded-loader index). Make the dataset again"
+                raise ShardError(f"{file.name}, offset {head}: not the header that its index names. {advice}")
         kinds = iter(index["kinds"][members].tolist())
         keys = unpacked(index["keys"], rows)
-        samples: list[Any] = []
+        samples = []
         for key, count in zip(keys, counts.tolist(), strict=True):
-            sample: dict[str, Any] = {"__key__": key}
+            sample: dict[str, object] = {"__key__": key}
             for _ in range(count):
                 sample[extensions[next(kinds)]] = next(parts)
             samples.append(sample)
         return samples
 
 
-def _files(file: ShardFile) -> list[tuple[str, int, _Span | str]]:
-    """Each file of a tar file: its name, the offset of its header, and where its bytes lie; of a link that leads out of
-    the tar file, where it leads."""
-    found: list[tuple[str, int, _Span | str]] = []
-    contents: dict[str, _Span | str | None] = {}  # by name; a text: a link to that name; None: it has no bytes
-    for member, header in _members(file):
-        content: _Span | str | None = None
-        is_part = member.type == b"M"
-        if is_part or member.issparse() or any(name.startswith("GNU.sparse.") for name in member.pax_headers):
-            kind = "a part of a file of several volumes" if is_part else "a sparse file"
-            raise ShardError(
-                f"{file.name}, offset {member.offset}: {member.name!r} is {kind}, which is not read. Write the shard "
-                "again, as one file without sparse files (tar without -M and -S)"
-            )
-        if member.issym():
-            content = posixpath.join(posixpath.dirname(member.name), member.linkname)
-        elif member.islnk():  # to a member before it, which a later one of the same name does not replace
-            content = contents.get(posixpath.normpath(member.linkname), member.linkname)
-        elif member.isfile() or member.type not in (*tarfile.SUPPORTED_TYPES, *NOTES):  # POSIX: unknown ones are files
-            content = member.offset_data, member.size, zlib.crc32(header)
-        contents[posixpath.normpath(member.name)] = content
-        if content is not None:
-            found.append((member.name, member.offset, content))
-    files = []
-    for name, offset, content in found:
-        target: _Span | str | None = content
-        for _ in range(LINKS):
-            if not isinstance(target, str):
-                break
-            target = contents.get(posixpath.normpath(target), target)
-        if target is not None:  # a link to a directory
-            files.append((name, offset, target))
-    return files
+def _has_bytes(file: ShardFile, member: tarfile.TarInfo) -> bool:
+    """Whether a member is a file. One whose bytes are elsewhere is an error."""
+    kind = ""
+    if member.islnk() or member.issym():
+        kind = f"a link to {member.linkname!r}"
+    elif member.type == b"M":
+        kind = "a part of a file of several volumes"
+    elif member.issparse() or any(name.startswith("GNU.sparse.") for name in member.pax_headers):
+        kind = "a sparse file"
+    if kind:
+        problem = f"{file.name}, offset {member.offset}: {member.name!r} is {kind}"
+        advice = "which is not read. Write the shard again, with tar -h --hard-dereference and without -M and -S"
+        raise ShardError(f"{problem}, {advice}")
+    return member.isfile() or member.type not in (*tarfile.SUPPORTED_TYPES, *NOTES)  # POSIX: unknown ones are files
 
 
 def _members(file: ShardFile) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
-    """What tarfile finds, with its own header. The headers are checked, and that nothing follows the last member."""
+    """What tarfile finds, with its own header. That nothing follows the last member is checked."""
     end = 0
     try:
         with file.stream() as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
             for member in tar:
                 if member.size < 0 or not end < tar.offset <= file.size:
                     raise tarfile.ReadError(f"the member {member.name!r} goes past the end of the file")
-                stream.seek(end)
-                _check_headers(headers := stream.read(member.offset_data - end))
-                yield member, headers[-BLOCK:]
+                stream.seek(member.offset_data - BLOCK)
+                yield member, stream.read(BLOCK)
                 end = tar.offset
             _check_end(stream, end, file.size)
     except _DAMAGE as error:
         if not end:
             kind, advice = _kind(file.ranges([0], [min(file.size, 6)])[0])
             raise ShardError(f"{file.name} is no plain tar file (offset 0: {kind or error}): {advice}") from None
-        raise ShardError(
-            f"{file.name} is no whole tar file (offset {end}: {error}): it is damaged or cut. Copy or write it again"
-        ) from None
+        advice = "it is damaged or cut. Copy or write it again"
+        raise ShardError(f"{file.name} is no whole tar file (offset {end}: {error}): {advice}") from None
 
 
 def _kind(begin: bytes) -> tuple[str, str]:
@@ -206,35 +166,7 @@ def _kind(begin: bytes) -> tuple[str, str]:
     return "", "give format= if it has another format; otherwise copy or write it again"
 
 
-def _check_headers(headers: bytes) -> None:
-    """Check the extended headers before a member's own: some versions of tarfile leave out what they cannot read."""
-    offset, names = 0, list[tuple[bytes, bytes, int]]()
-    while (kind := headers[offset + 156 : offset + 157]) and kind in b"xgXLK":
-        size = tarfile.TarInfo.frombuf(headers[offset : offset + BLOCK], "utf-8", "surrogateescape").size
-        begin, offset = offset + BLOCK, offset + BLOCK + -(-size // BLOCK) * BLOCK
-        content = headers[begin : begin + size].rstrip(b"\0")
-        end = begin + len(content)
-        if not content or (kind in b"LK" and (len(content) < size - 1 or b"\0" in content)):  # a zero ends a name
-            raise tarfile.ReadError("an extended header has zeros where its text should be")
-        if kind in _PLACES:
-            names.append((kind, content, _PLACES[kind]))
-        while kind not in b"LK" and begin < end:  # "length name=value", and a line end; the length is that of it all
-            record = _RECORD.match(headers, begin, end)
-            begin += int(record[1]) if record else 0
-            if record is None or not record.end() < begin <= end or headers[begin - 1 : begin] != b"\n":
-                raise tarfile.ReadError("an extended header is damaged")
-            if b"path" in record[2] and b"\0" in headers[record.end() : begin]:
-                raise tarfile.ReadError("an extended header has zeros where its text should be")
-            if record[2] in _PLACES:
-                names.append((kind, headers[record.end() : begin - 1], _PLACES[record[2]]))
-    for kind, name, place in names:
-        own = headers[offset + place : offset + place + 100].partition(b"\0")[0]
-        bits = sum((one ^ other).bit_count() for one, other in zip(name, own, strict=False))
-        if bits and (kind in b"LK" or (bits == 1 and len(own) == 100)):  # some writers of PAX shorten in other ways
-            raise tarfile.ReadError("a long name is damaged: the member's own header has another one")
-
-
-def _check_end(stream: Any, offset: int, size: int) -> None:
+def _check_end(stream: BinaryIO, offset: int, size: int) -> None:
     """Check that a tar file ends here: two blocks of zeros, and zeros that fill the last record."""
     stream.seek(offset)
     while piece := stream.read(1 << 16):

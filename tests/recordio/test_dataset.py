@@ -20,7 +20,7 @@ from sharded_loader import RecordFileDataset, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
 from sharded_loader.recordio import RecordIOError
 from sharded_loader.recordio import files as recordfile
-from sharded_loader.recordio.dataset import LARGE, LARGE_MEAN, Records
+from sharded_loader.recordio.files import LARGE, LARGE_MEAN, Records
 from tests import reference_recordio as reference
 from tests.damaged_records import reads_within
 

@@ -339,7 +339,7 @@ def test_duplicate_key_is_not_written(tmp_path: Path) -> None:
 def test_duplicate_keys_in_a_file_are_told_and_lose_nothing(tmp_path: Path) -> None:
     write(tmp_path / "a.rec", [b"a", b"b", b"c"])
     (tmp_path / "a.idx").write_text("4\t0\n4\t12\n5\t24\n")
-    with pytest.warns(UserWarning, match="1 keys occur more than once, the first is 4") as caught:
+    with pytest.warns(UserWarning, match="1 keys occur more than once") as caught:
         file = MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "r")
     assert caught[0].filename == __file__
     with file:
@@ -353,7 +353,7 @@ def test_dataset_counts_from_both_ends_and_no_further(tmp_path: Path) -> None:
     with RecordFileDataset(tmp_path / "a.rec") as dataset:
         assert (len(dataset), dataset[-2], dataset[np.int64(1)]) == (2, b"a", b"b")
         for index in (2, -3):
-            with pytest.raises(IndexError, match=f"a.rec: index {index} is out of range, it has 2 records"):
+            with pytest.raises(IndexError, match=f"index {index} is out of range for a dataset of 2 samples"):
                 dataset[index]
 
 

@@ -164,26 +164,6 @@ def test_many_mutants_of_a_shard_are_never_read(tmp_path: Path) -> None:
     assert_healed(tmp_path, range(100, 2100))
 
 
-def test_after_a_restart_of_the_machine_the_checksum_is_compared_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, compared = Source(), []
-    read(tmp_path, source)
-    checksum = cache_module._checksum
-    monkeypatch.setattr(cache_module, "_checksum", lambda path: compared.append(1) or checksum(path))
-    assert read(tmp_path, source) == CONTENT and not compared  # nobody has written to it
-    started = cache_module._started()
-    monkeypatch.setattr(cache_module, "_started", lambda: started + 1)
-    assert read(tmp_path, source) == CONTENT and compared and source.fetches == 1
-    compared.clear()
-    assert read(tmp_path, source) == CONTENT and not compared
-    path = shard_in(tmp_path)
-    path.write_bytes(bytes(len(CONTENT)))  # as after a power cut: the time is that of before
-    os.utime(path, (cache_module.UNTOUCHED, cache_module.UNTOUCHED))
-    monkeypatch.setattr(cache_module, "_started", lambda: started + 2)
-    assert read(tmp_path, source) == CONTENT and source.fetches == 2
-
-
 def test_a_file_system_that_keeps_no_times_compares_the_checksum_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

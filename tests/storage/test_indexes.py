@@ -33,7 +33,7 @@ def test_an_index_is_made_once(tmp_path: Path) -> None:
         found = Indexes(folder).of("tar", "s3://b/a.tar", STAT, make)
         assert found["offsets"].tolist() == [0, 1, 2] and int(found["length"]) == 2
     assert make.count == 1
-    assert [path.suffix for path in folder.iterdir() if path.is_file()] == [".npz"]
+    assert [path.suffix for path in folder.iterdir() if path.is_file()] == [".arrays"]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_folder_of_indexes_stays_where_it_was(tmp_path: Path, monkeypatch: p
 def test_an_index_with_a_byte_changed_is_made_again(tmp_path: Path) -> None:
     make, indexes = Makes(), Indexes(tmp_path)
     indexes.of("tar", "a.tar", STAT, make)
-    [path] = tmp_path.glob("*.npz")
+    [path] = tmp_path.glob("*.arrays")
     whole = path.read_bytes()
     for at in range(0, len(whole), 5):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 32]) + whole[at + 1 :])
@@ -82,7 +82,7 @@ def test_an_index_with_a_byte_changed_is_made_again(tmp_path: Path) -> None:
 def test_a_damaged_index_is_made_again(tmp_path: Path, damage: bytes | None) -> None:
     make, indexes = Makes(), Indexes(tmp_path)
     indexes.of("tar", "a.tar", STAT, make)
-    [path] = tmp_path.glob("*.npz")
+    [path] = tmp_path.glob("*.arrays")
     path.write_bytes(path.read_bytes()[:-30] if damage is None else damage)
     assert indexes.of("tar", "a.tar", STAT, make)["offsets"].tolist() == [0, 1, 2]
     assert indexes.of("tar", "a.tar", STAT, make)["offsets"].tolist() == [0, 1, 2]

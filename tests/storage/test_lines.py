@@ -86,7 +86,7 @@ def test_json_lines_are_decoded_by_a_transform_in_every_pool(tmp_path: Path) -> 
 
 def test_the_index_is_kept_and_takes_four_bytes_for_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = made(tmp_path / "words.txt", b"word\n" * 10_000)
-    [kept] = (tmp_path / "indexes").glob("*.npz")
+    [kept] = (tmp_path / "indexes").glob("*.arrays")
     assert kept.stat().st_size < 42_000
     monkeypatch.setattr(records.Lines, "index", None)  # not called again
     again = ShardDataset(tmp_path / "words.txt", index_folder=tmp_path / "indexes")

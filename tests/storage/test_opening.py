@@ -23,11 +23,12 @@ from shards import write_mds, write_tar
 from sharded_loader import LoaderWarning, ShardCache, ShardDataset, ShardedDataLoader
 from sharded_loader.recordio import MXRecordIO
 from sharded_loader.storage import dataset as dataset_module
-from sharded_loader.storage import index_file, stores
 from sharded_loader.storage import indexes as indexes_module
+from sharded_loader.storage import stores
 from sharded_loader.storage.files import ForbiddenShardError, ShardError, Stat
-from sharded_loader.storage.index_file import _HEAD as HEAD
+from sharded_loader.storage.indexes import _HEAD as HEAD
 from sharded_loader.storage.indexes import VERSION, Indexes, dumped, loaded
+from sharded_loader.storage.records import Lines
 from sharded_loader.storage.stores import ObjectStore
 
 SHARDS, LENGTH, SIZE = 3, 32, 64 << 10
@@ -173,7 +174,7 @@ def test_sixteen_heads_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ObjectStore, "stat", stat)
     monkeypatch.setattr(ObjectStore, "beginning", lambda store, url, nbytes: (_ for _ in ()).throw(ForbiddenShardError))
     dataset = ShardDataset([f"http://host/{number}.tar" for number in range(32)])
-    assert dataset._stats == [Stat(5, "tag")] * 32
+    assert dataset._shards.stats == [Stat(5, "tag")] * 32
 
 
 @pytest.fixture
@@ -206,8 +207,8 @@ def test_sizes_come_from_the_list_of_the_folder_if_there_may_be_one(
         with pytest.raises(ForbiddenShardError, match=r"only forbids lists: give the names of the shards, or a file"):
             ShardDataset("memory://opening/*.txt")
     dataset = ShardDataset(urls)
-    assert dataset._store.requests == 2 if may_list else 42  # one for the index file, which is not there
-    assert [stat.size for stat in dataset._stats] == [len(memory.cat_file(url)) for url in urls]
+    assert dataset._shards.store.requests == 2 if may_list else 42  # one for the index file, which is not there
+    assert [stat.size for stat in dataset._shards.stats] == [len(memory.cat_file(url)) for url in urls]
 
 
 # -- one index file ----------------------------------------------------------------------------------------------------
@@ -225,7 +226,7 @@ def test_with_an_index_file_opening_is_one_request(served: Served, tmp_path: Pat
     for given in (urls, f"{served.url}/shards.index"):
         served.asked.clear()
         dataset = ShardDataset(given, index_folder=tmp_path / f"other {type(given)}")
-        assert dataset.lengths.tolist() == [LENGTH] * SHARDS and dataset._store.requests == 1
+        assert dataset.lengths.tolist() == [LENGTH] * SHARDS and dataset._shards.store.requests == 1
         assert [path for path, _ in served.asked] == ["/shards.index"]
         assert list(map(content, dataset)) == list(map(content, expected))
         assert sum(path == "/shards.index" for path, _ in served.asked) == 1 + SHARDS  # a part of it for each shard
@@ -263,13 +264,13 @@ def test_ten_thousand_shards_open_with_one_small_request(memory: Any, tmp_path: 
     count, index = 10_000, dumped({"offsets": np.array([0, 2, 4]), "length": np.array(2)})
     urls = [f"memory://opening/{shard:05}.txt" for shard in range(count)]
     stats = [Stat(4, random.Random(shard).randbytes(16).hex()) for shard in range(count)]
-    place = index_file.place_of(urls)
+    place = indexes_module.place_of(urls)
     assert place == "memory://opening/shards.index"
-    memory.pipe_file(place, index_file.content(place, "lines", urls, stats, [(2, index)] * count))
+    memory.pipe_file(place, indexes_module.content(place, "lines", urls, stats, [(2, index)] * count))
     for given in (place, urls):
         dataset = ShardDataset(given, index_folder=tmp_path)
-        assert len(dataset) == 2 * count and dataset._store.requests == 1
-    assert len(memory.cat_file(place)) > 5 * index_file.FIRST
+        assert len(dataset) == 2 * count and dataset._shards.store.requests == 1
+    assert len(memory.cat_file(place)) > indexes_module.FIRST
 
 
 @pytest.mark.slow
@@ -278,7 +279,7 @@ def test_a_thousand_real_shards(memory: Any, tmp_path: Path) -> None:
     lines(memory, count)
     ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "first").write_index()
     dataset = ShardDataset("memory://opening/shards.index", index_folder=tmp_path / "second")
-    assert len(dataset) == 2 * count and dataset._store.requests == 1
+    assert len(dataset) == 2 * count and dataset._shards.store.requests == 1
     chosen = random.Random(0).sample(range(2 * count), 300)
     assert dataset.__getitems__(chosen) == [str(number) for number in chosen]
 
@@ -290,8 +291,8 @@ def test_shards_that_were_added_are_added_to_the_index_file(
     ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "first").write_index()
     lines(memory, 5, 3)
     indexed: list[str] = []
-    index = dataset_module.ShardDataset._indexed
-    monkeypatch.setattr(ShardDataset, "_indexed", lambda self, *of: indexed.append(of[1].name) or index(self, *of))
+    index = Lines.index
+    monkeypatch.setattr(Lines, "index", lambda self, file: indexed.append(file.name) or index(self, file))
     text = r"shards\.index does not describe 2 of the shards, such as .*00003\.txt \(it is not listed\).*loader index"
     with pytest.warns(LoaderWarning, match=text):
         dataset = ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "second")
@@ -305,7 +306,9 @@ def test_a_folder_is_copied_with_its_index_file(memory: Any, tmp_path: Path) -> 
     ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "first").write_index()
     memory.get("/opening", str(tmp_path / "copy"), recursive=True)
     dataset = ShardDataset(tmp_path / "copy" / "*.txt", index_folder=tmp_path / "second")
-    assert dataset._entries.keys() == set(dataset._urls) and list(dataset) == [str(number) for number in range(6)]
+    assert dataset._shards._entries.keys() == set(dataset._shards.urls) and list(dataset) == [
+        str(number) for number in range(6)
+    ]
     (tmp_path / "copy" / "00001.txt").write_bytes(b"x\n\ny\n"[:4])
     changed = ShardDataset(tmp_path / "copy" / "*.txt", index_folder=tmp_path / "second")
     with pytest.raises(
@@ -439,9 +442,9 @@ def test_an_index_with_wrong_offsets_gives_no_wrong_samples(tmp_path: Path, craf
     WRITE[".tar"](tmp_path / "0.tar", range(3))
     indexes = Indexes(tmp_path)
     dataset = ShardDataset(tmp_path / "0.tar", index_folder=tmp_path)
-    [place] = tmp_path.glob("*.npz")
+    [place] = tmp_path.glob("*.arrays")
     index = loaded(place.read_bytes()) or {}
-    indexes._keep(place, {**index, "offsets": crafted(index["offsets"])})
+    indexes._keep(place, dumped({**index, "offsets": crafted(index["offsets"])}))
     with pytest.raises(ShardError, match=r"0\.tar, offset \d+: not the header .*Make the dataset again"):
         dataset.__getitems__([0, 2])
     dataset.close()
@@ -479,10 +482,10 @@ def test_the_place_of_an_index_file_must_be_known(tmp_path: Path) -> None:
     dataset = ShardDataset([tmp_path / "a.txt", tmp_path / "b.txt"], index_folder=tmp_path / "indexes")
     with pytest.raises(ValueError, match=r"give the index file a name that ends in \.index, not"):
         dataset.write_index(tmp_path / "shards.json")
-    assert index_file.place_of(["/a/x/1.tar", "/a/x-y/1.tar", "/a/x/z/1.tar"]) == "/a/shards.index"
+    assert indexes_module.place_of(["/a/x/1.tar", "/a/x-y/1.tar", "/a/x/z/1.tar"]) == "/a/shards.index"
     assert (
-        index_file.place_of(["s3://b/1.tar?key=1"]) is None
-        and index_file.place_of(["s3://b/1.tar", "/b/2.tar"]) is None
+        indexes_module.place_of(["s3://b/1.tar?key=1"]) is None
+        and indexes_module.place_of(["s3://b/1.tar", "/b/2.tar"]) is None
     )
 
 

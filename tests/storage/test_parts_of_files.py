@@ -8,8 +8,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta, timezone
-from email.utils import format_datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -178,7 +177,7 @@ def test_a_later_dataset_reads_the_later_version(
         assert len(told) == (tag is None and modified is None), told
         assert all("neither an ETag nor the time" in text and "/a.tar" in text for text in told)
         served.tag, served.modified = tag and "second", modified and SECOND
-    assert len(list((tmp_path / "indexes").glob("*.npz"))) == (0 if tag is modified is None else 2)
+    assert len(list((tmp_path / "indexes").glob("*.arrays"))) == (0 if tag is modified is None else 2)
 
 
 @pytest.mark.parametrize("is_cached", [False, True], ids=["parts", "cache"])
@@ -316,8 +315,7 @@ def test_a_server_that_asks_for_a_pause_gets_it(served: Served, monkeypatch: pyt
     # Not of the module itself: threads of other tests may sleep too.
     monkeypatch.setattr(stores, "time", SimpleNamespace(sleep=pauses.append, time=time.time))
     store, url = ObjectStore(), f"{served.url}/a.bin"
-    until = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=50), usegmt=True)
-    for said, least, most in (("7", 7, 7), (until, 10, 50), ("9999", 60, 60), ("soon", 0, 0.2), ("-5", 0, 0.2)):
+    for said, least, most in (("7", 7, 7), ("9999", 60, 60), ("soon", 0, 0.2), ("-5", 0, 0.2)):
         served.fail, served.status, served.headers = 1, status, {"Retry_After": said}
         assert store.ranges(url, [100], [110]) == [OLD[100:110]]
         assert least <= pauses.pop() <= most, said

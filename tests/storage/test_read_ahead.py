@@ -49,23 +49,17 @@ class Walk:
     def __init__(
         self, batches: list[list[int]], room: int, later: Sequence[list[int]] = (), register: Path | None = None
     ) -> None:
-        self.max_bytes = room
+        self.max_bytes, self.folder, self.read_only = room, register, register is None
         self.fetched: list[int] = []
         self.there: set[int] = set()
         self.said: list[tuple[int, int | None]] = []  # of shards that are not needed now: the batch that needs them
         self.position: int | None = 0
         self.looks = 0
-        self.noted: list[int] = []
-        cache: Any = self
         self.ahead = ReadAhead(
-            cache,
-            ObjectStore(),
-            shards(100),
+            pretended(self, 100),
             lambda number: batches[number] if number < len(batches) else None,
             self.look,
             lambda number: later[number] if number < len(later) else None,
-            register,
-            self.noted.append,
         )
         self.ahead.start()
 
@@ -86,9 +80,10 @@ class Walk:
         self.said.append((int(url), again))
 
 
-def shards(count: int) -> list[tuple[str, Stat]]:
-    """Each of one byte. Its URL is its number."""
-    return [(str(shard), Stat(1, str(shard))) for shard in range(count)]
+def pretended(cache: Any, count: int) -> Any:
+    """Shards of one byte each. The URL of a shard is its number."""
+    urls, stats = list(map(str, range(count))), [Stat(1, str(shard)) for shard in range(count)]
+    return types.SimpleNamespace(cache=cache, store=ObjectStore(), urls=urls, stats=stats)
 
 
 def test_it_goes_as_far_as_there_is_room() -> None:
@@ -101,7 +96,6 @@ def test_it_goes_as_far_as_there_is_room() -> None:
     until(lambda: sorted(walk.fetched) == [0, 1, 2, 3, 9])
     walk.position = 4
     until(lambda: walk.fetched.count(1) == 2)
-    until(lambda: sorted(walk.noted) == sorted(walk.fetched))
     walk.ahead.stop()
 
 
@@ -116,7 +110,7 @@ def test_no_other_shard_is_asked_for_until_the_first_batch_has_its_shards(by: st
             super().prepare(url, stat, fetch, is_needed)
 
     walk = Slow([[0, 1], [2], [3]], room=9)
-    until(lambda: len(walk.ahead._looked) == 2 and len(asked) == 2)
+    until(lambda: len(walk.ahead._plan.looked) == 2 and len(asked) == 2)
     assert sorted(asked) == [0, 1]
     if by == "a worker":
         walk.position = 1
@@ -188,11 +182,11 @@ def test_the_cache_learns_when_a_shard_is_needed_again_in_this_epoch_or_the_next
 
 def test_the_next_epoch_is_not_looked_at_if_the_cache_has_room_for_all_shards() -> None:
     asked: list[int] = []
-    cache: Any = types.SimpleNamespace(max_bytes=3, keep=lambda url, stat: True, let_go=lambda *_: None)
+    cache = types.SimpleNamespace(max_bytes=3, read_only=True, keep=lambda url, stat: True, let_go=lambda *_: None)
     needs = lambda number: [number] if number < 3 else None  # noqa: E731
-    ahead = ReadAhead(cache, ObjectStore(), shards(3), needs, lambda: 0, asked.append)
+    ahead = ReadAhead(pretended(cache, 3), needs, lambda: 0, asked.append)
     ahead.start()
-    until(lambda: ahead._end == 3 and len(ahead._window) == 3)
+    until(lambda: ahead._plan.end == 3 and len(ahead._plan.window) == 3)
     ahead.stop()
     assert asked == [] and ahead.error is None
 
@@ -203,12 +197,12 @@ def test_an_order_that_returns_to_shards_that_had_to_go_is_told_once() -> None:
     with pytest.warns(UserWarning, match="it needs 5 bytes of shards at once, and the cache has no more") as told:
         walk = Walk(batches, room=3)
         for walk.position in range(290):
-            until(lambda: batches[walk.position or 0][0] in walk.ahead._needed)
+            until(lambda: batches[walk.position or 0][0] in walk.ahead._plan.needed)
         walk.ahead.stop()
     assert len(told) == 1
     walk = Walk([[number // 50] for number in range(300)], room=3)
     for walk.position in range(290):
-        until(lambda: (walk.position or 0) // 50 in walk.ahead._needed)
+        until(lambda: (walk.position or 0) // 50 in walk.ahead._plan.needed)
     walk.ahead.stop()
     assert walk.ahead.error is None
 
@@ -242,8 +236,9 @@ def test_a_cache_fetches_about_as_little_as_the_best_rule(
         [sorted(set((batch // 16).tolist())) for batch in np.array(list(order.iter_epoch(epoch))).reshape(-1, 8)]
         for epoch in range(5)
     ]
-    cache, store, known = ShardCache(tmp_path, room), ObjectStore(), shards(48)
-    monkeypatch.setattr(store, "fetch", lambda url, file, stat, **_: file.write(b"a"))
+    cache = ShardCache(tmp_path, room)
+    shards = pretended(cache, 48)
+    monkeypatch.setattr(shards.store, "fetch", lambda url, file, stat, **_: file.write(b"a"))
 
     def of(epoch: int, number: int) -> list[int] | None:
         return epochs[epoch][number] if number < len(epochs[epoch]) else None
@@ -251,19 +246,17 @@ def test_a_cache_fetches_about_as_little_as_the_best_rule(
     for epoch in range(4):
         position = 0
         ahead = ReadAhead(
-            cache,
-            store,
-            known,
+            shards,
             lambda number, epoch=epoch: of(epoch, number),  # type: ignore[misc]
             lambda: position,  # noqa: B023
             lambda number, epoch=epoch: of(epoch + 1, number),  # type: ignore[misc]
         )
         ahead.start()
         for position, needed in enumerate(epochs[epoch]):  # noqa: B007
-            until(lambda needed=needed: all(cache._path(*known[shard]).exists() for shard in needed))  # type: ignore[misc]
+            until(lambda needed=needed: all(cache._path(str(one), Stat(1, str(one))).exists() for one in needed))  # type: ignore[misc]
         ahead.stop()
         assert ahead.error is None
-    best = optimum([shards for epoch in epochs[:4] for shards in epoch], room)
+    best = optimum([batch for epoch in epochs[:4] for batch in epoch], room)
     assert best <= cache.fetched <= 1.25 * best  # 1.14, 1.11, 1.02; by age alone 1.20, 1.31, 1.41
 
 
@@ -271,8 +264,8 @@ def test_a_cache_fetches_about_as_little_as_the_best_rule(
 def test_its_threads_end(end: str) -> None:
     before = set(threading.enumerate())
     if end == "an order that fails":
-        cache: Any = types.SimpleNamespace(max_bytes=1)
-        ahead = ReadAhead(cache, ObjectStore(), [], lambda number: [][number], lambda: 0)
+        cache = types.SimpleNamespace(max_bytes=1, read_only=True)
+        ahead = ReadAhead(pretended(cache, 0), lambda number: [][number], lambda: 0, lambda number: None)
         ahead.start()
         until(lambda: type(ahead.error) is IndexError)
     else:
@@ -327,13 +320,20 @@ def test_each_shard_is_fetched_once_in_an_epoch(tmp_path: Path, served: Served, 
     how: dict[str, Any] = {} if method == "inline" else {"pool": ProcessPool(2, start_method=method)}
 
     def is_there(shard: int) -> bool:
-        return dataset._cache is not None and dataset._cache._path(dataset._urls[shard], dataset._stats[shard]).exists()
+        return (
+            dataset._shards.cache is not None
+            and dataset._shards.cache._path(dataset._shards.urls[shard], dataset._shards.stats[shard]).exists()
+        )
 
     def is_up_to_date(batch: int) -> bool:
         """Steps of training take longer than the thread's pause. Here it may be behind: then a shard may go that a
         batch needs which nobody has looked at, instead of one that was passed."""
         ahead = dataset._ahead
-        return ahead is not None and ahead._end is not None and all(one.last >= batch for one in tuple(ahead._window))
+        return (
+            ahead is not None
+            and ahead._plan.end is not None
+            and all(one.number >= batch for one in tuple(ahead._plan.window))
+        )
 
     with ShardedDataLoader(dataset.transform(number), 10, sampler=order, prefetch=2, **how) as loader:
         batches = iter(loader)
@@ -424,7 +424,7 @@ def test_a_full_shuffle_over_a_small_cache_reads_samples_and_says_so_once(tmp_pa
     ) as told:
         assert [i for batch in loader for i in batch.tolist()] == list(order.iter_epoch(0))
     assert len(told) == 1
-    assert dataset._cache is not None and dataset._cache.fetched == 0
+    assert dataset._shards.cache is not None and dataset._shards.cache.fetched == 0
     loader.close()
     dataset.close()
 

@@ -18,7 +18,7 @@ from test_read_ahead import Walk, until
 
 from sharded_loader import ShardCache, ShardDataset
 from sharded_loader.storage import read_ahead
-from sharded_loader.storage.read_ahead import is_settling, reading
+from sharded_loader.storage.read_ahead import reading
 
 READER = """
 import sys
@@ -43,12 +43,14 @@ def test_readers_join_and_leave(tmp_path: Path) -> None:
         assert [count() for count in counts] == [1, 2, 3] and counts[0]() == 3
     with reading(tmp_path / "readers") as count:
         assert count() == 1
-    assert [path.name for path in (tmp_path / "readers").iterdir()] == ["all"]
+    assert not list((tmp_path / "readers").iterdir())
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_process_that_ends_or_is_killed_is_not_counted(tmp_path: Path, killed: bool) -> None:
+def test_a_process_that_ends_or_is_killed_is_not_counted(
+    tmp_path: Path, killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with reading(tmp_path) as count, reader(tmp_path) as other:
         assert other.stdin is not None and other.stdout is not None
         assert other.stdout.readline() == "1\n" and count() == 2
@@ -56,8 +58,9 @@ def test_a_process_that_ends_or_is_killed_is_not_counted(tmp_path: Path, killed:
             other.send_signal(signal.SIGTERM if sys.platform == "win32" else signal.SIGKILL)
         other.stdin.close()
         other.wait()
+        monkeypatch.setattr(read_ahead, "GONE", 0.0 if killed else 100.0)
         assert count() == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["all"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_register_that_is_deleted_is_made_again(tmp_path: Path) -> None:
@@ -84,24 +87,6 @@ def test_a_folder_that_cannot_be_used_is_no_error(tmp_path: Path) -> None:
         assert count() == 1
 
 
-@pytest.mark.parametrize(
-    ("environ", "settles"),
-    [
-        ({}, False),
-        ({"RANK": "1"}, True),
-        ({"SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}, True),
-        ({"OMPI_COMM_WORLD_LOCAL_RANK": "0"}, True),
-        ({"RANK": "1", "LOCAL_WORLD_SIZE": "4"}, False),
-    ],
-)
-def test_ranks_that_are_not_counted_wait_for_each_other(
-    tmp_path: Path, environ: dict[str, str], settles: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert is_settling(tmp_path, environ) == settles
-    monkeypatch.setattr(read_ahead, "SETTLE", 0.0)
-    assert not is_settling(tmp_path, environ)
-
-
 # -- the room ----------------------------------------------------------------------------------------------------------
 
 
@@ -112,7 +97,7 @@ def test_a_reader_gives_back_what_it_needs_last_when_another_one_comes(
     batches = [[number] for number in range(20)]
     walk = Walk(batches, room=4, register=tmp_path)
     until(lambda: sorted(walk.fetched) == [0, 1, 2, 3])
-    with reading(tmp_path) as count:
+    with reading(tmp_path / "readers") as count:
         assert count() == 2
         until(lambda: walk.there == {0, 1})
         assert walk.said[-2:] == [(3, 3), (2, 2)]  # when they are needed again
@@ -121,20 +106,7 @@ def test_a_reader_gives_back_what_it_needs_last_when_another_one_comes(
         assert walk.fetched.count(2) == 2 and walk.fetched.count(3) == 1
     until(lambda: {1, 2, 3, 4} <= walk.there)
     walk.ahead.stop()
-    assert walk.ahead.error is None and [path.name for path in tmp_path.iterdir()] == ["all"]
-
-
-def test_ranks_ask_for_the_first_shards_only_until_they_know_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(read_ahead, "YOUNG", 0.01)
-    settling = [True]
-    monkeypatch.setattr(read_ahead, "is_settling", lambda folder: settling[0])
-    walk = Walk([[0, 1], [2], [3]], room=8, register=tmp_path)
-    until(lambda: len(walk.ahead._looked) == 2 and sorted(walk.fetched) == [0, 1])
-    settling[0] = False
-    until(lambda: sorted(walk.fetched) == [0, 1, 2, 3])
-    walk.ahead.stop()
+    assert walk.ahead.error is None and not list((tmp_path / "readers").iterdir())
 
 
 RANKS = """
@@ -177,7 +149,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ranks_without_a_launcher_fetch_each_shard_once(tmp_path: Path, served: Served) -> None:
+def test_ranks_without_a_launcher_fetch_few_shards_twice(tmp_path: Path, served: Served) -> None:
     urls = [f"{served.url}{name}" for name in sorted(served.files)]
     first = ShardDataset(urls, index_folder=tmp_path / "indexes")
     assert len(first) == 640  # the shards are indexed now
@@ -189,5 +161,5 @@ def test_ranks_without_a_launcher_fetch_each_shard_once(tmp_path: Path, served: 
     command = [sys.executable, str(tmp_path / "ranks.py"), " ".join(urls), str(tmp_path), str(room)]
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
     assert sorted(map(int, done.stdout.split())) == list(range(640))
-    assert len([path for path, wanted in served.asked if wanted and path.endswith(".tar")]) == 32
+    assert len([path for path, wanted in served.asked if wanted and path.endswith(".tar")]) <= 40
     assert ShardCache(tmp_path / "cache", room).used_bytes <= room

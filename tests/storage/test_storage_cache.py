@@ -80,7 +80,7 @@ def test_a_shard_that_was_deleted_while_open_is_closed_when_it_is_not_read_any_m
             if idle:  # the cache is too small for the three, and each was fetched once
                 assert cache.fetched == 3
             else:
-                assert len(dataset._open) <= 2
+                assert len(dataset._shards._open) <= 2
         dataset.close()
 
 
@@ -124,8 +124,8 @@ def test_a_part_that_becomes_a_shard_while_another_looks_for_room_stays(
     cache.let_go("s3://b/2.tar", Stat(SIZE, "tag"))
     whole = cache._path("s3://b/2.tar", Stat(SIZE, "tag"))
     part = whole.with_suffix(".part").name
-    before = [(part if name == whole.name else name, size) for name, size in files(cache)]
-    monkeypatch.setattr(ShardCache, "_files", lambda self: before)
+    before = [(part if name == whole.name else name, size) for name, size in files(cache).items()]
+    monkeypatch.setattr(ShardCache, "_files", lambda self: dict(before))
     put(cache, 3)
     monkeypatch.setattr(ShardCache, "_files", files)
     assert [cache.keep(f"s3://b/{number}.tar", Stat(SIZE, "tag")) for number in (1, 2, 3)] == [False, True, True]
@@ -261,6 +261,7 @@ def test_a_folder_that_is_read_only_gives_the_shards_that_it_has(
 ) -> None:
     calls: list[int] = []
     put(ShardCache(tmp_path / "full", "1 GB"), 1, calls)
+    next((tmp_path / "full").glob("*.shard")).chmod(0o600)  # as of a copy: the checksum is compared
     (tmp_path / "empty").mkdir()
 
     def refuse(*_: object) -> None:
@@ -269,7 +270,6 @@ def test_a_folder_that_is_read_only_gives_the_shards_that_it_has(
     monkeypatch.setattr(ShardCache, "_lock", refuse)
     monkeypatch.setattr(os, "utime", refuse)
     monkeypatch.setattr(Path, "unlink", refuse)
-    monkeypatch.setattr(cache_module, "_started", lambda: 0)  # mounted on another machine: the checksum is compared
     cache = ShardCache(tmp_path / "full", "1 GB")
     assert cache.read_only and put(cache, 1, calls) == bytes([1]) * SIZE and len(calls) == 1
     cache.prepare("s3://b/2.tar", Stat(SIZE, "tag"), writes(b"", calls), lambda: True)

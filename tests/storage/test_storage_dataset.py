@@ -83,7 +83,7 @@ def test_a_loader_reads_shards_in_every_pool(folder: Path, pool: str) -> None:
 
 def test_indexes_are_made_once_and_lie_where_they_are_wanted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(folder)
-    assert len(list((folder / "indexes").glob("*.npz"))) == len(LENGTHS)
+    assert len(list((folder / "indexes").glob("*.arrays"))) == len(LENGTHS)
 
     class Unreadable:
         name = "tar"
@@ -97,7 +97,7 @@ def test_indexes_are_made_once_and_lie_where_they_are_wanted(folder: Path, monke
     assert len(make(folder, format=Unreadable())) == TOTAL
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     make(folder, index_folder=None)
-    assert len(list((folder / "cache" / "sharded_loader" / "indexes").glob("*.npz"))) == len(LENGTHS)
+    assert len(list((folder / "cache" / "sharded_loader" / "indexes").glob("*.arrays"))) == len(LENGTHS)
 
 
 def test_many_shards_are_not_all_open(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_many_shards_are_not_all_open(tmp_path: Path) -> None:
     dataset = make(tmp_path)
     for _ in range(2):
         assert [to_number(one) for one in dataset] == list(range(OPEN + 5))
-    assert len(dataset._open) == OPEN
+    assert len(dataset._shards._open) == OPEN
     dataset.close()
     assert to_number(dataset[3]) == 3
     dataset.close()

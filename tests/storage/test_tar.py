@@ -186,25 +186,14 @@ def with_links(path: Path, links: dict[str, tuple[bytes, str]]) -> None:
             tar.addfile(link)
 
 
-def test_a_link_gives_the_bytes_of_its_target(tmp_path: Path) -> None:
-    links = {
-        "d/001.txt": (tarfile.LNKTYPE, "d/000.txt"),
-        "d/002.txt": (tarfile.SYMTYPE, "004.txt"),  # to a later one, which is a link too
-        "./d/003.txt": (tarfile.LNKTYPE, "./d/notes"),
-        "d/004.txt": (tarfile.SYMTYPE, "../d/./000.txt"),
-        "e.d": (tarfile.DIRTYPE, ""),
-        "f.d": (tarfile.SYMTYPE, "e.d"),
-        "g.fifo": (tarfile.FIFOTYPE, ""),
-        "h.label": (b"V", ""),
-    }
-    with_links(tmp_path / "a.tar", links)
-    keys = ["d/000", "d/001", "d/002", "./d/003", "d/004"]
-    assert read(tmp_path / "a.tar", [0, 1, 2, 3, 4]) == [{"__key__": key, "txt": b"abc"} for key in keys]
+def test_directories_and_devices_are_skipped(tmp_path: Path) -> None:
+    with_links(tmp_path / "a.tar", {"e.d": (tarfile.DIRTYPE, ""), "g.fifo": (tarfile.FIFOTYPE, ""), "h": (b"V", "")})
+    assert read(tmp_path / "a.tar", [0]) == [{"__key__": "d/000", "txt": b"abc"}]
 
 
 @pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
-@pytest.mark.parametrize("target", ["d/gone.txt", "/etc/passwd", "d/001.txt", "001.txt"])
-def test_a_link_out_of_the_shard_or_to_itself_is_named(tmp_path: Path, kind: bytes, target: str) -> None:
+@pytest.mark.parametrize("target", ["d/000.txt", "/etc/passwd"])
+def test_a_link_is_named(tmp_path: Path, kind: bytes, target: str) -> None:
     with_links(tmp_path / "a.tar", {"d/001.txt": (kind, target)})
     with pytest.raises(ShardError, match=r"a\.tar, offset 2048: 'd/001\.txt' is a link to .*tar -h"):
         read(tmp_path / "a.tar", [0])
@@ -226,7 +215,7 @@ def test_a_sparse_member_is_an_error(tmp_path: Path, version: str) -> None:
         member.pax_headers, content = SPARSE[version], b"1\n0\n3\n".ljust(512, b"\0") + b"abc"
         member.size = len(content)
         tar.addfile(member, io.BytesIO(content))
-    with pytest.raises(ShardError, match=r"a\.tar, offset 512: '.*' is a sparse file, (.*)tar without -M and -S"):
+    with pytest.raises(ShardError, match=r"a\.tar, offset 512: '.*' is a sparse file, .* without -M and -S"):
         read(tmp_path / "a.tar", [0])
 
 
@@ -255,48 +244,6 @@ def test_a_member_of_an_unknown_kind_is_a_file_and_a_part_of_one_an_error(
     else:
         with pytest.raises(ShardError, match=r"offset 0: 'a\.txt' is a part of a file of several volumes"):
             read(tmp_path / "a.tar", [0])
-
-
-def test_an_extended_header_that_is_damaged_is_an_error(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
-        tar.addfile(tarfile.TarInfo("a.txt"))
-        tar.addfile(tarfile.TarInfo("long/" * 60 + "b.txt"))
-    content = (tmp_path / "a.tar").read_bytes()
-    for bad in (b"31x path=", b"    path="):
-        (tmp_path / "a.tar").write_bytes(content.replace(b"315 path=", bad))
-        with pytest.raises(ShardError, match=r"\(offset 512: "):
-            read(tmp_path / "a.tar", [0])
-
-
-@pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-@pytest.mark.parametrize(("begin", "size"), [(1024, 1024), (1024, 512), (1536, 512), (1100, 3)])
-def test_zeros_in_a_long_name_are_an_error(tmp_path: Path, format: int, begin: int, size: int) -> None:
-    with tarfile.open(tmp_path / "a.tar", "w", format=format) as tar:
-        tar.addfile(tarfile.TarInfo("a.txt"))
-        tar.addfile(tarfile.TarInfo("long/" * 110 + "b.txt"))
-    content = bytearray((tmp_path / "a.tar").read_bytes())
-    content[begin : begin + size] = bytes(size)
-    (tmp_path / "a.tar").write_bytes(content)
-    with pytest.raises(ShardError, match=r"\(offset 512: an extended header"):
-        read(tmp_path / "a.tar", [0])
-
-
-@pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-@pytest.mark.parametrize("kind", ["name", "linkname"])
-def test_a_flipped_bit_in_what_a_long_name_has_twice_is_an_error(tmp_path: Path, format: int, kind: str) -> None:
-    long = "long/" * 60 + "b.txt"
-    with tarfile.open(tmp_path / "a.tar", "w", format=format) as tar:
-        tar.addfile(tarfile.TarInfo("a.txt" if kind == "name" else long))
-        member = tarfile.TarInfo(long if kind == "name" else "a.txt")
-        member.type = tarfile.REGTYPE if kind == "name" else tarfile.LNKTYPE
-        setattr(member, kind, long)
-        tar.addfile(member)
-    content = bytearray((tmp_path / "a.tar").read_bytes())
-    read(tmp_path / "a.tar", [0, 1])
-    content[content.rindex(long.encode()) + 7] ^= 1
-    (tmp_path / "a.tar").write_bytes(content)
-    with pytest.raises(ShardError, match=r"a long name is damaged: the member's own header has another one"):
-        read(tmp_path / "a.tar", [0])
 
 
 @pytest.mark.parametrize("between", [1, 3])

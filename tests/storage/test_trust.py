@@ -19,7 +19,7 @@ from served import RangeHandler, listening
 from yarl import URL
 
 from sharded_loader import ShardDataset, ShardedDataLoader
-from sharded_loader.storage import index_file, stores
+from sharded_loader.storage import indexes, stores
 from sharded_loader.storage.files import ShardError, Stat, host_of, joined, shown, trusted
 from sharded_loader.storage.indexes import dumped, loaded
 from sharded_loader.storage.lists import places_of
@@ -77,7 +77,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Host, Host]]:
 
 
 def _index(url: str, names: list[str]) -> bytes:
-    return index_file.content(url, "lines", names, [Stat(4, "")] * len(names), [(2, dumped({}))] * len(names))
+    return indexes.content(url, "lines", names, [Stat(4, "")] * len(names), [(2, dumped({}))] * len(names))
 
 
 LISTS: dict[str, Callable[[str, list[str]], bytes]] = {
@@ -117,13 +117,13 @@ def test_a_list_on_this_machine_is_data_too(tmp_path: Path, kind: str) -> None:
     url = (folder / kind).as_posix()
     for name in ("a.txt", f"{folder.as_posix()}/a.txt", "../set/a.txt"):
         (folder / kind).write_bytes(LISTS[kind](url, [name]))
-        assert ShardDataset(folder / kind, **given)._urls == [f"{folder.as_posix()}/a.txt"]  # type: ignore[arg-type]
+        assert ShardDataset(folder / kind, **given)._shards.urls == [f"{folder.as_posix()}/a.txt"]  # type: ignore[arg-type]
     for name in (f"{tmp_path.as_posix()}/b.txt", "../b.txt", f"file://{tmp_path.as_posix()}/set/../b.txt"):
         (folder / kind).write_bytes(LISTS[kind](url, [name]))
         with pytest.raises(ShardError, match=rf"names .*b\.txt'.*trust='{tmp_path.as_posix()}/'\)"):
             ShardDataset(folder / kind, **given)  # type: ignore[arg-type]
         for trust in (tmp_path, f"file://{tmp_path.as_posix()}", [f"{tmp_path}/"], {str(tmp_path): {}}, True):
-            assert ShardDataset(folder / kind, trust=trust, **given)._urls == [f"{tmp_path.as_posix()}/b.txt"]  # type: ignore[arg-type]
+            assert ShardDataset(folder / kind, trust=trust, **given)._shards.urls == [f"{tmp_path.as_posix()}/b.txt"]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", LISTS)
@@ -139,9 +139,9 @@ def test_a_list_may_be_named_from_another_folder(tmp_path: Path, kind: str, monk
     (real / kind).write_bytes(LISTS[kind]((real / kind).as_posix(), ["a.txt"]))
     root = tmp_path.as_posix()
     for url in ("../real/set/", "../from/../real//set/", f"{root}//real/./set/", f"file://{root}/from/../real/set/"):
-        assert ShardDataset(url + kind, **given)._urls == [f"{root}/real/set/a.txt"], url  # type: ignore[arg-type]
+        assert ShardDataset(url + kind, **given)._shards.urls == [f"{root}/real/set/a.txt"], url  # type: ignore[arg-type]
     # The parent of a link is that of its folder, as for the system.
-    assert ShardDataset("../link/../set/" + kind, **given)._urls == [f"{root}/real/set/a.txt"]  # type: ignore[arg-type]
+    assert ShardDataset("../link/../set/" + kind, **given)._shards.urls == [f"{root}/real/set/a.txt"]  # type: ignore[arg-type]
     (real / kind).write_bytes(LISTS[kind]((real / kind).as_posix(), ["../b.txt"]))
     for trust in ("../real", Path("..") / "real", f"file://{root}/from/../real"):
         assert len(ShardDataset(real / kind, trust=trust, **given)) == 2  # type: ignore[arg-type]
@@ -216,7 +216,7 @@ def test_nothing_that_is_read_is_unpickled() -> None:
             return pytest.fail, ("it was unpickled",)
 
     content = dumped({"length": np.array([Evil()], object)})
-    assert b"PK" in content and loaded(content) is None
+    assert loaded(content) is None
 
 
 # -- who gets credentials ----------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def test_no_error_and_no_repr_shows_a_credential(hosts: tuple[Host, Host], tmp_p
     own.files["/a.txt"] = b"0\n"
     url = own.url.replace("://", "://me:hunter@22@") + "/a.txt?X-Amz-Signature=abcdef"
     dataset = ShardDataset(url.replace("hunter@22", "hunter22"), index_folder=tmp_path, trust={other.url: OPTIONS})
-    said = f"{dataset!r} {dataset} {dataset._store!r} {shown(url)}"
+    said = f"{dataset!r} {dataset} {dataset._shards.store!r} {shown(url)}"
     own.files["/index.json"] = json.dumps([url.replace(own.url[7:], other.url[7:])]).encode()
     for trust in (False, {other.url: OPTIONS}):
         with pytest.raises(ShardError) as caught:
