@@ -36,7 +36,7 @@ that is no cache, that belongs to another user, or that other users may write to
 What can go wrong: another dataset with the same path (`CacheMismatchError`), a path that cannot be written to
 (OSError), more bytes than the machine has (ValueError). A full disk, or full memory, later on: the store takes no more
 samples, and logs that once. If a program shortens the file, its readers get a SIGBUS. A process of another machine, or
-one that outlives the memory, unpickles None.
+one that outlives the memory, unpickles a store that keeps nothing.
 """
 
 from __future__ import annotations
@@ -567,18 +567,15 @@ def _checked_layout(fd: int, path: str, header: Header) -> Layout:
     return layout
 
 
-def attach(name: str, header: Header, max_bytes: int, path: str | None, session: str) -> Store | None:
-    """The store of another process; None where this one cannot reach it, and reads uncached."""
-    try:
+def attach(name: str, header: Header, max_bytes: int, path: str | None, session: str) -> Store:
+    """The store of another process. Where this one cannot reach it, a store that keeps nothing."""
+    fd, layout = -1, None
+    with contextlib.suppress(OSError):
         fd = open_named(name)
-    except OSError:
-        return None
-    try:
         layout = read_layout(fd)
-        is_same = layout is not None and layout.header == header and os.fstat(fd).st_size >= layout.log
-    except OSError:  # something else, on another machine
-        is_same = False
-    if is_same and layout is not None:
+    if layout is not None and layout.header == header and os.fstat(fd).st_size >= layout.log:
         return Store(fd, name, layout, max_bytes, path, session)
-    close_locked(fd)
-    return None
+    if fd >= 0:  # something else, on another machine
+        close_locked(fd)
+    fd, name = open_nameless("cache")
+    return Store(fd, name, make_header(fd, header._replace(rows=0, bound=0)), 0)

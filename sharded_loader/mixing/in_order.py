@@ -29,7 +29,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
@@ -210,18 +210,17 @@ class Source:
 class InOrder:
     """Base class of iterable data that torch's DataLoader takes as an IterableDataset: it asks ``isinstance``."""
 
-    _inside: Sequence[object] = ()
+    num_shards: int
+    """The smallest number of shards of the iterable data inside. Missing where none has any."""
 
-    def __init__(self) -> None:
-        call_after_import("torch.utils.data", _tell_torch)
+    def __init__(self, inside: Sequence[Any], iterable: Iterable[Any]) -> None:
+        self._inside = inside
+        shards = [number for number in map(known_parts, iterable) if number is not None]
+        if shards:
+            self.num_shards = min(shards)
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state)
-        call_after_import("torch.utils.data", _tell_torch)
 
-
-def _tell_torch() -> None:
-    sys.modules["torch.utils.data"].IterableDataset.register(InOrder)
+call_after_import("torch.utils.data", lambda: sys.modules["torch.utils.data"].IterableDataset.register(InOrder))
 
 
 # -- mixed -------------------------------------------------------------------------------------------------------------
@@ -246,25 +245,14 @@ class _MixPosition:
 
 
 class InterleavedIterable(InOrder):
-    """Datasets that are read in order, mixed by a schedule; made by `interleave`.
-
-    Attributes:
-        num_shards: the smallest number of shards of the datasets. Missing where none has any.
-    """
-
-    num_shards: int
+    """Datasets that are read in order, mixed by a schedule; made by `interleave`."""
 
     def __init__(self, datasets: Sequence[Any], schedule: Plan, stop: str | int) -> None:
-        self._inside = self._datasets = datasets
+        super().__init__(datasets, (one for one in map(datasets.__getitem__, schedule.sources) if not is_indexed(one)))
         self._schedule, self._stop = schedule, stop
         self._epoch: object = 0
         self._loaded: _MixPosition | None = None  # where the next iteration begins
         self._last: _Iteration | None = None  # the one that began or yielded last
-        iterable = [dataset for dataset in map(datasets.__getitem__, schedule.sources) if not is_indexed(dataset)]
-        shards = [number for number in map(known_parts, iterable) if number is not None]
-        if shards:
-            self.num_shards = min(shards)
-        super().__init__()
 
     def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"_last": None}  # iterators cannot be copied: a copy starts at the beginning
@@ -274,7 +262,7 @@ class InterleavedIterable(InOrder):
         begin, self._loaded = self._loaded or self._beginning(), None
         schedule, stop = self._schedule, self._stop
         counts_all = not schedule.is_fixed or isinstance(stop, int)
-        self._last = reading = _Iteration(begin, self._datasets, schedule.sources, counts_all)
+        self._last = reading = _Iteration(begin, self._inside, schedule.sources, counts_all)
         while not isinstance(stop, int) or reading.place < stop:
             source = reading.sources[schedule.owner(reading.position, reading.place)]
             has_dropped_out = stop == EACH and source.passes
@@ -297,7 +285,7 @@ class InterleavedIterable(InOrder):
 
     def set_epoch(self, epoch: Any) -> None:
         """Pass the epoch on to the datasets. A position stays if it is in this epoch."""
-        for dataset in self._datasets:
+        for dataset in self._inside:
             tell_epoch(dataset, epoch)
         if epoch != self._epoch:
             self._epoch, self._loaded, self._last = epoch, None, None
@@ -336,7 +324,7 @@ class InterleavedIterable(InOrder):
         return _MixPosition(schedule.step, tuple(schedule.weights), schedule.seed, self._stop, self._epoch, 0, sources)
 
     def __repr__(self) -> str:
-        return f"interleave({brief(self._datasets)}, weights={brief(self._schedule.weights)}, stop={self._stop!r})"
+        return f"interleave({brief(self._inside)}, weights={brief(self._schedule.weights)}, stop={self._stop!r})"
 
 
 class _Iteration:
@@ -396,9 +384,6 @@ class ShuffleBuffer(InOrder):
         size: the number of samples in the buffer.
         seed: with the epoch and the number of the part, it decides the order.
 
-    Attributes:
-        num_shards: of the dataset. Missing where it has none.
-
     Raises:
         TypeError: ``dataset`` can be read only once, or not at all.
         ValueError: ``size`` is below 1.
@@ -418,17 +403,12 @@ class ShuffleBuffer(InOrder):
     Source of the idea: ``tf.data.Dataset.shuffle``; the block shuffle of Mosaic's streaming datasets (``py1b``).
     """
 
-    num_shards: int
-
     def __init__(self, dataset: Any, size: int, seed: int = 0) -> None:
         self._dataset = check_source(dataset, _BUFFERED)
-        self._inside = (self._dataset,)
+        super().__init__((dataset,), (dataset,))
         self.size = check_int("size", size, 1, "give the number of samples in the buffer")
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer")
         self.epoch = 0
-        if (shards := known_parts(dataset)) is not None:
-            self.num_shards = shards
-        super().__init__()
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iterator begin this epoch. The dataset is told, if it has ``set_epoch``."""

@@ -582,7 +582,7 @@ def test_a_state_that_does_not_fit_is_rejected_and_changes_nothing(change, error
     with pytest.raises(error, match=said):
         mixture.load_state_dict(None if change is None else before | {"epoch": 9} | change)
     assert mixture.state_dict() == before
-    assert mixture._datasets[0].epoch == 0
+    assert mixture._inside[0].epoch == 0
     with pytest.raises(ValueError, match="interleave: the state has no 'schedule'"):
         mixture.load_state_dict({})
 
