@@ -15,7 +15,7 @@ error when the cache is made or filled; a dataset that has another length than w
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,11 +37,11 @@ from sharded_loader.data.bulk import (
     read_many,
 )
 from sharded_loader.data.columns import check_dataset
-from sharded_loader.data.datasets import Batches, NextBatch, Wrapper, follow, of_inner
-from sharded_loader.data.known import exact, fingerprint_of
+from sharded_loader.data.datasets import Translate, Wrapper
+from sharded_loader.data.inspection import exact, fingerprint_of
 from sharded_loader.data.seeding import held_generators, set_epoch_of
 from sharded_loader.randomness import rng
-from sharded_loader.randomness.global_generators import global_states
+from sharded_loader.randomness.rng import global_states
 
 _KEPT = rng.SampleScope(0, 0, is_cached=True)
 
@@ -168,8 +168,8 @@ class StoredDataset(Wrapper):
             batch = default_batchify_fn.assemble(self._samples(where), empty)
         return batch
 
-    def _follow(self, batches: Batches, position: NextBatch, later: Batches) -> None:
-        follow(self._dataset, of_inner(batches, self._missing), position, of_inner(later, self._missing))
+    def _routes(self) -> Iterable[tuple[Any, Translate]]:
+        return [(self._dataset, self._missing)]
 
     def _missing(self, indices: Indices) -> Int64s:
         where = checked_indices(indices, self._length)

@@ -26,8 +26,7 @@ import numpy as np
 
 from sharded_loader.base.described import an
 from sharded_loader.batching.protocol import Array
-from sharded_loader.batching.tensors import NUMPY_NAMES, as_numpy, dtype_name, is_plain
-from sharded_loader.batching.tree import is_tensor
+from sharded_loader.batching.tree import NUMPY_NAMES, as_numpy, dtype_name, is_plain, is_tensor
 
 Node = list[Any] | str | None
 

@@ -66,7 +66,7 @@ from sharded_loader.base.system import close_locked, locked, read_at, write_at
 from sharded_loader.batching.protocol import Array
 from sharded_loader.caching.flat import Node, fits_columns, flat, text_of, unflatten
 from sharded_loader.caching.rendezvous import Opened, is_private, meet, name_of, open_named, open_nameless
-from sharded_loader.data.known import exact
+from sharded_loader.data.inspection import exact
 from sharded_loader.memory.codec import aligned
 
 VERSION = 1

@@ -344,7 +344,7 @@ class Plan:
 
     @property
     def _fingerprint(self) -> str:
-        """Weights, seed and first turns: the part of a mixture in a fingerprint (`data.known`)."""
+        """Weights, seed and first turns: the part of a mixture in a fingerprint (`data.inspection`)."""
         weights = f"{self.seed}{self.weights[:16]}" if self.is_fixed else f"{self.changes[:16]}{self.seed}"
         return f"{weights}{list(map(self._pieces[0].owner, range(128)))}"
 

@@ -200,7 +200,7 @@ class TokenWindows(Dataset):
 
     @property
     def _fingerprint(self) -> str:
-        """For `data.known`: names and sizes of files, a few tokens of arrays. Folders and times may change."""
+        """For `data.inspection`: names and sizes of files, a few tokens of arrays. Folders and times may change."""
         known = [
             (os.path.basename(tokens.path), tokens.length)
             if isinstance(tokens, _TokenFile)

@@ -23,7 +23,7 @@ TypeError; with ``"auto"`` the dataset is read as always. If a device has no roo
 sent batches, from any moment on. If it has no memory for a batch that is sent, that is the batch's error.
 
 For: data that fits into the memory of the device, or a large part of it.
-Costs: one module of about 200 lines. The core asks for it by name where ``resident=`` is given.
+Costs: one module of about 200 lines. The core asks for it by name where it is given.
 Tests: tests/resident, and tests/gpu where there is one.
 It goes when: reading rows from host memory is as fast as gathering them on a device.
 
@@ -44,16 +44,15 @@ from sharded_loader.base import host_clock
 from sharded_loader.base.described import an, brief
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.batching.protocol import Empty, new_array
-from sharded_loader.batching.tensors import is_column
-from sharded_loader.batching.tree import to_torch, torch_has
-from sharded_loader.data.arrays import Rows, as_rows
+from sharded_loader.batching.tree import is_column, to_torch, torch_has
 from sharded_loader.data.bulk import Int64s, checked_indices, gather_rows, is_gathered
+from sharded_loader.data.datasets import Rows, as_rows
 from sharded_loader.devices.copies import CopyStream, PendingCopy
 from sharded_loader.devices.pinning import pinned_copy
 from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams
 from sharded_loader.engine.messages import Result, Task
-from sharded_loader.pools.inline import InlinePool
+from sharded_loader.pools.local import InlinePool
 
 RESERVE = 0.25
 """Of a device's memory, left for the model and what it computes."""
@@ -73,7 +72,7 @@ LOADED_AT_ONCE = 64 << 20
 def make_resident(
     resident: object, dataset: object, batchify_fn: object, placement: Placement, has_workers: bool
 ) -> ResidentPool | None:
-    """The pool that the loader's ``resident=`` asks for; None: none.
+    """The pool that ``resident=`` of a `Placement` asks for; None: none.
 
     Raises:
         ValueError: ``resident`` is no bool, no fraction and not ``"auto"``; or it is no ``"auto"``, and there are no

@@ -23,7 +23,7 @@ from conftest import METHODS, POOLS, covering, make_pool, until
 from sharded_loader import ArrayDataset, LoaderWarning, PackedList, ShardedDataLoader, SimpleDataset, share
 from sharded_loader.caching import rendezvous, shared
 from sharded_loader.caching.rendezvous import links_of
-from sharded_loader.data.known import exact
+from sharded_loader.data.inspection import exact
 from sharded_loader.memory.publish import SHARED, publish
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills processes")
