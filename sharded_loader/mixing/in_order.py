@@ -58,25 +58,21 @@ def check_source(dataset: Any, name: str) -> Any:
     """One of the datasets. What can be read neither by index nor again and again is rejected."""
     kind = type(dataset)
     refuse_class(name, dataset)
-    if isinstance(dataset, (str, bytes)):
-        raise TypeError(f"{name} is {an(kind)}, not a dataset: give what it names, or list(text) for its items")
-    if is_indexed(dataset):
-        return check_dataset(dataset, "interleave")
     torchs = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", ())
     starts_again = isinstance(dataset, torchs) or hasattr(kind, "set_epoch") or hasattr(kind, "state_dict")
-    if hasattr(kind, "__next__") and not starts_again:
-        raise TypeError(
-            f"{name} is {an(kind)}, which can be read only once: give a function that makes a new one, "
-            "or an object whose __iter__ begins again"
-        )
-    if isinstance(dataset, Set):
-        raise TypeError(f"{name} is {an(kind)}, whose order is not defined: give sorted(dataset)")
-    if not hasattr(kind, "__iter__") and not callable(dataset):
-        raise TypeError(
-            f"{name} is {an(kind)}, which cannot be read: give an object with __getitem__ and __len__, one with "
-            "__iter__, or a function that returns an iterator"
-        )
-    return dataset
+    if isinstance(dataset, (str, bytes)):
+        why = "not a dataset: give what it names, or list(text) for its items"
+    elif is_indexed(dataset):
+        return check_dataset(dataset, "interleave")
+    elif hasattr(kind, "__next__") and not starts_again:
+        why = "which can be read only once: give a function that makes a new one, or an object that begins again"
+    elif isinstance(dataset, Set):
+        why = "whose order is not defined: give sorted(dataset)"
+    elif not hasattr(kind, "__iter__") and not callable(dataset):
+        why = "which cannot be read: give one with __getitem__ and __len__, or __iter__, or a generator function"
+    else:
+        return dataset
+    raise TypeError(f"{name} is {an(kind)}, {why}")
 
 
 def no_samples(name: str, dataset: object, passes: int = 0) -> ValueError:

@@ -23,9 +23,7 @@ from __future__ import annotations
 
 import json
 import math
-import operator
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
 from functools import partial
 from typing import Any, NoReturn
 
@@ -138,15 +136,9 @@ def interleave(
         )
     if not isinstance(shuffle, (bool, np.bool_)):
         raise TypeError(f"interleave(shuffle={shuffle!r}): give True or False")
-    try:
-        seed = operator.index(seed)
-    except TypeError:
-        raise TypeError(f"interleave(seed={seed!r}): give an int") from None
-    kind = type(datasets)
-    torchs = getattr(sys.modules.get("torch.utils.data"), "Dataset", ())
-    is_one = isinstance(datasets, (str, bytes, Mapping, Dataset, InOrder, torchs))
-    if is_one or hasattr(datasets, "__array__") or not isinstance(datasets, Iterable):
-        raise TypeError(f"interleave needs a list of datasets, not {an(kind)}: interleave([first, second])")
+    seed = check_int("seed", seed, -math.inf, "give an int")
+    if not isinstance(datasets, (list, tuple, Iterator, ValuesView)):
+        raise TypeError(f"interleave needs a list of datasets, not {an(type(datasets))}: interleave([first, second])")
     given = [check_source(dataset, name_of_source(number)) for number, dataset in enumerate(datasets)]
     if not given:
         raise ValueError("interleave was given no datasets: give at least one")
