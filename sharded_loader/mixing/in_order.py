@@ -42,14 +42,9 @@ from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import tell_epoch
 from sharded_loader.data.inspection import is_indexed, is_stateful, iterable_of, known_parts, takes_two, this_worker
-from sharded_loader.mixing.schedule import Plan
+from sharded_loader.mixing.schedule import ALL, EACH, FIRST, Plan
 from sharded_loader.randomness import rng
 from sharded_loader.randomness.shuffle import shuffled
-
-FIRST: Final = "first_exhausted"
-ALL: Final = "all_exhausted"
-EACH: Final = "each_once"
-"""Where a mixture ends: see `interleave`."""
 
 # -- one dataset -------------------------------------------------------------------------------------------------------
 

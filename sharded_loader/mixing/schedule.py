@@ -46,6 +46,11 @@ from sharded_loader.data.bulk import Int64s
 from sharded_loader.data.splits import apportioned
 from sharded_loader.randomness.rng import philox
 
+FIRST = "first_exhausted"
+ALL = "all_exhausted"
+EACH = "each_once"
+"""Where a mixture ends: see `interleave`."""
+
 MOST = 65_536
 """The largest sum of the whole numbers. So the shortest interval has 65,536 of the 2^32 numbers."""
 
