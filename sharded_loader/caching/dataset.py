@@ -24,8 +24,7 @@ from sharded_loader.base.described import brief
 from sharded_loader.base.system import job_of_ranks
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Empty, new_array
-from sharded_loader.caching.flat import Node, batched
-from sharded_loader.caching.store import MISSING, Path, open_store
+from sharded_loader.caching.store import MISSING, Node, Path, batched, open_store
 from sharded_loader.data.bulk import (
     NOT_IN_BULK,
     Indices,
@@ -118,7 +117,7 @@ class StoredDataset(Wrapper):
 
     @property
     def structure(self) -> Node:
-        """That of the samples that are kept as columns, as of `caching.flat`."""
+        """That of the samples that are kept as columns, as of `caching.store`."""
         return self._store.node
 
     @property

@@ -33,7 +33,7 @@ from sharded_loader import (
     sample_seed,
 )
 from sharded_loader.base.limits import Limit
-from sharded_loader.caching import rendezvous, store
+from sharded_loader.caching import shared, store
 from sharded_loader.caching.dataset import StoredDataset
 from sharded_loader.data.bulk import NOT_IN_BULK, as_bulk
 from sharded_loader.data.datasets import SubsetDataset, counts_of
@@ -441,8 +441,8 @@ def test_a_program_may_end_with_a_cache(tmp_path: Path) -> None:
 
 
 def test_without_proc_the_memory_is_a_file_that_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(rendezvous, "HAS_LINKS", False)
-    monkeypatch.setattr(rendezvous.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(shared, "HAS_LINKS", False)
+    monkeypatch.setattr(shared.tempfile, "tempdir", str(tmp_path))
     cached = SimpleDataset(Files("tuple")).cache("1 MB")
     assert len(os.listdir(tmp_path)) == 2
     again = pickle.loads(pickle.dumps(cached))
