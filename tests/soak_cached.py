@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
-from sharded_loader.caching.rendezvous import links_of
+from sharded_loader.caching.shared import links_of
 from sharded_loader.torch import DataLoader
 from tests import conftest
 

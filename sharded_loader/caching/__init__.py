@@ -1,13 +1,11 @@
 """Samples that are kept: `Dataset.cache` and `share`.
 
     dataset.py       `StoredDataset`: the samples of a dataset, stored when they are first read
-    store.py         the bytes: columns of one memory or file, and a log
-    flat.py          the structure of a sample, and its leaves
-    shared.py        `share`: one object in memory that all ranks of a machine have
-    rendezvous.py    how the processes of a machine find each other
+    store.py         its bytes: columns of one memory or file, and a log
+    shared.py        `share`: one object in memory that all ranks of a machine have, and how they find it
 
 For: decoded samples that fit into memory or onto the disk, and are read more than once.
-Costs: about 700 lines. The core gives `Dataset.cache`, which asks for it by name.
+Costs: about 750 lines. The core gives `Dataset.cache`, which asks for it by name.
 Tests: tests/caching.
 It goes when: nobody's epochs are limited by decoding any more.
 """

@@ -24,8 +24,7 @@ from sharded_loader.base.described import brief
 from sharded_loader.base.system import job_of_ranks
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Empty, new_array
-from sharded_loader.caching.flat import Node, batched
-from sharded_loader.caching.store import MISSING, Path, Store, open_store
+from sharded_loader.caching.store import MISSING, Node, Path, batched, open_store
 from sharded_loader.data.bulk import (
     NOT_IN_BULK,
     Indices,
@@ -71,7 +70,7 @@ class StoredDataset(Wrapper):
         first, job = self._first_sample() if self._length else None, job_of_ranks()
         text = re.sub(" at 0x[0-9a-fA-F]+", "", brief(dataset))  # the same in all processes
         shared = None if job is None else f"{job} {fingerprint_of(dataset)} {text}"
-        self._store: Store | None = open_store(path, max_bytes, self._length, key, first, shared)
+        self._store = open_store(path, max_bytes, self._length, key, first, shared)
         self._shown = [] if max_bytes is None else [str(self._store.max_bytes)]
         self._shown += [] if path is None else [f"path={self._store.path!r}"]
 
@@ -114,18 +113,16 @@ class StoredDataset(Wrapper):
     @property
     def cached(self) -> int:
         """The number of samples that are stored."""
-        return 0 if self._store is None else int(np.count_nonzero(self._store.places))
+        return int(np.count_nonzero(self._store.places))
 
     @property
     def structure(self) -> Node:
-        """That of the samples that are kept as columns, as of `caching.flat`; None: this process has no cache."""
-        return None if self._store is None else self._store.node
+        """That of the samples that are kept as columns, as of `caching.store`."""
+        return self._store.node
 
     @property
     def counts(self) -> tuple[int, int, int]:
         """Hits, misses and stored bytes, of all processes that share this object."""
-        if self._store is None:
-            return 0, 0, 0
         hits, misses = self._store.session.counts.sum(0).tolist()
         return hits, misses, self._store.used_bytes
 
@@ -136,8 +133,6 @@ class StoredDataset(Wrapper):
 
     def _samples(self, where: list[int]) -> list[object]:
         store = self._store
-        if store is None:  # it is in memory that this process cannot reach
-            return self._read(where)
         found = [store.read(index) for index in where]  # one object for each place: the user may change it
         places = [place for place, sample in enumerate(found) if sample is MISSING]
         missing = [where[place] for place in places]
@@ -158,8 +153,7 @@ class StoredDataset(Wrapper):
     def _in_columns(self, indices: Indices, empty: Empty) -> object:
         """A finished batch, or `NOT_IN_BULK` if not all samples are rows of the store."""
         where, store = checked_indices(indices, self._checked()), self._store
-        rows = None if store is None else store.rows(where)
-        if store is None or rows is None:
+        if (rows := store.rows(where)) is None:
             return NOT_IN_BULK
         store.session.count(len(where), 0)
         return batched(store.node, iter(gather_rows(store.columns, rows, empty)), len(where))
@@ -178,7 +172,8 @@ class StoredDataset(Wrapper):
 
     def _missing(self, indices: Indices) -> Int64s:
         where = checked_indices(indices, self._length)
-        return where if self._store is None else where[self._store.places[where] == 0]
+        missing: Int64s = where[self._store.places[where] == 0]
+        return missing
 
     def __repr__(self) -> str:
         return f"{brief(self._dataset)}.cache({', '.join(self._shown)})"

@@ -4,13 +4,18 @@
     memory -> ``numpy.memmap`` in mode "c" -> dataset over it         in every process, that one too
 
 The memory holds a digest of the key, a text (who built, how large the parts are), the pickle and the buffers: arrays,
-tensors and Arrow's buffers. `rendezvous.meet` finds it in the processes that hold it, or lets this one build. If the
+tensors and Arrow's buffers. `meet` finds it in the processes that hold it, or lets this one build. If the
 process that builds dies, or its ``make_dataset`` raises, the next one builds. The digest is written last, so nothing is
 seen of what was half built. The system frees the memory when the last process that maps it has ended or has dropped the
 dataset, killed or not. Spawned workers map ``/proc/<pid>/fd/<number>`` of their main process (`publish.MappedFiles`).
 
 *Writing.* The mapping is private. What a process writes to an array stays there, and in the children that it forks
 later. Arrays that were written to go to spawned workers by value.
+
+*Finding it.* A process that holds memory has a link with its label in ``/proc/<pid>/fd``. So a newcomer finds it in any
+process that holds it, also if the one that made it has ended. `locks.alone` lets one process at a time look, and make
+what it does not find. Nothing has a name in a folder, so nothing is left if processes are killed: the kernel frees
+memory and links with their last process. Caches find each other in the same way.
 
 *Pickles.* Only memory of this user, that no other user may write to, is unpickled.
 
@@ -22,11 +27,14 @@ other, as without /proc (macOS, Windows) and in another container, each one buil
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import mmap
 import os
 import struct
 import sys
+import tempfile
 import threading
 import types
 import weakref
@@ -41,11 +49,12 @@ from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.limits import check_fits
 from sharded_loader.base.notices import logger, warn
 from sharded_loader.base.private import blake2b
-from sharded_loader.base.system import read_at, write_at
-from sharded_loader.caching.rendezvous import Opened, close_locked, meet, name_of, open_nameless
-from sharded_loader.caching.store import Store
+from sharded_loader.base.system import MAP_OPTIONS, PREFIX, open_memory, read_at, write_at
+from sharded_loader.batching.protocol import Array
+from sharded_loader.caching.locks import alone, close_locked
 from sharded_loader.memory.codec import Encoded, aligned, decode, is_findable
 from sharded_loader.memory.publish import SHARED, Lasting, children, culprit_in, dump
+from sharded_loader.memory.segments import chosen_backend
 
 VERSION = 1
 """Of the layout. Processes with other versions, of Python and NumPy too, do not find each other's memory."""
@@ -163,7 +172,7 @@ class _ForRanks(Lasting):
     """Ranks run the same program, so what has a name there goes by this name: a class stays one class."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, Store) and obj.path is None:
+        if isinstance(obj, Opened) and obj.path is None:
             raise TypeError("a cache in memory: call cache(...) on what share returns, or give it a path")
         if isinstance(obj, (type, types.FunctionType)) and is_findable(obj):
             return NotImplemented
@@ -240,3 +249,131 @@ def _rebuilt(whole: Memory, maker: dict[str, str], key: str) -> Any:
         if not buffers:
             _kept.append(whole)
     return dataset
+
+
+# -- memory that other processes find ----------------------------------------------------------------------------------
+
+HAS_LINKS = os.path.isdir("/proc/self/fd")
+"""Whether other processes can open what a process holds."""
+
+
+def open_named(name: str) -> int:
+    """A descriptor of a file, or of another process's memory.
+
+    Raises:
+        OSError: there is none of this name.
+    """
+    return os.open(name, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+
+
+def name_of(fd: int) -> str:
+    """The name by which other processes open this descriptor while this process has it open. Linux."""
+    return f"/proc/{os.getpid()}/fd/{fd}"
+
+
+def open_nameless(label: str) -> tuple[int, str]:
+    """New memory, and the name by which other processes open it while this process has it open.
+
+    Where the system has no such names, the memory is a temporary file (see `Opened`). Only this user can open it.
+    """
+    if HAS_LINKS:
+        backend = chosen_backend()
+        fd, _ = open_memory(f"{PREFIX}-{label}", None if backend == "named" else backend)
+        os.fchmod(fd, 0o600)
+        return fd, name_of(fd)
+    return tempfile.mkstemp(prefix=f"{PREFIX}-{label}-")
+
+
+def is_private(found: os.stat_result) -> bool:
+    """Whether a file belongs to this user, and no other user may write to it."""
+    return sys.platform == "win32" or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
+
+
+class Opened:
+    """A descriptor that is closed with this object, and its mapping. A temporary file is deleted with it.
+
+    Args:
+        fd: taken over.
+        name: see `open_nameless`.
+        is_temporary: the name is that of a temporary file of this process.
+
+    Attributes:
+        path: of a cache: its file, or None if it is in memory, which ends with its processes.
+    """
+
+    path: str | None = ""
+
+    def __init__(self, fd: int, name: str, is_temporary: bool) -> None:
+        self.fd, self.name = fd, name
+        weakref.finalize(self, close_locked, fd).atexit = False  # at the end of the program the system closes it
+        if is_temporary and not name.startswith("/proc/"):
+            weakref.finalize(self, _remove, name, os.getpid())
+
+    def map(self, nbytes: int) -> Array:
+        """The first bytes, over the shared memory."""
+        return np.frombuffer(mmap.mmap(self.fd, nbytes, **MAP_OPTIONS), np.uint8)
+
+
+def _remove(name: str, pid: int) -> None:
+    if pid == os.getpid():  # not in a forked child
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+
+
+Found = TypeVar("Found")
+
+
+def links_of(label: str) -> Iterator[str]:
+    """By which names this process can open what processes of this user hold under a label."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            if os.stat(f"/proc/{pid}").st_uid == os.getuid():
+                for number in os.listdir(f"/proc/{pid}/fd"):
+                    with contextlib.suppress(OSError):
+                        if label in os.readlink(name := f"/proc/{pid}/fd/{number}"):
+                            yield name
+
+
+def meet(
+    label: str,
+    join: Callable[[int], Found | None],
+    make: Callable[[str], Found],
+    waiting: Callable[[int, int], object] = lambda seconds, pid: None,
+) -> Found:
+    """What another process of this user holds under a label, or else what this one makes.
+
+    Args:
+        label: a word.
+        join: gets a descriptor of memory that only this user can write to, and takes it over; None: it is not what was
+            looked for.
+        make: makes memory of this label. It is called by one process at a time.
+        waiting: see `locks.alone`.
+
+    Raises:
+        What ``make`` raises. The next process then calls its own.
+
+    Example:
+        >>> def make(label):
+        ...     return Opened(*open_nameless(label), is_temporary=True)
+        >>> one = meet("doctest", lambda fd: None, make)
+        >>> other = meet("doctest", lambda fd: Opened(fd, name_of(fd), is_temporary=False), make)
+        >>> os.path.sameopenfile(one.fd, other.fd)
+        True
+    """
+    if not HAS_LINKS:
+        return make(label)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # in a sandbox without sockets, two processes may make it
+            stack.enter_context(alone(f"{PREFIX}-{label}-{os.getuid()}", waiting))
+        for name in links_of(label):
+            try:
+                fd, found = open_named(name), None
+            except OSError:  # its process has ended
+                continue
+            try:
+                if is_private(os.fstat(fd)) and (found := join(fd)) is not None:
+                    return found
+            finally:
+                if found is None:
+                    close_locked(fd)
+        return make(label)

@@ -21,7 +21,7 @@ from sharded_loader.batching.default import JOINABLE, Batchify, stack_arrays
 from sharded_loader.batching.protocol import BatchifyError, Empty, assembler
 from sharded_loader.batching.tree import TensorBatch, dtype_of, is_plain, stack_tensors, to_torch, torch_has
 from sharded_loader.caching.dataset import StoredDataset
-from sharded_loader.caching.flat import fits_columns
+from sharded_loader.caching.store import fits_columns
 from sharded_loader.data.bulk import NOT_IN_BULK, Gather, as_bulk, part_of
 
 _NUMBERS = {int: np.dtype(np.int64), float: np.dtype(np.float64), bool: np.dtype(bool)}
@@ -102,7 +102,7 @@ def _stacked(column: Sequence[Any], types: set[type], empty: Empty) -> Any:
 
 
 def _is_collated(node: Any) -> bool:
-    """Whether torch's function makes of samples of this structure (`caching.flat`) what their columns are."""
+    """Whether torch's function makes of samples of this structure (`caching.store`) what their columns are."""
     if type(node) is not list:
         return False
     kind, first, *rest = node

@@ -29,7 +29,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
@@ -42,14 +42,9 @@ from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import tell_epoch
 from sharded_loader.data.inspection import is_indexed, is_stateful, iterable_of, known_parts, takes_two, this_worker
-from sharded_loader.mixing.schedule import Plan
+from sharded_loader.mixing.schedule import ALL, EACH, FIRST, Plan
 from sharded_loader.randomness import rng
 from sharded_loader.randomness.shuffle import shuffled
-
-FIRST: Final = "first_exhausted"
-ALL: Final = "all_exhausted"
-EACH: Final = "each_once"
-"""Where a mixture ends: see `interleave`."""
 
 # -- one dataset -------------------------------------------------------------------------------------------------------
 
@@ -58,25 +53,21 @@ def check_source(dataset: Any, name: str) -> Any:
     """One of the datasets. What can be read neither by index nor again and again is rejected."""
     kind = type(dataset)
     refuse_class(name, dataset)
-    if isinstance(dataset, (str, bytes)):
-        raise TypeError(f"{name} is {an(kind)}, not a dataset: give what it names, or list(text) for its items")
-    if is_indexed(dataset):
-        return check_dataset(dataset, "interleave")
     torchs = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", ())
     starts_again = isinstance(dataset, torchs) or hasattr(kind, "set_epoch") or hasattr(kind, "state_dict")
-    if hasattr(kind, "__next__") and not starts_again:
-        raise TypeError(
-            f"{name} is {an(kind)}, which can be read only once: give a function that makes a new one, "
-            "or an object whose __iter__ begins again"
-        )
-    if isinstance(dataset, Set):
-        raise TypeError(f"{name} is {an(kind)}, whose order is not defined: give sorted(dataset)")
-    if not hasattr(kind, "__iter__") and not callable(dataset):
-        raise TypeError(
-            f"{name} is {an(kind)}, which cannot be read: give an object with __getitem__ and __len__, one with "
-            "__iter__, or a function that returns an iterator"
-        )
-    return dataset
+    if isinstance(dataset, (str, bytes)):
+        why = "not a dataset: give what it names, or list(text) for its items"
+    elif is_indexed(dataset):
+        return check_dataset(dataset, "interleave")
+    elif hasattr(kind, "__next__") and not starts_again:
+        why = "which can be read only once: give a function that makes a new one, or an object that begins again"
+    elif isinstance(dataset, Set):
+        why = "whose order is not defined: give sorted(dataset)"
+    elif not hasattr(kind, "__iter__") and not callable(dataset):
+        why = "which cannot be read: give one with __getitem__ and __len__, or __iter__, or a generator function"
+    else:
+        return dataset
+    raise TypeError(f"{name} is {an(kind)}, {why}")
 
 
 def no_samples(name: str, dataset: object, passes: int = 0) -> ValueError:
@@ -210,18 +201,17 @@ class Source:
 class InOrder:
     """Base class of iterable data that torch's DataLoader takes as an IterableDataset: it asks ``isinstance``."""
 
-    _inside: Sequence[object] = ()
+    num_shards: int
+    """The smallest number of shards of the iterable data inside. Missing where none has any."""
 
-    def __init__(self) -> None:
-        call_after_import("torch.utils.data", _tell_torch)
+    def __init__(self, inside: Sequence[Any], iterable: Iterable[Any]) -> None:
+        self._inside = inside
+        shards = [number for number in map(known_parts, iterable) if number is not None]
+        if shards:
+            self.num_shards = min(shards)
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state)
-        call_after_import("torch.utils.data", _tell_torch)
 
-
-def _tell_torch() -> None:
-    sys.modules["torch.utils.data"].IterableDataset.register(InOrder)
+call_after_import("torch.utils.data", lambda: sys.modules["torch.utils.data"].IterableDataset.register(InOrder))
 
 
 # -- mixed -------------------------------------------------------------------------------------------------------------
@@ -246,25 +236,14 @@ class _MixPosition:
 
 
 class InterleavedIterable(InOrder):
-    """Datasets that are read in order, mixed by a schedule; made by `interleave`.
-
-    Attributes:
-        num_shards: the smallest number of shards of the datasets. Missing where none has any.
-    """
-
-    num_shards: int
+    """Datasets that are read in order, mixed by a schedule; made by `interleave`."""
 
     def __init__(self, datasets: Sequence[Any], schedule: Plan, stop: str | int) -> None:
-        self._inside = self._datasets = datasets
+        super().__init__(datasets, (one for one in map(datasets.__getitem__, schedule.sources) if not is_indexed(one)))
         self._schedule, self._stop = schedule, stop
         self._epoch: object = 0
         self._loaded: _MixPosition | None = None  # where the next iteration begins
         self._last: _Iteration | None = None  # the one that began or yielded last
-        iterable = [dataset for dataset in map(datasets.__getitem__, schedule.sources) if not is_indexed(dataset)]
-        shards = [number for number in map(known_parts, iterable) if number is not None]
-        if shards:
-            self.num_shards = min(shards)
-        super().__init__()
 
     def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"_last": None}  # iterators cannot be copied: a copy starts at the beginning
@@ -274,7 +253,7 @@ class InterleavedIterable(InOrder):
         begin, self._loaded = self._loaded or self._beginning(), None
         schedule, stop = self._schedule, self._stop
         counts_all = not schedule.is_fixed or isinstance(stop, int)
-        self._last = reading = _Iteration(begin, self._datasets, schedule.sources, counts_all)
+        self._last = reading = _Iteration(begin, self._inside, schedule.sources, counts_all)
         while not isinstance(stop, int) or reading.place < stop:
             source = reading.sources[schedule.owner(reading.position, reading.place)]
             has_dropped_out = stop == EACH and source.passes
@@ -297,7 +276,7 @@ class InterleavedIterable(InOrder):
 
     def set_epoch(self, epoch: Any) -> None:
         """Pass the epoch on to the datasets. A position stays if it is in this epoch."""
-        for dataset in self._datasets:
+        for dataset in self._inside:
             tell_epoch(dataset, epoch)
         if epoch != self._epoch:
             self._epoch, self._loaded, self._last = epoch, None, None
@@ -336,7 +315,7 @@ class InterleavedIterable(InOrder):
         return _MixPosition(schedule.step, tuple(schedule.weights), schedule.seed, self._stop, self._epoch, 0, sources)
 
     def __repr__(self) -> str:
-        return f"interleave({brief(self._datasets)}, weights={brief(self._schedule.weights)}, stop={self._stop!r})"
+        return f"interleave({brief(self._inside)}, weights={brief(self._schedule.weights)}, stop={self._stop!r})"
 
 
 class _Iteration:
@@ -396,9 +375,6 @@ class ShuffleBuffer(InOrder):
         size: the number of samples in the buffer.
         seed: with the epoch and the number of the part, it decides the order.
 
-    Attributes:
-        num_shards: of the dataset. Missing where it has none.
-
     Raises:
         TypeError: ``dataset`` can be read only once, or not at all.
         ValueError: ``size`` is below 1.
@@ -418,17 +394,12 @@ class ShuffleBuffer(InOrder):
     Source of the idea: ``tf.data.Dataset.shuffle``; the block shuffle of Mosaic's streaming datasets (``py1b``).
     """
 
-    num_shards: int
-
     def __init__(self, dataset: Any, size: int, seed: int = 0) -> None:
         self._dataset = check_source(dataset, _BUFFERED)
-        self._inside = (self._dataset,)
+        super().__init__((dataset,), (dataset,))
         self.size = check_int("size", size, 1, "give the number of samples in the buffer")
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer")
         self.epoch = 0
-        if (shards := known_parts(dataset)) is not None:
-            self.num_shards = shards
-        super().__init__()
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iterator begin this epoch. The dataset is told, if it has ``set_epoch``."""

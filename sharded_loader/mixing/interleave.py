@@ -23,9 +23,7 @@ from __future__ import annotations
 
 import json
 import math
-import operator
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
 from functools import partial
 from typing import Any, NoReturn
 
@@ -37,17 +35,8 @@ from sharded_loader.batching.protocol import Array
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
 from sharded_loader.data.datasets import ConcatDataset, Dataset, Mixture, mixture_of, tell_epoch
 from sharded_loader.data.inspection import is_indexed
-from sharded_loader.mixing.in_order import (
-    ALL,
-    EACH,
-    FIRST,
-    InOrder,
-    InterleavedIterable,
-    check_source,
-    name_of_source,
-    no_samples,
-)
-from sharded_loader.mixing.schedule import FAR, Plan, changes_of, whole_numbers
+from sharded_loader.mixing import in_order
+from sharded_loader.mixing.schedule import ALL, EACH, FAR, FIRST, Plan, changes_of, whole_numbers
 from sharded_loader.randomness.shuffle import Bijections
 from sharded_loader.sampling.own import IndexSampler
 from sharded_loader.sampling.state import WEIGHTS_SET
@@ -138,16 +127,10 @@ def interleave(
         )
     if not isinstance(shuffle, (bool, np.bool_)):
         raise TypeError(f"interleave(shuffle={shuffle!r}): give True or False")
-    try:
-        seed = operator.index(seed)
-    except TypeError:
-        raise TypeError(f"interleave(seed={seed!r}): give an int") from None
-    kind = type(datasets)
-    torchs = getattr(sys.modules.get("torch.utils.data"), "Dataset", ())
-    is_one = isinstance(datasets, (str, bytes, Mapping, Dataset, InOrder, torchs))
-    if is_one or hasattr(datasets, "__array__") or not isinstance(datasets, Iterable):
-        raise TypeError(f"interleave needs a list of datasets, not {an(kind)}: interleave([first, second])")
-    given = [check_source(dataset, name_of_source(number)) for number, dataset in enumerate(datasets)]
+    seed = check_int("seed", seed, -math.inf, "give an int")
+    if not isinstance(datasets, (list, tuple, Iterator, ValuesView)):
+        raise TypeError(f"interleave needs a list of datasets, not {an(type(datasets))}: interleave([first, second])")
+    given = [in_order.check_source(dataset, in_order.name_of_source(number)) for number, dataset in enumerate(datasets)]
     if not given:
         raise ValueError("interleave was given no datasets: give at least one")
     changes, level, indexed = changes_of(weights, len(given)), max(map(_levels, given)), list(map(is_indexed, given))
@@ -158,7 +141,7 @@ def interleave(
             "and each_once with a schedule, need datasets that are read by index. Shuffle that dataset itself"
         )
     if not all(indexed):
-        return InterleavedIterable(given, Plan(changes, seed, level), stop)
+        return in_order.InterleavedIterable(given, Plan(changes, seed, level), stop)
     is_read = [any(change.weights[number] for change in changes) for number in range(len(given))]
     sizes = [len(one) if read else 0 for one, read in zip(given, is_read, strict=True)] if stop == EACH else None
     return (ShuffledDataset if shuffle else InterleavedDataset)(given, Plan(changes, seed, level, sizes), stop)
@@ -166,8 +149,8 @@ def interleave(
 
 def _levels(dataset: object) -> int:
     """How many mixtures lie within each other in a dataset."""
-    own = isinstance(dataset, (InterleavedDataset, InterleavedIterable))
-    inside = dataset._inside if isinstance(dataset, (Dataset, InOrder)) else ()
+    own = isinstance(dataset, (InterleavedDataset, in_order.InterleavedIterable))
+    inside = dataset._inside if isinstance(dataset, (Dataset, in_order.InOrder)) else ()
     return own + max(map(_levels, inside), default=0)
 
 
@@ -194,7 +177,7 @@ class InterleavedDataset(Mixture):
         sizes = list(map(len, parts))
         for number, part, size in zip(schedule.sources, parts, sizes, strict=True):
             if not size:
-                raise no_samples(name_of_source(number), part)
+                raise in_order.no_samples(in_order.name_of_source(number), part)
         self._dataset = ConcatDataset(parts)
         self.schedule = self._schedule = schedule
         self.stop, self.number = stop, len(datasets)

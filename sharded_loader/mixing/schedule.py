@@ -46,6 +46,11 @@ from sharded_loader.data.bulk import Int64s
 from sharded_loader.data.splits import apportioned
 from sharded_loader.randomness.rng import philox
 
+FIRST = "first_exhausted"
+ALL = "all_exhausted"
+EACH = "each_once"
+"""Where a mixture ends: see `interleave`."""
+
 MOST = 65_536
 """The largest sum of the whole numbers. So the shortest interval has 65,536 of the 2^32 numbers."""
 
@@ -89,13 +94,10 @@ def whole_numbers(weights: Any, count: int, name: str = "interleave", place: str
     """
     if weights is None:
         weights = [1] * count
-    wrong = ValueError(f"{name}(weights={weights!r}){place}: give a list of finite numbers of 0 or more")
     try:
         found = [_fraction(weight) for weight in weights]
     except (TypeError, ValueError, OverflowError):
-        raise wrong from None
-    if any(weight < 0 for weight in found):
-        raise wrong
+        raise ValueError(f"{name}(weights={weights!r}){place}: give a list of finite numbers of 0 or more") from None
     if len(found) != count:
         raise ValueError(f"{name}: {len(found)} weights for {count} datasets{place}: give one weight per dataset")
     positive = sum(map(bool, found))
@@ -106,7 +108,15 @@ def whole_numbers(weights: Any, count: int, name: str = "interleave", place: str
     total = sum(found)
     shares = [weight / total for weight in found]
     period = math.lcm(*(share.denominator for share in shares))
-    return [int(share * period) for share in shares] if period <= MOST else _rounded(shares)
+    if period <= MOST:
+        return [int(share * period) for share in shares]
+    counts = apportioned(MOST, [share * MOST for share in shares])  # ties go to the earlier source
+    for i, share in enumerate(shares):
+        if share and not counts[i]:  # a source with a weight is read, however rarely
+            counts[counts.index(max(counts))] -= 1
+            counts[i] = 1
+    common = math.gcd(*counts)
+    return [count // common for count in counts]
 
 
 class Change(NamedTuple):
@@ -152,19 +162,10 @@ def _fraction(weight: Any) -> Fraction:
     if isinstance(weight, (str, bytes)):
         raise TypeError
     exact = Fraction(weight if isinstance(weight, (int, Fraction, Decimal)) else float(weight))
+    if exact < 0:
+        raise ValueError
     near = exact.limit_denominator(MOST)
     return near if abs(near - exact) * 2**50 <= exact else exact  # not further than some roundings of a float
-
-
-def _rounded(shares: list[Fraction]) -> list[int]:
-    """Shares as 65,536ths, by largest remainder; ties go to the earlier source."""
-    counts = apportioned(MOST, [share * MOST for share in shares])
-    for i, share in enumerate(shares):
-        if share and not counts[i]:  # a source with a weight is read, however rarely
-            counts[counts.index(max(counts))] -= 1
-            counts[i] = 1
-    common = math.gcd(*counts)
-    return [count // common for count in counts]
 
 
 class Schedule:

@@ -62,8 +62,7 @@ def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool 
     for shape, axis in shapes:
         if not -len(shape) <= axis < len(shape):
             raise ValueError(f"data with shape {shape} has no axis {batch_axis}: choose another batch_axis")
-    size = shapes[0][0][shapes[0][1]]
-    for shape, axis in shapes:
+        size = shapes[0][0][shapes[0][1]]
         if shape[axis] != size:
             raise ValueError(
                 f"parts of the batch have different lengths along axis {batch_axis}: shapes {shapes[0][0]} and "
@@ -72,8 +71,7 @@ def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool 
     if even_split and size % num_slice:
         raise ValueError(
             f"data with shape {shapes[0][0]} cannot be evenly split into {num_slice} slices along axis {batch_axis}. "
-            f"Use a batch size that's multiple of {num_slice} or set even_split=False to allow uneven partitioning "
-            "of data."
+            f"Use a batch size that's multiple of {num_slice} or set even_split=False to allow uneven parts."
         )
     each, larger = divmod(size, num_slice)
     bounds = [each * i + min(i, larger) for i in range(num_slice + 1)]
@@ -105,9 +103,7 @@ def _row_shapes(tree: object, axis: int) -> Iterator[tuple[tuple[int, ...], int]
 
 
 def _slice_rows(tree: object, begin: int, end: int, axis: int) -> object:
-    if isinstance(tree, torch.Tensor):
-        return tree.narrow(axis, begin, end - begin)
-    if isinstance(tree, np.ndarray):  # of strings or dates, which torch lacks
+    if isinstance(tree, (torch.Tensor, np.ndarray)):  # arrays of strings or dates, which torch lacks
         return tree[(slice(None),) * (axis % tree.ndim) + (slice(begin, end),)]
     if _is_row_list(tree):
         return tree[begin:end]

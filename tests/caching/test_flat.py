@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.caching.flat import batched, fits_columns, flat, text_of, unflatten
+from sharded_loader.caching.store import batched, fits_columns, flat, text_of, unflatten
 
 Point = namedtuple("Point", "x y")
 

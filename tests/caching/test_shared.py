@@ -21,8 +21,8 @@ import torch
 from conftest import METHODS, POOLS, covering, make_pool, until
 
 from sharded_loader import ArrayDataset, LoaderWarning, PackedList, ShardedDataLoader, SimpleDataset, share
-from sharded_loader.caching import rendezvous, shared
-from sharded_loader.caching.rendezvous import links_of
+from sharded_loader.caching import shared
+from sharded_loader.caching.shared import links_of
 from sharded_loader.data.inspection import exact
 from sharded_loader.memory.publish import SHARED, publish
 
@@ -381,7 +381,7 @@ def test_a_dropped_dataset_is_built_again(key: str) -> None:
 def test_without_proc_each_process_builds_and_leaves_nothing(
     key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(rendezvous, "HAS_LINKS", False)
+    monkeypatch.setattr(shared, "HAS_LINKS", False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     first = share(data, key)
     assert bytes_of(first) < 15_000 and len(os.listdir(tmp_path)) == 1  # spawned workers map the file

@@ -33,7 +33,7 @@ from sharded_loader import (
     sample_seed,
 )
 from sharded_loader.base.limits import Limit
-from sharded_loader.caching import rendezvous, store
+from sharded_loader.caching import shared, store
 from sharded_loader.caching.dataset import StoredDataset
 from sharded_loader.data.bulk import NOT_IN_BULK, as_bulk
 from sharded_loader.data.datasets import SubsetDataset, counts_of
@@ -425,24 +425,24 @@ def test_a_copy_that_outlives_the_memory_reads_uncached(tmp_path: Path) -> None:
     pickled = pickle.dumps(cached)
     del cached
     again = pickle.loads(pickled)
-    assert again[3] == KINDS["ragged"](3) and again.cached == 0 and again.counts == (0, 0, 0)
+    assert again[3] == KINDS["ragged"](3) and again.cached == 0 and again.counts == (0, 1, 0)
     assert "StoredDataset" not in repr(again)
 
 
 def test_a_program_may_end_with_a_cache(tmp_path: Path) -> None:
     """The interpreter clears modules before the last objects: here what the lock of files is made of."""
     program = (
-        "from sharded_loader import SimpleDataset\nfrom sharded_loader.caching import rendezvous\n"
+        "from sharded_loader import SimpleDataset\nfrom sharded_loader.caching import locks\n"
         f"caches = [SimpleDataset([1, 2]).cache(99), SimpleDataset([1]).cache(path={str(tmp_path / 'it')!r})]\n"
-        "print(caches[0][1])\nrendezvous._file_lock = None\n"
+        "print(caches[0][1])\nlocks._file_lock = None\n"
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("2\n", "")
 
 
 def test_without_proc_the_memory_is_a_file_that_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(rendezvous, "HAS_LINKS", False)
-    monkeypatch.setattr(rendezvous.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(shared, "HAS_LINKS", False)
+    monkeypatch.setattr(shared.tempfile, "tempdir", str(tmp_path))
     cached = SimpleDataset(Files("tuple")).cache("1 MB")
     assert len(os.listdir(tmp_path)) == 2
     again = pickle.loads(pickle.dumps(cached))

@@ -20,7 +20,7 @@ from conftest import until
 
 from sharded_loader import CacheMismatchError, SimpleDataset
 from sharded_loader.base.system import JOB, job_of_ranks
-from sharded_loader.caching.rendezvous import HAS_LINKS, links_of
+from sharded_loader.caching.shared import HAS_LINKS, links_of
 
 pytestmark = pytest.mark.skipif(not HAS_LINKS, reason="elsewhere each rank has its own")
 

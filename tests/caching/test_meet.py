@@ -16,8 +16,9 @@ import pytest
 
 from sharded_loader.base import system
 from sharded_loader.base.system import PREFIX
-from sharded_loader.caching import rendezvous
-from sharded_loader.caching.rendezvous import Opened, alone, links_of, meet, name_of, open_nameless
+from sharded_loader.caching import shared
+from sharded_loader.caching.locks import alone
+from sharded_loader.caching.shared import Opened, links_of, meet, name_of, open_nameless
 
 LINUX_HERE = os.path.isdir("/proc/self/fd")
 LINUX = pytest.mark.skipif(not LINUX_HERE, reason="elsewhere each process makes its own")
@@ -253,7 +254,7 @@ def test_where_processes_cannot_meet_each_makes_its_own(monkeypatch: pytest.Monk
     if what == "socket":
         monkeypatch.setattr(system.socket, "socket", deny)
     else:
-        monkeypatch.setattr(rendezvous, "HAS_LINKS", False)
+        monkeypatch.setattr(shared, "HAS_LINKS", False)
     for _ in range(2):
         assert os.pread(meet(label, join, make).fd, 5, 0) == b"made\n"
 
