@@ -324,11 +324,10 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> DataLoader(range(10), batch_size=4).batch(epoch=2, step=1)
             tensor([4, 5, 6, 7])
         """
-        steps, devices = self._known_steps, find_devices(self.device, self.devices)[0]
+        steps, (devices, sharded) = self._known_steps, find_devices(self.device, self.devices)
         placement = as_collated(None) if devices is None else self._memory.placement(devices)
         placement.check_not_capturing()
-        job = replace(steps.job, keeps_state=False)
-        split = make_split(*find_devices(self.device, self.devices), self.num_shards)
+        job, split = replace(steps.job, keeps_state=False), make_split(devices, sharded, self.num_shards)
         task = split.sharded(Task(0, step, epoch, step, (steps.samples_of(epoch, step),), False))
         with steps.in_epoch(epoch), seeded_as_worker(job.seed, task):
             result = reader_for(job, readers=0).read(task)
