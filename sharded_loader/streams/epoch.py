@@ -41,7 +41,7 @@ class SharedParts:
         begun: the openings of the epochs that an iterator goes on with. Workers close the parts of older ones.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self.dataset = dataset
         self.reached: dict[int, PartPoint] = {}
         self.begun: dict[weakref.ref[StreamEpoch], int] = {}
