@@ -28,25 +28,25 @@ from sharded_loader.base.entries import anything, parsed, read_entry
 from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.private import rebuilt_by_accelerate, refuse_skipping
 from sharded_loader.data.columns import as_dataset
-from sharded_loader.data.known import fingerprint_of, warn_of_other_data
+from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.data.seeding import told_in
 from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in import iterator as drop_in
 from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, LoaderState, TorchProgress, TorchSteps
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
-from sharded_loader.engine.messages import NOTHING, OnError, Task
+from sharded_loader.engine.messages import NOTHING, ErrorAction, Task
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.run import Entry
 from sharded_loader.instruments.auto import Tuner
 from sharded_loader.instruments.report import Instruments
 from sharded_loader.instruments.stats import Meter
-from sharded_loader.loader.arguments import check_max_skipped, length, make_split, number_of_workers
-from sharded_loader.loader.iterator import Batch
+from sharded_loader.loader.arguments import INSTEAD, action_and_limit, length, make_split, number_of_workers
 from sharded_loader.loader.lookup import shown_indices
+from sharded_loader.loader.options import Batch, OnError
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
 from sharded_loader.sampling.base import nested, tell_epoch
-from sharded_loader.sampling.foreign import len_epoch
-from sharded_loader.sampling.order import text_if_ranks_repeat, warn_of_done_steps
+from sharded_loader.sampling.foreign import len_epoch, text_if_ranks_repeat
+from sharded_loader.sampling.order import warn_of_done_steps
 from sharded_loader.sampling.state import steps_to_skip
 from sharded_loader.sampling.tables import StepCount, check_skip, merged
 from sharded_loader.streams.order import NO_SKIP
@@ -74,9 +74,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         seed: A seed for the order of ``shuffle=True``, for `sample_rng`, and for the global generators, which workers
             seed for each batch. With it, nothing depends on the number of workers. None: as in torch.
         on_error: What to do with a sample that cannot be read: ``"raise"``, ``"skip"``, ``"replace"`` or a function;
-            see `ShardedDataLoader`.
-        max_skipped: The number of samples that ``on_error`` may skip or replace in each epoch. One more raises
-            `TooManySkippedError`. None: any number.
+            see `ShardedDataLoader`. `OnError` limits how many samples.
         device: The device that the loader copies each batch to.
         devices, num_shards: Several devices, or the number of shards. Each batch is then a list of shards; see
             `ShardedDataLoader`.
@@ -129,8 +127,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         pin_memory_device: str = "",
         in_order: bool = True,
         seed: int | None = None,
-        on_error: OnError = "raise",
-        max_skipped: int | None = None,
+        on_error: ErrorAction | OnError = "raise",
         device: Any = None,
         devices: Any = None,
         num_shards: int | None = None,
@@ -144,13 +141,12 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         snapshot_every_n_steps: int = 1,
         **unknown: NoReturn,
     ) -> None:
-        refuse_arguments("DataLoader", unknown, type(self).__init__)
+        refuse_arguments("DataLoader", unknown, type(self).__init__, {"max_skipped": INSTEAD["max_skipped"]})
         if not hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):  # an array that has a shape
             dataset = as_dataset(dataset, "DataLoader", needs_length=sampler is None and batch_sampler is None)
         is_auto, workers = number_of_workers(num_workers)
         self.seed, self.on_error = seed, on_error
-        self.max_skipped = check_max_skipped(max_skipped, on_error)
-        self._meter = Meter(dataset, self.max_skipped)
+        self._meter = Meter(dataset, action_and_limit(on_error)[1])
         self._tuner = Tuner().follow(self._meter) if is_auto else None  # it finds the number of workers
         self.device, self.devices, self.num_shards = device, devices, num_shards
         self.start_method, self.thread_pool = start_method, thread_pool
@@ -461,7 +457,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         """The arguments. Workers and positions stay here."""
         if "_meter" not in self.__dict__:  # made by ``__new__`` alone
             return self.__dict__
-        meter = Meter(self.dataset, self.max_skipped)
+        meter = Meter(self.dataset, action_and_limit(self.on_error)[1])
         own = {"_meter": meter, "_tuner": self._tuner and Tuner().follow(meter), "_memory": DeviceMemory()}
         return {**self.__dict__, **own, "_iterator": None, "_progress": copy.copy(self._progress)}
 

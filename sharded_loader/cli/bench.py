@@ -1,31 +1,31 @@
 """``sharded-loader bench module:dataset``: which pool, and how many workers, for the user's own dataset?
 
-    target.find_dataset --> find_workers, for each pool --> measure --> a table, recommend
+    target.find_dataset --> measure, for each pool --> a table, recommend
     output.cores_of_others, before it --> a line, if other programs disturb the measurement
 
-    find_workers(pool, seconds, arguments) -> the number that ``num_workers="auto"`` finds without a training step
-    measure(rows, seconds, arguments, on_turn) -> the rows with their speeds
+    measure(pool, seconds, arguments) -> a row: the number of workers that ``num_workers="auto"`` finds, and its speed
     recommend(rows) -> one sentence, a pure function
 
-Rounds are interleaved: every row is measured once, then every row again. So a disturbance of the machine hits all rows
-alike. Each turn has a new loader. Its first batches are not counted: workers start, and fill what is prefetched. A turn
-measures at least as many batches as it has workers, even if that takes longer than asked for.
+A row is measured in rounds, when the number has been found: workers have started then, and have filled what is
+prefetched. A round measures at least as many batches as there are workers, even if that takes longer than asked for.
 
-`measure` owns one loader at a time and closes it. What can go wrong: the dataset raises. In the main process that ends
-the measurement; with workers it ends only that row, unless every row fails.
+`measure` owns one loader and closes it. What can go wrong: the dataset raises. In the main process that ends the
+measurement; with workers it ends only that row, unless every row fails.
 
 Exit code 0; 1 if a row failed, which is said below the table; 2 if the dataset cannot be found or read.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from warnings import catch_warnings, simplefilter
 
 import click
@@ -33,8 +33,11 @@ import click
 from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.base.notices import LoaderWarning
 from sharded_loader.cli import output
-from sharded_loader.cli.output import CannotRun, Steps, busy_text, complain, cores_of_others
+from sharded_loader.cli.output import CannotRun, Steps, cores_of_others
 from sharded_loader.cli.target import find_dataset, find_function, kind_of, say_error
+
+if TYPE_CHECKING:
+    from sharded_loader import ShardedDataLoader
 
 ROUNDS = 5
 """Of three rounds on a busy machine, the median is often a disturbed one."""
@@ -42,7 +45,7 @@ ROUNDS = 5
 WORTH = 1.2
 """Workers are worth their memory if they read this many times as fast as the main process."""
 
-_ARGUMENTS = {"process": "", "thread": ", thread_pool=True", "ray": ', pool="ray"'}
+POOLS = {"inline": "", "process": "", "thread": ", thread_pool=True", "ray": ', pool="ray"'}
 """Arguments of the loader that choose a pool, beside ``num_workers``."""
 
 
@@ -50,79 +53,63 @@ _ARGUMENTS = {"process": "", "thread": ", thread_pool=True", "ray": ', pool="ray
 @click.argument("dataset", metavar="MODULE:DATASET")
 @click.option("--batch-size", type=click.IntRange(1), default=64, help="Samples per batch.")
 @click.option("--collate", metavar="MODULE:FUNCTION", help="Your collate function. Default: the loader's own.")
-@click.option(
-    "--seconds",
-    type=click.FloatRange(0, min_open=True),
-    default=3.0,
-    help="Time for each row of the table. To find its number of workers takes five times as long.",
-)
+@click.option("--seconds", type=click.FloatRange(0, min_open=True), default=3.0, help="Time for a row of the table.")
 @click.option("--pools", default="inline,thread,process", metavar="LIST", help="inline is the main process.")
 @click.option("--shuffle/--no-shuffle", default=None, help="Read in random order. Default: random if possible.")
 @output.json_option
 @output.quiet_option
-def bench(
-    dataset: str,
-    batch_size: int,
-    collate: str | None,
-    seconds: float,
-    pools: str,
-    shuffle: bool | None,
-    as_json: bool,
-    quiet: bool,
-) -> int:
+def bench(dataset: str, collate: str | None, pools: str, as_json: bool, quiet: bool, **options: Any) -> int:
     """Measure how fast your dataset is read: inline, by threads and by processes.
 
-    ``num_workers="auto"`` finds how many workers are measured.
+    ``num_workers="auto"`` finds how many workers are measured: this takes five times as long as the row itself.
 
     MODULE:DATASET is an object in a module, or path/to/file.py:DATASET. DATASET is a dataset, or a function that takes
     no arguments and returns one. Datasets with only __iter__ work too.
     """
     from sharded_loader.data.inspection import is_stream
 
-    listed = sorted(dict.fromkeys(pools.split(",")), key=lambda pool: pool != "inline")
-    if unknown := {*listed} - {"inline", *_ARGUMENTS}:
-        raise CannotRun(f"{min(unknown)!r} is not a pool: choose from {', '.join(['inline', *_ARGUMENTS])}")
-    data = find_dataset(dataset)
-    if is_stream(data) and shuffle:
+    listed = sorted(dict.fromkeys(pools.split(",")), key="inline".__ne__)
+    if unknown := {*listed} - {*POOLS}:
+        raise CannotRun(f"{min(unknown)!r} is not a pool: choose from {', '.join(POOLS)}")
+    data, seconds = find_dataset(dataset), options.pop("seconds")
+    if is_stream(data) and options["shuffle"]:
         raise CannotRun(f"{dataset} has only __iter__ and comes in its own order: leave out --shuffle")
-    shuffle = not is_stream(data) if shuffle is None else shuffle
-    arguments: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle}
-    asked = {"dataset": dataset, "kind": kind_of(data), "seconds": seconds, **arguments}
-    arguments |= {"dataset": data, "batchify_fn": None if collate is None else find_function(collate)}
+    if options["shuffle"] is None:
+        options["shuffle"] = not is_stream(data)
+    asked = {"dataset": dataset, "kind": kind_of(data), "seconds": seconds, **options}
+    options |= {"dataset": data, "batchify_fn": None if collate is None else find_function(collate)}
     if not quiet and not as_json:
-        order = "random order" if shuffle else "the dataset's own order"
-        click.echo(f"{dataset}: {asked['kind']}, in {order}; batches of {batch_size}.")
-    others, rows = cores_of_others(), []
-    with Steps("finding the number of workers", len(listed), quiet) as steps:
-        for number, pool in enumerate(listed):
-            steps.update(number, pool)
-            rows.append(Row(pool, find_workers(pool, ROUNDS * seconds, arguments)))
-    with Steps("measuring", ROUNDS * len(rows), quiet) as steps:
-        measure(rows, seconds, arguments, lambda number, row: steps.update(number, row.arguments))
+        order = "random order" if options["shuffle"] else "the dataset's own order"
+        click.echo(f"{dataset}: {asked['kind']}, in {order}; batches of {options['batch_size']}.")
+    others = cores_of_others()
+    with Steps("measuring", len(listed), quiet) as steps:
+        rows = [measure(pool, seconds, options, partial(steps.update, done, pool)) for done, pool in enumerate(listed)]
+    for row in rows:
+        if rows[0].pool == "inline" and row.error is None:
+            row.times_inline = row.samples_per_second / rows[0].samples_per_second
+    if all(row.error for row in rows):
+        raise CannotRun(f"reading the dataset failed: {rows[0].error}")
     if as_json:
         found = {"rounds": ROUNDS, "cores_of_others": others, "recommendation": recommend(rows)}
-        output.show_json(asked | found | {"rows": [asdict(row) for row in rows]})
+        click.echo(json.dumps({**asked, **found, "rows": [asdict(row) for row in rows]}, indent=2))
     else:
-        _show(rows, others)
-    failed = [row for row in rows if row.error is not None]
-    for row in failed:
-        complain(f"{row.pool} with {row.workers} workers failed: {row.error}")
-    return int(bool(failed))
-
-
-def _show(rows: list[Row], others: float) -> None:
-    cells = []
+        cells = [[row.pool, str(row.workers), *_cells_of(row)] for row in rows]
+        output.show_table(["pool", "workers", "samples/s", "ms per batch", "spread", "x inline"], cells)
+        if (busy := output.busy_text(others, os.cpu_count() or 1, cores_for_workers())) is not None:
+            click.echo(f"{busy} The figures are lower than on a quiet machine, and vary more.")
+        click.echo(recommend(rows))
     for row in rows:
-        shown = ["failed", "-", "-"]
-        if row.error is None:
-            spread = (row.highest - row.lowest) / 2 / row.samples_per_second  # half the way between the extremes
-            shown = [f"{row.samples_per_second:,.0f}", ms_text(row.ms_per_batch), f"±{spread:.0%}"]
-        times = "-" if row.times_inline is None else f"{row.times_inline:.2f}"
-        cells.append([row.pool, str(row.workers), *shown, times])
-    output.show_table(["pool", "workers", "samples/s", "ms per batch", "spread", "x inline"], cells)
-    if (busy := busy_text(others, os.cpu_count() or 1, cores_for_workers())) is not None:
-        click.echo(f"{busy} The figures are lower than on a quiet machine, and vary more.")
-    click.echo(recommend(rows))
+        if row.error is not None:
+            output.complain(f"{row.pool} with {row.workers} workers failed: {row.error}")
+    return int(any(row.error for row in rows))
+
+
+def _cells_of(row: Row) -> list[str]:
+    times = "-" if row.times_inline is None else f"{row.times_inline:.2f}"
+    if row.error is not None:
+        return ["failed", "-", "-", times]
+    spread = (row.highest - row.lowest) / 2 / row.samples_per_second  # half the way between the extremes
+    return [f"{row.samples_per_second:,.0f}", ms_text(row.ms_per_batch), f"±{spread:.0%}", times]
 
 
 # -- the measurement, without a terminal -------------------------------------------------------------------------------
@@ -141,7 +128,7 @@ class Row:
     """
 
     pool: str
-    workers: int
+    workers: int = 0
     samples_per_second: float = 0.0
     ms_per_batch: float = 0.0
     lowest: float = 0.0
@@ -152,91 +139,64 @@ class Row:
     @property
     def arguments(self) -> str:
         """Arguments of a loader that reads like this."""
-        return "inline" if self.pool == "inline" else f"num_workers={self.workers}{_ARGUMENTS[self.pool]}"
-
-
-def find_workers(pool: str, seconds: float, arguments: dict[str, Any]) -> int:
-    """The number that ``num_workers="auto"`` has found after some seconds, in a loader with these arguments.
-
-    If workers cannot read the dataset, it is the number to begin with: then `measure` says why. On a cluster of Ray it
-    is the number of cores here.
-    """
-    from sharded_loader.instruments.auto import START
-
-    if pool in ("inline", "ray"):
-        return cores_for_workers() * (pool == "ray")
-    with suppress(Exception), _loader(pool, "auto", arguments) as loader:
-        began = time.perf_counter()
-        for _ in _without_end(loader):
-            if time.perf_counter() - began >= seconds:
-                return int(loader.num_workers)
-    return START
+        return "inline" if self.pool == "inline" else f"num_workers={self.workers}{POOLS[self.pool]}"
 
 
 def measure(
-    rows: list[Row],
-    seconds: float,
-    arguments: dict[str, Any],
-    on_turn: Callable[[int, Row], object] = lambda number, row: None,
-) -> list[Row]:
-    """Measure every row in several rounds.
+    pool: Any, seconds: float, arguments: Mapping[str, Any], on_turn: Callable[[], object] = lambda: None
+) -> Row:
+    """Find the number of workers of a pool, and measure how fast it reads.
+
+    On a cluster of Ray the number is that of the cores here.
 
     Args:
-        rows: inline first. They are filled in, and returned.
-        seconds: for each row, all rounds together, without what is not counted.
+        pool: its name.
+        seconds: of all rounds together. To find the number takes five times as long.
         arguments: of the loader, without its workers.
-        on_turn: called before each turn with its number, from 0, and its row.
+        on_turn: called now and then.
 
     Raises:
-        CannotRun: the dataset raised in the main process or in every row, or it has no samples.
+        CannotRun: the dataset raised in the main process, or it has no samples.
     """
-    turns: list[list[tuple[float, float]]] = [[] for _ in rows]
-    for number in range(ROUNDS * len(rows)):
-        row = rows[number % len(rows)]
-        on_turn(number, row)
-        if row.error is not None:
-            continue
-        try:
-            turns[number % len(rows)].append(_turn(row, seconds / ROUNDS, arguments))
-        except CannotRun:
-            raise
-        except Exception as error:
-            row.error = say_error(error)
-            if row.pool == "inline" or all(one.error for one in rows):
-                raise CannotRun(f"reading the dataset failed: {row.error}") from None
-    for row, turns_of_row in zip(rows, turns, strict=True):
-        if row.error is None:
-            speeds, times = zip(*turns_of_row, strict=True)
-            row.samples_per_second, row.ms_per_batch = statistics.median(speeds), statistics.median(times)
-            row.lowest, row.highest = min(speeds), max(speeds)
-            if rows[0].pool == "inline":
-                row.times_inline = row.samples_per_second / rows[0].samples_per_second
-    return rows
-
-
-def _turn(row: Row, seconds: float, arguments: dict[str, Any]) -> tuple[float, float]:
-    """Samples per second and milliseconds per batch, of a loader with these arguments."""
-    with _loader(row.pool, row.workers, arguments) as loader:
-        batches = _without_end(loader)
-        for _ in range(1 + 2 * row.workers):
-            next(batches)
-        before, begin, count = loader.stats().samples, time.perf_counter(), 0
-        while count < max(2, row.workers) or time.perf_counter() - begin < seconds:
-            next(batches)
-            count += 1
-        took = time.perf_counter() - begin
-        return (loader.stats().samples - before) / took, 1000 * took / count
-
-
-def _loader(pool: Any, workers: Any, arguments: dict[str, Any]) -> Any:
     from sharded_loader import ShardedDataLoader
 
-    with catch_warnings():
-        simplefilter("ignore", LoaderWarning)  # about more workers than cores: these were found to be the fastest
-        return ShardedDataLoader(num_workers=workers, pool=pool, seed=0, **arguments)
+    row, turns, finds = Row(pool), list[tuple[float, float]](), pool in ("thread", "process")
+    workers: Any = "auto" if finds else cores_for_workers() * (pool == "ray")
+    try:
+        with catch_warnings():
+            simplefilter("ignore", LoaderWarning)  # about more workers than cores: they may be the fastest
+            loader = ShardedDataLoader(num_workers=workers, pool=pool, seed=0, **arguments)
+        with loader:
+            row.workers, batches = loader.num_workers, _without_end(loader)
+            for _ in range(1 + 2 * row.workers):
+                next(batches)
+            until = time.perf_counter() + ROUNDS * seconds * finds
+            while time.perf_counter() < until:
+                next(batches)
+                on_turn()
+            loader._meter.tune_at, row.workers = math.inf, loader.num_workers  # that number stays
+            for _ in range(ROUNDS):
+                on_turn()
+                before, began, count = loader.stats().samples, time.perf_counter(), 0
+                while count < max(2, row.workers) or time.perf_counter() - began < seconds / ROUNDS:
+                    next(batches)
+                    count += 1
+                took = time.perf_counter() - began
+                turns.append(((loader.stats().samples - before) / took, 1000 * took / count))
+    except CannotRun:
+        raise
+    except Exception as error:
+        row.error = say_error(error)
+        if pool == "inline":
+            raise CannotRun(f"reading the dataset failed: {row.error}") from None
+        return row
+    speeds, times = zip(*turns, strict=True)
+    row.samples_per_second, row.ms_per_batch = statistics.median(speeds), statistics.median(times)
+    row.lowest, row.highest = min(speeds), max(speeds)
+    return row
 
 
-def _without_end(loader: Any) -> Iterator[Any]:
+def _without_end(loader: ShardedDataLoader[object]) -> Iterator[object]:
     """The batches of one epoch after the other."""
     why = "it gives no samples: give a dataset that has some"
     while True:
@@ -259,9 +219,9 @@ def recommend(rows: list[Row]) -> str:
     """
     good = sorted((row for row in rows if row.error is None), key=lambda row: -row.samples_per_second)
     inline, chosen = next((row for row in good if row.pool == "inline"), None), good[0]
-    inline_ms = "" if inline is None else f"{ms_text(inline.ms_per_batch)} ms"
     if inline is not None and len(good) == 1:
-        return f"Only inline was measured, {inline_ms} per batch: add --pools inline,thread,process to compare."
+        ms = ms_text(inline.ms_per_batch)
+        return f"Only inline was measured, {ms} ms per batch: add --pools inline,thread,process to compare."
     if inline is not None and chosen.samples_per_second < WORTH * inline.samples_per_second:
         chosen = inline
     for row in good:  # the medians differ enough to matter, and the rounds too much to tell which row is faster
@@ -276,7 +236,7 @@ def recommend(rows: list[Row]) -> str:
     times = max(row.samples_per_second for row in good if row is not inline) / inline.samples_per_second
     if chosen is inline:
         return f"Inline is enough, so leave out num_workers: with workers it is at best {times:.2f} times as fast."
-    then = f"inline is enough if your training step takes far longer than {inline_ms}."
+    then = f"inline is enough if your training step takes far longer than {ms_text(inline.ms_per_batch)} ms."
     return f"Use {chosen.arguments}: {times:.1f} times as fast as inline; {then}"
 
 

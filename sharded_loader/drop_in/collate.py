@@ -20,8 +20,7 @@ import numpy as np
 
 from sharded_loader.batching.default import JOINABLE, Batchify, stack_arrays
 from sharded_loader.batching.protocol import BatchifyError, Empty, assembler
-from sharded_loader.batching.tensors import dtype_of, is_plain, stack_tensors
-from sharded_loader.batching.tree import TensorBatch, to_torch, torch_has
+from sharded_loader.batching.tree import TensorBatch, dtype_of, is_plain, stack_tensors, to_torch, torch_has
 from sharded_loader.caching.dataset import StoredDataset
 from sharded_loader.caching.flat import fits_columns
 from sharded_loader.data.bulk import NOT_IN_BULK, Gather, as_bulk, part_of

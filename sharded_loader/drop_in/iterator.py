@@ -48,8 +48,7 @@ from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.private import counted_by_fabric, fetched_by_lightning
 from sharded_loader.batching.tree import TensorBatch
-from sharded_loader.data.inspection import is_stateful
-from sharded_loader.data.known import Known
+from sharded_loader.data.inspection import Known, is_stateful
 from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.devices.names import accelerators, find_devices
 from sharded_loader.devices.pinning import Pinner
@@ -65,13 +64,12 @@ from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.run import Run
 from sharded_loader.engine.split import plain_indices
 from sharded_loader.loader import arguments
-from sharded_loader.loader.arguments import length
+from sharded_loader.loader.arguments import action_and_limit, length
 from sharded_loader.loader.epochs import Progress, warn_of_length
 from sharded_loader.loader.iterator import RunIterator, profiler_enabled
 from sharded_loader.loader.lookup import KnownSteps, in_epoch
-from sharded_loader.pools.inline import InlinePool
+from sharded_loader.pools.local import InlinePool, ThreadPool
 from sharded_loader.pools.process.pool import ArenaInUse, ProcessPool
-from sharded_loader.pools.threads import ThreadPool
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.foreign import len_epoch
 from sharded_loader.sampling.order import LEFT_OUT, step_checksum
@@ -95,8 +93,7 @@ def check_arguments(loader: Loader) -> None:
     Raises:
         ValueError, TypeError: An argument has a wrong value or type.
     """
-    arguments.check_on_error(loader.on_error)
-    arguments.check_batchify_fn(loader.collate_fn)
+    arguments.collate_function(None, loader.collate_fn)
     if loader.generator is not None and not isinstance(loader.generator, torch.Generator):
         raise TypeError(f"generator is {loader.generator!r}; it must be a torch.Generator, or give seed= (an int)")
     if loader.prefetch_factor is not None:
@@ -530,7 +527,8 @@ def job_of(loader: Loader, collate_fn: Any) -> Job:
     """What the workers of a loader read."""
     batched, seed = loader._auto_collation, int(loader.seed or 0)
     batchify = batchify_fn_of(collate_fn, batched=batched)
-    return Job(loader.dataset, batchify, seed, loader.on_error, in_bulk=batched, tells_epoch=False)
+    action, _ = action_and_limit(loader.on_error)
+    return Job(loader.dataset, batchify, seed, action, in_bulk=batched, tells_epoch=False)
 
 
 # -- the iterator ------------------------------------------------------------------------------------------------------

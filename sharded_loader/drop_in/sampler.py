@@ -52,8 +52,7 @@ from sharded_loader.data.inspection import is_stateful
 from sharded_loader.engine.epoch_requests import EpochRequest, note
 from sharded_loader.engine.messages import NOTHING, Nothing, PartBatch, PartPoint, Result, RowIndices, Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
-from sharded_loader.randomness.global_generators import seeded_globals
-from sharded_loader.randomness.rng import derive_key
+from sharded_loader.randomness.rng import derive_key, seeded_globals
 from sharded_loader.sampling import foreign
 from sharded_loader.sampling.base import Sampler, is_own, nested
 from sharded_loader.sampling.foreign import ForeignItems, known_length, loaded, rank_of

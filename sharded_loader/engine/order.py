@@ -207,7 +207,6 @@ class Order(ABC, Generic[Signature]):
 
     Attributes:
         steps: ``steps_per_epoch``.
-        replicated: the samples are shared out to ranks.
         has_seed: the loader was given a seed, or needs one that all ranks agree on.
         seed: of everything random.
         arrays: batches may be int64 arrays instead of lists, from the next epoch on.
@@ -215,7 +214,6 @@ class Order(ABC, Generic[Signature]):
         shard_costs: what each sample costs, to split a batch into shards by; None: all the same.
         batch_sampler: what the loader shows as this; None: it has none.
         given_batches: a batch sampler was given.
-        is_given: a sampler was given, which knows the indices.
         rolls_over: samples of an incomplete last batch begin the next epoch.
         drops_last: an incomplete last batch is left out.
         dataset_length: samples in the dataset, as far as the order knows.
@@ -224,11 +222,10 @@ class Order(ABC, Generic[Signature]):
         asked: ``set_epoch`` has said which epoch is next, since a state was loaded.
     """
 
-    _requests: EpochRequests  # the calls of `set_epoch` that the loader has not seen yet
     _sampler: Any = None
     batch_sampler: Any = None
     shard_costs: Any = None
-    arrays = given_batches = is_given = rolls_over = drops_last = asked = False
+    arrays = given_batches = asked = False
     max_shards: int | None = None
     dataset_length: int | None = None
     skip: tuple[tuple[int, int], ...] = ()
@@ -238,15 +235,23 @@ class Order(ABC, Generic[Signature]):
         self, last_batch: Any, num_replicas: Any = None, rank: Any = None, seed: Any = None, steps_per_epoch: Any = None
     ) -> None:
         self.steps = _check_steps(steps_per_epoch, last_batch)
-        self.replicated = num_replicas is not None or rank is not None
-        if num_replicas != "auto" or rank is not None:  # "auto" is looked up later: the process group may come up
-            num_replicas, rank = resolve_replicas(num_replicas, rank)
-        self._replicas: tuple[Any, Any] = num_replicas, rank
+        self.rolls_over: bool = last_batch == "rollover" or self.steps is not None
+        self.drops_last: bool = last_batch == "discard"
+        self._replicas: tuple[Any, Any] | None = None  # they are not shared out
+        if num_replicas is not None or rank is not None:
+            is_late = num_replicas == "auto" and rank is None  # it is looked up later: the process group may come up
+            self._replicas = (num_replicas, rank) if is_late else resolve_replicas(num_replicas, rank)
         self.has_seed = seed is not None or self.replicated
         if seed is None:
             seed = 0 if self.replicated else draw_seed()
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer, or None")
         self._next_epoch = 0
+        self._requests = EpochRequests()  # the calls of `set_epoch` that the loader has not seen yet
+
+    @property
+    def replicated(self) -> bool:
+        """Whether the samples are shared out to ranks."""
+        return self._replicas is not None
 
     @property
     def sampler(self) -> Any:
@@ -262,11 +267,11 @@ class Order(ABC, Generic[Signature]):
 
     def replicas(self) -> tuple[int, int]:
         """``(num_replicas, rank)``, as far as is known now."""
-        return resolve_replicas(*self._replicas)
+        return resolve_replicas(*(self._replicas or (None, None)))
 
     def settle_replicas(self) -> None:
         """An epoch begins: what ``"auto"`` means is not asked again."""
-        self._replicas = self.replicas()
+        self._replicas = self._replicas and self.replicas()
 
     # -- epochs ---------------------------------------------------------------------------------------------
 

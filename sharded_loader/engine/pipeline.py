@@ -392,7 +392,8 @@ class Pipeline:
                     entry = Entry(seq, None, Result(run.number, seq, planned))
                 else:
                     # Its frames lead to the iterator whose step this is, which could not go before this window does.
-                    if window or run.is_ahead:
+                    # Only the batch that this step waits for (``least``) leaves the window at once.
+                    if window or run.is_ahead or not least:
                         leave_frames(planned)
                     entry = Entry(seq, None, Result(run.number, seq, error=planned))
                 window.append(entry)

@@ -18,7 +18,6 @@ import os
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sized
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,30 +33,15 @@ from sharded_loader.engine.messages import NOTHING, Job, Result
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.run import Entry, Run, ShownRun
 from sharded_loader.loader.epochs import Epochs, Mark
-from sharded_loader.loader.observer import Observer
+from sharded_loader.loader.observer import Delivered, Observer
+from sharded_loader.loader.options import Batch
 from sharded_loader.streams.epoch import StreamEpoch
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, TypeVar
-
-    Batch = TypeVar("Batch", default=Any)
-else:
-    from typing import TypeVar
-
-    Batch = TypeVar("Batch")
+    from typing_extensions import Self
 
 profiler_enabled = find_profiler_enabled()
 """Whether torch's profiler runs. It is looked up once, because each ``next`` asks."""
-
-
-@dataclass(slots=True)
-class _Delivered:
-    """A batch on its way to the user. ``result`` has the error to raise instead; ``placing`` are seconds."""
-
-    entry: Entry
-    result: Result
-    batch: Any = None
-    placing: float = 0.0
 
 
 class BatchIterator(Iterator[Batch]):
@@ -185,7 +169,7 @@ class BatchIterator(Iterator[Batch]):
         """
         run, first, clock = self.run, None, self._placement.clock
         assert run is not None  # it was chosen
-        behind, began, entry = clock.behind, host_clock.now(), None
+        behind, began = clock.behind, host_clock.now()
         self._starts = False
         if self._is_new:
             self._is_new, first = False, self._take_up
@@ -196,7 +180,7 @@ class BatchIterator(Iterator[Batch]):
             run = following
             made = self._pipeline.next(run, self._deliver, is_nested, self._take_up, self._read_ahead)
         try:
-            if type(made) is not _Delivered:
+            if type(made) is not Delivered:
                 return None, made if isinstance(made, Exception) else StopIteration()
             turn, taken = began if self._last_ended is None else self._last_ended, host_clock.now()
             if self._last_ended is None:
@@ -204,11 +188,10 @@ class BatchIterator(Iterator[Batch]):
             self._last_ended = taken
             stamps = {"turn": turn, "asked": began, "taken": taken, "placing": made.placing, "starts": self._starts}
             stamps["behind"] = clock.behind - behind
-            entry = made.entry
-            self._observer.note(self._counts, entry, made.result, stamps, made.batch, self._pipeline)
+            self._observer.note(self._counts, made, stamps, self._pipeline)
             return made.batch, made.result.error
         finally:
-            del made, entry  # as in `__next__`
+            del made  # as in `__next__`
 
     def _take_up(self, run: Run) -> None:
         self._open(run)
@@ -235,7 +218,7 @@ class BatchIterator(Iterator[Batch]):
         self._placement.end_epoch()
         return None
 
-    def _deliver(self, run: Run, entry: Entry) -> _Delivered | None:
+    def _deliver(self, run: Run, entry: Entry) -> Delivered | None:
         """Put an entry's batch where it belongs. From now on the user has it, unless an exception strikes.
 
         Returns:
@@ -245,7 +228,7 @@ class BatchIterator(Iterator[Batch]):
         assert entry.result is not None  # it is finished
         if entry.seq == run.epoch.second_turn:
             self._check_parts(run, at_end=False)
-        made = _Delivered(entry, entry.result)
+        made = Delivered(entry, entry.result)
         task = entry.task
         if made.result.error is None and made.result.batch is not NOTHING:
             placement = self._placement

@@ -2,7 +2,7 @@
 
     counts()             when an iterator's first batch is asked for: what `note` is to count in
     begin(epoch, counts) when that batch is handed out: the epoch has begun
-    note(counts, ...)    for each batch, or an error in its place, that is handed out
+    note(counts, made)   for each batch, or an error in its place, that is handed out
     skip(samples, ...)   ``on_error`` has left samples out -> the error, if they are too many
 
 Iterators call it one at a time, under the pipeline's lock. `Observer` measures nothing: with it, a loader reads just as
@@ -12,6 +12,7 @@ well. The one that measures is given by name (`sharded_loader.instruments`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sharded_loader.base.errors import HAS_ENDED, TooManySkippedError, notes_of, text_of
@@ -19,6 +20,16 @@ from sharded_loader.base.notices import Notices
 from sharded_loader.engine.messages import Result
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.run import Entry
+
+
+@dataclass(slots=True)
+class Delivered:
+    """A batch on its way to the user. ``result`` has the error to raise instead; ``placing`` are seconds."""
+
+    entry: Entry
+    result: Result
+    batch: Any = None
+    placing: float = 0.0
 
 
 class Observer:
@@ -45,23 +56,13 @@ class Observer:
     def begin(self, epoch: int, counts: Any) -> None:
         """An iterator delivers its first batch of an epoch, and will add to these counts."""
 
-    def note(
-        self,
-        counts: Any,
-        entry: Entry,
-        result: Result,
-        stamps: dict[str, float],
-        batch: Any = None,
-        pipeline: Pipeline | None = None,
-    ) -> None:
+    def note(self, counts: Any, made: Delivered, stamps: dict[str, float], pipeline: Pipeline | None = None) -> None:
         """A batch, or an error in its place, is handed out.
 
         Args:
             counts: what `begin` was given.
-            entry: the batch on its way.
-            result: of the batch; an error, if the batch could not be handed out.
+            made: the batch on its way, its result, and the batch as the user gets it.
             stamps: turn, asked, taken, placing, behind, starts; see `BatchTimes`.
-            batch: as the user gets it.
             pipeline: that has read it.
         """
 

@@ -21,7 +21,6 @@ from sharded_loader.base.notices import warn
 from sharded_loader.base.private import fetched_by_lightning
 from sharded_loader.data.inspection import known_parts
 from sharded_loader.data.seeding import told_in
-from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.messages import Stream
 from sharded_loader.engine.order import Epoch, Order, Position
 from sharded_loader.streams.epoch import SharedParts, StreamEpoch, length_of_epoch
@@ -68,10 +67,8 @@ class StreamOrder(Order[StreamSignature]):
                 f"steps_per_epoch= no batch is short"
             )
         super().__init__(last_batch, **given)
-        self.drops_last = last_batch == "discard"
         self._given = None if streams is None else check_int("streams", streams, 1, "give the number of parts")
         self.is_bound = streams is not None
-        self._requests = EpochRequests()
         self._requests.listen(told_in(dataset))
         self._dataset, self._workers, self._shared = dataset, num_workers, SharedParts(dataset)
         self._last: StreamEpoch | None = None

@@ -39,8 +39,7 @@ import numpy as np
 from sharded_loader.base.described import an
 from sharded_loader.base.errors import HAS_ENDED, add_note
 from sharded_loader.batching.protocol import refuse_async
-from sharded_loader.data.inspection import is_stateful, iterable_of
-from sharded_loader.data.known import sampled
+from sharded_loader.data.inspection import is_stateful, iterable_of, sampled
 from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.engine.board import BEGINNING, ONE_BY_ONE, SAMPLE, SHARD, UNUSED
 from sharded_loader.engine.messages import Job, PartBatch, PartIndices, PartPoint, Stream, Task

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from conftest import ahead
 from torch.utils.data import BatchSampler
 
 from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, WorkerTimeoutError
@@ -19,8 +20,8 @@ from sharded_loader.engine.messages import Result
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.run import Entry
 from sharded_loader.instruments.stats import Counts, LoaderStats, Meter, describe
-from sharded_loader.instruments.times import STAGES, StageTimes, WorkerTimes
-from sharded_loader.instruments.waits import CAUSES
+from sharded_loader.instruments.times import CAUSES, STAGES, StageTimes, WorkerTimes
+from sharded_loader.loader.observer import Delivered
 from sharded_loader.torch import DataLoader
 from tests.failures import Fails, kill
 from tests.samples import Drawing
@@ -43,7 +44,7 @@ def test_counts_report_what_was_noted() -> None:
     meter, counts = Meter(), Counts()
     for number in range(2):
         entry = Entry(number, None, Result(0, number, samples=3, seconds=0.75, began=2.0))
-        meter.note(counts, entry, entry.result, STAMPS)
+        meter.note(counts, Delivered(entry, entry.result), STAMPS)
     found = counts.report(LoaderStats())
     assert (found.batches, found.samples, found.seconds, found.reading_seconds) == (2, 6, 5.0, 1.5)
     assert (found.waiting_seconds, found.placing_seconds, found.device_seconds) == (2.5, 0.5, 0.5)
@@ -327,7 +328,7 @@ def test_retries_of_this_process_count_for_the_epoch_that_began_last() -> None:
 def test_workers_that_were_replaced_are_counted(start_method: str, tmp_path: Path) -> None:
     pool = ProcessPool(2, start_method=start_method)
     dies_once = Drawing(40, [17], Fails(kill, tmp_path / "count", times=1))
-    with ShardedDataLoader(dies_once, 5, pool=pool, prefetch_epochs=False) as loader:
+    with ahead(ShardedDataLoader(dies_once, 5, pool=pool), False) as loader:
         for _ in range(2):
             assert torch.cat(list(loader))[:, 0].tolist() == list(range(len(dies_once)))
         assert [loader.stats(epoch).replaced_workers for epoch in (0, 1, None)] == [1, 0, 1]
@@ -376,7 +377,7 @@ def test_the_numbers_of_the_last_thousand_epochs_are_kept() -> None:
     for epoch in range(Meter.KEPT_EPOCHS + 5):
         counts = Counts()
         meter.begin(epoch, counts)
-        meter.note(counts, Entry(0, None), Result(0, 0), STAMPS)
+        meter.note(counts, Delivered(Entry(0, None), Result(0, 0)), STAMPS)
     assert len(meter.epochs) == Meter.KEPT_EPOCHS
     assert [meter.stats(epoch).batches for epoch in (4, 5, Meter.KEPT_EPOCHS + 4)] == [0, 1, 1]
 
@@ -388,7 +389,7 @@ def test_the_sum_has_what_iterators_of_old_and_of_repeated_epochs_add() -> None:
         iterators.append(Counts())
         meter.begin(epoch, iterators[-1])
     for counts in iterators:
-        meter.note(counts, Entry(0, None, result), result, STAMPS)
+        meter.note(counts, Delivered(Entry(0, None, result), result), STAMPS)
     stats = meter.stats()
     assert (stats.batches, stats.samples) == (len(iterators), 3 * len(iterators))
     assert (stats.waiting_seconds, stats.seconds) == (1.25 * len(iterators), 2.5 * len(iterators))
