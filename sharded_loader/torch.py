@@ -31,9 +31,9 @@ from sharded_loader.data.columns import as_dataset
 from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.data.seeding import told_in
 from sharded_loader.devices.names import find_devices
-from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, as_collated, check_arguments, make_pool
+from sharded_loader.drop_in import iterator as drop_in
+from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, LoaderState, TorchProgress, TorchSteps
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
-from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, TorchSteps
 from sharded_loader.engine.messages import NOTHING, ErrorAction, Task
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.run import Entry
@@ -170,7 +170,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         data = dataset, batch_size, shuffle, sampler, batch_sampler, workers, collate_fn, pin_memory, drop_last
         super().__init__(*data, timeout, worker_init_fn, multiprocessing_context, generator, **options)  # type: ignore[arg-type]
         self.in_order = in_order
-        check_arguments(self)
+        drop_in.check_arguments(self)
         self._check_skip(self._given_skip)
         made: Any = self.batch_sampler if batch_sampler is None else None
         if isinstance(made, BatchSampler) and hasattr(self.sampler, "set_epoch"):
@@ -320,11 +320,10 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> DataLoader(range(10), batch_size=4).batch(epoch=2, step=1)
             tensor([4, 5, 6, 7])
         """
-        steps, devices = self._known_steps, find_devices(self.device, self.devices)[0]
-        placement = as_collated(None) if devices is None else self._memory.placement(devices)
+        steps, (devices, sharded) = self._known_steps, find_devices(self.device, self.devices)
+        placement = drop_in.as_collated(None) if devices is None else self._memory.placement(devices)
         placement.check_not_capturing()
-        job = replace(steps.job, keeps_state=False)
-        split = make_split(*find_devices(self.device, self.devices), self.num_shards)
+        job, split = replace(steps.job, keeps_state=False), make_split(devices, sharded, self.num_shards)
         task = split.sharded(Task(0, step, epoch, step, (steps.samples_of(epoch, step),), False))
         with steps.in_epoch(epoch), seeded_as_worker(job.seed, task):
             result = reader_for(job, readers=0).read(task)
@@ -335,7 +334,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             return placement.place([Entry(step, task, result)])  # type: ignore[no-any-return]
 
     def _inspected(self) -> tuple[TorchSteps, int, Pool]:
-        return self._known_steps, self._progress.epoch, make_pool(self)
+        return self._known_steps, self._progress.epoch, drop_in.make_pool(self)
 
     def __len__(self) -> int:
         """Batches in the epoch, without those that ``skip`` leaves out.
@@ -431,11 +430,12 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"the state is {an(type(state_dict))}; give what state_dict() has returned")
-        state = parsed(LoaderState, state_dict, ADVICE)
-        read_entry(state_dict, "_stream" if isinstance(self.dataset, IterableDataset) else "_sampler", anything, ADVICE)
+        kind, advice = "_stream" if isinstance(self.dataset, IterableDataset) else "_sampler", drop_in.ADVICE
+        state = parsed(LoaderState, state_dict, advice)
+        read_entry(state_dict, kind, anything, advice)
         state.check_length(length(self.dataset), self.sampler)
         given = merged(self._given_skip, check_skip(skip))
-        saved = read_entry({"_skip": (), **state_dict}, "_skip", steps_to_skip, ADVICE)
+        saved = read_entry({"_skip": (), **state_dict}, "_skip", steps_to_skip, advice)
         self._check_skip(given)
         if given and state.sampler is not None:
             before = self._steps.before(state.epoch or 0, partial(len_epoch, self._index_sampler))

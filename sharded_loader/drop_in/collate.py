@@ -2,7 +2,7 @@
 
     Collate().assemble(samples, empty) -> TensorBatch, or whatever ``default_collate`` returns
     Collate().bulk_of(dataset)         -> reads whole batches of rows of tensors or of a cache, without samples
-    OneSample(fn)                      -> ``fn(sample)``: what ``batch_size=None`` means
+    batchify_fn_of(collate_fn, ...)    -> what makes a batch in this library's engine, for a loader's ``collate_fn``
 
 Most samples are arrays, tensors and numbers, or tuples and lists of them. They are stacked into memory from ``empty``.
 torch's own function collates everything else: other types, other shapes, samples that cannot be collated, and all
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -145,14 +146,8 @@ class Assembled:
         return batch.to_torch() if type(batch) is TensorBatch else batch
 
 
-class OneSample:
-    """A collate function of one sample, which gets a list with it."""
-
-    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
-        self._collate_fn = collate_fn
-
-    def __call__(self, samples: Sequence[Any]) -> Any:
-        return self._collate_fn(samples[0])
+def _of_one(collate_fn: Callable[[Any], Any], samples: Sequence[Any]) -> Any:
+    return collate_fn(samples[0])
 
 
 def batchify_fn_of(collate_fn: Any, *, batched: bool) -> Any:
@@ -165,7 +160,7 @@ def batchify_fn_of(collate_fn: Any, *, batched: bool) -> Any:
     from torch.utils.data import default_collate
 
     if not batched:
-        return OneSample(collate_fn)
+        return partial(_of_one, collate_fn)
     if collate_fn is default_collate:
         return Collate()
     return Assembled(collate_fn) if isinstance(collate_fn, Batchify) else collate_fn

@@ -232,7 +232,7 @@ class EpochCount:
         """Make ``epoch`` the next one, whatever was requested."""
         self.next_epoch, self.requested = epoch, None
 
-    def named(self, sampler: Any) -> int | None:
+    def named(self, sampler: object) -> int | None:
         """The epoch that ``set_epoch`` of a sampler has named since the last call, if any.
 
         It looks at an `InOrderSampler` or at torch's `DistributedSampler`.
@@ -293,7 +293,7 @@ _DRAW_ONCE = (
 """Samplers that draw from the global generators at their first item only."""
 
 
-def keep_epochs(sampler: Any) -> list[Any]:
+def keep_epochs(sampler: object) -> list[Any]:
     """The samplers that take their epoch from ``set_epoch`` and keep it, as torch's `DistributedSampler`."""
     others = (one for one in nested(sampler) if hasattr(one, "set_epoch") and not isinstance(one, ShuffleSampler))
     return [one for one in others if isinstance(getattr(one, "epoch", None), int)]
@@ -686,7 +686,7 @@ class TorchEpoch(Epoch):
             self._planned[seq] = self._planned[seq]._replace(point=result.point)
         return result
 
-    def primed(self, state: Any) -> None:
+    def primed(self, state: object) -> None:
         """Note the state of the dataset in this process, before the first batch."""
         self._points[0] = PartPoint(state=state)
 
@@ -786,7 +786,7 @@ class BegunEpoch(NamedTuple):
 
 
 def look_up(
-    sampler: Any, dataset: Any, epoch: int, steps: range, begun: BegunEpoch | None, of: Callable[[Any], Any]
+    sampler: object, dataset: object, epoch: int, steps: range, begun: BegunEpoch | None, of: Callable[[Any], Any]
 ) -> list[Any]:
     """Items of an epoch, as the loader reads or has read them. The sampler is what it was, as after `undisturbed`.
 
@@ -833,7 +833,7 @@ def look_up(
             ) from error
 
 
-def _read_again(sampler: Any, begun: BegunEpoch, steps: range, of: Callable[[Any], Any]) -> list[Any]:
+def _read_again(sampler: object, begun: BegunEpoch, steps: range, of: Callable[[Any], Any]) -> list[Any]:
     """What is wanted of items of the epoch that has begun."""
     state, found = begun.state, list[Any]()
     with seeded_globals(1):
@@ -851,7 +851,7 @@ def _read_again(sampler: Any, begun: BegunEpoch, steps: range, of: Callable[[Any
     return found
 
 
-def _check_by_number(sampler: Any, epoch: int, begun: BegunEpoch | None) -> None:
+def _check_by_number(sampler: object, epoch: int, begun: BegunEpoch | None) -> None:
     """Refuse a sampler whose epochs do not have the loader's numbers: which order an epoch has is not known then."""
     for one in nested(sampler):
         draws = type(one) is ShuffleSampler and one.seed is None and one.generator is None

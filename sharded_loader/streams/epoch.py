@@ -41,7 +41,7 @@ class SharedParts:
         begun: the openings of the epochs that an iterator goes on with. Workers close the parts of older ones.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self.dataset = dataset
         self.reached: dict[int, PartPoint] = {}
         self.begun: dict[weakref.ref[StreamEpoch], int] = {}
@@ -172,19 +172,19 @@ class StreamEpoch(Epoch):
 
     def forget(self, delivered: int) -> None:
         """Batches before the last delivered one are not asked for again (that batch itself may be taken back)."""
-        self._passed = self._advanced(delivered - 1)
-        for seq in [one for one in self._planned if one < delivered - 1]:
-            del self._planned[seq]  # at the end: interrupted before, all of it is done again
+        # From the oldest one on: many are in flight. If batches have changed places, some are forgotten later.
+        over = list(itertools.takewhile((delivered - 1).__gt__, self._planned))
+        self._passed = self._advanced({seq: self._planned[seq] for seq in over})
+        for seq in over:  # at the end: interrupted before, all of it is done again
+            del self._planned[seq]
 
-    def _advanced(self, before: int) -> tuple[dict[int, int], dict[int, PartPoint]]:
-        """What was passed, after the batches before a number too."""
-        # Copies: another thread may `forget` meanwhile. For the same reason a part never goes back.
-        planned = self._planned.copy()
+    def _advanced(
+        self, planned: Mapping[int, tuple[PartBatch, PartPoint | None]]
+    ) -> tuple[dict[int, int], dict[int, PartPoint]]:
+        """What was passed, after these batches too. Another thread may `forget` meanwhile: a part never goes back."""
         counts, points = self._passed
         counts, points = counts.copy(), points.copy()
         for seq in sorted(planned):
-            if seq >= before:
-                break
             batch, point = planned[seq]
             if point is not None and point.batches >= counts[batch.number]:
                 counts[batch.number], points[batch.number] = point.batches, point
@@ -214,7 +214,8 @@ class StreamEpoch(Epoch):
 
     def position(self, delivered: int) -> Position:
         """The position after the batches before number ``delivered`` were received."""
-        counts, points = self._advanced(delivered)
+        planned = self._planned.copy()
+        counts, points = self._advanced({seq: one for seq, one in planned.items() if seq < delivered})
         if self._last is None and not any(counts.values()):
             return Position(self.number)
         return Position(self.number, self._before + sum(counts.values()), None, counts, points)
@@ -225,7 +226,7 @@ class StreamEpoch(Epoch):
 
     def at_beginning(self) -> Position:
         """The position that the reading began at, with a point for each part."""
-        return Position(self.number, self.first, None, *self._advanced(0))
+        return Position(self.number, self.first, None, *self._advanced({}))
 
     def batches(self, delivered: int) -> int:
         """How many batches of the epoch were received, if ``delivered`` numbers are done."""
@@ -242,13 +243,13 @@ class StreamEpoch(Epoch):
 
     def following(self) -> Position:
         """Where the next epoch begins, if this one `is_over`."""
-        return self._begin_after(Position(self.number + 1), 0)
+        return self._begin_after(Position(self.number + 1), {})
 
     def after(self, begin: Position) -> Position:
         """The beginning of the next epoch, as it is after this one."""
-        return self._begin_after(begin, self._line[0])
+        return self._begin_after(begin, self._planned.copy())
 
-    def _begin_after(self, begin: Position, planned: int) -> Position:
+    def _begin_after(self, begin: Position, planned: Mapping[int, tuple[PartBatch, PartPoint | None]]) -> Position:
         return begin if self._last is None else Position(begin.epoch, 0, None, *self._advanced(planned))
 
     def counts_behind(self) -> Mapping[int, int]:

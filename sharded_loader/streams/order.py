@@ -52,10 +52,10 @@ class StreamOrder(Order[StreamSignature]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         *,
-        batch_size: Any,
-        streams: Any,
+        batch_size: object,
+        streams: object,
         num_workers: int,
         last_batch: str | None = None,
         **given: Any,
@@ -157,7 +157,7 @@ class StreamOrder(Order[StreamSignature]):
         points = {part: point for part, point in self._shared.reached.items() if point.batches <= counts.get(part, 0)}
         return Position(epoch, 0, None, counts, points)
 
-    def text_of_step(self, epoch: Any, step: Any) -> str:
+    def text_of_step(self, epoch: object, step: object) -> str:
         """The message for a step of iterable data: it cannot be looked up, but its part is known."""
         epoch = check_int("epoch", epoch, 0, "epochs count from 0")
         step = check_int("step", step, 0, "steps count from 0")
@@ -173,7 +173,7 @@ class StreamOrder(Order[StreamSignature]):
         """The epoch of a step that is counted since the first epoch, and its number there, as far as that is known."""
         return divmod(step, self.steps) if self.steps else (0, step)
 
-    def add_skip(self, skip: Any) -> None:
+    def add_skip(self, skip: object) -> None:
         if skip is not None:
             raise TypeError(NO_SKIP)
 
@@ -191,7 +191,7 @@ class StreamOrder(Order[StreamSignature]):
         kind, last_batch = type(self._dataset).__name__, "discard" if self.drops_last else "keep"
         return StreamSignature(self.seed, kind, self.parts, self._size, last_batch, self.steps, *self.replicas())
 
-    def _parsed(self, state: Any) -> tuple[Position, StreamSignature]:
+    def _parsed(self, state: object) -> tuple[Position, StreamSignature]:
         return parse(state, self.replicas())
 
     def _differences(self, saved: StreamSignature, position: Position, strict: bool) -> list[str]:

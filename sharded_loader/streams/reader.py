@@ -96,7 +96,7 @@ class _Copier(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):  # a subclass: in Python 3.13 the method cannot be set
     shared: list[object]
 
-    def persistent_load(self, pid: Any) -> object:
+    def persistent_load(self, pid: int) -> object:
         return self.shared[pid]
 
 
@@ -131,7 +131,7 @@ class OpenPart(Part):
 
     def begin(self, passes: int, state: Any = None) -> None:
         """Begin a pass, or go on from a state that `state` has returned. With a third item: begin after that pass."""
-        dataset = self.dataset
+        dataset: Any = self.dataset
         if self._told and (set_epoch := set_epoch_of(dataset)) is not None:
             set_epoch(passes)
         of_dataset, of_items, *begins_anew = state or (None, None)

@@ -112,7 +112,7 @@ def dump(position: Position, signature: StreamSignature) -> dict[str, Any]:
     return {**state, **written(signature), "parts": parts}
 
 
-def parse(state: Any, replicas: tuple[int, int]) -> tuple[Position, StreamSignature]:
+def parse(state: object, replicas: tuple[int, int]) -> tuple[Position, StreamSignature]:
     """A state, or a list of the states of all ranks, as position and signature.
 
     Args:

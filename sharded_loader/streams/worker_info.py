@@ -36,7 +36,7 @@ class Part:
 
     asked = False
 
-    def __init__(self, number: int, parts: int, seed: int, dataset: Any) -> None:
+    def __init__(self, number: int, parts: int, seed: int, dataset: object) -> None:
         self.number, self.parts, self.seed, self.dataset = number, parts, seed, dataset
 
     @property

@@ -20,7 +20,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from sharded_loader import ShardedDataLoader, SimpleDataset
 from sharded_loader.batchify import Pad, Stack
 from sharded_loader.batching.tree import TensorBatch
-from sharded_loader.drop_in.collate import Assembled, Collate, OneSample, batchify_fn_of
+from sharded_loader.drop_in.collate import Assembled, Collate, batchify_fn_of
 from sharded_loader.torch import DataLoader
 
 
@@ -299,7 +299,6 @@ def test_which_function_makes_batches() -> None:
         return samples
 
     assert type(batchify_fn_of(default_collate, batched=True)) is Collate
-    assert type(batchify_fn_of(default_collate, batched=False)) is OneSample
     assert type(batchify_fn_of(Stack(), batched=True)) is Assembled
     assert batchify_fn_of(own, batched=True) is own
     assert batchify_fn_of(own, batched=False)([5]) == 5
