@@ -612,10 +612,6 @@ class MapOrder(Order[Signature]):
         dealt = (batches if given else [[*chain(*zip(*batches, strict=True))]] for batches in steps)
         return [checksum(step, batches) for step, batches in enumerate(dealt)]
 
-    def place_of(self, step: Any) -> tuple[int, int]:
-        """The epoch of a step that is counted since the first epoch, and its number there."""
-        return self._count.place_of(check_int("step", step, 0, "steps count from 0"), self._whole_length)
-
     def _checked_rank(self, rank: Any) -> int | None:
         shared, replicas = rank_of(self._items), self.replicas()[0]
         if rank is None or rank == shared:

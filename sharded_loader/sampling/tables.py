@@ -683,11 +683,6 @@ class StepCount:
                 raise ValueError(f"there is no step {step}: the first {_EMPTY} epochs have no batch")
         return epoch
 
-    def place_of(self, step: int, length: Length) -> tuple[int, int]:
-        """The epoch of a step that is counted since the first epoch, and its number there."""
-        epoch = self.epoch_of(step, length)
-        return epoch, step - self.before(epoch, length)
-
     def check(self, ranges: Ranges, length: Length) -> None:
         """Refuse a range that reaches beyond the end of the epoch that it begins in."""
         for first, last in ranges:
