@@ -56,7 +56,7 @@ from sharded_loader.devices.streams import (
 from sharded_loader.devices.transform import BatchTransform
 from sharded_loader.engine.messages import NOTHING, Result, Task
 from sharded_loader.engine.run import Entry
-from sharded_loader.memory.leases import ReusedMemory
+from sharded_loader.memory.arena import ReusedMemory
 
 AHEAD = 2
 """Batches copied ahead: one is being copied while the one before it waits for the consumer."""

@@ -331,7 +331,7 @@ def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, on_device: boo
             given.pop("batchify_fn", None)
             given.update(_share(loader, accelerator, given))
     elif replicas > 1:
-        none = dict.fromkeys(("pool", "device", "timeout", "max_worker_memory"))
+        none = dict.fromkeys(("pool", "device", "timeout"))
         order = ShardedDataLoader(**{**given, **none, "num_workers": 0, "thread_pool": False})
         for name in ("batch_size", "shuffle", "sampler", "last_batch", "drop_last"):
             given.pop(name, None)

@@ -34,16 +34,11 @@ from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.run import Entry, Run, ShownRun
 from sharded_loader.loader.epochs import Epochs, Mark
 from sharded_loader.loader.observer import Delivered, Observer
+from sharded_loader.loader.options import Batch
 from sharded_loader.streams.epoch import StreamEpoch
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, TypeVar
-
-    Batch = TypeVar("Batch", default=Any)
-else:
-    from typing import TypeVar
-
-    Batch = TypeVar("Batch")
+    from typing_extensions import Self
 
 profiler_enabled = find_profiler_enabled()
 """Whether torch's profiler runs. It is looked up once, because each ``next`` asks."""
