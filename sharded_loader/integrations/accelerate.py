@@ -127,7 +127,7 @@ class Prepared:
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that begins next."""
         self.iteration = epoch
-        tell_epoch(self.batch_sampler, epoch)  # type: ignore[attr-defined]
+        super().set_epoch(epoch)  # type: ignore[misc]
 
 
 class RankBatches(BatchSamplerShard):  # type: ignore[misc]
@@ -194,11 +194,6 @@ class PreparedDataLoader(Prepared, DataLoader[Any]):  # type: ignore[misc]
 
 class PreparedShardedDataLoader(Prepared, ShardedDataLoader):  # type: ignore[misc]
     """A `ShardedDataLoader` that Accelerate knows; `prepare` makes it."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that begins next."""
-        self.iteration = epoch
-        ShardedDataLoader.set_epoch(self, epoch)
 
     def _skip(self, count: int) -> int:
         if not count or self._order.stream is not None:
