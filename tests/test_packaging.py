@@ -182,7 +182,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert "sharded_loader/py.typed" in names
-    assert "sharded_loader/instruments/page.css" in names
+    assert {"sharded_loader/instruments/page.css", "sharded_loader/instruments/page.html"} <= names
     assert names == {name for name in installed.files() if name.startswith("sharded_loader/")}
 
 

@@ -1,6 +1,6 @@
 """``sharded-loader records`` and ``index``: pack files into a RecordIO file, write indexes.
 
-    records pack FOLDER OUT.rec --> find_folder (a sub-folder is a class) --> pack_files
+    records pack FOLDER OUT.rec --> find_folder (a sub-folder is a class) --> records
     records index FILE.rec -------> reads every byte once, and writes where each record begins
     index URL... -----------------> ShardDataset(...).write_index(...), and opened once
 
@@ -17,7 +17,6 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -45,19 +44,35 @@ def pack(folder: Path, out: Path, labels: Path | None, force: bool, quiet: bool)
 
     Each sub-folder is a class. The classes get the numbers 0, 1, 2 ... in the order of their names.
     """
+    from sharded_loader import recordio
+
     if out.suffix != ".rec":
         raise CannotRun(f"{out}: give a name that ends in .rec, so that readers find the index beside it")
     check_output(out, out.with_suffix(".idx"), force=force)
     with os_errors_in_one_line(out):
         given = read_labels(labels) if labels is not None and labels.exists() else None
         files, names = find_folder(folder, given)
-        with Steps("packing", len(files), quiet) as steps:
-            nbytes = pack_files(files, out, steps.update)
+        with (
+            tempfile.TemporaryDirectory(prefix=".", dir=out.parent) as partial,
+            Steps("packing", len(files), quiet) as steps,
+        ):
+            idx, rec = (Path(partial, file.name) for file in (out.with_suffix(".idx"), out))
+            with recordio.MXIndexedRecordIO(idx, rec, "w") as packed:
+                for key, (path, label) in enumerate(files):
+                    try:
+                        packed.write_idx(key, recordio.pack((0, label, key, 0), path.read_bytes()))
+                    except ValueError as error:  # too large for a record, or a label that does not fit
+                        raise CannotRun(f"{path}: {error}") from None
+                    steps.update(key + 1)
+            for file in (idx, rec):
+                file.replace(out.with_name(file.name))
         if labels is not None and given is None and names:
             labels.write_text("".join(f"{name}\t{number}\n" for name, number in names.items()), "utf-8")
     if not quiet:
-        click.echo(f"{out}: {counted(len(files), 'record')}, {output.size_text(nbytes)}; index in {out.stem}.idx")
-        click.echo(f"labels: {_listed([f'{number} {name}' for name, number in names.items()])}")
+        size = output.size_text(out.stat().st_size)
+        click.echo(f"{out}: {counted(len(files), 'record')}, {size}; index in {out.stem}.idx")
+        texts = [f"{number} {name}" for name, number in names.items()]
+        click.echo(f"labels: {', '.join([*texts[:10], *['...'] * (len(texts) > 10)]) or 'none'}")
 
 
 def find_folder(folder: Path, given: dict[str, int] | None) -> tuple[list[tuple[Path, int]], dict[str, int]]:
@@ -97,37 +112,6 @@ def read_labels(file: Path) -> dict[str, int]:
     return names
 
 
-def pack_files(files: Sequence[tuple[Path, float]], out: Path, on_file: Callable[[int], object]) -> int:
-    """Write the files as records, and the index beside them.
-
-    Args:
-        files: what to pack, with their labels. The keys of the records are 0, 1, 2 ...
-        out: the record file. An existing one is replaced at the end.
-        on_file: called with the number of files that are written.
-
-    Returns:
-        The size of the record file in bytes.
-
-    Raises:
-        CannotRun: a file is too large for a record, or its label does not fit.
-        OSError: a file cannot be read, or the output cannot be written.
-    """
-    from sharded_loader import recordio
-
-    with tempfile.TemporaryDirectory(prefix=".", dir=out.parent) as folder:
-        idx, rec = (Path(folder, file.name) for file in (out.with_suffix(".idx"), out))
-        with recordio.MXIndexedRecordIO(idx, rec, "w") as packed:
-            for key, (path, label) in enumerate(files):
-                try:
-                    packed.write_idx(key, recordio.pack((0, label, key, 0), path.read_bytes()))
-                except ValueError as error:
-                    raise CannotRun(f"{path}: {error}") from None
-                on_file(key + 1)
-        for file in (idx, rec):
-            file.replace(out.with_name(file.name))
-    return out.stat().st_size
-
-
 @records.command(short_help="Write the index of a record file.")
 @click.argument("file", type=output.FILE, metavar="FILE.rec")
 @output.force_option
@@ -156,10 +140,6 @@ def index(file: Path, force: bool, quiet: bool) -> int:
     if not quiet:
         click.echo(f"{idx}: {counted(len(lines), 'key')}")
     return 0
-
-
-def _listed(texts: Sequence[str]) -> str:
-    return ", ".join([*texts[:10], *["..."] * (len(texts) > 10)]) or "none"
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------

@@ -974,14 +974,6 @@ class TorchSteps(KnownSteps):
     def length(self, epoch: int) -> int:
         return len_epoch(self._sampler, epoch)
 
-    def place_of(self, step: int) -> tuple[int, int]:
-        if isinstance(self.dataset, IterableDataset):
-            return stream_order(self._loader, 0).place_of(step)
-        try:
-            return self._loader._steps.place_of(step, self.length)
-        except TypeError as error:
-            raise ValueError(f"the steps are counted in each epoch: give --epoch. {error}") from error
-
     def state_of(self, epoch: int) -> dict[str, Any]:
         loader, samplers = self._loader, list(nested(self._sampler))
         seeds, arguments = tuple(map(seed_of, samplers)), arguments_of(samplers)

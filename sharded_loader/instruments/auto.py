@@ -17,7 +17,7 @@ and a setting looks worse than it is. It is tried again when that is forgotten, 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
@@ -117,10 +117,8 @@ def choose(seen: Sequence[Observed], cores: int, most: int) -> Setting:
         >>> choose([two, three], cores=3, most=32).workers
         3
     """
-    found: dict[Setting, list[float]] = {}
-    for one in seen:
-        found.setdefault(one.setting, []).append(one.rate)
-    rates = {setting: median(given[-3:]) for setting, given in found.items()}
+    looks = Counter(one.setting for one in seen)
+    rates = {setting: median([one.rate for one in seen if one.setting == setting][-3:]) for setting in looks}
     now, highest = seen[-1], max(rates.values())
     if now.waits < ENOUGH:  # the loop sets the rate: no setting is faster, whatever another one has given before
         rates = {setting: rate for setting, rate in rates.items() if setting <= now.setting}
@@ -150,7 +148,7 @@ def choose(seen: Sequence[Observed], cores: int, most: int) -> Setting:
         tries.append(Setting(min(need, workers), depth))
     for setting in tries:
         often = TWICE if now.hungry >= MUCH and setting > best else 1
-        if setting != best and len(found.get(setting, ())) < often:
+        if setting != best and looks[setting] < often:
             return setting
     return best
 
@@ -213,7 +211,9 @@ class Tuner:
             added = 0 if self._setting is None else setting.workers - self._setting.workers
             self._setting, self._before, self._starts = setting, stats, now + PATIENCE * (added > 0)
         elif self._starts < math.inf:
-            if now >= self._starts or len(_who_gave(before, stats)) >= setting.workers:
+            idle = {(number, worker.batches) for number, worker in before.workers.items()}
+            gave = [each for each in stats.workers.items() if (each[0], each[1].batches) not in idle]
+            if now >= self._starts or len(gave) >= setting.workers:
                 self._before, self._starts = stats, math.inf
         elif gap > max(PAUSE, PAUSES * stats.seconds / max(1, stats.batches)):
             self._before = stats
@@ -237,9 +237,3 @@ class Tuner:
             self._each = max(SMALL, (before - free) // (setting.workers - were))
         self._memory = free, setting.workers
         return min(max(MOST, cores), setting.workers + (free - SMALL) // self._each)
-
-
-def _who_gave(before: LoaderStats, after: LoaderStats) -> set[int]:
-    """The workers that have given a batch between two looks."""
-    known = {number: worker.batches for number, worker in before.workers.items()}
-    return {number for number, worker in after.workers.items() if worker.batches > known.get(number, 0)}

@@ -105,9 +105,9 @@ class LoaderCheck:
     worker_bytes: int | None
 
     def __str__(self) -> str:
-        lines = [f"{self.samples} samples were read twice here, and by {self.worker}."]
-        if not self.samples:
-            lines = ["The epoch has no samples to read."]
+        lines = ["The epoch has no samples to read."]
+        if self.samples:
+            lines = [f"{self.samples} samples were read twice here, and by {self.worker}."]
         for why in dict.fromkeys(why for _, why in self.differing):
             alike = ", ".join(str(index) for index, of_index in self.differing if of_index == why)
             lines.append(f"Other values each time: {alike}. {why}.")

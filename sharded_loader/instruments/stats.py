@@ -241,6 +241,8 @@ POOLED = NUMBERS[NUMBERS.index("retries") : NUMBERS.index("slow_batches") + 1] +
 COUNTED = tuple(name for name in reversed(NUMBERS) if name not in POOLED[1:])
 """The numbers that are sums over batches. Read in this order in another thread, a part never exceeds its whole."""
 
+_LOST = (WorkerDiedError, WorkerTimeoutError)
+
 KEPT_BATCHES = 1000
 """The last batches whose times are kept. Those of an epoch are added up 1,000 at a time, in a third of the time."""
 
@@ -378,8 +380,8 @@ class Meter(Observer):
 
     def note(self, counts: Counts, made: Delivered, stamps: dict[str, float], pipeline: Pipeline | None = None) -> None:
         """Count it. Unless it was cheap, keep how it was on its way."""
-        entry, result, error = made.entry, made.result, made.result.error
-        read, taken, behind = entry.result or result, stamps["taken"], stamps["behind"]
+        entry, result, taken, behind = made.entry, made.result, stamps["taken"], stamps["behind"]
+        read, error = entry.result or result, result.error
         row = entry.times or read.times
         if row is None and (stamps["starts"] or read.seconds >= NOTED_SECONDS):
             row = BatchTimes()
@@ -397,7 +399,7 @@ class Meter(Observer):
         else:
             row.__dict__.update(stamps, epoch=counts.number, step=entry.seq, sent=entry.sent, worker=read.worker)
             row.__dict__.update(began=read.began, seconds=read.seconds, samples=result.samples if error is None else -1)
-            row.is_lost = read.rebuilt or isinstance(read.error, (WorkerDiedError, WorkerTimeoutError))
+            row.is_lost = read.rebuilt or (error is not None and isinstance(read.error, _LOST))
             if row.slow and entry.task is not None:
                 indices = list(chain.from_iterable(map(plain_indices, entry.task.shards)))
                 slow = [SlowSample(indices[at], seconds, entry.task.epoch, row.worker) for at, seconds in row.slow]

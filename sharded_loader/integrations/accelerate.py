@@ -83,13 +83,12 @@ class Prepared:
         try:
             left, self._skips = self._skip(self._skips), 0
             batches = super().__iter__()  # type: ignore[misc]
-            for number in range(left):
-                if next(batches, nothing) is nothing:
-                    raise ValueError(
-                        f"{left} batches were to be left out, but the epoch has only {number}: the checkpoint is in a "
-                        f"later epoch. Trainer cannot know this without a length: give the loader steps_per_epoch=, or "
-                        f"the dataset a __len__"
-                    )
+            if (passed := sum(1 for _ in islice(batches, left))) < left:
+                raise ValueError(
+                    f"{left} batches were to be left out, but the epoch has only {passed}: the checkpoint is in a "
+                    f"later epoch. Trainer cannot know this without a length: give the loader steps_per_epoch=, or the "
+                    f"dataset a __len__"
+                )
             batch = next(batches, nothing)
             while batch is not nothing:
                 # The position that the user knows: the batch ahead is not handed out.
@@ -128,7 +127,7 @@ class Prepared:
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that begins next."""
         self.iteration = epoch
-        tell_epoch(self.batch_sampler, epoch)  # type: ignore[attr-defined]
+        super().set_epoch(epoch)  # type: ignore[misc]
 
 
 class RankBatches(BatchSamplerShard):  # type: ignore[misc]
@@ -195,11 +194,6 @@ class PreparedDataLoader(Prepared, DataLoader[Any]):  # type: ignore[misc]
 
 class PreparedShardedDataLoader(Prepared, ShardedDataLoader):  # type: ignore[misc]
     """A `ShardedDataLoader` that Accelerate knows; `prepare` makes it."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that begins next."""
-        self.iteration = epoch
-        ShardedDataLoader.set_epoch(self, epoch)
 
     def _skip(self, count: int) -> int:
         if not count or self._order.stream is not None:
@@ -323,7 +317,7 @@ def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, on_device: boo
     if divided and not is_stream(loader.dataset):
         raise ValueError("num_replicas and prepare() would share out the samples twice: leave out num_replicas")
     replicas = accelerator.num_processes
-    given["seed"] = _broadcast(loader.seed) if replicas > 1 else loader.seed
+    given["seed"] = broadcast_object_list([loader.seed])[0] if replicas > 1 else loader.seed
     loader.close()  # its pool, if it was given one, is the new loader's
     if on_device and all(given.get(name) is None for name in ("device", "devices", "num_shards")):
         given["device"] = accelerator.device
@@ -378,7 +372,7 @@ def _same_order(batch_sampler: Any, replicas: int) -> torch.Generator | None:
     """
     for one in nested(batch_sampler):
         if type(one) is ShuffleSampler and one.generator is None:
-            one.seed = _broadcast(one.begin_state()["next"][0] if one.seed is None else one.seed)
+            one.seed = broadcast_object_list([one.begin_state()["next"][0] if one.seed is None else one.seed])[0]
             return None
         if isinstance(one, RandomSampler) and replicas > 1:
             if one.generator is None:
@@ -386,7 +380,3 @@ def _same_order(batch_sampler: Any, replicas: int) -> torch.Generator | None:
                 one.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
             return one.generator  # type: ignore[no-any-return]
     return None
-
-
-def _broadcast(seed: Any) -> Any:
-    return broadcast_object_list([seed])[0]

@@ -96,9 +96,6 @@ class KnownSteps(Protocol):
     def length(self, epoch: int) -> int:
         """The number of steps in an epoch, also those that are left out. A TypeError: it is not known."""
 
-    def place_of(self, step: int) -> tuple[int, int]:
-        """The epoch of a step that is counted since the first epoch, and its number there."""
-
     def state_of(self, epoch: int) -> dict[str, Any]:
         """A state, as of `sampling.state`, at the beginning of an epoch."""
 
@@ -217,9 +214,6 @@ class LookUp(KnownSteps):
 
     def length(self, epoch: int) -> int:
         return self._order.length(epoch)
-
-    def place_of(self, step: int) -> tuple[int, int]:
-        return self._order.place_of(step)
 
     def state_of(self, epoch: int) -> dict[str, Any]:
         return self._order.epoch(epoch).state(Position(epoch))

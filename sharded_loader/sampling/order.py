@@ -375,10 +375,6 @@ class MapOrder(Order[Signature]):
         if self.steps is not None or not (any(sampling.takes_seed) or "auto" in (self._replicas or ())):
             self._count.check(self.given_skip, self._whole_length)
 
-    def place_of(self, step: Any) -> tuple[int, int]:
-        """The epoch of a step that is counted since the first epoch, and its number there."""
-        return self._count.place_of(check_int("step", step, 0, "steps count from 0"), self._whole_length)
-
 
 def warn_of_done_steps(given: Ranges, saved: Ranges, done: int) -> None:
     """Warn if steps that are to be left out were done before a state was saved, which does not leave them out."""

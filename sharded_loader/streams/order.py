@@ -169,10 +169,6 @@ class StreamOrder(Order[StreamSignature]):
             f"{parts[place]} of {self.parts}: to read it again, load a state that was saved before it"
         )
 
-    def place_of(self, step: int) -> tuple[int, int]:
-        """The epoch of a step that is counted since the first epoch, and its number there, as far as that is known."""
-        return divmod(step, self.steps) if self.steps else (0, step)
-
     def add_skip(self, skip: object) -> None:
         if skip is not None:
             raise TypeError(NO_SKIP)
