@@ -37,7 +37,7 @@ from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, Tor
 from sharded_loader.drop_in.workers import check_arguments, check_data, job_of, make_pool
 from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.messages import NOTHING, Job, OnError, Task
-from sharded_loader.engine.run import Entry
+from sharded_loader.engine.pipeline import Entry
 from sharded_loader.engine.split import Split
 from sharded_loader.instruments.auto import Tuner
 from sharded_loader.instruments.check import LoaderCheck, check_loader

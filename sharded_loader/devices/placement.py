@@ -54,8 +54,8 @@ from sharded_loader.devices.streams import (
     streams_of,
 )
 from sharded_loader.devices.transform import BatchTransform
-from sharded_loader.engine.messages import NOTHING, Result, Task
-from sharded_loader.engine.run import Entry
+from sharded_loader.engine.messages import NOTHING, Task
+from sharded_loader.engine.pipeline import Entry
 from sharded_loader.memory.leases import ReusedMemory
 
 AHEAD = 2
@@ -349,8 +349,8 @@ class _CopyStreams(dict[torch.device, "CopyStream | None"]):
         return self[device]
 
 
-def not_placed(task: Task, raised: BaseException, where: str) -> Result:
-    """The result of a batch that could not be put on its devices. What a signal handler has raised is raised again.
+def not_placed(task: Task, raised: BaseException, where: str) -> Exception:
+    """The error of a batch that could not be put on its devices. What a signal handler has raised is raised again.
 
     Args:
         task: what was to be read.
@@ -360,7 +360,7 @@ def not_placed(task: Task, raised: BaseException, where: str) -> Result:
     error = as_batch_error(raised, where)
     # Of an error of an earlier kernel no sample is the cause.
     Location(task.epoch, task.seq).note(error, samples=() if note_late(error) else task.shards[0])
-    return Result(task.run, task.seq, error=error)
+    return error
 
 
 def _close(

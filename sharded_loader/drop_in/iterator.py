@@ -158,9 +158,9 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._pipeline = Pipeline(self._pool, make_split(self._devices, self._sharded, loader.num_shards))
         claim(self._pool, self._pipeline)
         # Without prefetch_factor, enough batches are in flight to fill the messages to the workers.
-        self._pipeline.scale_by_group = loader._scales_prefetch
-        self._pipeline.per_worker = loader.prefetch_factor or 0
-        self._pipeline.follow(self._pool)
+        self._pipeline.scheduler.scale_by_group = loader._scales_prefetch
+        self._pipeline.scheduler.per_worker = loader.prefetch_factor or 0
+        self._pipeline.scheduler.follow(self._pool)
         self._pipeline.min_ready = max(2, 1 + placement.ahead)
         self._closer = weakref.finalize(self, _close, self._pool.closer(), placement.closer())
         self._shutdown = False
@@ -231,7 +231,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             # As in torch, a worker has the dataset as it was when the worker started.
             job = replace(job, keeps_state=is_stateful(self._dataset), tells_epoch=False)
             epoch = self._sampler_epoch(start, None if saved is None else saved.sampler, items, loader._left_out)
-            self._pipeline.one_by_one = start.may_draw
+            self._pipeline.scheduler.one_by_one = start.may_draw
             epoch.takes_turns = loader._tuner is None or job.keeps_state
             if job.keeps_state:
                 loader._meter.tune_at = math.inf  # each worker has a state of its own: their number stays
@@ -330,7 +330,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             if self._job.keeps_state and is_new:
                 epoch.primed(copy.deepcopy(dataset.state_dict()))
             return
-        self._start_pool()
+        self._pipeline.start(self._job)
         task, reader = epoch.task(epoch.first), getattr(self._pool, "reader", None)
         if isinstance(task, Task) and isinstance(reader, StreamReader) and task.part is not None:
             epoch.primed(task.part.number, reader.prime(task))
@@ -338,12 +338,6 @@ class LoaderIterator(_BaseDataLoaderIter):
             of_dataset, _ = epoch.at_beginning().points[0].state or (None, None)
             if of_dataset is not None:
                 dataset.load_state_dict(copy.deepcopy(of_dataset))
-
-    def _start_pool(self) -> None:
-        with self._pipeline.lock:
-            inside = self._pipeline.begin()
-            self._pool.start(self._job)
-            self._pipeline.end(inside)
 
     # -- batches --------------------------------------------------------------------------------------------
 
@@ -390,7 +384,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         pool = self._pool
         if isinstance(pool, ProcessPool) and not self._shutdown:
             if not pool.started:
-                self._start_pool()
+                self._pipeline.start(self._job)
             self._processes = [WorkerView(handle) for handle in pool.workers]
         return self._processes
 

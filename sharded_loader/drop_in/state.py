@@ -46,7 +46,7 @@ from sharded_loader.drop_in.workers import job_of
 from sharded_loader.engine.epoch_requests import EpochRequest
 from sharded_loader.engine.messages import Job, PartPoint
 from sharded_loader.engine.order import Position
-from sharded_loader.engine.run import Run
+from sharded_loader.engine.pipeline import Run
 from sharded_loader.engine.split import plain_indices
 from sharded_loader.loader.arguments import length
 from sharded_loader.loader.epochs import Progress

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import nlargest
@@ -26,11 +26,11 @@ from operator import attrgetter
 from typing import Any
 
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
+from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.data.datasets import counts_of, mixture_of, retries_of
-from sharded_loader.engine.messages import BatchTimes, Result, Task
-from sharded_loader.engine.pipeline import NOTED_SECONDS, Pipeline
+from sharded_loader.engine.messages import BatchTimes, Result
+from sharded_loader.engine.pipeline import Entry, Pipeline
 from sharded_loader.engine.reader import KEPT_SAMPLES, plain_indices
-from sharded_loader.engine.run import Entry
 from sharded_loader.instruments.times import STAGES, Histograms, SlowSample, StageTimes, WorkerTimes
 from sharded_loader.instruments.waits import CAUSES, advice, causes_of, compute_share, name_causes, verdict
 from sharded_loader.loader.observer import Observer
@@ -240,6 +240,10 @@ POOLED = NUMBERS[NUMBERS.index("retries") : NUMBERS.index("slow_batches") + 1] +
 COUNTED = tuple(name for name in reversed(NUMBERS) if name not in POOLED[1:])
 """The numbers that are sums over batches. Read in this order in another thread, a part never exceeds its whole."""
 
+NOTED_SECONDS = 2e-4
+"""Of a batch that is read faster, only sums are kept, unless it was measured (`messages.BatchTimes`) or waited for for
+long. To note it takes 2 us: 5 % of a batch of `tiny`."""
+
 KEPT_BATCHES = 1000
 """The last batches whose times are kept. They are added up 1,000 at a time, in a third of the time."""
 
@@ -256,6 +260,11 @@ def sum_of(parts: Sequence[LoaderStats]) -> LoaderStats:
     return LoaderStats(**numbers, causes=causes, slowest=tuple(slowest), _timed=timed, _share=parts[-1]._share)
 
 
+def _slow_samples(row: BatchTimes) -> Iterator[SlowSample]:
+    indices = list(chain.from_iterable(map(plain_indices, row.shards)))
+    return (SlowSample(indices[place], seconds, row.epoch, row.worker) for place, seconds in row.slow if indices)
+
+
 def with_rows(stats: LoaderStats, rows: Sequence[BatchTimes]) -> LoaderStats:
     """With the causes, stages and slow samples of some more batches."""
     if not rows:
@@ -264,7 +273,7 @@ def with_rows(stats: LoaderStats, rows: Sequence[BatchTimes]) -> LoaderStats:
     for row in rows:
         for cause, seconds in causes_of(row, share):
             causes[cause] += seconds
-    slowest = tuple(chain.from_iterable(row.named for row in rows))
+    slowest = tuple(chain.from_iterable(map(_slow_samples, rows)))
     return sum_of([stats, LoaderStats(causes=causes, slowest=slowest, _timed=Histograms().adding(rows), _share=share)])
 
 
@@ -353,6 +362,7 @@ class Meter(Observer):
     tune: Callable[[Meter, Any, float], None]
     tune_at = math.inf
 
+    times = True
     KEPT_EPOCHS = 1000
     KEPT_TIMES = 10
     """Epochs whose histograms are kept: they take 20 KB for each worker."""
@@ -365,6 +375,7 @@ class Meter(Observer):
         self._last: deque[tuple[int, Counts]] = deque([(-1, Counts())])
         self.looks: str | None = None
         self._ring: list[BatchTimes] = []  # those that were added up last
+        self._cores = cores_for_workers()
 
     def counts(self) -> Counts:
         return Counts(self.totals())
@@ -393,37 +404,37 @@ class Meter(Observer):
         self,
         counts: Counts,
         entry: Entry,
-        result: Result,
-        stamps: dict[str, float],
-        batch: Any = None,
-        pipeline: Pipeline | None = None,
+        turn: float,
+        asked: float,
+        taken: float,
+        behind: float,
+        starts: bool,
+        pipeline: Pipeline,
     ) -> None:
         """Count it. Unless it was cheap, keep how it was on its way."""
-        read, error, taken, behind = entry.result or result, result.error, stamps["taken"], stamps["behind"]
-        times, of = entry.times or read.times, counts
-        if times is None and (stamps["starts"] or read.seconds >= NOTED_SECONDS):
+        result = entry.result
+        assert result is not None  # it is handed out
+        error, times, of, waited = result.error, result.times, counts, 0.0
+        if entry.waited is not None:
+            waited = entry.waited[1] - entry.waited[0]
+        if times is None and (starts or result.seconds >= NOTED_SECONDS or waited >= 5 * NOTED_SECONDS):
             times = BatchTimes()
         if times is not None:
-            times.__dict__.update(stamps, epoch=counts.number, step=entry.seq, samples=result.samples)
-            times.__dict__.update(sent=entry.sent, worker=read.worker, began=read.began, seconds=read.seconds)
-            times.is_lost = read.rebuilt
-            if error is not None:
-                times.samples, lost = -1, isinstance(read.error, (WorkerDiedError, WorkerTimeoutError))
-                times.is_lost = read.rebuilt or lost
-            if times.slow and entry.task is not None:
-                times.named = self._name_slow(entry.task, times)
+            self._fill_in(times, entry, result, pipeline)
+            times.__dict__.update(turn=turn, asked=asked, taken=taken, placing=entry.placing, behind=behind)
+            times.starts, times.epoch = starts, counts.number
         while True:
-            of.seconds += taken - stamps["turn"]  # first: see `COUNTED`
-            of.waiting_seconds += taken - stamps["asked"] - behind
+            of.seconds += taken - turn  # first: see `COUNTED`
+            of.waiting_seconds += taken - asked - behind
             of.device_seconds += behind
             if error is None:
                 of.batches += 1
                 of.samples += result.samples
-            of.reading_seconds += read.seconds
-            of.placing_seconds += stamps["placing"] - behind
-            of.retries += read.retries
+            of.reading_seconds += result.seconds
+            of.placing_seconds += entry.placing - behind
+            of.retries += result.retries
             if times is None:
-                of.for_workers += entry.waited if read.worker >= 0 else read.seconds
+                of.for_workers += waited if result.worker >= 0 else result.seconds
             else:
                 of.state[1].append(times)
                 if len(of.state[1]) >= KEPT_BATCHES:
@@ -432,16 +443,31 @@ class Meter(Observer):
                 break
             of = of.sum
         if error is None and entry.task is not None and (self.looks is None or self.mixture is not None):
-            self.look(batch, counts, entry.task.shards)
+            self.look(entry.batch, counts, entry.task.shards)
         if taken >= self.tune_at:
             self.tune(self, pipeline, taken)
 
+    def _fill_in(self, times: BatchTimes, entry: Entry, result: Result, pipeline: Pipeline) -> None:
+        """What is known of a batch beside the stamps of ``next``."""
+        error, pool, runs = result.error, pipeline.pool, pipeline.buffer.runs
+        times.__dict__.update(sent=entry.sent, worker=result.worker, began=result.began, seconds=result.seconds)
+        times.step, times.samples = entry.seq, result.samples if error is None else -1
+        times.is_lost = result.rebuilt or isinstance(error, (WorkerDiedError, WorkerTimeoutError))
+        if times.slow and entry.task is not None:
+            times.shards = entry.task.shards
+        if entry.waited is not None:
+            times.wait_began, times.wait_ended = entry.waited
+            times.threads = pool.num_workers if pool.shares_dataset else 1
+            times.per_core = pool.num_workers / self._cores
+            in_flight = waiting = 0
+            for run in runs.values():
+                in_flight, waiting = in_flight + len(run.window), waiting + len(run.waiting)
+            own = runs.get(result.run)
+            lacks = in_flight < pool.num_workers and own is not None and not (own.exhausted or own.epoch.takes_turns)
+            times.lacks_tasks = lacks or (waiting > 0 and in_flight - waiting < pool.num_workers)
+
     def _add_up(self, counts: Counts) -> None:
         self._ring = [*self._ring, *counts.add_up()][-KEPT_BATCHES:]
-
-    def _name_slow(self, task: Task, times: BatchTimes) -> tuple[SlowSample, ...]:
-        indices = list(chain.from_iterable(map(plain_indices, task.shards)))
-        return tuple([SlowSample(indices[place], seconds, task.epoch, times.worker) for place, seconds in times.slow])
 
     def rows(self) -> list[BatchTimes]:
         """The last 1,000 batches that were handed out, of all epochs, the oldest first."""

@@ -16,9 +16,7 @@ from typing import Any
 
 from sharded_loader.base.errors import HAS_ENDED, TooManySkippedError, notes_of, text_of
 from sharded_loader.base.notices import Notices
-from sharded_loader.engine.messages import Result
-from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.run import Entry
+from sharded_loader.engine.pipeline import Entry, Pipeline
 
 
 class Observer:
@@ -29,11 +27,13 @@ class Observer:
         max_skipped: how many samples of an epoch ``on_error`` may skip or replace; None: any number.
 
     Attributes:
+        times: `note` is called, with stamps. Otherwise nothing is timed.
         notices: what the loader and its pool count.
         skipped: ``(index, error)`` of the last samples that ``on_error`` skipped or replaced.
     """
 
     KEPT = 1000
+    times = False
 
     def __init__(self, dataset: Any = None, max_skipped: int | None = None) -> None:
         self.dataset, self.max_skipped, self.notices = dataset, max_skipped, Notices()
@@ -49,19 +49,19 @@ class Observer:
         self,
         counts: Any,
         entry: Entry,
-        result: Result,
-        stamps: dict[str, float],
-        batch: Any = None,
-        pipeline: Pipeline | None = None,
+        turn: float,
+        asked: float,
+        taken: float,
+        behind: float,
+        starts: bool,
+        pipeline: Pipeline,
     ) -> None:
         """A batch, or an error in its place, is handed out.
 
         Args:
             counts: what `begin` was given.
-            entry: the batch on its way.
-            result: of the batch; an error, if the batch could not be handed out.
-            stamps: turn, asked, taken, placing, behind, starts; see `BatchTimes`.
-            batch: as the user gets it.
+            entry: the batch.
+            turn, asked, taken, behind, starts: see `BatchTimes`.
             pipeline: that has read it.
         """
 

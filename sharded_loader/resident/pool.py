@@ -281,7 +281,7 @@ class ResidentPool(InlinePool):
                 self._look_again(rows, task)
             shards = [self._gather(rows, *shard) for shard in zip(self._devices, found, strict=False)]
         except Exception as raised:
-            return (not_placed(task, raised, "while the batch was gathered"),)
+            return (Result(task.run, task.seq, error=not_placed(task, raised, "while the batch was gathered")),)
         batch = shards if task.sharded else shards[0]
         samples = sum(map(len, task.shards))
         return (Result(task.run, task.seq, batch, samples, seconds=host_clock.now() - began, began=began),)
