@@ -266,7 +266,8 @@ class Scheduler:
             else:
                 error = None if isinstance(planned, Nothing) else planned
                 # Its frames lead to the iterator whose step this is, which could not go before this window does.
-                if error is not None and (window or run.is_ahead):
+                # Only the batch that this step waits for (``least``) leaves the window at once.
+                if error is not None and (window or run.is_ahead or not least):
                     leave_frames(error)
                 entry = Entry(seq, None, Result(run.number, seq, NOTHING, error=error))
                 del error

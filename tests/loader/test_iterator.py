@@ -178,12 +178,13 @@ class Unsent:
     [
         {"batch_sampler": [[0], [1], [2], [], [0]]},
         {"batch_sampler": [[0], [1], [2], [Unsent()], [0]], "pool": "process"},
+        {"batch_sampler": [[0], [1], [], [0]], "prefetch": 1},  # planned when nothing else is in flight
     ],
-    ids=["planned", "sent"],
+    ids=["planned", "sent", "alone"],
 )
 def test_an_error_that_waits_for_its_turn_does_not_keep_the_iterator(given: dict[str, Any]) -> None:
     """The position is that of the iterator as long as it lives. A state that is saved later must not have it."""
-    with ShardedDataLoader(range(4), **{"pool": "thread", **given}, num_workers=1, prefetch=4) as loader:
+    with ShardedDataLoader(range(4), **{"pool": "thread", "prefetch": 4, **given}, num_workers=1) as loader:
         iterator = iter(loader)
         next(iterator)
         loader.set_epoch(0)

@@ -343,6 +343,13 @@ def test_a_ctrl_c_ends_the_wait_and_what_is_awaited() -> None:
         assert until(lambda: sorted(dataset.over) == list(range(6)))
 
 
+class Endless(Store):
+    """Samples that never come, unless they are cancelled."""
+
+    async def __getitem__(self, index: int) -> Any:
+        await asyncio.Event().wait()
+
+
 def test_a_ctrl_c_at_the_moment_when_samples_are_sent_to_the_loop_cancels_them(monkeypatch: pytest.MonkeyPatch) -> None:
     submit, futures = asyncio.run_coroutine_threadsafe, list[Any]()
 
@@ -352,7 +359,7 @@ def test_a_ctrl_c_at_the_moment_when_samples_are_sent_to_the_loop_cancels_them(m
         return futures[-1]
 
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
-    with closing(ShardedDataLoader(Store(), 6)) as loader:
+    with closing(ShardedDataLoader(Endless(), 6)) as loader:
         with pytest.raises(KeyboardInterrupt):
             next(iter(loader))
     assert [future.cancelled() for future in futures] == [True]
