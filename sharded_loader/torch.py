@@ -40,8 +40,7 @@ from sharded_loader.engine.messages import NOTHING, Job, OnError, Task
 from sharded_loader.engine.pipeline import Entry
 from sharded_loader.engine.split import Split
 from sharded_loader.instruments.auto import Tuner
-from sharded_loader.instruments.check import LoaderCheck, check_loader
-from sharded_loader.instruments.fingerprint import Fingerprint, fingerprint_of_epoch
+from sharded_loader.instruments.check import Fingerprint, LoaderCheck, check_loader, fingerprint_of_epoch
 from sharded_loader.instruments.report import Instruments
 from sharded_loader.instruments.stats import Meter
 from sharded_loader.loader.arguments import check_max_skipped, length, make_split, number_of_workers

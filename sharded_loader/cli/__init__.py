@@ -1,8 +1,8 @@
 """The command ``sharded-loader``: a module for each verb, and the parts that they share.
 
-main --> demo       trains a small network (the run itself is in ``sharded_loader.demo``)
-     --> doctor
+main --> doctor
      --> bench      target --> measure
-     --> records, index, diff, replay, report
+     --> records    and ``index``
+     --> runs       ``diff``, ``report``, ``demo`` (the run itself is in ``sharded_loader.demo``)
 All of them print through output.
 """

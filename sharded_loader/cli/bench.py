@@ -19,13 +19,14 @@ Exit code 0; 1 if a row failed, which is said below the table; 2 if the dataset 
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 from warnings import catch_warnings, simplefilter
 
 import click
@@ -33,8 +34,11 @@ import click
 from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.base.notices import LoaderWarning
 from sharded_loader.cli import output
-from sharded_loader.cli.output import CannotRun, Steps, busy_text, complain, cores_of_others
+from sharded_loader.cli.output import CannotRun, Steps, cores_of_others
 from sharded_loader.cli.target import find_dataset, find_function, kind_of, say_error
+
+if TYPE_CHECKING:
+    from sharded_loader import ShardedDataLoader
 
 ROUNDS = 5
 """Of three rounds on a busy machine, the median is often a disturbed one."""
@@ -42,7 +46,7 @@ ROUNDS = 5
 WORTH = 1.2
 """Workers are worth their memory if they read this many times as fast as the main process."""
 
-_ARGUMENTS = {"process": "", "thread": ", thread_pool=True", "ray": ', pool="ray"'}
+POOLS = {"inline": "", "process": "", "thread": ", thread_pool=True", "ray": ', pool="ray"'}
 """Arguments of the loader that choose a pool, beside ``num_workers``."""
 
 
@@ -50,79 +54,62 @@ _ARGUMENTS = {"process": "", "thread": ", thread_pool=True", "ray": ', pool="ray
 @click.argument("dataset", metavar="MODULE:DATASET")
 @click.option("--batch-size", type=click.IntRange(1), default=64, help="Samples per batch.")
 @click.option("--collate", metavar="MODULE:FUNCTION", help="Your collate function. Default: the loader's own.")
-@click.option(
-    "--seconds",
-    type=click.FloatRange(0, min_open=True),
-    default=3.0,
-    help="Time for each row of the table. To find its number of workers takes five times as long.",
-)
+@click.option("--seconds", type=click.FloatRange(0, min_open=True), default=3.0, help="Time for a row of the table.")
 @click.option("--pools", default="inline,thread,process", metavar="LIST", help="inline is the main process.")
 @click.option("--shuffle/--no-shuffle", default=None, help="Read in random order. Default: random if possible.")
 @output.json_option
 @output.quiet_option
-def bench(
-    dataset: str,
-    batch_size: int,
-    collate: str | None,
-    seconds: float,
-    pools: str,
-    shuffle: bool | None,
-    as_json: bool,
-    quiet: bool,
-) -> int:
+def bench(dataset: str, collate: str | None, pools: str, as_json: bool, quiet: bool, **options: Any) -> int:
     """Measure how fast your dataset is read: inline, by threads and by processes.
 
-    ``num_workers="auto"`` finds how many workers are measured.
+    ``num_workers="auto"`` finds how many workers are measured: this takes five times as long as the row itself.
 
     MODULE:DATASET is an object in a module, or path/to/file.py:DATASET. DATASET is a dataset, or a function that takes
     no arguments and returns one. Datasets with only __iter__ work too.
     """
     from sharded_loader.data.inspection import is_stream
 
-    listed = sorted(dict.fromkeys(pools.split(",")), key=lambda pool: pool != "inline")
-    if unknown := {*listed} - {"inline", *_ARGUMENTS}:
-        raise CannotRun(f"{min(unknown)!r} is not a pool: choose from {', '.join(['inline', *_ARGUMENTS])}")
-    data = find_dataset(dataset)
-    if is_stream(data) and shuffle:
+    listed = sorted(dict.fromkeys(pools.split(",")), key="inline".__ne__)
+    if unknown := {*listed} - {*POOLS}:
+        raise CannotRun(f"{min(unknown)!r} is not a pool: choose from {', '.join(POOLS)}")
+    data, seconds = find_dataset(dataset), options.pop("seconds")
+    if is_stream(data) and options["shuffle"]:
         raise CannotRun(f"{dataset} has only __iter__ and comes in its own order: leave out --shuffle")
-    shuffle = not is_stream(data) if shuffle is None else shuffle
-    arguments: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle}
-    asked = {"dataset": dataset, "kind": kind_of(data), "seconds": seconds, **arguments}
-    arguments |= {"dataset": data, "batchify_fn": None if collate is None else find_function(collate)}
+    if options["shuffle"] is None:
+        options["shuffle"] = not is_stream(data)
+    asked = {"dataset": dataset, "kind": kind_of(data), "seconds": seconds, **options}
+    options |= {"dataset": data, "batchify_fn": None if collate is None else find_function(collate)}
     if not quiet and not as_json:
-        order = "random order" if shuffle else "the dataset's own order"
-        click.echo(f"{dataset}: {asked['kind']}, in {order}; batches of {batch_size}.")
-    others, rows = cores_of_others(), []
+        order = "random order" if options["shuffle"] else "the dataset's own order"
+        click.echo(f"{dataset}: {asked['kind']}, in {order}; batches of {options['batch_size']}.")
+    others, rows = cores_of_others(), list[Row]()
     with Steps("finding the number of workers", len(listed), quiet) as steps:
-        for number, pool in enumerate(listed):
-            steps.update(number, pool)
-            rows.append(Row(pool, find_workers(pool, ROUNDS * seconds, arguments)))
+        for pool in listed:
+            steps.update(len(rows), pool)
+            rows.append(Row(pool, find_workers(pool, ROUNDS * seconds, options)))
     with Steps("measuring", ROUNDS * len(rows), quiet) as steps:
-        measure(rows, seconds, arguments, lambda number, row: steps.update(number, row.arguments))
+        measure(rows, seconds, options, lambda number, row: steps.update(number, row.arguments))
     if as_json:
         found = {"rounds": ROUNDS, "cores_of_others": others, "recommendation": recommend(rows)}
-        output.show_json(asked | found | {"rows": [asdict(row) for row in rows]})
+        click.echo(json.dumps({**asked, **found, "rows": [asdict(row) for row in rows]}, indent=2))
     else:
-        _show(rows, others)
-    failed = [row for row in rows if row.error is not None]
-    for row in failed:
-        complain(f"{row.pool} with {row.workers} workers failed: {row.error}")
-    return int(bool(failed))
-
-
-def _show(rows: list[Row], others: float) -> None:
-    cells = []
+        cells = [[row.pool, str(row.workers), *_cells_of(row)] for row in rows]
+        output.show_table(["pool", "workers", "samples/s", "ms per batch", "spread", "x inline"], cells)
+        if (busy := output.busy_text(others, os.cpu_count() or 1, cores_for_workers())) is not None:
+            click.echo(f"{busy} The figures are lower than on a quiet machine, and vary more.")
+        click.echo(recommend(rows))
     for row in rows:
-        shown = ["failed", "-", "-"]
-        if row.error is None:
-            spread = (row.highest - row.lowest) / 2 / row.samples_per_second  # half the way between the extremes
-            shown = [f"{row.samples_per_second:,.0f}", ms_text(row.ms_per_batch), f"±{spread:.0%}"]
-        times = "-" if row.times_inline is None else f"{row.times_inline:.2f}"
-        cells.append([row.pool, str(row.workers), *shown, times])
-    output.show_table(["pool", "workers", "samples/s", "ms per batch", "spread", "x inline"], cells)
-    if (busy := busy_text(others, os.cpu_count() or 1, cores_for_workers())) is not None:
-        click.echo(f"{busy} The figures are lower than on a quiet machine, and vary more.")
-    click.echo(recommend(rows))
+        if row.error is not None:
+            output.complain(f"{row.pool} with {row.workers} workers failed: {row.error}")
+    return int(any(row.error for row in rows))
+
+
+def _cells_of(row: Row) -> list[str]:
+    times = "-" if row.times_inline is None else f"{row.times_inline:.2f}"
+    if row.error is not None:
+        return ["failed", "-", "-", times]
+    spread = (row.highest - row.lowest) / 2 / row.samples_per_second  # half the way between the extremes
+    return [f"{row.samples_per_second:,.0f}", ms_text(row.ms_per_batch), f"±{spread:.0%}", times]
 
 
 # -- the measurement, without a terminal -------------------------------------------------------------------------------
@@ -152,10 +139,10 @@ class Row:
     @property
     def arguments(self) -> str:
         """Arguments of a loader that reads like this."""
-        return "inline" if self.pool == "inline" else f"num_workers={self.workers}{_ARGUMENTS[self.pool]}"
+        return "inline" if self.pool == "inline" else f"num_workers={self.workers}{POOLS[self.pool]}"
 
 
-def find_workers(pool: str, seconds: float, arguments: dict[str, Any]) -> int:
+def find_workers(pool: str, seconds: float, arguments: Mapping[str, Any]) -> int:
     """The number that ``num_workers="auto"`` has found after some seconds, in a loader with these arguments.
 
     If workers cannot read the dataset, it is the number to begin with: then `measure` says why. On a cluster of Ray it
@@ -166,9 +153,9 @@ def find_workers(pool: str, seconds: float, arguments: dict[str, Any]) -> int:
     if pool in ("inline", "ray"):
         return cores_for_workers() * (pool == "ray")
     with suppress(Exception), _loader(pool, "auto", arguments) as loader:
-        began = time.perf_counter()
+        until = time.perf_counter() + seconds
         for _ in _without_end(loader):
-            if time.perf_counter() - began >= seconds:
+            if time.perf_counter() >= until:
                 return int(loader.num_workers)
     return START
 
@@ -176,7 +163,7 @@ def find_workers(pool: str, seconds: float, arguments: dict[str, Any]) -> int:
 def measure(
     rows: list[Row],
     seconds: float,
-    arguments: dict[str, Any],
+    arguments: Mapping[str, Any],
     on_turn: Callable[[int, Row], object] = lambda number, row: None,
 ) -> list[Row]:
     """Measure every row in several rounds.
@@ -194,10 +181,9 @@ def measure(
     for number in range(ROUNDS * len(rows)):
         row = rows[number % len(rows)]
         on_turn(number, row)
-        if row.error is not None:
-            continue
         try:
-            turns[number % len(rows)].append(_turn(row, seconds / ROUNDS, arguments))
+            if row.error is None:
+                turns[number % len(rows)].append(_turn(row, seconds / ROUNDS, arguments))
         except CannotRun:
             raise
         except Exception as error:
@@ -214,7 +200,7 @@ def measure(
     return rows
 
 
-def _turn(row: Row, seconds: float, arguments: dict[str, Any]) -> tuple[float, float]:
+def _turn(row: Row, seconds: float, arguments: Mapping[str, Any]) -> tuple[float, float]:
     """Samples per second and milliseconds per batch, of a loader with these arguments."""
     with _loader(row.pool, row.workers, arguments) as loader:
         batches = _without_end(loader)
@@ -228,7 +214,7 @@ def _turn(row: Row, seconds: float, arguments: dict[str, Any]) -> tuple[float, f
         return (loader.stats().samples - before) / took, 1000 * took / count
 
 
-def _loader(pool: Any, workers: Any, arguments: dict[str, Any]) -> Any:
+def _loader(pool: Any, workers: int | Literal["auto"], arguments: Mapping[str, Any]) -> ShardedDataLoader[object]:
     from sharded_loader import ShardedDataLoader
 
     with catch_warnings():
@@ -236,7 +222,7 @@ def _loader(pool: Any, workers: Any, arguments: dict[str, Any]) -> Any:
         return ShardedDataLoader(num_workers=workers, pool=pool, seed=0, **arguments)
 
 
-def _without_end(loader: Any) -> Iterator[Any]:
+def _without_end(loader: ShardedDataLoader[object]) -> Iterator[object]:
     """The batches of one epoch after the other."""
     why = "it gives no samples: give a dataset that has some"
     while True:
@@ -259,9 +245,9 @@ def recommend(rows: list[Row]) -> str:
     """
     good = sorted((row for row in rows if row.error is None), key=lambda row: -row.samples_per_second)
     inline, chosen = next((row for row in good if row.pool == "inline"), None), good[0]
-    inline_ms = "" if inline is None else f"{ms_text(inline.ms_per_batch)} ms"
     if inline is not None and len(good) == 1:
-        return f"Only inline was measured, {inline_ms} per batch: add --pools inline,thread,process to compare."
+        ms = ms_text(inline.ms_per_batch)
+        return f"Only inline was measured, {ms} ms per batch: add --pools inline,thread,process to compare."
     if inline is not None and chosen.samples_per_second < WORTH * inline.samples_per_second:
         chosen = inline
     for row in good:  # the medians differ enough to matter, and the rounds too much to tell which row is faster
@@ -276,7 +262,7 @@ def recommend(rows: list[Row]) -> str:
     times = max(row.samples_per_second for row in good if row is not inline) / inline.samples_per_second
     if chosen is inline:
         return f"Inline is enough, so leave out num_workers: with workers it is at best {times:.2f} times as fast."
-    then = f"inline is enough if your training step takes far longer than {inline_ms}."
+    then = f"inline is enough if your training step takes far longer than {ms_text(inline.ms_per_batch)} ms."
     return f"Use {chosen.arguments}: {times:.1f} times as fast as inline; {then}"
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import json
 import math
 import os
 import platform
@@ -30,16 +31,8 @@ import click
 from sharded_loader import __version__
 from sharded_loader.base.limits import core_limit, free_bytes, usable_cores
 from sharded_loader.base.system import open_memory
-from sharded_loader.cli.output import (
-    busy_text,
-    cores_of_others,
-    counted,
-    json_option,
-    one_line,
-    quiet_option,
-    show_json,
-    size_text,
-)
+from sharded_loader.cli import output
+from sharded_loader.cli.output import counted, size_text
 
 PACKAGES = ("torch", "numpy", "multiprocess", "cloudpickle", "filelock", "fsspec", "threadpoolctl", "pyarrow", "ray")
 
@@ -53,8 +46,8 @@ SHM = "docker run --shm-size=8g; in Kubernetes, an emptyDir with medium: Memory 
 
 
 @click.command(short_help="Check this machine, and say what to change.")
-@json_option
-@quiet_option
+@output.json_option
+@output.quiet_option
 def doctor(as_json: bool, quiet: bool) -> int:
     """Check versions, cores, memory, shared memory, limits, worker processes and GPUs, and say what to change.
 
@@ -63,19 +56,16 @@ def doctor(as_json: bool, quiet: bool) -> int:
     facts = collect()
     findings = find(facts)
     problems = sum(finding.is_problem for finding in findings)
+    said = [f"{'problem' if one.is_problem else 'note'}: {one.what}\n  change: {one.change}" for one in findings]
     if as_json:
-        show_json({"facts": dataclasses.asdict(facts), "findings": [finding._asdict() for finding in findings]})
-        return int(problems > 0)
-    if not quiet:
-        for name, text in lines(facts):
-            click.echo(f"{name:15} {text}")
-        click.echo()
-    for finding in findings:
-        click.echo(f"{'problem' if finding.is_problem else 'note'}: {finding.what}")
-        click.echo(f"  change: {finding.change}")
-    if not quiet:
-        notes = counted(len(findings) - problems, "note")
-        click.echo(f"{counted(problems, 'problem')}, {notes}." if findings else "No problem found.")
+        found = {"facts": dataclasses.asdict(facts), "findings": [finding._asdict() for finding in findings]}
+        said = [json.dumps(found, indent=2)]
+    elif not quiet:
+        count = f"{counted(problems, 'problem')}, {counted(len(findings) - problems, 'note')}."
+        said = [*(f"{name:15} {text}" for name, text in lines(facts)), "", *said]
+        said.append(count if findings else "No problem found.")
+    for line in said:
+        click.echo(line)
     return int(problems > 0)
 
 
@@ -120,14 +110,13 @@ class Facts:
 
 def collect() -> Facts:
     """Look at this machine. It takes a second or two, most of it for torch."""
-    facts = Facts()
+    facts = Facts(shared_memory=None, shm=None, descriptors=None)
     facts.versions.update(python=platform.python_version(), platform=platform.platform())
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             facts.versions[name] = importlib.metadata.version(name)
     facts.cores, facts.usable_cores = os.cpu_count() or 1, min(usable_cores(), core_limit() or math.inf)
-    facts.others, facts.free_memory = cores_of_others(0.3), free_bytes()
-    facts.shared_memory = facts.shm = facts.descriptors = None
+    facts.others, facts.free_memory = output.cores_of_others(0.3), free_bytes()
     with _noting_error(facts, "shared_memory_error"):
         facts.shared_memory = _shared_memory()
     with contextlib.suppress(OSError):
@@ -153,7 +142,7 @@ def _noting_error(facts: Facts, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        setattr(facts, name, one_line(error))
+        setattr(facts, name, output.one_line(error))
 
 
 def _shared_memory() -> str:
@@ -197,34 +186,35 @@ def find(facts: Facts) -> list[Finding]:
         >>> [finding.what for finding in find(Facts(descriptors=100))]
         ['A process may open 100 files at a time, and each worker takes about four.']
     """
-    busy = busy_text(facts.others, facts.cores, facts.usable_cores)
+    busy = output.busy_text(facts.others, facts.cores, facts.usable_cores)
     (size, free), (memory, memory_limit) = facts.shm or (0, GIB), facts.free_memory
     limit, kind, torch = facts.descriptors or FEW_DESCRIPTORS, facts.shared_memory, facts.versions.get("torch")
     table = [
-        (facts.torch_error is not None, Finding(True, f"torch cannot be imported: {facts.torch_error}.",
-         "Install torch again in this environment.")),
-        (busy is not None, Finding(False, f"{busy} Workers get what is left.", "Stop programs that you do not need.")),
-        (facts.usable_cores < 2, Finding(facts.cores > 1,
+        (facts.torch_error, True, f"torch cannot be imported: {facts.torch_error}.",
+         "Install torch again in this environment."),
+        (busy, False, f"{busy} Workers get what is left.", "Stop programs that you do not need."),
+        (facts.usable_cores < 2, facts.cores > 1,
          f"Workers and training share {facts.usable_cores:g} of {facts.cores} cores.",
-         "Give more: docker run --cpus 4, resources.limits.cpu in Kubernetes, --cpus-per-task=4 for Slurm, taskset.")),
-        (memory < GIB, Finding(True, f"Only {size_text(memory)} of memory is free ({memory_limit}).",
-         "End other programs, or raise the memory limit of the container.")),
-        (kind is None, Finding(True, f"There is no memory that processes can share: {facts.shared_memory_error}.",
-         f"Allow memfd_create, or enlarge /dev/shm: {SHM}")),
-        (kind == "file", Finding(True, "Batches travel through temporary files, because there is no shared memory.",
-         f"Allow memfd_create in the seccomp profile, or mount /dev/shm: {SHM}")),
-        (kind == "shm" and free < GIB, Finding(True,
-         f"Batches lie in /dev/shm, which has {size_text(size)} ({size_text(free)} free).", f"Enlarge it: {SHM}")),
-        (limit < FEW_DESCRIPTORS, Finding(limit < SCARCE_DESCRIPTORS,
+         "Give more: docker run --cpus 4, resources.limits.cpu in Kubernetes, --cpus-per-task=4 for Slurm, taskset."),
+        (memory < GIB, True, f"Only {size_text(memory)} of memory is free ({memory_limit}).",
+         "End other programs, or raise the memory limit of the container."),
+        (kind is None, True, f"There is no memory that processes can share: {facts.shared_memory_error}.",
+         f"Allow memfd_create, or enlarge /dev/shm: {SHM}"),
+        (kind == "file", True, "Batches travel through temporary files, because there is no shared memory.",
+         f"Allow memfd_create in the seccomp profile, or mount /dev/shm: {SHM}"),
+        (kind == "shm" and free < GIB, True,
+         f"Batches lie in /dev/shm, which has {size_text(size)} ({size_text(free)} free).", f"Enlarge it: {SHM}"),
+        (limit < FEW_DESCRIPTORS, limit < SCARCE_DESCRIPTORS,
          f"A process may open {limit} files at a time, and each worker takes about four.",
-         "Run: ulimit -n 65536. In a container: docker run --ulimit nofile=65536.")),
-        (facts.trial_error is not None, Finding(True, f"A trial with two worker processes failed: {facts.trial_error}.",
-         "Until this is fixed, read with threads: ShardedDataLoader(..., thread_pool=True).")),
-        (facts.nvidia_driver and not facts.gpus and facts.torch_error is None, Finding(True,
+         "Run: ulimit -n 65536. In a container: docker run --ulimit nofile=65536."),
+        (facts.trial_error, True, f"A trial with two worker processes failed: {facts.trial_error}.",
+         "Until this is fixed, read with threads: ShardedDataLoader(..., thread_pool=True)."),
+        (facts.nvidia_driver and not facts.gpus and not facts.torch_error, True,
          f"The machine has an NVIDIA driver, and torch {torch} sees no GPU.",
-         "Install a build of torch for CUDA, and see CUDA_VISIBLE_DEVICES. In a container: docker run --gpus all.")),
+         "Install a build of torch for CUDA, and see CUDA_VISIBLE_DEVICES. In a container: docker run --gpus all."),
     ]  # fmt: skip
-    return sorted((finding for holds, finding in table if holds), key=lambda finding: not finding.is_problem)
+    found = [Finding(is_problem, what, change) for holds, is_problem, what, change in table if holds]
+    return sorted(found, key=lambda finding: not finding.is_problem)
 
 
 def lines(facts: Facts) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
     main(argv) --click--> the function of the verb -> exit code
 
-A new verb is a module with a click command, and a line in `make_command`. Each verb imports what it needs when it runs,
+A new verb is a click command in a module, and a name in `make_command`. Each verb imports what it needs when it runs,
 so ``--help`` and ``--version`` wait neither for torch nor for rich.
 
 Exit code 0: done. 1: the command ran and found something wrong, or its output was closed. 2: the command cannot run as
@@ -42,11 +42,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         needed = f"{', '.join(NEEDED[:-1])} and {NEEDED[-1]}"
         print(f"sharded-loader: the command needs {needed}: pip install {' '.join(NEEDED)}", file=sys.stderr)
         return CANNOT_RUN
+    import click
+
     try:
-        return _run(argv)
-    except KeyboardInterrupt:
+        return make_command().main(argv, prog_name="sharded-loader", standalone_mode=False) or 0
+    except (KeyboardInterrupt, click.Abort):
         print("sharded-loader: stopped by Ctrl-C", file=sys.stderr)
         return INTERRUPTED
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx else "sharded-loader"
+        print(f"{where}: {' '.join(error.format_message().split())}", file=sys.stderr)
+        return CANNOT_RUN
+    except SystemExit as stop:  # click, when the output is closed: `sharded-loader doctor | head -1`
+        return stop.code if isinstance(stop.code, int) else 1
 
 
 def make_command() -> click.Group:
@@ -55,33 +63,16 @@ def make_command() -> click.Group:
 
     from sharded_loader import __version__
     from sharded_loader.cli.bench import bench
-    from sharded_loader.cli.demo import demo
     from sharded_loader.cli.doctor import doctor
-    from sharded_loader.cli.index import index
     from sharded_loader.cli.output import print_help
-    from sharded_loader.cli.records import records
-    from sharded_loader.cli.runs import diff, replay, report
+    from sharded_loader.cli.records import index_shards, records
+    from sharded_loader.cli.runs import demo, diff, report
 
     command = click.Group(
-        commands=[demo, doctor, bench, records, report, replay, diff, index],
+        commands=[demo, doctor, bench, records, report, diff, index_shards],
         callback=print_help,
         invoke_without_command=True,
         help="A data loader for PyTorch: try it, check this machine, measure a dataset, pack files, compare runs.",
         context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
     )
     return click.version_option(__version__, message="%(prog)s %(version)s")(command)
-
-
-def _run(argv: Sequence[str] | None) -> int:
-    import click
-
-    try:
-        return make_command().main(argv, prog_name="sharded-loader", standalone_mode=False) or 0
-    except click.UsageError as error:
-        where = error.ctx.command_path if error.ctx else "sharded-loader"
-        click.echo(f"{where}: {' '.join(error.format_message().split())}", err=True)
-        return CANNOT_RUN
-    except click.Abort:
-        raise KeyboardInterrupt from None
-    except SystemExit as stop:  # click, when the output is closed: `sharded-loader doctor | head -1`
-        return stop.code if isinstance(stop.code, int) else 1

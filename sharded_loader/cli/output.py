@@ -1,24 +1,26 @@
-"""What the verbs print: results on stdout, progress and complaints on stderr.
+"""What the verbs share: results on stdout, progress and complaints on stderr, files to read and to write.
 
-    show_table(...), show_json(...)                 --> stdout
+    show_table(...)                                 --> stdout
     complain(text)                                  --> stderr
     with Steps("packing", total) as steps:
         steps.update(done)                          --> stderr: a bar in a terminal, lines in a pipe
+    check_output(file, force=force)                 an error before any work is done
+    with os_errors_in_one_line(file):               a full disk is one line
 
 `Steps` prints nothing in the first two seconds. It starts no thread: the bar moves when `update` is called. So it may
 run while workers are forked and while speed is measured. It owns the bar, and takes it away at the end.
 
-What can go wrong: the reader of a pipe goes away. Then click, or rich in a table, ends the command: exit code 1.
+What can go wrong: the reader of a pipe goes away. Then click ends the command: exit code 1.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -32,14 +34,14 @@ BUSY = 0.3
 PATIENCE = 2.0
 """Seconds without any progress shown."""
 
-LINES_EVERY = 5.0
-"""Seconds between two lines in a pipe."""
+LINES_EVERY, FRAMES_EVERY = 5.0, 0.1
+"""Seconds between two lines in a pipe, and between two pictures of the bar."""
 
-FRAMES_EVERY = 0.1
-"""Seconds between two pictures of the bar."""
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print results only: no progress, no explanations.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+force_option = click.option("--force", is_flag=True, help="Replace files that exist.")
 
 
 @click.pass_context
@@ -60,17 +62,12 @@ class CannotRun(click.UsageError):
         super().__init__(message, click.get_current_context(silent=True))
 
 
-def show_json(content: Any) -> None:
-    """Print the result as JSON."""
-    click.echo(json.dumps(content, indent=2))
-
-
 def complain(text: str) -> None:
     """Print a line about something that is wrong."""
     click.echo(f"{click.get_current_context().command_path}: {' '.join(text.split())}", err=True)
 
 
-def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> None:
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
     """Print a table.
 
     Args:
@@ -78,15 +75,10 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int 
         rows: the cells, as text.
         left: how many columns are aligned to the left; the others hold numbers.
     """
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for number, heading in enumerate(columns):
-        table.add_column(heading, justify="left" if number < left else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False, markup=False).print(table)
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    form = "  ".join(f"{{:{'<' if place < left else '>'}{width}}}" for place, width in enumerate(widths))
+    for cells in (columns, *rows):
+        click.echo(form.format(*cells))
 
 
 def counted(number: int, noun: str) -> str:
@@ -145,12 +137,10 @@ def busy_text(others: float, cores: int, usable: float) -> str | None:
         >>> busy_text(1.7, cores=2, usable=2), busy_text(1.7, cores=64, usable=8)
         ('Other programs use 1.7 of 2 cores.', None)
     """
-    if others + usable < cores + BUSY:
-        return None
-    return f"Other programs use {others:.1f} of {cores} cores."
+    return f"Other programs use {others:.1f} of {cores} cores." if others + usable >= cores + BUSY else None
 
 
-class Steps(AbstractContextManager["Steps"]):
+class Steps(contextlib.AbstractContextManager["Steps"]):
     """Progress of one long job.
 
     Args:
@@ -165,7 +155,6 @@ class Steps(AbstractContextManager["Steps"]):
     ) -> None:
         self._what, self._total, self._quiet, self._clock = what, total, quiet, clock
         self._next = clock() + PATIENCE
-        self._in_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._bar: Progress | None = None
 
     def update(self, done: int, note: str = "") -> None:
@@ -178,16 +167,23 @@ class Steps(AbstractContextManager["Steps"]):
         now = self._clock()
         if self._quiet or now < self._next:
             return
-        if not self._in_terminal:
+        if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
             self._next = now + LINES_EVERY
             of = "" if self._total is None else f"{done:,} of {self._total:,}"
             click.echo(f"{self._what}: {', '.join(filter(None, [of, note]))}", err=True)
             return
         self._next = now + FRAMES_EVERY
         if self._bar is None:
-            self._bar = _start_bar()
-            self._task = self._bar.add_task("", total=self._total)
-        self._bar.update(self._task, completed=done, description=f"{self._what} {note}")
+            from rich.console import Console
+            from rich.progress import Progress, TimeElapsedColumn
+
+            # No thread; stdout and stderr stay as they are, because workers may be forked meanwhile.
+            still: dict[str, Any] = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
+            columns = *Progress.get_default_columns(), TimeElapsedColumn()
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True, **still)
+            self._bar.add_task("", total=self._total)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=done, description=f"{self._what} {note}")
         self._bar.refresh()
 
     def __exit__(self, *raised: object) -> None:
@@ -195,15 +191,21 @@ class Steps(AbstractContextManager["Steps"]):
             self._bar.stop()
 
 
-def _start_bar() -> Progress:
-    """A bar on stderr without a thread. It leaves stdout and stderr alone, because workers may be forked meanwhile."""
-    from rich.console import Console
-    from rich.progress import Progress, TimeElapsedColumn
+def check_output(*files: Path, force: bool) -> None:
+    """The output can be written to its folder, and replaces nothing by accident."""
+    folder = files[0].absolute().parent
+    if not folder.is_dir():
+        raise CannotRun(f"there is no folder {folder}: create it first")
+    if not os.access(folder, os.W_OK):
+        raise CannotRun(f"{folder} cannot be written to: choose another folder")
+    if not force and (existing := [str(file) for file in files if file.exists()]):
+        raise CannotRun(f"there is already {' and '.join(existing)}: give another name, or --force to replace it")
 
-    columns = *Progress.get_default_columns(), TimeElapsedColumn()
-    console = Console(stderr=True)
-    bar = Progress(
-        *columns, console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
-    )
-    bar.start()
-    return bar
+
+@contextlib.contextmanager
+def os_errors_in_one_line(file: Path) -> Iterator[None]:
+    """Inside, an error of the system ends the command with one line."""
+    try:
+        yield
+    except OSError as error:
+        raise CannotRun(f"{error.filename or file}: {error.strerror or error}") from None

@@ -1,22 +1,25 @@
-"""``sharded-loader records``: pack files into a RecordIO file, look into one, write its index.
+"""``sharded-loader records`` and ``index``: pack files into a RecordIO file, look into one, write indexes.
 
-    pack FOLDER OUT.rec --> find_folder (a sub-folder is a class) --> pack_files
-    inspect FILE.rec -----> reads every byte once, with one record at a time in memory
-    index FILE.rec -------> the same, and writes where each record begins
+    records pack FOLDER OUT.rec --> find_folder (a sub-folder is a class) --> pack_files
+    records inspect FILE.rec -----> reads every byte once, with one record at a time in memory
+    records index FILE.rec -------> the same, and writes where each record begins
+    index URL... -----------------> ShardDataset(...).write_index(...), and opened once
 
-A record is MXNet's label header and the bytes of the file as they are. Output is written under other names and renamed
-at the end. So a full disk, Ctrl-C or a file that cannot be read leaves no half of a record file.
+A record is MXNet's label header and the bytes of the file as they are. Output is written elsewhere and renamed at the
+end. So a full disk, Ctrl-C or a file that cannot be read leaves no half of a file.
 
 Exit code 0; 1 if the record file is damaged, and one line says where; 2 if the command cannot run: missing files, a
-name without a number, an output that exists, a folder that cannot be written to.
+name without a number, an output that exists, a folder that cannot be written to, a shard that cannot be indexed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import statistics
-from array import array
+import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
@@ -25,14 +28,13 @@ from pathlib import Path
 import click
 
 from sharded_loader.cli import output
-from sharded_loader.cli.files import check_output, force_option, os_errors_in_one_line, replaced
-from sharded_loader.cli.output import CannotRun, Steps, complain, counted, size_text
+from sharded_loader.cli.output import CannotRun, Steps, check_output, complain, counted, os_errors_in_one_line
 
 DAMAGED = 1
 SIGNATURES = {b"\xff\xd8\xff": "JPEG", b"\x89PNG": "PNG", b"GIF8": "GIF", b"RIFF": "RIFF", b"\x93NUMPY": "NumPy"}
 """First bytes of well-known file formats. WebP and WAV are RIFF."""
 
-_REC = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE.rec")
+_REC = click.argument("file", type=output.FILE, metavar="FILE.rec")
 
 records = click.Group(
     "records", callback=output.print_help, invoke_without_command=True, help="RecordIO files.",
@@ -44,7 +46,7 @@ records = click.Group(
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path), metavar="OUT.rec")
 @click.option("--labels", type=click.Path(path_type=Path), help="Numbers, name<TAB>number: read, or written if absent.")
-@force_option
+@output.force_option
 @output.quiet_option
 def pack(folder: Path, out: Path, labels: Path | None, force: bool, quiet: bool) -> None:
     """Pack files into OUT.rec and OUT.idx. The bytes of the files do not change.
@@ -62,7 +64,7 @@ def pack(folder: Path, out: Path, labels: Path | None, force: bool, quiet: bool)
         if labels is not None and given is None and names:
             labels.write_text("".join(f"{name}\t{number}\n" for name, number in names.items()), "utf-8")
     if not quiet:
-        click.echo(f"{out}: {counted(len(files), 'record')}, {size_text(nbytes)}; index in {out.stem}.idx")
+        click.echo(f"{out}: {counted(len(files), 'record')}, {output.size_text(nbytes)}; index in {out.stem}.idx")
         click.echo(f"labels: {_listed([f'{number} {name}' for name, number in names.items()])}")
 
 
@@ -82,10 +84,11 @@ def find_folder(folder: Path, given: dict[str, int] | None) -> tuple[list[tuple[
     if not paths:
         raise CannotRun(f"{folder} has no files: give a folder with a sub-folder of files for each class")
     classes = sorted({path.parts[0] for path in paths if len(path.parts) > 1})
-    if unknown := [repr(name) for name in classes if given is not None and name not in given]:
+    numbers = dict(zip(classes, count())) if given is None else given
+    if unknown := [repr(name) for name in classes if name not in numbers]:
         raise CannotRun(f"no number for {', '.join(unknown[:5])} in the file of --labels: add it there")
-    numbers = {name: number if given is None else given[name] for number, name in enumerate(classes)}
-    return [(folder / path, numbers.get(path.parts[0], 0)) for path in paths], numbers
+    labelled = [(folder / path, numbers[path.parts[0]] if classes else 0) for path in paths]
+    return labelled, {name: numbers[name] for name in classes}
 
 
 def read_labels(file: Path) -> dict[str, int]:
@@ -119,15 +122,18 @@ def pack_files(files: Sequence[tuple[Path, float]], out: Path, on_file: Callable
     """
     from sharded_loader import recordio
 
-    with replaced(out.with_suffix(".idx"), out) as (idx, rec):
-        with recordio.MXIndexedRecordIO(idx, rec, "w") as written:
+    with tempfile.TemporaryDirectory(prefix=".", dir=out.parent) as folder:
+        idx, rec = (Path(folder, file.name) for file in (out.with_suffix(".idx"), out))
+        with recordio.MXIndexedRecordIO(idx, rec, "w") as packed:
             for key, (path, label) in enumerate(files):
                 try:
-                    written.write_idx(key, recordio.pack((0, label, key, 0), path.read_bytes()))
+                    packed.write_idx(key, recordio.pack((0, label, key, 0), path.read_bytes()))
                 except ValueError as error:
                     raise CannotRun(f"{path}: {error}") from None
                 on_file(key + 1)
-        return int(rec.stat().st_size)
+        for file in (idx, rec):
+            file.replace(out.with_name(file.name))
+    return out.stat().st_size
 
 
 # -- what is in a record file ------------------------------------------------------------------------------------------
@@ -144,8 +150,8 @@ def inspect(file: Path, first: int, quiet: bool) -> int:
     """
     from sharded_loader.recordio import RecordIOError
 
-    damage, rows = "", list[list[str]]()
-    offsets, sizes, contents, labels = array("q"), array("q"), Counter[str](), Counter[str]()
+    damage, rows, offsets, sizes = "", list[list[str]](), list[int](), list[int]()
+    contents, labels = Counter[str](), Counter[str]()
     try:
         for offset, record in _records_of(file, quiet):
             label, key, payload = _unpacked(record)
@@ -157,43 +163,44 @@ def inspect(file: Path, first: int, quiet: bool) -> int:
             contents[kind] += 1
             labels.update([label] if key else [])
     except RecordIOError as error:
-        damage = str(error)
+        damage = f"{counted(len(sizes), 'whole record')}, then it is damaged: {error}"
     index_text, is_wrong = _check_index(file.with_suffix(".idx"), offsets)
     if not quiet:
         ends = (min(sizes), statistics.median_high(sizes), max(sizes)) if sizes else (0, 0, 0)
-        whole = f"{len(sizes):,}; {labels.total():,} with a label header"
-        click.echo(f"file      {file}, {size_text(file.stat().st_size)}\nrecords   {whole}")
-        click.echo("sizes     smallest {}, median {}, largest {}".format(*map(size_text, ends)))
+        click.echo(f"file      {file}, {output.size_text(file.stat().st_size)}")
+        click.echo(f"records   {len(sizes):,}; {labels.total():,} with a label header")
+        click.echo("sizes     smallest {}, median {}, largest {}".format(*map(output.size_text, ends)))
         for name, counts in ("contents", contents), ("labels", labels):
             click.echo(f"{name:9} {_listed([f'{one} ({times:,})' for one, times in counts.most_common()])}")
         click.echo(f"index     {index_text}\n")
         output.show_table(["record", "offset", "bytes", "label", "id", "content"], rows, left=0)
+    if is_wrong and not damage:
+        damage = f"the index is wrong: {index_text}. Write it again: sharded-loader records index {file} --force"
     if damage:
-        complain(f"{counted(len(sizes), 'whole record')}, then it is damaged: {damage}")
-    elif is_wrong:
-        complain(f"the index is wrong: {index_text}. Write it again: sharded-loader records index {file} --force")
-    return DAMAGED if damage or is_wrong else 0
+        complain(damage)
+    return DAMAGED if damage else 0
 
 
 @records.command(short_help="Write the index of a record file.")
 @_REC
-@force_option
+@output.force_option
 @output.quiet_option
 def index(file: Path, force: bool, quiet: bool) -> int:
     """Write FILE.idx beside FILE.rec. The keys are 0, 1, 2 ... in the order of the records."""
+    from sharded_loader.base.system import write_whole
     from sharded_loader.recordio.files import RecordIOError, index_line
 
     idx = file.with_suffix(".idx")
     check_output(idx, force=force)
     try:
-        offsets = [offset for offset, _ in _records_of(file, quiet)]
+        keys = [index_line(key, offset) for key, (offset, _) in enumerate(_records_of(file, quiet))]
     except RecordIOError as error:
         complain(f"no index was written, the file is damaged: {error}")
         return DAMAGED
-    with os_errors_in_one_line(idx), replaced(idx) as (written,):
-        written.write_text("".join(map(index_line, count(), offsets)), "ascii", newline="\n")
+    with os_errors_in_one_line(idx):
+        write_whole(idx, "".join(keys).encode())
     if not quiet:
-        click.echo(f"{idx}: {counted(len(offsets), 'key')}")
+        click.echo(f"{idx}: {counted(len(keys), 'key')}")
     return 0
 
 
@@ -237,3 +244,38 @@ def _check_index(idx: Path, offsets: Sequence[int]) -> tuple[str, bool]:
 
 def _listed(texts: Sequence[str]) -> str:
     return ", ".join([*texts[:10], *["..."] * (len(texts) > 10)]) or "none"
+
+
+# -- shards ------------------------------------------------------------------------------------------------------------
+
+
+@click.command("index", short_help="Write one index file for shards.")
+@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@click.option("--output", "where", metavar="URL", help="Where to write it. Default: shards.index beside the shards.")
+@click.option("--format", metavar="NAME", help="The format of the shards. Default: by their names.")
+@click.option("--storage-options", metavar="JSON", default="{}", help="For the file system, as fsspec takes them.")
+@click.option("--trust", metavar="URL", multiple=True, help="What lists may name elsewhere: all below this URL.")
+@output.quiet_option
+def index_shards(
+    urls: tuple[str, ...], where: str | None, format: str | None, storage_options: str, trust: tuple[str], quiet: bool
+) -> None:
+    """Write one file that says where the samples of all these shards lie.
+
+    URL is a pattern in quotes, such as "s3://bucket/train-*.tar", a shard, or a file that lists shards. The file lists
+    exactly these shards. If it is there already, only shards that were added or replaced are read.
+    """
+    from sharded_loader.base.notices import LoaderWarning
+    from sharded_loader.storage.dataset import ShardDataset
+
+    try:
+        options = json.loads(storage_options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LoaderWarning)  # the file that is there is about to be replaced
+            dataset = ShardDataset(urls, format, options, trust=trust)
+        with Steps("shards indexed", None, quiet) as steps:
+            written = dataset.write_index(where, lambda done: steps.update(done, f"{done:,}"))
+        again = ShardDataset(written, format, options, trust=True)  # it was just written
+    except (OSError, TypeError, ValueError) as error:
+        raise CannotRun(" ".join(str(error).split())) from None
+    if not quiet:
+        click.echo(f"{written}: {counted(len(again.lengths), 'shard')}, {counted(len(again), 'sample')}")

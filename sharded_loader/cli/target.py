@@ -2,7 +2,6 @@
 
     "package.data:train_set" --import--> an object --called, if it is a function or a class--> a dataset
     "package.data:collate"   --import--> a function
-    "train:make_loader"      --import--> a function --called--> a loader
 
 The module is imported under its own name, so that spawned workers find its classes. Its folder comes first in
 ``sys.path`` from then on. What can go wrong: everything that the user's code can do. Each error is one line that says
@@ -39,7 +38,29 @@ def find_dataset(target: str) -> Any:
         >>> find_dataset("keyword:kwlist")[:2]
         ['False', 'None']
     """
-    return _checked(_made(_find(target, "dataset"), target), target)
+    from sharded_loader.data.inspection import has_own, is_stream, takes_two
+    from sharded_loader.loader.arguments import check_dataset
+
+    data = _find(target, "dataset")
+    is_class = isinstance(data, type)
+    is_dataset = not is_class and any(has_own(type(data), name) for name in ("__getitem__", "__iter__"))
+    if callable(data) and not is_dataset and (is_class or not takes_two(data)):  # two: it gives a part of iterable data
+        try:
+            made = data()
+        except Exception as error:
+            lacks = isinstance(error, TypeError) and "argument" in str(error)
+            advice = ": write a function without arguments that returns the dataset, and name that function" * lacks
+            raise CannotRun(f"calling {target} failed: {_with_line(error)}{advice}") from None
+        data = data if isinstance(made, Iterator) and not is_class else made  # a generator function is iterable data
+    try:
+        data = check_dataset(data)
+        is_empty = not is_stream(data) and len(data) == 0
+    except Exception as error:
+        why = say_error(error).partition(": ")[2] or say_error(error)
+        raise CannotRun(f"{target} is not a dataset: {why}") from None
+    if is_empty:
+        raise CannotRun(f"{target} is empty: its length is 0. Give a dataset with samples")
+    return data
 
 
 def find_function(target: str) -> Callable[..., Any]:
@@ -61,40 +82,6 @@ def find_function(target: str) -> Callable[..., Any]:
 
         raise CannotRun(f"{target} is {an(type(named))}, not a function: name a function")
     return named  # type: ignore[no-any-return]
-
-
-def find_loader(target: str) -> Any:
-    """The loader that the user has named, as `find_dataset` finds a dataset.
-
-    Args:
-        target: ``module:make_loader`` or ``path/to/file.py:make_loader``: a function without arguments, or a loader.
-
-    Raises:
-        CannotRun: there is none, or the function fails.
-    """
-    named = _find(target, "function that makes a loader")
-    made = _called(named, target, "loader") if not hasattr(named, "indices") and callable(named) else named
-    if not (callable(getattr(made, "indices", None)) and callable(getattr(made, "batch", None))):
-        from sharded_loader.base.described import an
-
-        raise CannotRun(
-            f"{target} gives {an(type(made))}, not a loader of this library: return a ShardedDataLoader, or a "
-            f"DataLoader of sharded_loader.torch"
-        )
-    return made
-
-
-def _find(target: str, what: str) -> Any:
-    module_name, _, name = target.rpartition(":")
-    if not module_name or not name or name.endswith(".py"):
-        raise CannotRun(f"{target!r} does not name a {what}: write module:NAME or path/to/file.py:NAME")
-    module = _import(module_name)
-    try:
-        return operator.attrgetter(name)(module)
-    except AttributeError as error:
-        close = difflib.get_close_matches(error.name or "", dir(error.obj), 1)
-        advice = f"did you mean {close[0]!r}?" if close else "look for the name in the file"
-        raise CannotRun(f"{module_name} has no {name!r}: {advice}") from None
 
 
 def kind_of(dataset: Any) -> str:
@@ -122,10 +109,31 @@ def say_error(error: BaseException) -> str:
     return one_line(error) + (f" (in {where[-1]})" if where else "")
 
 
+def _find(target: str, what: str) -> Any:
+    module_name, _, name = target.rpartition(":")
+    if not module_name or not name or name.endswith(".py"):
+        raise CannotRun(f"{target!r} does not name a {what}: write module:NAME or path/to/file.py:NAME")
+    try:
+        return operator.attrgetter(name)(_import(module_name))
+    except AttributeError as error:
+        close = difflib.get_close_matches(error.name or "", dir(error.obj), 1)
+        advice = f"did you mean {close[0]!r}?" if close else "look for the name in the file"
+        raise CannotRun(f"{module_name} has no {name!r}: {advice}") from None
+
+
 def _import(where: str) -> ModuleType:
     """Import a module by its name or its file."""
-    name, folder = _name_of_file(Path(where)) if where.endswith(".py") else (where, os.getcwd())
-    if "/" in name or os.sep in name:
+    name, folder, path = where, os.getcwd(), Path(where)
+    if where.endswith(".py"):
+        if not path.is_file():
+            raise CannotRun(f"there is no file {path}: write the path of a Python file, from {folder}")
+        if "." in path.stem:
+            raise CannotRun(f"{path}: a module has no dot in its name: rename the file")
+        path = path.resolve()
+        name, folder = path.stem, str(path.parent)
+        if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
+            raise CannotRun(f"{path}: {name!r} is also the name of a module that Python has imported: rename the file")
+    elif "/" in name or os.sep in name:
         raise CannotRun(f"{where!r} is a path without .py: write path/to/file.py:NAME")
     sys.path.insert(0, folder)  # as `python` and `python -m` have it
     try:
@@ -141,61 +149,13 @@ def _import(where: str) -> ModuleType:
             ) from None
         relative = isinstance(error, ImportError) and "relative import" in str(error)
         hint = ": write package.module:NAME instead of a path" if relative else ""
-        raise CannotRun(f"importing {where} failed: {_where(error)}{hint}") from None
+        raise CannotRun(f"importing {where} failed: {_with_line(error)}{hint}") from None
 
 
-def _name_of_file(path: Path) -> tuple[str, str]:
-    """The name of the module in a file, and the folder to import it from."""
-    if not path.is_file():
-        raise CannotRun(f"there is no file {path}: write the path of a Python file, from {os.getcwd()}")
-    if "." in path.stem:
-        raise CannotRun(f"{path}: a module has no dot in its name: rename the file")
-    path = path.resolve()
-    known = sys.modules.get(path.stem)
-    if known is not None and getattr(known, "__file__", None) != str(path):
-        raise CannotRun(f"{path}: {path.stem!r} is also the name of a module that Python has imported: rename the file")
-    return path.stem, str(path.parent)
-
-
-def _where(error: BaseException) -> str:
+def _with_line(error: BaseException) -> str:
     """The error, and the line of the user's code that it comes from."""
     ours = os.path.dirname(__file__)
-    files = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    frames = [(file, line) for file, line in files if "importlib" not in file and not file.startswith(ours)]
-    return say_error(error) + (f" ({os.path.basename(frames[-1][0])}, line {frames[-1][1]})" if frames else "")
-
-
-def _made(named: Any, target: str) -> Any:
-    """The dataset itself, or what a function or a class makes."""
-    from sharded_loader.data.inspection import has_own, takes_two
-
-    is_class = isinstance(named, type)
-    is_dataset = not is_class and any(has_own(type(named), name) for name in ("__getitem__", "__iter__"))
-    if is_dataset or not callable(named) or (not is_class and takes_two(named)):
-        return named  # takes_two: a function that gives a part of iterable data
-    made = _called(named, target, "dataset")
-    return named if isinstance(made, Iterator) and not is_class else made  # a generator function is iterable data
-
-
-def _called(named: Any, target: str, what: str) -> Any:
-    try:
-        return named()
-    except Exception as error:
-        lacks = isinstance(error, TypeError) and "argument" in str(error)
-        hint = f": write a function without arguments that returns the {what}, and name that function" if lacks else ""
-        raise CannotRun(f"calling {target} failed: {_where(error)}{hint}") from None
-
-
-def _checked(dataset: Any, target: str) -> Any:
-    from sharded_loader.data.inspection import is_stream
-    from sharded_loader.loader.arguments import check_dataset
-
-    try:
-        dataset = check_dataset(dataset)
-        empty = not is_stream(dataset) and len(dataset) == 0
-    except Exception as error:
-        why = say_error(error).partition(": ")[2] or say_error(error)
-        raise CannotRun(f"{target} is not a dataset: {why}") from None
-    if empty:
-        raise CannotRun(f"{target} is empty: its length is 0. Give a dataset with samples")
-    return dataset
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [one for one in frames if "importlib" not in one.filename and not one.filename.startswith(ours)]
+    where = f" ({os.path.basename(theirs[-1].filename)}, line {theirs[-1].lineno})" if theirs else ""
+    return say_error(error) + where

@@ -4,7 +4,7 @@
                       -> held-out set  ----------------------------------------------------------->  accuracy
 
 `train_and_test` returns a `Report`. With a checkpoint it goes on from there. No output here, and no terminal: that is
-the part of `sharded_loader.cli.demo`.
+the part of `sharded_loader.cli.runs`.
 
 Everything random follows from the seed: the weights (``torch.manual_seed``), the order (the loader's ``seed``) and the
 shift of each image (`sample_rng`, keyed by seed, epoch and index). So the losses are the same to the last bit, in any

@@ -120,10 +120,6 @@ class DeviceTimes(Protocol):
 
     device_waiting_seconds: float
 
-    @property
-    def sum(self) -> DeviceTimes | None:
-        """What has taken over the numbers of an old epoch; otherwise None."""
-
 
 class Clock:
     """Who waits for whom. For each ``next`` the iterator sets `times`, counts `calls`, and calls the `records`.
@@ -471,7 +467,7 @@ class CopyStream:
                 kept.popleft()
         while self._waits and self._waits[0][1].query():
             called, ready, times = self._waits.popleft()
-            (times.sum or times).device_waiting_seconds += max(0.0, called.elapsed_time(ready) / 1000)
+            times.device_waiting_seconds += max(0.0, called.elapsed_time(ready) / 1000)
             self._unused += called, ready
 
     def _keep_given(self) -> None:

@@ -1,7 +1,7 @@
 """What tells how a loader does: numbers, reports, traces, checks, fingerprints, and ``num_workers="auto"``.
 
 For: ``loader.stats()``, ``report()``, ``trace()``, ``stats_of_ranks()``, ``check()`` and ``fingerprint()``.
-Costs: ten modules of about 1,250 lines, and some calls in each ``next()``. The core asks for them by name, where the
+Costs: six modules of about 1,100 lines, and some calls in each ``next()``. The core asks for them by name, where the
 class of the loader is made, and where a loader is. Its own `loader.observer.Observer` measures nothing.
 Tests: tests/instruments.
 It goes when: a profiler tells why training waits for data.

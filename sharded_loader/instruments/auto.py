@@ -162,9 +162,8 @@ def observe(before: LoaderStats, after: LoaderStats, setting: Setting) -> Observ
     if seconds < WINDOW or (after.batches - before.batches < LEAST and seconds < 4 * WINDOW):
         return None
     hungry, waits = causes["compute"] + causes["input"], sum(causes.values()) - causes["start"]
-    (reading, running, behind), (read, ran, was) = _at_work(after), _at_work(before)
-    late = min(hungry, (behind - was) / setting.workers)
-    amounts = after.samples - before.samples, waits, hungry, late, reading - read, running - ran
+    reading, running, behind = (now - then for now, then in zip(_at_work(after), _at_work(before), strict=True))
+    amounts = after.samples - before.samples, waits, hungry, min(hungry, behind / setting.workers), reading, running
     return Observed(setting, *(amount / seconds for amount in amounts))
 
 
@@ -199,8 +198,9 @@ class Tuner:
         meter.tune, meter.tune_at = self.look, 0.0
         return self
 
-    def look(self, meter: Meter, pipeline: Pipeline, now: float) -> None:
+    def look(self, meter: Meter, pipeline: Pipeline | None, now: float) -> None:
         """A step has ended, at ``now``. The next step makes the change."""
+        assert pipeline is not None  # it was a step of its
         pool, scheduler, before = pipeline.pool, pipeline.scheduler, self._before
         setting = Setting(pool.num_workers, scheduler.per_worker if scheduler.scale_by_group else 0)
         gap, self._looked, meter.tune_at = now - self._looked, now, now + STARTING

@@ -1,26 +1,40 @@
-"""`ShardedDataLoader.check`: which samples are others when they are read again, and why; what a worker costs.
+"""Is it the same data, in the same order? Samples that are read again and compared, and fingerprints of epochs.
 
-    some samples --read by one worker--> digests, memory    in the reverse order
-                 --read here--> digests                     in order, and again in the reverse order
-    those that differ --read again here, one source of randomness held at a time--> a sentence each
+    check_loader(steps, number, samples, pool) -> LoaderCheck
+        some samples --read by one worker--> digests, memory    in the reverse order
+                     --read here--> digests                     in order, and again in the reverse order
+        those that differ --read again here, one source of randomness held at a time--> a sentence each
 
-The worker is of a pool of its own, which is closed at the end: the loader, its epoch and its state stay what they are.
-Random generators are watched: the global ones, and those that the dataset refers to. The time and
+    fingerprint_of_epoch(steps, number) -> Fingerprint     checksums of all steps, digests of three samples, a state
+    Fingerprint.as_dict()                                  for a file of JSON: 8 bytes for each step
+    SavedRun.read(path) -> SavedRun                        such a file, or a state that was saved as JSON
+    first_difference(one, other) -> (epoch, step) | None   the first step that differs
+    other_facts(one, other) -> phrases                     what else does
+
+The worker of a check is of a pool of its own, which is closed at the end: the loader, its epoch and its state stay what
+they are. Random generators are watched: the global ones, and those that the dataset refers to. The time and
 ``os.urandom`` are held by replacing the functions for the moment of a read: only samples that differ are read so.
 
+The order of a loader without a sampler of the user's is a function of what a state says. So two states are enough to
+compare two runs of that kind, step by step.
+
 What can go wrong: the worker cannot start, or cannot read. That is a sentence of the result. An error of a sample
-counts as its value. What a library draws in C (``random.Random()``, ``datetime.now()``) is not found.
+counts as its value. What a library draws in C (``random.Random()``, ``datetime.now()``) is not found. A file is no
+JSON, or neither state nor fingerprint; two fingerprints are of different epochs; a state does not tell the order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,8 +42,10 @@ import numpy as np
 import torch
 
 from sharded_loader.base.checks import check_int
+from sharded_loader.base.described import brief
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.base.private import blake2b
 from sharded_loader.data.known import digest_of_read, exact, look_in_worker, text_with_type
 from sharded_loader.data.seeding import generators
 from sharded_loader.engine.messages import Result, Task
@@ -39,22 +55,27 @@ from sharded_loader.memory.publish import publish
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.pools.threads import ThreadPool
 from sharded_loader.randomness.global_generators import seeded_globals
+from sharded_loader.sampling.order import LEFT_OUT, MapOrder
+from sharded_loader.sampling.state import Signature, differences, other_arguments, parse
 
-Functions = list[tuple[ModuleType, str, Callable[..., Any]]]
-
-GLOBALS: dict[str, Callable[[], Any]] = {
+GLOBALS: dict[str, Callable[[], object]] = {
     "Python's random": random.getstate,
     "NumPy's global generator": np.random.get_state,
     "torch's global generator": torch.get_rng_state,
 }
 
-HELD: dict[str, Functions] = {
+HELD: dict[str, list[tuple[ModuleType, str, Callable[..., object]]]] = {
     "the time": [(time, "time", lambda: 1.5), (time, "time_ns", lambda: 1)],
     "os.urandom, from which new generators are seeded": [(os, "urandom", bytes), (random, "_urandom", bytes)],
 }
 """Functions that are replaced while a sample is read. The engine needs none of them."""
 
 ADVICE = "Draw from sample_rng(), or use dataset.transform(fn, seeded=True)"
+
+DIGITS = len(LEFT_OUT)
+
+
+# -- samples that differ -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -107,15 +128,16 @@ def check_loader(steps: KnownSteps, number: int, samples: int, own: Pool) -> Loa
     Raises:
         TypeError, ValueError, IndexError: as of `KnownSteps`.
     """
-    samples = check_int("samples", samples, 1, "give the number of samples to read")
-    try:
+    samples, last = check_int("samples", samples, 1, "give the number of samples to read"), 0
+    with contextlib.suppress(TypeError):  # it is not known
         last = max(steps.length(number) - 1, 0)
-    except TypeError:  # it is not known
-        last = 0
     indices = steps.some_indices(number, sorted({0, last // 2, last}), -(-samples // 3))[:samples]
-    pool = _pool_like(own)
+    # One worker as the loader's are; a process, if it has none, or has them on other machines.
+    like: dict[str, Any] = {"worker_init_fn": own.worker_init_fn, "timeout": own.timeout}
+    threads, method = isinstance(own, ThreadPool), getattr(own, "start_method", None)
+    pool = ThreadPool(1, **like) if threads else ProcessPool(1, start_method=method, **like)
     # First: a forked worker would share the files that a dataset opens when it is read.
-    there, worker_bytes, failed = _read_there(steps, pool, indices[::-1], number) if indices else ({}, None, None)
+    there, worker_bytes, failed = _read_there(steps, pool, indices[::-1], number)
     ends = failed is not None and failed.startswith((WorkerDiedError.__name__, WorkerTimeoutError.__name__))
     here = [] if ends else indices  # otherwise this process would end, or hang
     first = {index: steps.digest(index, number) for index in here}
@@ -134,23 +156,14 @@ def check_loader(steps: KnownSteps, number: int, samples: int, own: Pool) -> Loa
     return LoaderCheck(len(indices), repr(pool), differing, failed, pickled, worker_bytes)
 
 
-# -- a worker ----------------------------------------------------------------------------------------------------------
-
-
-def _pool_like(own: Pool) -> Pool:
-    """A pool of one worker, like those of a loader; a process, if it has none, or has them on other machines."""
-    if isinstance(own, ThreadPool):
-        return ThreadPool(1, worker_init_fn=own.worker_init_fn, timeout=own.timeout)
-    method = getattr(own, "start_method", None)
-    return ProcessPool(1, start_method=method, worker_init_fn=own.worker_init_fn, timeout=own.timeout)
-
-
 def _read_there(
     steps: KnownSteps, pool: Pool, indices: list[Any], number: int
-) -> tuple[dict[Any, Any], Any, str | None]:
+) -> tuple[dict[Any, str], int | None, str | None]:
     """What a worker reads: the digests by index, the bytes that it takes, and why it could not."""
     results: Sequence[Result] = ()
     try:
+        if not indices:
+            return {}, None, None
         with steps.in_epoch(number):
             pool.start(replace(steps.job_now(), batchify_fn=look_in_worker, on_error="raise"))
             pool.submit([Task(0, 0, number, 0, (indices,), False)])
@@ -169,9 +182,6 @@ def _read_there(
         pool.close()
 
 
-# -- reasons -----------------------------------------------------------------------------------------------------------
-
-
 def _why(steps: KnownSteps, index: Any, number: int, same_here: bool) -> str:
     """Why a sample differs. ``same_here``: it does not if it is read here."""
     own = {path: partial(_state_of, one) for path, one in generators(steps.dataset, "dataset")}
@@ -180,33 +190,172 @@ def _why(steps: KnownSteps, index: Any, number: int, same_here: bool) -> str:
         first = digest_of_read(lambda: steps.sample(index, number))
         drawn = [name for name, state in (GLOBALS | own).items() if exact(state()) != before[name]]
     is_random = first != steps.digest(index, number)
-    sources = [name for name in drawn if (name in own) is is_random]
-    if sources:
+    if sources := [name for name in drawn if (name in own) is is_random]:
         return f"Each draws from {' and '.join(sources)}. {ADVICE}"
     if not is_random and same_here:
         return "The worker reads others. They depend on the process: its number, hash() of a text, the environment"
+    from unittest import mock  # 30 ms
+
     for name, functions in HELD.items() if is_random else ():
-        with _replaced(functions):
+        with contextlib.ExitStack() as replaced:
+            for module, function, held in functions:
+                replaced.enter_context(mock.patch.object(module, function, held))
             if steps.digest(index, number) == steps.digest(index, number):
                 return f"Each depends on {name}. {ADVICE}"
     return "Each depends on what was read before it, or on something that changes: a counter, datetime.now(), a file"
 
 
-def _state_of(generator: Any) -> Any:
+def _state_of(generator: Any) -> object:
     for name in ("getstate", "get_state"):
         if hasattr(generator, name):
             return getattr(generator, name)()
     return generator.bit_generator.state
 
 
-@contextlib.contextmanager
-def _replaced(functions: Functions) -> Iterator[None]:
-    """Inside, modules have other functions."""
-    before = [(module, name, getattr(module, name)) for module, name, _ in functions]
-    try:
-        for module, name, function in functions:
-            setattr(module, name, function)
-        yield
-    finally:
-        for module, name, function in before:
-            setattr(module, name, function)
+# -- the fingerprint of an epoch ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What tells the data and the order of one epoch; see `ShardedDataLoader.fingerprint`.
+
+    As a text it is 16 hexadecimal digits, the same for the same order and samples, on any number of ranks.
+
+    Attributes:
+        epoch: The number of the epoch.
+        steps: 8 hexadecimal digits for each step of all ranks; ``--------`` for a step that is left out.
+        state: A state at the beginning of the epoch. Its ``"digests"`` are those of the samples: a list of lists
+            [epoch, index, digest].
+
+    Example:
+        >>> from sharded_loader import ShardedDataLoader
+        >>> one, other = (ShardedDataLoader(range(8), 4, seed=seed) for seed in (1, 2))
+        >>> str(one.fingerprint()) == str(other.fingerprint())  # the order is the same
+        True
+    """
+
+    epoch: int
+    steps: str
+    state: dict[str, Any]
+
+    def __str__(self) -> str:
+        told = json.dumps([self.steps, self.state.get("digests"), self.state.get("data")])
+        return blake2b(told.encode(), digest_size=8).hexdigest()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fingerprint as a dict for JSON."""
+        return {"fingerprint": str(self), **self.__dict__}
+
+
+def fingerprint_of_epoch(known_steps: KnownSteps, number: int) -> Fingerprint:
+    """The fingerprint of an epoch of a loader over data that are read by index. Its samples are read here.
+
+    Raises:
+        TypeError, ValueError, IndexError: as of `KnownSteps`.
+    """
+    steps, known = known_steps.checksums(number), known_steps.known
+    chosen = sorted({0, len(steps) // 2, len(steps) - 1} if steps else ())
+    known.look(known_steps.some_indices(number, chosen, each=1), number, known_steps.digest)
+    return Fingerprint(number, "".join(steps), {**known_steps.state_of(number), **known.entries()})
+
+
+# -- two runs ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What a file says of a run.
+
+    Attributes:
+        name: of the file.
+        epoch: up to which epoch the order counts.
+        signature: in what.
+        state: of the loader.
+        steps: the checksums of a fingerprint; None: the file has a state alone.
+    """
+
+    name: str
+    epoch: int
+    signature: Signature
+    state: dict[str, Any]
+    steps: str | None
+
+    @classmethod
+    def read(cls, path: Path) -> SavedRun:
+        """Read a fingerprint or a state.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is neither.
+        """
+        content: Any = None
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            kept = content if isinstance(content, dict) and "fingerprint" in content else {"state": content}
+            position, signature = parse(kept.get("state"))
+            steps = kept.get("steps")
+            if steps is not None and (type(steps) is not str or len(steps) % DIGITS):
+                raise ValueError(f"its 'steps' is {brief(steps)}")
+        except (TypeError, ValueError) as error:
+            advice = "give a file with json.dumps(loader.fingerprint().as_dict())"
+            if not (isinstance(content, dict) and "_num_yielded" in content):  # a state of the drop-in tells no order
+                advice += ", or json.dumps(loader.state_dict())"
+            raise ValueError(f"{path} has no state and no fingerprint ({error}): {advice}") from None
+        return cls(str(path), position.epoch, signature, kept["state"], steps)
+
+    def checksums(self, epoch: int) -> list[str]:
+        """Those of the steps of an epoch.
+
+        Raises:
+            ValueError: the file does not tell.
+        """
+        if self.steps is not None:
+            return [self.steps[i : i + DIGITS] for i in range(0, len(self.steps), DIGITS)]
+        one = self.signature
+        if one.sampler not in ("RandomSampler", "SequentialSampler") or one.sampler_seeds or one.batch_size is None:
+            raise ValueError(
+                f"{self.name}: a state does not tell the order of the {one.sampler}. Give a file with "
+                f"json.dumps(loader.fingerprint({epoch}).as_dict()) of each run"
+            )
+        given = {name: getattr(one, name) for name in ("batch_size", "seed", "num_replicas", "steps_per_epoch")}
+        given |= {"shuffle": one.sampler == "RandomSampler", "rank": None if one.num_replicas is None else 0}
+        given |= {"last_batch": None if one.steps_per_epoch else one.last_batch}
+        order = MapOrder(one.dataset_length, sampler=None, batch_sampler=None, **given)
+        order.load(self.state, strict=True)
+        return order.checksums(epoch)
+
+
+def first_difference(one: SavedRun, other: SavedRun) -> tuple[int, int] | None:
+    """The epoch and the number of the first step that differs; None: no step does.
+
+    Two states count up to the epoch that both have reached; a fingerprint counts for its epoch.
+
+    Raises:
+        ValueError: the files do not tell the order, or tell it of different epochs.
+    """
+    known = {run.epoch for run in (one, other) if run.steps is not None}
+    if len(known) > 1:
+        raise ValueError(
+            f"{one.name} has the fingerprint of epoch {one.epoch}, and {other.name} of epoch {other.epoch}: call "
+            f"loader.fingerprint(epoch) with the same epoch in both runs"
+        )
+    for epoch in known or range(min(one.epoch, other.epoch) + 1):
+        for step, pair in enumerate(itertools.zip_longest(one.checksums(epoch), other.checksums(epoch))):
+            if pair[0] != pair[1]:
+                return epoch, step
+        if one.signature == other.signature:
+            break  # the order is a function of that
+    return None
+
+
+def other_facts(one: SavedRun, other: SavedRun) -> list[str]:
+    """What else differs, one phrase each: the data, and the arguments of the loaders."""
+    was, now = one.signature, other.signature
+    pairs = [(f"the {name}", getattr(was, name), getattr(now, name)) for name in ("seed", "sampler_seeds", "skip")]
+    pairs.append(("the fingerprint of the dataset", one.state.get("data"), other.state.get("data")))
+    if was.seed == now.seed:
+        digests = {(epoch, index): digest for epoch, index, digest in one.state.get("digests", ())}
+        for epoch, index, digest in other.state.get("digests", ()):
+            pairs.append((f"the digest of sample {index}", digests.get((epoch, index), digest), digest))
+    found = [f"{text} was {first}, and is {second}" for text, first, second in pairs if first != second]
+    return [*differences(was, now), *other_arguments(was, now), *found]

@@ -1,30 +1,213 @@
-"""A report as one page for a browser: HTML with its style, its plots, and the facts in it. It asks no network.
+"""What a report and a trace say: as a dict that JSON can hold, as text, as a page for a browser, as a Chrome trace.
 
-    page_of(facts, rows) -> the text of the file
-    facts_in(text) -> the facts again
+    facts_of(loader's class, arguments, ranks, stats, rows) -> facts
+    text_of(facts), joined({file: facts}) -> text for a terminal
+    compared({rank: facts}) -> the slowest rank, and text for a terminal
+    page_of(facts, rows) -> HTML with its style, its plots, and the facts in it: facts_in(page) -> facts
+    trace_of(rows, name) -> the content of a JSON file, for ui.perfetto.dev or chrome://tracing
 
-A plot is SVG without text, which stretches to the width of the window. The table below it is its legend: a cause, or a
-stage, has one colour in both. The page is light or dark as the reader's system is. It has no script.
+A page keeps the facts, so that they can be read where no loader is. It asks no network, has no script, and is light or
+dark as the reader's system is. A plot is SVG without text, which stretches to the width of the window. The table below
+it is its legend: a cause, or a stage, has one colour in both. A trace has lanes:
 
-What can go wrong: a text is no such page, or a part of one.
+    "next()"     a slice "next" for each batch
+    "tasks"      a slice "task" where tasks were given to the workers
+    "worker 0"   the slices "read", "collate" and "write" of each batch
+
+An arrow leads from each task to the worker that read the batch, and from there to the ``next`` that returned it. The
+slices of a lane lie one behind the other, in whole nanoseconds: viewers drop those that overlap.
+
+Nothing is counted or timed here: the loader's `Meter` has done that. What can go wrong: the files are not of the ranks
+of one job, or not of the same time; a text is no page of a report, or a part of one.
+
+Source of the idea and the format of traces: "Trace Event Format", the document of Chrome's trace viewer.
 """
 
 from __future__ import annotations
 
 import html
 import json
+import math
+import os
+import platform
 import re
+import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
+from string import Template
+from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.described import brief
+from sharded_loader.base.system import JOB
 from sharded_loader.engine.messages import BatchTimes
-from sharded_loader.instruments.facts import Facts, Section
-from sharded_loader.instruments.times import STAGES
-from sharded_loader.instruments.trace import stages_in_worker
-from sharded_loader.instruments.waits import CAUSES, time_text
+from sharded_loader.instruments.stats import LoaderStats
+from sharded_loader.instruments.times import CAUSES, ENOUGH, STAGES, time_text
+
+_WAITED = attrgetter("epoch", "step", "waited", "turn", "taken")
+
+Facts = dict[str, Any]
+
+Rows = Sequence[tuple[float, Sequence[str]]]
+"""Of each row its share of the whole, and its cells."""
+
+Section = tuple[str, str, Sequence[str], Rows]
+"""A table: its title, a sentence about it, and the headings."""
+
+# -- facts -------------------------------------------------------------------------------------------------------------
+
+
+def facts_of(
+    kind: str, given: Mapping[str, object], replicas: tuple[int, int], stats: LoaderStats, rows: Sequence[BatchTimes]
+) -> Facts:
+    """What a report of one loader says.
+
+    Args:
+        kind, given, replicas: the loader's class, its arguments, and (num_replicas, rank).
+        stats, rows: its numbers, and its last batches.
+    """
+    (ranks, rank), host = replicas, platform.node()
+    return {
+        "loader": kind,
+        "ranks": ranks,
+        "rank": rank,
+        "job": [os.environ.get(name, "") for name in JOB],
+        "about": f"{kind}, rank {rank} of {ranks}, on {host}, {time.strftime('%Y-%m-%d %H:%M')}",
+        "host": host,
+        "summary": str(stats).splitlines()[0],
+        "verdict": stats.verdict,
+        "advice": stats.advice,
+        "numbers": stats.as_dict(),
+        "sections": _sections(stats, given),
+        "waits": [[*of[:2], *(round(s, 6) for s in of[2:])] for of in map(_WAITED, rows)],
+    }
+
+
+def _sections(stats: LoaderStats, given: Mapping[str, object]) -> list[Section]:
+    """The tables that have rows."""
+    causes = sorted(((took / stats.seconds, took, name) for name, took in stats.causes.items() if took), reverse=True)
+    whole = sum(of.seconds for of in stats.stages.values()) or 1.0
+    workers, most = [], stats.slowest[0].seconds if stats.slowest else 1.0
+    for number, of in sorted(stats.workers.items()):
+        busy = of.seconds / ((of.seconds + of.idle_seconds) or 1.0)
+        ran = min(1.0, of.processor_seconds / (of.seconds or 1.0))
+        times = map(time_text, (of.p50, of.p99, of.longest))
+        workers.append((busy, (_name(number), str(of.batches), f"{busy:.0%}", f"{ran:.0%}", *times)))
+    tables: list[tuple[str, str, str, Rows]] = [
+        ("Causes", "Why next() waited, as shares of the time of all epochs.", "cause time share",
+         [(share, (name, time_text(took), f"{share:.1%}")) for share, took, name in causes]),
+        ("Stages", "How long batches were in each stage: in all, quantiles, the longest.",
+         "stage sum p50 p90 p99 longest",
+         [(of.seconds / whole, (name, *map(time_text, of))) for name, of in stats.stages.items()]),
+        ("Workers", "Runs: part of its busy time in which it does not wait for input. Then: of one batch.",
+         "worker batches busy runs p50 p99 longest", workers),
+        ("Slowest samples", "To read them took longest.", "index time epoch worker",
+         [(took / most, (brief(index), time_text(took), str(epoch), _name(worker)))
+          for index, took, epoch, worker in stats.slowest]),
+        ("Arguments", "What the loader was given.", "name value",
+         [(0.0, (name, brief(value))) for name, value in given.items()]),
+    ]  # fmt: skip
+    return [(title, about, headings.split(), rows) for title, about, headings, rows in tables if rows]
+
+
+def _name(worker: int) -> str:
+    return "main process" if worker < 0 else str(worker)
+
+
+def text_of(facts: Facts) -> str:
+    """A report for a terminal: the rate, the verdict and the advice, then the tables."""
+    parts = ["\n".join(filter(None, [facts["summary"], facts["verdict"], facts["advice"]]))]
+    for title, about, headings, rows in facts["sections"]:
+        parts.append(_table(f"{title}: {about}", headings, [cells for _, cells in rows]))
+    return "\n\n".join(parts)
+
+
+def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    sides = "<" + (">" if len(widths) > 2 else "<") * (len(widths) - 1)  # numbers end below each other
+    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    return "\n  ".join([title, *(form.format(*cells).rstrip() for cells in (headings, *rows))])
+
+
+# -- the ranks of a job ------------------------------------------------------------------------------------------------
+
+
+def joined(files: Mapping[str, Facts]) -> str:
+    """What the ranks of a job say together: which one is slow, and why, then a row of each.
+
+    Args:
+        files: the facts of each rank, by the name of the file.
+
+    Raises:
+        ValueError: they are not of the ranks of one job, or not of the same time.
+    """
+    ranks: dict[int, Facts] = {}
+    first_name, first = next(iter(files.items()))
+    for name, facts in files.items():
+        for what in ("job", "ranks", "loader"):
+            if facts[what] != first[what]:
+                raise ValueError(
+                    f"{name} is of another job than {first_name}: {what} is {facts[what]!r} there, and {first[what]!r} "
+                    "here. Give the files of one job"
+                )
+        if ranks.setdefault(facts["rank"], facts) is not facts:
+            raise ValueError(f"{name} is of rank {facts['rank']}, as another file is: give one file of each rank")
+    return compared(ranks)[1]
+
+
+def compared(ranks: Mapping[int, Facts]) -> tuple[int | None, str]:
+    """Which rank holds up the others, and a text that says why and has a row of each. None: no rank does.
+
+    Raises:
+        ValueError: they are not of the same time.
+    """
+    first, rows = next(iter(ranks.values())), []
+    for rank, facts in sorted(ranks.items()):
+        of = facts["numbers"]
+        sample = time_text(of["reading_seconds"] / (of["samples"] or 1.0))
+        cause = max(CAUSES, key=lambda name: of[f"cause_{name}"])
+        waits = f"{of['waiting_share']:.1%}", sample, cause
+        rows.append((str(rank), facts["host"], f"{of['samples_per_second']:,.0f}", *waits))
+    headings = ("rank", "host", "samples/s", "waiting", "to read a sample", "waits for")
+    slow, text = _judged(ranks) if len(ranks) > 1 else (None, f"{first['verdict']}\n{first['advice']}".strip())
+    title = f"{len(ranks)} of {first['ranks']} ranks"
+    return slow, f"{text}\n\n{_table(title, headings, rows)}"
+
+
+def _judged(ranks: Mapping[int, Facts]) -> tuple[int | None, str]:
+    """Which rank holds up the others, if one does, and why they wait.
+
+    All ranks end a step together, so the step waits for the slowest one.
+    """
+    noted = [{(epoch, step): times for epoch, step, *times in facts["waits"]} for facts in ranks.values()]
+    first, last = max(min(of, default=(0, 0)) for of in noted), min(max(of, default=(0, 0)) for of in noted)
+    steps = [step for step in set[tuple[int, int]]().union(*noted) if first <= step <= last]
+    if not steps:
+        raise ValueError("no batch is in all reports: let all ranks report after the same step")
+    waited = np.array([[of.get(step, [0.0])[0] for step in steps] for of in noted])  # cheap batches are not noted
+    spans = [[stamp for step in steps for stamp in of.get(step, ())[1:]] for of in noted]
+    seconds = max(max(span, default=0.0) - min(span, default=0.0) for span in spans) or 1.0
+    second, most = np.sort(waited, axis=0)[-2:]
+    # How much less the job would wait if a rank were like the second slowest. Of cheap batches, the sums tell it.
+    alone = np.bincount(waited.argmax(0), most - second, len(ranks)) / seconds
+    shares = np.array([facts["numbers"]["waiting_share"] for facts in ranks.values()])
+    alone[shares.argmax()] = max(alone[shares.argmax()], shares.max() - np.sort(shares)[-2])
+    together = max(min(1.0, most.sum() / seconds), shares.max())
+    if together < ENOUGH and alone.max() < ENOUGH:
+        return None, "No rank waits for data: the training loop is the limit."
+    slow, about = None, list(ranks)[shares.argmax()]
+    text = f"No rank is much slower than the others. In each step all wait for the slowest: {together:.0%} of the time."
+    if alone.max() >= max(ENOUGH, together / 2):
+        slow = about = list(ranks)[alone.argmax()]
+        text = f"Rank {slow} is slow: the others wait for it for {alone.max():.0%} of the time."
+    return slow, "\n".join(filter(None, [text, ranks[about]["verdict"], ranks[about]["advice"]]))
+
+
+# -- a page ------------------------------------------------------------------------------------------------------------
 
 COLUMNS = 120
 """Of the plot of waits."""
@@ -38,10 +221,10 @@ _HUES = ("#e4572e", "#2e86ab", "#7b5ea7", "#c94f7c", "#8d6e63", "#f2a93b", "#3a9
 _COLOURS = dict(zip(STAGES, (_HUES[place] for place in (8, 7, 5, 6, 2, 4, 3)), strict=True))
 _COLOURS |= dict(zip(CAUSES, _HUES, strict=False))  # both have "placing"
 
-_STYLE = Path(__file__).with_name("page.css")
+_FOLDER = Path(__file__).parent
 
 Bars = Iterable[tuple[str, float, float, float, float]]
-"""Rectangles: what each shows, left, top, width and height."""
+"""Rectangles: what each shows, left, top, width and height; the whole plot has the size 1."""
 
 
 def page_of(facts: Facts, rows: Sequence[BatchTimes]) -> str:
@@ -53,17 +236,12 @@ def page_of(facts: Facts, rows: Sequence[BatchTimes]) -> str:
     """
     text = json.dumps(facts, allow_nan=False).replace("<", "\\u003c")
     plots = {"Causes": _waits(rows), "Stages": _lanes(rows[-SHOWN:])} if rows else {}
-    return "\n".join(
-        [
-            '<!doctype html><html lang="en"><meta charset="utf-8"><title>Why training waits</title>',
-            '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">',
-            f"<style>{_STYLE.read_text(encoding='utf-8')}</style>",
-            f"<h1>Why training waits</h1>{_p(facts['about'])}<p>{html.escape(facts['summary'])}</p>",
-            f'<div class="verdict"><b>{html.escape(facts["verdict"])}</b><br>{html.escape(facts["advice"])}</div>',
-            *(_section(section, plots.get(section[0], "")) for section in facts["sections"]),
-            f'<script type="application/json" id="sharded-loader-report-1" data-crc="{zlib.crc32(text.encode())}">'
-            f"{text}</script></html>",
-        ]
+    return Template((_FOLDER / "page.html").read_text("utf-8")).substitute(
+        {name: html.escape(facts[name]) for name in ("about", "summary", "verdict", "advice")},
+        style=(_FOLDER / "page.css").read_text("utf-8"),
+        sections="\n".join(_section(section, plots.get(section[0], "")) for section in facts["sections"]),
+        crc=zlib.crc32(text.encode()),
+        facts=text,
     )
 
 
@@ -101,32 +279,31 @@ def _waits(rows: Sequence[BatchTimes]) -> str:
     edges = np.linspace(rows[0].asked, rows[-1].taken, COLUMNS + 1)
     below, bars = np.zeros(COLUMNS), []
     for cause in CAUSES:
-        waits = np.array([(row.asked, row.waited) for row in rows if row.cause == cause]).reshape(-1, 2)
-        seconds = waits[:, 1].cumsum()
-        stamps = np.stack([waits[:, 0], waits.sum(1)], 1).ravel()
-        reached = np.stack([seconds - waits[:, 1], seconds], 1).ravel()
+        waits = np.array([(row.asked, row.waited) for row in rows if row.cause == cause])
         if len(waits):
-            share = np.diff(np.interp(edges, np.maximum.accumulate(stamps), reached)) / np.diff(edges)
-            bars += [
-                (cause, x, 1 - low - high, 1, high) for x, (low, high) in enumerate(zip(below, share, strict=True))
-            ]
+            ends = waits[:, 1].cumsum()
+            stamps = np.maximum.accumulate(np.stack([waits[:, 0], waits.sum(1)], 1).ravel())
+            reached = np.interp(edges, stamps, np.stack([ends - waits[:, 1], ends], 1).ravel())
+            share = np.diff(reached) / np.diff(edges)
+            bars += [(cause, x / COLUMNS, 1 - below[x] - share[x], 1 / COLUMNS, share[x]) for x in range(COLUMNS)]
             below += share
     about = f"The share of the time that was waiting, from 0 to 100%, over the last {len(rows)} batches."
-    return _p(about) + _svg(about, bars, COLUMNS, 1, "8rem") + _ends(edges[-1] - edges[0])
+    return _p(about) + _svg(about, bars, "8rem") + _ends(edges[-1] - edges[0])
 
 
 def _lanes(rows: Sequence[BatchTimes]) -> str:
     """What the main process and the workers did, over time."""
     start, end = rows[0].asked, rows[-1].taken
-    lanes: dict[int, list[tuple[str, float, float]]] = {-2: [(row.cause, row.asked, row.taken) for row in rows]}
+    lanes = {"next()": [(row.cause, row.asked, row.taken) for row in rows]}
     for row in sorted((row for row in rows if row.began), key=lambda row: row.worker):
-        lanes.setdefault(row.worker, []).extend(stages_in_worker(row))
+        name = f"worker {row.worker}" if row.worker >= 0 else "main process"
+        lanes.setdefault(name, []).extend(stages_in_worker(row))
     text = [_p(f"The last {len(rows)} batches: when next() waited, and what each worker did.")]
-    for worker, spans in lanes.items():
-        name = {-2: "next()", -1: "main process"}.get(worker, f"worker {worker}")
-        cut = [(what, max(first, start) - start, max(last, start) - start) for what, first, last in spans]
-        bars = [(what, first, 0.0, last - first, 1.0) for what, first, last in cut]
-        text.append(f'<div class="lane"><span>{name}</span>{_svg(name, bars, end - start, 1, "1.2rem")}</div>')
+    for name, spans in lanes.items():
+        cut = [(what, max(first, start), max(last, start)) for what, first, last in spans]
+        whole = end - start
+        bars = [(what, (first - start) / whole, 0.0, (last - first) / whole, 1.0) for what, first, last in cut]
+        text.append(f'<div class="lane"><span>{name}</span>{_svg(name, bars, "1.2rem")}</div>')
     return "".join([*text, '<div class="lane"><span></span>', _ends(end - start), "</div>"])
 
 
@@ -135,13 +312,82 @@ def _ends(seconds: float) -> str:
     return f'<p class="ends faint"><span>0 s</span><span>{time_text(seconds)}</span></p>'
 
 
-def _svg(title: str, bars: Bars, width: float, height: float, size: str) -> str:
+def _svg(title: str, bars: Bars, size: str) -> str:
     """A plot: one path for all rectangles of a colour."""
-    paths: dict[str, list[str]] = {}
-    for what, left, top, wide, high in bars:
-        x, y, w, h = (f"{1000 * one:.1f}" for one in (left / width, top / height, wide / width, high / height))
-        if wide > 0 and high > 0:
-            paths.setdefault(what, []).append(f"M{x} {y}h{w}v{h}h-{w}z")
-    drawn = "".join(f'<path fill="{_COLOURS.get(what, _HUES[-1])}" d="{"".join(d)}"/>' for what, d in paths.items())
+    paths: dict[str, str] = {}
+    for what, *place in bars:
+        x, y, w, h = (f"{1000 * one:.1f}" for one in place)
+        if min(place[2:]) > 0:
+            paths[what] = paths.get(what, "") + f"M{x} {y}h{w}v{h}h-{w}z"
+    drawn = "".join(f'<path fill="{_COLOURS.get(what, _HUES[-1])}" d="{path}"/>' for what, path in paths.items())
     box = f'viewBox="0 0 1000 1000" preserveAspectRatio="none" style="height: {size}"'
     return f'<svg {box} role="img" aria-label="{html.escape(title)}">{drawn}</svg>'
+
+
+# -- a trace -----------------------------------------------------------------------------------------------------------
+
+NEXT, TASKS, FIRST_WORKER = 0, 1, 3
+"""Numbers of the lanes. In the one before the first worker's the main process reads, if there are no workers."""
+
+TASK_SECONDS = 2e-5
+"""The length of the slice of a task: an arrow has to begin in a slice."""
+
+
+def stages_in_worker(row: BatchTimes) -> Iterable[tuple[str, float, float]]:
+    """The name, the beginning and the end of what its worker did with a batch; nothing if no worker had it."""
+    cuts = (row.began, row.ended - row.collate, row.ended, row.written)
+    return ((name, *cut) for name, cut in zip(("read", "collate", "write"), pairwise(cuts), strict=True) if row.began)
+
+
+def trace_of(rows: Sequence[BatchTimes], name: str) -> dict[str, object]:
+    """A trace.
+
+    Args:
+        rows: the batches, in the order in which they were handed out.
+        name: of the process.
+
+    Example:
+        >>> [event["args"]["name"] for event in trace_of([], "rank 0")["traceEvents"]]
+        ['rank 0', 'next()', 'tasks']
+    """
+    start = min((stamp for row in rows for stamp in (row.asked, row.sent, row.began) if stamp), default=0.0)
+    events, ends = list[dict[str, object]](), dict[int, int]()
+
+    def add(kind: str, name: str, lane: int, at: int = 0, **more: object) -> None:
+        """An event at a time in nanoseconds."""
+        event = {"ph": kind, "name": name, "cat": "batch", "pid": os.getpid(), "tid": lane, "ts": at / 1000}
+        events.append(event | more)
+
+    def add_slice(name: str, lane: int, began: float, ended: float, **args: object) -> tuple[int, int]:
+        """A slice, behind the one before in its lane. When it is, in nanoseconds."""
+        first, last = (round(1e9 * (stamp - start)) for stamp in (began, ended))
+        first = max(first, ends.get(lane, first))
+        ends[lane] = last = max(first, last)
+        if first < last:
+            add("X", name, lane, first, dur=(last - first) / 1000, args=args)
+        return first, last
+
+    add("M", "process_name", NEXT, args={"name": name})
+    lanes = {NEXT: "next()", TASKS: "tasks"}
+    for worker in sorted({row.worker for row in rows if row.began}):
+        lanes[FIRST_WORKER + worker] = f"worker {worker}" if worker >= 0 else "main process"
+    for lane, title in lanes.items():
+        add("M", "thread_name", lane, args={"name": title})
+    stamps = [*sorted({row.sent for row in rows if row.sent}), math.inf]
+    tasks = {at: add_slice("task", TASKS, at, min(at + TASK_SECONDS, then))[0] for at, then in pairwise(stamps)}
+    calls = []
+    for number, row in enumerate(rows):
+        about = {"epoch": row.epoch, "step": row.step, "samples": max(0, row.samples)}
+        waited = {"waited_seconds": row.waited, "placing_seconds": row.placing, "cause": row.cause}
+        calls.append((row.began, number, about, add_slice("next", NEXT, row.asked, row.taken, **about, **waited)))
+    for _, number, about, (asked, taken) in sorted(calls, key=lambda call: call[0]):  # as the workers had them
+        row, lane = rows[number], FIRST_WORKER + rows[number].worker
+        read = [add_slice(stage, lane, *at, **about) for stage, *at in stages_in_worker(row)]
+        if not (row.sent and read):
+            continue
+        sent, began, came = tasks[row.sent], read[0][0], max(asked, min(read[-1][1], taken - 1))  # inside ``next``
+        if sent <= began <= came:  # clocks of other machines are not exact
+            add("s", "batch", TASKS, sent, id=number)
+            add("t", "batch", lane, began, id=number)
+            add("f", "batch", NEXT, came, id=number, bp="e")
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

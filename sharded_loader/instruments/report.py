@@ -1,9 +1,9 @@
 """`Instruments`: the methods of a loader that tell what it does: numbers, reports, a trace, checks.
 
-    loader.report()               -> `facts` -> text                printed
-    loader.report("rank0.html")   -> `facts` -> `page`, one file    read_facts(file) -> facts again
-    loader.trace("trace.json")    -> `trace`, one file
-    loader.stats_of_ranks()       -> `facts` of all ranks of the process group -> `RankStats`
+    loader.report()               -> `page.facts_of` -> text         printed
+    loader.report("rank0.html")   -> `page.facts_of` -> one file     `page.facts_in` -> facts again
+    loader.trace("trace.json")    -> `page.trace_of` -> one file
+    loader.stats_of_ranks()       -> facts of all ranks of the process group -> `RankStats`
 
 Reports are made when they are asked for: no batch is slower for them. What can go wrong: no batch was delivered, or a
 file cannot be written. Each is an error that says what to do. A file is written whole or not at all, so an older one of
@@ -25,12 +25,9 @@ from sharded_loader.base.system import write_whole
 from sharded_loader.engine.messages import BatchTimes
 from sharded_loader.engine.order import process_group, resolve_replicas
 from sharded_loader.engine.pool import Pool
-from sharded_loader.instruments.check import LoaderCheck, check_loader
-from sharded_loader.instruments.facts import compared, facts_of, text_of
-from sharded_loader.instruments.fingerprint import Fingerprint, fingerprint_of_epoch
-from sharded_loader.instruments.page import page_of
+from sharded_loader.instruments import page
+from sharded_loader.instruments.check import Fingerprint, LoaderCheck, check_loader, fingerprint_of_epoch
 from sharded_loader.instruments.stats import LoaderStats, Meter
-from sharded_loader.instruments.trace import trace_of
 from sharded_loader.loader.lookup import KnownSteps
 
 
@@ -143,11 +140,11 @@ class Instruments:
                 f"report: {os.fspath(path)!r} does not end in .html: give such a name, or none to print it"
             )
         rows = self._rows("report")
-        facts = facts_of(type(self).__name__, self._given(), self._replicas(), self.stats(), rows)
+        facts = page.facts_of(type(self).__name__, self._given(), self._replicas(), self.stats(), rows)
         if path is None:
-            print(text_of(facts))
+            print(page.text_of(facts))
         else:
-            _write(path, page_of(facts, rows))
+            _write(path, page.page_of(facts, rows))
 
     def stats_of_ranks(self, group: Any = None) -> RankStats:
         """The numbers of all ranks, and which rank holds up the others, over the process group.
@@ -172,19 +169,18 @@ class Instruments:
             (None, 10)
         """
         distributed, stats = process_group(), self.stats()
-        rank = 0 if distributed is None else distributed.get_rank()
-        ranks = 1 if distributed is None else distributed.get_world_size(group)
-        facts = facts_of(type(self).__name__, self._given(), (ranks, rank), stats, self._meter.rows())
+        ranks, rank = (distributed.get_world_size(group), distributed.get_rank()) if distributed else (1, 0)
+        facts = page.facts_of(type(self).__name__, self._given(), (ranks, rank), stats, self._meter.rows())
         found: list[Any] = [(rank, stats, {**facts, "sections": []})]
-        if distributed is not None:
+        if distributed:
             own, found = found[0], [None] * ranks
             distributed.all_gather_object(found, own, group)
-        idle = [rank for rank, of, _ in found if not of.batches]
-        if idle:
-            raise RuntimeError(
-                f"stats_of_ranks: rank {idle[0]} has delivered no batch yet: iterate over its loader first"
-            )
-        return RankStats({rank: of for rank, of, _ in found}, *compared({rank: of for rank, _, of in found}))
+        for rank, of, _ in found:
+            if not of.batches:
+                raise RuntimeError(
+                    f"stats_of_ranks: rank {rank} has delivered no batch yet: iterate over its loader first"
+                )
+        return RankStats({rank: of for rank, of, _ in found}, *page.compared({rank: of for rank, _, of in found}))
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write when each of the last 1,000 batches was read, waited for and handed out, as a Chrome trace.
@@ -217,7 +213,7 @@ class Instruments:
         """
         ranks, rank = self._replicas()
         name = f"{type(self).__name__}, rank {rank} of {ranks}"
-        _write(path, json.dumps(trace_of(self._rows("trace"), name), allow_nan=False))
+        _write(path, json.dumps(page.trace_of(self._rows("trace"), name), allow_nan=False))
 
     def fingerprint(self, epoch: int | None = None) -> Fingerprint:
         """A short hash of the order of an epoch and of three of its samples, to compare two runs with.

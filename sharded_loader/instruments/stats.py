@@ -2,8 +2,8 @@
 
     the iterator -> Meter.note -> sums in the Counts of its epoch; of a batch that is not cheap its `BatchTimes`, too
     with_rows(stats, rows) -> LoaderStats     `KEPT_BATCHES` at a time, and when somebody asks
-    Counts.report() -> LoaderStats, what the user sees -> as_dict() -> TensorBoard, W&B, tqdm
-    `waits` says why ``next`` waited, `times` how long each stage of a batch took
+    Counts.report() -> LoaderStats of an epoch; sum_of them: what the user sees -> as_dict() -> TensorBoard, W&B, tqdm
+    `times` says how long each stage of a batch took, and why ``next`` waited
 
 Only the time inside epochs counts, from the first ``next`` to the last batch; not what happens between epochs. The
 times of several iterators add up in the sum. In the counts of one epoch only the newest iterator of this epoch counts.
@@ -21,18 +21,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import nlargest
-from itertools import chain
+from itertools import chain, zip_longest
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.limits import cores_for_workers
+from sharded_loader.batching.tree import children, field_names, is_dataclass_instance
 from sharded_loader.data.datasets import counts_of, mixture_of, retries_of
 from sharded_loader.engine.messages import BatchTimes, Result
 from sharded_loader.engine.pipeline import Entry, Pipeline
 from sharded_loader.engine.reader import KEPT_SAMPLES, plain_indices
-from sharded_loader.instruments.times import STAGES, Histograms, SlowSample, StageTimes, WorkerTimes
-from sharded_loader.instruments.waits import CAUSES, advice, causes_of, compute_share, name_causes, verdict
+from sharded_loader.instruments import times
+from sharded_loader.instruments.times import CAUSES, STAGES, Histograms, SlowSample, StageTimes, WorkerTimes
 from sharded_loader.loader.observer import Observer
 
 
@@ -133,12 +137,12 @@ class LoaderStats:
             >>> LoaderStats(batches=10, seconds=2.0, waiting_seconds=0.01).verdict
             'The training loop is the limit: it waits for data for 0% of the time.'
         """
-        return verdict(self)
+        return times.verdict(self)
 
     @property
     def advice(self) -> str:
         """What to do about the `verdict`, in one sentence. Empty if that is not known."""
-        return advice(self)
+        return times.advice(self)
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -184,8 +188,7 @@ class LoaderStats:
         known: dict[str, float] = {name: getattr(self, name) for name in _SCALARS}
         if not names or not set(names).issubset(known):
             known |= self._measured()
-        unknown = [name for name in names if name not in known]
-        if unknown:
+        if unknown := [name for name in names if name not in known]:
             raise ValueError(f"as_dict: there is no number {unknown[0]!r}: choose from {', '.join(known)}")
         return {f"{prefix}{name}": float(known[name]) for name in names or known}
 
@@ -251,13 +254,19 @@ _numbers_of = attrgetter(*NUMBERS)
 
 
 def sum_of(parts: Sequence[LoaderStats]) -> LoaderStats:
-    """The numbers of all parts together, without sources."""
+    """All parts together."""
     columns = zip(*map(_numbers_of, parts), strict=True)
     numbers: dict[str, Any] = dict(zip(NUMBERS, map(sum, columns), strict=True))
-    causes = {name: sum(part.causes[name] for part in parts) for name in CAUSES}
-    slowest = nlargest(KEPT_SAMPLES, chain.from_iterable(part.slowest for part in parts), key=attrgetter("seconds"))
-    timed = sum((part._timed for part in parts if part._timed.num_workers), Histograms())
-    return LoaderStats(**numbers, causes=causes, slowest=tuple(slowest), _timed=timed, _share=parts[-1]._share)
+    return LoaderStats(
+        **numbers,
+        sources=tuple(map(sum, zip_longest(*(part.sources for part in parts), fillvalue=0))),
+        causes={name: sum(part.causes[name] for part in parts) for name in CAUSES},
+        slowest=tuple(
+            nlargest(KEPT_SAMPLES, chain.from_iterable(part.slowest for part in parts), attrgetter("seconds"))
+        ),
+        _timed=sum((part._timed for part in parts if part._timed.num_workers), Histograms()),
+        _share=parts[-1]._share,
+    )
 
 
 def _slow_samples(row: BatchTimes) -> Iterator[SlowSample]:
@@ -269,9 +278,9 @@ def with_rows(stats: LoaderStats, rows: Sequence[BatchTimes]) -> LoaderStats:
     """With the causes, stages and slow samples of some more batches."""
     if not rows:
         return stats
-    share, causes = compute_share(rows, stats._share), dict.fromkeys(CAUSES, 0.0)
+    share, causes = times.compute_share(rows, stats._share), dict.fromkeys(CAUSES, 0.0)
     for row in rows:
-        for cause, seconds in causes_of(row, share):
+        for cause, seconds in times.causes_of(row, share):
             causes[cause] += seconds
     slowest = tuple(chain.from_iterable(map(_slow_samples, rows)))
     return sum_of([stats, LoaderStats(causes=causes, slowest=slowest, _timed=Histograms().adding(rows), _share=share)])
@@ -289,12 +298,11 @@ class Counts:
             batches, as in `LoaderStats`.
         device_waiting_seconds, sources: as in `LoaderStats`.
         began: `Meter.totals` when the epoch began. ended: those when the next one began.
-        sum: of an old epoch, the counts that take what its iterator still adds; otherwise None.
     """
 
     number = -1
     ended: LoaderStats | None = None
-    sum: Counts | None = None
+    sources: npt.NDArray[np.int64] | None = None
     batches = samples = retries = 0
     seconds = waiting_seconds = reading_seconds = placing_seconds = device_seconds = 0.0
     for_workers = device_waiting_seconds = 0.0
@@ -302,7 +310,6 @@ class Counts:
     def __init__(self, began: LoaderStats = LoaderStats()) -> None:
         self.began = began
         self.state: tuple[LoaderStats, list[BatchTimes]] = LoaderStats(), []
-        self.sources: Any = None  # an array, if there are any
 
     def add_up(self) -> list[BatchTimes]:
         """Add up the batches that were noted. They are returned."""
@@ -310,32 +317,16 @@ class Counts:
         self.state = with_rows(stats, rows), []  # in one step: another thread may look
         return rows
 
-    def noted(self) -> LoaderStats:
-        """Causes, stages and slow samples of all batches."""
-        stats, rows = self.state
-        stats = with_rows(stats, rows[:])
-        causes = dict(stats.causes)
-        causes["compute"] += stats._share * self.for_workers
-        causes["input"] += (1 - stats._share) * self.for_workers
-        return dataclasses.replace(stats, causes=causes)
-
-    def merge(self, others: Sequence[Counts]) -> None:
-        """Add what other ones have counted."""
-        every = [self, *others]
-        self.state = sum_of([one.noted() for one in every]), []
-        for name in COUNTED:
-            setattr(self, name, sum([getattr(one, name) for one in every]))
-        self.for_workers = 0.0
-        known = [one.sources for one in every if one.sources is not None]
-        self.sources = sum(known[1:], known[0]) if known else None
-
     def report(self, totals: LoaderStats = LoaderStats()) -> LoaderStats:
         """The counts so far. ``totals``: as `Meter.totals` returns them."""
-        stats, after = self.noted(), self.ended or totals
+        (stats, rows), after = self.state, self.ended or totals
+        stats = with_rows(stats, rows[:])
         counts: dict[str, Any] = {name: getattr(self, name) for name in COUNTED}
         for name in POOLED:
             counts[name] = counts.get(name, 0) + getattr(after, name) - getattr(self.began, name)
         causes = {**stats.causes, "placing": counts["placing_seconds"]}
+        causes["compute"] += stats._share * self.for_workers
+        causes["input"] += (1 - stats._share) * self.for_workers
         causes["main_process"] += max(0.0, counts["waiting_seconds"] - sum(causes.values()))
         sources = () if self.sources is None else tuple(self.sources.tolist())
         return dataclasses.replace(stats, **counts, causes=causes, sources=sources)
@@ -359,7 +350,7 @@ class Meter(Observer):
             pipeline and the stamp.
     """
 
-    tune: Callable[[Meter, Any, float], None]
+    tune: Callable[[Meter, Pipeline | None, float], None]
     tune_at = math.inf
 
     times = True
@@ -371,8 +362,9 @@ class Meter(Observer):
         super().__init__(dataset, max_skipped)
         self.mixture = mixture_of(dataset)
         self.epochs: dict[int, Counts] = {}
-        self._sum = Counts()  # of the iterators before the last ones
-        self._last: deque[tuple[int, Counts]] = deque([(-1, Counts())])
+        self._last = deque([Counts()])  # of the last iterators
+        self._sum, self._late = LoaderStats(), Counts()  # of those before them, and what these still add
+        self._late.ended = LoaderStats()
         self.looks: str | None = None
         self._ring: list[BatchTimes] = []  # those that were added up last
         self._cores = cores_for_workers()
@@ -381,24 +373,23 @@ class Meter(Observer):
         return Counts(self.totals())
 
     def begin(self, epoch: int, counts: Counts) -> None:
-        self._last[-1][1].ended = counts.began
-        self._add_up(self._last[-1][1])
+        self._last[-1].ended = counts.began
+        self._add_up(self._last[-1])
         counts.number = epoch
         self.epochs[epoch] = counts
-        self._last.append((epoch, counts))
+        self._last.append(counts)
         if len(self._last) > self.KEPT_TIMES:
-            old = self._last[-self.KEPT_TIMES - 1][1]
+            old = self._last[-self.KEPT_TIMES - 1]
             self._add_up(old)
-            stats, summed = old.state[0], self._sum.state[0]
-            measured = LoaderStats(slowest=stats.slowest, _timed=stats._timed, _share=summed._share)
-            self._sum.state = sum_of([summed, measured]), []
+            stats = old.state[0]
+            self._sum = sum_of([self._sum, LoaderStats(slowest=stats.slowest, _timed=stats._timed)])
             old.state = dataclasses.replace(stats, _timed=Histograms(), slowest=()), []
         if len(self._last) > self.KEPT_EPOCHS:
-            number, old = self._last.popleft()
-            self._sum.merge([old])
-            old.sum = self._sum
-            if self.epochs.get(number) is old:
-                del self.epochs[number]
+            old = self._last.popleft()
+            self._sum = sum_of([self._sum, old.report()])
+            if self.epochs.get(old.number) is old:
+                del self.epochs[old.number]
+            old.__dict__ = self._late.__dict__  # its iterator may still be there, and add to it
 
     def note(
         self,
@@ -412,71 +403,65 @@ class Meter(Observer):
         pipeline: Pipeline,
     ) -> None:
         """Count it. Unless it was cheap, keep how it was on its way."""
-        result = entry.result
+        result, waited = entry.result, 0.0
         assert result is not None  # it is handed out
-        error, times, of, waited = result.error, result.times, counts, 0.0
+        error, row = result.error, result.times
         if entry.waited is not None:
             waited = entry.waited[1] - entry.waited[0]
-        if times is None and (starts or result.seconds >= NOTED_SECONDS or waited >= 5 * NOTED_SECONDS):
-            times = BatchTimes()
-        if times is not None:
-            self._fill_in(times, entry, result, pipeline)
-            times.__dict__.update(turn=turn, asked=asked, taken=taken, placing=entry.placing, behind=behind)
-            times.starts, times.epoch = starts, counts.number
-        while True:
-            of.seconds += taken - turn  # first: see `COUNTED`
-            of.waiting_seconds += taken - asked - behind
-            of.device_seconds += behind
-            if error is None:
-                of.batches += 1
-                of.samples += result.samples
-            of.reading_seconds += result.seconds
-            of.placing_seconds += entry.placing - behind
-            of.retries += result.retries
-            if times is None:
-                of.for_workers += waited if result.worker >= 0 else result.seconds
-            else:
-                of.state[1].append(times)
-                if len(of.state[1]) >= KEPT_BATCHES:
-                    (self._add_up if of is counts else Counts.add_up)(of)
-            if of.sum is None:
-                break
-            of = of.sum
+        counts.seconds += taken - turn  # first: see `COUNTED`
+        counts.waiting_seconds += taken - asked - behind
+        counts.device_seconds += behind
+        if error is None:
+            counts.batches += 1
+            counts.samples += result.samples
+        counts.reading_seconds += result.seconds
+        counts.placing_seconds += entry.placing - behind
+        counts.retries += result.retries
+        if row is None and not (starts or result.seconds >= NOTED_SECONDS or waited >= 5 * NOTED_SECONDS):
+            counts.for_workers += waited if result.worker >= 0 else result.seconds
+        else:
+            row = row or BatchTimes()
+            row.__dict__.update(turn=turn, asked=asked, taken=taken, placing=entry.placing, behind=behind)
+            row.starts, row.epoch = starts, counts.number
+            self._fill_in(row, entry, result, pipeline)
+            counts.state[1].append(row)
+            if len(counts.state[1]) >= KEPT_BATCHES:
+                self._add_up(counts)
         if error is None and entry.task is not None and (self.looks is None or self.mixture is not None):
             self.look(entry.batch, counts, entry.task.shards)
         if taken >= self.tune_at:
             self.tune(self, pipeline, taken)
 
-    def _fill_in(self, times: BatchTimes, entry: Entry, result: Result, pipeline: Pipeline) -> None:
+    def _fill_in(self, row: BatchTimes, entry: Entry, result: Result, pipeline: Pipeline) -> None:
         """What is known of a batch beside the stamps of ``next``."""
         error, pool, runs = result.error, pipeline.pool, pipeline.buffer.runs
-        times.__dict__.update(sent=entry.sent, worker=result.worker, began=result.began, seconds=result.seconds)
-        times.step, times.samples = entry.seq, result.samples if error is None else -1
-        times.is_lost = result.rebuilt or isinstance(error, (WorkerDiedError, WorkerTimeoutError))
-        if times.slow and entry.task is not None:
-            times.shards = entry.task.shards
+        row.__dict__.update(sent=entry.sent, worker=result.worker, began=result.began, seconds=result.seconds)
+        row.step, row.samples = entry.seq, result.samples if error is None else -1
+        row.is_lost = result.rebuilt or isinstance(error, (WorkerDiedError, WorkerTimeoutError))
+        if row.slow and entry.task is not None:
+            row.shards = entry.task.shards
         if entry.waited is not None:
-            times.wait_began, times.wait_ended = entry.waited
-            times.threads = pool.num_workers if pool.shares_dataset else 1
-            times.per_core = pool.num_workers / self._cores
+            row.wait_began, row.wait_ended = entry.waited
+            row.threads = pool.num_workers if pool.shares_dataset else 1
+            row.per_core = pool.num_workers / self._cores
             in_flight = waiting = 0
             for run in runs.values():
                 in_flight, waiting = in_flight + len(run.window), waiting + len(run.waiting)
             own = runs.get(result.run)
             lacks = in_flight < pool.num_workers and own is not None and not (own.exhausted or own.epoch.takes_turns)
-            times.lacks_tasks = lacks or (waiting > 0 and in_flight - waiting < pool.num_workers)
+            row.lacks_tasks = lacks or (waiting > 0 and in_flight - waiting < pool.num_workers)
 
     def _add_up(self, counts: Counts) -> None:
         self._ring = [*self._ring, *counts.add_up()][-KEPT_BATCHES:]
 
     def rows(self) -> list[BatchTimes]:
         """The last 1,000 batches that were handed out, of all epochs, the oldest first."""
-        rows = [*self._ring, *chain.from_iterable(counts.state[1][:] for _, counts in tuple(self._last))]
+        rows = [*self._ring, *chain.from_iterable(counts.state[1][:] for counts in tuple(self._last))]
         rows = sorted(rows, key=attrgetter("taken"))[-KEPT_BATCHES:]
-        name_causes(rows)
+        times.name_causes(rows)
         return rows
 
-    def look(self, batch: Any, epoch: Counts, shards: Sequence[Any]) -> None:
+    def look(self, batch: object, counts: Counts, shards: Sequence[Any]) -> None:
         """Note what the first batch looks like, and of each batch of a mixture where its samples came from: 20 us."""
         if self.looks is None:
             try:
@@ -484,27 +469,25 @@ class Meter(Observer):
             except Exception:  # a batch of the user's own class may not want to be looked at
                 self.looks = type(batch).__name__
         if self.mixture is not None:
-            came = sum(map(self.mixture.sources_of, shards))
-            for counts in filter(None, (epoch, epoch.sum)):
-                counts.sources = came if counts.sources is None else counts.sources + came
+            came = np.sum([self.mixture.sources_of(shard) for shard in shards], 0)
+            counts.sources = came if counts.sources is None else came + counts.sources
 
     def words(self) -> list[str]:
         return [f"batch: {self.looks or 'none read yet'}", *quiet_counts(self.totals())]
 
     def totals(self) -> LoaderStats:
         """What has been counted so far: retried requests of this process for the dataset, the notices, the caches."""
-        noted = [self.notices.counts[name] for name in POOLED[1:-3]]
-        counts: dict[str, Any] = dict(zip(POOLED[1:], [*noted, *counts_of(self.dataset)], strict=True))
+        counts: dict[str, Any] = {name: self.notices.counts[name] for name in POOLED[1:-3]}
+        counts |= zip(POOLED[-3:], counts_of(self.dataset), strict=True)
         return LoaderStats(retries=retries_of(self.dataset), **counts)
 
     def stats(self, epoch: int | None = None) -> LoaderStats:
         """The counts of all epochs, or of one; all zeros if it has delivered no batch yet."""
+        totals = self.totals()
         if epoch is not None:
             counts = self.epochs.get(epoch)
-            return LoaderStats() if counts is None else counts.report(self.totals())
-        total = Counts()
-        total.merge([self._sum, *(counts for _, counts in tuple(self._last))])
-        return total.report(self.totals())
+            return LoaderStats() if counts is None else counts.report(totals)
+        return sum_of([self._sum, *(counts.report(totals) for counts in (self._late, *self._last))])
 
 
 def describe(batch: Any) -> str:
@@ -519,18 +502,15 @@ def describe(batch: Any) -> str:
         device = getattr(batch, "device", None)
         where = "" if str(device) in ("None", "cpu") else f" on {device}"
         return f"{str(batch.dtype).removeprefix('torch.')}[{', '.join(map(str, batch.shape))}]{where}"
+    kind, parts = type(batch).__name__, children(batch)
+    if parts is None:
+        return kind
+    texts = list(map(describe, parts))
     if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{key!r}: {describe(value)}" for key, value in batch.items()) + "}"
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = ", ".join(f"{f.name}={describe(getattr(batch, f.name))}" for f in dataclasses.fields(batch))
-        return f"{type(batch).__name__}({fields})"
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        fields = ", ".join(f"{name}={describe(value)}" for name, value in zip(batch._fields, batch, strict=True))
-        return f"{type(batch).__name__}({fields})"
-    if isinstance(batch, (list, tuple)):
-        kinds = {type(item).__name__ for item in batch}
-        if len(kinds) == 1 and not hasattr(batch[0], "shape") and not isinstance(batch[0], (list, tuple, Mapping)):
-            return f"[{len(batch)} x {kinds.pop()}]"
-        inside = ", ".join(map(describe, batch))
-        return f"[{inside}]" if isinstance(batch, list) else f"({inside})"
-    return type(batch).__name__
+        return "{" + ", ".join(map("{!r}: {}".format, batch.keys(), texts)) + "}"
+    names = field_names(batch) if is_dataclass_instance(batch) else getattr(batch, "_fields", ())
+    if names:
+        return f"{kind}({', '.join(map('{}={}'.format, names, texts))})"
+    if len(set(texts)) == 1 and texts[0].isidentifier():  # the name of a type
+        return f"[{len(texts)} x {texts[0]}]"
+    return f"[{', '.join(texts)}]" if isinstance(batch, list) else f"({', '.join(texts)})"

@@ -1,24 +1,49 @@
-"""How long batches took on their way, in histograms.
+"""How long batches took on their way, why ``next`` waited for them, and what to do about it.
 
-    Histograms.adding(rows) -> Histograms        of fixed size, for each worker and each stage
+    Histograms.adding(rows) -> Histograms          of fixed size, for each worker and each stage
     Histograms.stages(), .workers() -> `StageTimes`, `WorkerTimes`: sums and quantiles
+    causes_of(row, ...) -> [(cause, seconds)]      of one ``next``; what is left of it is the main process's own work
+    limit_of(stats) -> name        what limits the rate: a cause, or what is behind it
+    verdict(stats), advice(stats)  one sentence each; ``stats`` is a `LoaderStats`
 
 A histogram has `PER_POWER` buckets for each power of two. So a quantile is at most 5 percent from the true one. The
 largest value is exact. Only measured batches are in it, by their weights (`messages.BatchTimes`).
 
+A wait is a stretch of time. It is cut where the batch's worker began, and each part has one cause:
+
+    before its worker began      `start`: the worker had just been started. `main_process`: it had no task. Otherwise it
+                                 read other batches: as in the next row
+    since then                   `main_process`: other workers had no task. Otherwise `compute`, as far as the worker
+                                 ran, and `input`
+
+A worker has no task if no more batches may be in flight, or if the batches that the program holds leave no room. That a
+worker waits for a core is `compute` too, if the workers use the cores. If other programs use them, it is shared out:
+training would wait for the same if it had the machine for itself.
+
+A batch that was read again because a worker has ended is `start`: another one had to be started. So is the first
+``next`` of an iterator, if nothing was read before it. The other time in ``next`` is `placing` or the main process's
+own work.
+
 Nothing here changes: a reader in another thread has what was counted when it asked. Nothing can go wrong.
+
+Source of the idea: Plumber (MLSys 2022) and DS-Analyzer (VLDB 2021), which ask what a step would gain if it were free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from sharded_loader.engine.messages import BatchTimes
 
-Table = np.ndarray[Any, Any]
+if TYPE_CHECKING:
+    from sharded_loader.instruments.stats import LoaderStats
+
+Table = npt.NDArray[np.float64]
 
 STAGES = ("queued", "read", "collate", "write", "behind", "ready", "placing")
 """The way of a batch: it waits for a worker, is read, goes through the collate function, is written into its slot. It
@@ -95,9 +120,8 @@ class Histograms:
 
     def __init__(self, workers: int = 0) -> None:
         self.num_workers = workers
-        self._counts = np.zeros((workers, _ROWS, BUCKETS), np.int64)
-        self._sums = np.zeros((workers, _ROWS))
-        self._longest = np.zeros((workers, _ROWS))
+        self._counts = np.zeros((workers, _ROWS, BUCKETS))
+        self._sums, self._longest = np.zeros((2, workers, _ROWS))
 
     def __add__(self, other: Histograms) -> Histograms:
         made = Histograms(max(self.num_workers, other.num_workers))
@@ -114,13 +138,13 @@ class Histograms:
         if not found:
             return self
         table = np.array(found)
-        workers, weights, values = table[:, 0].astype(int) + 1, table[:, 1], table[:, 2:].clip(0.0)
+        workers, weights, values = table[:, 0].astype(int) + 1, table[:, 1:2], table[:, 2:].clip(0.0)
         buckets = 1 + PER_POWER * np.log2(np.maximum(values, SHORTEST / 2) / SHORTEST)
         places = workers[:, None] * _ROWS + np.arange(_ROWS)
         made = Histograms(int(workers.max()) + 1)
-        made._sums += _added(places, values * weights[:, None], made._sums)
+        made._sums += _added(places, values * weights, made._sums)
         places = places * BUCKETS + buckets.clip(0, BUCKETS - 1).astype(int)
-        made._counts += _added(places, np.broadcast_to(weights[:, None], places.shape), made._counts).astype(int)
+        made._counts += _added(places, np.broadcast_to(weights, places.shape), made._counts)
         for worker in set(workers.tolist()):
             made._longest[worker] = values[workers == worker].max(0)
         return self + made
@@ -128,12 +152,8 @@ class Histograms:
     def stages(self) -> dict[str, StageTimes]:
         """Each of `STAGES`; nothing before the first batch."""
         counts, sums, longest = self._counts.sum(0), self._sums.sum(0), self._longest.max(0, initial=0.0)
-        if not counts.any():
-            return {}
-        return {
-            name: StageTimes(float(sums[row]), *_quantiles(counts[row], longest[row]), float(longest[row]))
-            for row, name in enumerate(STAGES)
-        }
+        rows = enumerate(STAGES if counts.any() else ())
+        return {name: StageTimes(float(sums[row]), *_quantiles(counts[row], longest[row])) for row, name in rows}
 
     def workers(self) -> dict[int, WorkerTimes]:
         """Each worker that has read a batch, by its number."""
@@ -141,8 +161,8 @@ class Histograms:
         for place, counts in enumerate(self._counts[:, _BATCH]):
             if batches := int(counts.sum()):
                 seconds, idle, ran = map(float, self._sums[place, [_BATCH, _IDLE, _RAN]])
-                longest = float(self._longest[place, _BATCH])
-                found[place - 1] = WorkerTimes(batches, seconds, ran, idle, *_quantiles(counts, longest), longest)
+                longest = self._longest[place, _BATCH]
+                found[place - 1] = WorkerTimes(batches, seconds, ran, idle, *_quantiles(counts, longest))
         return found
 
 
@@ -156,15 +176,203 @@ def _stages_of(row: BatchTimes) -> tuple[float, ...]:
     )
 
 
-def _added(places: Table, values: Table, like: Table) -> Table:
+def _added(places: npt.NDArray[np.int64], values: Table, like: Table) -> Table:
     """The sum of the values of each place, in the shape of an array. `numpy.add.at` takes ten times as long."""
-    return np.bincount(places.ravel(), values.ravel(), like.size).reshape(like.shape)
+    return np.bincount(places.ravel(), values.ravel(), like.size).astype(float).reshape(like.shape)
 
 
-def _quantiles(counts: Table, longest: float) -> tuple[float, float, float]:
-    """The middles of the buckets in which 50, 90 and 99 percent of the values are reached."""
+def _quantiles(counts: Table, longest: float) -> tuple[float, float, float, float]:
+    """The middles of the buckets in which 50, 90 and 99 percent of the values are reached; then the longest."""
     reached = counts.cumsum()
     places = np.searchsorted(reached, np.array([0.5, 0.9, 0.99]) * reached[-1])
     middles = np.where(places == 0, 0.0, SHORTEST * 2.0 ** ((places - 0.5) / PER_POWER))
     p50, p90, p99 = np.minimum(middles, longest).tolist()
-    return p50, p90, p99
+    return p50, p90, p99, float(longest)
+
+
+# -- why next() waited -------------------------------------------------------------------------------------------------
+
+CAUSES = ("compute", "input", "main_process", "placing", "start")
+"""Why ``next`` waits, by names that never change."""
+
+LATE = 2
+"""Single samples are late if batches take this many times as long on average as half of them take at most."""
+
+ENOUGH = 0.05
+"""If training waits for a smaller share of the time, a faster loader would not help."""
+
+SLOWER = 2.5
+"""A worker is slow if its batches take this many times as long as those of the others."""
+
+TURNS = 0.7
+"""Threads that together run for this share of the time wait for each other: Python runs one at a time. So do workers
+that together run for this share of the time of all cores."""
+
+LASTING = 4.0
+"""A start that is over is the verdict only if it took this many times as long as what training waits for since then."""
+
+
+def compute_share(rows: Iterable[BatchTimes], before: float) -> float:
+    """The share of the time in which workers computed, of those batches that were measured; ``before``, if none was."""
+    seconds = ran = queued = per_core = 0.0
+    for row in rows:
+        if row.processor >= 0:
+            seconds += row.weight * row.seconds
+            ran += row.weight * row.processor
+            queued += row.weight * row.queued
+            per_core = max(per_core, row.per_core)
+    if per_core * ran >= TURNS * seconds:
+        ran += queued
+    else:  # other programs have the cores
+        seconds -= queued
+    return min(1.0, ran / seconds) if seconds > 0 else before
+
+
+def causes_of(row: BatchTimes, share: float) -> list[tuple[str, float]]:
+    """The causes of one ``next``, without ``placing`` and the main process's own work.
+
+    Args:
+        row: the batch.
+        share: of the time of other batches, in which workers computed.
+
+    Example:
+        >>> waited = {"wait_began": 10.0, "wait_ended": 14.0, "processor": 1.5, "weight": 1, "is_first": True}
+        >>> causes_of(BatchTimes(began=11.0, seconds=2.0, worker=0, **waited), 1.0)
+        [('start', 1.0), ('compute', 2.25), ('input', 0.75)]
+    """
+    if row.starts:
+        return [("start", row.taken - row.asked - row.placing)]
+    since, until, began = row.wait_began, row.wait_ended, row.began
+    if not until:
+        if row.worker >= 0 or began < row.asked:
+            return []
+        since, until = began, began + row.seconds
+    if row.is_lost:
+        return [("start", until - since)]
+    pieces = []
+    if began > since:
+        began = min(began, until)
+        free = max(row.began - row.idle, since)  # since then the worker had no task
+        free = since if row.is_first else min(free, began)
+        pieces, since = [("start" if row.is_first else "main_process", began - free)], since + began - free
+    if row.lacks_tasks:
+        return [*pieces, ("main_process", until - since)]
+    if row.processor >= 0:
+        share = compute_share([row], share)
+    if row.threads > 1 and share * row.threads >= TURNS:
+        share = 1.0
+    return [*pieces, ("compute", share * (until - since)), ("input", (1 - share) * (until - since))]
+
+
+def name_causes(rows: Sequence[BatchTimes]) -> None:
+    """Note the largest cause of each wait."""
+    share = compute_share(rows, 1.0)
+    for row in rows:
+        causes, placing = causes_of(row, share), row.placing - row.behind
+        own = row.waited - placing - sum(seconds for _, seconds in causes)
+        causes += [("placing", placing), ("main_process", own)]
+        row.cause = max(causes, key=lambda one: one[1])[0] if row.waited else ""
+
+
+# -- what it means -----------------------------------------------------------------------------------------------------
+
+
+def limit_of(stats: LoaderStats) -> str:
+    """What limits the rate: one of `CAUSES`, or what is behind it: ``"collate"``, ``"late"``, ``"worker"``,
+    ``"device"``, ``"loop"``; "": not known."""
+    if not stats.seconds:
+        return ""
+    if stats.waiting_share < ENOUGH or stats.waiting_seconds < stats.device_seconds:
+        return "device" if stats.device_seconds >= ENOUGH * stats.seconds else "loop"
+    causes = {**dict.fromkeys(CAUSES, 0.0), **stats.causes}
+    computing, inputs = causes.pop("compute"), causes.pop("input")
+    causes["reading"] = computing + inputs
+    first, second = sorted(causes, key=lambda name: causes[name], reverse=True)[:2]
+    cause = second if first == "start" and causes[first] < LASTING * causes[second] else first
+    if not causes[cause] or cause != "reading":
+        return cause if causes[cause] else ""
+    if slow_worker(stats.workers) is not None:
+        return "worker"
+    if stages := stats.stages:
+        read, batches = stages["read"], sum(worker.batches for worker in stats.workers.values())
+        if stages["collate"].seconds >= read.seconds:
+            return "collate"
+        if stats.slowest and read.seconds > LATE * read.p50 * batches:
+            return "late"
+    return "compute" if computing >= inputs else "input"
+
+
+def slow_worker(workers: Mapping[int, WorkerTimes]) -> tuple[int, float] | None:
+    """The number of a worker that is much slower than the others, and how long a batch takes those; None: none is."""
+    known = {number: times.p50 for number, times in workers.items() if times.batches >= 3}
+    if len(known) < 2:
+        return None
+    slowest = max(known, key=lambda number: known[number])
+    others = median(seconds for number, seconds in known.items() if number != slowest)
+    return (slowest, others) if known[slowest] >= SLOWER * others else None
+
+
+_MORE = 'or let num_workers="auto" find how many workers help'
+
+_VERDICTS = {
+    "loop": "The training loop is the limit: it waits for data for {share:.0%} of the time.",
+    "device": "The device is the limit: training waits for it for {device:.0%} of the time.",
+    "worker": "Worker {number} is slow: a batch takes it {its}, and the others {others}.",
+    "compute": "Training waits for {who} compute{s}.",
+    "collate": "The collate function is slow: it takes {collate} for each batch, and to read it takes {read}.",
+    "input": "Training waits for {who} wait{s} for a disk or a network.",
+    "late": "Training waits for single samples: the slowest one, index {index!r}, took {took}.",
+    "main_process": "Training waits for the main process, which gives the workers too few tasks or too late.",
+    "placing": "Training waits while the main process converts and copies batches.",
+    "start": "Training waits for workers to start{also}, and for the first batches of epochs.",
+}
+
+_ADVICE = {
+    "loop": "Leave the loader as it is, and make the training step cheaper.",
+    "device": "Leave the loader as it is, and make the step cheaper on the device.",
+    "worker": "Look at what this worker shares with no other one: its core, its disk, its part of the data.",
+    "compute": f"Do less for each sample, {_MORE}.",
+    "collate": "Make the collate function cheaper: join arrays at once, or do its work on the device.",
+    "input": f"Read neighbours together (shards), cache the files, {_MORE}.",
+    "late": "Make the slowest samples cheaper (stats().slowest lists them).",
+    "main_process": "Use larger batches, a cheaper sampler or a larger prefetch=, and hold fewer batches.",
+    "placing": "Make batches smaller, for example of uint8, and let device= copy them in the background.",
+    "start": "Keep one loader for all epochs, and import less in the workers; the log says why workers ended.",
+}
+
+
+def verdict(stats: LoaderStats) -> str:
+    """What limits the rate, in one sentence; "" where that is not known."""
+    limit, workers = limit_of(stats), stats.workers
+    if not limit:
+        return ""
+    who = f"the {len(workers) or ''} workers, which".replace("  ", " ")
+    if len(workers) == 1:
+        who = "the main process, which reads by itself and" if -1 in workers else "the worker, which"
+    also = f" ({stats.replaced_workers} in the place of others)" if stats.replaced_workers else ""
+    facts: dict[str, object] = {"who": who, "s": "s" * (len(workers) == 1), "also": also}
+    facts |= {"share": stats.waiting_share, "device": stats.device_seconds / stats.seconds}
+    if limit == "worker" and (slow := slow_worker(workers)) is not None:
+        number, others = slow
+        facts |= {"number": number, "its": time_text(workers[number].p50), "others": time_text(others)}
+    elif limit == "collate":
+        batches = max(1, stats.batches)
+        facts |= {name: time_text(stats.stages[name].seconds / batches) for name in ("read", "collate")}
+    elif limit == "late":
+        facts |= {"index": stats.slowest[0].index, "took": time_text(stats.slowest[0].seconds)}
+    return _VERDICTS[limit].format(**facts)
+
+
+def advice(stats: LoaderStats) -> str:
+    """What to do about the verdict, in one sentence; "" where it is not known."""
+    return _ADVICE.get(limit_of(stats), "")
+
+
+def time_text(seconds: float) -> str:
+    """A time for people.
+
+    Example:
+        >>> time_text(0.25), time_text(0.0312)
+        ('0.25 s', '31.2 ms')
+    """
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"

@@ -16,11 +16,11 @@ ranks itself.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
 
@@ -56,6 +56,7 @@ class Prepared:
     remainder = -1
     iteration = 0
     total_batch_size: int
+    drops_rest: bool
     _given: dict[str, Any]
     _skips = 0
     _state: dict[str, Any] | None = None
@@ -79,35 +80,32 @@ class Prepared:
         gradient_state = GradientState()
         self._is_last, self.remainder = False, self._remainder()
         begin_loader(gradient_state, self)
+        nothing: Any = object()
         try:
             left, self._skips = self._skip(self._skips), 0
             batches = super().__iter__()  # type: ignore[misc]
             for number in range(left):
-                if next(batches, self) is self:
+                if next(batches, nothing) is nothing:
                     raise ValueError(
                         f"{left} batches were to be left out, but the epoch has only {number}: the checkpoint is in a "
                         f"later epoch. Trainer cannot know this without a length: give the loader steps_per_epoch=, or "
                         f"the dataset a __len__"
                     )
-            yield from self._one_ahead(batches)
+            batch = next(batches, nothing)
+            while batch is not nothing:
+                # The position that the user knows: the batch ahead is not handed out.
+                self._state = super().state_dict()  # type: ignore[misc]
+                following = next(batches, nothing)
+                if following is nothing:  # as Accelerate's own loaders: the next epoch begins after a resume
+                    self._is_last, self._state = True, super().state_dict()  # type: ignore[misc]
+                if self._is_shared:
+                    self.remainder, batch = batch
+                yield batch
+                batch = following
             self.iteration += 1
         finally:
             self._state = None
             end_loader(gradient_state, self)
-
-    def _one_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
-        nothing: Any = object()
-        batch = next(batches, nothing)
-        while batch is not nothing:
-            # The position that the user knows: the batch ahead is not handed out.
-            self._state = super().state_dict()  # type: ignore[misc]
-            following = next(batches, nothing)
-            if following is nothing:  # as Accelerate's own loaders: the next epoch begins after a resume
-                self._is_last, self._state = True, super().state_dict()  # type: ignore[misc]
-            if self._is_shared:
-                self.remainder, batch = batch
-            yield batch
-            batch = following
 
     def _skip(self, count: int) -> int:
         """Begin the next epoch behind its first ``count`` batches; how many of them have to be read for that."""
@@ -116,9 +114,7 @@ class Prepared:
     def _remainder(self) -> int:
         for one in nested(self._given.get("batch_sampler")):
             if isinstance(one, RankBatches):
-                with contextlib.suppress(TypeError):
-                    return one.remainder(getattr(self, "epoch", self.iteration), self.dataset)  # type: ignore[attr-defined]
-                return -1
+                return one.remainder(getattr(self, "epoch", self.iteration), self.dataset)  # type: ignore[attr-defined]
         return 0  # nothing is filled up
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,13 +129,7 @@ class Prepared:
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that begins next."""
         self.iteration = epoch
-        above = getattr(super(), "set_epoch", None)
-        if above is not None:
-            above(epoch)
-            return
-        for one in nested(self.batch_sampler):  # type: ignore[attr-defined]
-            if callable(getattr(one, "set_epoch", None)):
-                one.set_epoch(epoch)
+        tell_epoch(self.batch_sampler, epoch)  # type: ignore[attr-defined]
 
 
 class RankBatches(BatchSamplerShard):  # type: ignore[misc]
@@ -150,38 +140,44 @@ class RankBatches(BatchSamplerShard):  # type: ignore[misc]
         tell_epoch(self.batch_sampler, epoch)
 
     def remainder(self, epoch: int, dataset: Any) -> int:
-        """How many samples of the last step of an epoch, all ranks together, are no repetitions; 0: all of them.
+        """How many samples of the last step of an epoch, all ranks together, are no repetitions.
 
-        Raises:
-            TypeError: the lengths are not known.
+        Returns:
+            0: all of them. -1: it is not known.
         """
         if self.drop_last:
             return 0
         size, inside = self.batch_size, self.batch_sampler
-        if size is None:
-            raise TypeError("batches of any size")
-        batches, last = len_epoch(inside, epoch), int(size)
+        if size is None:  # batches of any size
+            return -1
         replicas = 1 if self.split_batches else int(self.num_processes)
-        if getattr(inside, "last_batch", None) != "rollover":
-            sampler = getattr(inside, "sampler", None)
-            samples = len(dataset) if sampler is None else len_epoch(sampler, epoch)
-            last = min(last, samples - (batches - 1) * last)
+        try:
+            batches, last = len_epoch(inside, epoch), int(size)
+            if getattr(inside, "last_batch", None) != "rollover":
+                sampler = getattr(inside, "sampler", None)
+                samples = len(dataset) if sampler is None else len_epoch(sampler, epoch)
+                last = min(last, samples - (batches - 1) * last)
+        except TypeError:  # they have no lengths
+            return -1
         return ((batches - 1) % replicas * int(size) + last) % (replicas * int(size))
 
 
+@dataclass
 class RankShare:
     """Collates one rank's share of a batch that all ranks read. A batch that is not full is filled up with its samples.
 
-    Args:
+    Attributes:
         collate_fn: collates the share.
         replicas, rank: how many ranks there are, and which one this is.
         size: samples of a share; None: the dataset yields batches, and a share is one of them.
     """
 
-    def __init__(self, collate_fn: Callable[[Any], Any], replicas: int, rank: int, size: int | None) -> None:
-        self.collate_fn, self.replicas, self.rank, self.size = collate_fn, replicas, rank, size
+    collate_fn: Callable[[Any], object]
+    replicas: int
+    rank: int
+    size: int | None
 
-    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
+    def __call__(self, samples: list[Any]) -> tuple[int, object]:
         """How many samples of all ranks are no repetitions, 0: all of them; the batch of this rank."""
         size, count = self.size, len(samples)
         if size is None:
@@ -194,12 +190,17 @@ class RankShare:
 class PreparedDataLoader(Prepared, DataLoader[Any]):  # type: ignore[misc]
     """A `sharded_loader.torch.DataLoader` that Accelerate knows; `prepare` makes it."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value) if name in vars(Prepared) else super().__setattr__(name, value)
 
 
 class PreparedShardedDataLoader(Prepared, ShardedDataLoader):  # type: ignore[misc]
     """A `ShardedDataLoader` that Accelerate knows; `prepare` makes it."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the one that begins next."""
+        self.iteration = epoch
+        ShardedDataLoader.set_epoch(self, epoch)
 
     def _skip(self, count: int) -> int:
         if not count or self._order.stream is not None:
@@ -239,7 +240,10 @@ def prepare(loader: Any, accelerator: Any, device_placement: bool | None = None)
 
     Source of the idea: ``accelerate.data_loader.prepare_data_loader``.
     """
-    _replace_skip_first_batches()
+    for name in ("accelerate", "accelerate.data_loader", "accelerate.accelerator", "transformers.trainer"):
+        module: Any = sys.modules.get(name)
+        if getattr(module, "skip_first_batches", None) is _accelerates_own:
+            module.skip_first_batches = _skip_first_batches
     if accelerator.dispatch_batches and accelerator.num_processes > 1:
         warnings.warn(
             "dispatch_batches=True has no effect here: each rank reads the data itself, and gets "
@@ -263,7 +267,7 @@ def prepare(loader: Any, accelerator: Any, device_placement: bool | None = None)
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
-    """A loader that is ``loader``, but whose first epoch begins ``num_batches`` later.
+    """A loader whose next epoch begins ``num_batches`` later.
 
     Args:
         loader: what `prepare` has returned.
@@ -271,25 +275,18 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
             iterable data.
 
     Returns:
-        A loader of the same class; after its first epoch go on with ``loader``. They share the sampler.
+        The loader itself; or one of the same class with the same sampler, to read this epoch with: go on with
+        ``loader`` then.
     """
     if not isinstance(loader, Prepared):
         raise TypeError(f"skip_first_batches() takes what prepare() has returned, not {an(type(loader))}")
-    given = dict(loader._given)
-    if given.get("batch_sampler") is not None:
-        given["batch_sampler"] = SkipBatchSampler(given["batch_sampler"], skip_batches=num_batches)
-    if isinstance(loader, ShardedDataLoader):
-        given["pool"] = given["num_workers"] = None
-        given = {name: value for name, value in given.items() if value is not None}
-        given.update(_pool_like(loader))
-    rest = _made(type(loader), given, loader.total_batch_size, loader.drops_rest, loader._synchronized)  # type: ignore[attr-defined]
-    # transformers' Trainer calls set_epoch only after this: the epoch is not known before it begins.
-    if isinstance(rest, PreparedShardedDataLoader):
-        rest.set_epoch(loader.epoch)  # type: ignore[attr-defined]
-    else:
-        rest.iteration = loader.iteration
-    if given.get("batch_sampler") is None:
-        rest._skips = num_batches
+    batch_sampler = loader._given.get("batch_sampler")
+    if isinstance(loader, ShardedDataLoader) or batch_sampler is None:
+        loader._skips = num_batches
+        return loader
+    given = {**loader._given, "batch_sampler": SkipBatchSampler(batch_sampler, skip_batches=num_batches)}
+    rest = _made(type(loader), given, loader.total_batch_size, loader.drops_rest, loader._synchronized)
+    rest.iteration = loader.iteration
     return rest
 
 
@@ -302,21 +299,12 @@ def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     return own(dataloader, num_batches)
 
 
-def _replace_skip_first_batches() -> None:
-    for name in ("accelerate", "accelerate.data_loader", "accelerate.accelerator", "transformers.trainer"):
-        module: Any = sys.modules.get(name)
-        if getattr(module, "skip_first_batches", None) is _accelerates_own:
-            module.skip_first_batches = _skip_first_batches
-
-
-def _prepare_drop_in(loader: DataLoader[Any], accelerator: Any, on_device: bool) -> Any:
+def _prepare_drop_in(loader: DataLoader[Any], accelerator: Any, on_device: bool) -> Prepared:
     names = inspect.signature(DataLoader.__init__).parameters
     given = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
     if loader._scales_prefetch:
         del given["prefetch_factor"]
-    replicas = accelerator.num_processes
-    size, drops, batched = loader.batch_size, loader.drop_last, loader.batch_sampler is not None
-    synchronized = None
+    replicas, batch_sampler, synchronized = accelerator.num_processes, loader.batch_sampler, None
     if on_device:
         given["device"] = accelerator.device
     if isinstance(loader.dataset, IterableDataset):
@@ -324,30 +312,28 @@ def _prepare_drop_in(loader: DataLoader[Any], accelerator: Any, on_device: bool)
         if replicas > 1:
             synchronized = getattr(loader.dataset, "generator", None)
             given.update(_share(loader, accelerator, given))
-    elif replicas > 1:
-        if not batched:
-            raise ValueError("batch_size=None cannot be shared out to ranks: give a batch_size")
-        synchronized = _same_order(loader, accelerator)
+    elif batch_sampler is not None:
         given.update(batch_size=1, drop_last=False, sampler=None, shuffle=None)
-        given["batch_sampler"] = _shard(loader.batch_sampler, accelerator, drops)
-    elif batched:
-        _same_order(loader, accelerator)
-        given.update(batch_size=1, drop_last=False, sampler=None)
-    size = size or getattr(loader.batch_sampler, "batch_size", None) or 1
-    return _made(PreparedDataLoader, given, size * (1 if accelerator.split_batches else replicas), drops, synchronized)
+        synchronized = _same_order(batch_sampler, replicas)
+        if replicas > 1:
+            given["batch_sampler"] = _shard(batch_sampler, accelerator, loader.drop_last)
+    elif replicas > 1:
+        raise ValueError("batch_size=None cannot be shared out to ranks: give a batch_size")
+    size = loader.batch_size or getattr(batch_sampler, "batch_size", None) or 1
+    total = size * (1 if accelerator.split_batches else replicas)
+    return _made(PreparedDataLoader, given, total, loader.drop_last, synchronized)
 
 
-def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, on_device: bool) -> Any:
+def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, on_device: bool) -> Prepared:
     given = dict(loader.arguments)
     divided = given.get("num_replicas") is not None
     if divided and not is_stream(loader.dataset):
         raise ValueError("num_replicas and prepare() would share out the samples twice: leave out num_replicas")
     replicas = accelerator.num_processes
-    seed = _broadcast(loader.seed) if replicas > 1 else loader.seed
+    given["seed"] = _broadcast(loader.seed) if replicas > 1 else loader.seed
     loader.close()  # its pool, if it was given one, is the new loader's
     if on_device and all(given.get(name) is None for name in ("device", "devices", "num_shards")):
         given["device"] = accelerator.device
-    given["seed"] = seed
     if is_stream(loader.dataset):
         if replicas > 1 and not divided:
             given.pop("batchify_fn", None)
@@ -362,18 +348,19 @@ def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, on_device: boo
     return _made(PreparedShardedDataLoader, given, total, loader.drop_last)
 
 
-def _made(kind: Any, given: dict[str, Any], total_batch_size: int, drops_rest: bool, synchronized: Any = None) -> Any:
-    prepared = kind(**given)
+def _made(
+    kind: Any, given: dict[str, Any], total_batch_size: int, drops_rest: bool, synchronized: Any = None
+) -> Prepared:
+    prepared: Prepared = kind(**given)
     prepared._given, prepared._synchronized = given, synchronized
     prepared._is_shared = isinstance(given.get("collate_fn"), RankShare)
     prepared.total_batch_size, prepared.drops_rest = total_batch_size, drops_rest
     return prepared
 
 
-def _share(loader: Any, accelerator: Any, given: dict[str, Any]) -> dict[str, Any]:
+def _share(loader: Any, accelerator: Any, given: Mapping[str, object]) -> dict[str, object]:
     """Arguments for iterable data: the batches of all ranks, of which this rank keeps its share."""
     replicas, size = accelerator.num_processes, loader.batch_size
-    whole = (size or 1) * replicas
     if given.get("devices") or given.get("num_shards"):
         raise ValueError("iterable data cannot be shared out to ranks and to shards: leave out devices and num_shards")
     if size and accelerator.split_batches:
@@ -381,34 +368,29 @@ def _share(loader: Any, accelerator: Any, given: dict[str, Any]) -> dict[str, An
             raise ValueError(
                 f"split_batches=True cannot split a batch of {size} among {replicas} ranks: give a multiple"
             )
-        size, whole = size // replicas, size
+        size //= replicas
     share = RankShare(loader.collate_fn, replicas, accelerator.process_index, size)
-    return {"batch_size": whole, "collate_fn": share}
+    return {"batch_size": (size or 1) * replicas, "collate_fn": share}
 
 
-def _shard(batch_sampler: Any, accelerator: Any, drop_last: bool) -> Any:
-    shard = RankBatches(
-        batch_sampler,
-        accelerator.num_processes,
-        accelerator.process_index,
-        accelerator.split_batches,
-        accelerator.even_batches,
-    )
+def _shard(batch_sampler: Any, accelerator: Any, drop_last: bool) -> RankBatches:
+    ranks = accelerator.num_processes, accelerator.process_index
+    shard = RankBatches(batch_sampler, *ranks, accelerator.split_batches, accelerator.even_batches)
     shard.drop_last = drop_last
     return shard
 
 
-def _same_order(loader: DataLoader[Any], accelerator: Any) -> torch.Generator | None:
+def _same_order(batch_sampler: Any, replicas: int) -> torch.Generator | None:
     """See to it that all ranks draw the same order, and that ``skip_first_batches`` can draw it again.
 
     Returns:
         The generator to synchronise at each epoch, if there is one.
     """
-    for one in nested(loader.batch_sampler):
+    for one in nested(batch_sampler):
         if type(one) is ShuffleSampler and one.generator is None:
             one.seed = _broadcast(one.begin_state()["next"][0] if one.seed is None else one.seed)
             return None
-        if isinstance(one, RandomSampler) and accelerator.num_processes > 1:
+        if isinstance(one, RandomSampler) and replicas > 1:
             if one.generator is None:
                 one.generator = torch.Generator()
                 one.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
@@ -418,14 +400,3 @@ def _same_order(loader: DataLoader[Any], accelerator: Any) -> torch.Generator | 
 
 def _broadcast(seed: Any) -> Any:
     return broadcast_object_list([seed])[0]
-
-
-def _pool_like(loader: ShardedDataLoader) -> dict[str, Any]:
-    """Arguments for a pool as the loader has one: a pool belongs to one loader."""
-    pool: Any = loader.pool
-    if not pool.num_workers:
-        return {}
-    if not getattr(pool, "start_method", None):
-        return {"num_workers": pool.num_workers, "thread_pool": True}
-    make, arguments, *_ = pool.__reduce__()
-    return {"pool": make(*arguments)}

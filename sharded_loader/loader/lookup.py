@@ -68,7 +68,7 @@ def in_epoch(
 
 
 class KnownSteps(Protocol):
-    """A loader whose steps are known, and whose samples can be read here: for `fingerprint`, `check` and ``replay``.
+    """A loader whose steps are known, and whose samples can be read here: for `fingerprint` and `check`.
 
     Its methods raise a TypeError for iterable data, and a ValueError where the order is not known.
 

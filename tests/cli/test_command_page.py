@@ -27,7 +27,7 @@ def without_numbers(line: str) -> str:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """What the page supposes: the module, and images in two classes, packed already."""
-    modules = {"my_data": "scans = Scans()", "my_train": "def make_loader", "compared": "json.dump(loader.fingerprint"}
+    modules = {"my_data": "scans = Scans()", "compared": "json.dump(loader.fingerprint"}
     for name, line in modules.items():
         [module] = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if line in block]
         (tmp_path / f"{name}.py").write_text(module, encoding="utf-8")
@@ -66,7 +66,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_every_verb_has_an_example() -> None:
     verbs = {tuple(word for word in command.split()[1:3] if word.isalpha()) for command, _ in EXAMPLES}
     records = {("records", verb) for verb in ("pack", "inspect", "index")}
-    assert verbs >= {("doctor",), ("bench",), ("demo",), ("report",), ("replay",), ("diff",), *records}
+    assert verbs >= {("doctor",), ("bench",), ("demo",), ("report",), ("diff",), *records}
 
 
 @pytest.mark.slow

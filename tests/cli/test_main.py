@@ -26,7 +26,6 @@ VERBS = [
     ["records", "pack"],
     ["records", "inspect"],
     ["records", "index"],
-    ["replay"],
     ["diff"],
     ["report"],
 ]
@@ -61,7 +60,6 @@ def test_the_verbs_are_listed_with_a_sentence() -> None:
         "doctor",
         "index",
         "records",
-        "replay",
         "report",
     ]
     assert [name for name, verb in make_command().commands.items() if not (verb.short_help or "").endswith(".")] == []

@@ -15,8 +15,7 @@ from conftest import HostClock, make_pool
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.engine.messages import BatchTimes
 from sharded_loader.instruments.stats import LoaderStats
-from sharded_loader.instruments.times import WorkerTimes
-from sharded_loader.instruments.waits import CAUSES, causes_of, limit_of, slow_worker
+from sharded_loader.instruments.times import CAUSES, WorkerTimes, causes_of, limit_of, slow_worker
 from sharded_loader.torch import DataLoader
 from tests.failures import Fails, kill
 from tests.samples import Drawing

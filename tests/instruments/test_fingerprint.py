@@ -23,7 +23,7 @@ from sharded_loader import (
     interleave,
     sample_rng,
 )
-from sharded_loader.instruments.fingerprint import SavedRun, first_difference, other_facts
+from sharded_loader.instruments.check import SavedRun, first_difference, other_facts
 from sharded_loader.sampling.order import step_checksum
 from tests.loader.test_look_up import LENGTH, ORDERS, Counting, loader_of
 

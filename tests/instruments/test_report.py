@@ -20,10 +20,9 @@ from torch.utils.data import DistributedSampler
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.base.system import JOB
-from sharded_loader.instruments.facts import Facts, facts_of, joined, text_of
-from sharded_loader.instruments.page import facts_in
+from sharded_loader.instruments.page import Facts, facts_in, facts_of, joined, text_of
 from sharded_loader.instruments.stats import LoaderStats
-from sharded_loader.instruments.waits import CAUSES
+from sharded_loader.instruments.times import CAUSES
 from sharded_loader.torch import DataLoader
 from tests.samples import Drawing
 

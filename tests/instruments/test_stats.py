@@ -20,8 +20,7 @@ from sharded_loader.engine.pipeline import Entry, Pipeline
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.split import Split
 from sharded_loader.instruments.stats import Counts, LoaderStats, Meter, describe
-from sharded_loader.instruments.times import STAGES, StageTimes, WorkerTimes
-from sharded_loader.instruments.waits import CAUSES
+from sharded_loader.instruments.times import CAUSES, STAGES, StageTimes, WorkerTimes
 from sharded_loader.torch import DataLoader
 from tests.failures import Fails, kill
 from tests.samples import Drawing

@@ -15,7 +15,7 @@ import pytest
 from conftest import POOLS
 
 from sharded_loader import ShardedDataLoader
-from sharded_loader.instruments.trace import trace_of
+from sharded_loader.instruments.page import trace_of
 from sharded_loader.torch import DataLoader
 from tests.instruments.test_report import Slow, read
 
