@@ -4,7 +4,7 @@
 
     Bulk or OneByOne   how a shard is read, chosen when the reader is made
     ErrorPolicy        what becomes of samples that cannot be read: ``on_error``
-    Timing             around each batch; around single samples and ``batchify_fn`` only in batches that are measured
+    Timing             what is measured of some batches: single samples, ``batchify_fn``, the core that ran them
     BatchScope         where the reader is at every moment: `sample_rng()` and the notes of an error look there
 
 `Bulk` is for datasets that read many samples at once: as a finished batch (``get_batch``, columns: see `data.bulk`;
@@ -41,7 +41,7 @@ from sharded_loader.data.bulk import NOT_IN_BULK, as_bulk, as_items, listed, tak
 from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board
 from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, PartPoint, Result, Task
-from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, philox, reading
+from sharded_loader.randomness.rng import NO_SAMPLE, OF_BATCH, OfBatch, SampleScope, philox, reading
 
 MEASURED_SECONDS = 2e-2
 """Of work that is measured once. To measure a batch takes 40 us, and 200 us where other processes have the caches: that
@@ -96,6 +96,11 @@ class BatchScope(SampleScope):
     def set_index(self, index: Any) -> None:
         """The samples are not read one by one from here on: `sample_rng()` goes by ``index``."""
         self.items, self.index, self.drawn = None, index, None
+
+    @property
+    def of_batch(self) -> OfBatch:
+        """What ``batchify_fn`` is keyed by now."""
+        return OfBatch(self.task.key, self.board[SHARD])
 
     def watched(self, items: Iterator[Any], first: int = 0) -> Iterator[Any]:
         """The items, from place ``first`` on: each is noted on the board, and timed if that is wanted. No call each.
@@ -177,21 +182,13 @@ class Reader:
         Exceptions become part of the result. Only in the caller's own thread a KeyboardInterrupt passes, and what a
         signal handler raises (`sharded_loader.base.interrupts.is_from_outside`).
         """
-        at = BatchScope(self._job.seed, task.epoch)
+        at, timing, tried, before = BatchScope(self._job.seed, task.epoch), self.timing, len(RETRIES), reading.get()
         at.task, at.worker, at.empty, at.board = task, worker, empty, list(UNUSED) if board is None else board
-        seconds, times = self.timing.around(self, at, number)
-        rest = seconds, at.point, 0, at.began, number, False, times
-        try:
-            return Result(task.run, task.seq, at.batch, at.samples, at.error, at.skipped, at.lost, *rest)
-        finally:
-            at.error = None  # otherwise error -> traceback -> frame -> scope -> error, and all wait for the collector
-
-    def make(self, at: BatchScope) -> None:
-        """Read a task: the scope has the batch then, or the error in its place."""
-        task, before, at.notes = at.task, reading.get(), self._notes_samples or at.task.careful
+        at.notes, at.indices = self._notes_samples or task.careful, task.shards[0]
+        at.is_timed, at.measure = timing.times_samples, core_seconds() if timing.is_due() else None
+        at.began = host_clock.now()
         try:
             reading.set(at)
-            at.indices = task.shards[0]
             if self._set_epoch is not None and task.epoch != self._epoch:
                 self._tell_epoch(task.epoch)
             if batches := self._make_batches(at):
@@ -203,6 +200,16 @@ class Reader:
             at.lost, at.error = (), at.noted(raised)
         finally:
             reading.set(before)
+        seconds, times = host_clock.now() - at.began, None
+        if at.measure is not None or at.durations or seconds > MEASURED_SECONDS or len(RETRIES) > tried:
+            times = timing.times(at, seconds, number, len(RETRIES) - tried)
+        if number >= 0:
+            timing.free[number] = at.began + seconds
+        rest = seconds, at.point, 0, at.began, number, False, times
+        try:
+            return Result(task.run, task.seq, at.batch, at.samples, at.error, at.skipped, at.lost, *rest)
+        finally:
+            at.error = None  # otherwise error -> traceback -> frame -> scope -> error, and all wait for the collector
 
     def read_sample(self, index: Any, epoch: int) -> Any:
         """One sample, with its generator; exceptions pass as they are."""
@@ -323,9 +330,7 @@ class OneByOne:
     def collate(self, samples: Any, at: BatchScope) -> Any:
         """The batch of ``samples``: a list, or what ``__getitems__`` has returned."""
         at.board[SAMPLE] = IN_BATCHIFY
-        task = at.task
-        place = OfBatch(task.seq if task.part is None else task.key, at.board[SHARD])
-        at.items, at.index, at.drawn, at.misfit = None, place, None, ()  # `set_index`, without a call
+        at.items, at.index, at.drawn, at.misfit = None, OF_BATCH, None, ()  # `set_index`, without a call
         began = 0.0 if at.measure is None else host_clock.now()
         is_list = type(samples) is list
         try:
@@ -488,46 +493,35 @@ class ErrorPolicy:
 
 
 class Timing:
-    """Notes when each batch began and how long it took, and of some batches more: `BatchTimes`.
+    """Knows which batches are measured (`BatchTimes`). Each batch is noted when it began, and how long it took.
 
-    These are the first one, one in `MEASURED_SECONDS` of work, those that take longer, and those whose requests were
+    Measured are the first one, one in `MEASURED_SECONDS` of work, those that take longer, and those whose requests were
     tried again. Samples are timed where one takes `SAMPLE_SECONDS` on average.
 
     Attributes:
         free: of each worker that uses the reader, when it was done with its last batch.
+        times_samples: samples that are read alone are timed in the next batch.
     """
 
     def __init__(self) -> None:
         self.free: dict[int, float] = {}
+        self.times_samples = True
         self._core: dict[int, tuple[float, float]] = {}  # `core_seconds` after the last batch that was measured
         self._batches = self._next = self._counted = 0  # that were read; the next to measure; what is in the sums
         self._seconds = self._spare = 0.0  # of batches; by which samples that were read alone were below SAMPLE_SECONDS
         # The epoch of the slowest samples, the seconds of the least of them, and of each.
         self._slow_epoch, self._least, self._slow = -1, SAMPLE_SECONDS, list[float]()
 
-    def around(self, reader: Reader, at: BatchScope, worker: int) -> tuple[float, BatchTimes | None]:
-        """Let a reader read a batch. Returns how long it took, and what else was measured of it.
+    def is_due(self) -> bool:
+        """Whether the batch that begins is to be measured."""
+        self._batches += 1
+        return self._batches > self._next
 
-        Args:
-            reader: reads it.
-            at: the batch.
-            worker: the number of the worker; -1: the main process.
-        """
-        self._batches, tried, at.is_timed = self._batches + 1, len(RETRIES), self._spare <= 0
-        at.measure = core_seconds() if self._batches >= self._next else None
-        at.began = host_clock.now()
-        reader.make(at)
-        ended, times = host_clock.now(), None
-        seconds, retries = ended - at.began, len(RETRIES) - tried
+    def times(self, at: BatchScope, seconds: float, worker: int, retries: int) -> BatchTimes | None:
+        """What was measured of a batch that took so long; None: nothing. Learns what to measure from now on."""
         is_slow = seconds > MEASURED_SECONDS or (at.durations and max(at.durations) > self._least)
-        if at.measure is not None or is_slow or retries > 0:
-            times = self._times(at, seconds, worker, retries)
-        if worker >= 0:
-            self.free[worker] = ended
-        return seconds, times
-
-    def _times(self, at: BatchScope, seconds: float, worker: int, retries: int) -> BatchTimes:
-        """What was measured of a batch; learn from it what to measure."""
+        if at.measure is None and not is_slow and not retries:
+            return None
         weight, processor, queued = 1 if at.measure is None else max(1, self._batches - self._counted), -1.0, 0.0
         if at.measure is not None or seconds > MEASURED_SECONDS:
             core = core_seconds()
@@ -539,14 +533,17 @@ class Timing:
         self._seconds += weight * (seconds - queued)
         # At most as many are left out as were counted, or 16: one odd measurement must not decide for long.
         left_out = min(max(16, self._counted), int(MEASURED_SECONDS * self._counted / max(self._seconds, 1e-6)))
-        self._next = self._batches + 1 + left_out
+        self._next = self._batches + left_out
         if at.is_alone:
             # With waits for a core: on a busy machine they may seem to be all of it. Needless times cost little.
             self._spare += weight * (SAMPLE_SECONDS * at.samples - max(0.0, seconds - at.collating))
+            self.times_samples = self._spare <= 0
         free = at.began if worker < 0 else self.free.get(worker)  # between two batches, the main process does not idle
-        idle = 0.0 if free is None else max(0.0, at.began - free)
-        measured = {"idle": idle, "processor": processor, "queued": queued, "collate": at.collating, "weight": weight}
-        return BatchTimes(**measured, retries=retries, is_first=free is None, slow=self._slowest(at))
+        times = BatchTimes(processor=processor, queued=queued, collate=at.collating, weight=weight, retries=retries)
+        times.slow, times.is_first = self._slowest(at), free is None
+        if free is not None:
+            times.idle = max(0.0, at.began - free)
+        return times
 
     def _slowest(self, at: BatchScope) -> tuple[tuple[int, float], ...]:
         """The place and the seconds of those samples of a batch that are among the slowest of the epoch."""
