@@ -4,7 +4,6 @@
 
     Bulk or OneByOne   how a shard is read, chosen when the reader is made
     ErrorPolicy        what becomes of samples that cannot be read: ``on_error``
-    Timing             what is measured of some batches: single samples, ``batchify_fn``, the core that ran them
     BatchScope         where the reader is at every moment: `sample_rng()` and the notes of an error look there
 
 `Bulk` is for datasets that read many samples at once: as a finished batch (``get_batch``, columns: see `data.bulk`;
@@ -16,8 +15,8 @@ memory of the same kind.
 All samples that are read alone pass the loops of `OneByOne.samples`, which do nothing for a sample but read it. What
 fails, fails in the user's code, and is caught in one place. The main process looks at the board, over a dead worker.
 
-A reader keeps nothing of a batch that was read, so several threads may use one. If two of them write what `Timing`
-knows of the batches so far, an update may be lost: it decides on no batch. Nothing here imports torch.
+What is measured of a batch beside its seconds, and of which batches, is decided by the instruments (`timing`). A reader
+keeps nothing of a batch that was read, so several threads may use one. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -31,29 +30,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sharded_loader.base import errors, host_clock
+from sharded_loader.base.imports import provided
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import RETRIES
-from sharded_loader.base.system import core_seconds
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assembler, refuse_async
 from sharded_loader.data.awaiting import Awaited, is_awaited
 from sharded_loader.data.bulk import NOT_IN_BULK, as_bulk, as_items, listed, takes_arrays
 from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board
-from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, PartPoint, Result, Task
+from sharded_loader.engine.messages import NOTHING, Job, PartPoint, Result, Task
 from sharded_loader.randomness.rng import NO_SAMPLE, OF_BATCH, OfBatch, SampleScope, philox, reading
-
-MEASURED_SECONDS = 2e-2
-"""Of work that is measured once. To measure a batch takes 40 us, and 200 us where other processes have the caches: that
-is 0.2 to 1 %. Of batches of 40 us (`tiny`) it is one in 500, of 400 us (`images`) one in 50. A batch that takes 20 ms
-is always measured. The clocks and counts of the other batches take 0.8 us, by the least of five runs with and
-without them: 1 % of the 76 us of `tiny` in a worker."""
-
-SAMPLE_SECONDS = 2e-5
-"""To time a sample takes 0.1 us."""
-
-KEPT_SAMPLES = 20
-"""The slowest samples of an epoch that a reader, and the loader, keep."""
 
 
 class BatchScope(SampleScope):
@@ -148,7 +135,7 @@ class Reader:
         in_bulk: read several samples at once where the dataset and the job can.
 
     Attributes:
-        timing: what measures its batches.
+        timing: what measures its batches, of `sharded_loader.instruments`.
     """
 
     def __init__(
@@ -160,7 +147,7 @@ class Reader:
         self._set_epoch: Any = set_epoch_of(job.dataset) if tells_epoch else None
         self._epoch: int | None = None
         self._notes_samples = notes_samples
-        self.timing = Timing()
+        self.timing = provided("timing", "instruments")()
 
     def read(
         self,
@@ -185,7 +172,7 @@ class Reader:
         at, timing, tried, before = BatchScope(self._job.seed, task.epoch), self.timing, len(RETRIES), reading.get()
         at.task, at.worker, at.empty, at.board = task, worker, empty, list(UNUSED) if board is None else board
         at.notes, at.indices = self._notes_samples or task.careful, task.shards[0]
-        at.is_timed, at.measure = timing.times_samples, core_seconds() if timing.is_due() else None
+        at.is_timed, at.measure = timing.begin()
         at.began = host_clock.now()
         try:
             reading.set(at)
@@ -201,7 +188,7 @@ class Reader:
         finally:
             reading.set(before)
         seconds, times = host_clock.now() - at.began, None
-        if at.measure is not None or at.durations or seconds > MEASURED_SECONDS or len(RETRIES) > tried:
+        if at.measure is not None or at.durations or seconds > timing.LONG or len(RETRIES) > tried:
             times = timing.times(at, seconds, number, len(RETRIES) - tried)
         if number >= 0:
             timing.free[number] = at.began + seconds
@@ -487,74 +474,6 @@ class ErrorPolicy:
                 yield number, taken(indices, places), [samples[place] for place in places]
             else:
                 at.lost += (number,)
-
-
-# -- how long it takes -------------------------------------------------------------------------------------------------
-
-
-class Timing:
-    """Knows which batches are measured (`BatchTimes`). Each batch is noted when it began, and how long it took.
-
-    Measured are the first one, one in `MEASURED_SECONDS` of work, those that take longer, and those whose requests were
-    tried again. Samples are timed where one takes `SAMPLE_SECONDS` on average.
-
-    Attributes:
-        free: of each worker that uses the reader, when it was done with its last batch.
-        times_samples: samples that are read alone are timed in the next batch.
-    """
-
-    def __init__(self) -> None:
-        self.free: dict[int, float] = {}
-        self.times_samples = True
-        self._core: dict[int, tuple[float, float]] = {}  # `core_seconds` after the last batch that was measured
-        self._batches = self._next = self._counted = 0  # that were read; the next to measure; what is in the sums
-        self._seconds = self._spare = 0.0  # of batches; by which samples that were read alone were below SAMPLE_SECONDS
-        # The epoch of the slowest samples, the seconds of the least of them, and of each.
-        self._slow_epoch, self._least, self._slow = -1, SAMPLE_SECONDS, list[float]()
-
-    def is_due(self) -> bool:
-        """Whether the batch that begins is to be measured."""
-        self._batches += 1
-        return self._batches > self._next
-
-    def times(self, at: BatchScope, seconds: float, worker: int, retries: int) -> BatchTimes | None:
-        """What was measured of a batch that took so long; None: nothing. Learns what to measure from now on."""
-        is_slow = seconds > MEASURED_SECONDS or (at.durations and max(at.durations) > self._least)
-        if at.measure is None and not is_slow and not retries:
-            return None
-        weight, processor, queued = 1 if at.measure is None else max(1, self._batches - self._counted), -1.0, 0.0
-        if at.measure is not None or seconds > MEASURED_SECONDS:
-            core = core_seconds()
-            # Of one that was not to be measured, the last batches before it are cheap beside it.
-            before, self._core[worker] = at.measure or self._core.get(worker, core), core
-            queued = min(seconds, core[1] - before[1])
-            processor = min(seconds - queued, core[0] - before[0])
-        self._counted += weight
-        self._seconds += weight * (seconds - queued)
-        # At most as many are left out as were counted, or 16: one odd measurement must not decide for long.
-        left_out = min(max(16, self._counted), int(MEASURED_SECONDS * self._counted / max(self._seconds, 1e-6)))
-        self._next = self._batches + left_out
-        if at.is_alone:
-            # With waits for a core: on a busy machine they may seem to be all of it. Needless times cost little.
-            self._spare += weight * (SAMPLE_SECONDS * at.samples - max(0.0, seconds - at.collating))
-            self.times_samples = self._spare <= 0
-        free = at.began if worker < 0 else self.free.get(worker)  # between two batches, the main process does not idle
-        times = BatchTimes(processor=processor, queued=queued, collate=at.collating, weight=weight, retries=retries)
-        times.slow, times.is_first = self._slowest(at), free is None
-        if free is not None:
-            times.idle = max(0.0, at.began - free)
-        return times
-
-    def _slowest(self, at: BatchScope) -> tuple[tuple[int, float], ...]:
-        """The place and the seconds of those samples of a batch that are among the slowest of the epoch."""
-        if at.task.epoch != self._slow_epoch:
-            self._slow_epoch, self._slow, self._least = at.task.epoch, [], SAMPLE_SECONDS
-        found = [(place, seconds) for place, seconds in enumerate(at.durations) if seconds > self._least]
-        found = sorted(found, key=operator.itemgetter(1), reverse=True)[:KEPT_SAMPLES]
-        self._slow = sorted([*self._slow, *map(operator.itemgetter(1), found)])[-KEPT_SAMPLES:]
-        if len(self._slow) == KEPT_SAMPLES:
-            self._least = self._slow[0]
-        return tuple(found)
 
 
 def plain_indices(indices: Any) -> Any:

@@ -78,7 +78,7 @@ def test_an_error_that_comes_up_when_memory_is_pinned_is_not_blamed_on_the_batch
 
 
 def test_other_errors_are_the_batchs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin(self: CopyStream, host: Any, number: int) -> Any:
+    def begin(self: CopyStream, host: Any) -> Any:
         raise RuntimeError("cannot pin")
 
     monkeypatch.setattr(CopyStream, "begin", begin)
