@@ -134,7 +134,7 @@ def step(run: Run) -> None:
 
 def resident(run: Run) -> None:
     """Samples per second of data that stays on the device, and of the same data streamed."""
-    from sharded_loader import ArrayDataset
+    from sharded_loader import ArrayDataset, Placement
 
     rng, count = np.random.default_rng(0), run.scale.samples
     data = ArrayDataset(rng.integers(0, 256, (count, 3, 32, 32), np.uint8), rng.integers(0, 10, count))
@@ -142,7 +142,7 @@ def resident(run: Run) -> None:
     shuffled: dict[str, Any] = {"shuffle": True, "seed": 0, "device": device, "last_batch": "discard"}
 
     def kept(size: int) -> Feed:
-        feed = ours(data, size, Depth(0, 0), resident=True, **shuffled)
+        feed = ours(data, size, Depth(0, 0), **shuffled | {"device": Placement(device, resident=True)})
         next(feed)
         return feed
 

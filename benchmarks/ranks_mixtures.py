@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader import ShardedDataLoader, interleave
-from sharded_loader.mixing.sampler import sampler_of
+from sharded_loader.mixing.interleave import sampler_of
 
 TITLE = "Mixtures: shares of a rank, and the time that planning takes"
 

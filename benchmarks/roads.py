@@ -181,7 +181,13 @@ def _resident(pairs: Pairs) -> Any:
 
     _pretend_devices()
     images = _images()[: len(pairs)]
-    return _map_style(ArrayDataset(images, torch.arange(len(pairs)) % 10), device="cuda", resident=True)
+    try:
+        from sharded_loader import Placement
+    except ImportError:  # an older checkout
+        options: dict[str, Any] = {"device": "cuda", "resident": True}
+    else:
+        options = {"device": Placement("cuda", resident=True)}
+    return _map_style(ArrayDataset(images, torch.arange(len(pairs)) % 10), **options)
 
 
 ROADS: dict[str, Callable[[Pairs], Any]] = {

@@ -33,7 +33,7 @@ from sharded_loader.batching.protocol import (
     in_fields,
     some,
 )
-from sharded_loader.samplers.pack import Pack
+from sharded_loader.samplers.packing import Pack
 
 __all__ = ["Dict", "List", "NamedTuple", "Pack", "Pad", "Stack", "Tuple", "default_batchify_fn"]
 
@@ -125,8 +125,7 @@ class _FieldWise(Batchify):
         """The batch as NumPy arrays in memory from ``empty``."""
         check_not_empty(samples)
         for position, sample in enumerate(samples):
-            problem = self._problem(sample)
-            if problem is not None:
+            if (problem := self._problem(sample)) is not None:
                 raise BatchifyError(f"sample {position} of the batch {problem}", self._advice)
         return self._joined(in_fields(self._fns, self._label, self._makes, self._columns(samples), empty))
 
@@ -164,15 +163,12 @@ class Tuple(_FieldWise):
     _advice = "give Tuple one function per field of a sample"
 
     def __init__(self, fn: BatchifyFn | Sequence[BatchifyFn], *args: BatchifyFn) -> None:
-        if isinstance(fn, (list, tuple)):
-            if args:
-                raise ValueError(
-                    f"Tuple was given a list of functions and {len(args)} more beside it: "
-                    "write Tuple(a, b, c) or Tuple([a, b, c])"
-                )
-            fns: Sequence[Any] = fn
-        else:
-            fns = (fn, *args)
+        fns: Sequence[Any] = fn if isinstance(fn, (list, tuple)) else (fn, *args)
+        if fns is fn and args:
+            raise ValueError(
+                f"Tuple was given a list of functions and {len(args)} more beside it: "
+                "write Tuple(a, b, c) or Tuple([a, b, c])"
+            )
         super().__init__(dict(enumerate(fns)), "[{}]")
 
     def _problem(self, sample: Any) -> str | None:
@@ -256,12 +252,7 @@ class Dict(_FieldWise):
         return None
 
     def _columns(self, samples: Sequence[Any]) -> Iterable[Sequence[Any]]:
-        if self._rest is None:
-            self._check_no_others(samples)
-        return ([sample[key] for sample in samples] for key in self._fns)
-
-    def _check_no_others(self, samples: Sequence[Any]) -> None:
-        for position, sample in enumerate(samples):
+        for position, sample in enumerate(samples if self._rest is None else ()):
             if len(sample) > len(self._fns):
                 others = some([repr(key) for key in sample if key not in self._fns], 8)
                 raise BatchifyError(
@@ -269,6 +260,7 @@ class Dict(_FieldWise):
                     "give each a function, or write Dict(..., rest='keep') to batchify them by the default rules, "
                     "rest='drop' to leave them out",
                 )
+        return ([sample[key] for sample in samples] for key in self._fns)
 
     def _joined(self, fields: list[Any]) -> Any:
         return dict(zip(self._fns, fields, strict=True))

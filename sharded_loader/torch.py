@@ -26,30 +26,27 @@ from sharded_loader.base.checks import refuse_arguments
 from sharded_loader.base.described import an
 from sharded_loader.base.entries import anything, parsed, read_entry
 from sharded_loader.base.imports import leave_alone
-from sharded_loader.base.private import counted_by_fabric, rebuilt_by_accelerate, refuse_skipping
+from sharded_loader.base.private import rebuilt_by_accelerate, refuse_skipping
 from sharded_loader.data.columns import as_dataset
-from sharded_loader.data.known import fingerprint_of, warn_of_other_data
+from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.data.seeding import told_in
 from sharded_loader.devices.names import find_devices
-from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, as_collated
+from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, as_collated, check_arguments, make_pool
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
-from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, TorchSteps, at_named_epoch, parts_of
-from sharded_loader.drop_in.workers import check_arguments, check_data, job_of, make_pool
-from sharded_loader.engine.epoch_requests import EpochRequests
-from sharded_loader.engine.messages import NOTHING, Job, OnError, Task
+from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, TorchSteps
+from sharded_loader.engine.messages import NOTHING, ErrorAction, Task
 from sharded_loader.engine.pipeline import Entry
-from sharded_loader.engine.split import Split
+from sharded_loader.engine.pool import Pool
 from sharded_loader.instruments.auto import Tuner
-from sharded_loader.instruments.check import Fingerprint, LoaderCheck, check_loader, fingerprint_of_epoch
 from sharded_loader.instruments.report import Instruments
 from sharded_loader.instruments.stats import Meter
-from sharded_loader.loader.arguments import check_max_skipped, length, make_split, number_of_workers
-from sharded_loader.loader.iterator import Batch
+from sharded_loader.loader.arguments import INSTEAD, action_and_limit, length, make_split, number_of_workers
 from sharded_loader.loader.lookup import shown_indices
+from sharded_loader.loader.options import Batch, OnError
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
 from sharded_loader.sampling.base import nested, tell_epoch
-from sharded_loader.sampling.foreign import len_epoch
-from sharded_loader.sampling.order import text_if_ranks_repeat, warn_of_done_steps
+from sharded_loader.sampling.foreign import len_epoch, text_if_ranks_repeat
+from sharded_loader.sampling.order import warn_of_done_steps
 from sharded_loader.sampling.state import steps_to_skip
 from sharded_loader.sampling.tables import StepCount, check_skip, merged
 from sharded_loader.streams.order import NO_SKIP
@@ -77,9 +74,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         seed: A seed for the order of ``shuffle=True``, for `sample_rng`, and for the global generators, which workers
             seed for each batch. With it, nothing depends on the number of workers. None: as in torch.
         on_error: What to do with a sample that cannot be read: ``"raise"``, ``"skip"``, ``"replace"`` or a function;
-            see `ShardedDataLoader`.
-        max_skipped: The number of samples that ``on_error`` may skip or replace in each epoch. One more raises
-            `TooManySkippedError`. None: any number.
+            see `ShardedDataLoader`. `OnError` limits how many samples.
         device: The device that the loader copies each batch to.
         devices, num_shards: Several devices, or the number of shards. Each batch is then a list of shards; see
             `ShardedDataLoader`.
@@ -132,8 +127,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         pin_memory_device: str = "",
         in_order: bool = True,
         seed: int | None = None,
-        on_error: OnError = "raise",
-        max_skipped: int | None = None,
+        on_error: ErrorAction | OnError = "raise",
         device: Any = None,
         devices: Any = None,
         num_shards: int | None = None,
@@ -147,13 +141,12 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         snapshot_every_n_steps: int = 1,
         **unknown: NoReturn,
     ) -> None:
-        refuse_arguments("DataLoader", unknown, type(self).__init__)
+        refuse_arguments("DataLoader", unknown, type(self).__init__, {"max_skipped": INSTEAD["max_skipped"]})
         if not hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):  # an array that has a shape
             dataset = as_dataset(dataset, "DataLoader", needs_length=sampler is None and batch_sampler is None)
         is_auto, workers = number_of_workers(num_workers)
         self.seed, self.on_error = seed, on_error
-        self.max_skipped = check_max_skipped(max_skipped, on_error)
-        self._meter = Meter(dataset, self.max_skipped)
+        self._meter = Meter(dataset, action_and_limit(on_error)[1])
         self._tuner = Tuner().follow(self._meter) if is_auto else None  # it finds the number of workers
         self.device, self.devices, self.num_shards = device, devices, num_shards
         self.start_method, self.thread_pool = start_method, thread_pool
@@ -161,45 +154,24 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         self.streams, self.snapshot_every_n_steps = streams, snapshot_every_n_steps
         self._scales_prefetch = prefetch_factor is None
         self._progress = TorchProgress(EpochCount())
-        self._requests = EpochRequests()  # of the dataset: workers that live on have copies of it
-        self._requests.listen(told_in(dataset) if persistent_workers else [])
+        self._progress.requests.listen(told_in(dataset) if persistent_workers else [])
         self._given_skip = check_skip(skip)
         self.skip = list(self._given_skip)
         self._steps = StepCount(None)
         self._memory = DeviceMemory()
-        self._job: Job | None = None  # of the newest epoch
-        self._data: str | None = None  # the dataset's fingerprint
         if sampler is None and batch_sampler is None and not isinstance(dataset, IterableDataset):
             # torch keeps `shuffle` nowhere: from here on there is a sampler that shuffles.
             if shuffle:
                 sampler, shuffle = ShuffleSampler(dataset, generator, seed), None
             elif seed is not None:
                 sampler = InOrderSampler(dataset)
-        super().__init__(
-            dataset,
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,  # type: ignore[arg-type]
-            workers,
-            collate_fn,
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            **({"in_order": in_order} if _HAS_IN_ORDER else {}),
-        )
+        options: dict[str, Any] = {"prefetch_factor": prefetch_factor, "persistent_workers": persistent_workers}
+        options |= {"pin_memory_device": pin_memory_device, **({"in_order": in_order} if _HAS_IN_ORDER else {})}
+        data = dataset, batch_size, shuffle, sampler, batch_sampler, workers, collate_fn, pin_memory, drop_last
+        super().__init__(*data, timeout, worker_init_fn, multiprocessing_context, generator, **options)  # type: ignore[arg-type]
         self.in_order = in_order
         check_arguments(self)
         self._check_skip(self._given_skip)
-        for one in () if isinstance(dataset, IterableDataset) else nested(self._index_sampler):
-            if hasattr(one, "check_dataset") and hasattr(dataset, "__len__"):
-                one.check_dataset(len(dataset))
         made: Any = self.batch_sampler if batch_sampler is None else None
         if isinstance(made, BatchSampler) and hasattr(self.sampler, "set_epoch"):
             # transformers and Accelerate wrap the batch sampler and call it there. It stays of torch's own class,
@@ -209,29 +181,17 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
     def _get_iterator(self) -> Any:
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
             return super()._get_iterator()  # datapipes are bound to torch's own workers
-        check_data(self)
         if self.num_workers and self._tuner is None:
             self.check_worker_number_rationality()
         if not isinstance(self.dataset, IterableDataset):
             text = text_if_ranks_repeat(nested(self._index_sampler))
             if text is not None:
                 self._meter.notices.happened("ranks", f"{text}give sampler=DistributedSampler(dataset) to share it out")
-        if self._progress.pending is None:
-            return LoaderIterator(self)
-        state = parsed(LoaderState, self._progress.pending, ADVICE)
-        epoch = state.epoch_to_begin
-        by_fabric = counted_by_fabric(epoch)
-        iterator = LoaderIterator(self, state if by_fabric else self._state_to_begin())
-        if by_fabric:
-            tell_epoch(self._index_sampler, epoch)
+        state = self._progress.state_to_begin(self._index_sampler)
+        iterator = LoaderIterator(self, state)
+        if state is not None and self._progress.is_of_fabric:
+            tell_epoch(self._index_sampler, state.epoch_to_begin)
         return iterator
-
-    def _state_to_begin(self) -> LoaderState | None:
-        """The state that was loaded, if no epoch has begun since."""
-        loaded = self._progress.pending
-        if loaded is None:
-            return None
-        return at_named_epoch(parsed(LoaderState, loaded, ADVICE), self._index_sampler, self._progress.count)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # the base class says nothing of batches
         promised = self._progress.promised()
@@ -316,9 +276,9 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> DataLoader([10, 20, 30], batch_size=2).read(1)
             20
         """
-        if self._job is None and isinstance(self.dataset, IterableDataset):
+        if self._progress.job is None and isinstance(self.dataset, IterableDataset):
             raise RuntimeError("there are no parts before an epoch has begun: call next(iter(loader)) first")
-        return reader_for(job_of(self), readers=0).read_sample(index, epoch)
+        return reader_for(self._known_steps.job, readers=0).read_sample(index, epoch)
 
     def indices(self, epoch: int, step: int) -> list[Any]:
         """The indices of the samples of a step, past or to come; see `ShardedDataLoader.indices`.
@@ -363,8 +323,9 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         steps, devices = self._known_steps, find_devices(self.device, self.devices)[0]
         placement = as_collated(None) if devices is None else self._memory.placement(devices)
         placement.check_not_capturing()
-        job = replace(job_of(self), keeps_state=False)
-        task = self._split.sharded(Task(0, step, epoch, step, (steps.samples_of(epoch, step),), False))
+        job = replace(steps.job, keeps_state=False)
+        split = make_split(*find_devices(self.device, self.devices), self.num_shards)
+        task = split.sharded(Task(0, step, epoch, step, (steps.samples_of(epoch, step),), False))
         with steps.in_epoch(epoch), seeded_as_worker(job.seed, task):
             result = reader_for(job, readers=0).read(task)
             if result.error is not None:
@@ -373,43 +334,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
                 raise ValueError(f"epoch {epoch}, batch {step} was left out: on_error has skipped all of its samples")
             return placement.place([Entry(step, task, result)])  # type: ignore[no-any-return]
 
-    def fingerprint(self, epoch: int | None = None) -> Fingerprint:
-        """A short hash of the order of an epoch and of three of its samples; see `ShardedDataLoader.fingerprint`.
-
-        The samples have the random numbers of ``seed=``; without it, those of seed 0. With a ``DistributedSampler``,
-        each rank has a fingerprint of its own. States of this loader do not get digests of samples.
-
-        Args:
-            epoch: As in `indices`. Default: the epoch that is read, or the one that begins next.
-
-        Raises:
-            TypeError: The dataset is iterable data, or the sampler has no length.
-            ValueError: The order is not known, as in `indices`.
-
-        Example:
-            >>> one, other = (DataLoader(range(8), 4, shuffle=True, seed=seed) for seed in (1, 2))
-            >>> str(one.fingerprint(0)) == str(other.fingerprint(0))  # the orders differ
-            False
-        """
-        return fingerprint_of_epoch(self._known_steps, self._progress.epoch if epoch is None else epoch)
-
-    def check(self, samples: int = 12) -> LoaderCheck:
-        """Which samples differ each time, and why; what a worker costs; see `ShardedDataLoader.check`.
-
-        Args:
-            samples: How many samples of the epoch that is read, or of the one that begins next. If that order is not
-                known, but random, samples of the whole dataset.
-
-        Raises:
-            TypeError: The dataset is iterable data.
-            ValueError: ``samples`` is no positive integer. The order of your sampler is not known, as in `indices`.
-
-        Example:
-            >>> found = DataLoader(range(8), 4, num_workers=2, thread_pool=True).check()
-            >>> found.differing, found.failed
-            ((), None)
-        """
-        return check_loader(self._known_steps, self._progress.epoch, samples, make_pool(self))
+    def _inspected(self) -> tuple[TorchSteps, int, Pool]:
+        return self._known_steps, self._progress.epoch, make_pool(self)
 
     def __len__(self) -> int:
         """Batches in the epoch, without those that ``skip`` leaves out.
@@ -417,7 +343,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         Raises:
             TypeError: It is not known. Iterable data divides its samples among the workers as it likes.
         """
-        parts = parts_of(self)
+        parts = self._known_steps.parts
         if parts > 1 and (self.batch_size or 1) > 1:
             raise TypeError(
                 f"the loader has no length: {an(type(self.dataset).__name__)} decides how many samples each of its "
@@ -439,31 +365,22 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         return TorchSteps(self)
 
     @property
-    def _split(self) -> Split:
-        return make_split(*find_devices(self.device, self.devices), self.num_shards)
-
-    @property
-    def _length_of(self) -> Callable[[int], int]:
-        return partial(len_epoch, self._index_sampler)
-
-    @property
     def _left_out(self) -> Callable[[int], tuple[range, ...]]:
         """Epoch -> the numbers of the batches that it leaves out. The function does not hold the loader."""
-        return partial(self._steps.within, tuple(self.skip), length=self._length_of)
+        return partial(self._steps.within, tuple(self.skip), length=partial(len_epoch, self._index_sampler))
 
     def _check_skip(self, skip: Any) -> None:
         """Refuse steps to leave out that do not fit the epochs."""
         if skip and isinstance(self.dataset, IterableDataset | IterDataPipe | MapDataPipe):
             raise TypeError(NO_SKIP)
         try:
-            self._steps.check(skip, self._length_of)
+            self._steps.check(skip, partial(len_epoch, self._index_sampler))
         except TypeError as error:
             raise ValueError(f"skip counts the steps of all epochs: {error}") from error
 
     def _given(self) -> Mapping[str, Any]:
-        usual = inspect.signature(DataLoader.__init__).parameters
-        kept = {name: vars(self).get(name, one.default) for name, one in usual.items()}
-        return {name: value for name, value in kept.items() if value is not usual[name].default}
+        kept, usual = vars(self), inspect.signature(DataLoader.__init__).parameters.items()
+        return {name: kept[name] for name, one in usual if name in kept and kept[name] is not one.default}
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -484,23 +401,22 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         """
         progress = self._progress
         if progress.pending is not None:
-            return self._with_skip(copy.deepcopy(progress.pending))
-        if isinstance(self.dataset, IterDataPipe | MapDataPipe):
+            state = copy.deepcopy(progress.pending)
+        elif isinstance(self.dataset, IterDataPipe | MapDataPipe):
             raise TypeError("datapipes are read by torch's own workers, which have no state_dict()")
-        run = progress.known_run()
-        if run is None:
-            # The epoch is settled now, so that the state is the state of the epoch that comes.
-            iterator = self._get_iterator()
-            if self.persistent_workers and self.num_workers > 0:
-                self._iterator = iterator
-            run = progress.known_run()
-            assert run is not None  # the iterator waits
-        state, self._data = run.state_dict(), self._data or fingerprint_of(self.dataset)
-        if "_sampler" in state and (known := length(self.dataset)) is not None:
-            state["_length"] = known
-        return self._with_skip(state if self._data is None else {**state, "_data": self._data})
-
-    def _with_skip(self, state: dict[str, Any]) -> dict[str, Any]:
+        else:
+            if (run := progress.known_run()) is None:
+                # The epoch is settled now, so that the state is the state of the epoch that comes.
+                iterator = self._get_iterator()
+                if self.persistent_workers and self.num_workers > 0:
+                    self._iterator = iterator
+                run = progress.known_run()
+                assert run is not None  # the iterator waits
+            state, progress.data = run.state_dict(self), progress.data or fingerprint_of(self.dataset)
+            if "_sampler" in state and (known := length(self.dataset)) is not None:
+                state["_length"] = known
+            if progress.data is not None:
+                state["_data"] = progress.data
         return {**state, "_skip": list(map(list, self.skip))} if self.skip else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], skip: Sequence[tuple[int, int]] | None = None) -> None:
@@ -515,22 +431,21 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"the state is {an(type(state_dict))}; give what state_dict() has returned")
-        kind = "_stream" if isinstance(self.dataset, IterableDataset) else "_sampler"
         state = parsed(LoaderState, state_dict, ADVICE)
-        read_entry(state_dict, kind, anything, ADVICE)
+        read_entry(state_dict, "_stream" if isinstance(self.dataset, IterableDataset) else "_sampler", anything, ADVICE)
         state.check_length(length(self.dataset), self.sampler)
         given = merged(self._given_skip, check_skip(skip))
         saved = read_entry({"_skip": (), **state_dict}, "_skip", steps_to_skip, ADVICE)
         self._check_skip(given)
         if given and state.sampler is not None:
-            done = self._steps.before(state.epoch or 0, self._length_of) + state.sampler.yielded
-            warn_of_done_steps(given, saved, done)
+            before = self._steps.before(state.epoch or 0, partial(len_epoch, self._index_sampler))
+            warn_of_done_steps(given, saved, before + state.sampler.yielded)
         warn_of_other_data(state_dict.get("_data"), fingerprint_of(self.dataset))
         self._given_skip, self.skip = given, list(merged(given, saved))
         # `set_epoch` after this decides, as it would have at the end of an epoch.
         self._progress.load(copy.deepcopy(dict(state_dict)), state.epoch_to_begin)
         if isinstance(self.sampler, ShuffleSampler):
-            self.sampler.forget_epoch()
+            self.sampler.is_named = False
         tell = getattr(self.dataset, "set_epoch", None)
         if state.epoch_of_dataset is not None and callable(tell):
             tell(state.epoch_of_dataset)
@@ -542,9 +457,9 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         """The arguments. Workers and positions stay here."""
         if "_meter" not in self.__dict__:  # made by ``__new__`` alone
             return self.__dict__
-        meter, progress = Meter(self.dataset, self.max_skipped), copy.copy(self._progress)
+        meter = Meter(self.dataset, action_and_limit(self.on_error)[1])
         own = {"_meter": meter, "_tuner": self._tuner and Tuner().follow(meter), "_memory": DeviceMemory()}
-        return {**self.__dict__, **own, "_iterator": None, "_job": None, "_progress": progress}
+        return {**self.__dict__, **own, "_iterator": None, "_progress": copy.copy(self._progress)}
 
 
 leave_alone(DataLoader.__iter__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import itertools
 import logging
@@ -33,7 +34,7 @@ import pytest
 import pytest_timeout
 from _pytest.doctest import DoctestModule
 
-from sharded_loader import InlinePool, ProcessPool, RayPool, ThreadPool
+from sharded_loader import InlinePool, OnError, Placement, ProcessPool, RayPool, ShardedDataLoader, ThreadPool
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.engine.pool import Pool
@@ -297,6 +298,23 @@ def make_pool(name: str, num_workers: int = 2, **options: Any) -> Pool:
     if name == "thread":
         return ThreadPool(num_workers, **options)
     return ProcessPool(num_workers, start_method=name, **options)
+
+
+def made(*args: Any, prefetch_epochs: bool | None = None, **options: Any) -> ShardedDataLoader:
+    """A loader from options in one dict, those of `Placement` and `OnError` among them."""
+    of_devices = {field.name for field in dataclasses.fields(Placement)} & {*options} - {"device"}
+    if of_devices:
+        name = "device" if options.get("devices") is None else "devices"
+        options[name] = Placement(options.get(name), **{option: options.pop(option) for option in of_devices})
+    if (limit := options.pop("max_skipped", None)) is not None:
+        options["on_error"] = OnError(options.get("on_error", "raise"), limit)
+    return ahead(ShardedDataLoader(*args, **options), prefetch_epochs)
+
+
+def ahead(loader: ShardedDataLoader, prefetch_epochs: bool | None) -> ShardedDataLoader:
+    """A loader that reads the next epoch ahead, or not. None: by its pool."""
+    loader.prefetch_epochs = prefetch_epochs
+    return loader
 
 
 @contextlib.contextmanager

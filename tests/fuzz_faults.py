@@ -105,8 +105,8 @@ class Disturbed(Case):
 
     def allow_kills(self, pair: Pair) -> None:
         """A loader that makes its pool itself has no ``restarts=``."""
-        if (supervisor := getattr(self.pool(pair), "_supervisor", None)) is not None:
-            supervisor._restarts, supervisor.deaths = self.RESTARTS, Deaths(self.RESTARTS)
+        if (pool := self.pool(pair)) is not None and hasattr(pool, "restarts"):
+            pool.restarts, pool.deaths = self.RESTARTS, Deaths(self.RESTARTS)
 
     def draw_pool(self) -> tuple[str, int]:
         return self.rng.choice(METHODS), self.rng.choice(COUNTS)

@@ -170,7 +170,7 @@ class Case:
         options |= {"on_error": self.on_error, **self.draw_prefetch()}
         shown = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
         self.steps.append(f"loader: {method}({workers}), {shown}")
-        loader = ShardedDataLoader(self.make_dataset(), **self.give_workers(method, workers), **options)
+        loader = conftest.made(self.make_dataset(), **self.give_workers(method, workers), **options)
         reference = self.make_reference(loader) if state is None else self.reference
         if state is None:
             self.seed_used = loader.seed

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sharded_loader import InlinePool, ShardedDataLoader, interleave
+from sharded_loader import InlinePool, interleave
 from sharded_loader.torch import DataLoader
 from tests import fuzz_cases, stream_samples
 from tests.fuzz_faults import Disturbed, allowed_bytes
@@ -130,7 +130,7 @@ class Twins(Disturbed):
             rolls_over = self.streams and self.last_batch == "rollover"  # iterable data has only the others
             options |= {} if order.batches or rolls_over else {"last_batch": self.last_batch}
             given = self.give_workers(method, workers) | self.draw_prefetch()
-            kind, without = ShardedDataLoader, {"pool": InlinePool()}
+            kind, without = made, {"pool": InlinePool()}
         self.counts[f"loaders, {method}, {kind.__name__}"] += 1
         self.steps.append(f"loader: {given} {options}")
         twin = kind(self.make_dataset(twin=True), **copy.deepcopy(options), **without)

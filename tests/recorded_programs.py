@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from sharded_loader import ShardedDataLoader, interleave
+from sharded_loader import interleave
 from sharded_loader.torch import DataLoader
 from tests import conftest, failures, fuzz_cases, fuzz_steps, stream_samples
 from tests.drop_in import drop_in_samples
@@ -293,7 +293,7 @@ class Streams(Program):
             before = {} if self.bad is None else {"before": stream_samples.At(failures.raise_lookup, *self.bad)}
             replicas: Any = {} if ranks == 1 else {"num_replicas": ranks, "rank": rank}
             pool, dataset = conftest.make_pool(method, workers), make(self.lengths, **before)
-            loaders.append(ShardedDataLoader(dataset, pool=pool, **self.given, **options, **replicas))
+            loaders.append(conftest.made(dataset, pool=pool, **self.given, **options, **replicas))
         return loaders
 
     def look(self) -> None:

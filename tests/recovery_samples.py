@@ -61,16 +61,16 @@ class ReadyToDie:
         self.fail = fail
 
     def __call__(self, number: int) -> None:
-        from sharded_loader.pools.process import link
+        from sharded_loader.pools.process.link import Link
 
-        send = link.send_message
+        send = Link.send
 
-        def send_and_fail(*message: Any) -> None:
-            link.send_message = send
-            send(*message)
+        def send_and_fail(link: Link, *message: Any, **more: Any) -> None:
+            Link.send = send  # type: ignore[method-assign]
+            send(link, *message, **more)
             self.fail()
 
-        link.send_message = send_and_fail
+        Link.send = send_and_fail  # type: ignore[assignment, method-assign]
 
 
 class DiesWhileSending:
@@ -80,22 +80,24 @@ class DiesWhileSending:
         self.fail = fail
 
     def __call__(self, number: int) -> None:
-        from sharded_loader.pools.process import link
+        from sharded_loader.pools.process.link import RESULTS, make_link
 
-        send = link.send_message
+        kind: Any = make_link.__globals__["PortableLink" if make_link.__globals__["PORTABLE"] else "Link"]
+        write = kind._write
 
-        def send_half(conn: Any, head: bytes, places: Any, buffers: Any) -> None:
-            if head[:1] == link.RESULTS:
-                frame = link.head_frame(head, places)
-                os.write(conn.fileno(), struct.pack("!i", len(frame)) + frame[: len(frame) // 2])
-                self.fail()
-                os.write(conn.fileno(), frame[len(frame) // 2 :])
-                for buffer in buffers:
-                    conn.send_bytes(buffer)
-            else:
-                send(conn, head, places, buffers)
+        def write_half(link: Any, data: memoryview, descriptor: int | None) -> int:
+            half = len(data) // 2
+            if data[:1] != RESULTS:
+                return int(write(link, data, descriptor))
+            end = link._conn.fileno() if hasattr(link, "_conn") else link.waitable
+            if hasattr(link, "_conn"):
+                os.write(end, struct.pack("!i", len(data)))
+            os.write(end, data[:half])
+            self.fail()
+            os.write(end, data[half:])
+            return len(data)
 
-        link.send_message = send_half
+        kind._write = write_half
 
 
 def loader_arguments(where: str, fail: Callable[[], Any]) -> dict[str, Any]:

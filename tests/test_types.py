@@ -28,11 +28,14 @@ for tensor, count in loader:
     a: torch.Tensor = tensor
     b: int = count
     wrong_from_batchify_fn: str = count
+by_torchs_name = ShardedDataLoader(range(10), 4, collate_fn=collate, timeout=3)
+for tensor, count in by_torchs_name:
+    wrong_from_torchs_name: str = count
 declared: ShardedDataLoader[list[torch.Tensor]] = ShardedDataLoader(ArrayDataset(np.zeros(4), np.zeros(4)), 2)
 for x, y in declared:
     c: torch.Tensor = x
 wrong_from_declaration: int = declared.peek()
-plain = ShardedDataLoader(range(4), 2, pool=ProcessPool(2), num_replicas="auto", resident="auto", on_error="skip")
+plain = ShardedDataLoader(range(4), 2, pool=ProcessPool(2), num_replicas="auto", on_error="skip", timeout=3)
 for batch in plain:
     batch.anything()
 drop_in = DataLoader(range(4), batch_size=2, collate_fn=collate)
@@ -43,6 +46,7 @@ for batch in DataLoader(range(4), batch_size=2):
 wrong_word = ShardedDataLoader(range(4), 2, last_batch="drop")
 wrong_pool = ShardedDataLoader(range(4), 2, pool="processes")
 wrong_argument = ShardedDataLoader(range(4), batchsize=2)
+wrong_timeout = ShardedDataLoader(range(4), 2, timeout="long")
 wrong_argument_of_drop_in = DataLoader(range(4), batchsize=2)
 wrong_method = ProcessPool(2, start_method="forks")
 wrong_method_of_drop_in = DataLoader(range(4), num_workers=1, start_method="forks")
@@ -50,11 +54,13 @@ wrong_method_of_drop_in = DataLoader(range(4), num_workers=1, start_method="fork
 
 WRONG = (
     "wrong_from_batchify_fn",
+    "wrong_from_torchs_name",
     "wrong_from_declaration",
     "wrong_from_collate_fn",
     "wrong_word",
     "wrong_pool",
     "wrong_argument",
+    "wrong_timeout",
     "wrong_argument_of_drop_in",
     "wrong_method",
     "wrong_method_of_drop_in",

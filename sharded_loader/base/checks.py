@@ -85,7 +85,11 @@ def refuse_class(name: str, given: Any) -> None:
 
 
 def refuse_arguments(
-    name: str, unknown: Iterable[str], function: Callable[..., Any], instead: Mapping[str, str] = MappingProxyType({})
+    name: str,
+    unknown: Iterable[str],
+    function: Callable[..., Any],
+    instead: Mapping[str, str] = MappingProxyType({}),
+    also: Iterable[str] = (),
 ) -> None:
     """Reject arguments that a function does not have: all at once, each with the name that it may mean.
 
@@ -94,6 +98,7 @@ def refuse_arguments(
         unknown: the arguments that it does not have.
         function: has the others.
         instead: by the name of an argument of other libraries, what to do about it here.
+        also: names that the function takes by ``**``.
 
     Raises:
         TypeError: there are some.
@@ -106,7 +111,7 @@ def refuse_arguments(
     """
     if not unknown:
         return
-    known = [*inspect.signature(function).parameters, *instead]
+    known = [*inspect.signature(function).parameters, *also, *instead]
 
     def advice(one: str) -> str:
         if one in instead:

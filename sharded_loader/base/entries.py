@@ -74,20 +74,18 @@ def dict_of(kind: type[Any]) -> Reader:
 # -- entries -----------------------------------------------------------------------------------------------------------
 
 
-class _StateField(NamedTuple):
-    name: str
-    field: str
-    default: Any
+class _Stored(NamedTuple):
     read: Reader
     differs: str | None
-    write: Callable[[Any], Any] | None
+    write: Callable[[Any], object] | None
+    name: str | None
 
 
 def entry(
     read: Reader,
     differs: str | None = None,
     *,
-    write: Callable[[Any], Any] | None = None,
+    write: Callable[[Any], object] | None = None,
     name: str | None = None,
     default: Any = MISSING,
 ) -> Any:
@@ -100,18 +98,17 @@ def entry(
         name: of the entry. None: that of the field.
         default: left out of the dict.
     """
-    return field(default=default, metadata={"entry": (name, read, differs, write)})
+    return field(default=default, metadata={"entry": _Stored(read, differs, write, name)})
 
 
-_known: dict[Any, list[_StateField]] = {}
+_known: dict[Any, list[tuple[str, str, object, _Stored]]] = {}
 
 
-def _entries(kind: Any) -> list[_StateField]:
+def _entries(kind: Any) -> list[tuple[str, str, object, _Stored]]:
+    """Name, field, default and the rest of each entry."""
     if kind not in _known:
-        declared = [(one, one.metadata["entry"]) for one in fields(kind) if "entry" in one.metadata]
-        _known[kind] = [
-            _StateField(name or one.name, one.name, one.default, *functions) for one, (name, *functions) in declared
-        ]
+        found = [(one, one.metadata["entry"]) for one in fields(kind) if "entry" in one.metadata]
+        _known[kind] = [(which.name or one.name, one.name, one.default, which) for one, which in found]
     return _known[kind]
 
 
@@ -131,10 +128,10 @@ def written(position: Any) -> dict[str, Any]:
         ValueError: the state's 'epoch' must be at least 0, got -1: give a state
     """
     state = {}
-    for name, attribute, default, _, _, write in _entries(type(position)):
+    for name, attribute, default, one in _entries(type(position)):
         value = getattr(position, attribute)
         if value is not default and (default is None or default is MISSING or value != default):
-            state[name] = value if write is None else write(value)
+            state[name] = value if one.write is None else one.write(value)
     return state
 
 
@@ -151,9 +148,9 @@ def parsed(kind: type[T], state: Mapping[str, Any], advice: str, what: str = "th
         ValueError: an entry is missing or wrong.
     """
     values = {}
-    for name, attribute, default, read, *_ in _entries(kind):
+    for name, attribute, default, one in _entries(kind):
         if name in state or default is MISSING:
-            values[attribute] = read_entry(state, name, read, advice, what)
+            values[attribute] = read_entry(state, name, one.read, advice, what)
     return kind(**values)
 
 
@@ -172,10 +169,10 @@ def differing(saved: T, now: T, **words: str) -> dict[str, str]:
         words: what else the texts have in braces.
     """
     found = {}
-    for one in _entries(type(saved)):
-        was, is_now = getattr(saved, one.field), getattr(now, one.field)
+    for _, attribute, _, one in _entries(type(saved)):
+        was, is_now = getattr(saved, attribute), getattr(now, attribute)
         if one.differs is not None and was != is_now:
-            found[one.field] = one.differs.format(was=was, now=is_now, **words)
+            found[attribute] = one.differs.format(was=was, now=is_now, **words)
     return found
 
 

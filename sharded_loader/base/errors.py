@@ -40,7 +40,15 @@ class LoaderClosedError(RuntimeError):
         super().__init__(text)
 
 
-class WorkerDiedError(RuntimeError):
+class _WithFacts(Exception):
+    """What is known of an error, as attributes of it."""
+
+    def __init__(self, message: str, **facts: object) -> None:
+        super().__init__(message)
+        vars(self).update(facts)
+
+
+class WorkerDiedError(_WithFacts, RuntimeError):
     """A worker process ended while the loader needed it (killed, out of memory, crashed, ``os._exit``).
 
     Raised in the batch's place, after ``restarts`` workers have died over it; or at once, if no worker can start.
@@ -60,27 +68,15 @@ class WorkerDiedError(RuntimeError):
     Source of the idea: loky's ``TerminatedWorkerError``.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        worker: int,
-        exitcode: int | None,
-        batch: int | None = None,
-        epoch: int | None = None,
-        index: Any = None,
-        pid: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.worker = worker
-        self.pid = pid
-        self.exitcode = exitcode
-        self.batch = batch
-        self.epoch = epoch
-        self.index = index
+    worker: int
+    exitcode: int | None
+    pid: int | None = None
+    batch: int | None = None
+    epoch: int | None = None
+    index: object = None
 
 
-class WorkerTimeoutError(TimeoutError):
+class WorkerTimeoutError(_WithFacts, TimeoutError):
     """A worker made no progress on one sample for the pool's ``timeout``.
 
     Attributes:
@@ -93,15 +89,13 @@ class WorkerTimeoutError(TimeoutError):
         17
     """
 
-    def __init__(self, message: str, *, batch: int, epoch: int, index: Any = None) -> None:
-        super().__init__(message)
-        self.batch = batch
-        self.epoch = epoch
-        self.index = index
+    batch: int
+    epoch: int
+    index: object = None
 
 
 class TooManySkippedError(RuntimeError):
-    """``on_error`` has skipped or replaced more than ``max_skipped`` samples of an epoch.
+    """``on_error`` has skipped or replaced more samples of an epoch than the limit of `OnError`.
 
     Raised in the place of the batch. The ``__cause__`` is the error of the last sample.
 
@@ -115,9 +109,9 @@ class TooManySkippedError(RuntimeError):
 
     def __init__(self, skipped: int, limit: int, where: str, index: Any, error: BaseException) -> None:
         super().__init__(
-            f"on_error has skipped or replaced {skipped} samples of this epoch, and max_skipped is {limit}. The last "
+            f"on_error has skipped or replaced {skipped} samples of this epoch, and the limit is {limit}. The last "
             f"is sample {index!r} in {where}; its {type(error).__name__} is the cause above. Look at loader.skipped. "
-            f"If you expect as many, raise max_skipped"
+            f"If you expect as many, raise the limit: on_error=OnError(..., limit=)"
         )
         self.skipped = skipped
         self.__cause__ = error
@@ -189,9 +183,7 @@ class Location(NamedTuple):
             misfit: the indices of two samples of it that do not fit together.
             but: what to beware of when it is seen again.
         """
-        where = [f"epoch {self.epoch}", f"batch {self.batch}"]
-        if self.shard is not None:
-            where.append(f"shard {self.shard}")
+        where = [f"{name} {at}" for name, at in zip(self._fields, self[:3], strict=False) if at is not None]
         if sample is not None:
             where.append(f"sample {sample[0]!r}")
         elif misfit is not None:
@@ -236,11 +228,8 @@ def as_exception(error: BaseException, where: str) -> Exception:
     """
     if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
         return error
-    text = f" ({text_of(error)})" if text_of(error) else ""
-    stand_in = SampleReadError(
-        f"{type(error).__name__}{text} raised {where}, which would end the loop in silence: raise another "
-        f"exception there"
-    )
+    what = type(error).__name__ + (f" ({text})" if (text := text_of(error)) else "")
+    stand_in = SampleReadError(f"{what} raised {where}, which would end the loop in silence: raise another exception")
     stand_in.__cause__ = error
     return stand_in
 
@@ -274,7 +263,7 @@ def shorten(error: BaseException) -> None:
     the library's."""
     for one in [] if is_on(FULL_TRACEBACKS) else _chain(error):
         frames, short = _frames(one), None
-        for at in reversed([at for at in frames if _is_of_user(at)] or frames[-1:]):
+        for at in reversed(list(filter(_is_of_user, frames)) or frames[-1:]):
             short = TracebackType(short, at.tb_frame, at.tb_lasti, at.tb_lineno)
         BaseException.__setattr__(one, "__traceback__", short)
 
@@ -292,10 +281,9 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _frames(error: BaseException) -> list[TracebackType]:
-    frames, trace = [], error.__traceback__
-    while trace is not None:
-        frames.append(trace)
-        trace = trace.tb_next
+    frames = [error.__traceback__] if error.__traceback__ else []
+    while frames and (inner := frames[-1].tb_next):
+        frames.append(inner)
     return frames
 
 
@@ -395,12 +383,9 @@ def describe_exit(exitcode: int | None, oom_kills: int | None = None) -> str:
     killed = f"killed by {name} (signal {-exitcode})"
     if exitcode != -9:
         return killed
+    advice = "use fewer workers or smaller batches"
     if oom_kills:
-        return (
-            f"{killed}; the kernel's out-of-memory killer has struck in this cgroup, {oom_kills} x since the workers "
-            f"started: use fewer workers or smaller batches"
-        )
+        struck = f"has struck in this cgroup, {oom_kills} x since the workers started: {advice}"
+        return f"{killed}; the kernel's out-of-memory killer {struck}"
     unmoved = "" if oom_kills is None else " (this container's own limit was not the cause)"
-    return (
-        f"{killed}; often the kernel's out-of-memory killer{unmoved}: see dmesg, use fewer workers or smaller batches"
-    )
+    return f"{killed}; often the kernel's out-of-memory killer{unmoved}: see dmesg, {advice}"

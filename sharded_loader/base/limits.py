@@ -16,12 +16,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from sharded_loader.base.notices import warn
 from sharded_loader.base.system import integer
+
+T = TypeVar("T")
 
 SMALL = 1 << 28
 """Bytes that are not worth a look at what is free: 0.1 ms."""
@@ -56,7 +58,7 @@ def free_bytes(root: Path = Path("/")) -> Limit:
     Args:
         root: where /proc and /sys are; another folder in tests.
     """
-    return min([_machine(root), *_cgroups(root)])
+    return min([_machine(root), *_of_groups(root, "memory", _memory)])
 
 
 def own_bytes(root: Path = Path("/")) -> int:
@@ -122,17 +124,13 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def _machine(root: Path) -> Limit:
-    try:
+    with contextlib.suppress(OSError, ValueError, IndexError):
         for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return Limit(int(line.split()[1]) * 1024, "the machine's memory")
-    except (OSError, ValueError, IndexError):
-        pass
-    try:
-        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-        return Limit(pages * size // 2, "half of the machine's memory")
-    except (AttributeError, ValueError, OSError):
-        return Limit(2 << 30, "2 GiB, for want of a way to ask this system")
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        return Limit(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2, "half of the machine's memory")
+    return Limit(2 << 30, "2 GiB, for want of a way to ask this system")
 
 
 def groups(root: Path, controller: str = "memory") -> Iterator[tuple[Path, Path, int]]:
@@ -141,30 +139,29 @@ def groups(root: Path, controller: str = "memory") -> Iterator[tuple[Path, Path,
     In a container the group may be a folder that only the host can see: the root of what is mounted is then the
     container's own group.
     """
-    try:
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return
     for line in lines:
         _, controllers, path = (*line.split(":", 2), "-", "-")[:3]
+        base = root / "sys/fs/cgroup"
         if controllers == "":
-            base = root / "sys/fs/cgroup"
             yield base, base / path.lstrip("/"), 2
         elif controller in controllers.split(","):
-            base = root / "sys/fs/cgroup" / controller
-            yield base, base / path.lstrip("/"), 1
+            yield base / controller, base / controller / path.lstrip("/"), 1
 
 
-def _cgroups(root: Path) -> Iterator[Limit]:
-    for base, group, version in groups(root):
-        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+def _of_groups(root: Path, controller: str, read: Callable[[Path, int], T]) -> Iterator[T]:
+    """What ``read(folder, version)`` finds in this process's cgroups and in those around them."""
+    for base, group, version in groups(root, controller):
         for folder in {base, *(g for g in [group, *group.parents] if base in g.parents)}:
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
-                yield _cgroup(folder, *names)
+                yield read(folder, version)
 
 
-def _cgroup(folder: Path, maximum: str, current: str) -> Limit:
-    limit, used = (int((folder / name).read_text()) for name in (maximum, current))
+def _memory(folder: Path, version: int) -> Limit:
+    maximum, current = ("max", "current") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
+    limit, used = (int((folder / f"memory.{name}").read_text()) for name in (maximum, current))
     # The page cache is counted as used, and given up when memory is wanted; the active part too, which is
     # most of it where every epoch reads the same files. v1 counts the groups below only under "total_".
     stat = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())
@@ -189,23 +186,19 @@ def core_limit(root: Path = Path("/")) -> float | None:
     Args:
         root: where /proc and /sys are; another folder in tests.
     """
-    found = []
-    for base, group, version in groups(root, "cpu"):
-        for folder in {base, *(one for one in [group, *group.parents] if base in one.parents)}:
-            with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
-                if version == 2:
-                    quota, period = map(float, (folder / "cpu.max").read_text().split())
-                else:
-                    quota, period = (float((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-                if quota > 0 and period > 0:
-                    found.append(quota / period)
-    return min(found, default=None)
+    shares = _of_groups(root, "cpu", _cores)
+    return min((share for share in shares if share > 0), default=None)
+
+
+def _cores(folder: Path, version: int) -> float:
+    names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    quota, period = map(float, " ".join((folder / name).read_text() for name in names).split())
+    return quota / period if period else 0
 
 
 def cores_for_workers() -> int:
     """How many cores worker processes can share, at least 1."""
-    limit = core_limit()
-    return max(1, min(usable_cores(), usable_cores() if limit is None else math.ceil(limit)))
+    return math.ceil(min(usable_cores(), core_limit() or math.inf))
 
 
 def ranks_here(environ: Mapping[str, str] = os.environ) -> int:

@@ -34,16 +34,9 @@ __all__ = ["blake2b", "getsignal"]
 # -- Python ------------------------------------------------------------------------------------------------------------
 
 
-def _is_owned(lock: Any) -> bool:
-    try:
-        threading.Condition(lock).notify()
-    except RuntimeError:
-        return False
-    return True
-
-
-is_owned: Callable[[Any], bool] = getattr(type(threading.RLock()), "_is_owned", _is_owned)
-"""Whether this thread has an `RLock`. Without the name: 2 us instead of 0.05."""
+def is_owned(lock: Any) -> bool:
+    """Whether this thread has an `RLock`; `threading.Condition` asks in the same way."""
+    return bool(lock._is_owned())
 
 
 def is_being_imported(module: Any) -> bool:
@@ -63,18 +56,14 @@ def posix_shared_memory() -> Any:
 
 
 def slot_names(kind: type) -> Iterable[str]:
-    """The attributes in the slots of a class and its bases. Without the name: those that begin with no underscore."""
-    names: Any = getattr(copyreg, "_slotnames", None)
-    if names is not None:
-        return names(kind)  # type: ignore[no-any-return]
-    slots = (base.__dict__.get("__slots__", ()) for base in kind.__mro__)
-    return [name for some in slots for name in ([some] if isinstance(some, str) else some) if name[:1] != "_"]
+    """The attributes in the slots of a class and its bases."""
+    names: Iterable[str] = copyreg._slotnames(kind)  # type: ignore[attr-defined]
+    return names
 
 
 def is_thread_of_others(thread: threading.Thread) -> bool:
-    """Whether `threading` has not started this thread. Without the class: by the name that it has."""
-    kind: Any = getattr(threading, "_DummyThread", None)
-    return thread.name.startswith("Dummy-") if kind is None else isinstance(thread, kind)
+    """Whether `threading` has not started this thread."""
+    return isinstance(thread, threading._DummyThread)
 
 
 # -- multiprocess and multiprocessing ----------------------------------------------------------------------------------
@@ -194,12 +183,14 @@ def reducer_of(kind: type) -> Callable[[Any], Any] | None:
 
 def tracker_of(cls: type) -> str | None:
     """The mark by which cloudpickle knows a class that it sends by value. Without the name: None."""
-    return _cloudpickle("_DYNAMIC_CLASS_TRACKER_BY_CLASS").get(cls)  # type: ignore[no-any-return]
+    tracker: str | None = _cloudpickle("_DYNAMIC_CLASS_TRACKER_BY_CLASS").get(cls)
+    return tracker
 
 
 def tracked_class(tracker: str | None) -> type | None:
     """The class with this mark."""
-    return _cloudpickle("_DYNAMIC_CLASS_TRACKER_BY_ID").get(tracker)  # type: ignore[no-any-return]
+    found: type | None = _cloudpickle("_DYNAMIC_CLASS_TRACKER_BY_ID").get(tracker)
+    return found
 
 
 def _cloudpickle(table: str) -> Any:

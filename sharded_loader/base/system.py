@@ -91,18 +91,11 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def _open_memfd(label: str) -> tuple[int, None]:
-    try:
-        return os.memfd_create(label, os.MFD_CLOEXEC), None
-    except AttributeError as error:  # not Linux
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from error
+    return os.memfd_create(label, os.MFD_CLOEXEC), None
 
 
 def _open_shm(label: str) -> tuple[int, str]:
-    try:
-        shared = posix_shared_memory()
-    except ImportError as error:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from error
-    name = f"/{label}-{os.getpid()}-{os.urandom(8).hex()}"
+    shared, name = posix_shared_memory(), f"/{label}-{os.getpid()}-{os.urandom(8).hex()}"
     try:
         fd: int = shared.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
     finally:  # also when a Ctrl-C comes in between
@@ -135,6 +128,8 @@ def open_memory(label: str, kind: str | None = None) -> tuple[int, str | None]:
         if kind in (None, name):
             try:
                 return opener(label)
+            except (AttributeError, ImportError):  # this system has no such call
+                last = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
             except OSError as error:
                 if error.errno in NO_DESCRIPTORS:
                     raise
@@ -500,6 +495,9 @@ def is_on(name: str, environ: Mapping[str, str] = os.environ) -> bool:
     """
     return environ.get(name, "").strip() not in ("", "0")
 
+
+PORTABLE = not hasattr(select, "poll") or is_on("SHARDED_LOADER_PORTABLE")
+"""Use only what there is on every system: no ``poll``, and no descriptors that are passed to workers."""
 
 ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"

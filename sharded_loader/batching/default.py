@@ -10,7 +10,7 @@ Two ways to use a batchify object:
 
 `stack` is the step under the default rules, `Stack` and `Pad` that touches the bytes. ``empty`` is the caller's
 allocator (`numpy.empty`, or a slot of shared memory). The result is written into its memory once. NumPy dtypes give a
-NumPy array; for tensors see `sharded_loader.batching.tensors`.
+NumPy array; for tensors see `sharded_loader.batching.tree`.
 
 What can go wrong is a `BatchifyError`, a ValueError: no samples; different shapes or structures; numbers too large;
 masked values; tensors that require grad.
@@ -19,7 +19,6 @@ masked values; tensors that require grad.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.base.described import an
+from sharded_loader.batching import tree
 from sharded_loader.batching.protocol import (
     Array,
     BatchifyError,
@@ -37,33 +37,10 @@ from sharded_loader.batching.protocol import (
     refuse_async,
     some,
 )
-from sharded_loader.batching.tensors import check_no_grad, dtype_name, dtype_of, numpy_can, stack_tensors
-from sharded_loader.batching.tree import (
-    are_tensors,
-    check_unmasked,
-    field_names,
-    is_tensor,
-    reads_rows,
-    rebuild,
-    to_torch,
-)
 
 
 class Batchify:
     """Base of the functions here: subclasses write `assemble`, calling them gives torch tensors."""
-
-    def __new__(cls, *values: Any, **given: Any) -> Any:
-        has_none = cls.__init__ is object.__init__  # which takes everything, because of this method
-        known = {} if has_none or not given else inspect.signature(cls.__init__).parameters
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
-        unknown = [*(values if has_none else ()), *(() if takes_all else given.keys() - known)]
-        if unknown:
-            names = ", ".join(name for name in known if name != "self") or "none"
-            raise TypeError(
-                f"{cls.__name__} has no argument {', '.join(sorted(map(repr, unknown)))}; it has {names}. How a batch "
-                f"is split, read and stored is for the loader: ShardedDataLoader(num_shards=2, num_workers=4)"
-            )
-        return super().__new__(cls)
 
     def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
         """The batch as NumPy arrays in memory from ``empty``."""
@@ -73,7 +50,7 @@ class Batchify:
         """The batch as torch tensors."""
         # The samples may be a column of another library's, which is no list: a Series is indexed by its labels.
         held = samples if isinstance(samples, (list, tuple)) else list(samples)
-        return to_torch(self.assemble(held, new_array))
+        return tree.to_torch(self.assemble(held, new_array))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -133,7 +110,7 @@ class DefaultBatchify(Batchify):
         if kind == "mapping":
             columns: list[Any] = [list(map(itemgetter(key), samples)) for key in first]
         elif kind == "dataclass":
-            label, names = ".{}", field_names(first)
+            label, names = ".{}", tree.field_names(first)
             columns = [list(map(attrgetter(name), samples)) for name in names]
         else:
             columns = list(zip(*samples, strict=True))
@@ -151,7 +128,7 @@ class DefaultBatchify(Batchify):
                     fields.append(default_batchify_fn.assemble(column, empty))
         except BatchifyError as error:
             raise error.within(label.format(list(names)[len(fields)]))  # noqa: B904 - the same exception, which now knows more
-        return fields if kind in _LISTS else rebuild(first, fields)
+        return fields if kind in _LISTS else tree.rebuild(first, fields)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # One object per process: identity survives pickling. A subclass's objects are others.
@@ -189,7 +166,7 @@ _TRAITS: dict[str, list[_Trait]] = {
     "namedtuple": [(type, "types", "make them all the same namedtuple")],
     "dataclass": [
         (type, "types", "make them all the same dataclass"),
-        (lambda sample: frozenset(field_names(sample)), "fields set", "set the same fields in every sample"),
+        (lambda sample: frozenset(tree.field_names(sample)), "fields set", "set the same fields in every sample"),
     ],
 }
 """Kinds that have fields, and the traits in which all samples of a batch must agree: see `unlike`."""
@@ -201,7 +178,7 @@ def _kind_of(kind: type) -> str:
         return "namedtuple" if hasattr(kind, "_fields") and hasattr(kind, "_make") else "tuple"
     for types, name in _KINDS.items():
         if issubclass(kind, types):
-            return "object" if name == "mapping" and reads_rows(kind) else name
+            return "object" if name == "mapping" and tree.reads_rows(kind) else name
     if hasattr(kind, "__dataclass_fields__"):
         return "dataclass"
     if hasattr(kind, "__array__") or hasattr(kind, "__array_interface__"):  # tensors, PIL images
@@ -275,8 +252,8 @@ def stack(samples: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | None = No
     types = set(map(type, samples))
     if types == {np.ndarray}:
         return stack_arrays(samples, empty, dtype)
-    if are_tensors(types):
-        return stack_tensors(samples, empty, dtype)
+    if tree.are_tensors(types):
+        return tree.stack_tensors(samples, empty, dtype)
     numbers = _number_types(samples)
     if numbers is None:
         return stack_arrays(list(map(as_array, samples)), empty, dtype)
@@ -301,14 +278,15 @@ def stack_arrays(arrays: Sequence[Array], empty: Empty, dtype: np.dtype[Any] | N
     first, count = arrays[0], len(arrays)
     shape, target = first.shape, first.dtype if dtype is None else dtype
     if dtype is None:
-        if len(set(map(dtype_of, arrays))) > 1 or not target.isnative:
+        if len(set(map(tree.dtype_of, arrays))) > 1 or not target.isnative:
             target = common_dtype(arrays)
         elif 0 < first.nbytes <= JOINED_BYTES and target.num in JOINABLE:
             new = is_new(empty, count * first.nbytes)
             copied = first.nbytes <= COPIED_BYTES and count * first.nbytes <= COPIED_AT_ONCE
-            joined = _join(arrays, None if new else empty) if new or copied else None
-            if joined is not None:
-                return joined
+            if (new or copied) and list(map(_shape_of_array, arrays)).count(shape) == count:
+                joined = join(arrays, (count, *shape), target, None if new else empty)
+                if joined is not None:
+                    return joined
     if not shape and not any(map(_shape_of_array, arrays)):
         out = empty((count,), target)
         out[...] = np.array(arrays)
@@ -343,24 +321,21 @@ JOINABLE = {np.dtype(char).num for char in "?bBhHiIlLqQefdgFDG"}
 """NumPy's numbers for the dtypes of numbers, which are only bytes."""
 
 
-def _join(arrays: Sequence[Any], empty: Empty | None) -> Array | None:
-    """Stack arrays of one native dtype by their bytes; None if their shapes differ, or they have gaps in memory.
+def join(parts: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype[Any], empty: Empty | None) -> Array | None:
+    """An array out of the bytes of its parts; None where one of them has gaps in memory.
 
     Args:
-        arrays: of one dtype.
-        empty: the allocator; None: the batch may lie in new memory.
+        parts: arrays of this dtype, and bytes.
+        shape, dtype: of the result.
+        empty: the allocator; None: the array may lie in new memory.
     """
-    first, count = arrays[0], len(arrays)
-    shape = count, *first.shape
-    if list(map(_shape_of_array, arrays)).count(first.shape) < count:
-        return None
     try:
         if empty is None:
-            return np.frombuffer(bytearray().join(arrays), first.dtype).reshape(shape)
-        joined = b"".join(arrays)
+            return np.frombuffer(bytearray().join(parts), dtype).reshape(shape)
+        joined = b"".join(parts)
     except TypeError:  # not C-contiguous
         return None
-    out = empty(shape, first.dtype)
+    out = empty(shape, dtype)
     out.reshape(-1).view(np.uint8).data[:] = joined
     return out
 
@@ -372,7 +347,7 @@ def common_dtype(arrays: Sequence[Array]) -> np.dtype[Any]:
         >>> common_dtype([np.zeros(1, ">i4"), np.zeros(1, "f4")])
         dtype('float64')
     """
-    dtypes = set(map(dtype_of, arrays))
+    dtypes = set(map(tree.dtype_of, arrays))
     try:
         joint = dtypes.pop() if len(dtypes) == 1 else np.result_type(*dtypes)
     except TypeError:
@@ -395,11 +370,11 @@ def as_array(sample: Any) -> Array:
     """
     if isinstance(sample, np.ndarray):
         if type(sample) is not np.ndarray:
-            check_unmasked(sample)
+            tree.check_unmasked(sample)
         return sample
-    if is_tensor(sample):
-        check_no_grad([sample])
-        if not numpy_can([sample]):
+    if tree.is_tensor(sample):
+        tree.check_no_grad([sample])
+        if not tree.numpy_can([sample]):
             raise BatchifyError(
                 f"a tensor that is no plain host array ({sample.dtype}, {sample.device}, {sample.layout}) beside "
                 "samples of other kinds",
@@ -437,7 +412,7 @@ def to_numpy_dtype(dtype: Any) -> np.dtype[Any] | None:
     if dtype is None:
         return None
     try:
-        return np.dtype(dtype_name(dtype) if str(dtype).startswith("torch.") else dtype)
+        return np.dtype(tree.dtype_name(dtype) if str(dtype).startswith("torch.") else dtype)
     except TypeError:
         raise TypeError(f"dtype {dtype!r} is unknown to NumPy: give one that is, or convert the batch after") from None
 

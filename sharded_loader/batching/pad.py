@@ -9,7 +9,8 @@ given ``dtype`` as NumPy casts them. Lengths and mask are arrays from the same a
 
 from __future__ import annotations
 
-import operator
+import inspect
+import math
 import sys
 from collections.abc import Sequence
 from functools import reduce
@@ -18,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import call_of
 from sharded_loader.batching.default import (
     COPIED_AT_ONCE,
@@ -28,11 +30,11 @@ from sharded_loader.batching.default import (
     common_dtype,
     is_new,
     is_numbers,
+    join,
     to_numpy_dtype,
 )
 from sharded_loader.batching.protocol import Array, BatchifyError, Empty, check_not_empty, ragged
-from sharded_loader.batching.tensors import check_no_grad, dtype_of, empty_tensor, is_plain, numpy_can
-from sharded_loader.batching.tree import are_tensors
+from sharded_loader.batching.tree import are_tensors, check_no_grad, dtype_of, empty_tensor, is_plain, numpy_can
 
 _SMALL_ROW = 16 * 1024  # bytes
 
@@ -95,19 +97,9 @@ class Pad(Batchify):
         truncate: Literal["end", "start"] = "end",
         mask: bool = False,
     ) -> None:
-        try:
-            self._axis = None if axis is None else operator.index(axis)
-            self._round_to = None if round_to is None else operator.index(round_to)
-            self._max_length = None if max_length is None else operator.index(max_length)
-        except TypeError:
-            raise TypeError(
-                f"Pad(axis={axis!r}, round_to={round_to!r}, max_length={max_length!r}): give ints, axis=None for every "
-                "axis, or max_length=None for no limit"
-            ) from None
-        if self._round_to is not None and self._round_to < 1:
-            raise ValueError(f"Pad(round_to={round_to}): give a positive int, or None for no rounding")
-        if self._max_length is not None and self._max_length < 1:
-            raise ValueError(f"Pad(max_length={max_length}): give a positive int, or None for no limit")
+        self._axis = _int_or_none("axis", axis, "an int, or None for every axis", -math.inf)
+        self._round_to = _int_or_none("round_to", round_to, "a positive int, or None for no rounding")
+        self._max_length = _int_or_none("max_length", max_length, "a positive int, or None for no limit")
         if (self._max_length or 0) % (self._round_to or 1):
             raise ValueError(
                 f"Pad(max_length={max_length}, round_to={round_to}): padded samples would be longer than max_length: "
@@ -233,17 +225,14 @@ class Pad(Batchify):
         return torch.empty(shape, dtype=dtype, device=tensors[0].device)
 
     def __repr__(self) -> str:
-        return call_of(
-            self,
-            axis=(self._axis, 0),
-            pad_val=(self._pad_val, 0),
-            ret_length=(self._ret_length, False),
-            dtype=(self._dtype and self._dtype.name, None),
-            round_to=(self._round_to, None),
-            max_length=(self._max_length, None),
-            truncate=(self._truncate, "end"),
-            mask=(self._mask, False),
-        )
+        now = {name.removeprefix("_"): value for name, value in vars(self).items()}
+        now["dtype"] = self._dtype and self._dtype.name
+        arguments = inspect.signature(Pad).parameters.items()
+        return call_of(self, **{name: (now[name], argument.default) for name, argument in arguments})
+
+
+def _int_or_none(name: str, value: Any, allowed: str, least: float = 1) -> int | None:
+    return None if value is None else check_int(f"Pad({name}={value!r})", value, least, f"give {allowed}")
 
 
 def _join(
@@ -265,16 +254,7 @@ def _join(
     parts: list[Any] = [gap] * (2 * len(samples))
     parts[::2] = samples
     parts[1::2] = [gap[: (width - length) * dtype.itemsize] for length in lengths]
-    shape = len(samples), width
-    try:
-        if new:
-            return np.frombuffer(bytearray().join(parts), dtype).reshape(shape)
-        joined = b"".join(parts)
-    except TypeError:  # not C-contiguous
-        return None
-    out = empty(shape, dtype)
-    out.reshape(-1).view(np.uint8).data[:] = joined
-    return out
+    return join(parts, (len(samples), width), dtype, None if new else empty)
 
 
 def _write(out: Any, samples: Sequence[Any], fill: Any, axis: int | None, lengths: Sequence[Any]) -> None:

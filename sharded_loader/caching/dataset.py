@@ -15,7 +15,7 @@ error when the cache is made or filled; a dataset that has another length than w
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,8 @@ from sharded_loader.base.described import brief
 from sharded_loader.base.system import job_of_ranks
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Empty, new_array
-from sharded_loader.caching.flat import batched
-from sharded_loader.caching.store import MISSING, Store, open_store
+from sharded_loader.caching.flat import Node, batched
+from sharded_loader.caching.store import MISSING, Path, Store, open_store
 from sharded_loader.data.bulk import (
     NOT_IN_BULK,
     Indices,
@@ -37,11 +37,11 @@ from sharded_loader.data.bulk import (
     read_many,
 )
 from sharded_loader.data.columns import check_dataset
-from sharded_loader.data.datasets import Batches, NextBatch, Wrapper, follow, of_inner
-from sharded_loader.data.known import exact, fingerprint_of
+from sharded_loader.data.datasets import Translate, Wrapper
+from sharded_loader.data.inspection import exact, fingerprint_of
 from sharded_loader.data.seeding import held_generators, set_epoch_of
 from sharded_loader.randomness import rng
-from sharded_loader.randomness.global_generators import global_states
+from sharded_loader.randomness.rng import global_states
 
 _KEPT = rng.SampleScope(0, 0, is_cached=True)
 
@@ -58,7 +58,7 @@ class StoredDataset(Wrapper):
 
     _reads = ("get_batch",)
 
-    def __init__(self, dataset: Any, max_bytes: int | str | None, path: Any = None, key: str | None = None) -> None:
+    def __init__(self, dataset: Any, max_bytes: int | str | None, path: Path = None, key: str | None = None) -> None:
         self._dataset = check_dataset(dataset, "StoredDataset")
         if not isinstance(key, (str, type(None))):
             raise TypeError(f"cache(key={key!r}): give a text, such as the version of your decoder")
@@ -75,7 +75,7 @@ class StoredDataset(Wrapper):
         self._shown = [] if max_bytes is None else [str(self._store.max_bytes)]
         self._shown += [] if path is None else [f"path={self._store.path!r}"]
 
-    def _first_sample(self) -> Any:
+    def _first_sample(self) -> object:
         """Sample 0. It is read twice, because a sample that is random is an error."""
         moved, samples = [], []
         for _ in range(2):
@@ -93,7 +93,7 @@ class StoredDataset(Wrapper):
             )
         return samples[0]
 
-    def _read(self, indices: list[int]) -> list[Any]:
+    def _read(self, indices: list[int]) -> list[object]:
         """Samples that are not stored. To draw random numbers is an error meanwhile."""
         before = rng.reading.get()
         try:
@@ -117,7 +117,7 @@ class StoredDataset(Wrapper):
         return 0 if self._store is None else int(np.count_nonzero(self._store.places))
 
     @property
-    def structure(self) -> Any:
+    def structure(self) -> Node:
         """That of the samples that are kept as columns, as of `caching.flat`; None: this process has no cache."""
         return None if self._store is None else self._store.node
 
@@ -134,7 +134,7 @@ class StoredDataset(Wrapper):
             return self._part(index)
         return self._samples([checked_index(index, self._checked())])[0]
 
-    def _samples(self, where: list[int]) -> list[Any]:
+    def _samples(self, where: list[int]) -> list[object]:
         store = self._store
         if store is None:  # it is in memory that this process cannot reach
             return self._read(where)
@@ -151,11 +151,11 @@ class StoredDataset(Wrapper):
         return found
 
     @bulk
-    def __getitems__(self, indices: Sequence[int]) -> Any:
+    def __getitems__(self, indices: Sequence[int]) -> list[object]:
         """Many samples: those not yet stored are read at once."""
         return self._samples(checked_indices(indices, self._checked()).tolist())
 
-    def _in_columns(self, indices: Indices, empty: Empty) -> Any:
+    def _in_columns(self, indices: Indices, empty: Empty) -> object:
         """A finished batch, or `NOT_IN_BULK` if not all samples are rows of the store."""
         where, store = checked_indices(indices, self._checked()), self._store
         rows = None if store is None else store.rows(where)
@@ -173,13 +173,8 @@ class StoredDataset(Wrapper):
             batch = default_batchify_fn.assemble(self._samples(where), empty)
         return batch
 
-    def _follow(self, batches: Batches, position: NextBatch, later: Batches) -> None:
-        follow(
-            self._dataset,
-            of_inner(batches, self._missing),
-            position,
-            of_inner(later, self._missing),
-        )
+    def _routes(self) -> Iterable[tuple[Any, Translate]]:
+        return [(self._dataset, self._missing)]
 
     def _missing(self, indices: Indices) -> Int64s:
         where = checked_indices(indices, self._length)

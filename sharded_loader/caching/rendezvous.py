@@ -4,7 +4,6 @@
     open_named(name) -> fd
     Opened(fd, name, is_temporary)        closes it
     links_of(label) -> names              of the memory with this label that processes of this user hold
-    joined(names, join) -> what is there  the first of these that fits
     meet(label, join, make) -> Opened     what another process holds under this label, or else what this one makes
 
 A process that holds memory has a link with its label in ``/proc/<pid>/fd``. So a newcomer finds it in any process that
@@ -113,13 +112,20 @@ def links_of(label: str) -> Iterator[str]:
                             yield name
 
 
-def meet(label: str, join: Callable[[int], Found | None], make: Callable[[str], Found]) -> Found:
+def meet(
+    label: str,
+    join: Callable[[int], Found | None],
+    make: Callable[[str], Found],
+    waiting: Callable[[int, int], object] = lambda seconds, pid: None,
+) -> Found:
     """What another process of this user holds under a label, or else what this one makes.
 
     Args:
         label: a word.
-        join: gets a descriptor, and takes it over; None: it is not what was looked for.
+        join: gets a descriptor of memory that only this user can write to, and takes it over; None: it is not what was
+            looked for.
         make: makes memory of this label. It is called by one process at a time.
+        waiting: see `system.alone`.
 
     Raises:
         What ``make`` raises. The next process then calls its own.
@@ -136,21 +142,16 @@ def meet(label: str, join: Callable[[int], Found | None], make: Callable[[str], 
         return make(label)
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # in a sandbox without sockets, two processes may make it
-            stack.enter_context(alone(f"{PREFIX}-{label}-{os.getuid()}", lambda seconds, pid: None))
-        return joined(links_of(label), join) or make(label)
-
-
-def joined(names: Iterator[str], join: Callable[[int], Found | None]) -> Found | None:
-    """The first memory under these names that is this user's own, and that ``join`` takes over; None: there is none."""
-    for name in names:
-        try:
-            fd, found = open_named(name), None
-        except OSError:  # its process has ended
-            continue
-        try:
-            if is_private(os.fstat(fd)) and (found := join(fd)) is not None:
-                return found
-        finally:
-            if found is None:
-                close_locked(fd)
-    return None
+            stack.enter_context(alone(f"{PREFIX}-{label}-{os.getuid()}", waiting))
+        for name in links_of(label):
+            try:
+                fd, found = open_named(name), None
+            except OSError:  # its process has ended
+                continue
+            try:
+                if is_private(os.fstat(fd)) and (found := join(fd)) is not None:
+                    return found
+            finally:
+                if found is None:
+                    close_locked(fd)
+        return make(label)

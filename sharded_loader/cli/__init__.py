@@ -3,6 +3,6 @@
 main --> doctor
      --> bench      target --> measure
      --> records    and ``index``
-     --> runs       ``diff``, ``report``, ``demo`` (the run itself is in ``sharded_loader.demo``)
+     --> runs       ``diff``, ``demo`` (the run itself is in ``sharded_loader.demo``)
 All of them print through output.
 """

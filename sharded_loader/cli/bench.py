@@ -1,18 +1,16 @@
 """``sharded-loader bench module:dataset``: which pool, and how many workers, for the user's own dataset?
 
-    target.find_dataset --> find_workers, for each pool --> measure --> a table, recommend
+    target.find_dataset --> measure, for each pool --> a table, recommend
     output.cores_of_others, before it --> a line, if other programs disturb the measurement
 
-    find_workers(pool, seconds, arguments) -> the number that ``num_workers="auto"`` finds without a training step
-    measure(rows, seconds, arguments, on_turn) -> the rows with their speeds
+    measure(pool, seconds, arguments) -> a row: the number of workers that ``num_workers="auto"`` finds, and its speed
     recommend(rows) -> one sentence, a pure function
 
-Rounds are interleaved: every row is measured once, then every row again. So a disturbance of the machine hits all rows
-alike. Each turn has a new loader. Its first batches are not counted: workers start, and fill what is prefetched. A turn
-measures at least as many batches as it has workers, even if that takes longer than asked for.
+A row is measured in rounds, when the number has been found: workers have started then, and have filled what is
+prefetched. A round measures at least as many batches as there are workers, even if that takes longer than asked for.
 
-`measure` owns one loader at a time and closes it. What can go wrong: the dataset raises. In the main process that ends
-the measurement; with workers it ends only that row, unless every row fails.
+`measure` owns one loader and closes it. What can go wrong: the dataset raises. In the main process that ends the
+measurement; with workers it ends only that row, unless every row fails.
 
 Exit code 0; 1 if a row failed, which is said below the table; 2 if the dataset cannot be found or read.
 """
@@ -20,13 +18,14 @@ Exit code 0; 1 if a row failed, which is said below the table; 2 if the dataset 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from warnings import catch_warnings, simplefilter
 
 import click
@@ -82,13 +81,14 @@ def bench(dataset: str, collate: str | None, pools: str, as_json: bool, quiet: b
     if not quiet and not as_json:
         order = "random order" if options["shuffle"] else "the dataset's own order"
         click.echo(f"{dataset}: {asked['kind']}, in {order}; batches of {options['batch_size']}.")
-    others, rows = cores_of_others(), list[Row]()
-    with Steps("finding the number of workers", len(listed), quiet) as steps:
-        for pool in listed:
-            steps.update(len(rows), pool)
-            rows.append(Row(pool, find_workers(pool, ROUNDS * seconds, options)))
-    with Steps("measuring", ROUNDS * len(rows), quiet) as steps:
-        measure(rows, seconds, options, lambda number, row: steps.update(number, row.arguments))
+    others = cores_of_others()
+    with Steps("measuring", len(listed), quiet) as steps:
+        rows = [measure(pool, seconds, options, partial(steps.update, done, pool)) for done, pool in enumerate(listed)]
+    for row in rows:
+        if rows[0].pool == "inline" and row.error is None:
+            row.times_inline = row.samples_per_second / rows[0].samples_per_second
+    if all(row.error for row in rows):
+        raise CannotRun(f"reading the dataset failed: {rows[0].error}")
     if as_json:
         found = {"rounds": ROUNDS, "cores_of_others": others, "recommendation": recommend(rows)}
         click.echo(json.dumps({**asked, **found, "rows": [asdict(row) for row in rows]}, indent=2))
@@ -128,7 +128,7 @@ class Row:
     """
 
     pool: str
-    workers: int
+    workers: int = 0
     samples_per_second: float = 0.0
     ms_per_batch: float = 0.0
     lowest: float = 0.0
@@ -142,84 +142,58 @@ class Row:
         return "inline" if self.pool == "inline" else f"num_workers={self.workers}{POOLS[self.pool]}"
 
 
-def find_workers(pool: str, seconds: float, arguments: Mapping[str, Any]) -> int:
-    """The number that ``num_workers="auto"`` has found after some seconds, in a loader with these arguments.
-
-    If workers cannot read the dataset, it is the number to begin with: then `measure` says why. On a cluster of Ray it
-    is the number of cores here.
-    """
-    from sharded_loader.instruments.auto import START
-
-    if pool in ("inline", "ray"):
-        return cores_for_workers() * (pool == "ray")
-    with suppress(Exception), _loader(pool, "auto", arguments) as loader:
-        until = time.perf_counter() + seconds
-        for _ in _without_end(loader):
-            if time.perf_counter() >= until:
-                return int(loader.num_workers)
-    return START
-
-
 def measure(
-    rows: list[Row],
-    seconds: float,
-    arguments: Mapping[str, Any],
-    on_turn: Callable[[int, Row], object] = lambda number, row: None,
-) -> list[Row]:
-    """Measure every row in several rounds.
+    pool: Any, seconds: float, arguments: Mapping[str, Any], on_turn: Callable[[], object] = lambda: None
+) -> Row:
+    """Find the number of workers of a pool, and measure how fast it reads.
+
+    On a cluster of Ray the number is that of the cores here.
 
     Args:
-        rows: inline first. They are filled in, and returned.
-        seconds: for each row, all rounds together, without what is not counted.
+        pool: its name.
+        seconds: of all rounds together. To find the number takes five times as long.
         arguments: of the loader, without its workers.
-        on_turn: called before each turn with its number, from 0, and its row.
+        on_turn: called now and then.
 
     Raises:
-        CannotRun: the dataset raised in the main process or in every row, or it has no samples.
+        CannotRun: the dataset raised in the main process, or it has no samples.
     """
-    turns: list[list[tuple[float, float]]] = [[] for _ in rows]
-    for number in range(ROUNDS * len(rows)):
-        row = rows[number % len(rows)]
-        on_turn(number, row)
-        try:
-            if row.error is None:
-                turns[number % len(rows)].append(_turn(row, seconds / ROUNDS, arguments))
-        except CannotRun:
-            raise
-        except Exception as error:
-            row.error = say_error(error)
-            if row.pool == "inline" or all(one.error for one in rows):
-                raise CannotRun(f"reading the dataset failed: {row.error}") from None
-    for row, turns_of_row in zip(rows, turns, strict=True):
-        if row.error is None:
-            speeds, times = zip(*turns_of_row, strict=True)
-            row.samples_per_second, row.ms_per_batch = statistics.median(speeds), statistics.median(times)
-            row.lowest, row.highest = min(speeds), max(speeds)
-            if rows[0].pool == "inline":
-                row.times_inline = row.samples_per_second / rows[0].samples_per_second
-    return rows
-
-
-def _turn(row: Row, seconds: float, arguments: Mapping[str, Any]) -> tuple[float, float]:
-    """Samples per second and milliseconds per batch, of a loader with these arguments."""
-    with _loader(row.pool, row.workers, arguments) as loader:
-        batches = _without_end(loader)
-        for _ in range(1 + 2 * row.workers):
-            next(batches)
-        before, begin, count = loader.stats().samples, time.perf_counter(), 0
-        while count < max(2, row.workers) or time.perf_counter() - begin < seconds:
-            next(batches)
-            count += 1
-        took = time.perf_counter() - begin
-        return (loader.stats().samples - before) / took, 1000 * took / count
-
-
-def _loader(pool: Any, workers: int | Literal["auto"], arguments: Mapping[str, Any]) -> ShardedDataLoader[object]:
     from sharded_loader import ShardedDataLoader
 
-    with catch_warnings():
-        simplefilter("ignore", LoaderWarning)  # about more workers than cores: these were found to be the fastest
-        return ShardedDataLoader(num_workers=workers, pool=pool, seed=0, **arguments)
+    row, turns, finds = Row(pool), list[tuple[float, float]](), pool in ("thread", "process")
+    workers: Any = "auto" if finds else cores_for_workers() * (pool == "ray")
+    try:
+        with catch_warnings():
+            simplefilter("ignore", LoaderWarning)  # about more workers than cores: they may be the fastest
+            loader = ShardedDataLoader(num_workers=workers, pool=pool, seed=0, **arguments)
+        with loader:
+            row.workers, batches = loader.num_workers, _without_end(loader)
+            for _ in range(1 + 2 * row.workers):
+                next(batches)
+            until = time.perf_counter() + ROUNDS * seconds * finds
+            while time.perf_counter() < until:
+                next(batches)
+                on_turn()
+            loader._meter.tune_at, row.workers = math.inf, loader.num_workers  # that number stays
+            for _ in range(ROUNDS):
+                on_turn()
+                before, began, count = loader.stats().samples, time.perf_counter(), 0
+                while count < max(2, row.workers) or time.perf_counter() - began < seconds / ROUNDS:
+                    next(batches)
+                    count += 1
+                took = time.perf_counter() - began
+                turns.append(((loader.stats().samples - before) / took, 1000 * took / count))
+    except CannotRun:
+        raise
+    except Exception as error:
+        row.error = say_error(error)
+        if pool == "inline":
+            raise CannotRun(f"reading the dataset failed: {row.error}") from None
+        return row
+    speeds, times = zip(*turns, strict=True)
+    row.samples_per_second, row.ms_per_batch = statistics.median(speeds), statistics.median(times)
+    row.lowest, row.highest = min(speeds), max(speeds)
+    return row
 
 
 def _without_end(loader: ShardedDataLoader[object]) -> Iterator[object]:

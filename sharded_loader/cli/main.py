@@ -3,7 +3,7 @@
     main(argv) --click--> the function of the verb -> exit code
 
 A new verb is a click command in a module, and a name in `make_command`. Each verb imports what it needs when it runs,
-so ``--help`` and ``--version`` wait neither for torch nor for rich.
+so ``--help`` and ``--version`` wait neither for torch nor for psutil.
 
 Exit code 0: done. 1: the command ran and found something wrong, or its output was closed. 2: the command cannot run as
 typed, and one line on stderr says why. 130: Ctrl-C. Any other exception is a bug and keeps its traceback.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 CANNOT_RUN = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
-NEEDED = ("click", "psutil", "rich")
+NEEDED = ("click", "psutil")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,8 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         0
     """
     if any(importlib.util.find_spec(name) is None for name in NEEDED):
-        needed = f"{', '.join(NEEDED[:-1])} and {NEEDED[-1]}"
-        print(f"sharded-loader: the command needs {needed}: pip install {' '.join(NEEDED)}", file=sys.stderr)
+        print(
+            f"sharded-loader: the command needs {' and '.join(NEEDED)}: pip install {' '.join(NEEDED)}", file=sys.stderr
+        )
         return CANNOT_RUN
     import click
 
@@ -66,10 +67,10 @@ def make_command() -> click.Group:
     from sharded_loader.cli.doctor import doctor
     from sharded_loader.cli.output import print_help
     from sharded_loader.cli.records import index_shards, records
-    from sharded_loader.cli.runs import demo, diff, report
+    from sharded_loader.cli.runs import demo, diff
 
     command = click.Group(
-        commands=[demo, doctor, bench, records, report, diff, index_shards],
+        commands=[demo, doctor, bench, records, diff, index_shards],
         callback=print_help,
         invoke_without_command=True,
         help="A data loader for PyTorch: try it, check this machine, measure a dataset, pack files, compare runs.",

@@ -3,12 +3,12 @@
     show_table(...)                                 --> stdout
     complain(text)                                  --> stderr
     with Steps("packing", total) as steps:
-        steps.update(done)                          --> stderr: a bar in a terminal, lines in a pipe
+        steps.update(done)                          --> stderr: a line that changes in a terminal, lines in a pipe
     check_output(file, force=force)                 an error before any work is done
     with os_errors_in_one_line(file):               a full disk is one line
 
-`Steps` prints nothing in the first two seconds. It starts no thread: the bar moves when `update` is called. So it may
-run while workers are forked and while speed is measured. It owns the bar, and takes it away at the end.
+`Steps` prints nothing in the first two seconds. It starts no thread: the line changes when `update` is called. So it
+may run while workers are forked and while speed is measured. It takes the line away at the end.
 
 What can go wrong: the reader of a pipe goes away. Then click ends the command: exit code 1.
 """
@@ -21,12 +21,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 BUSY = 0.3
 """Cores. Measurements vary visibly if workers lack more than this."""
@@ -35,7 +31,10 @@ PATIENCE = 2.0
 """Seconds without any progress shown."""
 
 LINES_EVERY, FRAMES_EVERY = 5.0, 0.1
-"""Seconds between two lines in a pipe, and between two pictures of the bar."""
+"""Seconds between two lines in a pipe, and between two changes of the line in a terminal."""
+
+_TO_THE_END = "\x1b[K"
+"""Removes the rest of a terminal's line."""
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -67,16 +66,15 @@ def complain(text: str) -> None:
     click.echo(f"{click.get_current_context().command_path}: {' '.join(text.split())}", err=True)
 
 
-def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table.
 
     Args:
         columns: the headings.
-        rows: the cells, as text.
-        left: how many columns are aligned to the left; the others hold numbers.
+        rows: the cells, as text. All but the first of a row are numbers.
     """
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    form = "  ".join(f"{{:{'<' if place < left else '>'}{width}}}" for place, width in enumerate(widths))
+    form = "  ".join(f"{{:{'>' if place else '<'}{width}}}" for place, width in enumerate(widths))
     for cells in (columns, *rows):
         click.echo(form.format(*cells))
 
@@ -108,10 +106,8 @@ def size_text(nbytes: float) -> str:
         >>> size_text(64), size_text(1536), size_text(64 << 20), size_text(3 << 40)
         ('64 bytes', '1.5 KiB', '64.0 MiB', '3,072.0 GiB')
     """
-    from rich.filesize import pick_unit_and_suffix
-
-    unit, name = pick_unit_and_suffix(int(nbytes), ["bytes", "KiB", "MiB", "GiB"], 1024)
-    return f"{nbytes / unit:,.{0 if unit == 1 else 1}f} {name}"
+    power = min(max(0, int(nbytes).bit_length() - 1) // 10, 3)
+    return f"{nbytes / 1024**power:,.{min(power, 1)}f} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def cores_of_others(seconds: float = 0.1) -> float:
@@ -155,7 +151,7 @@ class Steps(contextlib.AbstractContextManager["Steps"]):
     ) -> None:
         self._what, self._total, self._quiet, self._clock = what, total, quiet, clock
         self._next = clock() + PATIENCE
-        self._bar: Progress | None = None
+        self._in_place = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def update(self, done: int, note: str = "") -> None:
         """Show how many steps are done, if it is time to.
@@ -165,30 +161,15 @@ class Steps(contextlib.AbstractContextManager["Steps"]):
             note: a few words beside it.
         """
         now = self._clock()
-        if self._quiet or now < self._next:
-            return
-        if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-            self._next = now + LINES_EVERY
+        if not self._quiet and now >= self._next:
+            self._next = now + (FRAMES_EVERY if self._in_place else LINES_EVERY)
             of = "" if self._total is None else f"{done:,} of {self._total:,}"
-            click.echo(f"{self._what}: {', '.join(filter(None, [of, note]))}", err=True)
-            return
-        self._next = now + FRAMES_EVERY
-        if self._bar is None:
-            from rich.console import Console
-            from rich.progress import Progress, TimeElapsedColumn
-
-            # No thread; stdout and stderr stay as they are, because workers may be forked meanwhile.
-            still: dict[str, Any] = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
-            columns = *Progress.get_default_columns(), TimeElapsedColumn()
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True, **still)
-            self._bar.add_task("", total=self._total)
-            self._bar.start()
-        self._bar.update(self._bar.task_ids[0], completed=done, description=f"{self._what} {note}")
-        self._bar.refresh()
+            line = f"{self._what}: {', '.join(filter(None, [of, note]))}"
+            click.echo(f"\r{line}{_TO_THE_END}" if self._in_place else line, err=True, nl=not self._in_place)
 
     def __exit__(self, *raised: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        if self._in_place and not self._quiet:
+            click.echo(f"\r{_TO_THE_END}", err=True, nl=False)
 
 
 def check_output(*files: Path, force: bool) -> None:

@@ -1,8 +1,7 @@
-"""``sharded-loader records`` and ``index``: pack files into a RecordIO file, look into one, write indexes.
+"""``sharded-loader records`` and ``index``: pack files into a RecordIO file, write indexes.
 
     records pack FOLDER OUT.rec --> find_folder (a sub-folder is a class) --> pack_files
-    records inspect FILE.rec -----> reads every byte once, with one record at a time in memory
-    records index FILE.rec -------> the same, and writes where each record begins
+    records index FILE.rec -------> reads every byte once, and writes where each record begins
     index URL... -----------------> ShardDataset(...).write_index(...), and opened once
 
 A record is MXNet's label header and the bytes of the file as they are. Output is written elsewhere and renamed at the
@@ -14,14 +13,11 @@ name without a number, an output that exists, a folder that cannot be written to
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import statistics
 import tempfile
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -31,14 +27,10 @@ from sharded_loader.cli import output
 from sharded_loader.cli.output import CannotRun, Steps, check_output, complain, counted, os_errors_in_one_line
 
 DAMAGED = 1
-SIGNATURES = {b"\xff\xd8\xff": "JPEG", b"\x89PNG": "PNG", b"GIF8": "GIF", b"RIFF": "RIFF", b"\x93NUMPY": "NumPy"}
-"""First bytes of well-known file formats. WebP and WAV are RIFF."""
-
-_REC = click.argument("file", type=output.FILE, metavar="FILE.rec")
 
 records = click.Group(
     "records", callback=output.print_help, invoke_without_command=True, help="RecordIO files.",
-    short_help="Pack files into RecordIO, look into a record file, write its index.",
+    short_help="Pack files into RecordIO, write the index of a record file.",
 )  # fmt: skip
 
 
@@ -136,110 +128,34 @@ def pack_files(files: Sequence[tuple[Path, float]], out: Path, on_file: Callable
     return out.stat().st_size
 
 
-# -- what is in a record file ------------------------------------------------------------------------------------------
-
-
-@records.command(short_help="Say what is in a record file, and where it is damaged.")
-@_REC
-@click.option("--first", type=click.IntRange(0), default=5, help="How many records to list.")
-@output.quiet_option
-def inspect(file: Path, first: int, quiet: bool) -> int:
-    """Read all of a record file: sizes, labels, contents, its index, and where it is damaged.
-
-    With --quiet it prints only what is wrong.
-    """
-    from sharded_loader.recordio import RecordIOError
-
-    damage, rows, offsets, sizes = "", list[list[str]](), list[int](), list[int]()
-    contents, labels = Counter[str](), Counter[str]()
-    try:
-        for offset, record in _records_of(file, quiet):
-            label, key, payload = _unpacked(record)
-            kind = next((SIGNATURES[one] for one in SIGNATURES if payload.startswith(one)), "other")
-            if len(rows) < first:
-                rows.append([f"{len(rows)}", f"{offset:,}", f"{len(payload):,}", label or "-", key or "-", kind])
-            offsets.append(offset)
-            sizes.append(len(payload))
-            contents[kind] += 1
-            labels.update([label] if key else [])
-    except RecordIOError as error:
-        damage = f"{counted(len(sizes), 'whole record')}, then it is damaged: {error}"
-    index_text, is_wrong = _check_index(file.with_suffix(".idx"), offsets)
-    if not quiet:
-        ends = (min(sizes), statistics.median_high(sizes), max(sizes)) if sizes else (0, 0, 0)
-        click.echo(f"file      {file}, {output.size_text(file.stat().st_size)}")
-        click.echo(f"records   {len(sizes):,}; {labels.total():,} with a label header")
-        click.echo("sizes     smallest {}, median {}, largest {}".format(*map(output.size_text, ends)))
-        for name, counts in ("contents", contents), ("labels", labels):
-            click.echo(f"{name:9} {_listed([f'{one} ({times:,})' for one, times in counts.most_common()])}")
-        click.echo(f"index     {index_text}\n")
-        output.show_table(["record", "offset", "bytes", "label", "id", "content"], rows, left=0)
-    if is_wrong and not damage:
-        damage = f"the index is wrong: {index_text}. Write it again: sharded-loader records index {file} --force"
-    if damage:
-        complain(damage)
-    return DAMAGED if damage else 0
-
-
 @records.command(short_help="Write the index of a record file.")
-@_REC
+@click.argument("file", type=output.FILE, metavar="FILE.rec")
 @output.force_option
 @output.quiet_option
 def index(file: Path, force: bool, quiet: bool) -> int:
-    """Write FILE.idx beside FILE.rec. The keys are 0, 1, 2 ... in the order of the records."""
+    """Write FILE.idx beside FILE.rec. The keys are 0, 1, 2 ... in the order of the records.
+
+    All of the file is read. If it is damaged, one line says where.
+    """
     from sharded_loader.base.system import write_whole
-    from sharded_loader.recordio.files import RecordIOError, index_line
+    from sharded_loader.recordio import MXRecordIO, RecordIOError
+    from sharded_loader.recordio.files import index_line
 
-    idx = file.with_suffix(".idx")
+    idx, lines, offset = file.with_suffix(".idx"), list[str](), 0
     check_output(idx, force=force)
-    try:
-        keys = [index_line(key, offset) for key, (offset, _) in enumerate(_records_of(file, quiet))]
-    except RecordIOError as error:
-        complain(f"no index was written, the file is damaged: {error}")
-        return DAMAGED
-    with os_errors_in_one_line(idx):
-        write_whole(idx, "".join(keys).encode())
+    with os_errors_in_one_line(file), Steps("reading", file.stat().st_size, quiet) as steps:
+        try:
+            with MXRecordIO(str(file), "r") as records_in_file:
+                while records_in_file.read() is not None:
+                    lines.append(index_line(len(lines), offset))
+                    steps.update(offset := records_in_file.tell())
+        except RecordIOError as error:
+            complain(f"no index was written, the file is damaged after {counted(len(lines), 'record')}: {error}")
+            return DAMAGED
+        write_whole(idx, "".join(lines).encode())
     if not quiet:
-        click.echo(f"{idx}: {counted(len(keys), 'key')}")
+        click.echo(f"{idx}: {counted(len(lines), 'key')}")
     return 0
-
-
-def _records_of(file: Path, quiet: bool) -> Iterator[tuple[int, bytes]]:
-    """Yield each record with its offset. A damaged record is a `RecordIOError`."""
-    from sharded_loader.recordio import MXRecordIO
-
-    nbytes, offset = file.stat().st_size, 0
-    with os_errors_in_one_line(file), Steps("reading", nbytes, quiet) as steps, MXRecordIO(str(file), "r") as rec:
-        while (record := rec.read()) is not None:
-            yield offset, record
-            offset = rec.tell()
-            steps.update(offset)
-
-
-def _unpacked(record: bytes) -> tuple[str, str, bytes]:
-    """Label and id in the label header of a record, empty if it has none, and its payload."""
-    from sharded_loader.recordio import unpack
-
-    with contextlib.suppress(ValueError, OverflowError):  # no header; infinite labels, of what only looks like one
-        header, payload = unpack(record)
-        numbers = [float(header.label)] if header.flag == 0 else header.label.tolist()
-        labels = [f"{number:.{9 if number == int(number) else 6}g}" for number in numbers]
-        return " ".join(labels), str(header.id), payload
-    return "", "", record
-
-
-def _check_index(idx: Path, offsets: Sequence[int]) -> tuple[str, bool]:
-    """Describe the index beside a record file, and return whether it is wrong."""
-    from sharded_loader.recordio.files import load_index
-
-    if not idx.exists():
-        return "none", False
-    try:
-        listed = load_index(str(idx), str)[1]
-    except ValueError as error:
-        return str(error), True
-    is_wrong = not set(offsets).issuperset(listed)
-    return f"{idx.name}: {counted(len(listed), 'key')}{', not of these records' if is_wrong else ''}", is_wrong
 
 
 def _listed(texts: Sequence[str]) -> str:

@@ -1,7 +1,6 @@
-"""Runs: one that shows the library at work, why a run waited, and where two runs differ.
+"""Runs: one that shows the library at work, and where two runs differ.
 
     demo                 `sharded_loader.demo.train.train_and_test` --> Report --> lines
-    report FILES         one file: `page.text_of`; several: `page.joined`, which names the slow rank
     diff A.json B.json   SavedRun.read --> first_difference, other_facts --> lines
 
 With ``--stop-resume`` and ``--kill``, the demo trains again, disturbed, and compares. A run is known by a state or a
@@ -79,29 +78,3 @@ def diff(one: Path, other: Path, quiet: bool) -> int:
     for fact in () if quiet else (named, *facts):
         click.echo(f"{fact[0].upper()}{fact[1:]}.")
     return 0 if step is None and not facts else DIFFERENT
-
-
-@click.command(short_help="Read the reports of all ranks, and name the slow one.")
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILES")
-@output.quiet_option
-def report(files: tuple[Path, ...], quiet: bool) -> None:
-    """Read what loader.report("rank0.html") has written.
-
-    Of one file it prints the causes of waiting, stages, workers and slowest samples. Of several files, one for each
-    rank of a job, it names the rank that the others wait for, and says why it is slow.
-    """
-    from sharded_loader.instruments import page
-
-    found = {}
-    try:
-        for path in files:
-            try:
-                found[str(path)] = page.facts_in(path.read_text(encoding="utf-8", errors="replace"))
-            except ValueError as error:
-                raise CannotRun(f"{path}: {error}") from None
-        text = page.joined(found) if len(found) > 1 else page.text_of(*found.values())
-    except OSError as error:
-        raise CannotRun(f"{error.filename} cannot be read ({error.strerror}): give files that exist") from None
-    except ValueError as error:
-        raise CannotRun(str(error)) from None
-    click.echo(text.partition("\n\n")[0] if quiet else text)

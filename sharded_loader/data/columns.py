@@ -194,9 +194,7 @@ def _of_pandas(series: Any, name: str) -> Any:
     known = getattr(getattr(series, "dtype", None), "numpy_dtype", None)
     if known is None or np.dtype(known).kind not in _NUMBERS:
         return series.to_numpy()
-    missing = int(series.isna().sum())
-    if missing:
-        raise _missing(name, missing, np.dtype(known), "series.fillna(0)")
+    _check_complete(name, int(series.isna().sum()), np.dtype(known), "series.fillna(0)")
     return series.to_numpy(known)
 
 
@@ -204,10 +202,9 @@ def _of_polars(series: Any, name: str) -> Any:
     dtype: Any = getattr(series, "dtype", None)
     if hasattr(dtype, "is_nested") and dtype.is_nested():
         return series.to_list()
-    missing = series.null_count()
     array = series.to_numpy()
-    if missing and array.dtype.kind in _NUMBERS:
-        raise _missing(name, missing, dtype, "series.fill_null(0)")
+    if array.dtype.kind in _NUMBERS:
+        _check_complete(name, series.null_count(), dtype, "series.fill_null(0)")
     return array
 
 
@@ -218,8 +215,8 @@ def _of_arrow(column: Any, name: str) -> Any:
     if getattr(kind, "num_fields", 0):
         return _of_arrow_lists(column)
     array = column.to_numpy(zero_copy_only=False)
-    if column.null_count and array.dtype.kind in _NUMBERS:
-        raise _missing(name, column.null_count, kind, "column.fill_null(0)")
+    if array.dtype.kind in _NUMBERS:
+        _check_complete(name, column.null_count, kind, "column.fill_null(0)")
     return array
 
 
@@ -228,23 +225,21 @@ def _of_arrow_lists(column: Any) -> Any:
     if not hasattr(column.type, "value_type") or column.type.value_type.num_fields:
         return column.to_pylist()
     values = [chunk.flatten() for chunk in getattr(column, "chunks", [column])]
-    if column.null_count or any(chunk.null_count for chunk in values):
-        lists = [(row.values, row) for row in column]
-        return [
-            row.as_py() if held is None or held.null_count else held.to_numpy(zero_copy_only=False)
-            for held, row in lists
-        ]
     size = getattr(column.type, "list_size", None)
+    if column.null_count or any(chunk.null_count for chunk in values):
+        rows = ((row.values, row) for row in column)
+        return [row.as_py() if held is None or held.null_count else held.to_numpy(False) for held, row in rows]
     if size is None or not values:
         return column.to_numpy(zero_copy_only=False)
     return np.concatenate([chunk.to_numpy(zero_copy_only=False) for chunk in values]).reshape(len(column), size)
 
 
-def _missing(name: str, count: int, dtype: Any, fill: str) -> ValueError:
-    return ValueError(
-        f"{name} has {count} missing values, which an array of {dtype} cannot hold: fill them, {fill}, or give a "
-        "column of its own that says which values are missing"
-    )
+def _check_complete(name: str, missing: int, dtype: object, fill: str) -> None:
+    if missing:
+        raise ValueError(
+            f"{name} has {missing} missing values, which an array of {dtype} cannot hold: fill them, {fill}, or give "
+            "a column of its own that says which values are missing"
+        )
 
 
 def is_dataset(value: Any) -> bool:

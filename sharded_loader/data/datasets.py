@@ -1,6 +1,6 @@
 """Datasets: samples by index, and what can be done with them.
 
-    SimpleDataset(anything)        ArrayDataset(columns): see arrays        ConcatDataset(datasets)
+    SimpleDataset(anything)        ArrayDataset(columns)        ConcatDataset(datasets)
           .filter .shard .take .sample .split      -> SubsetDataset: fewer samples, by indices
           .transform .transform_first              -> TransformDataset: other samples
           .cache                                   -> `caching.dataset.StoredDataset`: the same samples, kept
@@ -34,38 +34,34 @@ from functools import partial
 from inspect import iscoroutinefunction
 from itertools import accumulate
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from sharded_loader.base.described import brief, briefs
+from sharded_loader.base.described import an, brief, briefs
 from sharded_loader.base.imports import provided
 from sharded_loader.base.limits import check_fits
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Empty, known_to, new_array
-from sharded_loader.data.awaiting import each
+from sharded_loader.data import seeding
 from sharded_loader.data.bulk import (
     Indices,
     Int64s,
+    are_rows,
+    arrays_of,
     bulk,
     bulk_method,
     check_one_index,
     checked_index,
     checked_indices,
+    each,
     each_sample,
     gather,
+    gather_rows,
+    part_of,
     read_many,
 )
-from sharded_loader.data.columns import check_dataset, is_dataset
-from sharded_loader.data.seeding import (
-    each_by_its_key,
-    handed_out,
-    keys_of,
-    next_level,
-    set_epoch_of,
-    transform_seed,
-    translated,
-)
+from sharded_loader.data.columns import as_column, check_dataset, is_dataset, named_columns
 from sharded_loader.data.splits import split_sizes, stratified_parts
 from sharded_loader.randomness import rng
 from sharded_loader.randomness.shuffle import IndexView, Selection, bound_of, composed, shuffled_parts, taken
@@ -75,6 +71,7 @@ if TYPE_CHECKING:
 
 Batches = Callable[[int], Any]
 NextBatch = Callable[[], "int | None"]
+Translate = Callable[[Any], Any]
 
 
 class Dataset:
@@ -297,7 +294,7 @@ class Dataset:
             >>> list(ArrayDataset([1, 2], [10, 20]).transform_first(lambda a: -a))
             [(-1, 10), (-2, 20)]
         """
-        return self.transform(_OfFirst(fn), lazy, seeded)
+        return self.transform(partial(_of_first, fn), lazy, seeded)
 
     def __iter__(self) -> Iterator[Any]:
         """The samples in order."""
@@ -313,9 +310,16 @@ class Dataset:
 # -- some samples, by index --------------------------------------------------------------------------------------------
 
 
+def nested(dataset: Any) -> Iterator[Any]:
+    """A dataset, and those inside it."""
+    yield dataset
+    for inner in dataset._inside if isinstance(dataset, Wrapper) else ():
+        yield from nested(inner)
+
+
 def tell_epoch(dataset: Any, epoch: int) -> None:
     """Tell a dataset inside another one the epoch, if it has ``set_epoch``."""
-    if (tell := set_epoch_of(dataset)) is not None:
+    if (tell := seeding.set_epoch_of(dataset)) is not None:
         tell(epoch)
 
 
@@ -340,10 +344,9 @@ class Wrapper(Dataset):
         for inner in self._inside:
             tell_epoch(inner, epoch)
 
-    def _follow(self, batches: Batches, position: NextBatch, later: Batches) -> None:
-        """See `follow`: tell the datasets inside, each with its own indices."""
-        for inner in self._inside:
-            follow(inner, batches, position, later)
+    def _routes(self) -> Iterable[tuple[Any, Translate]]:
+        """The datasets inside, each with the function that makes indices of this dataset its own."""
+        return ((inner, lambda indices: indices) for inner in self._inside)
 
 
 class View(Wrapper):
@@ -361,15 +364,15 @@ class View(Wrapper):
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Many samples at once, as the dataset inside returns them."""
-        return bulk_method(self._dataset, "__getitems__")(translated(self._inner(indices).tolist(), indices))
+        return bulk_method(self._dataset, "__getitems__")(seeding.translated(self._inner(indices).tolist(), indices))
 
     @bulk
     def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
         """A finished batch, in memory from ``empty``."""
         return gather(self._dataset, self._inner(indices), empty)
 
-    def _follow(self, batches: Batches, position: NextBatch, later: Batches) -> None:
-        follow(self._dataset, of_inner(batches, self._inner), position, of_inner(later, self._inner))
+    def _routes(self) -> Iterable[tuple[Any, Translate]]:
+        return [(self._dataset, self._inner)]
 
 
 class SimpleDataset(View):
@@ -513,7 +516,7 @@ class TransformDataset(Wrapper):
             raise TypeError(
                 f"transform({fn!r}, seeded=True): an async def cannot be seeded: draw from sample_rng() there"
             )
-        self._level = next_level(dataset, TransformDataset) if seeded else None
+        self._level = seeding.next_level(dataset, TransformDataset) if seeded else None
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -531,37 +534,25 @@ class TransformDataset(Wrapper):
         fields = sample if isinstance(sample, tuple) else (sample,)
         if self._level is None:
             return self._fn(*fields)
-        with transform_seed(self._fn, self._level):
+        with seeding.transform_seed(self._fn, self._level):
             return self._fn(*fields)
 
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Many samples: read at once, then transformed one by one."""
-        indices = translated(indices, indices)
+        indices = seeding.translated(indices, indices)
         samples = read_many(self._dataset, indices)  # which hands out a copy: these are looked at again
         if self._is_async:
-            return each(self._apply, samples, keys_of(indices))
-        with each_by_its_key(indices) as turn_to:
-            for position, sample in enumerate(samples):
-                turn_to(position)
-                samples[position] = self._apply(sample)
-        return samples
+            return each(self._apply, samples, seeding.keys_of(indices))
+        return seeding.each_by_its_key(self._apply, samples, indices)
 
     def __repr__(self) -> str:
         return f"{brief(self._dataset)}.transform({self._fn!r}{'' if self._level is None else ', seeded=True'})"
 
 
-class _OfFirst:
+def _of_first(fn: Callable[[Any], Any], first: Any, *others: Any) -> Any:
     """``fn`` of the first field of a sample."""
-
-    def __init__(self, fn: Callable[[Any], Any]) -> None:
-        self.fn = fn
-
-    def __call__(self, first: Any, *others: Any) -> Any:
-        return (self.fn(first), *others) if others else self.fn(first)
-
-    def __repr__(self) -> str:
-        return f"first: {self.fn!r}"
+    return (fn(first), *others) if others else fn(first)
 
 
 def counts_of(dataset: Any) -> tuple[int, int, int]:
@@ -572,10 +563,9 @@ def counts_of(dataset: Any) -> tuple[int, int, int]:
         >>> list(cached), counts_of(cached.take(1) + [3])
         ([1, 2], (0, 2, 16))
     """
-    if not isinstance(dataset, Wrapper):
-        return 0, 0, 0
-    hits, misses, nbytes = zip(dataset.counts, *map(counts_of, dataset._inside), strict=True)
-    return sum(hits), sum(misses), sum(nbytes)
+    counts = [one.counts for one in nested(dataset) if isinstance(one, Wrapper)]
+    hits, misses, nbytes = map(sum, zip((0, 0, 0), *counts, strict=True))
+    return hits, misses, nbytes
 
 
 # -- one after the other -----------------------------------------------------------------------------------------------
@@ -628,12 +618,12 @@ class ConcatDataset(Wrapper):
     @bulk
     def __getitems__(self, indices: Indices) -> Any:
         """Many samples: each part reads its own at once."""
-        outer = handed_out(indices)
-        outer = translated(outer, outer)
+        outer = seeding.handed_out(indices)
+        outer = seeding.translated(outer, outer)
         chunks = [(part, inner.tolist(), positions.tolist()) for part, inner, positions in self._chunks(indices)]
         samples: list[Any] = [None] * len(outer)
         for part, inner, positions in chunks:
-            found = read_many(part, translated(inner, outer, positions))
+            found = read_many(part, seeding.translated(inner, outer, positions))
             for position, sample in zip(positions, found, strict=True):
                 samples[position] = sample
         return samples
@@ -646,10 +636,8 @@ class ConcatDataset(Wrapper):
             return gather(chunks[0][0], chunks[0][1], empty)
         return default_batchify_fn.assemble(ConcatDataset.__getitems__(self, indices), empty)
 
-    def _follow(self, batches: Batches, position: NextBatch, later: Batches) -> None:
-        for part in filter(can_follow, self._parts):
-            inner = partial(self._of_part, part)
-            follow(part, of_inner(batches, inner), position, of_inner(later, inner))
+    def _routes(self) -> Iterable[tuple[Any, Translate]]:
+        return ((part, partial(self._of_part, part)) for part in self._parts)
 
     def _of_part(self, part: Any, indices: Indices) -> Int64s:
         """The indices that lie in one part, as the part counts them."""
@@ -682,8 +670,7 @@ def mixture_of(dataset: Any) -> Mixture | None:
 
 def has_mixture(dataset: Any) -> bool:
     """Whether a dataset is a mixture, or has one inside."""
-    inside = dataset._inside if isinstance(dataset, Wrapper) else ()
-    return isinstance(dataset, Mixture) or any(map(has_mixture, inside))
+    return any(isinstance(one, Mixture) for one in nested(dataset))
 
 
 # -- datasets that read from servers -----------------------------------------------------------------------------------
@@ -709,7 +696,9 @@ def follow(dataset: Any, batches: Batches, position: NextBatch, later: Batches) 
     if callable(method):
         method(batches, position, later)
     elif isinstance(dataset, Wrapper):
-        dataset._follow(batches, position, later)
+        for inner, translate in dataset._routes():
+            if can_follow(inner):
+                follow(inner, _of_inner(batches, translate), position, _of_inner(later, translate))
 
 
 def can_follow(dataset: Any) -> bool:
@@ -719,11 +708,10 @@ def can_follow(dataset: Any) -> bool:
         >>> can_follow([1, 2])
         False
     """
-    inside = dataset._inside if isinstance(dataset, Wrapper) else ()
-    return callable(getattr(dataset, "follow", None)) or any(map(can_follow, inside))
+    return any(callable(getattr(one, "follow", None)) for one in nested(dataset))
 
 
-def of_inner(batches: Batches, translate: Callable[[Any], Any]) -> Batches:
+def _of_inner(batches: Batches, translate: Translate) -> Batches:
     """The indices of each batch, translated."""
 
     def translated_batch(number: int) -> Any:
@@ -740,6 +728,185 @@ def retries_of(dataset: Any) -> int:
         >>> retries_of([1, 2])
         0
     """
-    counted = getattr(dataset, "retries", None) if callable(getattr(dataset, "follow", None)) else None
-    inside = dataset._inside if isinstance(dataset, Wrapper) else ()
-    return counted if isinstance(counted, int) else sum(map(retries_of, inside))
+    counts = [getattr(one, "retries", 0) for one in nested(dataset) if callable(getattr(one, "follow", None))]
+    return sum(count for count in counts if isinstance(count, int))
+
+
+# -- columns in memory -------------------------------------------------------------------------------------------------
+
+
+class ArrayDataset(Dataset):
+    """Columns of the same length: sample i is the i-th entry of each. A batch costs one gather per column.
+
+    Args:
+        *arrays: positional columns: NumPy arrays, torch tensors, lists, or any object with ``__getitem__`` and
+            ``__len__``. Several give tuple samples and a list of fields per batch, one gives bare samples. A pandas
+            or polars Series and a pyarrow column are read by position. An array of zarr, tensorstore, h5py, xarray or
+            dask gives its rows as NumPy arrays, and reads those of a batch at once. A DataFrame, a pyarrow Table or a
+            dict of columns, given alone, is its columns by name.
+        **columns: named columns: dict samples and dict batches. Positional and named together is a TypeError.
+
+    Raises:
+        TypeError: positional and named columns, or none; a column that cannot be indexed by position.
+        ValueError: the columns have different lengths (names two that do); a column of numbers has missing or masked
+            values.
+
+    Example:
+        >>> import numpy as np
+        >>> dataset = ArrayDataset(image=np.zeros((4, 8, 8)), label=[3, 1, 4, 1])
+        >>> dataset[2]["label"], dataset.get_batch([0, 2])["label"]
+        (4, array([3, 4]))
+
+    Source of the idea: ``mxnet.gluon.data.ArrayDataset``.
+    """
+
+    def __init__(self, *arrays: Any, **columns: Any) -> None:
+        if arrays and columns:
+            raise TypeError(
+                f"ArrayDataset was given {len(arrays)} positional columns and the named columns {list(columns)}: "
+                "name all columns or none"
+            )
+        if len(arrays) == 1:
+            table = named_columns(arrays[0])
+            if table is not None:
+                arrays, columns = (), table
+        if not arrays and not columns:
+            raise TypeError("ArrayDataset was given no columns: give at least one")
+        labelled = dict(columns) if columns else {f"array[{i}]": array for i, array in enumerate(arrays)}
+        for name, given in labelled.items():
+            labelled[name] = column = as_column(given, f"ArrayDataset: column {name}")
+            if not is_dataset(column) or (hasattr(column, "ndim") and column.ndim == 0):
+                raise TypeError(
+                    f"ArrayDataset: column {name} is {an(type(column))} without a length: give arrays, "
+                    "tensors, lists or datasets"
+                )
+        (first, column), *others = labelled.items()
+        self._length = len(column)
+        for name, other in others:
+            if len(other) != self._length:
+                raise ValueError(
+                    f"All arrays must have the same length; {first} has length {self._length} while {name} has "
+                    f"{len(other)}: cut them to one length"
+                )
+        self._names: tuple[str, ...] | None = tuple(columns) if columns else None
+        self._columns: tuple[Any, ...] = tuple(labelled.values())
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, slice):
+            index = checked_index(index, self._length)
+        if self._names is not None:
+            return {name: column[index] for name, column in zip(self._names, self._columns, strict=True)}
+        if len(self._columns) == 1:
+            return self._columns[0][index]
+        return tuple([column[index] for column in self._columns])
+
+    @property
+    def columns(self) -> dict[str, Any] | tuple[Any, ...]:
+        """The columns: a dict of the named ones, otherwise a tuple.
+
+        Example:
+            >>> ArrayDataset([1, 2], [3, 4]).columns
+            ([1, 2], [3, 4])
+        """
+        return self._columns if self._names is None else dict(zip(self._names, self._columns, strict=True))
+
+    @bulk
+    def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
+        """A finished batch: one array, a list of fields, or a dict of fields.
+
+        Args:
+            indices: flat integers; negative ones count from the end.
+            empty: gives the memory: ``empty(shape, dtype)`` returns an array. A loader gives its own.
+
+        Returns:
+            NumPy arrays for NumPy columns, tensors for tensors, the default batchify of the others.
+
+        Raises:
+            IndexError: one is out of range.
+
+        Example:
+            >>> import numpy as np
+            >>> ArrayDataset(np.arange(5), np.arange(5) * 10).get_batch([4, 0])
+            [array([4, 0]), array([40,  0])]
+        """
+        return self.as_batch(gather_rows(self._columns, checked_indices(indices, self._length), empty))
+
+    def as_batch(self, fields: list[Any]) -> Any:
+        """The batch whose columns are these, in the order of the dataset's.
+
+        Example:
+            >>> ArrayDataset(x=[1], y=[2]).as_batch(["xs", "ys"])
+            {'x': 'xs', 'y': 'ys'}
+        """
+        if self._names is not None:
+            return dict(zip(self._names, fields, strict=True))
+        return fields[0] if len(fields) == 1 else fields
+
+    @bulk
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Many samples at once."""
+        where = seeding.translated(checked_indices(indices, self._length).tolist(), indices)
+        columns = [read_many(column, where) for column in self._columns]
+        if self._names is not None:
+            names = self._names
+            return [dict(zip(names, fields, strict=True)) for fields in zip(*columns, strict=True)]
+        return columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
+
+    def __repr__(self) -> str:
+        names = self._names or [""] * len(self._columns)
+        shown = [f"{name}{'=' if name else ''}{_describe(c)}" for name, c in zip(names, self._columns, strict=True)]
+        return f"ArrayDataset({', '.join(shown)}; {self._length} samples)"
+
+
+def _describe(column: Any) -> str:
+    if hasattr(column, "shape") and hasattr(column, "dtype"):
+        return f"{str(column.dtype).removeprefix('torch.')}{list(column.shape[1:])}"
+    return type(column).__name__
+
+
+class Rows(NamedTuple):
+    """A dataset whose samples are rows of arrays and tensors.
+
+    Attributes:
+        length: the number of samples.
+        columns: the arrays and tensors, by name or by number.
+        find: the rows of many samples in the columns.
+        as_batch: the batch whose fields are these, in the order of the columns.
+    """
+
+    length: int
+    columns: dict[Any, Any]
+    find: Callable[[Any], Int64s]
+    as_batch: Callable[[list[Any]], Any]
+
+
+def as_rows(dataset: Any) -> Rows | None:
+    """The columns that a dataset reads by index, through any stack of parts; None if it does anything else.
+
+    Args:
+        dataset: any. Columns of an `ArrayDataset` may be of any kind, other columns are as for `is_gathered` and
+            `is_column`.
+
+    Example:
+        >>> import numpy as np
+        >>> from sharded_loader import SubsetDataset
+        >>> rows = as_rows(SubsetDataset(ArrayDataset(x=np.arange(5) * 10), [4, 2]))
+        >>> rows.columns["x"][rows.find([0, -1])], rows.as_batch(["xs"])
+        (array([40, 20]), {'x': 'xs'})
+        >>> as_rows(ArrayDataset([1, 2]).transform(str)) is None
+        True
+    """
+    if (inside := part_of(dataset)) is not None:
+        rows, translate = as_rows(inside[0]), inside[1]
+        return rows and rows._replace(length=len(dataset), find=lambda indices: rows.find(translate(indices)))
+    if type(dataset) is ArrayDataset and "get_batch" not in vars(dataset):
+        arrays, as_batch = dataset.columns, dataset.as_batch
+    elif (found := arrays_of(dataset)) is not None and are_rows(arrays := tuple(found[0]())):
+        as_batch = (lambda fields: fields[0]) if found[1] else (lambda fields: fields)
+    else:
+        return None
+    columns = arrays if isinstance(arrays, dict) else dict(enumerate(arrays))
+    return Rows(len(dataset), columns, partial(checked_indices, length=len(dataset)), as_batch)

@@ -10,11 +10,12 @@ What can go wrong: an OSError of the system. A file system with the times of a s
 from __future__ import annotations
 
 import os
-import threading
 import time
 import zlib
 from collections.abc import Callable
 from functools import partial
+
+from sharded_loader.base.system import read_at
 
 BINARY = getattr(os, "O_BINARY", 0)
 """For `os.open`: Windows translates line ends without it."""
@@ -43,9 +44,7 @@ class PositionedFile:
     def __init__(self, path: str) -> None:
         self.fd = -1
         self.fd = os.open(path, os.O_RDONLY | BINARY)
-        self.read: Callable[[int, int], bytes] = (
-            partial(os.pread, self.fd) if hasattr(os, "pread") else partial(_seek_and_read, threading.Lock(), self.fd)
-        )
+        self.read: Callable[[int, int], bytes] = partial(getattr(os, "pread", read_at), self.fd)
 
     def stat(self) -> os.stat_result:
         """Of the open file."""
@@ -69,13 +68,6 @@ class PositionedFile:
 
     def __del__(self) -> None:
         self.close()
-
-
-def _seek_and_read(lock: threading.Lock, fd: int, size: int, offset: int) -> bytes:
-    """`os.pread` for Windows, which has none."""
-    with lock:
-        os.lseek(fd, offset, os.SEEK_SET)
-        return os.read(fd, size)
 
 
 def settled(path: str) -> os.stat_result:

@@ -1,7 +1,7 @@
 """What a sample draws its random numbers from: its key, when many are read at once, and what its transform holds.
 
     KeyedIndices                        indices into an inner dataset, and the key of each sample
-    with each_by_its_key(indices):      each sample of a bulk read draws its own numbers
+    each_by_its_key(fn, items, indices) each sample of a bulk read draws its own numbers
     with transform_seed(fn, level):     everything that ``fn`` draws from is seeded by (seed, epoch, index, level)
         fn(sample)
     owners(fn) -> [Seedable, ...]       the objects inside ``fn`` that can be seeded
@@ -30,34 +30,23 @@ import functools
 import inspect
 import random
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from types import CodeType, FunctionType, MethodType
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from sharded_loader.base.errors import add_note
+from sharded_loader.batching.tree import Children, attributes, parts, reachable
 from sharded_loader.randomness import rng
-from sharded_loader.randomness.global_generators import seeded_globals
-
-MOST = 2000
-"""Objects to search, nearest first: about 2 ms. It is done once per batch."""
-
-MANY = 200
-"""Items of one list or dict to search: what is longer is data, and no pipeline."""
+from sharded_loader.randomness.rng import seeded_globals
 
 TOLD = 1000
 """Of a search for datasets with ``set_epoch``: objects, and the entries of a list or dict. It takes 1 ms at most."""
 
-_LEAVES = frozenset(
-    (str, bytes, bytearray, int, float, complex, bool, type(None), range, slice, type(Ellipsis))
-    + (np.ndarray, np.dtype, ModuleType, BuiltinFunctionType, set, frozenset, random.Random)
-)
-
-Children = Iterator[tuple[str, Any]]
+T = TypeVar("T")
 
 
 # -- the keys of samples -----------------------------------------------------------------------------------------------
@@ -112,47 +101,20 @@ def handed_out(indices: Any) -> list[Any]:
     return KeyedIndices(indices, indices.keys) if isinstance(indices, KeyedIndices) else list(indices)
 
 
-@contextmanager
-def each_by_its_key(indices: Sequence[Any]) -> Iterator[Callable[[int], None]]:
-    """Inside the block, call the given function with k before touching sample k, so that it draws its own numbers."""
-    before, keys = rng.reading.get(), keys_of(indices)
-
-    def turn_to(position: int) -> None:
-        if keys is not None:
-            rng.reading.set(keys[position])
-
+def each_by_its_key(fn: Callable[[Any], T], items: Iterable[Any], indices: Sequence[Any]) -> list[T]:
+    """``fn(item)`` of each item. Each draws the numbers of the sample at its index."""
+    before, keys, made = rng.reading.get(), keys_of(indices), []
     try:
-        yield turn_to
+        for position, item in enumerate(items):
+            if keys is not None:
+                rng.reading.set(keys[position])
+            made.append(fn(item))
     finally:
         rng.reading.set(before)
+    return made
 
 
 # -- what an object refers to ------------------------------------------------------------------------------------------
-
-
-def reachable(
-    root: Any, children: Callable[[Any], Children], name: str = "", most: int = MOST, deepest: int = MOST
-) -> Children:
-    """An object, and those that it refers to, directly or not, nearest first, each with its path.
-
-    Args:
-        root: the object.
-        children: object -> what it refers to, each with the end of its path. It is asked for one object after the
-            other, as they are yielded. What it yields of numbers, texts, arrays and modules is left out.
-        name: the path of ``root``.
-        most: the number of objects after which no more are searched.
-        deepest: the greatest number of steps from ``root``.
-    """
-    seen: dict[int, Any] = {id(root): root}  # the objects too: the address of one that is gone is given to another
-    queue = deque([(name, root, 0)])
-    while queue:
-        path, obj, depth = queue.popleft()
-        yield path, obj
-        for end, child in children(obj) if depth < deepest else ():
-            is_leaf = type(child) in _LEAVES or issubclass(type(child), np.generic)
-            if not is_leaf and id(child) not in seen and len(seen) < most:
-                seen[id(child)] = child
-                queue.append((path + end, child, depth + 1))
 
 
 def generators(root: Any, name: str) -> Children:
@@ -251,23 +213,21 @@ def next_level(dataset: Any, kind: Any) -> int:
         >>> next_level([1, 2, 3], dict)
         0
     """
-    levels = (obj._level for _, obj in reachable(dataset, _parts) if isinstance(obj, kind))
+    levels = (obj._level for _, obj in reachable(dataset, parts) if isinstance(obj, kind))
     return 1 + max((level for level in levels if level is not None), default=-1)
 
 
-def _seeder(obj: Any) -> Callable[[int], Any] | None:
+def _seeder(obj: Any) -> Callable[[int], object] | None:
     """What seeds an object, if it has a method for that."""
     kind = type(obj)
-    if issubclass(kind, type):
-        return None
-    if callable(getattr(kind, "set_random_seed", None)):
-        return functools.partial(_by_seed, obj.set_random_seed)
-    if not callable(getattr(kind, "set_random_state", None)):
-        return None
-    with suppress(ValueError):  # a method that is not written in Python tells nothing
-        if "state" in inspect.signature(kind.set_random_state).parameters:
-            return lambda key: obj.set_random_state(state=_random_state(key))
-    return functools.partial(_by_seed, obj.set_random_state)
+    for name in ("set_random_seed", "set_random_state"):
+        if not issubclass(kind, type) and callable(getattr(kind, name, None)):
+            method = getattr(obj, name)
+            with suppress(ValueError):  # a method that is not written in Python tells nothing
+                if "state" in inspect.signature(method).parameters:
+                    return lambda key: method(state=_random_state(key))
+            return functools.partial(_by_seed, method)
+    return None
 
 
 def _by_seed(method: Callable[[int], Any], key: int) -> None:
@@ -287,37 +247,10 @@ def _random_state(key: int) -> np.random.RandomState:
 def _children(obj: Any) -> Children:
     """What an object refers to, its code included."""
     yield from _code(obj)
-    yield from _parts(obj)
+    yield from parts(obj)
     kind = type(obj)
     if not issubclass(kind, type) and not all(_is_installed(base.__module__) for base in kind.__mro__):
         yield ".class", kind
-
-
-def _parts(obj: Any) -> Children:
-    """What an object holds, each with the end of its path, in an order that is the same in every process."""
-    kind = type(obj)
-    if issubclass(kind, (list, tuple, deque)):
-        yield from ((f"[{number}]", child) for number, child in enumerate(tuple(islice(obj, MANY))))
-    elif issubclass(kind, dict):
-        for number, (key, child) in enumerate(tuple(islice(obj.items(), MANY))):
-            yield f"[{key!r}]" if type(key) in (str, int) else f"[{number}]", child
-    elif issubclass(kind, functools.partial):
-        yield from ((".func", obj.func), (".args", obj.args), (".keywords", obj.keywords))
-    if not issubclass(kind, type):
-        yield from attributes(obj)
-
-
-def attributes(obj: Any) -> Children:
-    """The attributes that an object itself holds; no code of its class runs."""
-    held: dict[Any, Any] = {}
-    with suppress(Exception):
-        held = object.__getattribute__(obj, "__dict__").copy()
-    yield from ((f".{name}", held[name]) for name in sorted(name for name in held if type(name) is str))
-    for base in type(obj).__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            with suppress(AttributeError):  # not assigned, or private: then its name is another
-                yield f".{name}", object.__getattribute__(obj, name)
 
 
 def _code(obj: Any) -> Children:

@@ -22,8 +22,8 @@ import numpy as np
 
 from sharded_loader.base.described import an
 from sharded_loader.batching.protocol import known_to
-from sharded_loader.batching.tensors import as_numpy, is_column
-from sharded_loader.data.bulk import each_sample
+from sharded_loader.batching.tree import as_numpy, is_column
+from sharded_loader.data.bulk import each_sample, part_of
 from sharded_loader.data.columns import as_column
 from sharded_loader.randomness.shuffle import Indices, shuffled
 
@@ -70,10 +70,8 @@ def apportioned(total: int, shares: Sequence[Fraction], digits: int | None = Non
         [4, 3, 3]
     """
     counts = list(map(math.floor, shares))
-    below = [
-        count - share if digits is None else round(float(count - share), digits)
-        for count, share in zip(counts, shares, strict=True)
-    ]
+    exact = [count - share for count, share in zip(counts, shares, strict=True)]
+    below: list[Any] = exact if digits is None else [round(float(one), digits) for one in exact]
     for number in sorted(range(len(counts)), key=below.__getitem__)[: total - sum(counts)]:
         counts[number] += 1
     return counts
@@ -138,8 +136,7 @@ def _classes(dataset: Any, labels: Any) -> Indices:
     if is_column(labels):
         labels = as_numpy(labels)
     if not hasattr(labels, "__len__") or getattr(labels, "ndim", 1) != 1:
-        shape = getattr(labels, "shape", None)
-        found = f"an array of shape {tuple(shape)}" if shape is not None else an(type(labels))
+        found = f"an array of shape {tuple(labels.shape)}" if hasattr(labels, "shape") else an(type(labels))
         raise TypeError(f"{name} was given {found}: give one label per sample, the name of a field, or a function")
     if len(labels) != len(dataset):
         raise ValueError(f"{name} was given {len(labels)} labels for {len(dataset)} samples: give one label per sample")
@@ -181,16 +178,10 @@ def _field(dataset: Any, name: str) -> Any:
 
 def _column(dataset: Any, name: str) -> Any:
     """A column of an `ArrayDataset` or a Hugging Face dataset, or of a part of one; None if there is none."""
-    kind = type(dataset)
-    if known_to(kind, "columns", ["__getitem__"]) is not None and isinstance(dataset.columns, Mapping):
+    if known_to(type(dataset), "columns", ["__getitem__"]) is not None and isinstance(dataset.columns, Mapping):
         return dataset.columns.get(name)
     if name in (getattr(dataset, "column_names", None) or ()):
         return dataset[name]
-    if known_to(kind, "_inner", ["__getitem__", "_one"]) is None:
-        return None
-    column = _column(dataset._dataset, name)
-    if column is None:
-        return None
-    where = dataset._inner(np.arange(len(dataset)))
-    column = as_numpy(column) if is_column(column) else as_column(column, f"column {name}")
-    return column[where] if isinstance(column, np.ndarray) else [column[index] for index in where.tolist()]
+    inner, translate = part_of(dataset) or (None, None)
+    column = None if translate is None else _column(inner, name)
+    return column if translate is None or column is None else [column[i] for i in translate(np.arange(len(dataset)))]

@@ -280,7 +280,9 @@ class CopyStream:
                 pending.batch = map_leaves(functools.partial(self._place, pending), batch, own="to", skip=ATOMS)
             if pending.small:
                 self._bundle(pending)
-            ahead = [one for one in pending.staged if transform is not None or _can_be_seen(one.value)]
+            ahead = pending.staged and [
+                one for one in pending.staged if transform is not None or _can_be_seen(one.value)
+            ]
             if not (pending.targets or ahead or transform is not None):
                 return pending
             if self._stream is None:
@@ -367,11 +369,11 @@ class CopyStream:
     def hand_out(self, pending: PendingCopy) -> None:
         """Let the caller's stream wait for the copies of a batch, and put what objects have become in their places.
 
-        Those that have not moved do so now, on the caller's stream: no tensor of theirs needs `used_on` then.
+        No tensor of objects that move now, on the caller's stream, needs `used_on`.
         """
-        streams, late = self.streams, [one for one in pending.staged if not one.has_moved]
+        streams = self.streams
         with streams.current():
-            current, sources = streams.caller_stream(), [one.value for one in late]
+            current = streams.caller_stream()
             if pending.event is not None:
                 current.wait_event(pending.event)
                 if current != pending.home:
@@ -381,16 +383,22 @@ class CopyStream:
                 if self._clock.times is not None:
                     self._note_ready(self._clock.times, current)
                 pending.targets.clear()
-            try:
-                for one in late:
-                    self._move(one)
-                if pending.staged:
-                    pending.batch = _with_moved(pending)
-            finally:
-                if sources:
-                    pending.event = current.record_event()
-                    self._moved.append((pending.event, sources))
-            pending.staged = []
+            if pending.staged:
+                self._move_late(pending, current)
+
+    def _move_late(self, pending: PendingCopy, current: Any) -> None:
+        """Put what objects have become in their places. Those that have not moved do so now, on the caller's stream."""
+        late = [one for one in pending.staged if not one.has_moved]
+        sources = [one.value for one in late]
+        try:
+            for one in late:
+                self._move(one)
+            pending.batch = _with_moved(pending)
+        finally:
+            if sources:
+                pending.event = current.record_event()
+                self._moved.append((pending.event, sources))
+        pending.staged = []
 
     def _note_ready(self, times: DeviceTimes, current: Any) -> None:
         """The stream has the batch that ``next`` was called for. Make an event for the next call."""

@@ -43,7 +43,7 @@ from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams, capture_probe
 from sharded_loader.devices.transform import BatchTransform
 from sharded_loader.engine.messages import NOTHING, Task
 from sharded_loader.engine.pipeline import Entry
-from sharded_loader.memory.leases import ReusedMemory
+from sharded_loader.memory.arena import ReusedMemory
 
 AHEAD = 2
 """Batches copied ahead: one is being copied while the one before it waits for the consumer."""
@@ -57,26 +57,26 @@ LONGEST_PAUSE = 1024
 _CPU = torch.device("cpu")
 
 
-class Ahead:
+class CopyDepth:
     """How many batches are copied ahead: fewer for some time after a device was full.
 
     Args:
         wanted: how many, where there is room.
 
     Attributes:
+        wanted: as given.
         count: how many now.
     """
 
     def __init__(self, wanted: int) -> None:
-        self.count = self._wanted = wanted
+        self.count = self.wanted = wanted
         self._pause, self._until_retry, self._retried = PAUSE, 0, False
 
-    def tick(self) -> None:
-        """A batch is begun: perhaps one more is tried again."""
-        if self.count < self._wanted:
-            self._until_retry -= 1
-            if self._until_retry <= 0:
-                self.count, self._until_retry, self._retried = self.count + 1, self._pause, True
+    def retry(self) -> None:
+        """A batch is begun while fewer are wanted: try one more, after a pause."""
+        self._until_retry -= 1
+        if self._until_retry <= 0:
+            self.count, self._until_retry, self._retried = self.count + 1, self._pause, True
 
     def lower(self) -> None:
         """A device is full."""
@@ -142,7 +142,7 @@ class Placement:
 
     def copy_ahead(self, count: int) -> None:
         """Set `ahead`; it stays 0 where nothing is done in the background."""
-        self._ahead = Ahead(count if self.asynchronous or self._pinner is not None else 0)
+        self._ahead = CopyDepth(count if self.asynchronous or self._pinner is not None else 0)
 
     def check_not_capturing(self) -> None:
         """Reject a call inside a graph capture, before anything is done that would break the capture.
@@ -268,7 +268,8 @@ class Placement:
         shards = batch if task.sharded else (batch,)
         if self._pinner is not None:
             return [self._pinner.begin(self._in_host_memory(shard)) for shard in shards]
-        self._ahead.tick()
+        if self._ahead.count < self._ahead.wanted:
+            self._ahead.retry()
         begun = list[PendingCopy]()
         for place, (device, shard) in enumerate(zip(self.devices or itertools.repeat(_CPU), shards, strict=False)):
             try:

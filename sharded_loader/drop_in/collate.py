@@ -19,8 +19,7 @@ import numpy as np
 
 from sharded_loader.batching.default import JOINABLE, Batchify, stack_arrays
 from sharded_loader.batching.protocol import BatchifyError, Empty, assembler
-from sharded_loader.batching.tensors import dtype_of, is_plain, stack_tensors
-from sharded_loader.batching.tree import TensorBatch, to_torch, torch_has
+from sharded_loader.batching.tree import TensorBatch, dtype_of, is_plain, stack_tensors, to_torch, torch_has
 from sharded_loader.caching.dataset import StoredDataset
 from sharded_loader.caching.flat import fits_columns
 from sharded_loader.data.bulk import NOT_IN_BULK, Gather, as_bulk, part_of
@@ -41,19 +40,16 @@ class Collate:
         """The batch, its arrays in memory from ``empty``."""
         if not _is_changed():
             types = set(map(type, samples))
+            is_row = types <= {tuple} or types <= {list}
             try:
-                if types <= {tuple} or types <= {list}:
-                    if len(set(map(len, samples))) == 1:
-                        fields = [
-                            _stacked(column, set(map(type, column)), empty) for column in zip(*samples, strict=True)
-                        ]
-                        if fields and not any(field is None for field in fields):
-                            return TensorBatch(fields)
+                if is_row:
+                    columns = zip(*samples, strict=True)
+                    fields = [_stacked(column, set(map(type, column)), empty) for column in columns]
                 else:
-                    array = _stacked(samples, types, empty)
-                    if array is not None:
-                        return TensorBatch(array)
-            except (BatchifyError, OverflowError, IndexError):
+                    fields = [_stacked(samples, types, empty)]
+                if fields and not any(field is None for field in fields):
+                    return TensorBatch(fields if is_row else fields[0])
+            except (BatchifyError, IndexError, OverflowError, ValueError):
                 pass  # torch's function raises its own error
         return self(samples)
 
@@ -72,9 +68,7 @@ class Collate:
             inner = part[0]
         is_tensors = data is not None and type(inner) in (data.TensorDataset, sys.modules["torch"].Tensor)
         is_stored = type(inner) is StoredDataset and fits_columns(inner.structure) and _is_collated(inner.structure)
-        if not is_tensors and not is_stored:
-            return None
-        gather = as_bulk(dataset)
+        gather = as_bulk(dataset) if is_tensors or is_stored else None
         if gather is None:
             return None
 
@@ -124,14 +118,10 @@ def _is_changed() -> bool:
     collate: Any = sys.modules.get("torch.utils.data._utils.collate")
     if collate is None:
         return False
-    functions = collate.default_collate_fn_map
-    return (
-        len(functions) != _TYPES
-        or functions.get(np.ndarray) is not collate.collate_numpy_array_fn
-        or functions.get(int) is not collate.collate_int_fn
-        or functions.get(float) is not collate.collate_float_fn
-        or functions.get(sys.modules["torch"].Tensor) is not collate.collate_tensor_fn
-    )
+    functions, tensor = collate.default_collate_fn_map, sys.modules["torch"].Tensor
+    found = functions.get(np.ndarray), functions.get(int), functions.get(float), functions.get(tensor)
+    own = collate.collate_numpy_array_fn, collate.collate_int_fn, collate.collate_float_fn, collate.collate_tensor_fn
+    return len(functions) != _TYPES or found != own
 
 
 _TYPES = 7

@@ -1,6 +1,9 @@
 """The iterator of the drop-in: torch's own base class around this library's iterator.
 
-    LoaderIterator(loader, state)._next_data() -> EpochIterator -> Pipeline -> ProcessPool | InlinePool
+    LoaderIterator(loader, state)._next_data() -> RunIterator -> Pipeline -> ProcessPool | InlinePool
+    check_arguments(loader)              rejects what would otherwise fail at the first batch
+    make_pool(loader) -> Pool            the pool that the loader's arguments ask for
+    WorkerView(handle)                   a worker process as torch's iterator shows it
 
 An iterator owns its workers, as in torch. They start with the first ``next`` and end with the epoch. With
 ``persistent_workers`` they live as long as the iterator, which the loader then keeps and resets for each epoch.
@@ -15,10 +18,13 @@ import copy
 import functools
 import itertools
 import math
+import multiprocessing
 import os
+import signal
 import sys
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +32,7 @@ import torch
 from torch.utils.data import IterableDataset, _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.interrupts import uninterrupted
@@ -34,18 +41,17 @@ from sharded_loader.data.inspection import is_stateful
 from sharded_loader.devices.names import accelerators, find_devices
 from sharded_loader.devices.pinning import Pinner
 from sharded_loader.devices.placement import Placement
-from sharded_loader.drop_in.collate import batchify_fn_of
-from sharded_loader.drop_in.epoch import TorchEpoch
-from sharded_loader.drop_in.sampler import SamplerStart, SamplerState, set_generator
-from sharded_loader.drop_in.state import LoaderState, TorchRun, stream_epoch
-from sharded_loader.drop_in.workers import WorkerView, in_torchs_words, make_pool
-from sharded_loader.engine.messages import Job, PartPoint, Task
+from sharded_loader.drop_in.sampler import SamplerStart, SamplerState, TorchEpoch, set_generator
+from sharded_loader.drop_in.state import LoaderState, TorchRun, check_data, job_of, stream_epoch
+from sharded_loader.engine.messages import PartPoint, Task
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool
-from sharded_loader.loader.arguments import claim, length, make_split
+from sharded_loader.loader import arguments
 from sharded_loader.loader.epochs import warn_of_length
 from sharded_loader.loader.iterator import RunIterator, profiler_enabled
+from sharded_loader.pools.local import InlinePool, ThreadPool
 from sharded_loader.pools.process.pool import ArenaInUse, ProcessPool
+from sharded_loader.sampling.base import nested
 from sharded_loader.streams.epoch import StreamEpoch
 from sharded_loader.streams.reader import StreamReader
 
@@ -53,6 +59,77 @@ if TYPE_CHECKING:
     from sharded_loader.torch import DataLoader
 
 _numbers = itertools.count()
+
+
+def check_arguments(loader: DataLoader[Any]) -> None:
+    """Reject arguments that torch's constructor accepts, but that fail at the first batch.
+
+    Raises:
+        ValueError, TypeError: An argument has a wrong value or type.
+    """
+    arguments.collate_function(None, loader.collate_fn)
+    if loader.generator is not None and not isinstance(loader.generator, torch.Generator):
+        raise TypeError(f"generator is {loader.generator!r}; it must be a torch.Generator, or give seed= (an int)")
+    if loader.prefetch_factor is not None:
+        check_int("prefetch_factor", loader.prefetch_factor, 0, "give the number of batches to prefetch per worker")
+    if loader.seed is not None:
+        loader.seed = check_int("seed", loader.seed, -math.inf, "give an integer, or None")
+    arguments.make_split(*find_devices(loader.device, loader.devices), loader.num_shards)
+    if loader.streams is not None:
+        check_int("streams", loader.streams, 1, "give the number of parts, or None for one per worker")
+        if not isinstance(loader.dataset, IterableDataset):
+            arguments.refuse_streams(loader.streams, loader.dataset)
+    if loader.start_method and loader.multiprocessing_context is not None:
+        raise ValueError("start_method and multiprocessing_context set the same thing: leave out one of them")
+    arguments.refuse_worker_memory(loader.max_worker_memory, loader.num_workers > 0 and not _uses_threads(loader))
+    _process_pool(loader, max(1, loader.num_workers))
+    for one in () if isinstance(loader.dataset, IterableDataset) else nested(loader._index_sampler):
+        if hasattr(one, "check_dataset") and hasattr(loader.dataset, "__len__"):
+            one.check_dataset(len(loader.dataset))
+
+
+def make_pool(loader: DataLoader[Any]) -> Pool:
+    """The pool that a loader's arguments ask for. Its workers have not started.
+
+    With ``timeout`` alone the pool restarts no worker: a silent or dead worker is an error, as in torch.
+    """
+    if loader.num_workers == 0:
+        if loader.timeout:
+            raise AssertionError("a DataLoader without workers requires timeout == 0")  # the type is torch's
+        return InlinePool()
+    timeout, count = loader.timeout or None, loader.num_workers if loader._tuner is None else loader._tuner.workers
+    if _uses_threads(loader):
+        return ThreadPool(count, worker_init_fn=loader.worker_init_fn, timeout=timeout)
+    pool = _process_pool(loader, count)
+    pool.workers_last = loader.persistent_workers
+    return pool
+
+
+def _uses_threads(loader: DataLoader[Any]) -> bool:
+    """True if workers are threads: by ``thread_pool``, or by a context whose processes are threads, as MONAI's."""
+    process: object = getattr(loader.multiprocessing_context, "Process", None)
+    return loader.thread_pool or (isinstance(process, type) and issubclass(process, threading.Thread))
+
+
+def _process_pool(loader: DataLoader[Any], count: int) -> ProcessPool:
+    """``count`` worker processes, as the loader's arguments ask for them."""
+    context, restarts = loader.multiprocessing_context, loader.restarts
+    method: Any = loader.start_method
+    if method is None and context is not None:
+        # Other libraries' contexts have names of their own.
+        methods = multiprocessing.get_all_start_methods()
+        kinds = [name for name in methods if isinstance(context, type(multiprocessing.get_context(name)))]
+        name = context.get_start_method()
+        method = name if name in methods else [*kinds, "spawn"][0]
+    return ProcessPool(
+        count,
+        start_method=method,
+        worker_init_fn=loader.worker_init_fn,
+        timeout=loader.timeout or None,
+        restarts=(0 if loader.timeout else 3) if restarts is None else restarts,
+        max_bytes=loader.max_bytes,
+        max_worker_memory=loader.max_worker_memory,
+    )
 
 
 def as_collated(devices: list[torch.device] | None, pinner: Pinner | None = None) -> Placement:
@@ -121,65 +198,65 @@ class LoaderIterator(_BaseDataLoaderIter):
         run: the run of the epoch, with its position.
     """
 
+    run: TorchRun
     _owner: DataLoader[Any] | None = None  # until the first `next`
     _asked: Any = None  # for what its epoch was planned; see `TorchProgress.asked`
 
     def __init__(self, loader: DataLoader[Any], state: LoaderState | None = None) -> None:
+        check_data(loader)
         # Resuming must not advance torch's global generator: the state already holds the seed and the order. The same
         # holds when persistent workers continue.
         self._workers_live_on = loader.persistent_workers and loader.num_workers > 0
         draws = state is None or (state.finished and not self._workers_live_on)
-        before = torch.get_rng_state()
-        if draws:
-            _load_generator(loader.generator, state)
-        self._start = _start_of(loader, state)
-        drawn = self._drawn_before(loader, state)
-        if loader.num_workers == 0 and draws and state is not None:
-            _load_dataset(loader.dataset, state)
+        before, generator, saved = torch.get_rng_state(), loader.generator, None if state is None else state.generator
+        dataset: Any = loader.dataset
+        if draws and generator is not None and saved is not None:
+            set_generator(generator, saved)
+        drawn = self._plan(loader, state)
+        if draws and state is not None and state.sampler is not None and loader.num_workers == 0:
+            # The dataset may restore the global generator, so this comes before the next epoch draws its seed.
+            datasets = state.sampler.datasets
+            if datasets and datasets[-1] is not None and is_stateful(dataset):
+                dataset.load_state_dict(copy.deepcopy(datasets[-1]))
         super().__init__(loader)
         if self._start is not None:
             self._start.put_back()  # torch has asked for items that may not be used
         if drawn is not None:
             self._base_seed = drawn
         if not draws:
-            _load_generator(loader.generator, state)
+            if generator is not None and saved is not None:
+                set_generator(generator, saved)
             torch.set_rng_state(before)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
-        self._length = None if self._is_stream else length(loader.dataset)  # of the copies that the workers get
-        self._devices, self._sharded = find_devices(loader.device, loader.devices)
-        self._memory = memory = loader._memory
-        if self._devices is None:
-            placement = as_collated(None, self._make_pinner())
-        else:
-            placement = memory.placement(self._devices)
+        self._length = (
+            None if self._is_stream else arguments.length(loader.dataset)
+        )  # of the copies that the workers get
+        devices, sharded = find_devices(loader.device, loader.devices)
+        pinner, self._memory = None, loader._memory
+        if self._pin_memory and devices is None:  # as torch does
+            kind = torch.device(self._pin_memory_device or accelerators()[0]).type
+            pin = functools.partial(_utils.pin_memory.pin_memory, device=self._pin_memory_device)
+            pinner = Pinner(pin, kind, in_thread=self._num_workers > 0)
+        placement = as_collated(None, pinner) if devices is None else self._memory.placement(devices)
         self._placement, self._pool = placement, make_pool(loader)
         self._pool.notices = loader._meter.notices
-        memory.lend(self._pool, placement)
-        self._pipeline = Pipeline(self._pool, make_split(self._devices, self._sharded, loader.num_shards))
-        claim(self._pool, self._pipeline)
+        self._memory.lend(self._pool, placement)
+        self._pipeline = Pipeline(self._pool, arguments.make_split(devices, sharded, loader.num_shards))
+        arguments.claim(self._pool, self._pipeline)
         # Without prefetch_factor, enough batches are in flight to fill the messages to the workers.
         self._pipeline.scheduler.scale_by_group = loader._scales_prefetch
         self._pipeline.scheduler.per_worker = loader.prefetch_factor or 0
         self._pipeline.scheduler.follow(self._pool)
         self._pipeline.min_ready = max(2, 1 + placement.ahead)
-        self._closer = weakref.finalize(self, _close, self._pool.closer(), placement.closer())
+        self._closer = weakref.finalize(self, _call_all, self._pool.closer(), placement.closer())
         self._shutdown = False
         self._processes: list[WorkerView] = []
         # Part or worker -> where the previous epoch left it.
         self._points_at_start: dict[int, PartPoint] = {}
-        self._number = next(_numbers)
         self._unread: set[int] = set()  # parts that had ended in a loaded state: no worker has read them
         self._begin(loader, state, self._sampler_iter if loader.num_workers == 0 else None)
         if drawn is not None:  # what this iterator has drawn changes nothing for others that begin at this state
             loader._progress.rng_at_load = torch.get_rng_state()
-
-    def _make_pinner(self) -> Pinner | None:
-        """What pins batches as torch does; None: nothing does."""
-        if not self._pin_memory or self._devices is not None:
-            return None
-        kind = torch.device(self._pin_memory_device or accelerators()[0]).type
-        pin = functools.partial(_utils.pin_memory.pin_memory, device=self._pin_memory_device)
-        return Pinner(pin, kind, in_thread=self._num_workers > 0)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         """Begin another epoch with the persistent workers. torch's loader calls this."""
@@ -189,8 +266,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if isinstance(self._pool, ProcessPool) and not self._is_stream:
             then = "Persistent workers still have the old one: leave out persistent_workers, or make a new loader"
             warn_of_length(self._dataset, self._length, self._pool.notices, then)
-        self._start = _start_of(loader, None)
-        self._drawn_before(loader, None)
+        self._plan(loader, None)
         super()._reset(loader, first_iter)
         if self._start is not None:
             self._start.put_back()
@@ -198,73 +274,15 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._points_at_start = self.run.after()
         self._begin(loader, None, self._sampler_iter)
 
-    def _begin(self, loader: DataLoader[Any], state: LoaderState | None, items: Any) -> None:
-        """Build the epoch's plan, run and iterator. Reads no sample.
+    def _plan(self, loader: DataLoader[Any], state: LoaderState | None) -> int | None:
+        """Prepare the start of the sampler, if the data has one, and say which seed the epoch draws.
 
-        Args:
-            loader, state: as above.
-            items: the sampler's iterator. None: `SamplerStart` asks for it. With workers, torch asks a second time too.
+        Returns:
+            The seed that the next epoch would have drawn when a state of an epoch's end was saved. None: it draws now.
+            It does so, too, if the program has seeded, or used, the default generator since it loaded the state.
         """
-        # Ignore the state if its epoch was finished and the workers were not persistent: the next epoch starts new
-        # workers with new seeds.
-        finished = state is not None and state.finished
-        if finished and not loader.persistent_workers and loader.num_workers > 0:
-            state = None
-        # New workers, or none, have the seeds and the datasets of a new epoch.
-        saved = None if finished and loader.num_workers == 0 else state
-        drawn = int(self._base_seed if saved is None else saved.base_seed)
-        start = self._start
-        number = None if start is None else start.epoch_of_seed()
-        if number is None:
-            number = loader._progress.count.next_epoch if state is None or finished else state.epoch or 0
-        seed = drawn if loader.seed is None else int(loader.seed)
-        base = drawn if loader.seed is None and loader._tuner is None else None  # None: nothing depends on the workers
-        batchify = batchify_fn_of(self._collate_fn, batched=self._auto_collation)
-        job = Job(self._dataset, batchify, seed, loader.on_error, base_seed=base, in_bulk=self._auto_collation)
-        epoch: TorchEpoch | StreamEpoch
-        if start is None:
-            unread = {part: self._points_at_start[part] for part in self._unread & set(self._points_at_start)}
-            epoch = stream_epoch(loader, seed, state, unread)
-            self._unread = {part for part, point in epoch.at_beginning().points.items() if point.ended}
-            job = replace(job, stream=epoch.stream._replace(tells_epoch=False))
-        else:
-            # As in torch, a worker has the dataset as it was when the worker started.
-            job = replace(job, keeps_state=is_stateful(self._dataset), tells_epoch=False)
-            epoch = self._sampler_epoch(start, None if saved is None else saved.sampler, items, loader._left_out)
-            self._pipeline.scheduler.one_by_one = start.may_draw
-            epoch.takes_turns = loader._tuner is None or job.keeps_state
-            if job.keeps_state:
-                loader._meter.tune_at = math.inf  # each worker has a state of its own: their number stays
-        epoch.number = number  # the random numbers of an epoch depend on it, also in persistent workers
-        epoch.any_order = not loader.in_order and loader.num_workers > 0
-        self._job = job
-        self._num_yielded = 0 if state is None or finished else state.yielded
-        of_dataset = getattr(loader.dataset, "epoch", None) if self._is_stream else None
-        self.run = TorchRun(
-            next(_numbers),
-            epoch=epoch,
-            any_order=epoch.any_order,
-            base_seed=drawn,
-            yielded=self._num_yielded,
-            num_workers=self._num_workers,
-            generator=loader.generator,
-            workers_live_on=self._workers_live_on,
-            points_at_start=self._points_at_start,
-            epoch_of_dataset=of_dataset if isinstance(of_dataset, int) else None,
-        )
-        self._inner = RunIterator(self._pipeline, self._placement, loader._meter, self.run, job)
-        if loader.num_workers == 0:
-            self._prime(epoch, is_new=state is None or finished)
-        # Until the first `next` the loader is what it was: an iterator that reads nothing changes nothing.
-        self._owner, self._asked, loader._progress.waiting = loader, loader._progress.asked(), self
-
-    def _drawn_before(self, loader: DataLoader[Any], state: LoaderState | None) -> int | None:
-        """The seed that the next epoch would have drawn when a state of an epoch's end was saved; None: it draws now.
-
-        It draws one if the program has seeded, or used, the default generator since it loaded the state.
-        """
-        seed = of_sampler = None
-        progress = loader._progress
+        progress, seed, of_sampler = loader._progress, None, None
+        self._start = None if isinstance(loader.dataset, IterableDataset) else start_of(loader, state)
         loaded_at, following = progress.rng_at_load, progress.following if state is None else state.next_draws
         self._following = following if state is not None and not state.finished else None
         is_as_loaded = loaded_at is not None and torch.equal(loaded_at, torch.get_rng_state())
@@ -274,33 +292,54 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._start.shuffle.expect(of_sampler)
         return seed
 
-    def is_stale(self, loader: DataLoader[Any]) -> bool:
-        """Return True if persistent workers have exited, or hold copies of the dataset from another epoch."""
-        told, has_copies = loader._requests.take() is not None, self._is_stream or not self._pool.shares_dataset
-        return self._shutdown or (told and has_copies and self._pool.started)
+    def _begin(self, loader: DataLoader[Any], state: LoaderState | None, items: Iterator[Any] | None) -> None:
+        """Build the epoch's plan, run and iterator. Reads no sample.
 
-    def _make_again(self, loader: DataLoader[Any]) -> None:
-        """Begin where an iterator would begin that is made now."""
-        self._asked = None, self  # no state of the loader: if this is interrupted, the next `next` does it again
-        self._shutdown_workers()
-        self._closer()
-        self.__init__(loader, loader._state_to_begin())  # type: ignore[misc]
-        if self._workers_live_on:
-            loader._iterator = self
-
-    def _take_over(self, loader: DataLoader[Any]) -> None:
-        """Become the newest iterator of the loader: the first batch is asked for."""
-        progress, (request, pending) = loader._progress, self._asked
-        is_named = progress.count.request is not request
-        is_stale = self.is_stale(loader) if self._workers_live_on else self._shutdown
-        if is_stale or progress.pending is not pending or (is_named and pending is not None):
-            self._make_again(loader)
-        elif is_named:
-            self._start = _start_of(loader, None)
-            self._begin(loader, None, None)
-        with uninterrupted():
-            self._owner, progress.following, loader._job = None, self._following, self._job
-            progress.begun(self.run, self)
+        Args:
+            loader, state: as above.
+            items: the sampler's iterator. None: `SamplerStart` asks for it. With workers, torch asks a second time too.
+        """
+        is_new, workers, start = state is None or state.finished, self._num_workers, self._start
+        # Ignore the state if its epoch was finished and the workers were not persistent: the next epoch starts new
+        # workers with new seeds.
+        if is_new and workers > 0 and not self._workers_live_on:
+            state = None
+        # New workers, or none, have the seeds and the datasets of a new epoch.
+        saved = None if is_new and workers == 0 else state
+        drawn = int(self._base_seed if saved is None else saved.base_seed)
+        number = None if start is None else start.epoch_of_seed()
+        if number is None:
+            number = loader._progress.count.next_epoch if state is None or is_new else state.epoch or 0
+        base = drawn if loader.seed is None and loader._tuner is None else None  # None: nothing depends on the workers
+        seed = drawn if loader.seed is None else int(loader.seed)
+        job = replace(job_of(loader, self._collate_fn), seed=seed, base_seed=base)
+        epoch: TorchEpoch | StreamEpoch
+        of_dataset: object = None
+        if start is None:
+            unread = {part: self._points_at_start[part] for part in self._unread & set(self._points_at_start)}
+            epoch = stream_epoch(loader, seed, state, unread)
+            self._unread = {part for part, point in epoch.at_beginning().points.items() if point.ended}
+            job = replace(job, stream=epoch.stream._replace(tells_epoch=False))
+            of_dataset = getattr(loader.dataset, "epoch", None)
+        else:
+            # As in torch, a worker has the dataset as it was when the worker started.
+            job = replace(job, keeps_state=is_stateful(self._dataset))
+            epoch = self._sampler_epoch(start, None if saved is None else saved.sampler, items, loader._left_out)
+            epoch.takes_turns = loader._tuner is None or job.keeps_state
+            if job.keeps_state:
+                loader._meter.tune_at = math.inf  # each worker has a state of its own: their number stays
+        epoch.number = number  # the random numbers of an epoch depend on it, also in persistent workers
+        epoch.any_order = not loader.in_order and workers > 0
+        self._job, self._num_yielded = job, 0 if state is None or is_new else state.yielded
+        of_epoch = of_dataset if isinstance(of_dataset, int) else None
+        at: dict[str, Any] = {"points_at_start": self._points_at_start, "epoch_of_dataset": of_epoch}
+        at |= {"base_seed": drawn, "yielded": self._num_yielded}
+        self.run = TorchRun(next(_numbers), epoch=epoch, any_order=epoch.any_order, **at)
+        self._inner = RunIterator(self._pipeline, self._placement, loader._meter, self.run, job)
+        if workers == 0:
+            self._prime(epoch, is_new)
+        # Until the first `next` the loader is what it was: an iterator that reads nothing changes nothing.
+        self._owner, self._asked, loader._progress.waiting = loader, loader._progress.asked(), self
 
     def _sampler_epoch(self, start: SamplerStart, state: SamplerState | None, items: Any, skips: Any) -> TorchEpoch:
         """An epoch of map-style data.
@@ -316,12 +355,42 @@ class LoaderIterator(_BaseDataLoaderIter):
             start.begin(items)
         if state is not None:
             points = {lane % lanes: PartPoint(state=dataset) for lane, dataset in enumerate(state.datasets or ())}
-        epoch = TorchEpoch(start, lanes, self._auto_collation, points, is_stateful(self._dataset), self._number, skips)
+        epoch = TorchEpoch(start, lanes, self._auto_collation, points, is_stateful(self._dataset), skips)
         if self._num_workers > 0 and not start.resumes:  # torch's workers are sent the first indices now
             start.settle()
             if not start.has_set_epoch:
                 epoch.begin()
+        self._pipeline.scheduler.one_by_one = start.may_draw
         return epoch
+
+    def is_stale(self, loader: DataLoader[Any]) -> bool:
+        """Return True if persistent workers have exited, or hold copies of the dataset from another epoch."""
+        told = loader._progress.requests.take() is not None
+        has_copies = self._is_stream or not self._pool.shares_dataset
+        return self._shutdown or (told and has_copies and self._pool.started)
+
+    def _make_again(self, loader: DataLoader[Any]) -> None:
+        """Begin where an iterator would begin that is made now."""
+        self._asked = None, self  # no state of the loader: if this is interrupted, the next `next` does it again
+        self._shutdown_workers()
+        self._closer()
+        self.__init__(loader, loader._progress.state_to_begin(loader._index_sampler))  # type: ignore[misc]
+        if self._workers_live_on:
+            loader._iterator = self
+
+    def _take_over(self, loader: DataLoader[Any]) -> None:
+        """Become the newest iterator of the loader: the first batch is asked for."""
+        progress, (request, pending) = loader._progress, self._asked
+        is_named = progress.count.request is not request
+        is_stale = self.is_stale(loader) if self._workers_live_on else self._shutdown
+        if is_stale or progress.pending is not pending or (is_named and pending is not None):
+            self._make_again(loader)
+        elif is_named:
+            self._start = start_of(loader, None)
+            self._begin(loader, None, None)
+        with uninterrupted():
+            self._owner, progress.following, progress.job = None, self._following, self._job
+            progress.begun(self.run, self)
 
     def _prime(self, epoch: TorchEpoch | StreamEpoch, is_new: bool) -> None:
         """Ask a dataset of this process for its iterator and for its state. torch asks at this moment too."""
@@ -340,10 +409,6 @@ class LoaderIterator(_BaseDataLoaderIter):
                 dataset.load_state_dict(copy.deepcopy(of_dataset))
 
     # -- batches --------------------------------------------------------------------------------------------
-
-    def next(self) -> Any:
-        """As in PyTorch before 1.13: ``next(iterator)``."""
-        return self.__next__()
 
     def __next__(self) -> Any:
         # torch's method records each batch for a profiler (5 to 9 us), and warns if iterable data has a wrong length.
@@ -375,7 +440,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         # After a ``break``: so that the loader keeps the memory. `_closer` sees to the rest.
         if _is_finalizing() or getattr(self, "_shutdown", True):
             return
-        if self._devices is not None and os.getpid() == self._pipeline.pid:
+        if self._placement.devices is not None and os.getpid() == self._pipeline.pid:
             self._shutdown_workers()
 
     @property
@@ -402,33 +467,70 @@ class LoaderIterator(_BaseDataLoaderIter):
                 worker.let_go()
 
 
-def _start_of(loader: DataLoader[Any], state: LoaderState | None) -> SamplerStart | None:
-    """What starts the loader's sampler; None for iterable data."""
-    if isinstance(loader.dataset, IterableDataset):
-        return None
+def start_of(loader: DataLoader[Any], state: LoaderState | None) -> SamplerStart:
+    """What starts the loader's sampler."""
     saved, finished = (None, False) if state is None else (state.sampler, state.finished)
     return SamplerStart(loader._index_sampler, saved, finished, loader._progress.count)
 
 
-def _load_generator(generator: torch.Generator | None, state: LoaderState | None) -> None:
-    """Restore the generator that the user gave to the loader."""
-    if generator is not None and state is not None and state.generator is not None:
-        set_generator(generator, state.generator)
+def _call_all(*functions: Callable[[], object]) -> None:
+    for function in functions:
+        function()
 
 
-def _load_dataset(dataset: Any, state: LoaderState) -> None:
-    """Restore a map-style dataset of this process from a state of an epoch's end.
+class WorkerView:
+    """A worker process as torch's iterator shows it to programs that watch or kill workers."""
 
-    The dataset may restore the global generator, so this comes before the next epoch draws its seed.
-    """
-    saved = None if state.sampler is None else state.sampler.datasets
-    if saved and saved[-1] is not None and is_stateful(dataset):
-        dataset.load_state_dict(copy.deepcopy(saved[-1]))
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self.pid: int = handle.pid
+        self._exitcode: int | None = None
+
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._handle is not None and bool(self._handle.is_alive())
+
+    def let_go(self) -> None:
+        """Drop the handle, which holds shared memory: the loader has ended the process."""
+        if self._handle is not None:
+            self._exitcode, self._handle = _exitcode_of(self._handle), None
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the process has ended."""
+        if self._handle is not None:
+            self._handle.wait(timeout)
+
+    @property
+    def exitcode(self) -> int | None:
+        """The exit code; None while the process runs, or until the loader has noticed its end."""
+        if self.is_alive() or self._handle is None:
+            return self._exitcode
+        return _exitcode_of(self._handle)
+
+    def terminate(self) -> None:
+        """Kill the process."""
+        if self._handle is not None:
+            self._handle.kill()
+
+    kill = terminate
 
 
-def _close(close_pool: Any, close_placement: Any) -> None:
-    close_pool()
-    close_placement()
+def _exitcode_of(handle: Any) -> int | None:
+    code: int | None = handle.exitcode
+    # As in torch, a worker that the loader has ended has the code 0. The code of a forked worker is not kept.
+    return 0 if handle.ended_by_close or (code is None and not handle.was_killed) else code
+
+
+def in_torchs_words(error: WorkerDiedError | WorkerTimeoutError, timeout: float) -> RuntimeError:
+    """The error that torch raises in this case. Its text begins as torch's, because programs look for those words."""
+    if isinstance(error, WorkerTimeoutError):
+        return RuntimeError(f"DataLoader timed out after {timeout} seconds. {error}")
+    code = error.exitcode
+    if code is not None and code < 0:
+        return RuntimeError(
+            f"DataLoader worker (pid {error.pid}) is killed by signal: {signal.strsignal(-code)}. {error}"
+        )
+    return RuntimeError(f"DataLoader worker (pid(s) {error.pid}) exited unexpectedly. {error}")
 
 
 leave_alone(LoaderIterator.__next__)

@@ -1,10 +1,12 @@
-"""The drop-in's own samplers, and how it starts any sampler: as torch does, or where a state says.
+"""The drop-in's own samplers, how it starts any sampler, and one epoch of it: as torch does, or where a state says.
 
     InOrderSampler(dataset).set_epoch(e)              without ``shuffle``: e decides random numbers
     ShuffleSampler(dataset, generator).set_epoch(e); begin_state(); load_begin_state(state); end_state()
     EpochCount.next_epoch; named(sampler)             the epoch, where the sampler that shuffles does not count
     SamplerState                                      what a state says of the sampler
     SamplerStart(sampler, state, finished, epochs)    starts a sampler; `started` is a `sampling.foreign.Start`
+    TorchEpoch(start, ...)                            the sampler's items, and where it is after each of them
+    TorchEpoch.task(seq) -> Task                      batch number i is read by worker i % num_workers, as in torch
     look_up(sampler, dataset, epoch, steps, begun)    items of an epoch, past or to come
 
 What decides the order of an epoch of ``shuffle=True``:
@@ -33,44 +35,29 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import GeneratorType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import an
-from sharded_loader.base.entries import anything, entry, integer
+from sharded_loader.base.entries import anything, entry, integer, written
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.engine.epoch_requests import EpochRequest, note
-from sharded_loader.randomness.global_generators import seeded_globals
-from sharded_loader.randomness.rng import derive_key
+from sharded_loader.engine.messages import NOTHING, Nothing, PartBatch, PartPoint, Result, RowIndices, Task
+from sharded_loader.engine.order import Epoch, Position, sampler_error
+from sharded_loader.randomness.rng import derive_key, seeded_globals
+from sharded_loader.sampling import foreign
 from sharded_loader.sampling.base import Sampler, is_own, nested
-from sharded_loader.sampling.foreign import (
-    ForeignItems,
-    check_torchs_list,
-    first_of,
-    keyed,
-    loaded,
-    other_indices,
-    rank_of,
-    read_twice,
-    table_of,
-    undisturbed,
-)
+from sharded_loader.sampling.foreign import ForeignItems, known_length, loaded, rank_of
 from sharded_loader.sampling.state import Checkpoint
+from sharded_loader.sampling.tables import bytes_of_one
 
 
 def _seed_of(seed: int, epoch: int) -> int:
@@ -88,6 +75,7 @@ class ShuffleSampler(RandomSampler):
 
     Attributes:
         epoch: the epoch that the next ``iter()`` begins.
+        is_named: `set_epoch` decides it, since a state was loaded.
 
     Example:
         >>> sampler = ShuffleSampler(range(5), seed=1)
@@ -99,9 +87,7 @@ class ShuffleSampler(RandomSampler):
 
     def __init__(self, data_source: Any, generator: Any = None, seed: int | None = None) -> None:
         super().__init__(data_source, generator=generator)
-        self.seed = seed
-        self.epoch = 0
-        self._is_named = False  # `set_epoch` decides the next epoch
+        self.seed, self.epoch, self.is_named = seed, 0, False
         self._first: Any = None  # the seed that was drawn first, or the state of the generator before its first draw
         self._expected: int | None = None  # takes the place of the seed that is drawn next
         self._next: tuple[int, int] | None = None  # the seed and the number that decide the next epoch, once drawn
@@ -109,7 +95,7 @@ class ShuffleSampler(RandomSampler):
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next ``iter()`` begins."""
         self.epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
-        self._is_named = True
+        self.is_named = True
 
     def __iter__(self) -> Iterator[int]:
         # As with torch's generator function, the seed is drawn with the first index. But no Python function runs for
@@ -118,12 +104,12 @@ class ShuffleSampler(RandomSampler):
 
     def _orders(self) -> Iterator[Iterable[int]]:
         """The indices of the epoch, in one iterable."""
-        check_torchs_list(self.data_source, "RandomSampler")
+        foreign.check_torchs_list(self.data_source, "RandomSampler")
         if self.generator is not None and self.seed is None:
             yield from self._as_generator_says(self.generator)
             return
         seed, epoch = self._decided()
-        self._next, self._is_named = None, False
+        self._next, self.is_named = None, False
         self.epoch += 1
         generator = torch.Generator()
         # torch takes no other numbers for a seed.
@@ -133,8 +119,8 @@ class ShuffleSampler(RandomSampler):
 
     def _as_generator_says(self, generator: torch.Generator) -> Iterator[Iterable[int]]:
         """As `_orders`. What `set_epoch` decides draws as much as torch's order; number 0 is torch's first order."""
-        first, epoch = self.begin_state()["first"], self.epoch if self._is_named else None
-        self._first, self._is_named = first, False
+        first, epoch = self.begin_state()["first"], self.epoch if self.is_named else None
+        self._first, self.is_named = first, False
         if epoch is None:
             yield super().__iter__()
             return
@@ -155,15 +141,11 @@ class ShuffleSampler(RandomSampler):
             self._next, self._expected = (drawn if self._expected is None else self._expected, 0), None
         if self._first is None:
             self._first = self._next[0]
-        return (self._first, self.epoch) if self._is_named else self._next
-
-    def forget_epoch(self) -> None:
-        """Forget `set_epoch`: a state is loaded, and decides the next epoch unless `set_epoch` comes again."""
-        self._is_named = False
+        return (self._first, self.epoch) if self.is_named else self._next
 
     def load_end_state(self, state: dict[str, Any]) -> None:
         """Make the next epoch the one after a state that `end_state` has returned, or the one of ``set_epoch``."""
-        is_named, epoch = self._is_named, self.epoch
+        is_named, epoch = self.is_named, self.epoch
         self.load_begin_state(state)
         if is_named:
             self.set_epoch(epoch)
@@ -171,7 +153,7 @@ class ShuffleSampler(RandomSampler):
     def expect(self, seed: int | None) -> None:
         """Make this the next seed, unless `set_epoch` or the user's seed decides. None: a drawn one."""
         self._next = None  # it was drawn for an iterator that has read nothing
-        self._expected = None if self._is_named else seed
+        self._expected = None if self.is_named else seed
 
     def begin_state(self, before: dict[str, Any] | None = None) -> dict[str, Any]:
         """What decides the next epoch. If it has to draw a seed, it draws that now, once.
@@ -183,20 +165,20 @@ class ShuffleSampler(RandomSampler):
         if self.generator is not None and self.seed is None:
             now = self.generator.get_state().tolist()
             first = now if self._first is None else self._first
-            return {"generator": now, "first": first, "told": self.epoch if self._is_named else None}
+            return {"generator": now, "first": first, "told": self.epoch if self.is_named else None}
         seed, epoch = self._decided()
         return {"seed": seed, "epoch": epoch} if self.seed is not None else {**self.end_state(), "next": [seed, epoch]}
 
     def named_and_saved(self, state: dict[str, Any]) -> tuple[int, int]:
         """The epoch that `set_epoch` has named, and the one of a state of `begin_state`. The same where nothing was."""
         epoch = state["next"][1] if "next" in state else state.get("epoch", state.get("told") or 0)
-        return self.epoch if self._is_named else epoch, epoch
+        return self.epoch if self.is_named else epoch, epoch
 
     def end_state(self) -> dict[str, Any]:
         """What decides the epochs after this one, as far as that is known at its end. It draws nothing."""
         if self.generator is not None or self.seed is not None:
             return self.begin_state()
-        return {"first": self._first, "told": self.epoch if self._is_named else None}
+        return {"first": self._first, "told": self.epoch if self.is_named else None}
 
     def load_begin_state(self, state: dict[str, Any]) -> None:
         """Make the next epoch the one of a state that `begin_state` or `end_state` has returned."""
@@ -208,10 +190,10 @@ class ShuffleSampler(RandomSampler):
             self.seed, self.epoch = state["seed"], state["epoch"]
         elif "first" in state:  # older states of a generator have none
             self._first, told = state["first"], state["told"]
-            self._next, self._is_named = None, told is not None
+            self._next, self.is_named = None, told is not None
             self.epoch = self.epoch if told is None else told
             if "next" in state:
-                self._next, self._is_named = tuple(state["next"]), False
+                self._next, self.is_named = tuple(state["next"]), False
 
 
 class InOrderSampler(SequentialSampler):
@@ -304,8 +286,8 @@ _DRAW_ONCE = (
     *_PLAIN,
     ShuffleSampler,
     RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
+    torch.utils.data.SubsetRandomSampler,
+    torch.utils.data.WeightedRandomSampler,
     DistributedSampler,
 )
 """Samplers that draw from the global generators at their first item only."""
@@ -372,23 +354,20 @@ class SamplerStart:
         self._sources = list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
         self.resumes = state is not None and not finished
         if state is not None and finished:
-            self._load_end(state)
+            if self.shuffle is not None and state.shuffle is not None:
+                self.shuffle.load_end_state(state.shuffle)
+            if self.stateful is not None and state.own is not None:
+                self._load_between(state.own)
+            _set_all(self._sources[1:], state.generators)
+            before = dict(zip(map(id, self._keep_epochs), state.epochs or (), strict=False))
+            self._counted = [(one, before.get(id(one), epoch - 1) + 1) for one, epoch in self._counted]
+            self._set_counted()
         self.state = state if state is not None and self.resumes else SamplerState(0, 0)
         if epochs.requested is not None and not self.resumes and self._draws and not self.has_set_epoch:
             self.state.keyed = [torch.initial_seed(), epochs.requested]
         self._asked: Iterator[Any] = iter(())
         self._has_begun = False  # it may have drawn what it draws for its first item
         self._note()
-
-    def _load_end(self, state: SamplerState) -> None:
-        if self.shuffle is not None and state.shuffle is not None:
-            self.shuffle.load_end_state(state.shuffle)
-        if self.stateful is not None and state.own is not None:
-            self._load_between(state.own)
-        _set_all(self._sources[1:], state.generators)
-        before = dict(zip(map(id, self._keep_epochs), state.epochs or (), strict=False))
-        self._counted = [(one, before.get(id(one), epoch - 1) + 1) for one, epoch in self._counted]
-        self._set_counted()
 
     def _set_counted(self) -> None:
         for sampler, epoch in self._counted:
@@ -463,7 +442,7 @@ class SamplerStart:
         if is_stateful(items) or not self._draws:
             return items
         try:
-            items = first_of(self._of_named_epoch(items))[1]
+            items = foreign.first_of(self._of_named_epoch(items))[1]
         except Exception as error:
             if is_from_outside(error):
                 raise
@@ -493,10 +472,8 @@ class SamplerStart:
     def epoch(self, counted: int) -> int:
         """The number of the epoch: the one that ``set_epoch`` has named, or the one that the loader has counted."""
         named, seeded = self._epochs.named(self.sampler), self.epoch_of_seed()
-        if seeded is not None:
-            return seeded
-        if named is None or self.resumes:
-            return counted
+        if seeded is not None or named is None or self.resumes:
+            return counted if seeded is None else seeded
         self._epochs.next_epoch = named + 1
         return named
 
@@ -516,7 +493,7 @@ class SamplerStart:
         """
         if self.state.keyed is not None:
             seed, epoch = self.state.keyed
-            with keyed(self.sampler, epoch, seed, mark) as begun:
+            with foreign.keyed(self.sampler, epoch, seed, mark) as begun:
                 yield begun
             return
         if mark is None:
@@ -532,17 +509,261 @@ class SamplerStart:
             else:
                 yield loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
             return
-        before = torch.get_rng_state()
         saved = (self.state.rng if self._draws else None) or [[]]
-        try:
+        with torch.random.fork_rng(devices=[]):
             _set_all(self._sources, saved[0])
             items, stateful = loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
             if mark.state is None or stateful is None:
                 _set_all(self._sources, saved[-1])
                 items = self.first(items)
             yield items, stateful
-        finally:
-            torch.set_rng_state(before)
+
+
+# -- one epoch ---------------------------------------------------------------------------------------------------------
+
+
+class _Planned(NamedTuple):
+    """A batch in flight.
+
+    Attributes:
+        number: the number of the sampler's item.
+        item: the item: the indices of the batch.
+        lane: the worker that reads it, if the dataset has a state.
+        turn: how many batches that worker was given before.
+        left_out: the batch is not read.
+        point: the position of the worker behind it, with the state of its dataset, once that has come.
+    """
+
+    number: int
+    item: Any
+    lane: int
+    turn: int
+    left_out: bool = False
+    point: PartPoint | None = None
+
+
+class TorchEpoch(Epoch):
+    """One epoch of a sampler that belongs to the user, as torch reads it: once, from its beginning, in this process.
+
+    If the sampler raises an error, that comes in the batch's place and ends the epoch.
+
+    Args:
+        start: starts the sampler. If it resumes, that is when the first batch is asked for, because trainers call the
+            sampler's ``set_epoch`` after ``iter(loader)``.
+        lanes: the number of workers, at least 1.
+        batched: whether an item is a list of indices; otherwise it is a single index.
+        points: worker -> its position, with the state of its dataset. A new worker has no entry.
+        keeps_state: the dataset has a state, which each worker keeps.
+        skips: number of the epoch -> the numbers of the sampler's items that are left out.
+    """
+
+    takes_turns = True
+
+    def __init__(
+        self,
+        start: SamplerStart,
+        lanes: int,
+        batched: bool,
+        points: Mapping[int, PartPoint],
+        keeps_state: bool,
+        skips: Callable[[int], Sequence[range]] = lambda number: (),
+    ) -> None:
+        self._start, self._lanes, self._batched, self._skips = start, lanes, batched, skips
+        self._left_out: Sequence[range] = ()
+        self._items: ForeignItems | None = None  # once the sampler has been started
+        self._length: int | None = None  # likewise, if it has one
+        state = start.state
+        self.first = self._low = self._drawn = self._coming = self._passed = state.yielded
+        self.number = 0
+        self._is_started = self._ended = False
+        self._is_open = False  # the sampler is asked for an item; afterwards: a Ctrl-C, or a signal, has struck there
+        self._planned: dict[int, _Planned] = {}  # by seq
+        # Items that were delivered although one before them was not, with in_order=False.
+        self._ahead: set[int] = set(state.ahead or ())
+        # By item: the checksum of those before it, and the sampler's own state there.
+        self._marks: dict[int, tuple[int, Any]] = {self._drawn: (state.checksum, state.own)}
+        self._keeps_state = keeps_state
+        self._points = {**dict.fromkeys(range(lanes), PartPoint()), **points}
+        self._turns = [self._points[lane].batches for lane in range(lanes)]  # that each worker has had before
+
+    def task(self, seq: int) -> Task | Exception | Nothing | None:
+        """Batch ``seq`` as a task; the error to raise in its place; `NOTHING`: left out; None after the last one."""
+        try:
+            planned = self.batch(seq)
+        except Exception as raised:
+            return sampler_error(raised, f" at batch {seq}")
+        if planned is None or planned.left_out:
+            return None if planned is None else NOTHING
+        indices = planned.item if self._batched else (planned.item,)
+        if type(indices) is not tuple and not isinstance(indices, RowIndices):
+            indices = list(indices)  # a sampler may fill its own list again while this one waits
+        # In any order, and if the number of workers changes, a batch goes to the worker that has the least to do.
+        lane: int | None = seq % self._lanes if self.takes_turns and not self.any_order else None
+        part: PartBatch | None = None
+        if self._keeps_state:  # the state that the worker's dataset must have before this batch
+            lane = planned.lane
+            part = PartBatch(0, 0, lane, planned.turn, self.points_after(seq)[lane])
+        return Task(self.run, seq, self.number, seq, (indices,), False, False, lane, part)
+
+    def batch(self, seq: int) -> _Planned | None:
+        """Batch ``seq``; None behind the last one. The sampler is read up to there."""
+        if self._is_open:  # a generator that was interrupted has ended: start the sampler again, where it was
+            self._start = self._start.again(self._drawn, *self._marks[self._drawn])
+            self._start.settle()
+            self._is_started = False
+        if self._drawn == self.first or self._is_open:
+            self.begin()
+        items = self._items
+        while items is not None and self._coming <= seq and not self._ended:
+            number, coming, self._is_open = self._drawn, self._coming, True
+            try:
+                item = next(items.rest)
+                items.checksum = zlib.crc32(bytes_of_one(item), items.checksum)
+            except StopIteration:
+                self._ended, self._is_open = True, False
+                break
+            except Exception as error:
+                self._ended, self._is_open = True, is_from_outside(error)
+                raise
+            self._marks[number + 1] = items.checksum, None if items.stateful is None else items.own_state()
+            # In one statement: an interruption before it has the sampler started again in front of this item.
+            if number in self._ahead:
+                self._drawn, self._is_open = number + 1, False
+            else:
+                lane = coming % self._lanes
+                turn, left_out = (
+                    self._turns[lane],
+                    bool(self._left_out) and any(number in one for one in self._left_out),
+                )
+                self._planned[coming] = _Planned(number, item, lane, turn, left_out)
+                following = turn + (not left_out), coming + 1, number + 1, False
+                self._turns[lane], self._coming, self._drawn, self._is_open = following
+            # Some samplers draw at their end. A loop that never asks for a batch after the last one, and a resumed loop
+            # that has to, go on alike. Trainers name the epochs of others, and read them in between.
+            if self._drawn == self._length and items.stateful is None and not keep_epochs(self._start.sampler):
+                try:
+                    self._ended = items.is_over()
+                except Exception as error:  # it is the one of the next batch
+                    if is_from_outside(error):
+                        raise
+                    items.rest = raising(error)
+        return self._planned.get(seq)
+
+    def ends_after(self, delivered: int) -> bool:
+        """True if no batch is left after ``delivered`` ones. A sampler with a state may yield more than its length."""
+        is_at_end = self._items is not None and self._items.stateful is None and self._drawn == self._length
+        return (self._ended or is_at_end) and delivered == self._coming
+
+    def begin(self) -> None:
+        """Start the sampler, unless it has started: it draws now what it draws for its first item."""
+        if self._drawn == self.first and not self._ended:
+            self._start.settle()
+            self.number = self._start.epoch(self.number)
+            self._left_out = self._skips(self.number)
+        if not self._is_started:
+            self._is_started = self._ended = self._is_open = True  # unless it starts
+            mark, at = None, self._start.state
+            if self._start.resumes:
+                mark = Checkpoint(self.number, at.yielded, at.checksum, at.rank, bool(at.over), at.own)
+            try:
+                self._items = ForeignItems(self._start.sampler, self._start.started, mark)
+            except Exception as error:
+                self._is_open = is_from_outside(error)
+                raise
+            self._length = known_length(self._start.sampler, self.number)
+            self._ended = self._is_open = False
+
+    def begun(self, delivered: int) -> BegunEpoch | None:
+        """What is known of the epoch after ``delivered`` batches, to look up its items; None: it has not begun."""
+        if not self._is_started and not self._start.resumes:
+            return None
+        drawn = {planned.number: planned.item for planned in self._planned.values()}
+        return BegunEpoch(self.number, self.position(delivered).mark, drawn)
+
+    def came(self, seq: int, result: Result) -> Result:
+        """Note the state of the worker's dataset that came with a batch."""
+        if result.point is not None:
+            self._planned[seq] = self._planned[seq]._replace(point=result.point)
+        return result
+
+    def primed(self, state: Any) -> None:
+        """Note the state of the dataset in this process, before the first batch."""
+        self._points[0] = PartPoint(state=state)
+
+    @property
+    def tables(self) -> tuple[dict[int, Any], ...]:
+        """What is kept of batches in flight, by their numbers."""
+        return (self._planned,)
+
+    def forget(self, delivered: int) -> None:
+        """Batches before the last delivered one are not asked for again."""
+        for seq in range(self._passed, delivered - 1):  # if this is interrupted, the same is done again
+            planned = self._planned.get(seq)
+            if planned is not None and planned.number >= self._low:
+                self._ahead.add(planned.number)
+            if planned is not None and planned.point is not None:
+                self._points[planned.lane] = planned.point
+            while (low := self._low) in self._ahead:
+                self._low = low + 1
+                self._marks.pop(low, None)
+                self._ahead.discard(low)
+            self._planned.pop(seq, None)
+            self._passed = seq + 1
+
+    # -- positions ------------------------------------------------------------------------------------------
+
+    def length(self) -> int:
+        return len(self._start.sampler)
+
+    def discarded(self) -> tuple[int, str]:
+        one = self._start.sampler
+        # Only torch's own class: a subclass may choose its batches itself, or lack these attributes.
+        cuts = type(one) is BatchSampler and one.drop_last and self._ended
+        return ((known_length(one.sampler, 0) or 0) % one.batch_size if cuts else 0), ""
+
+    def points_after(self, delivered: int) -> dict[int, PartPoint]:
+        """The position of each worker after ``delivered`` batches, with the state of its dataset."""
+        points = dict(self._points)
+        for seq in sorted(self._planned) if self._keeps_state else ():
+            planned = self._planned[seq]
+            if seq < delivered and planned.point is not None:
+                points[planned.lane] = planned.point
+        return points
+
+    def position(self, delivered: int, finished: bool = False) -> Position:
+        """The position after ``delivered`` batches, with the state of each worker's dataset.
+
+        If the sampler has drawn nothing yet, it draws now, because a position says what comes.
+
+        Args:
+            delivered: how many batches were received.
+            finished: the user has seen the end of the epoch.
+        """
+        points, start = self.points_after(delivered), self._start
+        if start.resumes and not self._is_started:
+            return Position(self.number, self.first, start.state, {}, points)
+        self.begin()
+        low = self._low
+        ahead = self._ahead | {planned.number for seq, planned in self._planned.items() if seq < delivered}
+        while low in ahead:
+            low += 1
+        checksum, own = self._marks[low]
+        state = replace(start.state, yielded=low, checksum=checksum, rank=rank_of(start.sampler), own=own)
+        state.ahead = sorted(number for number in ahead if number > low) or None
+        state.over = state.generators = state.datasets = None  # those of the state that was loaded
+        if finished:
+            state.own = None if self._items is None else self._items.own_state()
+            start.set_end(state)
+        elif own is not None and start.stateful is not None and low == self._drawn > 0:
+            # A short batch has taken the sampler over its end: then it says what comes in the next epoch.
+            state.over = self.batch(delivered) is None
+        if self._keeps_state:
+            state.datasets = [point.state for point in points.values()]
+        return Position(self.number, low, state, {}, points)
+
+    def state(self, position: Position) -> dict[str, Any]:
+        """What a state says of the sampler, and of the workers' datasets."""
+        return written(position.mark)
 
 
 # -- any item of any epoch ---------------------------------------------------------------------------------------------
@@ -585,21 +806,26 @@ def look_up(
     Raises:
         ValueError: an item is not known.
     """
-    is_begun = begun is not None and epoch == begun.number
-    with undisturbed(nested(sampler), but=dataset):
-        if begun is not None and is_begun and all(step in begun.drawn for step in steps):
-            return [of(begun.drawn[step]) for step in steps]
-        if begun is not None and is_begun and begun.state.own is None and not begun.finished:
+    at = begun if begun is not None and begun.number == epoch else None
+
+    def by_number(turn: int) -> list[Any]:
+        items = foreign.table_of(sampler, epoch, turn).items(steps.start)
+        return list(map(of, itertools.islice(items, len(steps))))
+
+    with foreign.undisturbed(nested(sampler), but=dataset):
+        if at is not None and all(step in at.drawn for step in steps):
+            return [of(at.drawn[step]) for step in steps]
+        if at is not None and at.state.own is None and not at.finished:
             draws_once = all(type(one) in _DRAW_ONCE for one in nested(sampler))
-            if draws_once or steps.stop <= begun.state.yielded:
-                return _read_again(sampler, begun, steps, of)
+            if draws_once or steps.stop <= at.state.yielded:
+                return _read_again(sampler, at, steps, of)
         try:
             _check_by_number(sampler, epoch, begun)
-            return list(read_twice(partial(_by_number, sampler, epoch, steps, of), sampler, epoch))
+            return list(foreign.read_twice(by_number, sampler, epoch))
         except ValueError as error:
-            if begun is None or not is_begun:
+            if at is None:
                 raise
-            drawn = max(begun.drawn, default=begun.state.yielded - 1) + 1
+            drawn = max(at.drawn, default=at.state.yielded - 1) + 1
             raise ValueError(
                 f"step {steps.start if len(steps) == 1 else drawn} of epoch {epoch} is not known yet: the sampler, "
                 f"{an(type(sampler))}, has yielded {drawn} steps of this epoch so far, and may draw the others from a "
@@ -607,31 +833,22 @@ def look_up(
             ) from error
 
 
-def _by_number(sampler: Any, epoch: int, steps: range, of: Callable[[Any], Any], turn: int) -> list[Any]:
-    items = table_of(sampler, epoch, turn).items(steps.start)
-    return list(map(of, itertools.islice(items, len(steps))))
-
-
 def _read_again(sampler: Any, begun: BegunEpoch, steps: range, of: Callable[[Any], Any]) -> list[Any]:
     """What is wanted of items of the epoch that has begun."""
-    state = begun.state
+    state, found = begun.state, list[Any]()
     with seeded_globals(1):
         start = SamplerStart(sampler, state, False, EpochCount())
         start.settle()
         with start.started(Checkpoint(begun.number, 0, 0, None, False, None)) as started:
             items = ForeignItems(sampler, lambda mark: contextlib.nullcontext(started))
-            items.pass_over(min(steps.start, state.yielded))
-            found = [of(item) for item in _up_to(items, min(steps.stop, state.yielded))]
-            items.pass_over(state.yielded)
-            if state.rank == rank_of(sampler) and items.checksum != state.checksum:
-                raise other_indices(sampler, begun.number)
-            items.pass_over(steps.start)
-            return found + [of(item) for item in _up_to(items, steps.stop)]
-
-
-def _up_to(items: ForeignItems, count: int) -> Iterator[Any]:
-    while items.count < count and (found := items.read(1)):
-        yield found[0]
+            while not items.ended and items.count < max(steps.stop, state.yielded):
+                number, item = items.count, items.read(1)
+                if item and number in steps:
+                    found.append(of(item[0]))
+                is_back = items.count == state.yielded or (items.ended and items.count < state.yielded)
+                if is_back and state.rank == rank_of(sampler) and items.checksum != state.checksum:
+                    raise foreign.other_indices(sampler, begun.number)
+    return found
 
 
 def _check_by_number(sampler: Any, epoch: int, begun: BegunEpoch | None) -> None:

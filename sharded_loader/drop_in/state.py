@@ -26,29 +26,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, RandomSampler, SequentialSampler
 
-from sharded_loader.base.checks import check_int
+from sharded_loader.base.checks import check_int, refuse_async_iterable, refuse_class
 from sharded_loader.base.entries import anything, dict_of, entry, integer, optional, parsed, true_or_false, written
-from sharded_loader.base.private import fetched_by_lightning
-from sharded_loader.data.known import Known
+from sharded_loader.base.private import counted_by_fabric, fetched_by_lightning
+from sharded_loader.data.inspection import Known
 from sharded_loader.data.seeding import set_epoch_of
-from sharded_loader.drop_in.epoch import TorchEpoch
-from sharded_loader.drop_in.sampler import (
-    BegunEpoch,
-    EpochCount,
-    SamplerState,
-    ShuffleSampler,
-    generator_state,
-    keep_epochs,
-    look_up,
-    next_draws,
-)
-from sharded_loader.drop_in.workers import job_of
-from sharded_loader.engine.epoch_requests import EpochRequest
+from sharded_loader.drop_in import sampler as samplers
+from sharded_loader.drop_in.collate import batchify_fn_of
+from sharded_loader.drop_in.sampler import BegunEpoch, EpochCount, SamplerState, ShuffleSampler, TorchEpoch
+from sharded_loader.engine.epoch_requests import EpochRequest, EpochRequests
 from sharded_loader.engine.messages import Job, PartPoint
 from sharded_loader.engine.order import Position
 from sharded_loader.engine.pipeline import Run
 from sharded_loader.engine.split import plain_indices
-from sharded_loader.loader.arguments import length
+from sharded_loader.loader.arguments import action_and_limit, length
 from sharded_loader.loader.epochs import Progress
 from sharded_loader.loader.lookup import KnownSteps, in_epoch
 from sharded_loader.sampling.base import nested
@@ -57,7 +48,7 @@ from sharded_loader.sampling.order import LEFT_OUT, step_checksum
 from sharded_loader.sampling.state import Signature, arguments_of, dump, kind_of, seed_of
 from sharded_loader.streams.epoch import StreamEpoch
 from sharded_loader.streams.order import StreamOrder
-from sharded_loader.streams.state import differences
+from sharded_loader.streams.state import parse
 
 if TYPE_CHECKING:
     from sharded_loader.drop_in.iterator import LoaderIterator
@@ -123,8 +114,6 @@ class TorchRun(Run):
     Attributes:
         base_seed: what the workers' generators were seeded with.
         yielded: how many batches of the epoch were received.
-        num_workers, generator: of the loader.
-        workers_live_on: the workers read the next epoch too.
         points_at_start: part of iterable data, or worker -> where the previous epoch left it, if the workers live on.
         epoch_of_dataset: the attribute ``epoch`` of an iterable dataset when the epoch began.
     """
@@ -132,40 +121,38 @@ class TorchRun(Run):
     epoch: TorchEpoch | StreamEpoch
     base_seed: int
     yielded: int
-    num_workers: int
-    generator: torch.Generator | None
-    workers_live_on: bool
     points_at_start: Mapping[int, PartPoint]
     epoch_of_dataset: int | None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, loader: DataLoader[Any]) -> dict[str, Any]:
         """The position, with the states of the workers' datasets."""
         fetched, is_over = fetched_by_lightning()
-        finished = self.ended or is_over
-        delivered = max(self.epoch.first, self.delivered - fetched)
+        finished, epoch = self.ended or is_over, self.epoch
+        delivered = max(epoch.first, self.delivered - fetched)
         generator = following = None
-        if self.generator is not None:
-            generator = generator_state(self.generator)
-        elif finished or (isinstance(self.epoch, TorchEpoch) and self.epoch.ends_after(delivered)):
+        if loader.generator is not None:
+            generator = samplers.generator_state(loader.generator)
+        elif finished or (isinstance(epoch, TorchEpoch) and epoch.ends_after(delivered)):
             # A new iterator draws the loader's seed, and then the sampler one of its own.
-            following = [self.base_seed, *next_draws(1)] if self.workers_live_on else next_draws(2)
-        if isinstance(self.epoch, TorchEpoch):
-            position = self.epoch.position(delivered, finished)
+            lives_on = loader.persistent_workers and loader.num_workers > 0
+            following = [self.base_seed, *samplers.next_draws(1)] if lives_on else samplers.next_draws(2)
+        if isinstance(epoch, TorchEpoch):
+            position = epoch.position(delivered, finished)
             named = {"sampler": position.mark}
-            datasets = position.mark.datasets or [None] * max(1, self.num_workers)
+            datasets = position.mark.datasets or [None] * max(1, loader.num_workers)
             snapshots = [{"dataset_state": dataset, "fetcher_state": None} for dataset in datasets]
         else:
-            position = self._stream_position(self.epoch, delivered, is_over)
-            named = {"stream": self.epoch.state(position)}
+            position = self._stream_position(epoch, delivered, is_over)
+            named = {"stream": epoch.state(position)}
             snapshots = [_snapshot(position, part) for part in position.counts]
-        yielded, number = max(0, self.yielded - fetched), self.epoch.number
-        state = written(
-            LoaderState(yielded, finished, self.base_seed, number, self.epoch_of_dataset, generator, following, **named)
+        yielded = max(0, self.yielded - fetched)
+        own = LoaderState(
+            yielded, finished, self.base_seed, epoch.number, self.epoch_of_dataset, generator, following, **named
         )
-        if self.num_workers == 0:
-            return {**state, **snapshots[0]}
+        if loader.num_workers == 0:
+            return {**written(own), **snapshots[0]}
         workers = {f"worker_{i}": {"worker_id": i, **snapshot} for i, snapshot in enumerate(snapshots)}
-        return {**state, "_snapshot": {"_worker_snapshots": workers}}
+        return {**written(own), "_snapshot": {"_worker_snapshots": workers}}
 
     def _stream_position(self, epoch: StreamEpoch, delivered: int, is_over: bool) -> Position:
         """The position in iterable data, with a point for each part."""
@@ -204,10 +191,14 @@ class TorchProgress(Progress[dict[str, Any]]):
 
     Attributes:
         shown: the run that began last.
+        job: of the newest epoch.
+        data: the dataset's fingerprint, once it was needed.
+        requests: the calls of ``set_epoch`` of the dataset: workers that live on have copies of it.
         waiting: the newest iterator, if it waits.
         is_promised: a state was taken of the epoch that ``waiting`` begins: the next ``iter()`` returns it.
         rng_at_load: the state of torch's default generator when a state was loaded.
         following: what the epoch after the resumed one would have drawn.
+        is_of_fabric: the loaded state is one for Lightning's Fabric, which names epochs from 0 on.
     """
 
     count: EpochCount
@@ -216,9 +207,16 @@ class TorchProgress(Progress[dict[str, Any]]):
     is_promised = False
     rng_at_load: torch.Tensor | None = None
     following: list[int] | None = None
+    is_of_fabric = False
+    job: Job | None = None
+    data: str | None = None
+
+    def __init__(self, count: EpochCount) -> None:
+        super().__init__(count)
+        self.requests = EpochRequests()
 
     def __reduce__(self) -> Any:  # a copy of the loader has its own iterators and states
-        return TorchProgress, (copy.copy(self.count),)
+        return TorchProgress, (copy.copy(self.count),), {"requests": self.requests, "data": self.data}
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that begins next."""
@@ -230,6 +228,14 @@ class TorchProgress(Progress[dict[str, Any]]):
         self.pending, self.rng_at_load = state, torch.get_rng_state()
         self._forget_waiting()
         self.count.set_epoch(epoch)
+
+    def state_to_begin(self, sampler: Any) -> LoaderState | None:
+        """The state that was loaded, if no epoch has begun since; see `at_named_epoch`."""
+        if self.pending is None:
+            return None
+        state = parsed(LoaderState, self.pending, ADVICE)
+        self.is_of_fabric = counted_by_fabric(state.epoch_to_begin)
+        return state if self.is_of_fabric else at_named_epoch(state, sampler, self.count)
 
     def begun(self, run: Run, iterator: Any) -> None:
         assert isinstance(run, TorchRun)
@@ -284,7 +290,7 @@ def at_named_epoch(state: LoaderState, sampler: Any, count: EpochCount) -> Loade
     except (TypeError, NotImplementedError):  # a sampler without a length
         return state
     pairs = [(count.next_epoch, count.next_epoch if state.epoch is None else state.epoch)]
-    kept = zip(keep_epochs(sampler), saved.epochs or (), strict=False)
+    kept = zip(samplers.keep_epochs(sampler), saved.epochs or (), strict=False)
     pairs += [(one.epoch, before) for one, before in kept if getattr(one, "epoch_request", before) is not None]
     if saved.shuffle is not None:
         pairs += [one.named_and_saved(saved.shuffle) for one in nested(sampler) if isinstance(one, ShuffleSampler)]
@@ -306,30 +312,16 @@ def next_epoch(position: Position) -> Position:
 
 def stream_order(loader: DataLoader[Any], seed: int) -> StreamOrder:
     """The order of a loader over iterable data."""
-    return StreamOrder(
+    order = StreamOrder(
         loader.dataset,
         batch_size=loader.batch_size or 1,
         last_batch="discard" if loader.drop_last else None,
-        num_replicas=None,
-        rank=None,
         seed=seed,
-        steps_per_epoch=None,
         streams=loader.streams or max(1, loader.num_workers),
         num_workers=loader.num_workers,
     )
-
-
-def parts_of(loader: DataLoader[Any]) -> int:
-    """The number of parts that the next epoch may have, and the one that is read; 1 of data that is read by index."""
-    if not isinstance(loader.dataset, IterableDataset):
-        return 1
-    order, loaded, run = stream_order(loader, 0), loader._progress.pending, loader._progress.shown
-    parts = order.parts
-    if loaded is not None and loaded["_stream"] is not None:
-        return max(parts, order.parse(loaded["_stream"])[1].streams)
-    if run is not None and not run.ended and isinstance(run.epoch, StreamEpoch):
-        return max(parts, run.epoch.stream.parts)
-    return parts
+    order.is_bound = False
+    return order
 
 
 def stream_epoch(
@@ -349,20 +341,35 @@ def stream_epoch(
     order = stream_order(loader, seed)
     position = Position(0, 0, None, {}, points) if points else None
     if state is not None:
-        position, signature = order.parse(state.stream)
-        own = replace(order.signature(), streams=signature.streams)
-        begun = position if any(position.counts.values()) else Position(0)
-        wrong = differences(signature, own, begun, strict=False)
-        if wrong:
-            raise ValueError(
-                f"the state cannot be resumed, it was saved by another loader: {', '.join(wrong)}. Make the loader as "
-                f"it was then"
-            )
-        order._adopt(signature, position)
+        doing = "the state cannot be resumed, it was saved by another loader: "
+        position, *_ = order.take_over(state.stream, False, doing, "Make the loader as it was then")
         position = next_epoch(position) if state.finished else replace(position, epoch=0)
     epoch = order.epoch(0, position)
     order.begun(epoch)
     return epoch
+
+
+def check_data(loader: DataLoader[Any]) -> None:
+    """Reject a dataset or a sampler that cannot be read. Programs make loaders of mocks, and never read them.
+
+    Raises:
+        TypeError: It cannot be read.
+    """
+    for name, given in (("sampler", loader.sampler), ("batch_sampler", loader.batch_sampler)):
+        if given is not None and not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
+            raise TypeError(f"{name} is {given!r}; it must be an iterable of indices, or of lists of them")
+    refuse_class("the dataset", loader.dataset)
+    refuse_async_iterable(loader.dataset)
+    if not any(hasattr(loader.dataset, name) for name in ("__getitem__", "__getitems__", "__iter__")):
+        raise TypeError(f"a dataset needs __getitem__, and {type(loader.dataset).__name__} has none")
+
+
+def job_of(loader: DataLoader[Any], collate_fn: Any) -> Job:
+    """What the workers of a loader read."""
+    batched, seed = loader._auto_collation, int(loader.seed or 0)
+    batchify = batchify_fn_of(collate_fn, batched=batched)
+    action, _ = action_and_limit(loader.on_error)
+    return Job(loader.dataset, batchify, seed, action, in_bulk=batched, tells_epoch=False)
 
 
 # -- any step ----------------------------------------------------------------------------------------------------------
@@ -378,11 +385,29 @@ class TorchSteps(KnownSteps):
         self._loader, self._sampler = loader, loader._index_sampler
         self.dataset, self.known = loader.dataset, Known(loader.dataset)
 
-    def job_now(self) -> Job:
+    @property
+    def job(self) -> Job:
+        """The job of the newest epoch; before the first one, what is known of it."""
+        check_data(self._loader)
+        return self._loader._progress.job or job_of(self._loader, self._loader.collate_fn)
+
+    @property
+    def parts(self) -> int:
+        """The parts that the next epoch may have, or the one that is read; 1 of data that is read by index."""
         loader = self._loader
-        is_told = loader._progress.count.request is not None
-        seed = int(loader.seed or 0)
-        return replace(job_of(loader), seed=seed, base_seed=None, keeps_state=False, tells_epoch=is_told)
+        if not isinstance(self.dataset, IterableDataset):
+            return 1
+        order, loaded, run = stream_order(loader, 0), loader._progress.pending, loader._progress.shown
+        parts = order.parts
+        if loaded is not None and loaded["_stream"] is not None:
+            return max(parts, parse(loaded["_stream"], order.replicas())[1].streams)
+        if run is not None and not run.ended and isinstance(run.epoch, StreamEpoch):
+            return max(parts, run.epoch.stream.parts)
+        return parts
+
+    def job_now(self) -> Job:
+        is_told, seed = self._loader._progress.count.request is not None, int(self._loader.seed or 0)
+        return replace(self.job, seed=seed, base_seed=None, keeps_state=False, tells_epoch=is_told)
 
     def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
         progress, live = self._loader._progress, self._loader._live
@@ -432,7 +457,7 @@ class TorchSteps(KnownSteps):
             begun = run.epoch.begun(run.delivered)
         batched = loader._auto_collation
         of_item = lambda item: of(plain_indices(item if batched else [item]))  # noqa: E731
-        return look_up(self._sampler, self.dataset, epoch, steps, begun, of_item)
+        return samplers.look_up(self._sampler, self.dataset, epoch, steps, begun, of_item)
 
     def length(self, epoch: int) -> int:
         return len_epoch(self._sampler, epoch)
@@ -447,15 +472,9 @@ class TorchSteps(KnownSteps):
 
     def state_of(self, epoch: int) -> dict[str, Any]:
         loader, samplers = self._loader, list(nested(self._sampler))
-        signature = Signature(
-            seed=int(loader.seed or 0),
-            dataset_length=length(self.dataset),
-            sampler=kind_of(self._sampler),
-            sampler_length=None,
-            sampler_seeds=tuple(map(seed_of, samplers)),
-            batch_size=loader.batch_size,
-            last_batch="discard" if loader.drop_last else "keep",
-            sampler_arguments=arguments_of(samplers),
-            skip=tuple(loader.skip),
+        seeds, arguments = tuple(map(seed_of, samplers)), arguments_of(samplers)
+        kind, last_batch = kind_of(self._sampler), "discard" if loader.drop_last else "keep"
+        data = int(loader.seed or 0), length(self.dataset), kind, None, seeds
+        return dump(
+            Position(epoch), Signature(*data, loader.batch_size, last_batch, arguments, skip=tuple(loader.skip))
         )
-        return dump(Position(epoch), signature)

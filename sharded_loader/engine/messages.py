@@ -30,8 +30,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from sharded_loader.batching.tree import TensorBatch
-from sharded_loader.memory.codec import IN_BAND_BYTES, IN_SLOT_BYTES, Encoded, SlotWriter, is_plain
-from sharded_loader.memory.exceptions import EncodedError
+from sharded_loader.memory.codec import IN_BAND_BYTES, IN_SLOT_BYTES, Encoded, EncodedError, SlotWriter, is_plain
 
 
 class Stream(NamedTuple):
@@ -59,7 +58,7 @@ class PartPoint(NamedTuple):
         batches: how many batches have been read.
         passes: which pass over the part this is. It is the epoch, unless parts start over.
         samples: how many samples of this pass have been read.
-        checksum: of the first sample of each batch; see `streams.parts`.
+        checksum: of the first sample of each batch; see `streams.reader`.
         ended: the part has no more samples.
         state: of the dataset's own ``state_dict``; None: it has none.
         asked: the dataset has asked which part it is to read. Not in a saved state.
@@ -265,7 +264,7 @@ def unpack_reply(content: memoryview) -> tuple[int, int, int, int, memoryview, m
     return run, seq, wanted, buffers, content[begin:end], content[end:], times
 
 
-OnError = Literal["raise", "skip", "replace"] | Callable[[Any], Any]
+ErrorAction = Literal["raise", "skip", "replace"] | Callable[[Any], Any]
 """What to do with a bad sample: ``"raise"``, ``"skip"``, ``"replace"``, or a function ``(SampleError) -> sample``."""
 
 
@@ -369,7 +368,7 @@ class Job:
     dataset: Any
     batchify_fn: Callable[[list[Any]], Any] | None
     seed: int
-    on_error: OnError = "raise"
+    on_error: ErrorAction = "raise"
     keep_batch: bool = False
     stream: Stream | None = None
     base_seed: int | None = None

@@ -12,7 +12,7 @@
 
     sampling.order, sampling.epoch    datasets with an index: batches of a sampler, functions of (seed, epoch)
     streams.order, streams.epoch      iterable data: batches of its parts
-    drop_in.epoch                     batches of a sampler, drawn as torch draws them
+    drop_in.sampler                   batches of a sampler, drawn as torch draws them
 
 An order owns no worker and no batch. Every epoch is a function of (order, number, position). An epoch has no position
 of its own: the run knows how many batches were delivered. After an interruption the pipeline asks again for the batches
@@ -207,7 +207,6 @@ class Order(ABC, Generic[Signature]):
 
     Attributes:
         steps: ``steps_per_epoch``.
-        replicated: the samples are shared out to ranks.
         has_seed: the loader was given a seed, or needs one that all ranks agree on.
         seed: of everything random.
         arrays: batches may be int64 arrays instead of lists, from the next epoch on.
@@ -215,7 +214,6 @@ class Order(ABC, Generic[Signature]):
         shard_costs: what each sample costs, to split a batch into shards by; None: all the same.
         batch_sampler: what the loader shows as this; None: it has none.
         given_batches: a batch sampler was given.
-        is_given: a sampler was given, which knows the indices.
         rolls_over: samples of an incomplete last batch begin the next epoch.
         drops_last: an incomplete last batch is left out.
         dataset_length: samples in the dataset, as far as the order knows.
@@ -224,27 +222,36 @@ class Order(ABC, Generic[Signature]):
         asked: ``set_epoch`` has said which epoch is next, since a state was loaded.
     """
 
-    _requests: EpochRequests  # the calls of `set_epoch` that the loader has not seen yet
     _sampler: Any = None
     batch_sampler: Any = None
     shard_costs: Any = None
-    arrays = given_batches = is_given = rolls_over = drops_last = asked = False
+    arrays = given_batches = asked = False
     max_shards: int | None = None
     dataset_length: int | None = None
     skip: tuple[tuple[int, int], ...] = ()
     given_skip: tuple[tuple[int, int], ...] = ()
 
-    def __init__(self, last_batch: Any, num_replicas: Any, rank: Any, seed: Any, steps_per_epoch: Any) -> None:
+    def __init__(
+        self, last_batch: Any, num_replicas: Any = None, rank: Any = None, seed: Any = None, steps_per_epoch: Any = None
+    ) -> None:
         self.steps = _check_steps(steps_per_epoch, last_batch)
-        self.replicated = num_replicas is not None or rank is not None
-        if num_replicas != "auto" or rank is not None:  # "auto" is looked up later: the process group may come up
-            num_replicas, rank = resolve_replicas(num_replicas, rank)
-        self._replicas: tuple[Any, Any] = num_replicas, rank
+        self.rolls_over: bool = last_batch == "rollover" or self.steps is not None
+        self.drops_last: bool = last_batch == "discard"
+        self._replicas: tuple[Any, Any] | None = None  # they are not shared out
+        if num_replicas is not None or rank is not None:
+            is_late = num_replicas == "auto" and rank is None  # it is looked up later: the process group may come up
+            self._replicas = (num_replicas, rank) if is_late else resolve_replicas(num_replicas, rank)
         self.has_seed = seed is not None or self.replicated
         if seed is None:
             seed = 0 if self.replicated else draw_seed()
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer, or None")
         self._next_epoch = 0
+        self._requests = EpochRequests()  # the calls of `set_epoch` that the loader has not seen yet
+
+    @property
+    def replicated(self) -> bool:
+        """Whether the samples are shared out to ranks."""
+        return self._replicas is not None
 
     @property
     def sampler(self) -> Any:
@@ -260,11 +267,11 @@ class Order(ABC, Generic[Signature]):
 
     def replicas(self) -> tuple[int, int]:
         """``(num_replicas, rank)``, as far as is known now."""
-        return resolve_replicas(*self._replicas)
+        return resolve_replicas(*(self._replicas or (None, None)))
 
     def settle_replicas(self) -> None:
         """An epoch begins: what ``"auto"`` means is not asked again."""
-        self._replicas = self.replicas()
+        self._replicas = self._replicas and self.replicas()
 
     # -- epochs ---------------------------------------------------------------------------------------------
 
@@ -333,6 +340,17 @@ class Order(ABC, Generic[Signature]):
         Raises:
             TypeError, ValueError: the state does not fit. Nothing has changed then.
         """
+        position, saved, changed = self.take_over(state, strict, doing, advice, check)
+        position = self.moved(position, saved)
+        while (epoch := self.epoch(position.epoch, position)).is_over():  # the next epoch begins instead
+            position = epoch.following()
+        self.goes_on(position, saved)
+        return position, changed
+
+    def take_over(
+        self, state: Any, strict: bool, doing: str, advice: str, check: Callable[[], Any] = lambda: None
+    ) -> tuple[Position, Signature, bool]:
+        """Take over the seeds of a state, as `load`, and return its position, its signature, and if seeds changed."""
         position, saved = self._parsed(state)
         found = self._differences(saved, position, strict)
         if found:
@@ -340,12 +358,7 @@ class Order(ABC, Generic[Signature]):
             ways = [one for one in found if one.endswith(".")] or [advice + hint]
             raise ValueError(f"{doing}{', '.join(one for one in found if one not in ways)}. {' '.join(ways)}")
         check()
-        changed = self._adopt(saved, position)
-        position = self.moved(position, saved)
-        while (epoch := self.epoch(position.epoch, position)).is_over():  # the next epoch begins instead
-            position = epoch.following()
-        self.goes_on(position, saved)
-        return position, changed
+        return position, saved, self._adopt(saved, position)
 
     def moved(self, position: Position, saved: Signature) -> Position:
         """A position of an order with another signature, as this one counts it."""

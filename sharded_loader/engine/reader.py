@@ -35,8 +35,7 @@ from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import RETRIES
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assembler, refuse_async
-from sharded_loader.data.awaiting import Awaited, is_awaited
-from sharded_loader.data.bulk import NOT_IN_BULK, as_bulk, as_items, listed, takes_arrays
+from sharded_loader.data.bulk import NOT_IN_BULK, Awaited, as_bulk, as_items, is_awaited, listed, takes_arrays
 from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board
 from sharded_loader.engine.messages import NOTHING, Job, PartPoint, Result, Task

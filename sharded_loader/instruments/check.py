@@ -46,16 +46,16 @@ from sharded_loader.base.described import brief
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.private import blake2b
-from sharded_loader.data.known import digest_of_read, exact, look_in_worker, text_with_type
+from sharded_loader.data.inspection import digest_of_read, exact, look_in_worker, text_with_type
 from sharded_loader.data.seeding import generators
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.pool import Pool, PoolBroken
 from sharded_loader.loader.lookup import KnownSteps
 from sharded_loader.memory.publish import publish
+from sharded_loader.pools.local import ThreadPool
 from sharded_loader.pools.process.pool import ProcessPool
-from sharded_loader.pools.threads import ThreadPool
-from sharded_loader.randomness.global_generators import seeded_globals
-from sharded_loader.sampling.order import LEFT_OUT, MapOrder
+from sharded_loader.randomness.rng import seeded_globals
+from sharded_loader.sampling.order import LEFT_OUT, MapOrder, checksums
 from sharded_loader.sampling.state import Signature, differences, other_arguments, parse
 
 GLOBALS: dict[str, Callable[[], object]] = {
@@ -322,7 +322,7 @@ class SavedRun:
         given |= {"last_batch": None if one.steps_per_epoch else one.last_batch}
         order = MapOrder(one.dataset_length, sampler=None, batch_sampler=None, **given)
         order.load(self.state, strict=True)
-        return order.checksums(epoch)
+        return checksums(order, epoch)
 
 
 def first_difference(one: SavedRun, other: SavedRun) -> tuple[int, int] | None:

@@ -1,14 +1,13 @@
-"""What a report and a trace say: as a dict that JSON can hold, as text, as a page for a browser, as a Chrome trace.
+"""What a report and a trace say: as text, as a page for a browser, as a Chrome trace; and what ranks say together.
 
-    facts_of(loader's class, arguments, ranks, stats, rows) -> facts
-    text_of(facts), joined({file: facts}) -> text for a terminal
-    compared({rank: facts}) -> the slowest rank, and text for a terminal
-    page_of(facts, rows) -> HTML with its style, its plots, and the facts in it: facts_in(page) -> facts
+    text_of(stats, arguments) -> text for a terminal
+    page_of(about, stats, arguments, rows) -> HTML with its style and its plots
+    compared({rank: told}) -> the slowest rank, and text for a terminal
     trace_of(rows, name) -> the content of a JSON file, for ui.perfetto.dev or chrome://tracing
 
-A page keeps the facts, so that they can be read where no loader is. It asks no network, has no script, and is light or
-dark as the reader's system is. A plot is SVG without text, which stretches to the width of the window. The table below
-it is its legend: a cause, or a stage, has one colour in both. A trace has lanes:
+A page asks no network, has no script, and is light or dark as the reader's system is. A plot is SVG without text, which
+stretches to the width of the window. The table below it is its legend: a cause, or a stage, has one colour in both. A
+trace has lanes:
 
     "next()"     a slice "next" for each batch
     "tasks"      a slice "task" where tasks were given to the workers
@@ -17,8 +16,7 @@ it is its legend: a cause, or a stage, has one colour in both. A trace has lanes
 An arrow leads from each task to the worker that read the batch, and from there to the ``next`` that returned it. The
 slices of a lane lie one behind the other, in whole nanoseconds: viewers drop those that overlap.
 
-Nothing is counted or timed here: the loader's `Meter` has done that. What can go wrong: the files are not of the ranks
-of one job, or not of the same time; a text is no page of a report, or a part of one.
+Nothing is counted or timed here: the loader's `Meter` has done that. What can go wrong: ranks tell of other times.
 
 Source of the idea and the format of traces: "Trace Event Format", the document of Chrome's trace viewer.
 """
@@ -26,31 +24,20 @@ Source of the idea and the format of traces: "Trace Event Format", the document 
 from __future__ import annotations
 
 import html
-import json
 import math
 import os
-import platform
-import re
-import time
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from operator import attrgetter
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from sharded_loader.base.described import brief
-from sharded_loader.base.system import JOB
 from sharded_loader.engine.messages import BatchTimes
 from sharded_loader.instruments.stats import LoaderStats
 from sharded_loader.instruments.times import CAUSES, ENOUGH, STAGES, time_text
-
-_WAITED = attrgetter("epoch", "step", "waited", "turn", "taken")
-
-Facts = dict[str, Any]
 
 Rows = Sequence[tuple[float, Sequence[str]]]
 """Of each row its share of the whole, and its cells."""
@@ -58,33 +45,20 @@ Rows = Sequence[tuple[float, Sequence[str]]]
 Section = tuple[str, str, Sequence[str], Rows]
 """A table: its title, a sentence about it, and the headings."""
 
-# -- facts -------------------------------------------------------------------------------------------------------------
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def facts_of(
-    kind: str, given: Mapping[str, object], replicas: tuple[int, int], stats: LoaderStats, rows: Sequence[BatchTimes]
-) -> Facts:
-    """What a report of one loader says.
+def text_of(stats: LoaderStats, given: Mapping[str, object]) -> str:
+    """A report for a terminal: the rate, the verdict and the advice, then the tables.
 
     Args:
-        kind, given, replicas: the loader's class, its arguments, and (num_replicas, rank).
-        stats, rows: its numbers, and its last batches.
+        stats: what the loader has done.
+        given: its arguments.
     """
-    (ranks, rank), host = replicas, platform.node()
-    return {
-        "loader": kind,
-        "ranks": ranks,
-        "rank": rank,
-        "job": [os.environ.get(name, "") for name in JOB],
-        "about": f"{kind}, rank {rank} of {ranks}, on {host}, {time.strftime('%Y-%m-%d %H:%M')}",
-        "host": host,
-        "summary": str(stats).splitlines()[0],
-        "verdict": stats.verdict,
-        "advice": stats.advice,
-        "numbers": stats.as_dict(),
-        "sections": _sections(stats, given),
-        "waits": [[*of[:2], *(round(s, 6) for s in of[2:])] for of in map(_WAITED, rows)],
-    }
+    parts = [str(stats)]
+    for title, about, headings, rows in _sections(stats, given):
+        parts.append(_table(f"{title}: {about}", headings, [cells for _, cells in rows]))
+    return "\n\n".join(parts)
 
 
 def _sections(stats: LoaderStats, given: Mapping[str, object]) -> list[Section]:
@@ -118,14 +92,6 @@ def _name(worker: int) -> str:
     return "main process" if worker < 0 else str(worker)
 
 
-def text_of(facts: Facts) -> str:
-    """A report for a terminal: the rate, the verdict and the advice, then the tables."""
-    parts = ["\n".join(filter(None, [facts["summary"], facts["verdict"], facts["advice"]]))]
-    for title, about, headings, rows in facts["sections"]:
-        parts.append(_table(f"{title}: {about}", headings, [cells for _, cells in rows]))
-    return "\n\n".join(parts)
-
-
 def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     sides = "<" + (">" if len(widths) > 2 else "<") * (len(widths) - 1)  # numbers end below each other
@@ -136,54 +102,48 @@ def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -
 # -- the ranks of a job ------------------------------------------------------------------------------------------------
 
 
-def joined(files: Mapping[str, Facts]) -> str:
-    """What the ranks of a job say together: which one is slow, and why, then a row of each.
+class Told(NamedTuple):
+    """What a rank tells the others.
 
-    Args:
-        files: the facts of each rank, by the name of the file.
-
-    Raises:
-        ValueError: they are not of the ranks of one job, or not of the same time.
+    Attributes:
+        stats: its numbers.
+        host: its machine.
+        waits: of each of its last batches the epoch, the step, the seconds waited, when the batch before was handed
+            out, and when this one was.
     """
-    ranks: dict[int, Facts] = {}
-    first_name, first = next(iter(files.items()))
-    for name, facts in files.items():
-        for what in ("job", "ranks", "loader"):
-            if facts[what] != first[what]:
-                raise ValueError(
-                    f"{name} is of another job than {first_name}: {what} is {facts[what]!r} there, and {first[what]!r} "
-                    "here. Give the files of one job"
-                )
-        if ranks.setdefault(facts["rank"], facts) is not facts:
-            raise ValueError(f"{name} is of rank {facts['rank']}, as another file is: give one file of each rank")
-    return compared(ranks)[1]
+
+    stats: LoaderStats
+    host: str
+    waits: Sequence[tuple[int, int, float, float, float]]
 
 
-def compared(ranks: Mapping[int, Facts]) -> tuple[int | None, str]:
+def compared(ranks: Mapping[int, Told], count: int) -> tuple[int | None, str]:
     """Which rank holds up the others, and a text that says why and has a row of each. None: no rank does.
 
+    Args:
+        ranks: what they have told.
+        count: how many there are in the job.
+
     Raises:
-        ValueError: they are not of the same time.
+        ValueError: they tell of other times.
     """
-    first, rows = next(iter(ranks.values())), []
-    for rank, facts in sorted(ranks.items()):
-        of = facts["numbers"]
-        sample = time_text(of["reading_seconds"] / (of["samples"] or 1.0))
-        cause = max(CAUSES, key=lambda name: of[f"cause_{name}"])
-        waits = f"{of['waiting_share']:.1%}", sample, cause
-        rows.append((str(rank), facts["host"], f"{of['samples_per_second']:,.0f}", *waits))
+    rows, slow, first = [], None, next(iter(ranks.values())).stats
+    for rank, (of, host, _) in sorted(ranks.items()):
+        sample, cause = time_text(of.reading_seconds / (of.samples or 1)), max(CAUSES, key=of.causes.__getitem__)
+        rows.append((str(rank), host, f"{of.samples_per_second:,.0f}", f"{of.waiting_share:.1%}", sample, cause))
     headings = ("rank", "host", "samples/s", "waiting", "to read a sample", "waits for")
-    slow, text = _judged(ranks) if len(ranks) > 1 else (None, f"{first['verdict']}\n{first['advice']}".strip())
-    title = f"{len(ranks)} of {first['ranks']} ranks"
-    return slow, f"{text}\n\n{_table(title, headings, rows)}"
+    text = f"{first.verdict}\n{first.advice}".strip()
+    if len(ranks) > 1:
+        slow, text = _judged(ranks)
+    return slow, f"{text}\n\n{_table(f'{len(ranks)} of {count} ranks', headings, rows)}"
 
 
-def _judged(ranks: Mapping[int, Facts]) -> tuple[int | None, str]:
+def _judged(ranks: Mapping[int, Told]) -> tuple[int | None, str]:
     """Which rank holds up the others, if one does, and why they wait.
 
     All ranks end a step together, so the step waits for the slowest one.
     """
-    noted = [{(epoch, step): times for epoch, step, *times in facts["waits"]} for facts in ranks.values()]
+    noted = [{(epoch, step): times for epoch, step, *times in told.waits} for told in ranks.values()]
     first, last = max(min(of, default=(0, 0)) for of in noted), min(max(of, default=(0, 0)) for of in noted)
     steps = [step for step in set[tuple[int, int]]().union(*noted) if first <= step <= last]
     if not steps:
@@ -194,7 +154,7 @@ def _judged(ranks: Mapping[int, Facts]) -> tuple[int | None, str]:
     second, most = np.sort(waited, axis=0)[-2:]
     # How much less the job would wait if a rank were like the second slowest. Of cheap batches, the sums tell it.
     alone = np.bincount(waited.argmax(0), most - second, len(ranks)) / seconds
-    shares = np.array([facts["numbers"]["waiting_share"] for facts in ranks.values()])
+    shares = np.array([told.stats.waiting_share for told in ranks.values()])
     alone[shares.argmax()] = max(alone[shares.argmax()], shares.max() - np.sort(shares)[-2])
     together = max(min(1.0, most.sum() / seconds), shares.max())
     if together < ENOUGH and alone.max() < ENOUGH:
@@ -204,7 +164,7 @@ def _judged(ranks: Mapping[int, Facts]) -> tuple[int | None, str]:
     if alone.max() >= max(ENOUGH, together / 2):
         slow = about = list(ranks)[alone.argmax()]
         text = f"Rank {slow} is slow: the others wait for it for {alone.max():.0%} of the time."
-    return slow, "\n".join(filter(None, [text, ranks[about]["verdict"], ranks[about]["advice"]]))
+    return slow, "\n".join(filter(None, [text, ranks[about].stats.verdict, ranks[about].stats.advice]))
 
 
 # -- a page ------------------------------------------------------------------------------------------------------------
@@ -214,8 +174,6 @@ COLUMNS = 120
 
 SHOWN = 60
 """The last batches whose way is drawn: more would be thinner than a pixel."""
-
-_FACTS = re.compile(r'<script type="application/json" id="sharded-loader-report-1" data-crc="(\d+)">(.*?)</script>')
 
 _HUES = ("#e4572e", "#2e86ab", "#7b5ea7", "#c94f7c", "#8d6e63", "#f2a93b", "#3a9d6e", "#5c7cfa", "#78909c")
 _COLOURS = dict(zip(STAGES, (_HUES[place] for place in (8, 7, 5, 6, 2, 4, 3)), strict=True))
@@ -227,35 +185,24 @@ Bars = Iterable[tuple[str, float, float, float, float]]
 """Rectangles: what each shows, left, top, width and height; the whole plot has the size 1."""
 
 
-def page_of(facts: Facts, rows: Sequence[BatchTimes]) -> str:
+def page_of(about: str, stats: LoaderStats, given: Mapping[str, object], rows: Sequence[BatchTimes]) -> str:
     """The page.
 
     Args:
-        facts: of the report.
+        about: which loader, when and where.
+        stats, given: as of `text_of`.
         rows: the last batches.
     """
-    text = json.dumps(facts, allow_nan=False).replace("<", "\\u003c")
     plots = {"Causes": _waits(rows), "Stages": _lanes(rows[-SHOWN:])} if rows else {}
+    summary, verdict, advice = (html.escape(text) for text in (str(stats).split("\n")[0], stats.verdict, stats.advice))
     return Template((_FOLDER / "page.html").read_text("utf-8")).substitute(
-        {name: html.escape(facts[name]) for name in ("about", "summary", "verdict", "advice")},
         style=(_FOLDER / "page.css").read_text("utf-8"),
-        sections="\n".join(_section(section, plots.get(section[0], "")) for section in facts["sections"]),
-        crc=zlib.crc32(text.encode()),
-        facts=text,
+        about=_p(about),
+        summary=summary,
+        verdict=verdict,
+        advice=advice,
+        sections="\n".join(_section(section, plots.get(section[0], "")) for section in _sections(stats, given)),
     )
-
-
-def facts_in(text: str) -> Facts:
-    """The facts of a page.
-
-    Raises:
-        ValueError: there are none, or they are damaged.
-    """
-    found = _FACTS.search(text)
-    if found is None or zlib.crc32(found[2].encode()) != int(found[1]):
-        raise ValueError("it is no report, or it is damaged: give files that loader.report(path) has written")
-    facts: Facts = json.loads(found[2])
-    return facts
 
 
 def _p(text: str) -> str:

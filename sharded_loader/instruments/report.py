@@ -1,9 +1,9 @@
 """`Instruments`: the methods of a loader that tell what it does: numbers, reports, a trace, checks.
 
-    loader.report()               -> `page.facts_of` -> text         printed
-    loader.report("rank0.html")   -> `page.facts_of` -> one file     `page.facts_in` -> facts again
-    loader.trace("trace.json")    -> `page.trace_of` -> one file
-    loader.stats_of_ranks()       -> facts of all ranks of the process group -> `RankStats`
+    loader.report()               -> `page.text_of`, printed
+    loader.report("rank0.html")   -> `page.page_of`, one file
+    loader.trace("trace.json")    -> `page.trace_of`, one file
+    loader.stats_of_ranks()       -> `page.Told` of all ranks of the process group -> `page.compared` -> `RankStats`
 
 Reports are made when they are asked for: no batch is slower for them. What can go wrong: no batch was delivered, or a
 file cannot be written. Each is an error that says what to do. A file is written whole or not at all, so an older one of
@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
+import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,6 +76,10 @@ class Instruments:
             return resolve_replicas("auto")
         return 1, 0
 
+    def _name(self) -> str:
+        ranks, rank = self._replicas()
+        return f"{type(self).__name__}, rank {rank} of {ranks}"
+
     @property
     def skipped(self) -> list[tuple[Any, BaseException]]:
         """``(index, error)`` of the last 1,000 samples that ``on_error`` skipped or replaced."""
@@ -120,8 +126,7 @@ class Instruments:
 
         Args:
             path: None: it is printed. A name that ends in ``.html``: it is written to this file, with plots of the last
-                1,000 batches. The file needs no network. ``sharded-loader report FILES`` reads it again. With several
-                ranks, write a file for each: the command names the slow rank.
+                1,000 batches. The file needs no network. With several ranks, `stats_of_ranks` names the slow one.
 
         Raises:
             ValueError: the name of the file does not end in ``.html``.
@@ -139,12 +144,12 @@ class Instruments:
             raise ValueError(
                 f"report: {os.fspath(path)!r} does not end in .html: give such a name, or none to print it"
             )
-        rows = self._rows("report")
-        facts = page.facts_of(type(self).__name__, self._given(), self._replicas(), self.stats(), rows)
+        rows, stats = self._rows("report"), self.stats()
         if path is None:
-            print(page.text_of(facts))
+            print(page.text_of(stats, self._given()))
         else:
-            _write(path, page.page_of(facts, rows))
+            about = f"{self._name()}, on {platform.node()}, {time.strftime('%Y-%m-%d %H:%M')}"
+            _write(path, page.page_of(about, stats, self._given(), rows))
 
     def stats_of_ranks(self, group: Any = None) -> RankStats:
         """The numbers of all ranks, and which rank holds up the others, over the process group.
@@ -170,17 +175,17 @@ class Instruments:
         """
         distributed, stats = process_group(), self.stats()
         ranks, rank = (distributed.get_world_size(group), distributed.get_rank()) if distributed else (1, 0)
-        facts = page.facts_of(type(self).__name__, self._given(), (ranks, rank), stats, self._meter.rows())
-        found: list[Any] = [(rank, stats, {**facts, "sections": []})]
+        waits = [(row.epoch, row.step, row.waited, row.turn, row.taken) for row in self._meter.rows()]
+        found: list[Any] = [(rank, page.Told(stats, platform.node(), waits))]
         if distributed:
             own, found = found[0], [None] * ranks
             distributed.all_gather_object(found, own, group)
-        for rank, of, _ in found:
-            if not of.batches:
+        for rank, told in found:
+            if not told.stats.batches:
                 raise RuntimeError(
                     f"stats_of_ranks: rank {rank} has delivered no batch yet: iterate over its loader first"
                 )
-        return RankStats({rank: of for rank, of, _ in found}, *page.compared({rank: of for rank, _, of in found}))
+        return RankStats({rank: told.stats for rank, told in found}, *page.compared(dict(found), ranks))
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write when each of the last 1,000 batches was read, waited for and handed out, as a Chrome trace.
@@ -211,9 +216,7 @@ class Instruments:
 
         Source of the idea: the traces of ``torch.profiler``.
         """
-        ranks, rank = self._replicas()
-        name = f"{type(self).__name__}, rank {rank} of {ranks}"
-        _write(path, json.dumps(page.trace_of(self._rows("trace"), name), allow_nan=False))
+        _write(path, json.dumps(page.trace_of(self._rows("trace"), self._name()), allow_nan=False))
 
     def fingerprint(self, epoch: int | None = None) -> Fingerprint:
         """A short hash of the order of an epoch and of three of its samples, to compare two runs with.

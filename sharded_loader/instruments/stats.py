@@ -229,13 +229,12 @@ def quiet_counts(stats: LoaderStats) -> list[str]:
         >>> quiet_counts(LoaderStats(replaced_workers=1, skipped_samples=20))
         ['1 worker replaced', '20 samples skipped or replaced']
     """
-    words = {
-        "worker": (stats.replaced_workers, "replaced"),
-        "sample": (stats.skipped_samples, "skipped or replaced"),
-        "batch": (stats.slow_batches, "too large for shared memory"),
-    }
-    plural = {"batch": "batches"}
-    return [f"{n} {one if n == 1 else plural.get(one, one + 's')} {fate}" for one, (n, fate) in words.items() if n]
+    words = (
+        (stats.replaced_workers, "worker", "workers", "replaced"),
+        (stats.skipped_samples, "sample", "samples", "skipped or replaced"),
+        (stats.slow_batches, "batch", "batches", "too large for shared memory"),
+    )
+    return [f"{count} {one if count == 1 else many} {fate}" for count, one, many, fate in words if count]
 
 
 POOLED = NUMBERS[NUMBERS.index("retries") : NUMBERS.index("slow_batches") + 1] + NUMBERS[-5:]
@@ -249,7 +248,7 @@ NOTED_SECONDS = 2e-4
 long. To note it takes 2 us: 5 % of a batch of `tiny`."""
 
 KEPT_BATCHES = 1000
-"""The last batches whose times are kept. They are added up 1,000 at a time, in a third of the time."""
+"""The last batches whose times are kept. Those of an epoch are added up 1,000 at a time, in a third of the time."""
 
 _numbers_of = attrgetter(*NUMBERS)
 
@@ -312,11 +311,9 @@ class Counts:
         self.began = began
         self.state: tuple[LoaderStats, list[BatchTimes]] = LoaderStats(), []
 
-    def add_up(self) -> list[BatchTimes]:
-        """Add up the batches that were noted. They are returned."""
-        stats, rows = self.state
-        self.state = with_rows(stats, rows), []  # in one step: another thread may look
-        return rows
+    def add_up(self) -> None:
+        """Add up the batches that were noted."""
+        self.state = with_rows(*self.state), []  # in one step: another thread may look
 
     def report(self, totals: LoaderStats = LoaderStats()) -> LoaderStats:
         """The counts so far. ``totals``: as `Meter.totals` returns them."""
@@ -367,7 +364,7 @@ class Meter(Observer):
         self._sum, self._late = LoaderStats(), Counts()  # of those before them, and what these still add
         self._late.ended = LoaderStats()
         self.looks: str | None = None
-        self._ring: list[BatchTimes] = []  # those that were added up last
+        self._rows: deque[BatchTimes] = deque(maxlen=KEPT_BATCHES)
         self._cores = cores_for_workers()
 
     def counts(self) -> Counts:
@@ -375,13 +372,13 @@ class Meter(Observer):
 
     def begin(self, epoch: int, counts: Counts) -> None:
         self._last[-1].ended = counts.began
-        self._add_up(self._last[-1])
+        self._last[-1].add_up()
         counts.number = epoch
         self.epochs[epoch] = counts
         self._last.append(counts)
         if len(self._last) > self.KEPT_TIMES:
             old = self._last[-self.KEPT_TIMES - 1]
-            self._add_up(old)
+            old.add_up()
             stats = old.state[0]
             self._sum = sum_of([self._sum, LoaderStats(slowest=stats.slowest, _timed=stats._timed)])
             old.state = dataclasses.replace(stats, _timed=Histograms(), slowest=()), []
@@ -425,9 +422,10 @@ class Meter(Observer):
             row.__dict__.update(turn=turn, asked=asked, taken=taken, placing=entry.placing, behind=behind)
             row.starts, row.epoch = starts, counts.number
             self._fill_in(row, entry, result, pipeline)
+            self._rows.append(row)
             counts.state[1].append(row)
             if len(counts.state[1]) >= KEPT_BATCHES:
-                self._add_up(counts)
+                counts.add_up()
         if error is None and entry.task is not None and (self.looks is None or self.mixture is not None):
             self.look(entry.batch, counts, entry.task.shards)
         if taken >= self.tune_at:
@@ -452,13 +450,9 @@ class Meter(Observer):
             lacks = in_flight < pool.num_workers and own is not None and not (own.exhausted or own.epoch.takes_turns)
             row.lacks_tasks = lacks or (waiting > 0 and in_flight - waiting < pool.num_workers)
 
-    def _add_up(self, counts: Counts) -> None:
-        self._ring = [*self._ring, *counts.add_up()][-KEPT_BATCHES:]
-
     def rows(self) -> list[BatchTimes]:
         """The last 1,000 batches that were handed out, of all epochs, the oldest first."""
-        rows = [*self._ring, *chain.from_iterable(counts.state[1][:] for counts in tuple(self._last))]
-        rows = sorted(rows, key=attrgetter("taken"))[-KEPT_BATCHES:]
+        rows = list(self._rows)
         times.name_causes(rows)
         return rows
 

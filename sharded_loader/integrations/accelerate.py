@@ -56,7 +56,6 @@ class Prepared:
     remainder = -1
     iteration = 0
     total_batch_size: int
-    drops_rest: bool
     _given: dict[str, Any]
     _skips = 0
     _state: dict[str, Any] | None = None
@@ -245,25 +244,19 @@ def prepare(loader: Any, accelerator: Any, device_placement: bool | None = None)
         if getattr(module, "skip_first_batches", None) is _accelerates_own:
             module.skip_first_batches = _skip_first_batches
     if accelerator.dispatch_batches and accelerator.num_processes > 1:
-        warnings.warn(
-            "dispatch_batches=True has no effect here: each rank reads the data itself, and gets "
-            "the same batches as if rank 0 had sent them",
-            stacklevel=2,
-        )
+        same = "each rank reads the data itself, and gets the same batches as if rank 0 had sent them"
+        warnings.warn(f"dispatch_batches=True has no effect here: {same}", stacklevel=2)
     on_device = accelerator.device_placement if device_placement is None else device_placement
-    if isinstance(loader, Prepared):
-        prepared: Any = loader
-    elif isinstance(loader, DataLoader):
-        prepared = _prepare_drop_in(loader, accelerator, on_device)
-    elif isinstance(loader, ShardedDataLoader):
-        prepared = _prepare_sharded(loader, accelerator, on_device)
-    else:
+    if not isinstance(loader, DataLoader | ShardedDataLoader):
         raise TypeError(
             f"prepare() takes a ShardedDataLoader or a sharded_loader.torch.DataLoader, not {an(type(loader))}: "
             f"give that to accelerator.prepare()"
         )
-    note_prepared(accelerator, prepared)
-    return prepared
+    if not isinstance(loader, Prepared):
+        make: Any = _prepare_drop_in if isinstance(loader, DataLoader) else _prepare_sharded
+        loader = make(loader, accelerator, on_device)
+    note_prepared(accelerator, loader)
+    return loader
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
@@ -285,7 +278,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
         loader._skips = num_batches
         return loader
     given = {**loader._given, "batch_sampler": SkipBatchSampler(batch_sampler, skip_batches=num_batches)}
-    rest = _made(type(loader), given, loader.total_batch_size, loader.drops_rest, loader._synchronized)
+    rest = _made(type(loader), given, loader.total_batch_size, loader._synchronized)
     rest.iteration = loader.iteration
     return rest
 
@@ -321,7 +314,7 @@ def _prepare_drop_in(loader: DataLoader[Any], accelerator: Any, on_device: bool)
         raise ValueError("batch_size=None cannot be shared out to ranks: give a batch_size")
     size = loader.batch_size or getattr(batch_sampler, "batch_size", None) or 1
     total = size * (1 if accelerator.split_batches else replicas)
-    return _made(PreparedDataLoader, given, total, loader.drop_last, synchronized)
+    return _made(PreparedDataLoader, given, total, synchronized)
 
 
 def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, on_device: bool) -> Prepared:
@@ -339,22 +332,19 @@ def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, on_device: boo
             given.pop("batchify_fn", None)
             given.update(_share(loader, accelerator, given))
     elif replicas > 1:
-        none = dict.fromkeys(("pool", "device", "timeout", "max_worker_memory"))
+        none = dict.fromkeys(("pool", "device", "timeout"))
         order = ShardedDataLoader(**{**given, **none, "num_workers": 0, "thread_pool": False})
         for name in ("batch_size", "shuffle", "sampler", "last_batch", "drop_last"):
             given.pop(name, None)
         given["batch_sampler"] = _shard(order.batch_sampler, accelerator, loader.drop_last)
     total = (loader.batch_size or 1) * (1 if accelerator.split_batches else replicas)
-    return _made(PreparedShardedDataLoader, given, total, loader.drop_last)
+    return _made(PreparedShardedDataLoader, given, total)
 
 
-def _made(
-    kind: Any, given: dict[str, Any], total_batch_size: int, drops_rest: bool, synchronized: Any = None
-) -> Prepared:
+def _made(kind: Any, given: dict[str, Any], total: int, synchronized: torch.Generator | None = None) -> Prepared:
     prepared: Prepared = kind(**given)
-    prepared._given, prepared._synchronized = given, synchronized
+    prepared._given, prepared._synchronized, prepared.total_batch_size = given, synchronized, total
     prepared._is_shared = isinstance(given.get("collate_fn"), RankShare)
-    prepared.total_batch_size, prepared.drops_rest = total_batch_size, drops_rest
     return prepared
 
 

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from sharded_loader.base.checks import check_int, refuse_async_iterable, refuse_class
+from sharded_loader.base.checks import check_int, refuse_arguments, refuse_async_iterable, refuse_class
 from sharded_loader.base.described import an
 from sharded_loader.base.errors import add_note
 from sharded_loader.base.imports import names_of, provided
 from sharded_loader.base.notices import logger
-from sharded_loader.batching.default import Batchify
+from sharded_loader.batching.default import Batchify, default_batchify_fn
 from sharded_loader.batching.protocol import some
 from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.columns import as_dataset, named_columns
@@ -32,9 +32,9 @@ from sharded_loader.engine.order import ranks_of_mesh
 from sharded_loader.engine.pipeline import PER_WORKER, Pipeline
 from sharded_loader.engine.pool import Pool, check_init_fn, owners
 from sharded_loader.engine.split import Split, check_shares
-from sharded_loader.pools.inline import InlinePool
+from sharded_loader.loader.options import OnError, OtherNames, Placement
+from sharded_loader.pools.local import InlinePool, ThreadPool
 from sharded_loader.pools.process.pool import ProcessPool
-from sharded_loader.pools.threads import ThreadPool
 
 INSTEAD = {
     "generator": "write seed= (an int) instead",
@@ -54,9 +54,23 @@ INSTEAD = {
     "num_parts": "write num_replicas= instead",
     "part_index": "write rank= instead",
     "drop_remainder": "write drop_last= instead",
-    "auto_reload": "write prefetch_epochs= instead, or leave it out: worker processes prefetch the next epoch",
+    "auto_reload": "leave it out, or set loader.prefetch_epochs: worker processes prefetch the next epoch",
+    "prefetch_epochs": "set loader.prefetch_epochs instead",
+    "max_skipped": 'write on_error=OnError("skip", limit=) instead',
+    "max_worker_memory": "write pool=ProcessPool(n, max_worker_memory=) instead",
+    **dict.fromkeys(
+        ("shard_weights", "resident", "device_transform", "host_fields"),
+        "give it to Placement instead: device=Placement(device, ...), or devices=Placement(devices, ...)",
+    ),
 }
 """Arguments of the loaders of PyTorch, torchdata, MXNet and others, and what to do about them here."""
+
+
+def refuse_names(names: Iterable[str], init: Callable[..., None]) -> None:
+    """Reject names that are not arguments of a loader's constructor, nor `OtherNames`."""
+    known = OtherNames.__annotations__
+    unknown = [name for name in names if name not in known]
+    refuse_arguments("ShardedDataLoader", unknown, init, INSTEAD, known)
 
 
 def one_of(name: str, value: Any, alias: str, other: Any) -> Any:
@@ -190,12 +204,27 @@ def check_stream(dataset: Any, **given: Any) -> None:
 
 
 def ranks_given(num_replicas: Any, rank: Any, mesh: Any) -> tuple[Any, Any]:
-    """``num_replicas`` and ``rank``, by ``mesh`` if that is given."""
+    """``num_replicas`` and ``rank``, by a mesh if one is given, as ``mesh`` or as ``num_replicas``."""
+    if hasattr(num_replicas, "get_coordinate"):
+        num_replicas, mesh = None, one_of("num_replicas", num_replicas, "mesh", mesh)
     if mesh is None:
         return num_replicas, rank
     if num_replicas is not None or rank is not None:
-        raise ValueError("mesh= says how many ranks there are, and which this is: leave out num_replicas and rank")
+        raise ValueError("the mesh says how many ranks there are, and which this is: leave out num_replicas and rank")
     return ranks_of_mesh(mesh)
+
+
+def placement_given(device: Any, devices: Any) -> tuple[Any, Any, Placement]:
+    """``device``, ``devices``, and the options of the `Placement` that one of them may be."""
+    given = [one for one in (device, devices) if isinstance(one, Placement)]
+    if len(given) > 1:
+        raise ValueError("device and devices are both a Placement: give one")
+    if not given:
+        return device, devices, Placement()
+    placement = given[0]
+    if placement is devices:
+        return device, placement.device, placement
+    return placement.device, devices, placement
 
 
 def check_evaluate(evaluate: Any, on_error: Any) -> None:
@@ -216,18 +245,18 @@ def refuse_streams(streams: Any, dataset: Any) -> None:
         )
 
 
-def check_batchify_fn(batchify_fn: Any) -> None:
-    """Refuse what cannot make a batch of samples."""
-    if batchify_fn is not None and not callable(batchify_fn):
-        raise TypeError(f"the collate function is {batchify_fn!r}; it must be a function of a list of samples")
-    if isinstance(batchify_fn, type) and issubclass(batchify_fn, Batchify):
-        raise TypeError(
-            f"the collate function is the class {batchify_fn.__name__}; give an object: {batchify_fn.__name__}()"
-        )
+def collate_function(batchify_fn: Any, collate_fn: Any) -> Any:
+    """The collate function by either name; None: the default, which reads in bulk too."""
+    given = one_of("batchify_fn", batchify_fn, "collate_fn", collate_fn)
+    if given is not None and not callable(given):
+        raise TypeError(f"the collate function is {given!r}; it must be a function of a list of samples")
+    if isinstance(given, type) and issubclass(given, Batchify):
+        raise TypeError(f"the collate function is the class {given.__name__}; give an object: {given.__name__}()")
+    return None if given is default_batchify_fn else given
 
 
 def transform_of(
-    fn: Any, host_fields: Any, seed: Callable[[], int], devices: Any, *, pin_memory: bool, resident: Any
+    options: Placement, seed: Callable[[], int], *, devices: Any, pin_memory: bool
 ) -> BatchTransform | None:
     """What ``device_transform`` and ``host_fields`` ask for; None: nothing.
 
@@ -235,10 +264,12 @@ def transform_of(
         TypeError: they have a wrong type.
         ValueError: they contradict other arguments.
     """
+    fn: Any = options.device_transform
+    given: Any = options.host_fields
     if fn is not None and not callable(fn):
         raise TypeError(f"device_transform is {fn!r}; it must be a function of a batch, or of a batch and a generator")
-    several = isinstance(host_fields, Iterable) and not isinstance(host_fields, (str, bytes))
-    fields = [] if host_fields is None else list(host_fields) if several else [host_fields]
+    several = isinstance(given, Iterable) and not isinstance(given, (str, bytes))
+    fields = [] if given is None else list(given) if several else [given]
     for field in fields:
         if not isinstance(field, (str, int)) or isinstance(field, bool):
             raise TypeError(f"host_fields has {field!r}; it must have names of fields, or numbers in a tuple")
@@ -247,31 +278,24 @@ def transform_of(
     if pin_memory and devices is None:
         name = "host_fields" if fn is None else "device_transform"
         raise ValueError(f"{name} is for batches on devices: give device= or devices= instead of pin_memory")
-    if fields and resident is not False:
+    if fields and options.resident is not False:
         raise ValueError("host_fields keeps fields on the host, and resident keeps all on devices: leave out one")
     called = fn.forward if isinstance(fn, torch.nn.Module) else fn  # what has the arguments
     by_position = fn is not None and takes_two(called)
     by_name = fn is not None and not by_position and takes_named(called, "rng")
-    given = (lambda batch, rng: fn(batch, rng=rng)) if by_name else fn
-    return BatchTransform(given, by_position or by_name, fields, seed)
+    made = (lambda batch, rng: fn(batch, rng=rng)) if by_name else fn
+    return BatchTransform(made, by_position or by_name, fields, seed)
 
 
-def check_on_error(on_error: Any) -> None:
-    if not callable(on_error) and on_error not in ("raise", "skip", "replace"):
+def action_and_limit(on_error: Any) -> tuple[Any, int | None]:
+    """What ``on_error`` does with a bad sample, and for how many in an epoch (None: any number)."""
+    given = on_error if isinstance(on_error, OnError) else OnError(on_error)
+    if not callable(given.action) and given.action not in ("raise", "skip", "replace"):
         raise ValueError(
-            f'on_error is {on_error!r}; it must be "raise", "skip", "replace", or a callable (SampleError) -> sample'
+            f'on_error is {given.action!r}; it must be "raise", "skip", "replace", or a callable (SampleError) -> '
+            f"sample"
         )
-
-
-def check_max_skipped(limit: Any, on_error: Any) -> int | None:
-    """``max_skipped``, or an error that says what is wrong."""
-    if limit is None:
-        return None
-    if on_error == "raise":
-        raise ValueError(
-            'max_skipped needs on_error="skip", "replace" or a function: with "raise" no sample is skipped'
-        )
-    return check_int("max_skipped", limit, 0, "give the number of samples in an epoch that may be skipped, or None")
+    return given.action, given.limit
 
 
 def make_split(devices: list[Any] | None, sharded: bool, num_shards: Any, weights: Any = None) -> Split:
@@ -311,16 +335,13 @@ def make_pool(
     thread_pool: bool,
     worker_init_fn: Any = None,
     timeout: float | None = None,
-    max_worker_memory: Any = None,
 ) -> Pool:
-    """The pool that the arguments ask for. The last three are as the pools have them."""
+    """The pool that the arguments ask for. The last two are as the pools have them."""
     is_auto, num_workers = number_of_workers(num_workers)
-    if isinstance(pool, Pool) and is_auto:
+    if is_auto and (pool == "ray" or (isinstance(pool, Pool) and not isinstance(pool, ThreadPool | ProcessPool))):
         raise ValueError(
-            f'num_workers="auto" makes a pool, and pool={pool!r} is one: leave out pool, or give pool="thread"'
+            f'num_workers="auto" is for threads and processes on this machine, and the pool is {pool!r}: leave out one'
         )
-    if is_auto and pool == "ray":
-        raise ValueError('num_workers="auto" is for workers on this machine: give the number of Ray actors')
     count = max(0, num_workers)
     if num_workers < 0:
         logger.warning(
@@ -329,17 +350,16 @@ def make_pool(
             num_workers,
         )
     timeout = timeout or None  # 0 is torch's default, and means never
-    given = {"worker_init_fn": worker_init_fn, "timeout": timeout, "max_worker_memory": max_worker_memory}
+    given = {"worker_init_fn": worker_init_fn, "timeout": timeout}
     options = {name: value for name, value in given.items() if value is not None}
     if isinstance(pool, Pool):
-        if count or thread_pool or options:
+        if (count and not is_auto) or thread_pool or options:
             raise ValueError(
                 f"pool={pool!r} has its own workers: leave out num_workers and thread_pool, and give "
-                f"{', '.join(given)} to the pool"
+                f"{' and '.join(given)} to the pool"
             )
         return pool
     kind = _kind_of_pool(pool, count, thread_pool)
-    refuse_worker_memory(max_worker_memory, kind == "process")
     if kind == "inline":
         check_init_fn(worker_init_fn)  # it is not called, as in torch
         if timeout is not None:

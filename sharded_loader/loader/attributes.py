@@ -56,6 +56,34 @@ _INSTEAD_OF_SETTING = {
 }
 
 
+def _context(loader: Any) -> Any:
+    if isinstance(loader._order, StreamOrder):
+        refuse_skipping(loader)
+    method = getattr(loader._workers, "start_method", None)
+    return None if method is None else multiprocessing.get_context(method)
+
+
+def _per_worker(loader: Any) -> int | None:
+    return max(1, loader.prefetch // loader.num_workers) if loader.num_workers else None
+
+
+OF_TORCH: Mapping[str, Callable[[Any], Any]] = {
+    "batch_sampler": lambda loader: loader._order.batch_sampler,  # the one that was given, or this rank's
+    "collate_fn": lambda loader: loader._epochs.batchify_fn or default_batchify_fn,
+    "drop_last": lambda loader: loader._order.drops_last,
+    "generator": lambda loader: None,  # the order follows from `seed`
+    "in_order": lambda loader: True,
+    "multiprocessing_context": _context,
+    "persistent_workers": lambda loader: loader.num_workers > 0,  # they outlive an epoch
+    "pin_memory": lambda loader: loader._pin_memory,
+    "pin_memory_device": lambda loader: "",
+    "prefetch_factor": _per_worker,
+    "timeout": lambda loader: loader._workers.timeout or 0,
+    "worker_init_fn": lambda loader: loader._workers.worker_init_fn,
+}
+"""Attributes of PyTorch's ``DataLoader`` that other libraries read, as functions of this loader. All are read-only."""
+
+
 def keeps_arguments(init: Callable[Given, None]) -> Callable[Given, None]:
     """A constructor of a loader that keeps what it is given; see `LoaderAttributes.arguments`."""
     signature = inspect.signature(init)
@@ -63,8 +91,9 @@ def keeps_arguments(init: Callable[Given, None]) -> Callable[Given, None]:
     @functools.wraps(init)
     def keep(*args: Given.args, **named: Given.kwargs) -> None:
         init(*args, **named)
-        (_, loader), *given = signature.bind(*args, **named).arguments.items()
-        loader._arguments = MappingProxyType(dict(given))
+        given = signature.bind(*args, **named).arguments
+        loader, names = given.pop("self"), given.pop("names", {})
+        loader._arguments = MappingProxyType({**given, **names})
 
     return keep
 
@@ -78,6 +107,18 @@ class LoaderAttributes(Instruments):
     """
 
     _arguments: Mapping[str, Any] = MappingProxyType({})
+    batch_sampler: Any
+    collate_fn: Callable[[list[Any]], Any]
+    drop_last: bool
+    generator: None
+    in_order: bool
+    multiprocessing_context: Any
+    persistent_workers: bool
+    pin_memory: bool
+    pin_memory_device: str
+    prefetch_factor: int | None
+    timeout: float
+    worker_init_fn: Callable[[int], Any] | None
 
     def __init__(self, epochs: Epochs, observer: Any, batch_size: int | None, pin_memory: bool) -> None:
         self._meter = observer
@@ -87,9 +128,16 @@ class LoaderAttributes(Instruments):
         self._order, self._pipeline, self._placement = epochs.order, epochs.pipeline, epochs.placement
         self._workers, self._split = epochs.pipeline.pool, epochs.pipeline.split
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in OF_TORCH:
+                raise AttributeError(f"{an(type(self))} has no attribute {name!r}", name=name, obj=self)
+            return OF_TORCH[name](self)
+
     def __setattr__(self, name: str, value: Any) -> None:
         known = getattr(type(self), name, None)
-        if isinstance(known, property) and known.fset is None:
+        if name in OF_TORCH or (isinstance(known, property) and known.fset is None):
             advice = _INSTEAD_OF_SETTING.get(name, "make a new loader")
             raise AttributeError(f"{name} of {an(type(self))} cannot be set: {advice}", name=name, obj=self)
         super().__setattr__(name, value)
@@ -142,74 +190,9 @@ class LoaderAttributes(Instruments):
         return self._order.sampler
 
     @property
-    def batch_sampler(self) -> Any:
-        """The sampler of batches: the one that was given, or this rank's."""
-        return self._order.batch_sampler
-
-    @property
     def batch_size(self) -> int | None:
         """Samples per step; None with a given ``batch_sampler``. Read-only: `rescale` changes it."""
         return self._batch_size
-
-    @property
-    def drop_last(self) -> bool:
-        """Whether an incomplete last batch is left out. Read-only."""
-        return self._order.drops_last
-
-    # Other libraries read these attributes of PyTorch's DataLoader, so this loader has them too. All are read-only.
-
-    @property
-    def collate_fn(self) -> Callable[[list[Any]], Any]:
-        """The function that makes a batch of a list of samples."""
-        return self._epochs.batchify_fn or default_batchify_fn
-
-    @property
-    def prefetch_factor(self) -> int | None:
-        """Batches prefetched for each worker; None without workers."""
-        return max(1, self.prefetch // self.num_workers) if self.num_workers else None
-
-    @property
-    def pin_memory(self) -> bool:
-        """Whether batches are put into pinned host memory."""
-        return self._pin_memory
-
-    @property
-    def pin_memory_device(self) -> str:
-        """Nothing: torch's default. See ``devices``."""
-        return ""
-
-    @property
-    def timeout(self) -> float:
-        """Seconds that a worker may be silent; 0 for ever, as in torch."""
-        return self._workers.timeout or 0
-
-    @property
-    def worker_init_fn(self) -> Callable[[int], Any] | None:
-        """What each worker calls when it starts."""
-        return self._workers.worker_init_fn
-
-    @property
-    def multiprocessing_context(self) -> Any:
-        """The context of the start method of worker processes; None without them."""
-        if isinstance(self._order, StreamOrder):
-            refuse_skipping(self)
-        method = getattr(self._workers, "start_method", None)
-        return None if method is None else multiprocessing.get_context(method)
-
-    @property
-    def generator(self) -> None:
-        """None: the order follows from `seed`."""
-        return None
-
-    @property
-    def persistent_workers(self) -> bool:
-        """Whether workers outlive an epoch: they do, if there are any."""
-        return self.num_workers > 0
-
-    @property
-    def in_order(self) -> bool:
-        """Whether batches come in order: always."""
-        return True
 
     @property
     def num_workers(self) -> int:

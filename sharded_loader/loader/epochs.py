@@ -31,11 +31,11 @@ from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from sharded_loader.base.interrupts import is_from_outside
-from sharded_loader.base.notices import Notices, warn
+from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import fetched_by_lightning, is_owned
 from sharded_loader.data.bulk import takes_arrays
 from sharded_loader.data.datasets import can_follow, follow
-from sharded_loader.data.known import Known
+from sharded_loader.data.inspection import Known
 from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import Job
@@ -367,7 +367,9 @@ class Epochs:
         """
         self.pipeline.check_open()
         self.order.settle_replicas()
-        if self.order.stream is None and not (self.stale or (self._workers.shares_dataset and self.order.is_given)):
+        if isinstance(self.order, MapOrder) and not (
+            self.stale or (self._workers.shares_dataset and self.order.sampling.given is not None)
+        ):
             then = "The loader still reads the old number, and workers may have old copies"
             then = f"{then}: call loader.refresh() after you change the dataset"
             warn_of_length(self.dataset, self.order.dataset_length, self._workers.notices, then)
@@ -504,24 +506,15 @@ class Epochs:
             )
 
         def change(*_: int) -> None:
-            resumes = progress.now is At.LOADED
+            resumes, state = progress.now is At.LOADED, progress.state()
             goes_on = resumes or order.steps is not None or any(not run.ended for run in progress.live_runs())
-            state, settings = progress.state(), order.settings
-            try:
-                text = order.rescale(num_replicas, rank, batch_size)
-                if goes_on:
-                    advice = (
-                        "Give other ranks, or a batch_size= with which all read as many samples in a step as before"
-                    )
-                    doing = "rescale: the position belongs to the ranks before: "
-                    position = order.load(state, False, doing, advice)[0]
-                if text is not None:
-                    warn(text)
-                if resumes:
-                    progress.begin_at(position)
-            except BaseException:
-                order.settings = settings
-                raise
+            advice = "Give other ranks, or a batch_size= with which all read as many samples in a step as before"
+            doing = "rescale: the position belongs to the ranks before: "
+            position = order.rescale(
+                num_replicas, rank, batch_size, lambda: order.load(state, False, doing, advice)[0] if goes_on else None
+            )
+            if resumes and position is not None:
+                progress.begin_at(position)
 
         self.replan(change)
         if not self._job.keep_batch:

@@ -33,16 +33,11 @@ from sharded_loader.engine.messages import NOTHING, Job, Result
 from sharded_loader.engine.pipeline import Entry, Pipeline, Run, ShownRun
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.observer import Observer
+from sharded_loader.loader.options import Batch
 from sharded_loader.streams.epoch import StreamEpoch
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, TypeVar
-
-    Batch = TypeVar("Batch", default=Any)
-else:
-    from typing import TypeVar
-
-    Batch = TypeVar("Batch")
+    from typing_extensions import Self
 
 profiler_enabled = find_profiler_enabled()
 """Whether torch's profiler runs. It is looked up once, because each ``next`` asks."""
@@ -131,7 +126,7 @@ class BatchIterator(Iterator[Batch]):
         pipeline, clock = self._pipeline, self._placement.clock
         if os.getpid() != pipeline.pid:
             pipeline.check_open()  # before the lock: in a forked child no thread would release it
-        is_nested = is_owned(pipeline.lock)
+        is_nested = pipeline.is_open_step and is_owned(pipeline.lock)
         with pipeline.lock:
             run = self.run
             if run is not None and pipeline.closed:

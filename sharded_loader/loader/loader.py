@@ -17,51 +17,53 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Generic, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn
 
 import numpy.typing as npt
 import torch
 
-from sharded_loader.base.checks import refuse_arguments
 from sharded_loader.base.imports import provided
 from sharded_loader.base.limits import warn_of_workers
-from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.data.bulk import Indexed
 from sharded_loader.data.datasets import has_mixture
 from sharded_loader.data.inspection import is_stream
 from sharded_loader.devices.names import DeviceLike, find_devices
-from sharded_loader.devices.placement import Placement
-from sharded_loader.engine.messages import Job, OnError
+from sharded_loader.devices.placement import Placement as Placer
+from sharded_loader.engine.messages import ErrorAction, Job
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool
 from sharded_loader.loader.arguments import (
-    INSTEAD,
-    check_batchify_fn,
+    action_and_limit,
     check_dataset,
     check_evaluate,
-    check_max_skipped,
-    check_on_error,
-    check_prefetch_epochs,
     check_stream,
     claim,
+    collate_function,
     last_batch_of,
     length,
     make_pool,
     make_split,
     number_of_workers,
-    one_of,
+    placement_given,
     prefetch_of,
     ranks_given,
+    refuse_names,
     refuse_streams,
     transform_of,
 )
 from sharded_loader.loader.attributes import LoaderAttributes, keeps_arguments
 from sharded_loader.loader.epochs import Epochs
-from sharded_loader.loader.iterator import Batch, EpochIterator
-from sharded_loader.parallel.split import gather
+from sharded_loader.loader.iterator import EpochIterator
+from sharded_loader.loader.options import Batch, OnError, OtherNames, Placement
+from sharded_loader.parallel import gather
 from sharded_loader.pools.process.pool import ProcessPool
-from sharded_loader.sampling.order import MapOrder, takes_order
+from sharded_loader.sampling.order import MapOrder
+from sharded_loader.sampling.own import takes_order
 from sharded_loader.streams.order import NO_SKIP, StreamOrder
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
 
 
 class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
@@ -75,24 +77,28 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             object that only has ``__iter__``, or a function that returns an iterable.
         batch_size: The number of samples per step of this process, in all its shards together.
         shuffle: Whether every epoch has a new random order.
-        collate_fn: The collate function: list of samples -> batch. Default: `default_batchify_fn`.
+        batchify_fn: The collate function: list of samples -> batch. Default: `default_batchify_fn`.
         num_workers: The number of worker processes (threads with ``thread_pool``). 0 or less: the main process reads.
             ``"auto"``: 2 at first, then as many as training needs. Batches, states and errors stay what they are.
         device: The device of the batches. ``"cuda"`` is the current device, whatever LOCAL_RANK says: call
-            ``torch.cuda.set_device`` first, or give ``"cuda:1"``.
+            ``torch.cuda.set_device`` first, or give ``"cuda:1"``. A `Placement` has options besides.
         devices: A list of devices, or ``"auto"`` for all accelerators. Each batch is a list: shard i is on device i.
+            A `Placement` of such a list has options besides.
         num_replicas: The number of processes (ranks) that divide the samples. ``"auto"``: ask torch.distributed,
             otherwise WORLD_SIZE and RANK. ``batch_size`` is per rank. All ranks read the same number of samples. If
             they do not divide, the first ones come again at the end of the epoch, so an evaluation counts a few twice.
-            With ``last_batch="discard"``, the last ones are left out instead.
+            With ``last_batch="discard"``, the last ones are left out instead. Or a mesh, a
+            `torch.distributed.device_mesh.DeviceMesh`, or one dimension of it, without ``rank``: its dimensions of data
+            parallelism (``"dp"``, ``"dp_replicate"``, ``"fsdp"``, ...) are ranks. Processes that differ in other
+            dimensions (``"tp"``, ``"cp"``, ``"pp"``) get equal batches.
         seed: The seed of everything random. None: drawn from torch's default generator; with ``num_replicas``, 0.
         on_error: What to do with a sample that raises an error: ``"raise"`` it, ``"skip"`` the sample, ``"replace"`` it
             by another sample of the batch, or a function ``(SampleError) -> sample``. A batch or shard without samples
             is left out with a warning, and later shards move up. With ``num_replicas`` it is an error, because ranks go
             in step. A sample that ends its worker, or hangs, always raises: `WorkerDiedError`, `WorkerTimeoutError`.
+            `OnError` limits how many samples.
 
     Args: Data
-        batchify_fn: MXNet Gluon's name for ``collate_fn``.
         streams: The number of parts that iterable data is divided into. Each part sees its number as
             ``get_worker_info().id``, and the number of parts as ``num_workers``; a function may take both as arguments.
             Batches come from the parts in turn. The order depends on ``streams``, not on the workers. Default: the
@@ -104,13 +110,9 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             ``batch_size``, ``shuffle``, ``sampler`` and ``last_batch``.
         last_batch: What to do with an incomplete last batch: ``"keep"`` it (default), ``"discard"`` it, or
             ``"rollover"``: move its samples to the next epoch.
-        drop_last: torch's argument: True is ``last_batch="discard"``.
         steps_per_epoch: The number of batches of every epoch on every rank. Samplers and parts that end start over, and
             no batch is short. The next epoch continues where the last one ended.
         rank: The number of this process, from 0. ``num_replicas="auto"`` finds it.
-        mesh: In the place of ``num_replicas`` and ``rank``: a `torch.distributed.device_mesh.DeviceMesh`, or one
-            dimension of it. The dimensions of data parallelism (``"dp"``, ``"dp_replicate"``, ``"fsdp"``, ...) are
-            ranks. Processes that differ in other dimensions (``"tp"``, ``"cp"``, ``"pp"``) get equal batches.
         costs: What each sample costs, such as its length: an array, or a function of the index. Then the order is
             random, and in each step all ranks have samples of nearly the same cost in all. The samples of a step are
             the same for any number of ranks, as long as they are as many.
@@ -121,8 +123,6 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             left out too. Steps count from 0 since the beginning of epoch 0, with the ranks and the batch size of this
             loader. All other batches stay what they are, and ``len(loader)`` gets smaller. A state has them too, and
             `load_state_dict` takes others. Not for iterable data.
-        max_skipped: The number of samples that ``on_error`` may skip or replace in each epoch of this process. One more
-            raises `TooManySkippedError`. Default: any number.
 
     Args: Workers
         thread_pool: Whether workers are threads instead of processes.
@@ -130,35 +130,23 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             ``num_workers`` says), or a pool object.
         prefetch: The number of batches to prefetch. Default: ``2 * num_workers``; more if a batch takes < 1 ms. With
             ``num_workers="auto"`` more, too, while training waits for single samples that take long.
-        prefetch_factor: torch's argument: k is ``prefetch=k * num_workers``.
-        prefetch_epochs: Whether workers read the first batches of the next epoch while you consume the last ones. They
-            are dropped if you ask for another epoch, or call `refresh`. Only samplers of this library are read early.
-            Default: True with processes. Threads share the dataset and the global random generators with you.
-        worker_init_fn: What each worker calls when it starts, with its number. An argument of the pool.
-        timeout: The number of seconds that a worker may stand still. An argument of the pool.
-        max_worker_memory: The memory that a worker process may take, in bytes, or a text such as ``"2 GB"``. One that
-            takes more is replaced between two batches. An argument of the pool.
-        persistent_workers: torch's argument. It changes nothing: workers live as long as the loader.
 
     Args: Devices
         num_shards: The number of shards to split each batch into, in host memory.
-        shard_weights: The shares of the shards, such as ``[2, 1]``. A positive weight gets at least one sample, while
-            there are enough samples. Weights of 0 must come last. `ShardedBatchSampler` follows the same rule.
         pin_memory: Whether batches are in pinned host memory. Only without devices, which use pinned memory anyway.
-        resident: Which rows to keep on the devices, which then gather batches, without workers: True (all), a fraction
-            such as 0.6, or ``"auto"`` (those that fit). The other rows of a batch are sent. The dataset is an array,
-            a tensor, a ``TensorDataset``, an `ArrayDataset`, or a part of one. With True or a fraction, any other
-            dataset is an error, and too little room a warning. ``"auto"`` looks for room again after the first step.
-        device_transform: A function ``fn(batch)`` or ``fn(batch, rng)`` that each batch (each shard) goes through on
-            its device, ahead of your program. ``rng`` is a NumPy generator, keyed by the seed, the epoch, the batch and
-            the shard. The function must return dense tensors. Without devices it runs on the CPU.
-        host_fields: The fields of a batch that stay in host memory: keys of a dict, names of fields, or numbers in a
-            tuple or list.
+        **names: Names that mean one of the arguments above: torch's ``collate_fn`` (``batchify_fn``), ``drop_last``
+            (``last_batch="discard"``), ``prefetch_factor`` (k is ``prefetch=k * num_workers``), and ``mesh``
+            (``num_replicas``). ``worker_init_fn`` and ``timeout`` are options of the pool: what each worker calls when
+            it starts, and the seconds that it may stand still. ``persistent_workers`` changes nothing: workers live as
+            long as the loader.
 
     Attributes:
         arguments: What the loader was given, by name; enough to make another one like it. Read-only.
         prefetch: The number of batches to prefetch. You may set it while you iterate.
-        prefetch_epochs: True or False, as above. You may set it while you iterate.
+        prefetch_epochs: Whether workers read the first batches of the next epoch while you consume the last ones. They
+            are dropped if you ask for another epoch, or call `refresh`. Only samplers of this library are read early.
+            True with processes; threads share the dataset and the global random generators with you. You may set it
+            while you iterate.
         device_prefetch: The number of batches copied to accelerators in advance (2). You may set it while you iterate.
         shard_weights: The shares of the shards; None: all the same. You may set them while you iterate.
 
@@ -195,45 +183,33 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         thread_pool: bool = False,
         *,
         pool: Literal["inline", "thread", "process", "ray"] | Pool | None = None,
-        device: str | torch.device | None = None,
-        devices: Sequence[DeviceLike] | Literal["auto"] | None = None,
+        device: str | torch.device | Placement | None = None,
+        devices: Sequence[DeviceLike] | Literal["auto"] | Placement | None = None,
         num_shards: int | None = None,
-        shard_weights: Sequence[float] | None = None,
-        num_replicas: int | Literal["auto"] | None = None,
+        num_replicas: int | Literal["auto"] | DeviceMesh | None = None,
         rank: int | None = None,
-        mesh: Any = None,
         costs: Sequence[float] | npt.NDArray[Any] | Callable[[int], float] | None = None,
         evaluate: bool = False,
         skip: Sequence[tuple[int, int]] | None = None,
         seed: int | None = None,
-        on_error: OnError = "raise",
-        max_skipped: int | None = None,
-        resident: bool | float | Literal["auto"] = False,
-        device_transform: Callable[..., Any] | None = None,
-        host_fields: Sequence[str | int] | str | int | None = None,
-        prefetch_epochs: bool | None = None,
+        on_error: ErrorAction | OnError = "raise",
         streams: int | None = None,
         steps_per_epoch: int | None = None,
-        collate_fn: Callable[[list[Any]], Batch] | None = None,
-        drop_last: bool | None = None,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool | None = None,
-        worker_init_fn: Callable[[int], Any] | None = None,
-        timeout: float | None = None,
-        max_worker_memory: int | str | None = None,
-        **unknown: NoReturn,
+        **names: Unpack[OtherNames[Batch]],
     ) -> None:
-        refuse_arguments("ShardedDataLoader", unknown, type(self).__init__, INSTEAD)
+        refuse_names(names, type(self).__init__)
         dataset = check_dataset(dataset, sampler is not None or batch_sampler is not None)
-        check_on_error(on_error)
-        check_batchify_fn(batchify_fn := one_of("batchify_fn", batchify_fn, "collate_fn", collate_fn))
-        workers = make_pool(pool, num_workers, thread_pool, worker_init_fn, timeout, max_worker_memory)
-        prefetch = prefetch_of(prefetch, prefetch_factor, workers.num_workers)
-        num_replicas, rank = ranks_given(num_replicas, rank, mesh)
-        check_evaluate(evaluate, on_error)
+        action, limit = action_and_limit(on_error)
+        batchify_fn = collate_function(batchify_fn, names.get("collate_fn"))
+        workers = make_pool(pool, num_workers, thread_pool, names.get("worker_init_fn"), names.get("timeout"))
+        factor = names.get("prefetch_factor")
+        prefetch = prefetch_of(prefetch, factor, workers.num_workers)
+        num_replicas, rank = ranks_given(num_replicas, rank, names.get("mesh"))
+        device, devices, options = placement_given(device, devices)
+        check_evaluate(evaluate, action)
         common: dict[str, Any] = {
             "batch_size": batch_size,
-            "last_batch": last_batch_of(last_batch, drop_last),
+            "last_batch": last_batch_of(last_batch, names.get("drop_last")),
             "num_replicas": num_replicas,
             "rank": rank,
             "seed": seed,
@@ -255,23 +231,19 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
                 sampler = provided("sampler", "mixture")(dataset, sampler, is_given, rolls_over)
             common |= {"sampler": sampler, "batch_sampler": batch_sampler, "skip": skip}
             order = MapOrder(size, dataset, shuffle=shuffle, costs=costs, evaluate=evaluate, **common)
-        # The default given by name is the default: it reads in bulk too.
-        batchify_fn = None if batchify_fn is default_batchify_fn else batchify_fn
         found, sharded = find_devices(device, devices)
-        pipeline = Pipeline(workers, make_split(found, sharded, num_shards, shard_weights))
-        contradicting: dict[str, Any] = {"devices": found, "pin_memory": pin_memory, "resident": resident}
-        transform = transform_of(device_transform, host_fields, lambda: order.seed, **contradicting)
-        placement, kept = Placement(found, pin_memory, workers.num_workers > 0, transform), None
-        if resident is not False:
+        pipeline = Pipeline(workers, make_split(found, sharded, num_shards, options.shard_weights))
+        transform = transform_of(options, lambda: order.seed, devices=found, pin_memory=pin_memory)
+        placement, kept = Placer(found, pin_memory, workers.num_workers > 0, transform), None
+        if options.resident is not False:
             make = provided("pool on devices", "resident")
-            kept = make(resident, dataset, found, batchify_fn, placement, bool(workers.num_workers))
-        reads_ahead = check_prefetch_epochs(prefetch_epochs, workers)
-        job = Job(dataset, batchify_fn, order.seed, on_error, order.replicated)
-        observer = provided("observer", "instruments")(dataset, check_max_skipped(max_skipped, on_error))
-        epochs = Epochs(job, order, pipeline, placement, resident=kept, prefetch_epochs=reads_ahead)
+            kept = make(options.resident, dataset, batchify_fn, placement, bool(workers.num_workers))
+        job = Job(dataset, batchify_fn, order.seed, action, order.replicated)
+        observer = provided("observer", "instruments")(dataset, limit)
+        epochs = Epochs(job, order, pipeline, placement, resident=kept, prefetch_epochs=not workers.shares_dataset)
         super().__init__(epochs, observer, batch_size, bool(pin_memory))
         self.prefetch = prefetch
-        if prefetch_factor is not None:
+        if factor is not None:
             pipeline.scheduler.per_worker = pipeline.scheduler.prefetch // workers.num_workers
         if number_of_workers(num_workers)[0] and workers.num_workers:
             provided("num_workers", "auto")().follow(observer)

@@ -20,25 +20,35 @@ A worker that was sent its dataset by value has copies of the classes of ``__mai
 one has the originals, but under names that cannot be looked up. So a class is named by cloudpickle's tracker, by its
 address, or by its name. The tables of classes here refer to them weakly.
 
+*Exceptions.* ``encode_error(error) -> EncodedError(payload, texts)``, and ``decode_error`` gives the same exception, or
+its stand-in. The payload is a pickle that was tried out in the worker; the texts (summary, traceback, notes) always
+travel. An exception is the user's code: its ``__reduce__``, ``__str__`` and ``__getattr__`` may raise anything. Nothing
+here does.
+
 What can go wrong: whatever pickling the user's objects raises. A tensor that requires grad is rejected with an error.
 The main process may not have the class (AttributeError, with what to do).
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import pickle
+import re
 import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sharded_loader.base.private import tracked_class, tracker_of
-from sharded_loader.batching.tree import ATOMS, has_method, is_tensor, map_leaves, torch_has
+from sharded_loader.base import errors
+from sharded_loader.base.private import slot_names, tracked_class, tracker_of
+from sharded_loader.batching.tree import ATOMS, dtype_name, has_method, is_tensor, map_leaves, torch_has
+from sharded_loader.batching.tree import is_plain as is_plain_host
 
 # Below this an array is cheaper inside the pickle than as a message of its own: a message costs two system
 # calls on each side (4-6 us), copying 8 KB twice costs 1 us.
@@ -159,7 +169,7 @@ def encode(obj: Any, slot: SlotWriter | None = None, pickler: Any = None) -> Enc
         pickler: the pickler class; None: `ReplyPickler`.
 
     Raises:
-        Exception: whatever pickling raises; see `memory.exceptions` for exceptions, which always succeed.
+        Exception: whatever pickling raises; see `encode_error` for exceptions, which always succeed.
 
     Example:
         >>> encoded = encode({"x": np.arange(10_000)})
@@ -229,7 +239,7 @@ class ReplyPickler(pickle.Pickler):
             return reduce_array(obj)
         elif is_plain_tensor(obj):
             return reduce_tensor(obj)
-        elif _requires_grad(obj):
+        elif is_tensor(obj) and obj.requires_grad:
             raise ValueError(
                 "a batch holds a tensor that requires grad, which cannot leave its process: "
                 "call .detach() on it in the dataset or in collate_fn"
@@ -267,19 +277,7 @@ def reduce_array(array: Array) -> Any:
 
 def is_plain_tensor(obj: Any) -> bool:
     """Whether ``obj`` is a tensor whose memory is all there is to it: on the CPU, dense, without grad."""
-    torch = sys.modules.get("torch")
-    # getattr: torch may be in the middle of being imported by another thread.
-    tensor_class = getattr(torch, "Tensor", None)
-    if tensor_class is None or type(obj) is not tensor_class or obj.requires_grad:
-        return False
-    strided: bool = obj.layout is torch.strided  # type: ignore[union-attr]
-    return strided and obj.device.type == "cpu" and not obj.is_quantized and not obj.is_nested
-
-
-def _requires_grad(obj: Any) -> bool:
-    # Only tensors are asked: a dict that gives its keys as attributes raises KeyError.
-    tensor_class = getattr(sys.modules.get("torch"), "Tensor", None)
-    return tensor_class is not None and issubclass(type(obj), tensor_class) and obj.requires_grad
+    return is_tensor(obj) and not obj.requires_grad and is_plain_host([obj])
 
 
 def reduce_tensor(tensor: Any) -> Any:
@@ -292,12 +290,7 @@ def reduce_tensor(tensor: Any) -> Any:
         stored = stored.contiguous()
     # Not reshape: a tensor of one element is contiguous with any stride, which stays, and which view refuses.
     raw = stored.as_strided((stored.numel(),), (1,)).view(torch.uint8).numpy()
-    return rebuild_tensor, (raw, dtype_name(tensor), 0, tuple(stored.shape), stored.stride())
-
-
-def dtype_name(tensor: Any) -> str:
-    """The name by which `rebuild_tensor` finds the tensor's dtype."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return rebuild_tensor, (raw, dtype_name(tensor.dtype), 0, tuple(stored.shape), stored.stride())
 
 
 def rebuild_tensor(raw: Array, dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
@@ -487,3 +480,113 @@ def _all_classes() -> Iterator[type]:
                 seen.add(cls)
                 todo.append(cls)
                 yield cls
+
+
+# -- exceptions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EncodedError:
+    """An exception on its way to the main process: the object where it pickles, and always its text."""
+
+    payload: bytes | None
+    summary: str
+    traceback: str
+    notes: tuple[str, ...]
+
+
+def encode_error(error: BaseException) -> EncodedError:
+    """Make ``error`` ready to travel. Never raises.
+
+    The exception's own reduction is tried first, then one that does not call ``__init__``: a constructor with several
+    arguments cannot be called with ``args``. Each is tried out here, because a failure in the main process would come
+    too late.
+    """
+    notes = (*errors.notes_of(error), *([NO_CUDA_HERE] if _needs_cuda(error) else ()))
+    errors.shorten(error)
+    text = errors.format_traceback(error, whole=False)
+    payload, said = None, errors.text_of(error)
+    # An exception's own reduction knows nothing of slots.
+    for pickler in (_ByParts, ReplyPickler) if slot_names(type(error)) else (ReplyPickler, _ByParts):
+        with contextlib.suppress(BaseException):  # a __reduce__ may call sys.exit
+            # All in band: it has to be read twice, here and there.
+            stream = io.BytesIO()
+            pickler(stream, protocol=5).dump(error)
+            twin = decode(stream.getvalue())
+            if type(twin) is type(error) and _text(twin) == _text(error) and len(twin.args) == len(error.args):
+                payload = stream.getvalue()
+                break
+    summary = type(error).__name__ + (f": {said}" if said else "")
+    return EncodedError(payload, summary, text, notes)
+
+
+NO_CUDA_HERE = (
+    "sharded_loader: a forked worker cannot use the accelerator that the main process uses. Return CPU tensors from "
+    'the dataset, and give the loader device="cuda": it copies batches in the background. If the dataset needs the '
+    'accelerator, use ProcessPool(n, start_method="spawn"), or multiprocessing_context="spawn" with the drop-in'
+)
+
+
+def _needs_cuda(error: BaseException) -> bool:
+    """Whether an accelerator was used in a process that was forked from one that uses it."""
+    text = errors.text_of(error)
+    return ("Cannot re-initialize" in text and "forked" in text) or text.startswith("CUDA error: initialization error")
+
+
+def _text(error: BaseException) -> str:
+    """What the exception says, without the addresses that a default repr holds."""
+    return re.sub("0x[0-9a-fA-F]+", "0x", errors.text_of(error))
+
+
+def decode_error(encoded: EncodedError) -> BaseException:
+    """The exception that `encode_error` packed, with the worker's traceback as its cause. Never raises."""
+    error: BaseException = errors.SampleReadError(encoded.summary)
+    if encoded.payload is not None:
+        with contextlib.suppress(Exception):
+            error = decode(encoded.payload)
+    if encoded.notes:
+        errors.set_notes(error, list(encoded.notes))
+    BaseException.__setattr__(error, "__cause__", errors.WorkerTraceback(encoded.traceback))
+    return error
+
+
+def _attributes(error: BaseException) -> dict[str, object]:
+    """What the exception carries beside its args; not its notes, which travel by themselves."""
+    found: dict[str, object] = {}
+    for name in slot_names(type(error)):
+        with contextlib.suppress(Exception):  # it is not set, or private
+            found[name] = getattr(error, name)
+    with contextlib.suppress(Exception):  # a __dict__ of the user's
+        found |= vars(error)
+    found.pop("__notes__", None)
+    return found
+
+
+class _ByParts(ReplyPickler):
+    """Pickles an exception as class, args and attributes; those that it refers to have their own reductions."""
+
+    begun = False
+
+    def reducer_override(self, obj: Any) -> Any:
+        if self.begun or not isinstance(obj, BaseException):
+            return super().reducer_override(obj)
+        self.begun = True
+        attributes = {}
+        for name, value in _attributes(obj).items():
+            with contextlib.suppress(BaseException):  # a __reduce__ again
+                encode(value)
+                attributes[name] = value
+        return _rebuild, (type(obj), obj.args, attributes)
+
+
+def _rebuild(cls: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    """An exception whose ``__init__`` is not called."""
+    try:
+        error = cls.__new__(cls, *args)
+    except TypeError:  # a __new__ of its own, with parameters of its own
+        base = next(base for base in cls.__mro__ if base.__module__ == "builtins")
+        error = base.__new__(cls, *args)
+    BaseException.__setattr__(error, "args", args)
+    for name, value in attributes.items():
+        BaseException.__setattr__(error, name, value)
+    return error

@@ -55,18 +55,8 @@ import numpy as np
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.limits import free_bytes
 from sharded_loader.base.private import duplicated, reducer_of
-from sharded_loader.memory.codec import (
-    ALIGNMENT,
-    Array,
-    Encoded,
-    array_address,
-    dtype_name,
-    encode,
-    is_plain_tensor,
-    rebuild_tensor,
-    reduce_array,
-    view_mapping,
-)
+from sharded_loader.batching.tree import dtype_name, parts
+from sharded_loader.memory import codec
 from sharded_loader.memory.segments import Segment, create
 
 SHARED_BYTES = 65536
@@ -119,7 +109,7 @@ class Publisher(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.modules: set[str] = set()
-        self._storages: dict[tuple[int, int], Array] = {}
+        self._storages: dict[tuple[int, int], codec.Array] = {}
         self._files = MappedFiles(self.lasting)
 
     def reducer_override(self, obj: Any) -> Any:
@@ -127,8 +117,8 @@ class Publisher(cloudpickle.Pickler):  # type: ignore[misc]
             return importlib.import_module, ("__main__",)  # not its variables, which may be anything
         reduced = self._files.reduce(obj) if isinstance(obj, np.ndarray) else NotImplemented
         if reduced is NotImplemented and type(obj) is np.ndarray:
-            reduced = reduce_array(obj)
-        if reduced is NotImplemented and is_plain_tensor(obj):
+            reduced = codec.reduce_array(obj)
+        if reduced is NotImplemented and codec.is_plain_tensor(obj):
             self.modules.add("torch")
             reduced = self._reduce_view(obj.resolve_conj().resolve_neg())
         if reduced is NotImplemented and SHARED and type(obj).__module__ == "pyarrow.lib":
@@ -159,8 +149,8 @@ class Publisher(cloudpickle.Pickler):  # type: ignore[misc]
         if key not in self._storages:  # the array keeps the storage alive, and so the address its own
             raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
             self._storages[key] = over_shared(raw, raw)
-        raw = self._storages[key]
-        return rebuild_tensor, (raw, dtype_name(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        layout = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        return codec.rebuild_tensor, (self._storages[key], dtype_name(tensor.dtype), *layout)
 
 
 class Lasting(Publisher):
@@ -173,7 +163,7 @@ class NeedsInheritanceError(TypeError):
     """The job has objects that a worker can only inherit when it is started."""
 
 
-def publish(job: Any, inherited: Inherited | None = None, elsewhere: bool = False, **parts: Any) -> Encoded:
+def publish(job: Any, inherited: Inherited | None = None, elsewhere: bool = False, **parts: Any) -> codec.Encoded:
     """Pickle ``job`` for all workers.
 
     Args:
@@ -226,7 +216,7 @@ class Published:
             self.segment = None
 
 
-def share(encoded: Encoded, number: int) -> Published:
+def share(encoded: codec.Encoded, number: int) -> Published:
     """Put the buffers of a published job into shared memory.
 
     Args:
@@ -235,7 +225,7 @@ def share(encoded: Encoded, number: int) -> Published:
     """
     places, end = [], 0
     for buffer in encoded.buffers:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
+        start = -(-end // codec.ALIGNMENT) * codec.ALIGNMENT
         end = start + buffer.nbytes
         places.append((start, buffer.nbytes))
     if end >= SHARED_BYTES and free_bytes().nbytes > end + end // 4:
@@ -247,10 +237,10 @@ def share(encoded: Encoded, number: int) -> Published:
     return Published(encoded.head, encoded.places, encoded.buffers, number)
 
 
-def dump(obj: Any, pickler: type[Publisher] = Publisher) -> Encoded:
+def dump(obj: Any, pickler: type[Publisher] = Publisher) -> codec.Encoded:
     """Pickle an object, its arrays and tensors out of band."""
     with script_by_value():
-        return encode(obj, pickler=pickler)
+        return codec.encode(obj, pickler=pickler)
 
 
 def culprit_in(parts: abc.Mapping[str, Any], pickler: type[Publisher] = Publisher) -> str:
@@ -284,11 +274,7 @@ def _culprit(obj: Any, path: str, seen: set[int], pickler: type[Publisher]) -> s
 
 def children(obj: Any, path: str) -> list[tuple[str, Any]]:
     """The parts of an object. A list: a traceback would keep a generator, and the lock that HDF5 holds in one."""
-    if isinstance(obj, abc.Mapping):
-        return [(f"{path}[{key!r}]", value) for key, value in list(obj.items())]
-    if isinstance(obj, (list, tuple)):
-        return [(f"{path}[{i}]", value) for i, value in enumerate(obj)]
-    found = [(f"{path}.{name}", value) for name, value in list(getattr(obj, "__dict__", {}).items())]
+    found = [(path + end, child) for end, child in parts(obj, sys.maxsize)]
     names = getattr(getattr(obj, "__code__", None), "co_freevars", ())
     for name, cell in zip(names, getattr(obj, "__closure__", None) or (), strict=False):
         with contextlib.suppress(ValueError):  # an empty cell
@@ -321,7 +307,7 @@ class MappedFiles:
         # By id of the mapping, which is kept beside its description, so that its id stays its own.
         self._known: dict[int, tuple[Mapping | None, Any, Any]] = {}
 
-    def reduce(self, array: Array) -> Any:
+    def reduce(self, array: codec.Array) -> Any:
         """A reduction of an array over a file; NotImplemented if it is none, and has to go by value."""
         if type(array) not in (np.ndarray, np.memmap) or array.base is None or not array.nbytes:
             return NotImplemented
@@ -336,7 +322,7 @@ class MappedFiles:
         mapping, again, _ = self._known[key]
         if mapping is not None and (whole.mode != "c" or _is_same(whole, again, span)):
             layout = array.shape, array.dtype, start, array.strides
-            return view_mapping, (mapping, type(array), array.flags.writeable, *layout)
+            return codec.view_mapping, (mapping, type(array), array.flags.writeable, *layout)
         # NumPy itself would pickle its subclass in band.
         return (np.ndarray.view, (array.view(np.ndarray), np.memmap)) if type(array) is np.memmap else NotImplemented
 
@@ -363,7 +349,7 @@ def _is_same(whole: Any, again: Any, span: range) -> bool:
     return all(np.array_equal(before[part], again[part]) for part in parts)
 
 
-def memmap_of(array: Array) -> tuple[Any, int, range] | None:
+def memmap_of(array: codec.Array) -> tuple[Any, int, range] | None:
     """The memmap that ``array`` is, or is a view of; None if none.
 
     Returns:
@@ -384,7 +370,7 @@ def memmap_of(array: Array) -> tuple[Any, int, range] | None:
     memory = getattr(base, "_mmap", None)
     if not isinstance(base, np.memmap) or not isinstance(memory, mmap.mmap) or memory.closed:
         return None
-    start = array_address(array) - array_address(np.frombuffer(memory, np.uint8))
+    start = codec.array_address(array) - codec.array_address(np.frombuffer(memory, np.uint8))
     reach = [stride * (size - 1) for size, stride in zip(array.shape, array.strides, strict=True)]
     low = start + sum(step for step in reach if step < 0)
     high = start + sum(step for step in reach if step > 0) + array.itemsize
@@ -395,10 +381,10 @@ SHARED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 """The memory that this process shares with others of its machine, by label (`shared.share`)."""
 
 
-def over_shared(raw: Array, default: Any) -> Any:
+def over_shared(raw: codec.Array, default: Any) -> Any:
     """Bytes as an array over the shared memory that they lie in; otherwise the default."""
     for whole in SHARED.values():
-        start = array_address(raw) - array_address(whole)
+        start = codec.array_address(raw) - codec.array_address(whole)
         if 0 <= start <= whole.nbytes - raw.nbytes:
             return whole[start : start + raw.nbytes].view(np.ndarray)
     return default

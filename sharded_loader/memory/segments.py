@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sharded_loader.base.interrupts import uninterrupted
-from sharded_loader.base.system import MAP_OPTIONS, PREFIX, allocate, can_pass_descriptors, open_memory
+from sharded_loader.base.system import MAP_OPTIONS, PORTABLE, PREFIX, allocate, can_pass_descriptors, open_memory
 
 BACKENDS = ("memfd", "shm", "file", "named")
 
@@ -139,7 +139,7 @@ def create(number: int, nbytes: int) -> Segment:
             if isinstance(error, OSError) and folder is not None:
                 raise OSError(error.errno, error.strerror, folder) from error
             raise
-        by_name = backend == "named" or not can_pass_descriptors()
+        by_name = backend == "named" or PORTABLE or not can_pass_descriptors()
         return Segment(number, nbytes, mapping, fd, f"/proc/{os.getpid()}/fd/{fd}" if by_name else None)
 
 

@@ -1,27 +1,19 @@
 """`interleave`: several datasets as one, mixed by weight, exact at every position.
 
     interleave(datasets by index) -> InterleavedDataset    a `Dataset`: reads any position, also in bulk
-    interleave(datasets in order) -> InterleavedIterable   a torch IterableDataset: reads on from a saved state
-    Source(number, dataset, point)                         one of its datasets, read in order from any position
+    interleave(datasets in order) -> InterleavedIterable   iterable data (`sharded_loader.mixing.in_order`)
+    sampler_of(dataset) -> MixtureSampler                  the order of a mixture in a loader, which asks for it by name
 
 `sharded_loader.mixing.schedule` says which dataset gives the sample at a position. A mixture owns no thread and no
 process.
 
-*By index.* A mixture that is shuffled, or whose weights change, has another order in each epoch. A loader plans that
-order in the main process (`MixtureSampler`), and sends workers numbers above `CODED`. Such a number says which
-sample it is, whatever the epoch and the weights are. So workers need not be told of either, and the order stays exact
-where a batch belongs to two epochs. Other readers, such as PyTorch's ``DataLoader``, call ``set_epoch``.
+A mixture that is shuffled, or whose weights change, has another order in each epoch. A loader plans that order in the
+main process (`MixtureSampler`), and sends workers numbers above `CODED`. Such a number says which sample it is,
+whatever the epoch and the weights are. So workers need not be told of either, and the order stays exact where a batch
+belongs to two epochs. Other readers, such as PyTorch's ``DataLoader``, call ``set_epoch``.
 
-*In order.* A dataset with ``state_dict`` and ``load_state_dict`` continues by its own state. So does one whose iterator
-has both. Other iterable datasets are read again up to the point. A source opens its dataset when the first sample is
-asked for. A state is loaded into a shallow copy of the dataset: some datasets keep it for later passes, and those start
-at the beginning. With several workers, a dataset that is read by index is divided: each worker reads every n-th sample.
-A function may take two arguments, the number of the worker and the number of workers. Other datasets ask torch's
-``get_worker_info``.
-
-What can go wrong: an argument is no list of datasets: the error says what to write instead. A dataset has no samples: a
-ValueError names it. A state is one of another mixture, or was saved with more samples: a ValueError says what differs.
-An exception of a dataset passes as it is.
+What can go wrong: an argument is no list of datasets: the error says what to write instead. A dataset has no samples,
+weights do not fit, or a shuffled mixture would begin another order in mid-epoch: a ValueError.
 
 Source of the idea: `sharded_loader.mixing.schedule` names it; the words for ``stop`` are those of Hugging Face's
 ``interleave_datasets``.
@@ -29,38 +21,45 @@ Source of the idea: `sharded_loader.mixing.schedule` names it; the words for ``s
 
 from __future__ import annotations
 
-import copy
+import json
 import math
 import operator
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 
-from sharded_loader.base.checks import check_int, refuse_arguments, refuse_class
+from sharded_loader.base.checks import check_int, refuse_arguments
 from sharded_loader.base.described import an, brief
-from sharded_loader.base.entries import anything, dict_of, differing, entry, integer, list_of, parsed, written
-from sharded_loader.base.imports import call_after_import
+from sharded_loader.batching.protocol import Array
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
-from sharded_loader.data.columns import check_dataset
-from sharded_loader.data.datasets import ConcatDataset, Dataset, Mixture, tell_epoch
-from sharded_loader.data.inspection import is_indexed, is_stateful, iterable_of, known_parts, takes_two, this_worker
-from sharded_loader.mixing.schedule import FAR, Plan, Schedule, changes_of
+from sharded_loader.data.datasets import ConcatDataset, Dataset, Mixture, mixture_of, tell_epoch
+from sharded_loader.data.inspection import is_indexed
+from sharded_loader.mixing.in_order import (
+    ALL,
+    EACH,
+    FIRST,
+    InOrder,
+    InterleavedIterable,
+    check_source,
+    name_of_source,
+    no_samples,
+)
+from sharded_loader.mixing.schedule import FAR, Plan, changes_of, whole_numbers
 from sharded_loader.randomness.shuffle import Bijections
-
-FIRST, ALL, EACH = "first_exhausted", "all_exhausted", "each_once"
+from sharded_loader.sampling.own import IndexSampler
+from sharded_loader.sampling.state import WEIGHTS_SET
+from sharded_loader.sampling.tables import BLOCK, Table
 
 CODED = FAR
 """The least of the numbers by which a loader names the samples of a mixture; see `InterleavedDataset.codes`."""
 
 
 def interleave(
-    datasets: Iterable[Any],
-    weights: Iterable[Any] | None = None,
+    datasets: Iterable[object],
+    weights: Iterable[object] | None = None,
     seed: int = 0,
     stop: str | int = FIRST,
     shuffle: bool = False,
@@ -131,7 +130,12 @@ def interleave(
     ``interleave_datasets``.
     """
     refuse_arguments("interleave", unknown, interleave)
-    stop = _checked_stop(stop)
+    if isinstance(stop, (int, np.integer)) and not isinstance(stop, bool) and 0 < stop <= CODED:
+        stop = int(stop)
+    elif stop not in (FIRST, ALL, EACH):
+        raise ValueError(
+            f'interleave(stop={stop!r}): give "{FIRST}", "{ALL}" or "{EACH}", or the number of samples of the mixture'
+        )
     if not isinstance(shuffle, (bool, np.bool_)):
         raise TypeError(f"interleave(shuffle={shuffle!r}): give True or False")
     try:
@@ -140,71 +144,31 @@ def interleave(
         raise TypeError(f"interleave(seed={seed!r}): give an int") from None
     kind = type(datasets)
     torchs = getattr(sys.modules.get("torch.utils.data"), "Dataset", ())
-    is_one = isinstance(datasets, (str, bytes, Mapping, Dataset, InterleavedIterable, torchs))
+    is_one = isinstance(datasets, (str, bytes, Mapping, Dataset, InOrder, torchs))
     if is_one or hasattr(datasets, "__array__") or not isinstance(datasets, Iterable):
         raise TypeError(f"interleave needs a list of datasets, not {an(kind)}: interleave([first, second])")
-    given = [check_source(dataset, f"interleave: datasets[{number}]") for number, dataset in enumerate(datasets)]
+    given = [check_source(dataset, name_of_source(number)) for number, dataset in enumerate(datasets)]
     if not given:
         raise ValueError("interleave was given no datasets: give at least one")
-    changes, level, is_by_index = changes_of(weights, len(given)), max(map(_levels, given)), all(map(is_indexed, given))
-    if not is_by_index and (shuffle or (stop == EACH and len(changes) > 1)):
-        number = list(map(is_indexed, given)).index(False)
+    changes, level, indexed = changes_of(weights, len(given)), max(map(_levels, given)), list(map(is_indexed, given))
+    if not all(indexed) and (shuffle or (stop == EACH and len(changes) > 1)):
+        number = indexed.index(False)
         raise TypeError(
             f"interleave: datasets[{number}], {an(type(given[number]))}, is read in its own order only. shuffle=True, "
             "and each_once with a schedule, need datasets that are read by index. Shuffle that dataset itself"
         )
-    schedule: Schedule | Plan
-    if len(changes) == 1 and (stop != EACH or not is_by_index):
-        schedule = Schedule(changes[0].weights, seed, level)
-    else:
-        is_read = [any(one.weights[number] for one in changes) for number in range(len(given))]
-        sizes = [len(one) if read else 0 for one, read in zip(given, is_read, strict=True)] if stop == EACH else None
-        schedule = Plan(changes, seed, level, sizes)
-    if not is_by_index:
-        return InterleavedIterable(given, schedule, stop)
-    return (ShuffledDataset if shuffle else InterleavedDataset)(given, schedule, stop)
+    if not all(indexed):
+        return InterleavedIterable(given, Plan(changes, seed, level), stop)
+    is_read = [any(change.weights[number] for change in changes) for number in range(len(given))]
+    sizes = [len(one) if read else 0 for one, read in zip(given, is_read, strict=True)] if stop == EACH else None
+    return (ShuffledDataset if shuffle else InterleavedDataset)(given, Plan(changes, seed, level, sizes), stop)
 
 
-def _checked_stop(stop: Any) -> Any:
-    if isinstance(stop, (int, np.integer)) and not isinstance(stop, bool) and 0 < stop <= CODED:
-        return int(stop)
-    if stop not in (FIRST, ALL, EACH):
-        raise ValueError(
-            f'interleave(stop={stop!r}): give "{FIRST}", "{ALL}" or "{EACH}", or the number of samples of the mixture'
-        )
-    return stop
-
-
-def _levels(dataset: Any) -> int:
+def _levels(dataset: object) -> int:
     """How many mixtures lie within each other in a dataset."""
     own = isinstance(dataset, (InterleavedDataset, InterleavedIterable))
     inside = dataset._inside if isinstance(dataset, (Dataset, InOrder)) else ()
     return own + max(map(_levels, inside), default=0)
-
-
-def check_source(dataset: Any, name: str) -> Any:
-    """One of the datasets. What can be read neither by index nor again and again is rejected."""
-    kind = type(dataset)
-    refuse_class(name, dataset)
-    if isinstance(dataset, (str, bytes)):
-        raise TypeError(f"{name} is {an(kind)}, not a dataset: give what it names, or list(text) for its items")
-    if is_indexed(dataset):
-        return check_dataset(dataset, "interleave")
-    torchs = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", ())
-    starts_again = isinstance(dataset, torchs) or hasattr(kind, "set_epoch") or hasattr(kind, "state_dict")
-    if hasattr(kind, "__next__") and not starts_again:
-        raise TypeError(
-            f"{name} is {an(kind)}, which can be read only once: give a function that makes a new one, "
-            "or an object whose __iter__ begins again"
-        )
-    if isinstance(dataset, Set):
-        raise TypeError(f"{name} is {an(kind)}, whose order is not defined: give sorted(dataset)")
-    if not hasattr(kind, "__iter__") and not callable(dataset):
-        raise TypeError(
-            f"{name} is {an(kind)}, which cannot be read: give an object with __getitem__ and __len__, one with "
-            "__iter__, or a function that returns an iterator"
-        )
-    return dataset
 
 
 # -- by index ----------------------------------------------------------------------------------------------------------
@@ -214,7 +178,7 @@ class InterleavedDataset(Mixture):
     """Datasets that are read by index, mixed by a schedule; made by `interleave`.
 
     Attributes:
-        schedule: of the datasets that have a weight.
+        schedule: of the datasets that have a weight. A fingerprint has it as ``_schedule``.
         stop: where it ends.
         shuffles: whether each dataset has a new order in every pass.
         sizes: the number of samples of each dataset that has a weight.
@@ -225,12 +189,12 @@ class InterleavedDataset(Mixture):
     shuffles = False
     _epoch = 0
 
-    def __init__(self, datasets: Sequence[Any], schedule: Schedule | Plan, stop: str | int) -> None:
+    def __init__(self, datasets: Sequence[Any], schedule: Plan, stop: str | int) -> None:
         parts = [datasets[number] for number in schedule.sources]
         sizes = list(map(len, parts))
         for number, part, size in zip(schedule.sources, parts, sizes, strict=True):
             if not size:
-                raise _empty(number, part)
+                raise no_samples(name_of_source(number), part)
         self._dataset = ConcatDataset(parts)
         self.schedule = self._schedule = schedule
         self.stop, self.number = stop, len(datasets)
@@ -238,10 +202,7 @@ class InterleavedDataset(Mixture):
         self._begins = np.cumsum(self.sizes) - self.sizes
         self._total = sum(sizes)
         self._length = int(_length(schedule, sizes, stop))
-
-    @property
-    def is_planned(self) -> bool:
-        return self.shuffles or isinstance(self._schedule, Plan) or not isinstance(self.stop, str)
+        self.is_planned = self.shuffles or not schedule.is_fixed or not isinstance(stop, str)
 
     def codes(self, positions: Int64s, epoch: int, plan: Plan | None = None) -> Int64s:
         """A number from `CODED` on for the sample at each position of an epoch. The mixture takes it as an index.
@@ -257,7 +218,7 @@ class InterleavedDataset(Mixture):
         most = CODED // self._total
         return CODED + inner + self._total * ((epoch * 2_654_435_769 % most + passes) % most)
 
-    def sources_of(self, indices: Any) -> Int64s:
+    def sources_of(self, indices: Indices) -> Int64s:
         array = np.asarray(indices)
         if _is_coded(array):
             found = np.searchsorted(self._begins, (array - CODED) % self._total, side="right") - 1
@@ -265,7 +226,7 @@ class InterleavedDataset(Mixture):
             found = self._schedule.owners(checked_indices(array, self._length))
         return np.bincount(np.array(self._schedule.sources)[found], minlength=self.number)
 
-    def pairs(self, indices: Any, epoch: int) -> list[tuple[int, int]]:
+    def pairs(self, indices: Indices, epoch: int) -> list[tuple[int, int]]:
         inner = self._in_joined(indices, epoch)
         places = np.searchsorted(self._begins, inner, side="right") - 1
         sources = np.array(self.schedule.sources)[places]
@@ -274,14 +235,11 @@ class InterleavedDataset(Mixture):
     def _placed(self, positions: Int64s, epoch: int, plan: Plan | None = None) -> tuple[Int64s, Int64s]:
         """Where in the joined datasets the samples at these positions are, and in which pass of their dataset."""
         sources, numbers = (plan or self._schedule).at_many(positions)
-        places = self._within(sources, numbers, epoch) if self.shuffles else numbers % self.sizes[sources]
-        return self._begins[sources] + places, numbers // self.sizes[sources]
-
-    def _within(self, sources: Int64s, numbers: Int64s, epoch: int) -> Int64s:
-        """Which of its samples each dataset gives, if it is shuffled in every pass."""
         passes, places = np.divmod(numbers, self.sizes[sources])
-        shuffle = Bijections(self._schedule.seed, "interleave shuffle", epoch)
-        return shuffle(places, self.sizes[sources], passes * len(self.sizes) + sources)
+        if self.shuffles:
+            shuffle = Bijections(self._schedule.seed, "interleave shuffle", epoch)
+            places = shuffle(places, self.sizes[sources], passes * len(self.sizes) + sources)
+        return self._begins[sources] + places, passes
 
     def __len__(self) -> int:
         return self._length
@@ -292,16 +250,15 @@ class InterleavedDataset(Mixture):
         if isinstance(index, int) and index >= CODED:
             return self._dataset[(index - CODED) % self._total]
         index = checked_index(index, self._length)
-        source, number = self._schedule.at(index)
         if self.shuffles:
-            one = np.array([[source], [number]], np.int64)
-            number = int(self._within(one[0], one[1], self._epoch)[0])
+            return self._dataset[int(self._inner([index])[0])]
+        source, number = self._schedule.at(index)
         return self._dataset[int(self._begins[source] + number % self.sizes[source])]
 
     def _inner(self, indices: Indices) -> Int64s:
         return self._in_joined(indices, self._epoch)
 
-    def _in_joined(self, indices: Any, epoch: int) -> Int64s:
+    def _in_joined(self, indices: Indices, epoch: int) -> Int64s:
         """Where in the joined datasets samples are, by positions in an epoch or by what `codes` has returned."""
         array = np.asarray(indices)
         if _is_coded(array):
@@ -323,19 +280,19 @@ class ShuffledDataset(InterleavedDataset):
         tell_epoch(self._dataset, epoch)
 
 
-def _is_coded(array: Any) -> bool:
+def _is_coded(array: Array) -> bool:
     return bool(array.size and array.ndim == 1 and array.dtype.kind in "iu" and array[0] >= CODED)
 
 
-def _length(schedule: Schedule | Plan, sizes: list[int], stop: str | int) -> float:
+def _length(schedule: Plan, sizes: list[int], stop: str | int) -> float:
     """The number of samples of a mixture."""
     if isinstance(stop, int):
         return stop
-    if isinstance(schedule, Plan) and schedule.length is not None:
+    if schedule.length is not None:
         return schedule.length
     if stop == FIRST:
         return min(schedule.positions(sizes))
-    lasts: list[float] = [*schedule.positions([size - 1 for size in sizes])]
+    lasts = schedule.positions([size - 1 for size in sizes])
     if math.inf in lasts:
         number = schedule.sources[lasts.index(math.inf)]
         raise ValueError(
@@ -345,7 +302,7 @@ def _length(schedule: Schedule | Plan, sizes: list[int], stop: str | int) -> flo
     return max(lasts) + 1
 
 
-def has_shuffled(dataset: Any) -> bool:
+def has_shuffled(dataset: object) -> bool:
     """Whether a dataset is a shuffled mixture, or has one inside.
 
     Example:
@@ -356,308 +313,125 @@ def has_shuffled(dataset: Any) -> bool:
     return isinstance(dataset, ShuffledDataset) or any(map(has_shuffled, inside))
 
 
-def _empty(number: int, dataset: Any, passes: int = 0) -> ValueError:
-    name = f"interleave: datasets[{number}], {an(type(dataset))},"
-    if passes:
-        return ValueError(f"{name} gave no samples when it was read again: its __iter__ must start at the beginning")
-    return ValueError(
-        f"{name} has no samples: leave it out, or give it weight 0. With several workers, each one needs a sample of it"
-    )
+# -- in a loader ------------------------------------------------------------------------------------------------------
+
+Moment = tuple[int, int, list[int]]
+"""Weights that were set while training: the epoch and the position from which they hold, and whole numbers."""
 
 
-# -- one dataset in order ----------------------------------------------------------------------------------------------
+class MixtureSampler(IndexSampler):
+    """The samples of a mixture in its own order, as numbers that the mixture takes as indices.
 
+    A loader makes this sampler if the user gives no other order. The main process then computes which sample is where,
+    and workers only look it up. So weights that change reach no worker, and the order is exact where an epoch of the
+    loader ends in the middle of an epoch of the mixture (``steps_per_epoch``, ``last_batch="rollover"``).
 
-END: Any = object()
-"""What `Source.read` returns when the dataset has no sample left in this pass."""
-
-
-def is_divided(dataset: Any) -> bool:
-    """Whether a source divides a dataset among workers. Other datasets divide themselves."""
-    return is_indexed(dataset) or (not hasattr(type(dataset), "__iter__") and takes_two(dataset))
-
-
-@dataclass(frozen=True)
-class SourcePoint:
-    """How far one dataset of a mixture has been read.
+    The sampler owns the weights that were set while training, each with the epoch and the position from which it holds.
+    A state of the loader has them as ``set_weights``. The mixture itself is not changed: several loaders may read it.
 
     Attributes:
-        passes: how often it has been read to its end: the entry ``pass``.
-        taken: how many samples of this pass were read.
-        dataset: its own state; None: it has none, or its iterator has one.
-        iterator: the state of its iterator; None: it has none.
-    """
-
-    passes: int = entry(integer(0), name="pass")
-    taken: int = entry(integer(0))
-    dataset: Any = entry(anything, default=None)  # noqa: RUF009 - it makes a field
-    iterator: Any = entry(anything, default=None)  # noqa: RUF009
-
-
-BEGINNING = SourcePoint(0, 0)
-"""Of a dataset that has not been read."""
-
-
-class Source:
-    """One dataset in one iteration over a mixture.
+        forgotten: the last epoch whose weights are not known, because a state does not tell them; -1: there is none.
 
     Args:
-        number: which of the datasets of the mixture it is, for errors.
-        dataset: an object with ``__getitem__`` and ``__len__``, one with ``__iter__``, or a function that returns an
-            iterator.
-        point: what `state` returned; `BEGINNING` at the beginning.
-        worker: what `this_worker` returned when the iteration began.
-        has_own_state: False: ``dataset.state_dict`` does not count, because the mixture has this object twice.
-
-    Attributes:
-        passes: the number of times that it has been read to its end.
-        taken: the number of samples of this pass that were read.
+        mixture: what `interleave` returned for datasets that are read by index.
 
     Example:
-        >>> source = Source(0, "abc", BEGINNING)
-        >>> source.read(), source.read(), source.state().taken
-        ('a', 'b', 2)
-        >>> Source(0, "abc", source.state()).read()
-        'c'
+        >>> from sharded_loader import interleave
+        >>> mixed = interleave([[*"abcd"], [*"xy"]], stop="each_once", shuffle=True, seed=1)
+        >>> sampler = MixtureSampler(mixed)
+        >>> [mixed[number] for number in sampler], [mixed[number] for number in sampler]
+        (['c', 'y', 'd', 'a', 'x', 'b'], ['c', 'y', 'a', 'b', 'x', 'd'])
     """
 
-    name = ""
-    """How errors call it; by default by its number in the mixture."""
+    decided_by = (("weights", "_start"), ("seed", "_seed"), ("stop", "_stop"), ("shuffle", "_on"), ("sizes", "_sizes"))
+    order_version = 2
 
-    def __init__(
-        self,
-        number: int,
-        dataset: Any,
-        point: SourcePoint,
-        worker: tuple[int, int] | None = None,
-        has_own_state: bool = True,
-    ) -> None:
-        self.number, self.dataset = number, dataset
-        self.passes, self.taken = point.passes, point.taken
-        self._point = point
-        self._worker = worker
-        self._has_own_state = has_own_state
-        self._opened: Any = None  # what is iterated over: the dataset, or a copy with a state
-        self._is_stateful = False
-        self._iterator: Any = None
+    def __init__(self, mixture: InterleavedDataset) -> None:
+        self._mixture, self._length = mixture, len(mixture)
+        self._base = plan = mixture.schedule
+        self._start, self._seed = plan.weights, plan.seed
+        self._stop, self._on, self._sizes = mixture.stop, mixture.shuffles, mixture.sizes
+        self._set: tuple[Moment, ...] = ()
+        self.forgotten = -1
+        self._known: tuple[list[tuple[int, list[int]]], Plan] = [], plan
 
-    def read(self) -> Any:
-        """The next sample, or `END`."""
-        if self._iterator is None:
-            self._open()
-        sample = next(self._iterator, END)
-        self.taken += sample is not END
-        return sample
+    def epoch_table(self, epoch: int) -> Table:
+        return Table(self._length, self._order(epoch), BLOCK // 8)  # less is lost where weights are set
 
-    def start_over(self) -> None:
-        """Begin the next pass."""
-        self.passes, self.taken = self.passes + 1, 0
-        self._point, self._iterator = SourcePoint(self.passes, 0), None
+    def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
+        return partial(self._mixture.codes, epoch=epoch, plan=self._plan(epoch, self._set))
 
-    def state(self) -> SourcePoint:
-        """A point from which another source continues."""
-        if self._iterator is None:
-            return self._point
-        point = SourcePoint(self.passes, self.taken)
-        if is_indexed(self._opened):
-            return point
-        if self._iterator is not self._opened and is_stateful(self._iterator):
-            return replace(point, iterator=self._iterator.state_dict())
-        return replace(point, dataset=self._opened.state_dict()) if self._is_stateful else point
+    def _plan(self, epoch: int, given: Sequence[Moment]) -> Plan:
+        """The plan of an epoch. The last one is kept: one more change takes 2 ms, whatever was changed before."""
+        changes = [(0, weights) for number, _, weights in given if number < epoch][-1:]
+        changes += [(begin, weights) for number, begin, weights in given if number == epoch]
+        known, plan = self._known
+        if changes[: len(known)] != known:
+            known, plan = [], self._base
+        for change in changes[len(known) :]:
+            plan = plan.changed(*change)
+        self._known = changes, plan
+        return plan
 
-    def _open(self) -> None:
-        point, dataset, skipped = self._point, self.dataset, self.taken
-        if point.dataset is not None:
-            dataset = _copy(dataset)
-            dataset.load_state_dict(point.dataset)
-        if is_indexed(dataset):
-            first, step = self._worker or (0, 1)
-            indices = range(first + self.taken * step, len(dataset), step)
-            iterator: Any = (dataset[index] for index in indices)
-        else:
-            iterator = iter(iterable_of(dataset, lambda: self._worker or (0, 1)))
-            if point.iterator is not None:
-                iterator.load_state_dict(point.iterator)
-            elif point.dataset is None:
-                skipped = sum(1 for _ in islice(iterator, self.taken))
-        if skipped < self.taken:
-            name = self.name or f"interleave: datasets[{self.number}]"
-            raise ValueError(
-                f"{name}, {an(type(dataset))}, has {skipped} samples, and the state was saved after {self.taken}: give "
-                "the data that it was saved with"
-            )
-        self._opened, self._iterator = dataset, iterator
-        self._is_stateful = self._has_own_state and is_stateful(dataset)
-
-
-def _copy(dataset: Any) -> Any:
-    """A shallow copy. Hugging Face's datasets share their attributes with what ``copy.copy`` makes of them."""
-    made = copy.copy(dataset)
-    if hasattr(made, "__dict__"):
-        made.__dict__ = dict(vars(made))
-    return made
-
-
-# -- in order ----------------------------------------------------------------------------------------------------------
-
-
-_ADVICE = "give what state_dict() of a mixture returned"
-
-
-@dataclass(frozen=True)
-class _MixPosition:
-    """Where an iteration goes on, and in which mixture: the state of an `InterleavedIterable`."""
-
-    schedule: int = entry(integer(), "the datasets took turns by another schedule")
-    weights: tuple[int, ...] = entry(list_of(integer(0)), "weights was {was}, and is {now}", write=list)
-    seed: int = entry(integer(), "seed was {was}, and is {now}")
-    stop: Any = entry(anything, "stop was {was!r}, and is {now!r}")  # noqa: RUF009
-    epoch: Any = entry(anything)  # noqa: RUF009 - it makes a field
-    position: int = entry(integer(0))
-    sources: tuple[SourcePoint, ...] = entry(
-        list_of(dict_of(SourcePoint)), write=lambda points: list(map(written, points))
-    )
-
-
-class InOrder:
-    """Base class of iterable data that torch's DataLoader takes as an IterableDataset: it asks ``isinstance``."""
-
-    _inside: Any = ()
-
-    def __init__(self) -> None:
-        call_after_import("torch.utils.data", _tell_torch)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        call_after_import("torch.utils.data", _tell_torch)
-
-
-def _tell_torch() -> None:
-    sys.modules["torch.utils.data"].IterableDataset.register(InOrder)
-
-
-class InterleavedIterable(InOrder):
-    """Datasets that are read in order, mixed by a schedule; made by `interleave`.
-
-    Attributes:
-        num_shards: the smallest number of shards of the datasets. Missing where none has any.
-    """
-
-    num_shards: int
-
-    def __init__(self, datasets: Sequence[Any], schedule: Schedule | Plan, stop: str | int) -> None:
-        self._inside = self._datasets = datasets
-        self._schedule = schedule
-        self._stop = stop
-        self._epoch: Any = 0
-        self._loaded: _MixPosition | None = None  # where the next iteration begins
-        self._last: _Iteration | None = None  # the one that began or yielded last
-        iterable = [dataset for dataset in map(datasets.__getitem__, schedule.sources) if not is_indexed(dataset)]
-        shards = [number for number in map(known_parts, iterable) if number is not None]
-        if shards:
-            self.num_shards = min(shards)
-        super().__init__()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_last": None}  # iterators cannot be copied: a copy starts at the beginning
-
-    def __iter__(self) -> Iterator[Any]:
-        """The samples. The iteration begins when the first one is asked for."""
-        state, self._loaded = self._loaded, None
-        schedule, datasets = self._schedule, self._datasets
-        counts_all = isinstance(schedule, Plan) or not isinstance(self._stop, str)
-        begin = self._beginning() if state is None else state
-        reading = _Iteration(begin, datasets, schedule.sources, counts_all)
-        self._last = reading
-        while not isinstance(self._stop, int) or reading.place < self._stop:
-            source = reading.sources[schedule.owner(reading.position, reading.place)]
-            has_dropped_out = self._stop == EACH and source.passes
-            sample = END if has_dropped_out else source.read()
-            if sample is END and not has_dropped_out:
-                if not source.taken and self._stop != EACH:
-                    raise _empty(source.number, source.dataset, source.passes)
-                is_last = all(one.passes or one is source for one in reading.sources)
-                if self._stop == FIRST or (is_last and self._stop in (ALL, EACH)):
-                    break
-                source.start_over()
-                if self._stop != EACH:
-                    continue
-            reading.position += 1
-            if sample is END:
-                continue
-            self._last = reading
-            yield sample
-        if self._last is reading:
-            self._last = None
-
-    def set_epoch(self, epoch: Any) -> None:
-        """Pass the epoch on to the datasets. A position stays if it is in this epoch."""
-        for dataset in self._datasets:
-            tell_epoch(dataset, epoch)
-        if epoch != self._epoch:
-            self._epoch, self._loaded, self._last = epoch, None, None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position of the iterator that began or yielded last; see `interleave`."""
-        position = self._loaded or self._beginning()
-        return written(position if self._last is None else self._last.state())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration continue where `state_dict` was taken.
+    def set_weights(self, weights: Any, epoch: int, position: int) -> None:
+        """Mix by these weights from a position of an epoch on, and in the epochs after it.
 
         Raises:
-            ValueError, TypeError: no state, or one of another mixture; says what differs. Nothing has changed then.
+            ValueError: weights that do not fit. Nothing has changed then.
         """
-        if not isinstance(state, Mapping):
-            raise TypeError(f"interleave: the state is {brief(state)}, {an(type(state))}; it must be a dict: {_ADVICE}")
-        position = parsed(_MixPosition, state, _ADVICE, "interleave: the state")
-        differences = list(differing(position, self._beginning()).values())
-        if not differences and len(position.sources) != len(self._schedule.sources):
-            differences.append(f"it was one of {len(position.sources)} datasets")
-        if differences:
-            raise ValueError(
-                f"interleave: the state is that of another mixture: {', '.join(differences)}. Make the mixture with "
-                "the same arguments"
-            )
-        if position.epoch != self._epoch:
-            self.set_epoch(position.epoch)
-        self._loaded, self._last = position, None
-
-    def _beginning(self) -> _MixPosition:
-        schedule = self._schedule
-        sources = (BEGINNING,) * len(schedule.sources)
-        return _MixPosition(schedule.step, tuple(schedule.weights), schedule.seed, self._stop, self._epoch, 0, sources)
-
-    def __repr__(self) -> str:
-        return f"interleave({brief(self._datasets)}, weights={brief(self._schedule.weights)}, stop={self._stop!r})"
-
-
-class _Iteration:
-    """One iteration: how far it is in the mixture and in each source.
-
-    Args:
-        begin: where it begins.
-        datasets, numbers: of the mixture, and which of them have a weight.
-        counts_all: whether `place` counts the samples of all workers.
-    """
-
-    def __init__(
-        self, begin: _MixPosition, datasets: Sequence[Any], numbers: Sequence[int], counts_all: bool = False
-    ) -> None:
-        self._begin, self.position = begin, begin.position
-        # Who asks divides the data itself. An iterable dataset asks on its own, or is read by each worker as a whole.
-        worker = this_worker() if counts_all or any(map(is_divided, datasets)) else None
-        self._part, self._parts = (worker or (0, 1)) if counts_all else (0, 1)
-        times = Counter(map(id, datasets))  # two iterators of one object share its state
-        self.sources = [
-            Source(number, datasets[number], point, worker, times[id(datasets[number])] == 1)
-            for number, point in zip(numbers, begin.sources, strict=True)
-        ]
+        found = whole_numbers(weights, self._mixture.number, "set_weights")
+        before = [one for one in self._set if one[:2] < (epoch, position)]
+        self._base.changed(0, found)  # the next epoch
+        self._plan(epoch, [*before, (epoch, position, found)])
+        self._set = (*before, (epoch, position, found))
 
     @property
-    def place(self) -> int:
-        """The position among the samples of all workers, if each one has read as many as this one."""
-        return self.position * self._parts + self._part
+    def weights_set(self) -> str:
+        """The weights that were set, for a state: what decides the last epoch with weights, and those after it."""
+        last = self._set[-1][0] if self._set else 0
+        before = [one for one in self._set if one[0] < last][-1:]
+        return json.dumps([*before, *(one for one in self._set if one[0] == last)])
 
-    def state(self) -> _MixPosition:
-        return replace(self._begin, position=self.position, sources=tuple(source.state() for source in self.sources))
+    def adopt(self, arguments: dict[str, str]) -> None:
+        """Take over the weights that were set, from a state.
+
+        Raises:
+            ValueError: they are no such weights. Nothing has changed then.
+        """
+        before, self._set = self._set, ()
+        try:
+            for epoch, position, weights in json.loads(arguments.get(f"{type(self).__name__}.{WEIGHTS_SET}", "[]")):
+                self.set_weights(weights, int(epoch), int(position))
+            # A state of one epoch has all that were set before; of the epochs before the last one, it has the last.
+            first, last = (self._set[0][0], self._set[-1][0]) if self._set else (0, 0)
+            self.forgotten = first if first < last else -1
+        except (TypeError, ValueError) as error:
+            self._set = before
+            raise ValueError(f"load_state_dict: the weights of the state do not fit the mixture: {error}") from error
+
+
+def sampler_of(dataset: Any, sampler: Any, is_given: bool, rolls_over: bool) -> Any:
+    """The sampler of a loader over a mixture, or over a dataset that has one inside.
+
+    Args:
+        dataset: the loader's.
+        sampler: the loader's; if no other order is given, None or a sampler that repeats the loader's order.
+        is_given: whether the user has given another order.
+        rolls_over: whether an epoch of the loader may begin inside an epoch of the dataset.
+
+    Raises:
+        ValueError: a shuffled mixture that has to know its epoch, and batches that belong to two epochs.
+    """
+    mixture = None if is_given else mixture_of(dataset)
+    if not isinstance(mixture, InterleavedDataset) or not mixture.is_planned:
+        mixture = None
+    if rolls_over and (has_shuffled(dataset) if mixture is None else any(map(has_shuffled, mixture._inside))):
+        raise ValueError(
+            "interleave(shuffle=True) inside another dataset, or under a sampler, with steps_per_epoch or rollover: "
+            "the mixture would begin another order before all of its samples were read. Give the loader the mixture "
+            "itself without a sampler, or leave out steps_per_epoch and rollover"
+        )
+    if mixture is None:
+        return sampler
+    planned = MixtureSampler(mixture)
+    return planned if sampler is None else sampler.over(planned)

@@ -1,7 +1,7 @@
-"""`Schedule`: which of several sources gives each sample of a mixture, and which of its samples.
+"""`Plan`: which of several sources gives each sample of a mixture, and which of its samples.
 
-    whole_numbers(weights) -> Schedule(weights, seed)        the same weights at every position
-    changes_of(weights) -> Plan(changes, seed, sizes)        weights that change, or sources that drop out
+    changes_of(weights) -> Plan(changes, seed, sizes)        weights that may change, sources that may drop out
+    Schedule(weights, seed, level, begin, before)            a piece of it: the same weights from a position on
     position n <-> (source, number of the sample among those of the source)
 
 Each source has an interval of the numbers from 0 to 2^32, as long as its share. The sample at position n belongs to the
@@ -32,7 +32,7 @@ from __future__ import annotations
 import copy
 import math
 from bisect import bisect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sharded_loader.batching.protocol import Array
 from sharded_loader.data.bulk import Int64s
 from sharded_loader.data.splits import apportioned
 from sharded_loader.randomness.rng import philox
@@ -66,7 +67,7 @@ The fraction of each number has strides after which it comes back to nearly the 
 17, 41, 99, 239, and few numbers of ranks are multiples of the large ones. Of sqrt(3) they are 15, 56, 209."""
 
 
-def whole_numbers(weights: Iterable[Any] | None, count: int, name: str = "interleave", place: str = "") -> list[int]:
+def whole_numbers(weights: Any, count: int, name: str = "interleave", place: str = "") -> list[int]:
     """Whole numbers in the ratio of the weights, with a sum of up to `MOST`.
 
     Args:
@@ -167,64 +168,64 @@ def _rounded(shares: list[Fraction]) -> list[int]:
 
 
 class Schedule:
-    """Which source gives the sample at each position. Sources are counted without those of weight 0.
+    """Which source gives the sample at each position, with the same weights everywhere.
 
     Args:
         weights: whole numbers, one per source.
         seed: decides the start and the order of the intervals.
         level: how many mixtures lie within each other below this one.
+        begin: the position from which it holds.
+        before: for each source, the number of its samples in front of ``begin``; None: as if it held from 0 on.
 
     Example:
         >>> schedule = Schedule([2, 0, 1], seed=0)
-        >>> [schedule.owner(position) for position in range(6)], schedule.sources, schedule.at(3)
-        ([1, 0, 0, 0, 1, 0], [0, 2], (0, 2))
+        >>> [schedule.owner(position) for position in range(6)], schedule.at(3)
+        ([2, 0, 0, 0, 2, 0], (0, 2))
     """
 
-    def __init__(self, weights: list[int], seed: int, level: int = 0) -> None:
-        self.weights, self.seed, self.level, self.changes = weights, seed, level, [Change(0, weights)]
-        self.step = STEPS[level % len(STEPS)]
-        self.sources = [number for number, weight in enumerate(weights) if weight]
-        counts = np.array([weights[number] for number in self.sources], np.int64)
-        start, *raw = philox(seed, "interleave").bit_generator.random_raw(1 + len(counts)).tolist()
-        order = np.argsort(raw, kind="stable")
-        edges = np.array([CIRCLE * part // int(counts.sum()) for part in accumulate(counts[order].tolist(), initial=0)])
-        self._start, self._order = start % CIRCLE, order  # the sources in the order of their intervals
-        self._ends = edges[1:]
-        self._bounds = np.empty((2, len(counts)), np.int64)  # where the interval of each source begins and ends
+    def __init__(
+        self, weights: list[int], seed: int, level: int = 0, begin: int = 0, before: Int64s | None = None
+    ) -> None:
+        self.weights, self.begin, self._step = weights, begin, STEPS[level % len(STEPS)]
+        sources = np.flatnonzero(weights)
+        start, *raw = philox(seed, "interleave").bit_generator.random_raw(1 + len(sources)).tolist()
+        order = sources[np.argsort(raw, kind="stable")]  # of their intervals
+        parts, whole = accumulate((weights[source] for source in order), initial=0), sum(weights)
+        edges = np.array([CIRCLE * int(part) // whole for part in parts])
+        self._start, self._order, self._ends = start % CIRCLE, order, edges[1:]
+        self._bounds = np.zeros((2, len(weights)), np.int64)  # where the interval of each source begins and ends
         self._bounds[:, order] = edges[:-1], edges[1:]
-        self._lists = self._ends.tolist(), order.tolist(), self._bounds.T.tolist()  # faster for one position
+        self._offset = np.zeros(len(weights), np.int64)  # what to add to the number of a sample
+        if before is not None:
+            self._offset = before - self.counts(begin)
+        self._lists: tuple[list[int], list[int], list[list[int]], list[int]]  # faster for one position
+        self._lists = self._ends.tolist(), order.tolist(), self._bounds.T.tolist(), self._offset.tolist()
 
-    @property
-    def _fingerprint(self) -> str:
-        """Weights, seed and first turns: the part of a mixture in a fingerprint (`data.known`)."""
-        return f"{self.seed}{self.weights[:16]}{list(map(self.owner, range(128)))}"
-
-    def owner(self, position: int, place: int | None = None) -> int:
-        """The source at a position. ``place`` is for a `Plan`: here the weights are the same everywhere."""
-        ends, order, _ = self._lists
-        return order[bisect(ends, (self._start + position * self.step) % CIRCLE)]  # type: ignore[no-any-return]
+    def owner(self, position: int) -> int:
+        """The source at a position."""
+        return self._lists[1][bisect(self._lists[0], (self._start + position * self._step) % CIRCLE)]
 
     def at(self, position: int) -> tuple[int, int]:
         """The source at a position, and the number of the sample among those of the source."""
         source, (period, slot) = self.owner(position), divmod(position, CIRCLE)
         begin, end = self._lists[2][source]
-        return source, period * (end - begin) + self._before_one(slot, begin, end)
+        return source, period * (end - begin) + self._before_one(slot, begin, end) + self._lists[3][source]
 
     def position(self, number: int, source: int) -> int:
         """Where the sample with this number stands."""
         begin, end = self._lists[2][source]
-        period, rest = divmod(number, end - begin)
+        period, rest = divmod(number - self._lists[3][source], end - begin)
         before = partial(self._before_one, begin=begin, end=end)
         return period * CIRCLE + bisect(range(CIRCLE + 1), rest, key=before) - 1
 
     def _before_one(self, slot: int, begin: int, end: int) -> int:
         shift = self._start + CIRCLE
-        return int(_floor_sum(self.step, slot, shift - begin) - _floor_sum(self.step, slot, shift - end))
+        return int(_floor_sum(self._step, slot, shift - begin) - _floor_sum(self._step, slot, shift - end))
 
     def owners(self, positions: Int64s) -> Int64s:
         """The sources at many positions."""
         slots = (positions % CIRCLE).astype(np.uint64)
-        points = (np.uint64(self._start) + slots * np.uint64(self.step)) % np.uint64(CIRCLE)
+        points = (np.uint64(self._start) + slots * np.uint64(self._step)) % np.uint64(CIRCLE)
         found: Int64s = self._order[np.searchsorted(self._ends, points.astype(np.int64), side="right")]
         return found
 
@@ -232,58 +233,27 @@ class Schedule:
         """The same of many positions."""
         slots, sources = positions % CIRCLE, self.owners(positions)
         begins, ends = self._bounds[:, sources]
-        return sources, positions // CIRCLE * (ends - begins) + self._before(slots, sources)
+        numbers: Int64s = positions // CIRCLE * (ends - begins) + self._before(slots, sources) + self._offset[sources]
+        return sources, numbers
 
     def counts(self, position: int) -> Int64s:
-        """For each source, how many of the first positions are its."""
+        """For each source, how many of its samples come before a position."""
         period, slot = divmod(position, CIRCLE)
-        sources = np.arange(len(self.sources))
-        counts: Int64s = self._before(np.full(len(sources), slot), sources)
+        sources = np.arange(len(self.weights))
+        counts: Int64s = self._before(np.full(len(sources), slot), sources) + self._offset
         counts += period * (self._bounds[1] - self._bounds[0])
         return counts
-
-    def positions(self, numbers: list[int], sources: Int64s | None = None) -> list[int]:
-        """Where the sample with this number stands, for each source, or for these sources."""
-        sources = np.arange(len(numbers)) if sources is None else sources
-        lengths = (self._bounds[1] - self._bounds[0])[sources].tolist()
-        periods, rests = zip(*map(divmod, numbers, lengths), strict=True)
-        wanted = np.array(rests, np.int64)
-        low = np.zeros(len(rests), np.int64)  # at most this many positions are in front of the sample
-        for bit in reversed(range(32)):
-            further = low + (1 << bit)
-            low = np.where(self._before(further, sources) <= wanted, further, low)
-        return [period * CIRCLE + slot for period, slot in zip(periods, low.tolist(), strict=True)]
 
     def _before(self, slots: Int64s, sources: Int64s) -> Int64s:
         """How many of the first positions belong to the source."""
         shifts = self._start + CIRCLE - self._bounds[:, sources]
-        sums = _floor_sum(self.step, np.stack([slots, slots]).astype(np.uint64), shifts.astype(np.uint64))
+        sums = _floor_sum(self._step, np.stack([slots, slots]).astype(np.uint64), shifts.astype(np.uint64))
         before: Int64s = (sums[0] - sums[1]).astype(np.int64)  # both are exact modulo 2^64
         return before
 
 
-class _Piece(NamedTuple):
-    """Positions in which one schedule holds.
-
-    Attributes:
-        begin: the first of them.
-        schedule: of the sources that give samples here.
-        sources: which sources of the plan these are.
-        before: for each source of the plan, the number of its samples in front of the piece.
-        offset: for each source of the schedule, what to add to a number of the schedule.
-    """
-
-    begin: int
-    schedule: Schedule
-    sources: Int64s
-    before: Int64s
-    offset: Int64s
-
-
 class Plan:
-    """A schedule whose weights change, or whose sources drop out when they have given all their samples.
-
-    It answers as a `Schedule` does. ``sources`` are those that have a weight at some position.
+    """Which source gives each sample, where weights change, or sources drop out when they have given all their samples.
 
     Args:
         changes: what `changes_of` returned.
@@ -291,7 +261,11 @@ class Plan:
         sizes: the number of samples of each source, which drops out after them; None: no source drops out.
 
     Attributes:
+        sources: those that have a weight at some position. The methods count only these.
         length: with ``sizes``, the number of positions: one for each sample. Otherwise None.
+        is_fixed: the weights are the same at every position, and no source drops out.
+        weights: for a state: whole numbers, and if they change, the positions in front of them.
+        step: for a state: tells mixtures of mixtures from others.
 
     Raises:
         ValueError: with ``sizes``, samples are left, and no source that has any has a weight.
@@ -306,7 +280,9 @@ class Plan:
 
     def __init__(self, changes: list[Change], seed: int, level: int = 0, sizes: list[int] | None = None) -> None:
         self.seed, self.level, self.step = seed, level, STEPS[level % len(STEPS)]
-        self.weights = [number for one in changes for number in (one.begin, *one.weights)]
+        self.is_fixed = len(changes) == 1 and sizes is None
+        whole = [number for one in changes for number in (one.begin, *one.weights)]
+        self.weights = changes[0].weights if self.is_fixed else whole
         has_weight = np.array([one.weights for one in changes]).any(axis=0)
         self.sources: list[int] = np.flatnonzero(has_weight | (np.array(sizes or 0) > 0)).tolist()
         self._limits = np.array([FAR if sizes is None else sizes[number] for number in self.sources], np.int64)
@@ -317,7 +293,7 @@ class Plan:
             )
         self.length = None if sizes is None else int(self._limits.sum())
         self.changes: list[Change] = []
-        self._pieces: list[_Piece] = []
+        self._pieces: list[Schedule] = []
         for change, end in zip(changes, [*(one.begin for one in changes[1:]), FAR], strict=True):
             self._extend(change, end)
 
@@ -349,71 +325,68 @@ class Plan:
 
     def _counts(self, position: int) -> Int64s:
         """For each source, how many of its samples come before a position in the last piece, or behind that."""
-        if not self._pieces:
-            return np.zeros(len(self.sources), np.int64)
-        _, schedule, sources, before, offset = self._pieces[-1]
-        counts = before.copy()
-        counts[sources] = schedule.counts(position) + offset
-        return counts
+        return self._pieces[-1].counts(position) if self._pieces else np.zeros(len(self.sources), np.int64)
 
-    def _add(self, weights: Any, counts: Int64s, begin: int, end: int) -> int:
+    def _add(self, weights: Int64s, counts: Int64s, begin: int, end: int) -> int:
         """Add one piece, which ends at ``end``, or where a source has no more samples. Returns where it ends."""
-        if not weights.any():
+        sources = np.flatnonzero(weights)
+        if not len(sources):
             number = self.sources[int(np.argmax(counts < self._limits))]
             raise ValueError(
                 f"interleave: at sample {begin}, only datasets with the weight 0 have samples left, such as "
                 f"datasets[{number}]: give it a weight there, as each sample is to come once"
             )
-        schedule = Schedule(weights.tolist(), self.seed, self.level)
-        sources = np.array(schedule.sources)
-        offset = counts[sources] - schedule.counts(begin)
-        self._pieces.append(_Piece(begin, schedule, sources, counts, offset))
+        schedule = Schedule(weights.tolist(), self.seed, self.level, begin, counts)
+        self._pieces.append(schedule)
         if self.length is not None:
-            lasts = self._limits[sources] - 1 - offset
-            first = int(np.argmin((lasts + 1) / weights[sources]))  # about
-            end = min(end, 1 + schedule.position(int(lasts[first]), first))
-            for source in np.flatnonzero(schedule.counts(end) > lasts).tolist():
-                end = min(end, 1 + schedule.position(int(lasts[source]), source))
+            lasts = (self._limits - 1).tolist()
+            first = sources[np.argmin((self._limits - counts)[sources] / weights[sources])]  # about
+            end = min(end, 1 + schedule.position(lasts[first], first))
+            for source in sources[(schedule.counts(end) >= self._limits)[sources]].tolist():
+                end = min(end, 1 + schedule.position(lasts[source], source))
         return end
 
     @property
     def _fingerprint(self) -> str:
-        return f"{self.changes[:16]}{self._pieces[0].schedule._fingerprint}"
+        """Weights, seed and first turns: the part of a mixture in a fingerprint (`data.inspection`)."""
+        weights = f"{self.seed}{self.weights[:16]}" if self.is_fixed else f"{self.changes[:16]}{self.seed}"
+        return f"{weights}{list(map(self._pieces[0].owner, range(128)))}"
 
     def owner(self, position: int, place: int | None = None) -> int:
         """The source at a position. ``place`` says which piece holds, if that is the piece of another position."""
-        piece = self._pieces[bisect(self._begins, position if place is None else place) - 1]
-        return int(piece.sources[piece.schedule.owner(position)])
+        return self._pieces[bisect(self._begins, position if place is None else place) - 1].owner(position)
 
     def at(self, position: int) -> tuple[int, int]:
         """The source at a position, and the number of the sample among those of the source."""
-        piece = self._pieces[bisect(self._begins, position) - 1]
-        source, number = piece.schedule.at(position)
-        return int(piece.sources[source]), number + int(piece.offset[source])
+        return self._pieces[bisect(self._begins, position) - 1].at(position)
 
     def owners(self, positions: Int64s) -> Int64s:
         """The sources at many positions."""
-        return self.at_many(positions)[0]
+        found = np.empty_like(positions)
+        for piece, here in self._cut(positions):
+            found[here] = piece.owners(positions[here])
+        return found
 
     def at_many(self, positions: Int64s) -> tuple[Int64s, Int64s]:
         """The same of many positions."""
+        found = np.empty((2, len(positions)), np.int64)
+        for piece, here in self._cut(positions):
+            found[:, here] = piece.at_many(positions[here])
+        return found[0], found[1]
+
+    def _cut(self, positions: Int64s) -> Iterator[tuple[Schedule, Array]]:
+        """The pieces that these positions are in, and where in the array those of each one are."""
         where = np.searchsorted(self._begins, positions, side="right") - 1
-        sources, numbers = np.empty_like(positions), np.empty_like(positions)
         for each in np.unique(where).tolist():
-            piece, here = self._pieces[each], where == each
-            found, own = piece.schedule.at_many(positions[here])
-            sources[here], numbers[here] = piece.sources[found], own + piece.offset[found]
-        return sources, numbers
+            yield self._pieces[each], where == each
 
     def positions(self, numbers: list[int]) -> list[float]:
         """For each source, where the sample with this number stands; infinity if that sample never comes."""
-        wanted, found = np.array(numbers, np.int64), [math.inf] * len(numbers)
-        ends = [*(piece.before for piece in self._pieces[1:]), np.full(len(numbers), FAR)]
-        for piece, end in zip(self._pieces, ends, strict=True):
-            here = np.flatnonzero(((piece.before <= wanted) & (wanted < end))[piece.sources])
-            own = (wanted[piece.sources[here]] - piece.offset[here]).tolist()
-            for source, position in zip(here.tolist(), piece.schedule.positions(own, here) if own else [], strict=True):
-                found[piece.sources[source]] = position
+        befores = np.array([piece.counts(piece.begin) for piece in self._pieces]).T.tolist()
+        found: list[float] = []
+        for source, (before, number) in enumerate(zip(befores, numbers, strict=True)):
+            piece = self._pieces[bisect(before, number) - 1]
+            found.append(piece.position(number, source) if piece.weights[source] else math.inf)
         return found
 
 

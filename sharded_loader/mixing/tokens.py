@@ -1,12 +1,12 @@
 """`TokenWindows`: windows of files of token ids, by index. What language models are pretrained on.
 
-    paths or arrays --_part_of--> parts: dtype, number of tokens, documents
-    index --search in the sums of windows--> part, window --_starts--> its first token
+    paths or arrays --_tokens_of--> parts: tokens, and where documents begin
+    index --search in the sums of windows--> part, window --search in the sums of its documents--> its first token
     first tokens --one gather per part--> (windows, length + 1) tokens --cast--> inputs, targets: int64
 
-A part is one file or one array. A window has ``length + 1`` tokens of one part: the inputs are all but the last one,
-the targets all but the first one. Windows begin at every ``stride``-th token, so no table of windows is needed. Windows
-inside documents have a table of one number for `BLOCK` documents. The search goes on in the documents of one block.
+A part is one file or one array. A window has ``length + 1`` tokens of one document of it: the inputs are all but the
+last one, the targets all but the first one. Where documents do not count, the part is one document. Windows begin at
+every ``stride``-th token, so no table of windows is needed. A table of documents has two numbers for each one.
 
 The dataset owns no tokens of files. A process maps a file when it first reads one of its windows, and keeps the last
 `OPEN` ones mapped. Maps have no position, so threads and forked processes share them. The dataset travels to spawned
@@ -25,10 +25,13 @@ import os
 import platform
 import stat
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from sharded_loader.base.checks import check_int, refuse_arguments
 from sharded_loader.base.described import an
@@ -42,9 +45,6 @@ OPEN = 64
 
 ADVICE = "give a number of tokens, such as 1024"
 
-BLOCK, CHUNK = 64, 1 << 18
-"""Documents for which the table has one number, and documents that are looked at together when it is made."""
-
 MAGIC = b"MMIDIDX\0\0"
 HEAD = np.dtype([("magic", "V9"), ("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("documents", "<u8")])
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
@@ -52,15 +52,16 @@ DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8:
 bytes at which they begin (int64), and the sequences at which documents begin (int64)."""
 
 
-class _MappedArray(NamedTuple):
-    """An array in a file.
+@dataclass(frozen=True)
+class _TokenFile:
+    """The tokens in a file.
 
     Attributes:
         path: of the file, absolute.
-        dtype: of the array.
-        offset: of its first byte.
-        length: the number of its items.
-        bytes: of the whole file.
+        dtype: of the tokens.
+        offset: of the first byte.
+        length: the number of tokens.
+        nbytes: of the whole file.
         tag: of the file, as of `tag_of`.
         machine: on which the tag was read. Another one has a copy of the file, with other times and inode.
     """
@@ -69,36 +70,28 @@ class _MappedArray(NamedTuple):
     dtype: str
     offset: int
     length: int
-    bytes: int
+    nbytes: int
     tag: str
     machine: str
+
+    def __len__(self) -> int:
+        return self.length
 
 
 class _TokenPart(NamedTuple):
     """One file or one array.
 
     Attributes:
+        name: for errors.
         tokens: where they are.
-        bounds: where documents begin, and where the last one ends, in tokens. Or two arrays of Megatron's index: the
-            sequences at which documents begin, and the bytes at which sequences begin. None: windows go across.
-        documents: how many there are.
-        table: of each block of documents, how many windows it and the blocks before it have.
+        ends: for each document that has windows, how many it and the documents before it have.
+        begins: what is to be added to a window's number times the stride: then that is its first token.
     """
 
-    tokens: _MappedArray | Array
-    bounds: Int64s | tuple[_MappedArray, _MappedArray] | None = None
-    documents: int = 0
-    table: Int64s | None = None
-
-    @property
-    def name(self) -> str:
-        return (
-            self.tokens.path if isinstance(self.tokens, _MappedArray) else f"the array of {len(self.tokens):,} tokens"
-        )
-
-    @property
-    def length(self) -> int:
-        return self.tokens.length if isinstance(self.tokens, _MappedArray) else len(self.tokens)
+    name: str
+    tokens: _TokenFile | Array
+    ends: Int64s
+    begins: Int64s
 
 
 class TokenWindows(Dataset):
@@ -143,7 +136,7 @@ class TokenWindows(Dataset):
         tokens: Any,
         length: int,
         stride: int | None = None,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         documents: Any = False,
         vocab_size: int | None = None,
         **unknown: NoReturn,
@@ -152,16 +145,15 @@ class TokenWindows(Dataset):
         self._length = check_int("length", length, 1, ADVICE)
         self._stride = self._length if stride is None else check_int("stride", stride, 1, ADVICE)
         self._vocab_size = None if vocab_size is None else check_int("vocab_size", vocab_size, 1, "give len(tokenizer)")
-        self._maps: dict[_MappedArray, Array] = {}
+        self._maps: dict[_TokenFile, Array] = {}
         given = tokens if isinstance(tokens, (list, tuple)) else [tokens]
         ends = documents if given is tokens and isinstance(documents, (list, tuple)) else [documents]
         if documents is None or isinstance(documents, bool):
             ends = [bool(documents)] * len(given)
         if not given or len(given) != len(ends):
             raise ValueError(f"{len(given)} files and documents of {len(ends)}: give files, and an array for each")
-        parts = [_part_of(one, dtype, lengths) for one, lengths in zip(given, ends, strict=True)]
-        self._parts = [part._replace(table=self._table(part)) for part in parts]
-        self._ends: Int64s = np.cumsum([self._windows(part) for part in self._parts], dtype=np.int64)
+        self._parts = [self._part_of(one, dtype, lengths) for one, lengths in zip(given, ends, strict=True)]
+        self._ends: Int64s = np.cumsum([part.ends[-1] for part in self._parts], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -172,12 +164,12 @@ class TokenWindows(Dataset):
         return self.__getitems__([checked_index(index, len(self))])[0]
 
     @bulk
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Array, Array]]:
         """Many samples, read as one batch."""
         return list(zip(*TokenWindows.get_batch(self, indices), strict=True))
 
     @bulk
-    def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
+    def get_batch(self, indices: Indices, empty: Empty = new_array) -> list[Array]:
         """A finished batch: inputs and targets, two int64 arrays of shape (windows, ``length``).
 
         Args:
@@ -203,92 +195,54 @@ class TokenWindows(Dataset):
         """Unmap the files. A window that is read later maps its file again."""
         self._maps.clear()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_maps": {}}
 
     @property
     def _fingerprint(self) -> str:
-        """For `data.known`: names and sizes of files, a few tokens of arrays. Folders and times may change."""
+        """For `data.inspection`: names and sizes of files, a few tokens of arrays. Folders and times may change."""
         known = [
-            (os.path.basename(part.name), part.length)
-            if isinstance(part.tokens, _MappedArray)
-            else zlib.crc32(part.tokens[:1024].tobytes())
-            for part in self._parts
+            (os.path.basename(tokens.path), tokens.length)
+            if isinstance(tokens, _TokenFile)
+            else zlib.crc32(tokens[:1024].tobytes())
+            for _, tokens, *_ in self._parts
         ]
         return repr((known, self._length, self._stride, self._ends.tolist()))
 
     def __repr__(self) -> str:
         return f"TokenWindows({len(self):,} windows of {self._length:,} tokens, files: {len(self._parts)})"
 
-    # -- windows of one part --------------------------------------------------------------------------------------
+    # -- one part -------------------------------------------------------------------------------------------------
 
-    def _fitting(self, tokens: Any) -> Any:
-        """How many windows fit into these numbers of tokens."""
-        return np.maximum(0, (tokens - 1 - self._length) // self._stride + 1)
-
-    def _windows(self, part: _TokenPart) -> int:
-        """How many windows a part has: at least one, of token ids below ``vocab_size``."""
-        found = int(self._fitting(part.length) if part.table is None else part.table[-1])
-        if not found:
-            what = f"only {part.length:,} tokens" if part.table is None else "no document that is long enough"
-            raise ValueError(f"{part.name} has {what}; a window needs {self._length + 1:,}. Give a smaller length")
-        dtype = np.dtype(part.tokens.dtype)
+    def _part_of(self, given: object, dtype: DTypeLike | None, documents: ArrayLike) -> _TokenPart:
+        """A part, which has at least one window, of token ids below ``vocab_size``."""
+        name, tokens, bounds = _tokens_of(given, dtype, documents)
+        counts = np.maximum(0, (np.diff(bounds) - 1 - self._length) // self._stride + 1)
+        ends = np.cumsum(counts)
+        begins = bounds[:-1] - (ends - counts) * self._stride
+        part = _TokenPart(name, tokens, ends[counts > 0], begins[counts > 0])
+        if not len(part.ends):
+            what = f"only {len(tokens):,} tokens" if documents is False else "no document that is long enough"
+            raise ValueError(f"{name} has {what}; a window needs {self._length + 1:,}. Give a smaller length")
         if self._vocab_size is not None:
-            if np.iinfo(dtype).max < self._vocab_size - 1:
+            if np.iinfo(tokens.dtype).max < self._vocab_size - 1:
+                found = np.dtype(tokens.dtype)
                 raise ValueError(
-                    f"{part.name} is of {dtype}, too small for vocab_size={self._vocab_size:,}: write it as uint32"
+                    f"{name} is of {found}, too small for vocab_size={self._vocab_size:,}: write it as uint32"
                 )
             self._read(part, np.zeros(1, np.int64))
-        return found
-
-    def _table(self, part: _TokenPart) -> Int64s | None:
-        """The table of a part, if windows stay inside documents."""
-        if part.bounds is None:
-            return None
-        found = [np.zeros(0 if part.documents else 1, np.int64)]
-        for first in range(0, part.documents, CHUNK):
-            bounds = self._bounds(part, np.arange(first, min(first + CHUNK, part.documents) + 1))
-            sizes = np.diff(bounds)
-            if sizes.min() < 0 or bounds[0] < 0 or bounds[-1] > part.length:
-                raise ValueError(f"{part.name}: the .idx has documents that do not lie in the .bin: copy both again")
-            found.append(np.add.reduceat(self._fitting(sizes), np.arange(0, len(sizes), BLOCK)))
-        table: Int64s = np.cumsum(np.concatenate(found))
-        return table
-
-    def _bounds(self, part: _TokenPart, numbers: Int64s) -> Int64s:
-        """The tokens at which documents begin. The last document ends where a further one would begin."""
-        if not isinstance(part.bounds, tuple) or not isinstance(part.tokens, _MappedArray):
-            given: Int64s = np.asarray(part.bounds)[numbers]
-            return given
-        # Not `take`: these arrays do not begin at a multiple of 8 bytes, and it would copy them first.
-        firsts, begins = map(self._array, part.bounds)
-        sequences = np.where(numbers < len(firsts), firsts[np.minimum(numbers, len(firsts) - 1)], len(begins))
-        found = begins[np.clip(sequences, 0, len(begins) - 1)] // np.dtype(part.tokens.dtype).itemsize
-        return np.where(sequences < len(begins), found, part.length)
-
-    def _starts(self, part: _TokenPart, windows: Int64s) -> Int64s:
-        """The first token of each window."""
-        if part.table is None:
-            return windows * self._stride
-        blocks = np.searchsorted(part.table, windows, side="right")
-        rows = (windows - np.append(0, part.table)[blocks])[:, None]
-        bounds = self._bounds(part, np.minimum(blocks[:, None] * BLOCK + np.arange(BLOCK + 1), part.documents))
-        counts = self._fitting(np.diff(bounds))
-        ends = np.cumsum(counts, axis=1)
-        which = (ends <= rows).sum(1)[:, None]
-        earlier = np.take_along_axis(ends - counts, which, 1)
-        starts: Int64s = np.take_along_axis(bounds, which, 1) + (rows - earlier) * self._stride
-        return starts[:, 0]
+        return part
 
     def _read(self, part: _TokenPart, windows: Int64s) -> Array:
         """The tokens of windows, one window in a row."""
-        _check(part)
+        _check(part.tokens)
         tokens = self._array(part.tokens)
         shape, step = (len(tokens) - self._length, self._length + 1), tokens.strides[0]
         # Not `take`, which would copy the whole view first.
         every: Array = np.lib.stride_tricks.as_strided(tokens, shape, (step, step), writeable=False)
-        block: Array = every[self._starts(part, windows)]
-        _check(part)
+        documents = np.searchsorted(part.ends, windows, side="right")
+        block: Array = every[part.begins[documents] + windows * self._stride]
+        _check(part.tokens)
         if self._vocab_size is not None and (block.max() >= self._vocab_size or block.min() < 0):
             found = block[(block >= self._vocab_size) | (block < 0)][0]
             raise ValueError(
@@ -297,106 +251,102 @@ class TokenWindows(Dataset):
             )
         return block
 
-    def _array(self, array: _MappedArray | Array) -> Array:
-        """An array of a file, mapped; another one as it is."""
-        if not isinstance(array, _MappedArray):
-            return array
-        found = self._maps.get(array)
+    def _array(self, tokens: _TokenFile | Array) -> Array:
+        """The tokens of a file, mapped; an array as it is."""
+        if not isinstance(tokens, _TokenFile):
+            return tokens
+        found = self._maps.get(tokens)
         if found is None:
-            found = np.asarray(np.memmap(array.path, array.dtype, "r", array.offset, (array.length,)))
-            self._maps[array] = found
+            found = np.asarray(np.memmap(tokens.path, tokens.dtype, "r", tokens.offset, (tokens.length,)))
+            self._maps[tokens] = found
             for oldest in list(self._maps)[:-OPEN]:
                 self._maps.pop(oldest, None)
         return found
 
 
-def _check(part: _TokenPart) -> None:
-    """Raise if the files of a part have changed since the dataset was made."""
-    for file in (part.tokens, *(part.bounds[:1] if isinstance(part.bounds, tuple) else ())):
-        if isinstance(file, _MappedArray):
-            found = os.stat(file.path)
-            is_here = file.machine == platform.node()
-            if found.st_size != file.bytes or (is_here and is_rewritten(file.tag, tag_of(found))):
-                raise OSError(f"{file.path} was changed since the dataset was made: make the dataset again")
+def _check(file: _TokenFile | Array) -> None:
+    """Raise if a file has changed since the dataset was made."""
+    if isinstance(file, _TokenFile):
+        found = os.stat(file.path)
+        is_here = file.machine == platform.node()
+        if found.st_size != file.nbytes or (is_here and is_rewritten(file.tag, tag_of(found))):
+            raise OSError(f"{file.path} was changed since the dataset was made: make the dataset again")
 
 
 # -- what a user gives -------------------------------------------------------------------------------------------------
 
+Bounds = Callable[[], Int64s]
+"""Reads the tokens at which documents begin, and the last one ends."""
 
-def _part_of(given: Any, dtype: Any, documents: Any) -> _TokenPart:
-    """A file or an array, checked.
+
+def _tokens_of(given: object, dtype: DTypeLike | None, documents: ArrayLike) -> tuple[str, _TokenFile | Array, Int64s]:
+    """A file or an array, checked: its name, its tokens, and where documents begin, and the last one ends.
 
     Args:
         given: path or array.
         dtype: as the user gave it.
         documents: False, True, or the lengths of the documents.
     """
-    part = _file(os.path.abspath(given), dtype) if isinstance(given, (str, os.PathLike)) else _TokenPart(given)
-    if not isinstance(part.tokens, (_MappedArray, np.ndarray)):
+    tokens, index = _file(os.path.abspath(given), dtype) if isinstance(given, (str, os.PathLike)) else (given, None)
+    if not isinstance(tokens, (_TokenFile, np.ndarray)):
         raise TypeError(f"tokens is {an(type(given))}: give a path, a NumPy array of integers, or a list of them")
-    if isinstance(part.tokens, np.ndarray) and part.tokens.ndim != 1:
-        raise ValueError(f"tokens has the shape {part.tokens.shape}: give one dimension, tokens.reshape(-1)")
-    found = np.dtype(part.tokens.dtype)
+    if isinstance(tokens, np.ndarray) and tokens.ndim != 1:
+        raise ValueError(f"tokens has the shape {tokens.shape}: give one dimension, tokens.reshape(-1)")
+    name = tokens.path if isinstance(tokens, _TokenFile) else f"the array of {len(tokens):,} tokens"
+    found = np.dtype(tokens.dtype)
     if found.kind not in "iu" or found == np.uint64:
-        raise TypeError(f"{part.name} is of {found}: token ids are uint16, uint32, int32 or int64. Write it as one")
+        raise TypeError(f"{name} is of {found}: token ids are uint16, uint32, int32 or int64. Write it as one")
     if dtype is not None and np.dtype(dtype) != found:
-        raise ValueError(f"{part.name} is of {found}, and dtype={dtype!r} was given: leave dtype out")
+        raise ValueError(f"{name} is of {found}, and dtype={dtype!r} was given: leave dtype out")
     if documents is False:
-        return part._replace(bounds=None)
-    if (documents is True) != (part.bounds is not None):
-        raise ValueError(f"{part.name}: give documents=True if there is an .idx, otherwise the lengths of documents")
-    if documents is True:
-        return part
+        return name, tokens, np.array([0, len(tokens)])
+    if (documents is True) != (index is not None):
+        raise ValueError(f"{name}: give documents=True if there is an .idx, otherwise the lengths of documents")
+    if index is not None:
+        return name, tokens, index()
     lengths = np.asarray(documents)
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or lengths.min(initial=0) < 0:
-        raise ValueError(f"documents of {part.name} must be a flat list of lengths, integers of at least 0")
+        raise ValueError(f"documents of {name} must be a flat list of lengths, integers of at least 0")
     bounds: Int64s = np.append(0, np.cumsum(lengths, dtype=np.int64))
-    if bounds[-1] != part.length:
-        raise ValueError(f"the documents have {bounds[-1]:,} tokens, and {part.name} has {part.length:,}")
-    return part._replace(bounds=bounds, documents=len(lengths))
+    if bounds[-1] != len(tokens):
+        raise ValueError(f"the documents have {bounds[-1]:,} tokens, and {name} has {len(tokens):,}")
+    return name, tokens, bounds
 
 
-def _file(path: str, dtype: Any) -> _TokenPart:
+def _file(path: str, dtype: DTypeLike | None) -> tuple[_TokenFile, Bounds | None]:
     if not os.path.exists(path) and os.path.exists(path + ".bin"):  # Megatron's programs take the name without it
         path += ".bin"
     beside = os.path.splitext(path)[0] + ".idx"
     if path.endswith(".npy"):
-        return _TokenPart(_of_npy(path))
+        try:
+            array = np.load(path, mmap_mode="r")
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{path} is no whole .npy file of numbers ({error}): copy or write it again") from None
+        if array.ndim != 1:
+            raise ValueError(f"{path} has the shape {array.shape}: give one dimension, tokens.reshape(-1)")
+        return _described(path, array.dtype, array.offset, len(array)), None
     if os.path.exists(beside):
         return _of_megatron(path, beside)
     if dtype is None:
         raise TypeError(f"{path} does not say the dtype of its tokens: give dtype=, such as dtype='uint16'")
-    return _TokenPart(_mapped(path, np.dtype(dtype)))
+    return _described(path, np.dtype(dtype)), None
 
 
-def _mapped(path: str, dtype: np.dtype[Any], offset: int = 0, length: int | None = None) -> _MappedArray:
-    """An array in a file. ``length=None``: up to its end."""
+def _described(path: str, dtype: np.dtype[Any], offset: int = 0, length: int | None = None) -> _TokenFile:
+    """The tokens in a file. ``length=None``: up to its end."""
     found = settled(path)
     if not stat.S_ISREG(found.st_mode) or found.st_size <= offset:
         raise ValueError(f"{path} is empty, or no file: give files of token ids")
     if length is None and (found.st_size - offset) % dtype.itemsize:
         raise ValueError(f"{path} has {found.st_size:,} bytes, no whole number of {dtype}: it was cut. Copy it again")
     length = (found.st_size - offset) // dtype.itemsize if length is None else length
-    return _MappedArray(path, dtype.str, offset, length, found.st_size, tag_of(found), platform.node())
+    return _TokenFile(path, dtype.str, offset, length, found.st_size, tag_of(found), platform.node())
 
 
-def _of_npy(path: str) -> _MappedArray:
-    try:
-        array = np.load(path, mmap_mode="r")
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is no whole .npy file of numbers ({error}): copy or write it again") from None
-    if array.ndim != 1:
-        raise ValueError(f"{path} has the shape {array.shape}: give one dimension, tokens.reshape(-1)")
-    return _mapped(path, array.dtype, array.offset, len(array))
-
-
-def _of_megatron(path: str, beside: str) -> _TokenPart:
+def _of_megatron(path: str, beside: str) -> tuple[_TokenFile, Bounds]:
     """A ``.bin``, and where documents begin by its ``.idx``."""
-
-    def number(dtype: str, offset: int) -> int:
-        return int(np.fromfile(beside, dtype, 1, offset=offset)[0])
-
-    size, head = os.stat(beside).st_size, np.fromfile(beside, HEAD, 1)
+    read = partial(np.fromfile, beside)
+    size, head = os.stat(beside).st_size, read(HEAD, 1)
     if not len(head) or head[0]["magic"].tobytes() != MAGIC:
         raise ValueError(f"{beside} is no index of Megatron: if {path} is without an index, move the .idx elsewhere")
     _, version, code, sequences, documents = head[0].tolist()
@@ -407,13 +357,21 @@ def _of_megatron(path: str, beside: str) -> _TokenPart:
             f"{beside} was cut or damaged: it has {size:,} bytes, version {version}, dtype {code}, {sequences:,} "
             f"sequences and {documents:,} documents, which do not fit together. Copy or write it again"
         )
-    tokens = _mapped(path, np.dtype(DTYPES[code]))
-    described = number("<i8", firsts - 8) + number("<i4", begins - 4) * np.dtype(tokens.dtype).itemsize
-    if described != tokens.bytes:
+    tokens = _described(path, np.dtype(DTYPES[code]))
+    itemsize = np.dtype(tokens.dtype).itemsize
+    described = int(read("<i8", 1, offset=firsts - 8)[0]) + int(read("<i4", 1, offset=begins - 4)[0]) * itemsize
+    if described != tokens.nbytes:
         raise ValueError(
-            f"{path} has {tokens.bytes:,} bytes, and its .idx describes {described:,}: the .bin was cut, or the .idx "
+            f"{path} has {tokens.nbytes:,} bytes, and its .idx describes {described:,}: the .bin was cut, or the .idx "
             "is of another file. Copy both again"
         )
-    index = [_mapped(beside, np.dtype("<i8"), *where) for where in ((firsts, documents), (begins, sequences))]
-    documents -= number("<i8", end - 8) == sequences  # some writers leave out where the last one ends
-    return _TokenPart(tokens, (index[0], index[1]), documents)
+
+    def bounds() -> Int64s:
+        tokens_at = np.append(read("<i8", sequences, offset=begins) // itemsize, tokens.length)
+        at = np.append(read("<i8", documents, offset=firsts), sequences)  # some writers leave out where the last ends
+        found: Int64s = tokens_at[np.clip(at, 0, sequences)]
+        if found.min() < 0 or np.diff(found).min() < 0 or found[-1] > tokens.length:
+            raise ValueError(f"{path}: the .idx has documents that do not lie in the .bin: copy both again")
+        return found
+
+    return tokens, bounds

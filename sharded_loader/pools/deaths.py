@@ -5,8 +5,8 @@
     Deaths.record_idle_death(worker)  -> whether workers die between batches again and again
     Deaths.record_growth(worker, ...) -> whether a worker needs more memory than it may take
     Watch.late(workers)               -> those that have stood still for too long
-    unreachable_after(task, ...)      -> the waiting tasks that end with a batch that is given up
-    died, timed_out, ...              -> the errors, with batch, sample, worker, and how to see it again
+    Death.error_over(task, ...), timed_out(...), ...
+                                      -> the errors, with batch, sample, worker, and how to see it again
 
 A batch is built again by another worker, unless it has killed ``restarts`` of them. The clock of a silent worker runs
 only while the main process looks, in small steps. So a worker is not late because the main process was busy elsewhere,
@@ -15,7 +15,6 @@ or because the program was stopped (Ctrl-Z).
 
 from __future__ import annotations
 
-import functools
 import signal
 import sys
 from collections import Counter
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import Location, WorkerDiedError, WorkerTimeoutError, WorkerTraceback, describe_exit
 from sharded_loader.engine.board import SAMPLE, SHARD, UNUSED, phase, sample_in
-from sharded_loader.engine.messages import Job, Task
+from sharded_loader.engine.messages import Task
 
 E = TypeVar("E", bound=BaseException)
 
@@ -122,15 +121,10 @@ class Deaths:
             print(text, file=sys.stderr, flush=True)
         return False
 
-    def record_start(self) -> None:
-        """A worker has started: others can start too."""
+    def begin_starts(self, *, proven: bool) -> None:
+        """Count anew: a worker has started, so others can (``proven``), or what they get is another from now on."""
         self._start_by_worker.clear()
-        self._proven = True
-
-    def new_job(self) -> None:
-        """What workers get when they start is another from now on."""
-        self._start_by_worker.clear()
-        self._proven = False
+        self._proven = proven
 
 
 _FROM_OUTSIDE = {-int(number) for name in ("SIGHUP", "SIGTERM", "SIGKILL") if (number := getattr(signal, name, None))}
@@ -223,52 +217,41 @@ class Death(NamedTuple):
     def __str__(self) -> str:
         return f"{self.who} died: {self.cause or describe_exit(self.exitcode, self.oom_kills)}"
 
+    def _error(self, text: str, **where: Any) -> WorkerDiedError:
+        return WorkerDiedError(text, worker=self.worker, exitcode=self.exitcode, pid=self.pid, **where)
 
-def died(death: Death, task: Task, words: Sequence[int], deaths: int) -> WorkerDiedError:
-    """The error for a batch that has killed too many workers.
+    def error_over(self, task: Task, tries: int, timeout: float | None) -> Exception:
+        """The error for a batch that has killed too many workers, of which this is the last.
 
-    Args:
-        death: of the last one.
-        task: the batch.
-        words: the last one's board.
-        deaths: how many there were.
-    """
-    make = functools.partial(WorkerDiedError, worker=death.worker, exitcode=death.exitcode, pid=death.pid)
-    return _stopped_too_many(make, death.who, str(death), task, words, deaths, "", ", which it may end too")
+        Args:
+            task: the batch.
+            tries: how many there were.
+            timeout: seconds that they were given.
+        """
+        board = self.board or ()
+        if self.hung and timeout is not None:
+            return timed_out(self.who, timeout, task, board, tries, killed=True)
+        return _stopped_too_many(self._error, self.who, str(self), task, board, tries, "", ", which it may end too")
 
+    def error_in_start(self) -> WorkerDiedError:
+        """The error for workers that cannot start."""
+        fate, how = (f"{self.who} hung for minutes and was killed", "hung") if self.hung else (str(self), "died")
+        more, said = "its own output on stderr may say more", self.traceback or self.cause
+        if said:
+            more = f"it raised {said.splitlines()[-1]}"
+        error = self._error(
+            f"{fate}. It had not begun to read: it {how} while it started, unpickled the dataset or ran "
+            f"worker_init_fn, and so did those before it; {more}"
+        )
+        error.__cause__ = WorkerTraceback(said) if said else None
+        return error
 
-def died_in_start(death: Death) -> WorkerDiedError:
-    """The error for workers that cannot start.
-
-    Args:
-        death: of the last one.
-    """
-    fate, how = f"{death}.", "It had not begun to read: it died while it started"
-    if death.hung:
-        fate = f"{death.who} hung for minutes and was killed."
-        how = "It had not begun to read: it hung while it started"
-    more, said = "its own output on stderr may say more", death.traceback or death.cause
-    if said:
-        more = f"it raised {said.splitlines()[-1]}"
-    error = WorkerDiedError(
-        f"{fate} {how}, unpickled the dataset or ran worker_init_fn, and so did those before it; {more}",
-        worker=death.worker,
-        exitcode=death.exitcode,
-        pid=death.pid,
-    )
-    error.__cause__ = WorkerTraceback(said) if said else None
-    return error
-
-
-def died_idle(death: Death) -> WorkerDiedError:
-    """The error for workers that die again and again although no batch is to blame."""
-    return WorkerDiedError(
-        f"{death}. It was between batches, as were many before it, and no batch has come from any: something else in "
-        f"the worker ends it (a thread of the dataset, a limit)",
-        worker=death.worker,
-        exitcode=death.exitcode,
-        pid=death.pid,
-    )
+    def error_between_batches(self) -> WorkerDiedError:
+        """The error for workers that die again and again although no batch is to blame."""
+        return self._error(
+            f"{self}. It was between batches, as were many before it, and no batch has come from any: something else "
+            f"in the worker ends it (a thread of the dataset, a limit)"
+        )
 
 
 def too_large(worker: int, nbytes: int, limit: int) -> MemoryError:
@@ -315,12 +298,3 @@ def _stopped_too_many(
     indices = task.shards[min(words[SHARD], len(task.shards) - 1)]
     Location(task.epoch, task.seq, shard, who).note(error, sample or None, samples=indices, but=but)
     return error
-
-
-def unreachable_after(task: Task, waiting: Iterable[Task], job: Job) -> list[Task]:
-    """Later batches of the same part of iterable data: to reach them, a worker would have to read ``task`` again.
-
-    The lanes of a map-style dataset with a state are no parts. Their other batches can be read.
-    """
-    part = None if job.stream is None else task.part
-    return [] if part is None else [other for other in waiting if part.is_same(other.part)]

@@ -2,6 +2,7 @@
 
     reader_for(job) -> Reader           that of iterable data is imported only where there is such data: fewer imports
     stack_of(frame, until) -> text      what a thread reads, and the user's frames of it
+    write_stacks(until)                 these of all other threads, to stderr
     TaskReader(number, ...)             for workers that have a dataset of their own, wherever they run:
       begin(load) -> None, or an encoded error    the job taken: reader made, torch told, worker_init_fn called
       answer(run, seq, fields, memory) -> reply   read, noted on the board, generators seeded; what leaves the worker
@@ -13,25 +14,27 @@ Nothing here imports torch. If the user's dataset does, torch is told that it is
 
 from __future__ import annotations
 
+import faulthandler
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
 import numpy as np
 
 from sharded_loader.base import host_clock
-from sharded_loader.base.errors import Location, add_note, as_exception
+from sharded_loader.base.errors import FULL_TRACEBACKS, Location, add_note, as_exception
 from sharded_loader.base.imports import call_after_import
-from sharded_loader.base.notices import is_ours
+from sharded_loader.base.notices import is_ours, logger
+from sharded_loader.base.system import is_on, write_to_stderr
 from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board, phase
 from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pack_reply, pack_result, task_of
 from sharded_loader.engine.reader import Reader, plain_indices
-from sharded_loader.memory.codec import Encoded, End, Moving, SetApart, SlotWriter, encode, set_apart
-from sharded_loader.memory.exceptions import encode_error
-from sharded_loader.randomness.global_generators import seed_as_torch, seed_globals, seeded_globals
-from sharded_loader.randomness.rng import derive_key
+from sharded_loader.memory.codec import Encoded, End, Moving, SetApart, SlotWriter, encode, encode_error, set_apart
+from sharded_loader.randomness.rng import derive_key, seed_as_torch, seed_globals, seeded_globals
 
 
 def reader_for(
@@ -107,6 +110,21 @@ def stack_of(newest: FrameType, until: str) -> tuple[str, str]:
     return (f"It is {where}.\n" if where else "") + texts[0], texts[1]
 
 
+def write_stacks(until: str) -> None:
+    """Write to stderr what the thread that reads is at, and the user's frames. All frames go to the logger.
+
+    Args:
+        until: as of `stack_of`.
+    """
+    found = [stack_of(frame, until) for thread, frame in sys._current_frames().items() if thread != get_ident()]
+    short, full = map("".join, zip(*found, strict=True))
+    write_to_stderr(short)
+    if "most recent call" not in short or is_on(FULL_TRACEBACKS):
+        faulthandler.dump_traceback(2, all_threads=True)
+    else:
+        logger.info("all frames of the worker that made no progress:\n%s", full)
+
+
 class TaskReader:
     """Reads the tasks of one worker.
 
@@ -116,6 +134,7 @@ class TaskReader:
         name: how errors name the worker.
 
     Attributes:
+        name: likewise.
         board: where it notes what it is at.
         job: what it reads; None before `begin`.
         cancelled: runs whose tasks are not to be read.
@@ -124,7 +143,7 @@ class TaskReader:
     def __init__(self, number: int, num_workers: int, name: str) -> None:
         self._number = number
         self._num_workers = num_workers
-        self._name = name
+        self.name = name
         self.board: Board = new_board()
         self.job: Job | None = None
         self.cancelled: set[int] = set()
@@ -139,7 +158,7 @@ class TaskReader:
             self.take(load())
         except BaseException as error:
             failure = as_exception(error, "while a worker started")
-            add_note(failure, f"sharded_loader: while {self._name} started (unpickling the dataset, worker_init_fn)")
+            add_note(failure, f"sharded_loader: while {self.name} started (unpickling the dataset, worker_init_fn)")
             self.explain(failure, in_start=True)
             return encode(encode_error(failure)).head
         return None
@@ -212,13 +231,13 @@ class TaskReader:
         try:
             task = task_of(fields)
         except Exception as error:
-            add_note(error, f"sharded_loader: batch {seq}: its indices could not be unpickled in {self._name}")
+            add_note(error, f"sharded_loader: batch {seq}: its indices could not be unpickled in {self.name}")
             return Result(run, seq, error=error), slot, None
         if task.careful:
             self._reader.probe(task, board)
         empty = np.empty if memory is None else slot.empty
         self._seed_globals(task.epoch, task.position)
-        result = self._reader.read(task, self._name, empty, board, self._number)
+        result = self._reader.read(task, self.name, empty, board, self._number)
         if result.times is not None and result.times.retries:
             result = result._replace(retries=result.times.retries)
         board[SAMPLE] = SENDING
@@ -240,7 +259,7 @@ class TaskReader:
                 f"return arrays, tensors and plain objects, or read with threads (thread_pool=True)"
             )
             if task is not None:
-                Location(task.epoch, task.seq, None, self._name).note(failure, samples=task.shards[0])
+                Location(task.epoch, task.seq, None, self.name).note(failure, samples=task.shards[0])
             failure.__cause__ = unpicklable
             point = None if result.point is None or result.point.state is not None else result.point
             return _encode(Result(result.run, result.seq, error=failure, point=point), SlotWriter(None))

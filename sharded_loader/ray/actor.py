@@ -27,9 +27,8 @@ from sharded_loader.data.datasets import follow
 from sharded_loader.engine.board import IDLE, SAMPLE
 from sharded_loader.memory.arena import RecentSizes
 from sharded_loader.memory.codec import decode
-from sharded_loader.pools.process.link import unpack_tasks
-from sharded_loader.pools.process.worker import write_stacks
-from sharded_loader.pools.task_reader import TaskReader
+from sharded_loader.pools.task_reader import TaskReader, write_stacks
+from sharded_loader.ray.cluster import here
 
 SPARE = 2
 """The memory of a group is this many times as large as the largest group lately. What is not used takes no memory."""
@@ -88,7 +87,7 @@ class LoaderActor:
 
     def __init__(self, number: int, num_workers: int, threads: int) -> None:
         self._threads = threads
-        self._node, self._host = _place()
+        self._node, self._host = here()
         self._reading = _ActorReader(number, num_workers, f"worker {number} (pid {os.getpid()} on {self._host})")
         self._memory: np.ndarray[Any, Any] = np.empty(0, np.uint8)
         self._sizes, self._groups = RecentSizes(), RecentSizes()
@@ -121,15 +120,15 @@ class LoaderActor:
         follow(job.dataset, ahead.batches, partial(self._positions.get, run), ahead.later)
 
     def read(self, content: bytes, run: int = -1, position: int = 0) -> Group:
-        """Read a group of tasks (`link.pack_tasks`).
+        """Read a group of tasks.
 
         Args:
-            content: the tasks.
+            content: the pickle of run, seq and fields of each.
             run, position: of the order that is fetched ahead by, how far the user is.
         """
         if run in self._positions:
             self._positions[run] = position
-        reading, tasks = self._reading, unpack_tasks(content)
+        reading, tasks = self._reading, decode(content)
         nbytes = max(self._sizes.wanted * len(tasks), self._groups.wanted)
         if not nbytes <= self._memory.nbytes <= SPARE * SPARE * nbytes:  # new memory takes four times as long to fill
             self._memory = np.empty(SPARE * nbytes, np.uint8)
@@ -137,7 +136,7 @@ class LoaderActor:
         replies: list[bytes] = []
         places: list[tuple[int, int]] = []
         rest: list[np.ndarray[Any, Any]] = []
-        for run, seq, _, fields in tasks:
+        for run, seq, fields in tasks:
             reply, encoded, slot = reading.answer(run, seq, fields, memory[used:])
             replies.append(reply)
             # A negative size marks an object. If the main process pins the memory, it copies the object's arrays out.
@@ -161,10 +160,3 @@ class LoaderActor:
         """Drop the tasks of this run that have not begun."""
         self._reading.cancelled.add(run)
         self._positions.pop(run, None)
-
-
-def _place() -> tuple[str, str]:
-    """This node's id and address."""
-    import ray
-
-    return str(ray.get_runtime_context().get_node_id()), str(ray.util.get_node_ip_address())

@@ -40,8 +40,8 @@ from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import is_thread_of_others
 from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.memory import publish
+from sharded_loader.memory.arena import Leases
 from sharded_loader.memory.codec import APART, SIZE
-from sharded_loader.memory.leases import Leases
 
 CLIENT = "ray://"
 
@@ -106,14 +106,14 @@ def session() -> str | None:
     """What tells this membership of a cluster from the next one; None: there is none."""
     import ray
 
-    return str(ray.get_runtime_context().get_job_id()) + here() if ray.is_initialized() else None
+    return str(ray.get_runtime_context().get_job_id()) + here()[0] if ray.is_initialized() else None
 
 
-def here() -> str:
-    """The id of this node."""
+def here() -> tuple[str, str]:
+    """This node's id and address."""
     import ray
 
-    return str(ray.get_runtime_context().get_node_id())
+    return str(ray.get_runtime_context().get_node_id()), str(ray.util.get_node_ip_address())
 
 
 def alive() -> set[str]:
@@ -267,7 +267,7 @@ def store_bytes() -> int:
     """How many bytes this node's object store has; 0 if Ray does not tell."""
     import ray
 
-    node = here()
+    node, _ = here()
     stores = [one["Resources"].get("object_store_memory", 0) for one in ray.nodes() if one["NodeID"] == node]
     return int(stores[0]) if stores else 0
 

@@ -6,7 +6,7 @@
          <- arrays over this node's copy of it, lent out (ray/cluster.py)
 
 Order, randomness, errors, resuming, shards and devices are those of every pool: tasks and results are the same. Ray
-starts the processes, moves the bytes, and notices deaths. What an actor's death means is decided in `pools.supervisor`.
+starts the processes, moves the bytes, and notices deaths. What an actor's death means is decided in `pools.supervised`.
 
 A call of Ray costs 1 to 2 ms of CPU time, ten times as much as a message through a pipe. So a group is larger here:
 `GROUP_SECONDS` of work.
@@ -39,10 +39,8 @@ from sharded_loader.engine.grouping import HELD, Grouping
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
 from sharded_loader.engine.pool import PoolBroken, check_timeout
 from sharded_loader.memory.arena import Register
-from sharded_loader.memory.codec import decode
-from sharded_loader.memory.exceptions import decode_error
-from sharded_loader.pools.supervised import SupervisedPool, own_pickle
-from sharded_loader.pools.supervisor import Supervisor
+from sharded_loader.memory.codec import decode, decode_error
+from sharded_loader.pools.supervised import SupervisedPool, fields_of
 from sharded_loader.ray.actor import Begun, Group
 from sharded_loader.ray.cluster import (
     Lent,
@@ -54,7 +52,7 @@ from sharded_loader.ray.cluster import (
     is_of_call,
     store_bytes,
 )
-from sharded_loader.ray.transport import ActorWorker, Followed, RayTransport
+from sharded_loader.ray.transport import LOOK_SECONDS, ActorWorker, Call, Followed, RayTransport
 
 GROUP_SECONDS = 16e-3
 """Work in one call. Measured on images (2 workers, of the rate of `ProcessPool`): 0.38 with 6 ms, 0.55 with 12 ms, 0.57
@@ -121,6 +119,7 @@ class RayPool(SupervisedPool[ActorWorker]):
     """
 
     is_here = False
+    _transport: RayTransport
     _group_bytes = GROUP_BYTES
 
     def __init__(
@@ -153,8 +152,8 @@ class RayPool(SupervisedPool[ActorWorker]):
         self.num_cpus, self.resources, self.runtime_env, self.scheduling_strategy = self._wanted
         check_installed()
         self._transport = RayTransport(self.num_workers, self._wanted, patience)
-        self._supervisor = Supervisor(self._transport, self.restarts, self.timeout)
         self._lent = Lent(0)
+        self._looked = 0.0
 
     def _options(self) -> Any:
         kind, options = super()._options()
@@ -186,8 +185,8 @@ class RayPool(SupervisedPool[ActorWorker]):
         self._start(NewJob(job, self.worker_init_fn, self.timeout is not None))
 
     def submit(self, tasks: Sequence[Task]) -> None:
-        transport, requeued, suspects = self._transport, self._supervisor.requeued, self._supervisor.deaths.suspects
-        unsent = defaultdict[ActorWorker, list[tuple[Task, bytes | None]]](list)
+        transport, suspects = self._transport, self.deaths.suspects
+        unsent = defaultdict[ActorWorker, list[tuple[Task, object]]](list)
         filling: ActorWorker | None = None
         held: set[int] = set()  # lanes whose later tasks must not overtake one that waits
         for task in tasks:
@@ -201,14 +200,13 @@ class RayPool(SupervisedPool[ActorWorker]):
             if worker is None or (alone and unsent[worker]):
                 if lane is not None:
                     held.add(lane)
-                requeued.append(task)
+                self.requeued.append(task)
                 continue
             try:
-                own = own_pickle(task, forked=False)
+                unsent[worker].append((task, fields_of(task, forked=False)))
             except Exception as raised:
                 self._reject(task, raised)
                 continue
-            unsent[worker].append((task, own))
             if alone or len(unsent[worker]) >= self.group:
                 transport.send(worker, unsent.pop(worker), alone=alone)
         for worker, group in unsent.items():
@@ -217,39 +215,40 @@ class RayPool(SupervisedPool[ActorWorker]):
         self._count_room()
 
     def follow(self, run: int, ahead: Any, position: Callable[[], int | None]) -> None:
-        self._transport.follow(Followed(run, ahead, position))
+        self._transport.ahead.follow(Followed(run, ahead, position))
 
     def cancel(self, run: int) -> None:
         super().cancel(run)
-        self._transport.leave(run)
+        self._transport.ahead.leave(run, self._transport.workers)
 
     def wait(self, block: bool = True) -> Sequence[Result]:
-        transport, supervisor = self._transport, self._supervisor
+        transport = self._transport
         if not transport.workers:
             return ()
-        step = supervisor.watch.step
+        step = min(LOOK_SECONDS, self._watch.step) if transport.is_waiting else self._watch.step
         if block and not transport.events and not self._rejected:
             bell, self.waiting = transport.bell, True
             with contextlib.suppress(queue.Empty):
-                bell.get(timeout=transport.seconds_to_look(step))
+                bell.get(timeout=step)
             self.waiting = False
             if bell is not transport.bell:
                 return ()  # a signal handler has closed the pool
         results, self._rejected = self._rejected, []
         while transport.events:
             self._take(*transport.events.popleft(), results)
-        if transport.workers and transport.is_due(step):
+        if transport.workers and (now := host_clock.now()) - self._looked >= min(LOOK_SECONDS, step):
+            self._looked = now
             if (error := transport.look()) is not None:
-                supervisor.close()
+                self.close()
                 raise PoolBroken(error)
-            supervisor.stop_late()
-        waiting, supervisor.requeued = supervisor.requeued, deque()
+            self.stop_late()
+        waiting, self.requeued = self.requeued, deque()
         self.submit(tuple(waiting))
         return results
 
-    def _take(self, worker: ActorWorker, what: int | str, future: Future[Any], results: list[Result]) -> None:
+    def _take(self, worker: ActorWorker, what: Call | str, future: Future[Any], results: list[Result]) -> None:
         """Deal with a call that has ended."""
-        supervisor, error = self._supervisor, future.exception()
+        error = future.exception()
         if what == "where":
             worker.asked = False
             worker.board = worker.board if error is not None else future.result()
@@ -261,20 +260,20 @@ class RayPool(SupervisedPool[ActorWorker]):
         elif is_of_call(error):
             results += [self._failed(task, error) for task in worker.end_call(what)]
             if what == "begin":
-                supervisor.give_up_worker(worker, as_batch_error(error, "while a worker started"))
+                self.give_up_worker(worker, as_batch_error(error, "while a worker started"))
         elif is_lost(error):  # it lay on a node that has died
-            supervisor.take_back(worker.end_call(what))
+            self.take_back(worker.end_call(what))
         else:  # it has died, was killed for want of memory, or is out of reach
-            results += supervisor.replace(worker, error)
+            results += self.replace(worker, error)
 
     def _has_begun(self, worker: ActorWorker, said: Begun) -> None:
         """An actor has answered to a job."""
         if worker not in self._transport.workers:
             return
         if said.failure is not None:
-            self._supervisor.give_up_worker(worker, decode_error(decode(said.failure)))  # type: ignore[arg-type]
+            self.give_up_worker(worker, decode_error(decode(said.failure)))  # type: ignore[arg-type]
             return
-        self._supervisor.record_start(worker)
+        self.record_start(worker)
         self._transport.has_begun(worker, said)
 
     def _decode(self, group: Group, tasks: dict[tuple[int, int], Task], results: list[Result]) -> None:
@@ -283,9 +282,10 @@ class RayPool(SupervisedPool[ActorWorker]):
         buffers = self._lent.buffers(places, memory, rest)
         content, now, found = memoryview(replies), host_clock.now(), []
         while len(content):
-            run, seq, wanted, count, pickled, content, times = unpack_reply(content)
-            found.append((run, seq, wanted, pickled, [next(buffers) for _ in range(count)], times))
-        made = [self._result(*one[:5], tasks.get(one[:2]), one[5]) for one in found]
+            reply = unpack_reply(content)
+            content = reply[5]
+            found.append((reply, [next(buffers) for _ in range(reply[3])]))
+        made = [self._result(reply, its, tasks.get(reply[:2])) for reply, its in found]
         # By another machine's clock. The last batch of the group has ended about now.
         late = now - max((one.began + one.seconds for one in made if one.began), default=now)
         results += [one._replace(began=one.began + late) if one.began else one for one in made]
@@ -299,12 +299,12 @@ class RayPool(SupervisedPool[ActorWorker]):
             f"bytes: if it is full, start Ray with a larger object_store_memory",
         )
         Location(task.epoch, task.seq).note(failure, samples=task.shards[0])
-        self._supervisor.deaths.settle(task.run, task.seq)
+        self.deaths.settle(task.run, task.seq)
         return Result(task.run, task.seq, error=failure)
 
     def _count_room(self) -> None:
         """What has come back goes out again first. What is under way has room in the object store."""
-        if self._supervisor.requeued:
+        if self.requeued:
             self.room = 0
             return
         free = self._transport.free

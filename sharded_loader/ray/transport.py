@@ -1,4 +1,4 @@
-"""Actors of Ray, as `pools.supervisor` reaches them: asked for, given the job, sent tasks, killed; why they ended.
+"""Actors of Ray, as `pools.supervised` reaches them: asked for, given the job, sent tasks, killed; why they ended.
 
     start(new_job)            the dataset lies in the object store once; actors are asked for, or sent the new job
     choose(task), send(...)   a group of tasks is one call; when it has ended, however it has, that is an event
@@ -24,12 +24,13 @@ one. Where others read, they go on without an actor that cannot begin.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
+import pickle
 import queue
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sharded_loader.base import host_clock
@@ -39,8 +40,7 @@ from sharded_loader.engine.board import IN_BATCH, UNUSED, is_at
 from sharded_loader.engine.grouping import HELD
 from sharded_loader.engine.messages import Job, NewJob, Task
 from sharded_loader.pools.deaths import Death
-from sharded_loader.pools.process.link import pack_tasks
-from sharded_loader.pools.supervisor import Transport, Worker
+from sharded_loader.pools.supervised import Transport, Worker
 from sharded_loader.ray.actor import Begun, LoaderActor
 from sharded_loader.ray.cluster import (
     Wanted,
@@ -64,7 +64,8 @@ ANSWER_SECONDS = 1.0
 """How long an actor that is to write its stacks is waited for."""
 
 
-class Call(NamedTuple):
+@dataclass(eq=False)
+class Call:
     """A call of an actor that has not ended.
 
     Attributes:
@@ -79,19 +80,24 @@ class Call(NamedTuple):
 class ActorWorker(Worker):
     """One actor.
 
-    Attributes:
+    Args:
+        number: see `Worker`.
         actor: Ray's handle.
-        calls: by number, the oldest first.
+        listen: notes the end of a call; see `RayTransport.listen`.
+
+    Attributes:
+        calls: the oldest first.
         begun: what it has said of itself; None before it is ready.
         board: where it was when it last answered.
         asked: it was asked where it is, and has not answered.
         failed: it could not begin, and no other is asked for in its place.
     """
 
-    def __init__(self, number: int, actor: Any) -> None:
+    def __init__(self, number: int, actor: Any, listen: Callable[[Any, ActorWorker, Call | str], None]) -> None:
         super().__init__(number)
         self.actor = actor
-        self.calls: dict[int | str, Call] = {}
+        self._listen = listen
+        self.calls: list[Call] = []
         self.begun: Begun | None = None
         self.board: Sequence[int] = UNUSED
         self.asked = False
@@ -105,27 +111,90 @@ class ActorWorker(Worker):
     @property
     def is_alone(self) -> bool:
         """Whether it reads a task that travels alone."""
-        return any(call.alone for call in self.calls.values())
+        return any(call.alone for call in self.calls)
 
-    def end_call(self, number: int | str) -> list[Task]:
+    def control(self, name: str, *arguments: object) -> Any:
+        """Call a method of the actor beside what it reads."""
+        return getattr(self.actor, name).options(concurrency_group="control").remote(*arguments)
+
+    def where(self) -> Sequence[int] | None:
+        """The board, when it was last heard of. It is asked again. An actor may take any time to come."""
+        if not self.ready or not self.calls:
+            return None
+        if not self.asked:
+            self.asked = True
+            self._listen(self.control("where"), self, "where")
+        return self.board
+
+    def cancel(self, run: int) -> None:
+        self.control("cancel", run)  # Ray's own ``cancel`` can hold up an actor for half a minute
+
+    def tell(self) -> None:
+        self.control("stacks")  # Ray brings what it writes to this process
+
+    def end_call(self, call: Call | str) -> list[Task]:
         """A call has ended: the tasks that it had."""
-        call = self.calls.pop(number, None)
-        tasks: list[Task] = [] if call is None else call.tasks
-        for task in tasks:
+        if not isinstance(call, Call) or call not in self.calls:
+            return []
+        self.calls.remove(call)
+        for task in call.tasks:
             self.tasks.pop((task.run, task.seq), None)
-        return tasks
+        return call.tasks
 
 
 class Followed(NamedTuple):
     """An order that is read, for datasets that fetch ahead; see `Pool.follow`."""
 
     run: int
-    ahead: Any
+    ahead: object
     position: Callable[[], int | None]
 
 
-Event = tuple[ActorWorker, "int | str", "Future[Any]"]
-"""A call that has ended: of which actor, its number (or its name, if it was no group), and how."""
+class FetchAhead:
+    """Has one actor of each node fetch ahead by the order that is read, and by no other one.
+
+    Attributes:
+        readers: by node, the actor whose dataset fetches ahead.
+    """
+
+    def __init__(self) -> None:
+        self.readers: dict[str, ActorWorker] = {}
+        self._followed: Followed | None = None
+        self._order: Any = None  # in the object store
+
+    def follow(self, followed: Followed | None) -> None:
+        """Fetch by this order from now on; None: by none."""
+        self._followed, self._order = followed, None
+        self.readers.clear()
+
+    def leave(self, run: int, workers: Sequence[ActorWorker]) -> None:
+        """A run is not read any more."""
+        if self._followed is not None and self._followed.run == run:
+            for worker in self.readers.values():
+                if worker in workers:
+                    worker.cancel(run)
+            self.follow(None)
+
+    def progress_for(self, worker: ActorWorker, workers: Sequence[ActorWorker]) -> tuple[int, ...]:
+        """The run and its position, for the actor that fetches ahead on its node. If none lives, it is this one."""
+        followed = self._followed
+        position = None if followed is None else followed.position()
+        if followed is None or position is None or worker.begun is None:
+            return ()
+        if self.readers.get(worker.begun.node) not in workers:
+            try:
+                self._order = self._order or put(followed.ahead, {})
+            except (TypeError, MemoryError) as error:
+                logger.warning("RayPool: no actor fetches shards ahead, as the order cannot be sent: %s", error)
+                self._followed = None
+                return ()
+            self.readers[worker.begun.node] = worker
+            worker.actor.follow.remote(followed.run, position, self._order)
+        return (followed.run, position) if self.readers[worker.begun.node] is worker else ()
+
+
+Event = tuple[ActorWorker, "Call | str", "Future[Any]"]
+"""A call that has ended: of which actor, the call (or its name, if it was no group), and how."""
 
 
 class RayTransport(Transport[ActorWorker]):
@@ -140,6 +209,7 @@ class RayTransport(Transport[ActorWorker]):
         actors: all actors that run; empty after `close`, and after a finalizer has stopped them.
         events: the calls that have ended.
         bell: rings when one has.
+        ahead: see `FetchAhead`.
     """
 
     def __init__(self, num_workers: int, wanted: Wanted, start_timeout: float) -> None:
@@ -150,18 +220,14 @@ class RayTransport(Transport[ActorWorker]):
         self.actors: list[Any] = []
         self.workers: list[ActorWorker] = []
         self.leaving: list[ActorWorker] = []  # none: an actor is stopped at once
+        self.ahead = FetchAhead()
         self._wanted = wanted
         self._holders: dict[int, ActorWorker] = {}  # by lane, the actor that reads its tasks
-        self._numbers = itertools.count()
         self._published: Any = None
         self._job: Job | None = None
-        self._followed: Followed | None = None
-        self._ahead: Any = None  # the order in the object store
-        self._readers: dict[str, ActorWorker] = {}  # by node, the actor whose dataset fetches ahead
-        self._none_ready_since = host_clock.now()
-        self._looked = 0.0
         self._session: str | None = None
-        self._had_one = self._warned = False
+        self._none_ready_since = host_clock.now()
+        self._is_told = self._had_one = False  # that there is none; since the start
         self._pid = os.getpid()
 
     @property
@@ -184,8 +250,9 @@ class RayTransport(Transport[ActorWorker]):
         self._session = session()
         self._published = put(new, new.parts)
         if new.job is not self._job:  # otherwise an interrupted step has closed the pool, and the run goes on
-            self._job, self._followed = new.job, None
-        self._readers.clear()
+            self._job = new.job
+            self.ahead.follow(None)
+        self.ahead.readers.clear()
         for worker in self.workers:
             self._begin(worker)
         self.launch_all(new)
@@ -199,19 +266,20 @@ class RayTransport(Transport[ActorWorker]):
         threads = max(1, int(self._wanted.num_cpus))
         actor = ray.remote(**self._wanted.options())(LoaderActor).remote(number, self.num_workers, threads)
         self.actors.append(actor)
-        worker = ActorWorker(number, actor)
+        worker = ActorWorker(number, actor, self.listen)
         self._begin(worker)
         return worker
 
     def _begin(self, worker: ActorWorker) -> None:
-        self._listen(worker.actor.begin.remote(self._published), worker, "begin")
+        self.listen(worker.actor.begin.remote(self._published), worker, "begin")
 
-    def _listen(self, ref: Any, worker: ActorWorker, what: int | str) -> None:
+    def listen(self, ref: Any, worker: ActorWorker, what: Call | str) -> None:
+        """Make an `Event` of the end of a call."""
         ref.future().add_done_callback(functools.partial(_note, self.events, self.bell, worker, what))
 
     def has_begun(self, worker: ActorWorker, said: Begun) -> None:
         """An actor has its job. It gets its share of the lanes."""
-        worker.begun, self._had_one, self._warned = said, True, False
+        worker.begun, self._had_one, self._is_told = said, True, False
         ready = self.ready
         share = -(-len(self._holders) // max(1, len(ready)))
         for one in ready:
@@ -224,12 +292,12 @@ class RayTransport(Transport[ActorWorker]):
         self.workers = []
         stop(self.actors)
         self._holders.clear()
-        self._published = self._ahead = None
-        self._readers.clear()
+        self._published = None
+        self.ahead.follow(None)
         # Calls that are under way may end yet: no event tells of it any more. Who waits in an outer step goes on.
         self.bell.put(None)
         self.events, self.bell = deque(), queue.SimpleQueue()
-        self._had_one = self._warned = False
+        self._had_one = self._is_told = False
 
     def closer(self) -> Callable[[], None]:
         """Stops the actors, without a reference to this object."""
@@ -253,79 +321,32 @@ class RayTransport(Transport[ActorWorker]):
         self._holders[task.lane] = worker
         return None if worker.is_alone or (alone and worker.calls) else worker
 
-    def send(self, worker: ActorWorker, tasks: Sequence[tuple[Task, bytes | None]], *, alone: bool) -> None:
-        """Have an actor read tasks, in one call."""
-        number, content = next(self._numbers), pack_tasks([(None, task, own) for task, own in tasks])
-        worker.calls[number] = Call([task for task, _ in tasks], alone)
-        worker.tasks.update({(task.run, task.seq): task for task, _ in tasks})
-        self._listen(worker.actor.read.remote(content, *self._progress_for(worker)), worker, number)
+    def send(self, worker: ActorWorker, tasks: Sequence[tuple[Task, object]], *, alone: bool) -> None:
+        """Have an actor read tasks, each with what is sent of it (`fields_of`), in one call."""
+        content = pickle.dumps([(task.run, task.seq, fields) for task, fields in tasks], protocol=5)
+        call = Call([task for task, _ in tasks], alone)
+        worker.calls.append(call)
+        worker.tasks.update({(task.run, task.seq): task for task in call.tasks})
+        progress = self.ahead.progress_for(worker, self.workers)
+        self.listen(worker.actor.read.remote(content, *progress), worker, call)
 
     def retire(self, worker: ActorWorker) -> None:
         stop(self.actors, worker.actor)
         self.bell.put(None)  # its tasks wait for another one
 
-    def send_cancel(self, worker: ActorWorker, run: int) -> None:
-        # Ray's own ``cancel`` can hold up an actor for half a minute.
-        worker.actor.cancel.options(concurrency_group="control").remote(run)
-
-    # -- fetching ahead -------------------------------------------------------------------------------------
-
-    def follow(self, followed: Followed) -> None:
-        """Have one actor of each node fetch ahead by this order, and by no other one."""
-        self._followed, self._ahead = followed, None
-        self._readers.clear()
-
-    def leave(self, run: int) -> None:
-        """A run is not read any more."""
-        if self._followed is not None and self._followed.run == run:
-            for worker in self._readers.values():
-                if worker in self.workers:
-                    self.send_cancel(worker, run)
-            self._followed = self._ahead = None
-            self._readers.clear()
-
-    def _progress_for(self, worker: ActorWorker) -> tuple[int, ...]:
-        """The run and its position, for the actor that fetches ahead on its node. If none lives, it is this one."""
-        followed = self._followed
-        position = None if followed is None else followed.position()
-        if followed is None or position is None or worker.begun is None:
-            return ()
-        if self._readers.get(worker.begun.node) not in self.workers:
-            try:
-                self._ahead = self._ahead or put(followed.ahead, {})
-            except (TypeError, MemoryError) as error:
-                logger.warning("RayPool: no actor fetches shards ahead, as the order cannot be sent: %s", error)
-                self._followed = None
-                return ()
-            self._readers[worker.begun.node] = worker
-            worker.actor.follow.remote(followed.run, position, self._ahead)
-        return (followed.run, position) if self._readers[worker.begun.node] is worker else ()
-
     # -- actors that end, or stand still --------------------------------------------------------------------
-
-    def where(self, worker: ActorWorker) -> Sequence[int] | None:
-        """The board, when it was last heard of. It is asked again. An actor may take any time to come."""
-        if not worker.ready or not worker.calls:
-            return None
-        if not worker.asked:
-            worker.asked = True
-            self._listen(worker.actor.where.options(concurrency_group="control").remote(), worker, "where")
-        return worker.board
-
-    def tell(self, worker: ActorWorker) -> None:
-        worker.actor.stacks.options(concurrency_group="control").remote()  # Ray brings what it writes to this process
 
     def kill_late(self, late: Sequence[ActorWorker], seconds: float) -> None:
         import ray
 
-        answers = [worker.actor.stacks.options(concurrency_group="control").remote() for worker in late]
+        answers = [worker.control("stacks") for worker in late]
         ray.wait(answers, num_returns=len(answers), timeout=ANSWER_SECONDS)  # one that holds the GIL cannot write them
         for worker in late:
             stop([worker.actor])
 
     def last_words(self, worker: ActorWorker, error: BaseException | None) -> Death:
         said = worker.begun or Begun(0, "", "")
-        first = next(iter(worker.calls.values()), None)
+        first = next(iter(worker.calls), None)
         board: Sequence[int] | None = None
         if first is None:
             board = UNUSED
@@ -364,19 +385,10 @@ class RayTransport(Transport[ActorWorker]):
         logger.warning("RayPool: worker %s cannot start; the others read without it: %s", worker.number, error)
         return True
 
-    def seconds_to_look(self, watch_step: float) -> float:
-        """Seconds until the next `look`."""
-        if any(not worker.ready and not worker.failed for worker in self.workers):
-            return LOOK_SECONDS
-        return watch_step
-
-    def is_due(self, watch_step: float) -> bool:
-        """Whether it is time to look. The next time begins now."""
-        now = host_clock.now()
-        if now - self._looked < min(LOOK_SECONDS, self.seconds_to_look(watch_step)):
-            return False
-        self._looked = now
-        return True
+    @property
+    def is_waiting(self) -> bool:
+        """Whether an actor that was asked for may come: no event tells that there is no room for it."""
+        return any(not worker.ready and not worker.failed for worker in self.workers)
 
     def look(self) -> Exception | None:
         """What no event tells of: none that is ready, and no Ray. The error that ends the pool."""
@@ -385,8 +397,8 @@ class RayTransport(Transport[ActorWorker]):
         if self.ready:
             return None
         passed = host_clock.now() - self._none_ready_since
-        if passed > PATIENCE and not self._warned:
-            self._warned = True
+        if passed > PATIENCE and not self._is_told:
+            self._is_told = True
             if self._had_one:
                 fate = "all workers have ended, and there is no room for others. The loader goes on when there is"
             else:
@@ -402,7 +414,7 @@ class RayTransport(Transport[ActorWorker]):
 
 
 def _note(
-    events: deque[Event], bell: queue.SimpleQueue[None], worker: ActorWorker, what: int | str, future: Future[Any]
+    events: deque[Event], bell: queue.SimpleQueue[None], worker: ActorWorker, what: Call | str, future: Future[Any]
 ) -> None:
     """In a thread of Ray's: a call has ended."""
     events.append((worker, what, future))

@@ -1,7 +1,329 @@
-"""Rows of arrays that stay on the devices, which then gather batches without workers: ``resident=`` of the loader.
+"""Data that lives on the devices: rows are copied there once, and a batch is gathered there. No worker reads.
+
+    load()                    the first rows of arrays -> each device, as many as there is room for
+    submit -> tasks -> wait   indices of a shard -> pinned memory -> the device gathers its rows -> Result
+                              rows that the device does not keep -> pinned memory -> copied into their places
+
+`wait` gathers one task, when the batch is asked for. So the batch lies in memory of the caller's current stream, like
+any tensor that the user makes there, and there is nothing to wait for. The shards of a device without rows, and of the
+CPU, are gathered on the host; the placement sends them as always. Order, shards, ranks, state and errors are those of
+any other loader, and nothing is done on the host per sample. Indices that cannot be found are left to a `Reader`.
+
+Row i on a device is sample i of the dataset. Of a part of another dataset (``take``, ``split``) the devices keep the
+part's own rows: a device of each rank, or of each fold, then holds no rows that are never asked for, and a batch needs
+no other numbers on the device.
+
+Owns the rows on the devices. They stay while the loader is open, also after an interruption; `load` copies them again
+after a refresh, `forget` gives their memory back. With ``"auto"``, room is looked for twice: before the first batch,
+and after the program's first step, when its model is on the device. If far fewer or far more rows fit, they are copied
+again.
+
+What can go wrong: a device cannot hold a column (strings, objects, a list), or the dataset reads no columns. This is a
+TypeError; with ``"auto"`` the dataset is read as always. If a device has no room, there is a warning, and the device is
+sent batches, from any moment on. If it has no memory for a batch that is sent, that is the batch's error.
 
 For: data that fits into the memory of the device, or a large part of it.
-Costs: one module of about 200 lines. The core asks for it by name where ``resident=`` is given.
+Costs: one module of about 200 lines. The core asks for it by name where it is given.
 Tests: tests/resident, and tests/gpu where there is one.
 It goes when: reading rows from host memory is as fast as gathering them on a device.
+
+Source of the idea: pytorch#11372, which asks for it; flodl, which keeps a fraction.
 """
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from sharded_loader.base import host_clock
+from sharded_loader.base.described import an, brief
+from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.batching.protocol import Empty, new_array
+from sharded_loader.batching.tree import is_column, to_torch, torch_has
+from sharded_loader.data.bulk import Int64s, checked_indices, gather_rows, is_gathered
+from sharded_loader.data.datasets import Rows, as_rows
+from sharded_loader.devices.copies import CopyStream, PendingCopy
+from sharded_loader.devices.pinning import pinned_copy
+from sharded_loader.devices.placement import Placement, not_placed
+from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams
+from sharded_loader.engine.messages import Result, Task
+from sharded_loader.pools.local import InlinePool
+
+RESERVE = 0.25
+"""Of a device's memory, left for the model and what it computes."""
+
+LEAST = 0.5
+"""Of the rows. If fewer fit, ``"auto"`` leaves the reading to the workers, which do it in the background: rows that a
+device does not keep are gathered by the main process, and sent inside ``next``. The number was not measured."""
+
+TOLERANCE = 0.125
+"""Of the rows. If fewer more, or fewer less, fit after the first step, they stay: to copy all of them again takes
+seconds. The number was not measured."""
+
+LOADED_AT_ONCE = 64 << 20
+"""Bytes of rows that lie in host memory once more while they are copied to a device."""
+
+
+def make_resident(
+    resident: object, dataset: object, batchify_fn: object, placement: Placement, has_workers: bool
+) -> ResidentPool | None:
+    """The pool that ``resident=`` of a `Placement` asks for; None: none.
+
+    Raises:
+        ValueError: ``resident`` is no bool, no fraction and not ``"auto"``; or it is no ``"auto"``, and there are no
+            devices, or there is a ``collate_fn``.
+        TypeError: it is no ``"auto"``, and the dataset does not read rows of arrays, or one of these cannot be held on
+            a device.
+    """
+    is_auto = isinstance(resident, str) and resident == "auto"
+    is_share = isinstance(resident, float | np.floating) and 0 < resident <= 1
+    if not (is_share or is_auto or resident is True):
+        raise ValueError(
+            f'resident is {resident!r}; it must be True, False, "auto", or a fraction of the rows: a float above 0, '
+            f"at most 1.0, such as 0.6"
+        )
+    try:
+        _check_rows(f"resident={resident!r}", dataset, placement.devices, batchify_fn)
+    except (TypeError, ValueError):
+        if not is_auto:
+            raise
+        return None
+    share = float(resident) if is_share else 1.0  # type: ignore[arg-type]  # it is a number
+    least = LEAST if is_auto and has_workers else 0.0
+    return ResidentPool(dataset, placement, share, not is_auto, least)
+
+
+def _check_rows(this: str, dataset: object, devices: object, batchify_fn: object) -> None:
+    """Raise if batches of these data cannot be gathered on devices."""
+    if devices is None:
+        raise ValueError(f"{this} keeps data on devices: give device= or devices= as well")
+    if batchify_fn is not None:
+        raise ValueError(f"{this} gathers batches on the device, where collate_fn cannot run: leave it out")
+    if (rows := as_rows(dataset)) is None:
+        raise TypeError(
+            f"{this} keeps rows of arrays on the devices, and this dataset reads something else: {brief(dataset)}. "
+            f"Give an array, a TensorDataset, an ArrayDataset or a part of one. Apply a transform before, or to "
+            f"the batch; or leave resident out"
+        )
+    for name, column in rows.columns.items():
+        if not (is_column(column) or (is_gathered(column) and torch_has(column.dtype))):
+            dtype = f" of {column.dtype}" if hasattr(column, "dtype") else ""
+            raise TypeError(
+                f"{this}: column {name!r} is {an(type(column))}{dtype}, which a device cannot hold: "
+                f"give arrays or tensors of numbers, or leave resident out"
+            )
+
+
+def room_for_rows(free: int, total: int, needed: int = 0) -> int:
+    """Bytes of a device that rows may take.
+
+    Args:
+        free, total: bytes that are free, or kept as rows, and all.
+        needed: bytes, at least, that the program needs beside those that it has now.
+
+    Example:
+        >>> room_for_rows(70, 100), room_for_rows(70, 100, needed=40), room_for_rows(10, 100)
+        (45, 30, 0)
+    """
+    return max(0, free - max(int(total * RESERVE), needed))
+
+
+class _OnDevice(NamedTuple):
+    """The first ``kept`` rows of each column on one device, in memory of the stream ``home``."""
+
+    copies: CopyStream
+    home: object
+    columns: list[torch.Tensor]
+    kept: int
+
+
+class ResidentPool(InlinePool):
+    """Gathers batches on the devices that hold rows of the dataset.
+
+    Args:
+        dataset: one that `make_resident` allows.
+        placement: of the loader.
+        share: of the rows, to be kept on each device.
+        insists: warn where there is no room (the user asked for it). Otherwise look for room again after a step.
+        least: of those rows. If fewer fit, none are kept.
+    """
+
+    def __init__(self, dataset: object, placement: Placement, share: float, insists: bool, least: float) -> None:
+        super().__init__()
+        self._dataset, self._devices, self._placement = dataset, placement.devices or [], placement
+        self._share, self._insists, self._least = share, insists, least
+        self._rows = as_rows(dataset)
+        self._on: dict[torch.device, _OnDevice | None] = {}
+        self._before = -1, -1  # run and number of the batch that was gathered last
+        self._looks_again = not insists
+        self.empty = placement.empty
+
+    # -- the rows -------------------------------------------------------------------------------------------
+
+    @property
+    def counts(self) -> dict[torch.device, int]:
+        """How many rows each device holds that holds any."""
+        return {device: found.kept for device, found in self._on.items() if found is not None}
+
+    def load(self, *, again: bool) -> bool:
+        """Copy rows to the devices that have room, once.
+
+        Args:
+            again: the dataset has changed.
+
+        Returns:
+            Whether batches are to be gathered by this pool: a device holds rows, or all devices are the CPU.
+        """
+        if again:
+            self.forget()
+            self._rows = as_rows(self._dataset)
+        rows, on = self._rows, self._on  # others, if the loader is closed meanwhile
+        if rows is None:  # the dataset has changed that much
+            return False
+        for device in self._devices:
+            if device not in on:
+                copies = self._placement.copies[device]
+                on[device] = None if copies is None else self._load(rows, copies, self._fitting(rows, copies.streams))
+        return bool(self.counts) or all(device.type == "cpu" for device in self._devices)
+
+    def forget(self) -> None:
+        """Give the devices' memory back."""
+        self._on = {}
+
+    def _fitting(self, rows: Rows, streams: Streams, held: int | None = None) -> int:
+        """How many rows a device is to keep.
+
+        Args:
+            rows: of the dataset.
+            streams: of the device.
+            held: how many it has now, after the program's first step; None: before that.
+        """
+        nbytes = sum(math.prod(column.shape[1:]) * column.itemsize for column in rows.columns.values())
+        wanted, memory = min(rows.length, max(1, round(self._share * rows.length))), streams.memory()
+        if memory is None:  # the device does not tell
+            return wanted if self._insists else 0
+        free, total = memory
+        room = room_for_rows(free + (held or 0) * nbytes, total, 0 if held is None else streams.peak())
+        count = min(wanted, room // nbytes) if nbytes else wanted
+        if count < wanted and self._insists:
+            _warn(streams, f"{wanted * nbytes:,} bytes of columns, room for {room:,}", count)
+        return count if count >= self._least * wanted else 0
+
+    def _load(self, rows: Rows, copies: CopyStream, count: int) -> _OnDevice | None:
+        """Copy the first rows to a device, unless it has no memory for them; none are asked for if none fit."""
+        if not count:
+            return None
+        streams = copies.streams
+        try:
+            with streams.current():
+                hosts = rows.columns.values()
+                shapes = [to_torch(host[:0]).new_empty((count, *host.shape[1:]), device="meta") for host in hosts]
+                columns = [streams.empty_like(shape) for shape in shapes]
+                step = max(1, LOADED_AT_ONCE * count // max(1, sum(shape.nbytes for shape in shapes)))
+                for begin in range(0, count, step):
+                    fields = _read(rows, np.arange(begin, min(begin + step, count)), new_array)
+                    for column, host in zip(columns, fields, strict=True):
+                        streams.load(column[begin : begin + step], to_torch(host))
+                return _OnDevice(copies, streams.caller_stream(), columns, count)
+        except OUT_OF_MEMORY as error:
+            reason = str(error).partition("\n")[0]
+        _give_up(streams, reason)  # not done above: the error's traceback holds the columns that have found room
+        return None
+
+    def _look_again(self, rows: Rows, task: Task) -> None:
+        """Look for room once more, if the program has done its first step: the one before the second batch of a run."""
+        (run, seq), self._before = self._before, (task.run, task.seq)
+        if run != task.run or seq == task.seq:
+            return
+        on = self._on
+        for device, held in self.counts.items():  # one that had no room, or no memory, is not asked again
+            copies = self._placement.copies[device]
+            assert copies is not None  # it holds rows
+            count = self._fitting(rows, copies.streams, held)
+            if abs(count - held) > TOLERANCE * max(count, held):
+                del on[device]  # first: there may be no room for both
+                on[device] = self._load(rows, copies, count)
+        self._looks_again = False
+
+    # -- batches --------------------------------------------------------------------------------------------
+
+    def wait(self, block: bool = True) -> Sequence[Result]:
+        rows = self._rows
+        if not self._tasks or not block or rows is None:
+            return super().wait(block)
+        task, began = self._tasks[0], host_clock.now()
+        try:
+            found = [checked_indices(shard, rows.length) for shard in task.shards]
+        except Exception as error:
+            if is_from_outside(error):
+                raise
+            return super().wait(block)  # the reader finds the sample, or knows what to do about it
+        self._tasks.popleft()
+        try:
+            if self._looks_again:
+                self._look_again(rows, task)
+            shards = [self._gather(rows, *shard) for shard in zip(self._devices, found, strict=False)]
+        except Exception as raised:
+            return (Result(task.run, task.seq, error=not_placed(task, raised, "while the batch was gathered")),)
+        batch = shards if task.sharded else shards[0]
+        samples = sum(map(len, task.shards))
+        return (Result(task.run, task.seq, batch, samples, seconds=host_clock.now() - began, began=began),)
+
+    def _gather(self, rows: Rows, device: torch.device, where: Int64s) -> object:
+        """A shard: on its device if that holds rows, otherwise on the host."""
+        at = self._on.get(device)  # None too where `load` was interrupted
+        if at is not None:
+            try:
+                return PendingCopy(rows.as_batch(self._take(at, rows, where)))
+            except OUT_OF_MEMORY as error:
+                reason = str(error).partition("\n")[0]
+            streams = at.copies.streams
+            at = self._on[device] = None  # not done above, as in `_load`
+            _give_up(streams, reason)
+        return rows.as_batch(_read(rows, where, self.empty))
+
+    def _take(self, at: _OnDevice, rows: Rows, where: Int64s) -> list[torch.Tensor]:
+        """The rows of each column, on the device, in order."""
+        streams = at.copies.streams
+        absent = np.flatnonzero(where >= at.kept) if at.kept < rows.length else ()
+        with streams.current():
+            sent: list[torch.Tensor] = []
+            numbers = where
+            if len(absent):
+                sent = at.copies.begin(_read(rows, where[absent], self.empty)).finish()
+                if len(absent) == len(where):
+                    return sent
+                numbers = np.concatenate([np.where(where < at.kept, where, 0), absent])
+            current, host = streams.caller_stream(), torch.from_numpy(numbers)
+            # On the caller's stream, so the numbers' memory is used again after the gather without being recorded.
+            places = streams.empty_like(host)
+            streams.copy(places, pinned_copy(streams, host, (1,)))
+            fields = [streams.take(column, places[: len(where)]) for column in at.columns]
+            for field, those in zip(fields, sent, strict=False):
+                streams.put(field, places[len(where) :], those)
+            if current != at.home:
+                streams.used_on(at.columns, current)
+        return fields
+
+
+def _read(rows: Rows, where: Int64s, empty: Empty) -> list[Any]:
+    """Rows of each column, in host memory."""
+    return gather_rows(list(rows.columns.values()), rows.find(where), empty)
+
+
+def _give_up(streams: Streams, reason: str) -> None:
+    """A device had no memory: it keeps no rows."""
+    with streams.current():
+        streams.empty_cache()
+    _warn(streams, reason)
+
+
+def _warn(streams: Streams, reason: str, count: int = 0) -> None:
+    what = f"keeps {count:,} rows only ({reason}): it is sent the others"
+    what = what if count else f"does not keep the data ({reason}): it is sent batches"
+    warnings.warn(f"{streams.device} {what}", stacklevel=4)

@@ -11,28 +11,21 @@ What can go wrong: weights or costs do not fit the shards, or a batch is empty o
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import brief
 from sharded_loader.engine.split import check_shares, is_sharded, split_batch
 from sharded_loader.randomness.shuffle import Bijections, Indices, shuffled
-from sharded_loader.samplers.index_samplers import sort_order, sortable
-from sharded_loader.sampling.base import (
-    BalancedSampler,
-    Sampler,
-    WrapperSampler,
-    check_choice,
-    resolve_seed,
-    underscored,
-)
+from sharded_loader.samplers.index_samplers import Numbers, integers, sort_order, sortable
+from sharded_loader.sampling.base import Sampler, WrapperSampler, check_choice, resolve_seed, underscored
 from sharded_loader.sampling.foreign import len_epoch, table_of
 from sharded_loader.sampling.own import LAST_BATCH
 from sharded_loader.sampling.tables import BATCHES, Table, in_step, parts
@@ -42,6 +35,41 @@ MAX_TOKENS = 2**62
 
 MOST_RANKS = 64
 """A sorted bucket grows with the ranks up to this number. A larger one would be sorted for seconds."""
+
+
+class NumberedBatches(Sampler[Any]):
+    """Base class of samplers that know each batch by its number: a subclass says what is in it.
+
+    The order is made for a number of ranks, which have similar batches in each step.
+
+    Args:
+        shuffle: shuffle the batches in each epoch again.
+        seed: with the epoch it decides the order. None draws one, if it is needed.
+    """
+
+    ranks = 1
+
+    def __init__(self, shuffle: bool, seed: int | None) -> None:
+        self._shuffle = bool(shuffle)
+        self.seed = resolve_seed(seed) if shuffle or seed is not None else None
+
+    def for_ranks(self, ranks: int) -> NumberedBatches:
+        if ranks == self.ranks:
+            return self
+        twin = copy.copy(self)
+        twin.ranks = ranks
+        return twin
+
+    def epoch_table(self, epoch: int) -> Table:
+        return Table(self.len_epoch(epoch), self._at(epoch), BATCHES)
+
+    def _at(self, epoch: int) -> Callable[[Indices], list[Any]]:
+        """Positions -> batches. What the whole epoch needs is made now."""
+        raise NotImplementedError
+
+    def _order(self, count: int, *key: Hashable) -> Indices:
+        """An order of so many things, shuffled if this sampler shuffles."""
+        return shuffled(count, self.seed, *key) if self._shuffle else np.arange(count)
 
 
 class GrowingBatchSampler(WrapperSampler[list[int]]):
@@ -74,7 +102,7 @@ class GrowingBatchSampler(WrapperSampler[list[int]]):
     cut_by, sized_by = ("schedule",), ("_sizes",)
     grows = True
     ranks = 1
-    for_ranks = BalancedSampler.for_ranks
+    for_ranks = NumberedBatches.for_ranks
     sampler: Iterable[Any]
 
     def __init__(
@@ -124,37 +152,36 @@ class GrowingBatchSampler(WrapperSampler[list[int]]):
     def epoch_table(self, epoch: int) -> Table:
         items, length = table_of(self.sampler, epoch, self.seed), len_epoch(self.sampler, epoch)
         first, _ = self._span(epoch)
-        begins = partial(lambda begin, step: int(self._before(step)) - begin, int(self._before(first)))
+        begin = int(self._before(first))
 
         def batch(position: int) -> Any:
             step, rank = divmod(position, self.ranks)
-            low, high = begins(first + step), min(begins(first + step + 1), length)
-            size = parts(high - low, self.ranks, cut=False)
-            places = np.arange(low + rank * size, low + (rank + 1) * size) % length
-            found = items.at(np.sort(places))  # in order, also where the last rank goes round
+            low, high = (int(self._before(first + step + more)) - begin for more in (0, 1))
+            size = parts(min(high, length) - low, self.ranks, cut=False)
+            # In order, also where the last rank goes round.
+            found = items.at(np.sort(np.arange(low + rank * size, low + (rank + 1) * size) % length))
             return found.tolist() if isinstance(found, np.ndarray) else found
 
-        def at(positions: Indices) -> list[Any]:
-            return list(map(batch, positions.tolist()))
-
-        return Table(self.len_epoch(epoch), at, min(items.block, BATCHES))
+        return Table(self.len_epoch(epoch), lambda at: list(map(batch, at.tolist())), min(items.block, BATCHES))
 
 
 def _checked_schedule(schedule: Any) -> tuple[Indices, Indices]:
     """The steps at which the batch size changes, and the sizes."""
     advice = "give pairs (step, batch size): [(0, 8), (1000, 16)]"
     try:
-        steps, sizes = zip(*(schedule.items() if isinstance(schedule, Mapping) else schedule), strict=True)
+        pairs = [(step, size) for step, size in (schedule.items() if isinstance(schedule, Mapping) else schedule)]
+        if not pairs:
+            raise TypeError
     except (TypeError, ValueError):
         raise TypeError(f"schedule is {schedule!r}: {advice}") from None
-    found = [check_int("a step of the schedule", step, 0, advice) for step in steps]
-    if found[0]:
-        raise ValueError(f"the schedule begins with step {found[0]}: it must begin with 0: {advice}")
-    for before, after in pairwise(found):
+    steps = [check_int("a step of the schedule", step, 0, advice) for step, _ in pairs]
+    sizes = [check_int("a batch size of the schedule", size, 1, advice) for _, size in pairs]
+    if steps[0]:
+        raise ValueError(f"the schedule begins with step {steps[0]}: it must begin with 0: {advice}")
+    for before, after in pairwise(steps):
         if after <= before:
             raise ValueError(f"the schedule goes back, from step {before} to step {after}: give ascending steps")
-    checked = [check_int("a batch size of the schedule", size, 1, advice) for size in sizes]
-    return np.array(found, np.int64), np.array(checked, np.int64)
+    return np.array(steps, np.int64), np.array(sizes, np.int64)
 
 
 class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
@@ -217,10 +244,7 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
 
     def _split(self, batch: Any, number: int) -> list[list[int]]:
         if is_sharded(batch):
-            raise ValueError(
-                f"batch {number} is sharded already, ShardedBatchSampler splits flat batches: "
-                "give its batch_sampler to the loader as it is"
-            )
+            raise ValueError(f"batch {number} is sharded already: give its batch_sampler to the loader as it is")
         if len(batch) == 0:
             raise ValueError(f"batch {number} is empty: batches have at least one index, correct the batch_sampler")
         return split_batch(batch, self.num_shards, self.weights, self.costs)
@@ -242,7 +266,7 @@ class _SplitTable(Table):
         return list(map(self._split, self._batches.at(positions), positions.tolist()))
 
 
-class SortedBucketSampler(BalancedSampler[list[int]]):
+class SortedBucketSampler(NumberedBatches):
     """Batches of similar keys: samples are cut into large buckets, and sorted and batched within each.
 
     Under ``num_replicas`` all ranks have neighbours of one bucket in each step.
@@ -272,7 +296,7 @@ class SortedBucketSampler(BalancedSampler[list[int]]):
 
     def __init__(
         self,
-        sort_keys: Sequence[Any] | npt.NDArray[Any],
+        sort_keys: Numbers,
         batch_size: int,
         mult: float = 100,
         reverse: bool = True,
@@ -286,35 +310,29 @@ class SortedBucketSampler(BalancedSampler[list[int]]):
             raise ValueError(f"mult must be at least 1, got {mult}: a bucket holds mult * batch_size samples")
         self._in_bucket = int(min(mult * batch_size, 2.0**62))
         self._reverse = bool(reverse)
-        self._shuffle = bool(shuffle)
-        self.seed = resolve_seed(seed) if shuffle or seed is not None else None
+        super().__init__(shuffle, seed)
 
-    def epoch_table(self, epoch: int) -> Table:
-        key = (self.seed, "sorted bucket", epoch)
-        count, size = len(self._sort_keys), self.batch_size
-        order = shuffled(count, *key) if self._shuffle else np.arange(count, dtype=np.int64)
-        per_bucket = parts(self._whole_bucket, size, cut=False)
+    def _at(self, epoch: int) -> Callable[[Indices], list[list[int]]]:
+        key, size, whole = ("sorted bucket", epoch), self.batch_size, self._whole_bucket
+        order, per_bucket = self._order(len(self._sort_keys), *key), parts(whole, size, cut=False)
 
         @lru_cache(maxsize=1)
         def bucket(begin: int) -> tuple[Indices, Indices]:
             """The indices of a bucket, sorted, and the order of its batches."""
-            indices = order[begin : begin + self._whole_bucket]
+            indices = order[begin : begin + whole]
             indices = indices[sort_order(self._sort_keys[indices], self._reverse)]
             batches = parts(len(indices), size, cut=False)
-            length, batch = in_step(
-                batches,
-                self.ranks,
-                lambda groups: shuffled(groups, *key, begin) if self._shuffle else np.arange(groups),
-            )
+            length, batch = in_step(batches, self.ranks, lambda groups: self._order(groups, *key, begin))
             return indices, batch(np.arange(length))
 
-        def batch(position: int) -> Any:
+        def batch(position: int) -> list[int]:
             number, in_bucket = divmod(position, per_bucket)
-            indices, batches = bucket(number * self._whole_bucket)
+            indices, batches = bucket(number * whole)
             begin = int(batches[in_bucket]) * size
-            return indices[begin : begin + size].tolist()
+            found: list[int] = indices[begin : begin + size].tolist()
+            return found
 
-        return Table(self.len_epoch(epoch), lambda positions: list(map(batch, positions.tolist())), BATCHES)
+        return lambda positions: list(map(batch, positions.tolist()))
 
     @property
     def _bucket_size(self) -> int:
@@ -338,7 +356,7 @@ class SortedBucketSampler(BalancedSampler[list[int]]):
         return full * per_bucket + parts(last, self.ranks, cut=False) * self.ranks
 
 
-class BoundedBudgetSampler(BalancedSampler[list[int]]):
+class BoundedBudgetSampler(NumberedBatches):
     """Batches as large as a budget allows: padded tokens (longest length x samples), samples, or both.
 
     Samples are sorted by length and cut greedily, so that a batch holds samples of similar length. Under
@@ -363,58 +381,41 @@ class BoundedBudgetSampler(BalancedSampler[list[int]]):
     Source of the idea: `gluonnlp.data.BoundedBudgetSampler`, fairseq's batching by size.
     """
 
-    decided_by = (("lengths", "_order"), ("budget", "_bounds"), ("shuffle", "_shuffle"))
+    decided_by = (("lengths", "_sorted"), ("budget", "_bounds"), ("shuffle", "_shuffle"))
     cut_by = ("budget",)
     shown = underscored("max_num_tokens", "max_num_sentences", "required_batch_size_multiple", "shuffle")
 
     def __init__(
         self,
-        lengths: Sequence[Any] | npt.NDArray[Any],
+        lengths: Numbers,
         max_num_tokens: int = -1,
         max_num_sentences: int = -1,
         required_batch_size_multiple: int = 1,
         shuffle: bool = True,
         seed: int | None = None,
     ) -> None:
-        table = length_table(lengths, "give the number of tokens of each sample")
-        array = table.max(axis=1) if table.size else table.reshape(-1)
-        if array.size and array.min() < 0:
-            index = int(array.argmin())
-            raise ValueError(f"lengths[{index}] is {array[index]}: give the number of tokens, 0 or more")
+        array = length_table(lengths, "give the number of tokens of each sample").max(axis=1)
+        if array.min(initial=0) < 0:
+            raise ValueError(f"lengths[{array.argmin()}] is {array.min()}: give the number of tokens, 0 or more")
         tokens = check_int("max_num_tokens", max_num_tokens, -MAX_TOKENS, "give the budget, or -1 for none")
         sentences = check_int("max_num_sentences", max_num_sentences, -MAX_TOKENS, "give the budget, or -1 for none")
         multiple = check_int("required_batch_size_multiple", required_batch_size_multiple, 1, "1 asks for nothing")
         if tokens <= 0 and sentences <= 0:
-            raise ValueError(
-                "there is no budget: give max_num_tokens (padded tokens per batch), max_num_sentences, or both"
-            )
-        if tokens > 0 and array.size and array.max() > tokens:
-            index = int(array.argmax())
-            raise ValueError(
-                f"sample {index} has {array[index]} tokens, more than max_num_tokens={tokens}: "
-                "raise the budget, cut the sample, or leave it out of the dataset"
-            )
+            raise ValueError("there is no budget: give max_num_tokens (after padding), max_num_sentences, or both")
+        if tokens > 0 and array.max(initial=0) > tokens:
+            text = f"sample {array.argmax()} has {array.max()} tokens, more than max_num_tokens={tokens}"
+            raise ValueError(f"{text}: raise the budget, cut the sample, or leave it out of the dataset")
         self._max_num_tokens, self._max_num_sentences = tokens, sentences
         self._required_batch_size_multiple = multiple
         self.dataset_length = len(array)
-        self._order: Indices = np.argsort(array, kind="stable")
-        self._bounds = _bounds(array[self._order].tolist(), tokens, sentences, multiple)
-        self._shuffle = bool(shuffle)
-        self.seed = resolve_seed(seed) if shuffle or seed is not None else None
+        self._sorted: Indices = np.argsort(array, kind="stable")
+        self._bounds = _bounds(array[self._sorted].tolist(), tokens, sentences, multiple)
+        super().__init__(shuffle, seed)
 
-    def epoch_table(self, epoch: int) -> Table:
-        key = (self.seed, "budget", epoch)
-        length, batch = in_step(
-            len(self._bounds) - 1,
-            self.ranks,
-            lambda groups: shuffled(groups, *key) if self._shuffle else np.arange(groups),
-        )
-        order, bounds = self._order, self._bounds
-
-        def at(positions: Indices) -> list[list[int]]:
-            return [order[bounds[n] : bounds[n + 1]].tolist() for n in batch(positions).tolist()]
-
-        return Table(length, at, BATCHES)
+    def _at(self, epoch: int) -> Callable[[Indices], list[list[int]]]:
+        indices, bounds = self._sorted, self._bounds
+        _, batch = in_step(len(bounds) - 1, self.ranks, lambda groups: self._order(groups, "budget", epoch))
+        return lambda positions: [indices[bounds[n] : bounds[n + 1]].tolist() for n in batch(positions).tolist()]
 
     def len_epoch(self, epoch: int) -> int:
         return parts(len(self._bounds) - 1, self.ranks, cut=False) * self.ranks
@@ -464,7 +465,7 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
 
     def __init__(
         self,
-        labels: Sequence[Any] | npt.NDArray[Any],
+        labels: Numbers,
         classes: int,
         samples: int,
         batches: int | None = None,
@@ -480,11 +481,8 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
         self._counts = np.bincount(numbers, minlength=len(kinds))
         small = np.flatnonzero(self._counts < self.samples)
         if small.size and not repeat:
-            raise ValueError(
-                f"samples is {samples}, but class {brief(kinds[small[0]])} has {self._counts[small[0]]}, and "
-                f"{small.size} classes have too few: give fewer, leave these classes out of the dataset, or give "
-                "repeat=True, and a batch has some of their samples several times"
-            )
+            text = f"samples is {samples}, but class {brief(kinds[small[0]])} has {self._counts[small[0]]}, and"
+            raise ValueError(f"{text} {small.size} classes have too few: give fewer, or repeat=True, or leave them out")
         if batches is None:
             batches = max(len(numbers) // (self.classes * self.samples), 1)
         self._batches = check_int("batches", batches, 0, "give the number of batches in an epoch")
@@ -510,7 +508,8 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
             inside = (turn[:, None] * samples + np.arange(samples)).ravel() % sizes
             found = of_pass(inside, sizes, np.repeat(passes * count + chosen, samples))
             indices = self._members[np.repeat(begins[chosen], samples) + found]
-            return indices.reshape(len(positions), -1).tolist()
+            batches: list[list[int]] = indices.reshape(len(positions), -1).tolist()
+            return batches
 
         return Table(self._batches, at, BATCHES)
 
@@ -544,9 +543,7 @@ def kinds_of(labels: Any, name: str) -> tuple[list[Any], Indices]:
         labels = np.asarray(labels)
         if labels.ndim != 1:
             raise ValueError(f"{name} has shape {labels.shape}: give one label per sample, of shape (samples,)")
-        if labels.dtype.kind != "O":
-            found, numbers = np.unique(labels, return_inverse=True)
-            return found.tolist(), numbers.astype(np.int64)
+        labels = labels.tolist()
     seen: dict[Any, int] = {}
     try:
         numbers = np.fromiter((seen.setdefault(label, len(seen)) for label in labels), np.int64)
@@ -570,16 +567,9 @@ def length_table(lengths: Any, advice: str) -> Indices:
     try:
         array = np.asarray(lengths)
     except ValueError:
-        raise ValueError(
-            "lengths have rows of different sizes: give one integer per sample, or the same number for each"
-        ) from None
-    if array.ndim not in (1, 2) or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(
-            f"lengths must be integers of shape (n,) or (n, k), got shape {array.shape} and dtype {array.dtype}: "
-            f"{advice}"
-        )
-    table: Indices = array.astype(np.int64).reshape(len(array), -1 if array.size else 1)
-    return table
+        raise ValueError("lengths have rows of different sizes: give as many integers for each sample") from None
+    array = integers("lengths", array, "integers of shape (n,) or (n, k)", advice, (1, 2))
+    return array.astype(np.int64).reshape(len(array), -1 if array.size else 1)
 
 
 def _bounds(lengths: list[int], tokens: int, sentences: int, multiple: int) -> list[int]:

@@ -18,19 +18,19 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import Described
-from sharded_loader.randomness.shuffle import Bijections, Indices, shuffled
-from sharded_loader.samplers.batch_samplers import kinds_of, length_table
-from sharded_loader.sampling.base import BalancedSampler, check_choice, resolve_seed, underscored
+from sharded_loader.randomness.shuffle import Bijections, Indices
+from sharded_loader.samplers.batch_samplers import NumberedBatches, kinds_of, length_table
+from sharded_loader.samplers.index_samplers import Numbers
+from sharded_loader.sampling.base import check_choice, underscored
 from sharded_loader.sampling.own import LAST_BATCH
-from sharded_loader.sampling.tables import BATCHES, Rolling, Table, parts
+from sharded_loader.sampling.tables import Rolling, Table, parts
 
 
 class BucketScheme(Described):
@@ -96,12 +96,9 @@ class BucketScheme(Described):
             [(100, 10), (50, 5)]
         """
         check_int("num_buckets", num_buckets, 1, "give how many buckets to make")
-        if np.ndim(max_lengths) == 0:
-            return self.keys(int(max_lengths), int(min_lengths), num_buckets)  # type: ignore[arg-type]
-        pairs = zip(max_lengths, min_lengths, strict=True)  # type: ignore[arg-type]
-        return list(
-            zip(*(self.keys(int(longest), int(shortest), num_buckets) for longest, shortest in pairs), strict=True)
-        )
+        pairs = zip(np.atleast_1d(max_lengths).tolist(), np.atleast_1d(min_lengths).tolist(), strict=True)
+        keys = [self.keys(longest, shortest, num_buckets) for longest, shortest in pairs]
+        return list(zip(*keys, strict=True)) if np.ndim(max_lengths) else keys[0]
 
     def _shown(self) -> Iterable[tuple[str, str]]:
         return [(name, name) for name in vars(self) if not name.startswith("_")]
@@ -149,10 +146,8 @@ class ExpWidthBucket(BucketScheme):
 
     def __init__(self, bucket_len_step: float = 1.1) -> None:
         if isinstance(bucket_len_step, (str, list)) or not bucket_len_step > 0:
-            raise ValueError(
-                f"bucket_len_step must be above 0, got {bucket_len_step}: "
-                "it is the width of a bucket over the width of the one before"
-            )
+            advice = "it is the width of a bucket over the width of the one before"
+            raise ValueError(f"bucket_len_step must be above 0, got {bucket_len_step}: {advice}")
         self.bucket_len_step = bucket_len_step
 
     def keys(self, longest: int, shortest: int, num_buckets: int) -> list[int]:
@@ -179,7 +174,7 @@ _DEFAULT_BUCKETS = 10
 _DEFAULT_SCHEME = ConstWidthBucket()
 
 
-class FixedBucketSampler(BalancedSampler[Any]):
+class FixedBucketSampler(NumberedBatches):
     """Batches of samples from one bucket of lengths each; long buckets come first.
 
     Under ``num_replicas`` all ranks have batches of one bucket in each step. Batches of the bucket come twice where its
@@ -241,10 +236,10 @@ class FixedBucketSampler(BalancedSampler[Any]):
 
     def __init__(
         self,
-        lengths: Sequence[Any] | npt.NDArray[Any],
+        lengths: Numbers,
         batch_size: int | Sequence[int],
         num_buckets: int | None = _DEFAULT_BUCKETS,
-        bucket_keys: Sequence[Any] | npt.NDArray[Any] | None = None,
+        bucket_keys: Numbers | None = None,
         ratio: float = 0,
         shuffle: bool = False,
         use_average_length: bool = False,
@@ -257,8 +252,8 @@ class FixedBucketSampler(BalancedSampler[Any]):
         table = length_table(lengths, "give the length of each sample")
         if table.size and table.min() <= 0:
             index = int(np.flatnonzero((table <= 0).any(axis=1))[0])
-            length = np.asarray(lengths)[index]
-            raise ValueError(f"lengths must be above 0, but lengths[{index}] is {length}: leave that sample out")
+            text = f"lengths must be above 0, but lengths[{index}] is {np.asarray(lengths)[index]}"
+            raise ValueError(f"{text}: leave that sample out")
         self.dataset_length = len(table)
         self._batch_size, size, sizes = _batch_sizes(batch_size, bucket_keys, ratio, use_average_length)
         self._num_shards = check_int("num_shards", num_shards, 0, "0 gives plain batches, k groups of k batches")
@@ -266,53 +261,40 @@ class FixedBucketSampler(BalancedSampler[Any]):
             raise ValueError(f"ratio must be a finite number of at least 0, got {ratio}: give 0 for equal batches")
         self._last_group = check_choice("last_group", last_group, LAST_GROUP, "FixedBucketSampler")
         self._last_batch = check_choice("last_batch", last_batch, LAST_BATCH, "FixedBucketSampler")
-        self._shuffle = bool(shuffle)
-        self.seed = resolve_seed(seed) if shuffle or seed is not None else None
+        super().__init__(shuffle, seed)
+        is_single = table.shape[1] == 1
         if bucket_keys is None and len(table):
             if num_buckets is None:
                 raise ValueError("there are neither num_buckets nor bucket_keys: give one of them")
-            if table.shape[1] == 1:
-                bucket_keys = bucket_scheme(int(table.max()), int(table.min()), num_buckets)
-            else:
-                bucket_keys = bucket_scheme(table.max(axis=0).tolist(), table.min(axis=0).tolist(), num_buckets)
+            longest, shortest = table.max(axis=0).tolist(), table.min(axis=0).tolist()
+            limits = (longest[0], shortest[0]) if is_single else (longest, shortest)
+            bucket_keys = bucket_scheme(*limits, num_buckets)
         elif bucket_keys is not None and num_buckets not in (None, _DEFAULT_BUCKETS):
             warnings.warn(f"num_buckets={num_buckets} is not used, because bucket_keys are given", stacklevel=2)
         keys = _check_keys([] if bucket_keys is None else bucket_keys, table.shape[1])
         if sizes is not None and len(sizes) != len(keys):
             raise ValueError("two bucket keys are equal: with a list as batch_size give each key once")
-        used = self._fill(table, keys)
-        if sizes is None:
-            self._choose_batch_sizes(table, size, float(ratio), use_average_length)
-        else:
-            self.bucket_batch_sizes = [sizes[bucket] for bucket in used]
-
-    def _fill(self, table: Indices, keys: list[tuple[int, ...]]) -> list[int]:
-        """Sort the samples into buckets; buckets without samples go. Returns the numbers of those that stay."""
         bucket_of = _match(table, keys)
         counts = np.bincount(bucket_of, minlength=len(keys))
         members = np.split(np.argsort(bucket_of, kind="stable"), np.cumsum(counts)[:-1])
-        single = table.shape[1] == 1
-        shown: list[Key] = [key[0] if single else key for key in keys]
-        unused = [key for key, count in zip(shown, counts, strict=True) if not count]
-        if unused:
-            warnings.warn(f"Some buckets are empty and will be removed. Unused bucket keys={unused}", stacklevel=3)
+        shown: list[Key] = [key[0] if is_single else key for key in keys]
         used: list[int] = np.flatnonzero(counts).tolist()
+        if len(used) < len(keys):
+            unused = [key for key, count in zip(shown, counts, strict=True) if not count]
+            warnings.warn(f"Some buckets are empty and will be removed. Unused bucket keys={unused}", stacklevel=2)
         self.bucket_keys = [shown[bucket] for bucket in used]
         self._members: list[Indices] = [members[bucket] for bucket in used]
-        self._scales = [sum(keys[bucket]) for bucket in used]
-        return used
-
-    def _choose_batch_sizes(self, table: Indices, batch_size: int, ratio: float, use_average_length: bool) -> None:
-        if not use_average_length:
-            longest = max(self._scales, default=0)
-            self.bucket_batch_sizes = [
-                max(int(longest / float(scale) * ratio * batch_size), batch_size) for scale in self._scales
-            ]
-            return
-        if ratio > 0:
-            warnings.warn(f"ratio={ratio} is not used, because use_average_length is set", stacklevel=3)
-        lengths = (table[members] for members in self._members)
-        self.bucket_batch_sizes = [max(int(batch_size / (part.mean() + part.std())), 1) for part in lengths]
+        if use_average_length and ratio > 0:
+            warnings.warn(f"ratio={ratio} is not used, because use_average_length is set", stacklevel=2)
+        if sizes is not None:
+            self.bucket_batch_sizes = [sizes[bucket] for bucket in used]
+        elif use_average_length:
+            lengths_in = (table[members] for members in self._members)
+            self.bucket_batch_sizes = [max(int(size / (part.mean() + part.std())), 1) for part in lengths_in]
+        else:
+            scales = [sum(keys[bucket]) for bucket in used]
+            whole = [int(max(scales) / float(scale) * float(ratio) * size) for scale in scales]
+            self.bucket_batch_sizes = [max(one, size) for one in whole]
 
     @property
     def plan(self) -> list[int]:
@@ -324,17 +306,13 @@ class FixedBucketSampler(BalancedSampler[Any]):
         """The number of samples in each bucket."""
         return list(map(len, self._members))
 
-    def epoch_table(self, epoch: int) -> Table:
+    def _at(self, epoch: int) -> Callable[[Indices], list[Any]]:
         shards, unit = self._num_shards, self._unit
         buckets = np.arange(len(self._members))[::-1]  # the longest first
         batches = np.array([self._batches(bucket, epoch) for bucket in buckets.tolist()], np.int64)
         units = -(-batches // unit)
         count = int(units.sum()) * unit
-        order = np.arange(count // unit)
-        if self._shuffle:
-            order = shuffled(count // unit, *self._key(epoch))
-        ends = np.cumsum(units)
-        read = self._reader(epoch)
+        order, ends, read = self._order(count // unit, "fixed bucket", epoch), np.cumsum(units), self._reader(epoch)
 
         def at(positions: Indices) -> list[list[int]]:
             number, within = np.divmod(positions, unit)
@@ -344,31 +322,35 @@ class FixedBucketSampler(BalancedSampler[Any]):
             found = (np.minimum(first, batches[place] - unit) + within) % batches[place]
             return read(buckets[place], found)
 
-        def group(position: int) -> list[Any]:
+        def group(position: int) -> list[list[int]]:
             begin, end = position * shards, min((position + 1) * shards, count)
             if self._last_group == "overlap":
                 begin = max(min(begin, count - shards), 0)  # the batches before fill the last group
             return at(np.arange(begin, end))
 
-        if not shards:
-            return Table(count, at, BATCHES)
-        length = _groups(count, shards, self._last_group)
-        return Table(length, lambda found: list(map(group, found.tolist())), BATCHES)
+        return (lambda positions: list(map(group, positions.tolist()))) if shards else at
 
     def _reader(self, epoch: int) -> Callable[[Indices, Indices], list[list[int]]]:
         """What reads batches of an epoch: the bucket of each, and its number in the bucket -> lists of indices."""
-        samples, sizes = cache(partial(self._samples, epoch=epoch)), self.bucket_batch_sizes
+        sizes = self.bucket_batch_sizes
 
-        def read(buckets: Indices, numbers: Indices) -> list[list[int]]:
-            pairs = zip(buckets.tolist(), numbers.tolist(), strict=True)
-            return [
-                samples(one).slice(number * sizes[one], (number + 1) * sizes[one]).tolist() for one, number in pairs
-            ]
+        @cache
+        def samples(bucket: int) -> Table:
+            members = self._members[bucket]
 
-        return read
+            def opened(epoch: int) -> Table:
+                order = self._order(len(members), "fixed bucket", epoch, bucket) if self._shuffle else None
+                return Table(len(members), (members if order is None else members[order]).take)
 
-    def _key(self, epoch: int) -> tuple[Any, ...]:
-        return (self.seed, "fixed bucket", epoch)
+            if self._last_batch != "rollover":
+                return opened(epoch)
+            return Rolling(len(members), sizes[bucket] * self._unit, epoch).items(opened, 0, type(self).__name__)
+
+        def batch(bucket: int, number: int) -> list[int]:
+            found: list[int] = samples(bucket).slice(number * sizes[bucket], (number + 1) * sizes[bucket]).tolist()
+            return found
+
+        return lambda buckets, numbers: list(map(batch, buckets.tolist(), numbers.tolist()))
 
     @property
     def _unit(self) -> int:
@@ -380,27 +362,12 @@ class FixedBucketSampler(BalancedSampler[Any]):
         count, size, unit = len(self._members[bucket]), self.bucket_batch_sizes[bucket], self._unit
         if self._last_batch == "rollover":
             return Rolling(count, size * unit, epoch).length() * unit
-        return (
-            parts(count, size * unit, cut=True) * unit if self._last_batch == "discard" else parts(count, size, False)
-        )
-
-    def _samples(self, bucket: int, epoch: int) -> Table:
-        """The samples of a bucket in an epoch."""
-        members = self._members[bucket]
-
-        def opened(epoch: int) -> Table:
-            order = shuffled(len(members), *self._key(epoch), bucket) if self._shuffle else None
-            return Table(len(members), (members if order is None else members[order]).take)
-
-        if self._last_batch != "rollover":
-            return opened(epoch)
-        step = self.bucket_batch_sizes[bucket] * self._unit
-        return Rolling(len(members), step, epoch).items(opened, 0, type(self).__name__)
+        return count // (size * unit) * unit if self._last_batch == "discard" else parts(count, size, cut=False)
 
     def len_epoch(self, epoch: int) -> int:
         counts = [parts(self._batches(bucket, epoch), self._unit, False) for bucket in range(len(self._members))]
-        count = sum(counts) * self._unit
-        return _groups(count, self._num_shards, self._last_group) if self._num_shards else count
+        count, shards = sum(counts) * self._unit, self._num_shards
+        return parts(count, shards, cut=self._last_group == "discard") if shards else count
 
     def stats(self) -> str:
         """What the buckets hold, as a text of several lines.
@@ -409,13 +376,8 @@ class FixedBucketSampler(BalancedSampler[Any]):
             Samples and batches in all; per bucket its key, its number of samples and its batch size.
         """
         batches = sum(self._batches(bucket, self.epoch) for bucket in range(len(self._members)))
-        return (
-            f"{type(self).__name__}:\n"
-            f"  sample_num={sum(self._counts)}, batch_num={batches}\n"
-            f"  key={self.bucket_keys}\n"
-            f"  cnt={self._counts}\n"
-            f"  batch_size={self.bucket_batch_sizes}"
-        )
+        first = f"{type(self).__name__}:\n  sample_num={sum(self._counts)}, batch_num={batches}\n"
+        return f"{first}  key={self.bucket_keys}\n  cnt={self._counts}\n  batch_size={self.bucket_batch_sizes}"
 
 
 class GroupedBatchSampler(FixedBucketSampler):
@@ -453,7 +415,7 @@ class GroupedBatchSampler(FixedBucketSampler):
 
     def __init__(
         self,
-        by: Sequence[Any] | npt.NDArray[Any],
+        by: Numbers,
         batch_size: int | Mapping[Any, int],
         shuffle: bool = True,
         last_batch: str = "keep",
@@ -464,21 +426,12 @@ class GroupedBatchSampler(FixedBucketSampler):
         kinds, numbers = kinds_of(by, "by")
         sizes: Any = batch_size
         if isinstance(batch_size, Mapping):
-            missing = [kind for kind in kinds if kind not in batch_size]
-            if missing:
-                raise ValueError(f"batch_size has no number for the kind {missing[0]!r}: give one for each kind in by")
+            missing = next((repr(kind) for kind in kinds if kind not in batch_size), None)
+            if missing is not None:
+                raise ValueError(f"batch_size has no number for the kind {missing}: give one for each kind in by")
             sizes = [batch_size[kind] for kind in kinds]
-        super().__init__(
-            numbers + 1,
-            sizes,
-            None,
-            range(1, len(kinds) + 1),
-            shuffle=shuffle,
-            num_shards=num_shards,
-            last_group=last_group,
-            seed=seed,
-            last_batch=last_batch,
-        )
+        groups: dict[str, Any] = {"num_shards": num_shards, "last_group": last_group, "last_batch": last_batch}
+        super().__init__(numbers + 1, sizes, None, range(1, len(kinds) + 1), shuffle=shuffle, seed=seed, **groups)
         vars(self)["bucket_keys"], self.dataset_length = kinds, len(numbers)
 
     def _reader(self, epoch: int) -> Callable[[Indices, Indices], list[list[int]]]:
@@ -506,11 +459,6 @@ class GroupedBatchSampler(FixedBucketSampler):
         return read
 
 
-def _groups(batches: int, shards: int, last_group: str) -> int:
-    """The number of groups of ``shards`` batches."""
-    return parts(batches, shards, cut=last_group == "discard")
-
-
 def _batch_sizes(given: Any, keys: Any, ratio: float, by_tokens: bool) -> tuple[Any, int, list[int] | None]:
     """The argument ``batch_size`` as it is shown, as one number, and as one for each bucket key in ascending order."""
     advice = "give the number of samples in a batch"
@@ -518,10 +466,8 @@ def _batch_sizes(given: Any, keys: Any, ratio: float, by_tokens: bool) -> tuple[
         size = check_int("batch_size", given, 1, advice)
         return size, size, None
     if keys is None or ratio or by_tokens:
-        raise ValueError(
-            "batch_size is a list, one number for each bucket: give bucket_keys, and leave out ratio and "
-            "use_average_length"
-        )
+        advice = "give bucket_keys, and leave out ratio and use_average_length"
+        raise ValueError(f"batch_size is a list, one number for each bucket: {advice}")
     sizes = [check_int(f"batch_size[{place}]", size, 1, advice) for place, size in enumerate(given)]
     if len(sizes) != len(keys):
         raise ValueError(f"batch_size has {len(sizes)} numbers for {len(keys)} bucket keys: give one for each key")
@@ -529,22 +475,17 @@ def _batch_sizes(given: Any, keys: Any, ratio: float, by_tokens: bool) -> tuple[
     return sizes, 0, [sizes[place] for place in order]
 
 
-def _check_keys(keys: Sequence[Any] | npt.NDArray[Any], parts: int) -> list[tuple[int, ...]]:
+def _check_keys(keys: Numbers, parts: int) -> list[tuple[int, ...]]:
     """Distinct bucket keys in ascending order, each as a tuple of ``parts`` ints."""
-    made = set()
     try:
-        given = list(keys)
+        rows = [tuple(map(operator.index, np.atleast_1d(key))) for key in keys]
     except TypeError:
-        raise TypeError(f"bucket_keys is {keys!r}: give a list, the greatest length of each bucket") from None
-    for key in given:
-        try:
-            row = tuple(map(operator.index, np.atleast_1d(key)))
-        except TypeError:
-            raise TypeError(f"bucket key {key!r} is no integer: bucket keys are lengths, give integers") from None
-        if len(row) != parts:
-            raise ValueError(f"bucket key {key} has {len(row)} numbers, but a length has {parts}: give as many")
-        made.add(row)
-    return sorted(made)
+        advice = "give a list, the greatest length of each bucket; give integers"
+        raise TypeError(f"bucket_keys is {keys!r}: {advice}") from None
+    wrong = next((row for row in rows if len(row) != parts), None)
+    if wrong is not None:
+        raise ValueError(f"bucket key {wrong} has {len(wrong)} numbers, but a length has {parts}: give as many")
+    return sorted(set(rows))
 
 
 def _match(table: Indices, keys: list[tuple[int, ...]]) -> Indices:
@@ -564,8 +505,7 @@ def _match(table: Indices, keys: list[tuple[int, ...]]) -> Indices:
     outside = np.flatnonzero(found == len(keys))
     if outside.size:
         sample = int(outside[0])
-        raise ValueError(
-            f"{outside.size} samples fit no bucket: sample {sample} has length {table[sample].tolist()}, the greatest "
-            f"bucket key is {list(keys[-1]) if keys else None}: give a bucket key that is at least the greatest length"
-        )
+        text = f"{outside.size} samples fit no bucket: sample {sample} has length {table[sample].tolist()}"
+        greatest = list(keys[-1]) if keys else None
+        raise ValueError(f"{text}, the greatest bucket key is {greatest}: give a bucket key that it fits into")
     return found

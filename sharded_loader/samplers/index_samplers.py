@@ -1,4 +1,4 @@
-"""Orders of single indices: of a subset, filtered, strided, in parts, sorted, drawn by weight.
+"""Orders of single indices: of a subset, filtered, strided, in parts, sorted, drawn by weight, of equal cost.
 
 In: how many samples there are (or keys, indices, weights), and a seed where order is random. Out: a table of int64
 indices per epoch, a pure function of (seed, epoch). Any position takes the same time. Shuffles of up to 16 M indices
@@ -8,12 +8,33 @@ With replacement each draw by weight is a random number that depends on its posi
 weights. So a rank computes its own draws only. A draw among groups takes two numbers: for the group, and for the sample
 in it. Without replacement the epoch's draws are made when it is opened.
 
+`CostSampler`: in each step all ranks have samples of nearly the same cost in all.
+
+    costs -> sorted once -> tuples of neighbours -> steps of several tuples -> rows of one sample per rank
+
+All ranks together read ``batch_size * ranks`` samples in a step. Samples of similar cost stand side by side in a tuple.
+A step takes one tuple of each level: of the cheapest samples, of dearer ones, up to the dearest. Which tuple is decided
+by a shuffle for each level, and which neighbours come together by a random shift. So a step is a sample of all costs.
+
+A step, sorted by cost, is cut into rows of one sample for each rank. Some rows go from cheap to dear, some the other
+way round. That is settled from the dearest row down: if the rows so far give the last rank more than the first, the
+next row goes the other way round. Which rank is the first is another one in each step.
+
+The samples of a step do not depend on the number of ranks, as long as the step has as many samples. A rank computes its
+own samples only: time and memory of a step do not grow with the ranks. Samples that do not fill a step come in the last
+one: they are taken out at equal distances of the sorted costs, others in each epoch.
+
 What can go wrong: arguments, all rejected in the constructors; keys that Python cannot compare (its TypeError), and
 keys or weights that do not fit into memory (MemoryError).
+
+Source of the idea of equal cost: to deal out the samples of each random step, the longest first, so that ranks have
+equal work (Graham, 1969, as in `engine.split`). There a rank with one sample above the mean is the slowest. A step that
+is made of tuples of neighbours has no such sample.
 """
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -27,17 +48,32 @@ from sharded_loader.base.limits import check_fits
 from sharded_loader.data.columns import as_dataset
 from sharded_loader.randomness.shuffle import (
     MAX_LENGTH,
+    Bijections,
     IndexView,
     Indices,
     Selection,
+    random_words,
     shuffle,
     taken,
     uniforms,
     uniforms_at,
 )
-from sharded_loader.sampling.base import resolve_seed, underscored
+from sharded_loader.sampling.base import Sampler, resolve_seed, underscored
 from sharded_loader.sampling.own import IndexSampler, check_length
-from sharded_loader.sampling.tables import checksum_of
+from sharded_loader.sampling.tables import Table, checksum_of
+
+Numbers = Sequence[Any] | npt.NDArray[Any]
+"""One number, or one label, per sample."""
+
+
+def integers(
+    name: str, values: object, must: str, advice: str, dims: Sequence[int] = (1,), wrong: type[Exception] = ValueError
+) -> npt.NDArray[Any]:
+    """An argument as an array of integers; otherwise an error that says what it ``must`` be."""
+    array = np.asarray(values)
+    if array.ndim not in dims or (array.size and array.dtype.kind not in "iu"):
+        raise wrong(f"{name} must be {must}, got shape {array.shape} and dtype {array.dtype}: {advice}")
+    return array
 
 
 class _ListedSampler(IndexSampler):
@@ -74,22 +110,15 @@ class SubsetRandomSampler(IndexSampler):
 
     decided_by = (("indices", "_indices"),)
 
-    def __init__(self, indices: Sequence[int] | npt.NDArray[Any], seed: int | None = None) -> None:
-        self._indices: Selection
-        if isinstance(indices, range | IndexView):
-            if isinstance(indices, range) and len(indices[: MAX_LENGTH + 1]) > MAX_LENGTH:
-                raise ValueError(
-                    f"SubsetRandomSampler shuffles up to 2**62 samples, got {indices}: give a shorter range"
-                )
-            self._indices = indices
-        else:
-            array = np.asarray(indices)
-            if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-                raise ValueError(
-                    f"indices must be a 1-D sequence of integers, got shape {array.shape} and dtype {array.dtype}: "
-                    "pass a list of sample indices (np.flatnonzero(mask) for a mask)"
-                )
-            self._indices = array.astype(np.int64)
+    def __init__(self, indices: Numbers, seed: int | None = None) -> None:
+        if isinstance(indices, range) and len(indices[: MAX_LENGTH + 1]) > MAX_LENGTH:
+            raise ValueError(f"SubsetRandomSampler shuffles up to 2**62 samples, got {indices}: give a shorter range")
+        advice = "give a list of sample indices (np.flatnonzero(mask) for a mask)"
+        self._indices: Selection = (
+            indices
+            if isinstance(indices, range | IndexView)
+            else integers("indices", indices, "a 1-D sequence of integers", advice).astype(np.int64)
+        )
         # Part of the key: the parts of a dataset that are shuffled by one seed would otherwise be shuffled alike.
         self._length, self._checksum = len(self._indices), checksum_of(self._indices)
         self.seed = resolve_seed(seed)
@@ -150,9 +179,7 @@ class IntervalSampler(IndexSampler):
         self._length = check_length(length)
         self._interval = check_int("interval", interval, 1, "give the stride between two indices")
         if self._interval > self._length > 0:
-            raise ValueError(
-                f"interval is {interval}, more than the {length} samples there are: give an interval up to length"
-            )
+            raise ValueError(f"interval is {interval}, more than the {length} samples: give an interval up to length")
         self._rollover = bool(rollover)
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
@@ -160,11 +187,9 @@ class IntervalSampler(IndexSampler):
         short, long = divmod(self._length, self._interval)
 
         def at(positions: Indices) -> Indices:
-            row, column = np.divmod(positions, short + 1)
-            later_row, later_column = np.divmod(positions - long * (short + 1), short)
-            later = long + later_row + later_column * self._interval
-            earlier = row + column * self._interval
-            return np.asarray(np.where(positions < long * (short + 1), earlier, later))
+            is_early = positions < long * (short + 1)
+            row = np.where(is_early, positions // (short + 1), (positions - long) // short)
+            return np.asarray(row + (positions - row * short - np.minimum(row, long)) * self._interval)
 
         return at
 
@@ -219,9 +244,7 @@ class SplitSampler(IndexSampler):
         if part >= parts:
             raise ValueError(f"part_index is {part}, but there are {parts} parts: give 0 to {parts - 1}")
         if 0 < self._total < parts:
-            raise ValueError(
-                f"{self._total} samples cannot be split into {parts} parts that all have one: give fewer parts"
-            )
+            raise ValueError(f"{self._total} samples cannot fill {parts} parts: give fewer parts")
         if even_size:
             self._size = -(-self._total // parts)
             self._begin = min(self._size * part, self._total)
@@ -240,30 +263,24 @@ class SplitSampler(IndexSampler):
         key = (self.seed, "split sampler", self._part_index, epoch)
 
         @lru_cache(maxsize=2)
-        def once(number: int) -> Callable[[Indices], Indices]:
-            """One round of the part: positions in it -> indices."""
+        def once(number: int) -> tuple[Callable[[Indices], Indices] | None, Indices]:
+            """One round of the part: positions in it -> slots, and the samples of other parts in the last slots."""
             order = shuffle(self._size, *key, "order", number) if self._shuffle else None
-            extra = self._extra((*key, "extra", number))
+            return order, self._extra((*key, "extra", number))
 
-            def at(positions: Indices) -> Indices:
-                slots = positions if order is None else order(positions)
-                of_part = np.minimum(slots, self._own - 1) + self._begin
-                if not len(extra):
-                    return of_part
-                # The last slots of a short part hold the samples added to it.
-                return np.where(slots < self._own, of_part, extra[np.maximum(slots - self._own, 0)])
-
-            return at
-
-        def order(positions: Indices) -> Indices:
+        def at(positions: Indices) -> Indices:
+            rounds, slots = np.divmod(positions, max(self._size, 1))
             indices = np.empty_like(positions)
-            rounds = positions // self._size
             for number in np.unique(rounds).tolist():
-                in_round = rounds == number
-                indices[in_round] = once(number)(positions[in_round] % self._size)
+                (order, extra), here = once(number), rounds == number
+                slot = slots[here] if order is None else order(slots[here])
+                found = np.minimum(slot, self._own - 1) + self._begin
+                indices[here] = (
+                    np.where(slot < self._own, found, extra[np.maximum(slot - self._own, 0)]) if len(extra) else found
+                )
             return indices
 
-        return order
+        return at
 
     def _extra(self, key: tuple[int | str | None, ...]) -> Indices:
         """Samples of other parts, each at most once, that fill a short part (fewer than num_parts)."""
@@ -286,11 +303,8 @@ def sortable(keys: Any) -> npt.NDArray[Any]:
             keys = list(keys)
     if len(keys) == 0:
         return np.zeros(0, dtype=np.int64)
-    check_fits(
-        16 * len(keys),
-        f"to sort, all {len(keys):,} keys and their order have to be in memory",
-        "shuffle with RandomSampler or ShardShuffleSampler, which take none, or sort each file when you write it",
-    )
+    advice = "shuffle with RandomSampler or ShardShuffleSampler, which take none, or sort each file when you write it"
+    check_fits(16 * len(keys), f"to sort, all {len(keys):,} keys and their order have to be in memory", advice)
     if isinstance(keys, np.ndarray) or isinstance(keys[0], int | float | np.number):
         array = np.asarray(keys)
         # As float64, integers beyond 2**53 that differ may look equal: those are ranked as Python compares them.
@@ -299,13 +313,8 @@ def sortable(keys: Any) -> npt.NDArray[Any]:
             return array
         if isinstance(keys, np.ndarray):
             keys = keys.tolist()
-    ranks = np.empty(len(keys), dtype=np.int64)
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    rank = 0
-    for position, index in enumerate(order):
-        rank += position > 0 and keys[order[position - 1]] < keys[index]
-        ranks[index] = rank
-    return ranks
+    ranks: npt.NDArray[Any] = np.unique(np.fromiter(keys, object, len(keys)), return_inverse=True)[1]
+    return ranks.reshape(-1)
 
 
 def sort_order(keys: npt.NDArray[Any], reverse: bool) -> Indices:
@@ -332,7 +341,7 @@ class SortedSampler(_ListedSampler):
     decided_by = (("order of the keys", "_indices"),)
     shown = (("indices", "_indices"), ("reverse", "_reverse"))
 
-    def __init__(self, sort_keys: Sequence[Any] | npt.NDArray[Any], reverse: bool = True) -> None:
+    def __init__(self, sort_keys: Numbers, reverse: bool = True) -> None:
         self._reverse = bool(reverse)
         super().__init__(sort_order(sortable(sort_keys), reverse))
 
@@ -382,26 +391,20 @@ class WeightedRandomSampler(IndexSampler):
 
     def __init__(
         self,
-        weights: Sequence[float] | npt.NDArray[Any],
+        weights: Numbers,
         num_samples: int,
         replacement: bool = True,
         seed: int | None = None,
-        lengths: Sequence[int] | npt.NDArray[Any] | None = None,
+        lengths: Numbers | None = None,
     ) -> None:
-        check_fits(
-            16 * operator.length_hint(weights),
-            f"there are {operator.length_hint(weights):,} weights",
-            "give one weight per group of samples, with lengths=",
-        )
+        count, advice = operator.length_hint(weights), "give one weight per group of samples, with lengths="
+        check_fits(16 * count, f"there are {count:,} weights", advice)
         array = np.asarray(weights, dtype=np.float64)
         if array.ndim != 1:
             raise ValueError(f"weights must be 1-D, got shape {array.shape}: give one number per sample")
         bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
         if bad.size:
-            raise ValueError(
-                f"weights must be finite and at least 0, but weights[{bad[0]}] is {array[bad[0]]}: "
-                "give 0 to samples that must not be drawn"
-            )
+            raise ValueError(f"weights[{bad[0]}] is {array[bad[0]]}: give finite numbers, 0 for what is not drawn")
         self._length = check_int("num_samples", num_samples, 0, "give how many indices an epoch draws")
         self._lengths = None if lengths is None else _checked_lengths(lengths, len(array), replacement)
         # How likely each sample, or group, is. Weights go up to 1.8e308: divided first, no product overflows.
@@ -413,16 +416,12 @@ class WeightedRandomSampler(IndexSampler):
         if self._length and not positive:
             raise ValueError("weights are all zero, nothing can be drawn: give a positive weight to some sample")
         if not replacement and self._length > positive:
-            raise ValueError(
-                f"num_samples is {self._length}, but only {positive} weights are positive and "
-                "replacement=False draws each index at most once: draw fewer, or set replacement=True"
-            )
+            text = f"num_samples is {self._length}, but only {positive} weights are positive"
+            raise ValueError(f"{text}: draw fewer, or set replacement=True to draw an index more than once")
         extreme = np.flatnonzero((array > 0) & ((array < LEAST) | (array > GREATEST)))
         if len(extreme) and not replacement:
-            raise ValueError(
-                f"weights[{extreme[0]}] is {array[extreme[0]]}: with replacement=False, positive weights lie between "
-                f"{LEAST} and {GREATEST}. Multiply all weights by one number"
-            )
+            text = f"weights[{extreme[0]}] is {array[extreme[0]]}: with replacement=False, positive weights lie between"
+            raise ValueError(f"{text} {LEAST} and {GREATEST}. Multiply all weights by one number")
         self._weights = array
         self._signature = array if self._lengths is None else [array, self._lengths]
         self._replacement = bool(replacement)
@@ -474,16 +473,12 @@ def lengths_of(lengths: Any) -> Indices:
         >>> lengths_of([3, 0, 4])
         array([3, 0, 4])
     """
-    array = np.asarray(lengths)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise TypeError(
-            f"lengths must be a flat sequence of integers, got shape {array.shape} and dtype {array.dtype}: give the "
-            "number of samples of each shard"
-        )
+    advice = "give the number of samples of each shard"
+    array = integers("lengths", lengths, "a flat sequence of integers", advice, wrong=TypeError)
     if array.size and array.min() < 0:
         raise ValueError(f"lengths[{int(array.argmin())}] is {array.min()}: a shard has 0 samples or more")
     if array.sum(dtype=np.float64) > MAX_LENGTH:
-        raise ValueError("the lengths sum to more than 2**62 samples: give the number of samples of each shard")
+        raise ValueError(f"the lengths sum to more than 2**62 samples: {advice}")
     return array.astype(np.int64)
 
 
@@ -491,10 +486,166 @@ def _checked_lengths(lengths: Any, count: int, replacement: bool) -> Indices:
     """The lengths of ``count`` groups; see `WeightedRandomSampler`."""
     if not replacement:
         raise ValueError(
-            "lengths go with replacement=True: without replacement each sample needs a weight of its own, "
-            "np.repeat(weights, lengths)"
+            "lengths need replacement=True. Otherwise give each sample a weight, np.repeat(weights, lengths)"
         )
     array = lengths_of(lengths)
     if len(array) != count:
         raise ValueError(f"there are {count} weights and {len(array)} lengths: give one of each per group of samples")
+    return array
+
+
+# -- equal costs for all ranks -----------------------------------------------------------------------------------------
+
+
+LEVELS = 8
+"""The most tuples in a step. More make steps more alike, and tuples smaller: then fewer ranks share one tuple."""
+NEAR = 1.05
+"""The greatest ratio of costs in tuples whose samples are mixed."""
+MIXED = 16
+"""The most tuples whose samples are mixed."""
+COST_BLOCK = 2**13
+
+
+class CostSampler(Sampler[int]):
+    """All indices once per epoch, in random order, with equal costs for all ranks in each step.
+
+    Args:
+        costs: what each sample costs, such as its length: numbers above 0, shape (n,); or a function of the index.
+        batch_size: samples per step of one rank.
+        length: the number of samples.
+        seed: with the epoch it decides the order. None draws one from torch's default generator.
+        whole_steps: leave out the samples that do not fill a step of all ranks, in each epoch others.
+
+    Raises:
+        ValueError: there are not ``length`` costs, or one of them is not a finite number above 0.
+
+    Example:
+        >>> sampler = CostSampler([1, 9, 8, 1, 2, 9, 2, 8], 2, 8, seed=0).for_ranks(2)
+        >>> [sorted(step) for step in np.array(list(sampler)).reshape(2, 4).tolist()]
+        [[0, 1, 3, 5], [2, 4, 6, 7]]
+    """
+
+    decided_by = (("costs", "costs"),)
+    fixed = ("costs",)
+    order_version = 2
+    _ranks = 1
+
+    def __init__(
+        self,
+        costs: Numbers | Callable[[int], float],
+        batch_size: int,
+        length: int,
+        seed: int | None = None,
+        whole_steps: bool = False,
+    ) -> None:
+        self.costs = checked_costs(costs, length)
+        self._batch_size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
+        self._sorted: Indices = np.argsort(self.costs, kind="stable")
+        self._whole_steps = whole_steps
+        self.seed = resolve_seed(seed)
+
+    def for_ranks(self, ranks: int) -> CostSampler:
+        twin = copy.copy(self)
+        twin._ranks = ranks
+        return twin
+
+    def epoch_table(self, epoch: int) -> Table:
+        step, key = self._batch_size * self._ranks, (self.seed, "costs", epoch)
+        steps = _CostSteps(self._sorted, self.costs, step, self._ranks, key)
+        return Table(self.len_epoch(epoch), steps.at, COST_BLOCK)
+
+    def len_epoch(self, epoch: int) -> int:
+        length, step = len(self.costs), self._batch_size * self._ranks
+        return length // step * step if self._whole_steps else length
+
+
+class _CostSteps:
+    """The steps of one epoch.
+
+    Args:
+        order: the indices, the cheapest first.
+        costs: of each index.
+        size, ranks: of a step.
+        key: what decides the order.
+    """
+
+    def __init__(self, order: Indices, costs: npt.NDArray[np.float64], size: int, ranks: int, key: tuple[Any, ...]):
+        self._order, self._costs, self._size, self._ranks = order, costs, size, ranks
+        self._count = steps = len(order) // size
+        self._levels = max(n for n in range(1, LEVELS + 1) if size % n == 0 and n * n <= size)
+        self._tuple = size // self._levels
+        rest = len(order) - steps * size
+        shift = int(random_words(1, *key)[0]) % max(len(order), 1)
+        self._rest = (np.arange(rest) * len(order) + shift) // max(rest, 1)
+        self._passed = self._rest - np.arange(rest)
+        self._tuples = [shuffle(steps, *key, level) for level in range(self._levels)]
+        # Of each tuple the first one that it is mixed with, and how many those are.
+        count = steps * self._levels
+        grade = np.floor(np.log(costs[order[np.arange(count) * self._tuple]]) / np.log(NEAR))
+        begins = np.flatnonzero(np.diff(grade, prepend=np.nan))
+        lengths = np.diff(np.append(begins, count))
+        begin, length = np.repeat(begins, lengths), np.repeat(lengths, lengths)
+        self._first = begin + (np.arange(count) - begin) // MIXED * MIXED
+        self._mixed = np.minimum(begin + length - self._first, MIXED)
+        self._shuffles = Bijections(*key, "mixed")
+
+    def at(self, positions: Indices) -> Indices:
+        """The indices at these positions."""
+        whole = positions[: np.searchsorted(positions, self._count * self._size)]
+        places = self._places(whole) if len(whole) else whole
+        places = places + np.searchsorted(self._passed, places, side="right")
+        last = positions[len(whole) :] - self._count * self._size
+        found: Indices = self._order[np.concatenate([places, self._rest[last]])]
+        return found
+
+    def _places(self, positions: Indices) -> Indices:
+        """Places in the sorted order, those in `_rest` left out."""
+        size, ranks, width = self._size, self._ranks, self._tuple
+        step, within = np.divmod(positions, size)
+        steps, here = np.unique(step, return_inverse=True)
+        tuples = np.stack([level * self._count + tuples(steps) for level, tuples in enumerate(self._tuples)], axis=1)
+        row, rank = np.divmod(within, ranks)
+        turned = self._shuffles(np.zeros_like(steps), np.full_like(steps, ranks), -1 - steps)
+        rank = (rank + turned[here]) % ranks
+        rank = np.where(self._backwards(tuples)[here, row], ranks - 1 - rank, rank)
+        level, member = np.divmod(row * ranks + rank, width)
+        number = tuples[here, level]
+        first, mixed = self._first[number], self._mixed[number]
+        found: Indices = first * width + mixed * member + self._shuffles(number - first, mixed, first * width + member)
+        return found
+
+    def _backwards(self, tuples: Indices) -> npt.NDArray[np.bool_]:
+        """Which rows of each step go from dear to cheap. In: the tuples of each step, shape (steps, levels)."""
+        rows, width = self._size // self._ranks, self._tuple
+        ends = np.arange(rows)[:, None] * self._ranks + np.array([0, self._ranks - 1])
+        number = tuples[:, ends // width]
+        first, mixed = self._first[number], self._mixed[number]
+        cost = self._costs[self._order[first * width + mixed * (ends % width) + (number - first)]]
+        gain = cost[:, :, 1] - cost[:, :, 0]
+        found, total = np.zeros(gain.shape, bool), np.zeros(len(gain))
+        for row in range(rows)[::-1]:
+            found[:, row] = total > 0
+            total += np.where(total > 0, -1, 1) * gain[:, row]
+        return found
+
+
+def checked_costs(costs: Any, length: int) -> npt.NDArray[np.float64]:
+    """The costs of ``length`` samples as float64, shape (length,).
+
+    Raises:
+        TypeError: they are no numbers.
+        ValueError: they are others than `CostSampler` takes.
+    """
+    given = [costs(index) for index in range(length)] if callable(costs) else costs
+    try:
+        array = np.asarray(given, np.float64)
+    except (TypeError, ValueError):
+        raise TypeError("costs must be numbers, one for each sample, or a function of the index") from None
+    if array.shape != (length,):
+        raise ValueError(
+            f"costs have shape {array.shape}, but the dataset has {length} samples: give one number for each"
+        )
+    wrong = np.flatnonzero(~((array > 0) & (array < np.inf)))
+    if len(wrong):
+        raise ValueError(f"the cost of sample {wrong[0]} is {array[wrong[0]]}: costs are finite numbers above 0")
     return array

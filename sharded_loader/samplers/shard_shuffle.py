@@ -23,12 +23,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.limits import check_fits
 from sharded_loader.randomness.shuffle import MAX_LENGTH, Bijections, Indices, shuffle, shuffled
-from sharded_loader.samplers.index_samplers import lengths_of
+from sharded_loader.samplers.index_samplers import Numbers, lengths_of
 from sharded_loader.sampling.base import resolve_seed
 from sharded_loader.sampling.own import IndexSampler
 
@@ -108,26 +107,23 @@ class ShardShuffleSampler(IndexSampler):
     order_version = 2
     shown = (("shards", "_count"), ("window", "window"), ("lanes", "lanes"))
 
-    def __init__(
-        self,
-        lengths: Sequence[int] | EqualShards | npt.NDArray[Any],
-        window: int = 16,
-        lanes: int = 1,
-        seed: int | None = None,
-    ) -> None:
+    def __init__(self, lengths: Numbers, window: int = 16, lanes: int = 1, seed: int | None = None) -> None:
         self._lengths = _simplified(lengths if isinstance(lengths, EqualShards) else lengths_of(lengths))
         self.window = check_int("window", window, 1, "give how many shards are mixed")
         self.lanes = check_int("lanes", lanes, 1, "give a number that your numbers of ranks divide, such as 64")
         self._count = len(self._lengths)
-        self._signature = repr(self._lengths) if isinstance(self._lengths, EqualShards) else self._lengths
-        self._length = self._lengths.total if isinstance(self._lengths, EqualShards) else int(self._lengths.sum())
+        self._signature: str | Indices
+        if isinstance(self._lengths, EqualShards):
+            self._signature, self._length = repr(self._lengths), self._lengths.total
+        else:
+            self._signature, self._length = self._lengths, int(self._lengths.sum())
         self.seed = resolve_seed(seed)
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
         key = self.seed, "shard order", epoch
         lengths, lanes, count = self._lengths, self.lanes, self._count
         window = min(self.window, max(count, 1))  # a number that fits into int64
-        line = _EqualLine(lengths, *key) if isinstance(lengths, EqualShards) else _ListedLine(lengths, *key)
+        line = _Line(lengths, *key)
         mix = Bijections(self.seed, "shard window", epoch)
         size, longer = divmod(self._length, lanes)  # the first lanes have one sample more where it must be
 
@@ -196,10 +192,17 @@ def _simplified(lengths: Indices | EqualShards) -> Indices | EqualShards:
     return lengths
 
 
-class _ListedLine:
-    """The shards of one epoch, one after the other in shuffled order. Shards count by their position in the line."""
+class _Line:
+    """The shards of one epoch, one after the other in shuffled order. Shards count by their position in the line.
 
-    def __init__(self, lengths: Indices, *key: Hashable) -> None:
+    Of shards that all have one length nothing is kept.
+    """
+
+    def __init__(self, lengths: Indices | EqualShards, *key: Hashable) -> None:
+        self._size = 0  # they have several
+        if isinstance(lengths, EqualShards):
+            self._size, self._order = lengths.size, shuffle(max(len(lengths), 1), *key)
+            return
         order = shuffled(len(lengths), *key)
         self._begins = _sums(lengths[order])
         # What is added to a position in the line to get the index.
@@ -207,40 +210,22 @@ class _ListedLine:
 
     def shard(self, positions: Indices) -> Indices:
         """The shards at these positions of the line."""
-        return np.searchsorted(self._begins, positions, side="right") - 1
+        return positions // self._size if self._size else np.searchsorted(self._begins, positions, side="right") - 1
 
     def begin(self, shards: Indices) -> Indices:
         """Where these shards begin. One number more than there are shards: where the line ends."""
-        return self._begins[shards]
+        return shards * self._size if self._size else self._begins[shards]
 
     def index(self, positions: Indices) -> Indices:
         """The dataset's indices of the samples at these positions."""
-        return positions + self._shifts[self.shard(positions)]
-
-
-class _EqualLine:
-    """The same line of shards that all have one length."""
-
-    def __init__(self, lengths: EqualShards, *key: Hashable) -> None:
-        self._size = lengths.size
-        self._order = shuffle(max(len(lengths), 1), *key)
-
-    def shard(self, positions: Indices) -> Indices:
-        return positions // self._size
-
-    def begin(self, shards: Indices) -> Indices:
-        return shards * self._size
-
-    def index(self, positions: Indices) -> Indices:
         shards = self.shard(positions)
-        return positions + (self._originals(shards) - shards) * self._size
-
-    def _originals(self, shards: Indices) -> Indices:
-        """The shards' positions in the dataset. Many samples of few shards ask for each shard once: 0.1 ms, not 1.1."""
+        if not self._size:
+            return positions + self._shifts[shards]
         low, high = int(shards.min()), int(shards.max())
-        if high - low >= len(shards):
-            return self._order(shards)
-        return self._order(np.arange(low, high + 1))[shards - low]
+        # Many samples of few shards ask for each shard once: 0.1 ms, not 1.1.
+        is_dense = high - low < len(shards)
+        originals = self._order(np.arange(low, high + 1))[shards - low] if is_dense else self._order(shards)
+        return positions + (originals - shards) * self._size
 
 
 def _sums(lengths: Indices) -> Indices:

@@ -272,19 +272,6 @@ def _unchangeable(kind: type[Sampler[Any]]) -> frozenset[str]:
     return frozenset(name for name in names if getattr(kind, name, None) is getattr(base, name, None))
 
 
-class BalancedSampler(Sampler[Item_co]):
-    """Base class of samplers that give all ranks similar items in each step."""
-
-    ranks = 1
-
-    def for_ranks(self, ranks: int) -> Sampler[Item_co]:
-        if ranks == self.ranks:
-            return self
-        twin = copy.copy(self)
-        twin.ranks = ranks
-        return twin
-
-
 _NEVER = 1 << 30
 
 

@@ -101,7 +101,7 @@ class MapEpoch(Epoch):
 
     def __init__(self, source: SamplerSource, epoch: int, position: Position | None) -> None:
         self.number, self.resumed = epoch, position is not None
-        self._source, self._position, self.signature = source, position or Position(epoch), source.signature
+        self.source, self._position, self.signature = source, position or Position(epoch), source.signature
         self._foreign, self._foreign_seed = find_foreign(source.items, source.seed)
         self._listed: Listed | None = None
         if type(source.items) in (list, tuple, range) and source.batch_size is not None and not source.rollover:
@@ -134,7 +134,7 @@ class MapEpoch(Epoch):
             return
         ended, span = before._at_end is not None, self._span
         mark = before._at_end if ended else before._marks.get(before._coming)  # its loop was left
-        follows = before.number + 1 == self.number and before._source.signature == self._source.signature
+        follows = before.number + 1 == self.number and before.source.signature == self.source.signature
         if mark is None or not follows or before._foreign is not self._foreign or not isinstance(span, _RollingSpan):
             return
         if mark.state is not None or span.is_endless:
@@ -144,12 +144,12 @@ class MapEpoch(Epoch):
 
     def again(self) -> MapEpoch:
         """The same batches once more, for a dataset that looks ahead. Not of a sampler of another library."""
-        return MapEpoch(self._source, self.number, self._position if self.resumed else None)
+        return MapEpoch(self.source, self.number, self._position if self.resumed else None)
 
     def indices(self, number: int) -> Any:
         """The indices of a batch, those of all its shards together; None after the last batch. See `batch`."""
         found = self.batch(number)
-        if found is None or not (self._source.given_batches and is_sharded(found[0])):
+        if found is None or not (self.source.given_batches and is_sharded(found[0])):
             return found and found[0]
         return [index for shard in found[0] for index in shard]
 
@@ -184,7 +184,7 @@ class MapEpoch(Epoch):
             )
         if size == 0:
             raise ValueError(f"{self._where(seq)} is empty: the batch sampler must yield at least one index")
-        if type(batch) is np.ndarray and not self._source.given_batches and batch.dtype == np.int64 and batch.ndim == 1:
+        if type(batch) is np.ndarray and not self.source.given_batches and batch.dtype == np.int64 and batch.ndim == 1:
             length = self.limit
             is_known = batch.base is not None and batch.base is self._within
             if (
@@ -194,7 +194,7 @@ class MapEpoch(Epoch):
             ):
                 self._check_range(batch.tolist(), seq)
             return Task(self.run, seq, self.number, first, (batch,), False)
-        sharded = self._source.given_batches and is_sharded(batch)
+        sharded = self.source.given_batches and is_sharded(batch)
         if sharded:
             shards = [plain_indices(shard) for shard in batch]
             for number, shard in enumerate(shards):
@@ -208,7 +208,7 @@ class MapEpoch(Epoch):
         else:
             shards = [plain_indices(batch)]
             self._check_range(shards[0], seq)
-        most = self._source.max_shards
+        most = self.source.max_shards
         if sharded and most is not None and len(shards) > most:
             raise ValueError(
                 f"{self._where(seq)} has {len(shards)} shards, but there are only {most} devices: "
@@ -287,12 +287,12 @@ class MapEpoch(Epoch):
         """A batch, and those behind it that come with it at no cost: a block of indices is made at once."""
         if self._table is None:
             self._table = self._open(number)
-        begin, rank = number - self.first, self._source.rank
+        begin, rank = number - self.first, self.source.rank
         batches = self._table.slice(begin, begin + self._table.block)
         return {self.first + n: (batch, self._span.done(n) + rank) for n, batch in enumerate(batches, begin)}
 
     def _open(self, number: int) -> Table:
-        items = self._listed or self._source.items
+        items = self._listed or self.source.items
         if self._foreign is not None:
             self._replay = Replay(self._foreign, self._foreign_seed, self._marks[number], self._open_before)
             self._open_before = None
@@ -347,9 +347,9 @@ class MapEpoch(Epoch):
         if self._skips and self._left_out(self.first) == self._span.length():
             return True
         mark: Checkpoint | None = self._position.mark
-        if self._counting is not None and not self._source.rollover:
+        if self._counting is not None and not self.source.rollover:
             return self._open(self.first).upto(0, 1) <= 0  # its length would take a pass
-        if mark is not None and not (self._source.cuts or self.evaluates):
+        if mark is not None and not (self.source.cuts or self.evaluates):
             return mark.finished  # a sampler of another library may yield more than its length says
         try:
             return self._span.length() == 0
@@ -361,7 +361,7 @@ class MapEpoch(Epoch):
         done, mark = self._position.done, self._position.mark
         if self._skips:  # all that is left of the epoch is left out
             done = self._span.done(self._left_out(self.first))
-        if self._source.rollover:
+        if self.source.rollover:
             return Position(self.number + 1, done - self._span.length_of_epoch, mark)
         if mark is None or mark.state is None:
             return Position(self.number + 1)
@@ -377,7 +377,7 @@ class MapEpoch(Epoch):
         return self.first + self._span.length() - (self._left_out(0) if self._skips else 0)
 
     def discarded(self) -> tuple[int, str]:
-        source, span, size = self._source, self._span, self._source.batch_size
+        source, span, size = self.source, self._span, self.source.batch_size
         end = span.items_from(0)
         if size is None or not source.drops_last or end >= sys.maxsize:
             return 0, ""
@@ -391,21 +391,21 @@ class MapEpoch(Epoch):
 
     def real(self, task: Task) -> int:
         """How many samples of a batch are no fillers, if the epoch ``evaluates``: the first ones."""
-        before, size = self._span.items_from(task.position), self._source.batch_size
+        before, size = self._span.items_from(task.position), self.source.batch_size
         if size is None:
             return sum(map(len, task.shards)) if before > 0 else 0
-        return min(parts(max(before, 0), self._source.replicas, cut=False), size)
+        return min(parts(max(before, 0), self.source.replicas, cut=False), size)
 
     def state(self, position: Position) -> dict[str, Any]:
         if self._counting is not None:
             position = replace(position, landmark=self._counting.landmark(*self._position_in_items(position)))
-        return dump(position, self._source.signature)
+        return dump(position, self.source.signature)
 
     def _position_in_items(self, position: Position) -> tuple[int, int]:
         """The epoch of a sampler with ``counts_by_pass``, and the number of an item there."""
-        if not self._source.rollover:
+        if not self.source.rollover:
             return position.epoch, position.done
-        before = position.epoch * (self._source.steps or 0) * self._source.replicas + self.signature.shift
+        before = position.epoch * (self.source.steps or 0) * self.source.replicas + self.signature.shift
         return EVERY, before + position.done
 
     def position(self, delivered: int) -> Position:
@@ -425,7 +425,7 @@ class MapEpoch(Epoch):
         That matters where the sampler goes on from it: with rollover, or by a state of its own.
         """
         mark = self._at_end
-        if mark is None or begin.mark is not None or (mark.state is None and not self._source.rollover):
+        if mark is None or begin.mark is not None or (mark.state is None and not self.source.rollover):
             return begin
         return replace(begin, mark=mark)
 
@@ -457,7 +457,7 @@ class _SeparateSpan:
     length_of_epoch = 0
 
     def __init__(self, source: SamplerSource, position: Position) -> None:
-        self._source, self._epoch, self._done = source, position.epoch, position.done
+        self.source, self._epoch, self._done = source, position.epoch, position.done
         self._step = source.replicas * (source.batch_size or 1)
         length = source.signature.sampler_length
         if source.evaluates and length is None:
@@ -470,7 +470,7 @@ class _SeparateSpan:
 
     def open(self, items: Any) -> Table:
         """The batches of the epoch after the position, as a table."""
-        source, table = self._source, table_of(items, self._epoch, self._source.seed)
+        source, table = self.source, table_of(items, self._epoch, self.source.seed)
         if source.evaluates:
             steps = parts(self._end - self._done, self._step, cut=False)
             goes_back = source.replicas if find_foreign(source.items, 0)[0] is None else 0
@@ -482,7 +482,7 @@ class _SeparateSpan:
         return Batched(table, source.batch_size, source.drops_last, arrays=True, convert=source.arrays)
 
     def length(self) -> int:
-        source = self._source
+        source = self.source
         rest = max(len_epoch(source.items, self._epoch) - self._done, 0)
         mine = parts(rest, source.replicas, source.dealt and source.drops_last)
         return parts(mine, source.batch_size or 1, source.drops_last)
@@ -504,7 +504,7 @@ class _RollingSpan(Rolling):
     """The batches of an epoch in the endless sequence of epochs."""
 
     def __init__(self, source: SamplerSource, epoch: int, position: Position | None) -> None:
-        self._source = source
+        self.source = source
         self.is_endless = source.steps is not None and known_length(source.items, 0) is None
         length = ENDLESS if self.is_endless else len_epoch(source.items, 0)
         size, before = source.batch_size or 1, epoch * length
@@ -518,7 +518,7 @@ class _RollingSpan(Rolling):
 
     def open(self, items: Any) -> Table:
         """The batches as a table."""
-        source = self._source
+        source = self.source
         open_epoch = partial(table_of, items, seed=source.seed)
         if getattr(items, "counts_by_pass", False):
             return self.items(lambda _: table_of(items, EVERY, source.seed), source.rank, name_of(items))

@@ -33,14 +33,16 @@ first batch of an epoch there is no checkpoint: interrupted there, a sampler is 
 from __future__ import annotations
 
 import copy
+import os
 import random
+import sys
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain, islice, repeat
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -49,12 +51,14 @@ from sharded_loader.base.errors import as_batch_error
 from sharded_loader.base.limits import check_fits
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.engine.epoch_requests import noted, put_back
-from sharded_loader.randomness.global_generators import seed_torch, seeded_globals
-from sharded_loader.randomness.rng import derive_key
+from sharded_loader.engine.order import process_group
+from sharded_loader.randomness.rng import derive_key, seed_torch, seeded_globals
 from sharded_loader.randomness.shuffle import Indices
 from sharded_loader.sampling.base import ONE_SHOT, depth, is_own, is_wrapper, nested, tell_epoch
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import Streamed, Table, as_numbers, bytes_of
+
+Found = TypeVar("Found")
 
 _PART = 1 << 16  # items passed over between two updates of the checksum
 
@@ -257,7 +261,7 @@ def _apart(value: Any) -> Any:
     return value
 
 
-def read_twice(read: Callable[[int], Any], sampler: Any, epoch: int) -> Any:
+def read_twice(read: Callable[[int], Found], sampler: object, epoch: int) -> Found:
     """What ``read(1)`` returns of an epoch of another library's sampler, if ``read(2)`` returns the same.
 
     The global generators are seeded otherwise each time. Not only the start depends on them: what comes later may, too.
@@ -274,7 +278,7 @@ def read_twice(read: Callable[[int], Any], sampler: Any, epoch: int) -> Any:
     return found
 
 
-def other_indices(sampler: Any, epoch: int) -> ValueError:
+def other_indices(sampler: object, epoch: int) -> ValueError:
     """The error for an epoch that another library's sampler does not yield again."""
     return ValueError(
         f"epoch {epoch} cannot be looked up: the sampler, {an(type(sampler))}, yields other indices when it is read "
@@ -505,6 +509,40 @@ def rank_of(sampler: Any) -> int | None:
     names = ("rank", "process_index")
     found = (getattr(each, name, None) for each in nested(sampler) for name in names)
     return next((rank for rank in found if isinstance(rank, int)), None)
+
+
+def text_if_ranks_repeat(samplers: Iterable[object], environ: Mapping[str, str] = os.environ) -> str | None:
+    """What to say if the ranks of a process group, or of WORLD_SIZE, would all read the same samples; otherwise None.
+
+    Example:
+        >>> text_if_ranks_repeat([], {"WORLD_SIZE": "2"})
+        'this process is one of 2 ranks (WORLD_SIZE), and each reads the whole dataset: '
+    """
+    distributed, known_from = process_group(), "(torch.distributed)"
+    if distributed is not None:
+        ranks = int(distributed.get_world_size())
+    else:
+        given, known_from = environ.get("WORLD_SIZE", ""), "(WORLD_SIZE)"
+        ranks = int(given) if given.strip().isdecimal() else 1
+    counts = ("num_replicas", "num_processes")  # of Accelerate's samplers
+    shares = (
+        rank_of(sampler) is not None
+        or getattr(sampler, "is_part", False)
+        or any(hasattr(sampler, name) for name in counts)
+        for sampler in samplers
+    )
+    if ranks <= 1 or any(shares):
+        return None
+    return f"this process is one of {ranks} ranks {known_from}, and each reads the whole dataset: "
+
+
+def refuse_distributed_sampler(sampler: object) -> None:
+    """Reject a sampler of torch's that shares out the samples, where the loader does."""
+    kind = getattr(sys.modules.get("torch.utils.data"), "DistributedSampler", ())
+    if any(isinstance(one, kind) for one in nested(sampler)):
+        raise ValueError(
+            "num_replicas and a torch DistributedSampler would share out the samples twice: leave out one of the two"
+        )
 
 
 def _copied(item: Any) -> Any:

@@ -167,7 +167,7 @@ class ShardDataset(Dataset):
 
     @property
     def _fingerprint(self) -> str:
-        """For `data.known`: names and sizes of the shards, and tags of stores. Folders and times may change."""
+        """For `data.inspection`: names and sizes of the shards, and tags of stores. Folders and times may change."""
         names = [url.split("?")[0].replace("\\", "/").rsplit("/", 1)[-1] for url in self._urls]
         tags = [stat.tag if local_path(url) is None else "" for url, stat in zip(self._urls, self._stats, strict=True)]
         columns = getattr(self._format, "columns", None)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import weakref
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,36 +35,21 @@ _openings = itertools.count()
 class SharedParts:
     """What the epochs of one order share.
 
-    Args:
-        dataset: the data.
-
     Attributes:
-        dataset: as above.
+        dataset: the data.
         reached: of each part, the farthest point that was read.
-        oldest: the smallest `StreamEpoch.opening` of the epochs that have begun and that an iterator goes on with.
-            Workers close the parts of older ones.
-        gone: epochs that no iterator goes on with, until `settle` forgets them.
+        begun: the openings of the epochs that an iterator goes on with. Workers close the parts of older ones.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self.reached: dict[int, PartPoint] = {}
-        self.oldest = 0
-        self._begun: dict[weakref.ref[StreamEpoch], int] = {}
-        self.gone: deque[weakref.ref[StreamEpoch]] = deque()
+        self.begun: dict[weakref.ref[StreamEpoch], int] = {}
 
-    def begun(self, epoch: StreamEpoch) -> None:
+    def begin(self, epoch: StreamEpoch) -> None:
         """An epoch begins: its parts stay open as long as the epoch lives."""
         # A callback in Python would swallow a Ctrl-C that strikes in it.
-        self._begun[weakref.ref(epoch, self.gone.append)] = epoch.opening
-        self.settle()
-
-    def settle(self) -> None:
-        """Forget the epochs that are gone."""
-        while self.gone:
-            self._begun.pop(self.gone[0], None)
-            self.gone.popleft()
-        self.oldest = min(self._begun.values(), default=0)
+        self.begun[weakref.ref(epoch, self.begun.pop)] = epoch.opening
 
 
 class StreamEpoch(Epoch):
@@ -75,30 +59,25 @@ class StreamEpoch(Epoch):
 
     Args:
         shared: what the epochs of the loader share.
-        stream: how the data is cut into batches.
-        signature: what its positions are positions in.
+        signature: how the data is cut into batches, and what positions are positions in.
         begin: where it begins.
         resumed: that is a position that was saved.
 
     Attributes:
-        stream: as above.
         opening: identifies the epoch to those who hold parts open.
     """
 
     takes_turns = True
 
-    def __init__(
-        self, shared: SharedParts, stream: Stream, signature: StreamSignature, begin: Position, resumed: bool
-    ) -> None:
-        self.number, self.stream, self.resumed = begin.epoch, stream, resumed
-        self.opening = 0 if stream.endless else next(_openings)
+    def __init__(self, shared: SharedParts, signature: StreamSignature, begin: Position, resumed: bool) -> None:
+        self.number, self.first, self.resumed = begin.epoch, begin.done, resumed
+        self.in_mid_epoch = resumed and bool(begin.done)
+        endless, parts = signature.stream.endless, signature.parts_of_rank()
+        self.opening = 0 if endless else next(_openings)
         self._shared, self._signature = shared, signature
-        self._parts = parts = signature.parts_of_rank()
-        self.first = begin.done
-        self.in_mid_epoch = resumed and bool(self.first)
         self.second_turn = self.first + len(parts)
         counts = {part: begin.counts.get(part, 0) for part in parts}
-        beginning = PartPoint(passes=0 if stream.endless else begin.epoch)
+        beginning = PartPoint(passes=0 if endless else begin.epoch)
         points = {part: begin.points.get(part, beginning) for part in parts}
         # How many batches of each part are forgotten, and the point there: changed in one assignment.
         self._passed: tuple[dict[int, int], dict[int, PartPoint]] = counts, points
@@ -108,11 +87,16 @@ class StreamEpoch(Epoch):
         heapq.heapify(turns)
         # The number that is planned next, and how many batches are planned of each part: changed in one assignment.
         self._line: tuple[int, list[tuple[int, int]]] = self.first, turns
-        self._planned: dict[int, PartBatch] = {}
-        self._notes: dict[int, tuple[int, PartPoint]] = {}
+        # By number: what was planned, and the point behind it once it has come.
+        self._planned: dict[int, tuple[PartBatch, PartPoint | None]] = {}
         self.given_up: dict[int, int] = {}
         self._empty: set[int] = set()  # what was planned behind those
         self._discarded: dict[int, int] = {}  # of each part, the samples at its end that filled no batch
+
+    @property
+    def stream(self) -> Stream:
+        """How the data is cut into batches."""
+        return self._signature.stream
 
     @property
     def _last(self) -> int | None:
@@ -122,11 +106,12 @@ class StreamEpoch(Epoch):
 
     def task(self, seq: int) -> Task | None:
         """Batch ``seq`` as a task; None after the last one."""
-        part, stream = self.batch(seq), self.stream
+        part, signature = self.batch(seq), self._signature
         if part is None:
             return None
-        indices = PartIndices(part.number, range(part.batch * stream.batch_size, (part.batch + 1) * stream.batch_size))
-        position, lane = part.batch * stream.parts + part.number, self._parts.index(part.number)
+        size, lane = signature.batch_size, part.number // signature.num_replicas
+        indices = PartIndices(part.number, range(part.batch * size, (part.batch + 1) * size))
+        position = part.batch * signature.streams + part.number
         return Task(self.run, seq, self.number, position, (indices,), False, lane=lane, part=part)
 
     def batch(self, seq: int) -> PartBatch | None:
@@ -136,79 +121,73 @@ class StreamEpoch(Epoch):
             seq: at least `first`, and not forgotten.
         """
         while (coming := self._line[0]) <= seq:
-            turns = self._line[1].copy()
-            while turns and self._known[turns[0][1]].ended:
+            known, turns = self._known, self._line[1].copy()
+            while turns and known[turns[0][1]].ended:
                 heapq.heappop(turns)
             if not turns or (self._last is not None and coming >= self._last):
                 return None
-            count, part = turns[0]
             if self.any_order:  # not to wait for a slow part: the one with the fewest batches in flight
-                turns = [turn for turn in turns if not self._known[turn[1]].ended]
-                count, part = min(turns, key=lambda turn: (turn[0] - self._known[turn[1]].batches, turn))
-                turns.remove((count, part))
+                turns = [turn for turn in turns if not known[turn[1]].ended]
+                count, part = min(turns, key=lambda turn: (turn[0] - known[turn[1]].batches, turn))
+                turns[turns.index((count, part))] = count + 1, part
                 heapq.heapify(turns)
-                heapq.heappush(turns, (count + 1, part))
             else:
+                count, part = turns[0]
                 heapq.heapreplace(turns, (count + 1, part))
-            if self._shared.gone:
-                self._shared.settle()
-            self._planned[coming] = PartBatch(self.opening, self._shared.oldest, part, count, self._known[part])
+            oldest = min(self._shared.begun.values(), default=0)
+            self._planned[coming] = PartBatch(self.opening, oldest, part, count, known[part]), None
             self._line = coming + 1, turns
-        return self._planned.get(seq)
+        return self._planned[seq][0] if seq in self._planned else None
 
     def came(self, seq: int, result: Result) -> Result:
         """A batch has come back: its part has got further, or has ended."""
-        planned = self._planned.get(seq)
-        if planned is None:
+        if seq not in self._planned:
             return result
-        point = result.point
-        if planned.batch > self.given_up.get(planned.number, planned.batch):
-            result, point = Result(result.run, seq, NOTHING), self._known[planned.number]
+        planned, point = self._planned[seq][0], result.point
+        part, known = planned.number, self._known[planned.number]
+        if planned.batch > self.given_up.get(part, planned.batch):
+            result, point = Result(result.run, seq, NOTHING), known
             self._empty.add(seq)
         elif point is None:
             # It is not known how far the part was read. Behind it nothing can be read. If a later batch of the part has
             # come first, with an error of its own, that is left out when its turn comes (`Run.leave_out`).
-            before = self._known[planned.number]
-            self.given_up[planned.number] = planned.batch
-            point = PartPoint(
-                planned.batch + 1, before.passes, before.samples, before.checksum, ended=True, asked=before.asked
-            )
-        self._notes[seq] = planned.number, point
-        known = self._known[planned.number]
-        if self.stream.drops_last and point.ended and not known.ended and result.batch is NOTHING:
-            self._discarded[planned.number] = point.samples - known.samples
+            self.given_up[part] = planned.batch
+            point = known._replace(batches=planned.batch + 1, ended=True, state=None)
+        self._planned[seq] = planned, point
+        if point.ended and not known.ended and result.batch is NOTHING and self.stream.drops_last:
+            self._discarded[part] = point.samples - known.samples
         if point.ended or point.batches > known.batches:
-            self._known[planned.number] = point
-        self._shared.reached[planned.number] = point
+            self._known[part] = point
+        self._shared.reached[part] = point
         return result
 
     def discarded(self) -> tuple[int, str]:
         lost = sum(count == self._known[part].samples for part, count in self._discarded.items() if count)
-        return sum(self._discarded.values()), f"{lost} of its {self.stream.parts} parts" if lost else ""
+        return sum(self._discarded.values()), f"{lost} of its {self._signature.streams} parts" if lost else ""
 
     @property
     def tables(self) -> tuple[dict[int, Any], ...]:
         """What is kept of batches in flight, by their numbers."""
-        return self._planned, self._notes
+        return (self._planned,)
 
     def forget(self, delivered: int) -> None:
         """Batches before the last delivered one are not asked for again (that batch itself may be taken back)."""
-        over = sorted(one for one in self._planned if one < delivered - 1)
-        self._passed = self._advanced(over)
-        for seq in over:  # at the end: interrupted before, all of it is done again
-            self._notes.pop(seq, None)
-            del self._planned[seq]
+        self._passed = self._advanced(delivered - 1)
+        for seq in [one for one in self._planned if one < delivered - 1]:
+            del self._planned[seq]  # at the end: interrupted before, all of it is done again
 
-    def _advanced(self, seqs: list[int]) -> tuple[dict[int, int], dict[int, PartPoint]]:
-        """What was passed, after these batches too. Another thread may `forget` meanwhile: a part never goes back."""
-        notes = self._notes.copy()
+    def _advanced(self, before: int) -> tuple[dict[int, int], dict[int, PartPoint]]:
+        """What was passed, after the batches before a number too."""
+        # Copies: another thread may `forget` meanwhile. For the same reason a part never goes back.
+        planned = self._planned.copy()
         counts, points = self._passed
         counts, points = counts.copy(), points.copy()
-        for seq in seqs:
-            if seq in notes:
-                part, point = notes[seq]
-                if point.batches >= counts[part]:
-                    counts[part], points[part] = point.batches, point
+        for seq in sorted(planned):
+            if seq >= before:
+                break
+            batch, point = planned[seq]
+            if point is not None and point.batches >= counts[batch.number]:
+                counts[batch.number], points[batch.number] = point.batches, point
         return counts, points
 
     def repeats(self, delivered: int, at_end: bool) -> bool | None:
@@ -235,11 +214,10 @@ class StreamEpoch(Epoch):
 
     def position(self, delivered: int) -> Position:
         """The position after the batches before number ``delivered`` were received."""
-        counts, points = self._advanced(sorted(seq for seq in self._notes.copy() if seq < delivered))
-        batches = self._before + sum(counts.values())
+        counts, points = self._advanced(delivered)
         if self._last is None and not any(counts.values()):
             return Position(self.number)
-        return Position(self.number, batches, None, counts, points)
+        return Position(self.number, self._before + sum(counts.values()), None, counts, points)
 
     def primed(self, part: int, point: PartPoint) -> None:
         """A part has been opened, and is at this point."""
@@ -247,7 +225,7 @@ class StreamEpoch(Epoch):
 
     def at_beginning(self) -> Position:
         """The position that the reading began at, with a point for each part."""
-        return Position(self.number, self.first, None, *self._advanced([]))
+        return Position(self.number, self.first, None, *self._advanced(0))
 
     def batches(self, delivered: int) -> int:
         """How many batches of the epoch were received, if ``delivered`` numbers are done."""
@@ -264,16 +242,14 @@ class StreamEpoch(Epoch):
 
     def following(self) -> Position:
         """Where the next epoch begins, if this one `is_over`."""
-        if self._last is None:
-            return Position(self.number + 1)
-        return Position(self.number + 1, 0, None, *self._advanced([]))
+        return self._begin_after(Position(self.number + 1), 0)
 
     def after(self, begin: Position) -> Position:
         """The beginning of the next epoch, as it is after this one."""
-        if self._last is None:
-            return begin
-        at = self.position(self._line[0])
-        return Position(begin.epoch, 0, None, at.counts, at.points)
+        return self._begin_after(begin, self._line[0])
+
+    def _begin_after(self, begin: Position, planned: int) -> Position:
+        return begin if self._last is None else Position(begin.epoch, 0, None, *self._advanced(planned))
 
     def counts_behind(self) -> Mapping[int, int]:
         """How many batches each part has given when the epoch is over, also if its loop was left before."""

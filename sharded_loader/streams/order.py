@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from sharded_loader.base.checks import check_int
@@ -20,7 +21,6 @@ from sharded_loader.base.notices import warn
 from sharded_loader.base.private import fetched_by_lightning
 from sharded_loader.data.inspection import known_parts
 from sharded_loader.data.seeding import told_in
-from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.messages import Stream
 from sharded_loader.engine.order import Epoch, Order, Position
 from sharded_loader.streams.epoch import SharedParts, StreamEpoch, length_of_epoch
@@ -41,10 +41,13 @@ class StreamOrder(Order[StreamSignature]):
 
     Args:
         dataset: the data.
-        batch_size, last_batch, num_replicas, rank, seed: of the loader.
+        batch_size, last_batch, num_workers: of the loader.
         streams: how many parts; None: as many as the dataset has shards, or as there are workers.
-        steps_per_epoch: how many batches an epoch has on each rank; None: what the parts have.
-        num_workers: of the loader.
+        given: see `Order`. With ``steps_per_epoch`` an epoch has so many batches on each rank; otherwise what its parts
+            have.
+
+    Attributes:
+        is_bound: states of another number of parts are rejected.
     """
 
     def __init__(
@@ -52,13 +55,10 @@ class StreamOrder(Order[StreamSignature]):
         dataset: Any,
         *,
         batch_size: Any,
-        last_batch: str | None,
-        num_replicas: Any,
-        rank: Any,
-        seed: int | None,
         streams: Any,
-        steps_per_epoch: int | None,
         num_workers: int,
+        last_batch: str | None = None,
+        **given: Any,
     ) -> None:
         self._size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
         if last_batch not in (None, "keep", "discard"):
@@ -66,56 +66,60 @@ class StreamOrder(Order[StreamSignature]):
                 f'last_batch is {last_batch!r}; for iterable data it must be "keep" or "discard". With '
                 f"steps_per_epoch= no batch is short"
             )
-        super().__init__(last_batch, num_replicas, rank, seed, steps_per_epoch)
-        self.drops_last = last_batch == "discard"
+        super().__init__(last_batch, **given)
         self._given = None if streams is None else check_int("streams", streams, 1, "give the number of parts")
-        self._chosen = streams is not None  # otherwise the parts of a state are as good as ours
-        self._requests = EpochRequests()
+        self.is_bound = streams is not None
         self._requests.listen(told_in(dataset))
-        self._dataset, self._kind, self._workers = dataset, type(dataset).__name__, num_workers
-        self._shared = SharedParts(dataset)
+        self._dataset, self._workers, self._shared = dataset, num_workers, SharedParts(dataset)
         self._last: StreamEpoch | None = None
         self._warned = False
-        self._check()
-
-    def _check(self) -> None:
-        replicas, _ = self.replicas()
-        if self._given is not None and self._given < replicas:
-            raise ValueError(f"streams is {self._given}, but there are {replicas} ranks, and each needs a part")
+        if streams is not None:
+            self.parts  # noqa: B018 - each rank must have one
 
     @property
-    def sampler(self) -> EpochSetter:
-        """What Lightning tells the epoch. It loads no state where an epoch has ended."""
-        return EpochSetter(self)
+    def sampler(self) -> SimpleNamespace:
+        """Stands where other libraries look for a sampler's ``set_epoch``."""
+        return SimpleNamespace(set_epoch=self._note_epoch)
+
+    def _note_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one. Lightning says so after the first batch, without a length."""
+        ahead, _ = fetched_by_lightning("on_advance_start")
+        begun = self._last
+        if not ahead or begun is None:
+            self.set_epoch(epoch)
+        elif begun.number != epoch:
+            warn(
+                f"Lightning goes on with epoch {epoch}, but it has read the first batch of epoch {begun.number}: "
+                f"it loads no position at the end of an epoch. Give the loader steps_per_epoch="
+            )
 
     # -- parts ----------------------------------------------------------------------------------------------
 
     @property
     def parts(self) -> int:
         """How many parts the data is cut into."""
-        if self._given is not None:
-            return self._given
-        replicas, _ = self.replicas()
-        known = known_parts(self._dataset)
+        replicas, given = self.replicas()[0], self._given
+        if given is not None and given < replicas:
+            raise ValueError(f"streams is {given}, but there are {replicas} ranks, and each needs a part")
+        known = known_parts(self._dataset) if given is None else None
         if known is None:
-            return replicas * max(1, self._workers)
+            return replicas * max(1, self._workers) if given is None else given
         if known < replicas:
             raise ValueError(
-                f"the dataset, {an(self._kind)}, has {known} shards, but there are {replicas} ranks, and each needs "
-                f"one: write it in more shards, or give streams= if its samples can be shared out in another way"
+                f"the dataset, {an(type(self._dataset))}, has {known} shards, but there are {replicas} ranks, and each "
+                f"needs one: write it in more shards, or give streams= if its samples can be shared out in another way"
             )
         return min(known, max(MOST_PARTS, replicas))
 
     @property
     def stream(self) -> Stream:
         """How the data is cut into batches."""
-        return Stream(self.parts, self._size, self.drops_last, self.steps is not None)
+        return self.signature().stream
 
     def settle_replicas(self) -> None:
         """An epoch begins: what is not known until then is settled."""
         super().settle_replicas()
         self._given = self.parts
-        self._check()
         if self.replicas()[0] > 1 and self.steps is None and not self._warned:
             self._warned = True
             warn(
@@ -133,12 +137,12 @@ class StreamOrder(Order[StreamSignature]):
         """An epoch's batches for this rank, from a position on."""
         signature = self.signature()
         begin = position or self._beginning(number, signature.parts_of_rank())
-        return StreamEpoch(self._shared, self.stream, signature, begin, resumed=position is not None)
+        return StreamEpoch(self._shared, signature, begin, resumed=position is not None)
 
     def begun(self, epoch: Epoch) -> None:
         """An epoch begins: its parts stay open while an iterator goes on with it, and the next one is behind it."""
         if isinstance(epoch, StreamEpoch):
-            self._shared.begun(epoch)
+            self._shared.begin(epoch)
             self._last = epoch
 
     def _beginning(self, epoch: int, parts: range) -> Position:
@@ -155,16 +159,14 @@ class StreamOrder(Order[StreamSignature]):
 
     def text_of_step(self, epoch: Any, step: Any) -> str:
         """The message for a step of iterable data: it cannot be looked up, but its part is known."""
-        epoch, step = (
-            check_int("epoch", epoch, 0, "epochs count from 0"),
-            check_int("step", step, 0, "steps count from 0"),
-        )
+        epoch = check_int("epoch", epoch, 0, "epochs count from 0")
+        step = check_int("step", step, 0, "steps count from 0")
         parts = self.signature().parts_of_rank()
         turn, place = divmod(step + epoch * (self.steps or 0), len(parts))
         return (
-            f"the dataset, {an(self._kind)}, is iterable data: which samples a step has is known when it is read. "
-            f"Unless a part has ended before, step {step} of epoch {epoch} is batch {turn} of part {parts[place]} of "
-            f"{self.parts}: to read it again, load a state that was saved before it"
+            f"the dataset, {an(type(self._dataset))}, is iterable data: which samples a step has is known when it is "
+            f"read. Unless a part has ended before, step {step} of epoch {epoch} is batch {turn} of part "
+            f"{parts[place]} of {self.parts}: to read it again, load a state that was saved before it"
         )
 
     def place_of(self, step: int) -> tuple[int, int]:
@@ -186,20 +188,15 @@ class StreamOrder(Order[StreamSignature]):
 
     def signature(self) -> StreamSignature:
         """What a position in this order is a position in."""
-        replicas, rank = self.replicas()
-        last_batch = "discard" if self.drops_last else "keep"
-        return StreamSignature(self.seed, self._kind, self.parts, self._size, last_batch, self.steps, replicas, rank)
+        kind, last_batch = type(self._dataset).__name__, "discard" if self.drops_last else "keep"
+        return StreamSignature(self.seed, kind, self.parts, self._size, last_batch, self.steps, *self.replicas())
 
     def _parsed(self, state: Any) -> tuple[Position, StreamSignature]:
-        return self.parse(state)
-
-    def parse(self, state: Any) -> tuple[Position, StreamSignature]:
-        """A state, or a list of the states of all ranks, as position and signature."""
         return parse(state, self.replicas())
 
     def _differences(self, saved: StreamSignature, position: Position, strict: bool) -> list[str]:
         own = self.signature()
-        if not self._chosen:
+        if not self.is_bound:
             own = replace(own, streams=saved.streams)
         return differences(saved, own, position, strict)
 
@@ -209,26 +206,3 @@ class StreamOrder(Order[StreamSignature]):
         self._shared.reached.clear()
         self._last = None
         return changed
-
-
-class EpochSetter:
-    """Stands where other libraries look for a sampler's ``set_epoch``.
-
-    Args:
-        order: whose next epoch it is.
-    """
-
-    def __init__(self, order: StreamOrder) -> None:
-        self._order = order
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that comes next. Lightning says so after the first batch, without a length."""
-        ahead, _ = fetched_by_lightning("on_advance_start")
-        begun = self._order._last
-        if not ahead or begun is None:
-            self._order.set_epoch(epoch)
-        elif begun.number != epoch:
-            warn(
-                f"Lightning goes on with epoch {epoch}, but it has read the first batch of epoch {begun.number}: "
-                f"it loads no position at the end of an epoch. Give the loader steps_per_epoch="
-            )

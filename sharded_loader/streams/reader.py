@@ -1,38 +1,197 @@
 """Reads one batch of iterable data: the samples that come next in a part, then batchify. The same code in every pool.
 
     Task (part, number of the batch) -> StreamReader.read -> Result, with the point that the part has got to
+    OpenPart(dataset, number, parts)        a part while it is read: ``begin``, ``advance``, ``state``
+    Copies(dataset).make()                  a copy of the dataset as it was
+
+A dataset knows from ``torch.utils.data.get_worker_info()`` which part to yield, as in torch's own workers: ``id`` is
+the number of the part, ``num_workers`` the number of parts. A function may take the two numbers as arguments instead.
 
 A part stays open from batch to batch, so its tasks come to one worker (``Task.lane``). Nothing depends on that: a
 reader that does not have the part open, or has read past the batch, opens it again and reads up to the batch. It begins
 at the point that the task brings, if that has a state of the dataset's own, otherwise at the beginning of the part. So
 a killed worker, an interrupted batch and a loaded state are one case.
 
-The samples on the way must be the ones of before. If their checksum is another one, the batch is an error.
+The samples on the way must be the ones of before. A checksum of the first sample of each batch says whether they are;
+otherwise the batch is an error.
 
-Owns the open parts. What can go wrong is the user's: the error of its batch. An iterator that has raised an error is
+Owns the open parts, each with a copy of the dataset where several are open in one process: many datasets keep their
+position in themselves. What can go wrong is the user's: the error of its batch. An iterator that has raised an error is
 asked for the next sample again. A generator has ended then, and so does its part.
 """
 
 from __future__ import annotations
 
 import copy
+import io
 import operator
+import pickle
+import types
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from inspect import isasyncgenfunction, iscoroutinefunction
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
 from sharded_loader.base.described import an
 from sharded_loader.base.errors import HAS_ENDED, add_note
-from sharded_loader.data.known import sampled
+from sharded_loader.batching.protocol import refuse_async
+from sharded_loader.data.inspection import is_stateful, iterable_of, sampled
+from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.engine.board import BEGINNING, ONE_BY_ONE, SAMPLE, SHARD, UNUSED
 from sharded_loader.engine.messages import Job, PartBatch, PartIndices, PartPoint, Stream, Task
 from sharded_loader.engine.reader import Bad, BatchScope, Reader
 from sharded_loader.engine.split import shard_sizes
-from sharded_loader.randomness.rng import SampleScope, derive_key, reading
-from sharded_loader.streams.parts import Copies, OpenPart
-from sharded_loader.streams.worker_info import here
+from sharded_loader.randomness.rng import derive_key, reading
+from sharded_loader.streams.worker_info import Part, here, tell
+
+SHARED_BYTES = 64 << 20
+"""Arrays from this size on are data, and all parts share them. Smaller ones may be an order, shuffled in place."""
+
+
+class Copies:
+    """Copies of a dataset as it is now. Functions, classes, modules and large arrays in it are shared.
+
+    Example:
+        >>> data = [1, print]
+        >>> copies = Copies(data)
+        >>> data.append(2)
+        >>> copies.make() == [1, print]
+        True
+    """
+
+    def __init__(self, dataset: object) -> None:
+        self._dataset, self._shared, stream = dataset, list[object](), io.BytesIO()
+        copier = _Copier(stream, protocol=5)
+        copier.shared = self._shared
+        try:
+            copier.dump(dataset)
+            self._pickled = stream.getvalue()
+        except Exception:  # it cannot be pickled
+            self._pickled = b""
+
+    def make(self) -> Any:
+        """One copy; the dataset itself where it cannot be copied."""
+        if not self._pickled:
+            return self._dataset
+        made = _Unpickler(io.BytesIO(self._pickled))
+        made.shared = self._shared
+        return made.load()
+
+
+class _Copier(pickle.Pickler):
+    shared: list[object]
+
+    def persistent_id(self, obj: Any) -> int | None:
+        large = getattr(obj, "nbytes", 0) if hasattr(obj, "__array__") else 0
+        if not isinstance(obj, type | types.FunctionType | types.ModuleType) and large < SHARED_BYTES:
+            return None
+        self.shared.append(obj)
+        return len(self.shared) - 1
+
+
+class _Unpickler(pickle.Unpickler):  # a subclass: in Python 3.13 the method cannot be set
+    shared: list[object]
+
+    def persistent_load(self, pid: Any) -> object:
+        return self.shared[pid]
+
+
+class OpenPart(Part):
+    """One part of iterable data while it is read.
+
+    Args:
+        dataset: the dataset, or a copy of it that this part has to itself.
+        number, parts, seed: see `Part`.
+        alone: no other thread of this process reads a part.
+        told: call the dataset's ``set_epoch``.
+
+    Attributes:
+        point: where the part is. `advance` changes nothing in it; the reader does.
+        busy: a thread is in the middle of a batch.
+        advance: the next sample; StopIteration at the end of a pass.
+        items: the iterator of this pass.
+        is_stateful: the dataset, or its iterator, can say where it is.
+    """
+
+    is_stateful = busy = False
+    items: Any = None
+
+    def __init__(
+        self, dataset: Any, number: int, parts: int, seed: int, *, alone: bool = False, told: bool = True
+    ) -> None:
+        super().__init__(number, parts, seed, dataset)
+        self._alone, self._told = alone, told
+        self._last_state: tuple[Any, Any] | None = None
+        self.point = PartPoint()
+        self.advance: Callable[[], Any] = _nothing
+
+    def begin(self, passes: int, state: Any = None) -> None:
+        """Begin a pass, or go on from a state that `state` has returned. With a third item: begin after that pass."""
+        dataset = self.dataset
+        if self._told and (set_epoch := set_epoch_of(dataset)) is not None:
+            set_epoch(passes)
+        of_dataset, of_items, *begins_anew = state or (None, None)
+        if of_dataset is not None:
+            dataset.load_state_dict(copy.deepcopy(of_dataset))
+        before = self.tell()
+        try:
+            items = iterable_of(dataset, lambda: self.place)
+            method: Any = getattr(type(items), "__iter__", None)
+            if iscoroutinefunction(method) or isasyncgenfunction(method):
+                items = method(items)
+            refuse_async([items], "the dataset")
+            self.items = iter(items)
+            if of_items is not None:
+                self.items.load_state_dict(copy.deepcopy(of_items))
+            if begins_anew:  # the state is that of the end of a pass
+                self.items = iter(items)
+        finally:
+            here.part = before
+        self.is_stateful = is_stateful(dataset) or is_stateful(self.items)
+        self.advance = self.items.__next__
+
+    def tell(self) -> Part | None:
+        """Tell this thread of the part; see `streams.worker_info`."""
+        # One part in the main process is everything, as in torch: there is no worker.
+        return tell(None if self.parts == 1 and not self._alone else self, alone=self._alone)
+
+    def end(self) -> None:
+        """The part has no more samples: let go of the iterator."""
+        self._last_state = self.state()
+        self.items, self.advance = None, _nothing
+
+    def state(self) -> tuple[Any, Any] | None:
+        """What `begin` goes on from; None if the dataset cannot say."""
+        if self._last_state is not None or not self.is_stateful:
+            return self._last_state
+        # A dataset that is its own iterator is loaded as that.
+        return None if self.items is self.dataset else _state_of(self.dataset), _state_of(self.items)
+
+
+def _state_of(obj: Any) -> Any:
+    # A copy: some return the dict that they go on changing.
+    return copy.deepcopy(obj.state_dict()) if is_stateful(obj) else None
+
+
+def _nothing() -> Any:
+    raise StopIteration
+
+
+_EMPTY = (
+    "part {} of {} has no samples, so it cannot start over: give fewer parts (streams=), or leave steps_per_epoch out"
+)
+
+
+class EmptyPartError(ValueError):
+    """A part that is to start over has no samples."""
+
+
+Seed = Callable[[int, int], None] | None
+"""Seeds the global generators for a batch, by epoch and ``position``; None: they are not seeded."""
 
 
 class StreamReader(Reader):
@@ -43,7 +202,7 @@ class StreamReader(Reader):
         several: several parts may be open here at a time, or one for several iterators, and the dataset would mix them
             up. Each then has a copy of the dataset to itself.
         alone: no other thread of this process reads samples.
-        seed: seeds the global generators for a batch, by epoch and ``position``; None: they are not seeded.
+        seed: see `Seed`.
     """
 
     def __init__(
@@ -53,12 +212,12 @@ class StreamReader(Reader):
         notes_samples: bool = False,
         several: bool = True,
         alone: bool = False,
-        seed: Callable[[int, int], None] | None = None,
+        seed: Seed = None,
     ) -> None:
         super().__init__(job, notes_samples=notes_samples, in_bulk=False)
         assert job.stream is not None  # see `reader_for`
         self._stream: Stream = job.stream
-        self._several, self._alone, self._seed_globals = several, alone, seed
+        self._several, self._alone, self._seed = several, alone, seed or (lambda epoch, position: None)
         self._copies: Copies | None = None
         self._opened: dict[tuple[int, int], OpenPart] = {}
 
@@ -68,41 +227,35 @@ class StreamReader(Reader):
             part, place = map(operator.index, index)
         except (TypeError, ValueError):
             raise TypeError(f"a sample of iterable data is read as (part, position), not as {index!r}") from None
-        stream, passes = self._stream, 0 if self._stream.endless else epoch
-        missing = IndexError(f"part {part} of epoch {epoch} has no sample {place}; there are {stream.parts} parts")
-        if not 0 <= part < stream.parts or place < 0:
-            raise missing
-        opened = OpenPart(Copies(self._job.dataset).make(), part, stream.parts, self._part_seed(part, epoch))
-        scope, before, told = SampleScope(self._job.seed, passes), reading.get(), here.part
-        try:
-            reading.set(scope)
-            _at_first(scope, part)
-            opened.begin(passes)
-            scope.indices, scope.items = PartIndices(part, range(place + 1)), iter(range(place + 1))
-            opened.tell()
-            for _ in scope.items:
-                try:
-                    sample = opened.advance()
-                except StopIteration:
-                    if not stream.endless:
-                        raise
-                    passes += 1
-                    opened.begin(passes)
-                    sample = opened.advance()
-        except StopIteration:
-            raise missing from None
-        finally:
-            _, here.part = reading.set(before), told
-        return sample
+        parts, size, samples, before = self._stream.parts, self._stream.batch_size, list[Any](), reading.get()
+        if 0 <= part < parts and place >= 0:
+            batch = place // size
+            asked = PartBatch(0, 0, part, batch, PartPoint())
+            task = Task(0, 0, epoch, 0, (PartIndices(part, range(batch * size, place + 1)),), False, part=asked)
+            reader = StreamReader(replace(self._job, on_error="raise"))
+            at = reader._scope(task)
+            try:
+                reading.set(at)
+                samples = reader._read_batch(reader._open_at(asked, at), task.shards, at)
+            except EmptyPartError:
+                pass
+            finally:
+                reading.set(before)
+        if len(samples) != place % size + 1:
+            raise IndexError(f"part {part} of epoch {epoch} has no sample {place}; there are {parts} parts")
+        return samples[-1]
 
     def prime(self, task: Task) -> PartPoint:
         """Open the part of a task, and say where it is: before the first batch, as torch does in the main process."""
-        at = BatchScope(self._job.seed, task.epoch)
-        at.task, at.worker, at.empty, at.board = task, None, np.empty, list(UNUSED)
         assert task.part is not None  # a task of iterable data has one
-        opened = self._open_at(task.part, at)
+        opened = self._open_at(task.part, self._scope(task))
         opened.busy = False
         return opened.point._replace(state=opened.state())
+
+    def _scope(self, task: Task) -> BatchScope:
+        at = BatchScope(self._job.seed, 0 if self._stream.endless else task.epoch)
+        at.task, at.worker, at.empty, at.board = task, None, np.empty, list(UNUSED)
+        return at
 
     # -- one batch ------------------------------------------------------------------------------------------
 
@@ -115,7 +268,7 @@ class StreamReader(Reader):
         if opened.point.ended:
             at.point, opened.busy = opened.point, False
             return []
-        self._seed(task.epoch, task.position)
+        self._seed(at.epoch, task.position)
         at.is_alone = True
         try:
             samples = self._read_batch(opened, task.shards, at)
@@ -134,11 +287,8 @@ class StreamReader(Reader):
             at.dropped += planned - len(samples)
             first, sizes = shards[0], shard_sizes(len(samples), len(shards), list(map(len, shards)))
             shards = PartIndices(first.part, range(first.places.start, first.places.start + len(samples))).cut(sizes)
-        found, begin = [], 0
-        for indices in shards:
-            found.append((samples[begin : begin + len(indices)], indices))
-            begin += len(indices)
-        return self._collated(found, at)
+        cuts = pairwise(accumulate(map(len, shards), initial=0))
+        return self._collated([(samples[i:j], indices) for (i, j), indices in zip(cuts, shards, strict=True)], at)
 
     def _read_batch(self, opened: OpenPart, shards: Sequence[Any], at: BatchScope) -> list[Any]:
         """The samples that come next, at most as many as ``shards`` have indices; `Bad` where one failed."""
@@ -161,7 +311,7 @@ class StreamReader(Reader):
                         ended = not stream.endless
                         if stream.endless:
                             if len(samples) + base == 0:
-                                raise self._is_empty(at) from None
+                                raise EmptyPartError(_EMPTY.format(opened.number, stream.parts)) from None
                             passes, base = passes + 1, -len(samples)
                             opened.begin(passes)
                             advance = opened.advance
@@ -171,7 +321,7 @@ class StreamReader(Reader):
                         if self._policy.raises or at.passes(error):
                             raise
                         samples.append(self._policy.in_place_of(indices[len(samples) - before], error, at))
-                        if opened.is_over:
+                        if getattr(opened.items, "gi_frame", opened) is None:  # a generator that raises has ended
                             add_note(at.skipped[-1][1], f"part {opened.number} of {stream.parts} {HAS_ENDED}")
                 if at.is_timed:
                     at.timed(len(samples) - before)
@@ -190,14 +340,6 @@ class StreamReader(Reader):
             if ended:
                 opened.end()
         return samples
-
-    def _is_empty(self, at: BatchScope) -> ValueError:
-        part = at.task.part
-        number = None if part is None else part.number
-        return ValueError(
-            f"part {number} of {self._stream.parts} has no samples, so it cannot start over: give fewer parts "
-            f"(streams=), or leave steps_per_epoch out"
-        )
 
     # -- parts ----------------------------------------------------------------------------------------------
 
@@ -219,13 +361,17 @@ class StreamReader(Reader):
         if self._copies is None and self._several:
             self._copies = Copies(self._job.dataset)  # before any part has changed it
         dataset = self._job.dataset if self._copies is None else self._copies.make()
-        seed = self._part_seed(part.number, at.task.epoch)
-        stream = self._stream
+        job, stream = self._job, self._stream
+        seed = derive_key(job.seed, "part", at.epoch, part.number) & 0x7FFFFFFFFFFFFFFF
+        if job.base_seed is not None:
+            seed = job.base_seed + part.number
         opened = OpenPart(dataset, part.number, stream.parts, seed, alone=self._alone, told=stream.tells_epoch)
-        point, first = part.point, 0 if self._stream.endless else at.task.epoch
+        point, first = part.point, at.epoch
         opened.point = PartPoint(passes=first) if point.state is None else point
-        self._seed(at.task.epoch, opened.point.batches * self._stream.parts + part.number)
-        _at_first(at, part.number)
+        self._seed(at.epoch, opened.point.batches * self._stream.parts + part.number)
+        # What it draws belongs to its first sample, as in a generator, which begins there.
+        at.indices, at.items, at.drawn = PartIndices(part.number, range(1)), iter(range(1)), None
+        next(at.items)
         opened.begin(opened.point.passes, point.state)
         if point.state is None and not point.ended:
             self._skip(opened, point.batches, at)
@@ -238,7 +384,7 @@ class StreamReader(Reader):
         number, size = opened.number, self._stream.batch_size
         while opened.point.batches < batch and not opened.point.ended:
             count = opened.point.batches
-            self._seed(at.task.epoch, count * self._stream.parts + number)
+            self._seed(at.epoch, count * self._stream.parts + number)
             indices = PartIndices(number, range(count * size, (count + 1) * size))
             try:
                 self._read_batch(opened, [indices], at)
@@ -261,16 +407,6 @@ class StreamReader(Reader):
             f"and load_state_dict()"
         )
 
-    def _seed(self, epoch: int, position: int) -> None:
-        if self._seed_globals is not None:
-            self._seed_globals(0 if self._stream.endless else epoch, position)
-
-    def _part_seed(self, part: int, epoch: int) -> int:
-        if self._job.base_seed is not None:
-            return self._job.base_seed + part
-        epoch = 0 if self._stream.endless else epoch
-        return derive_key(self._job.seed, "part", epoch, part) & 0x7FFFFFFFFFFFFFFF
-
 
 class StatefulReader(Reader):
     """Makes batches of a map-style dataset that has ``state_dict``: its state is part of the results.
@@ -278,9 +414,7 @@ class StatefulReader(Reader):
     A batch belongs to a lane. If the batch before it was not read here, the dataset gets the state of the task's point.
     """
 
-    def __init__(self, job: Job, *, notes_samples: bool = False) -> None:
-        super().__init__(job, notes_samples=notes_samples)
-        self._at: tuple[int, int, int] | None = None
+    _at: tuple[int, int, int] | None = None  # the batch that the dataset is in front of
 
     def _make_batches(self, at: BatchScope) -> list[Any]:
         part = at.task.part
@@ -293,9 +427,3 @@ class StatefulReader(Reader):
             return super()._make_batches(at)
         finally:
             at.point = PartPoint(part.batch + 1, state=copy.deepcopy(self._job.dataset.state_dict()))
-
-
-def _at_first(scope: SampleScope, part: int) -> None:
-    """A part is opened: what it draws belongs to its first sample, as in a generator, which begins there."""
-    scope.indices, scope.items, scope.drawn = PartIndices(part, range(1)), iter(range(1)), None
-    next(scope.items)

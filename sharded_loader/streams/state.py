@@ -13,50 +13,23 @@ What can go wrong: no such state, a damaged one, one of a newer version; states 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from sharded_loader.base.entries import (
-    VERSION,
-    anything,
-    check_version,
-    dict_of,
-    differing,
-    entry,
-    integer,
-    list_of,
-    optional,
-    parsed,
-    read_entry,
-    string,
-    true_or_false,
-    written,
-)
-from sharded_loader.engine.messages import PartPoint
+from sharded_loader.base import entries
+from sharded_loader.base.entries import anything, entry, integer, list_of, optional, parsed, read_entry, written
+from sharded_loader.engine.messages import PartPoint, Stream
 from sharded_loader.engine.order import Position
 
 _ADVICE = "give what state_dict() of a ShardedDataLoader over iterable data returned"
 
-_COUNTS = list_of(integer(0))
-
-
-def _copies(states: Iterable[Any]) -> list[Any]:
-    return copy.deepcopy(list(states))
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """The entry ``parts``: of each part its number, how many batches it has given, and the fields of a `PartPoint`."""
-
-    number: tuple[int, ...] = entry(_COUNTS, write=list)
-    given: tuple[int, ...] = entry(_COUNTS, write=list)
-    batches: tuple[int, ...] = entry(_COUNTS, write=list)
-    passes: tuple[int, ...] = entry(_COUNTS, write=list)
-    samples: tuple[int, ...] = entry(_COUNTS, write=list)
-    checksum: tuple[int, ...] = entry(_COUNTS, write=list)
-    ended: tuple[bool, ...] = entry(list_of(true_or_false), write=list)
-    state: tuple[Any, ...] | None = entry(optional(list_of(anything)), write=_copies, default=None)
+_PARTS = {
+    **dict.fromkeys(("number", "given", "batches", "passes", "samples", "checksum"), list_of(integer(0))),
+    "ended": list_of(entries.true_or_false),
+    "state": optional(list_of(anything)),
+}
+"""The entry ``parts``: of each part its number, how many batches it has given, and the fields of a `PartPoint`."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +39,18 @@ class StreamSignature:
     dataset_length: ClassVar[None] = None
 
     seed: int = entry(integer())
-    dataset: str = entry(string, "the dataset was a {was}, and is a {now}")
+    dataset: str = entry(entries.string, "the dataset was a {was}, and is a {now}")
     streams: int = entry(integer(1), "there were {was} parts (streams), and are {now}")
     batch_size: int = entry(integer(1), "batch_size was {was}, and is {now}")
-    last_batch: str = entry(string, "last_batch was {was!r}, and is {now!r}")
+    last_batch: str = entry(entries.string, "last_batch was {was!r}, and is {now!r}")
     steps_per_epoch: int | None = entry(optional(integer(1)), "steps_per_epoch was {was}, and is {now}")
     num_replicas: int = entry(integer(1))
     rank: int = entry(integer(0))
+
+    @property
+    def stream(self) -> Stream:
+        """How the data is cut into batches."""
+        return Stream(self.streams, self.batch_size, self.last_batch == "discard", self.steps_per_epoch is not None)
 
     def parts_of_rank(self) -> range:
         """The numbers of the parts that this rank reads."""
@@ -95,11 +73,11 @@ def differences(saved: StreamSignature, own: StreamSignature, position: Position
         strict: whether another batch size matters at the beginning of an epoch.
     """
     found = []
-    begins = not position.counts  # no batch of the epoch was read
+    begins = not any(position.counts.values())  # no batch was read
     same_step = saved.batch_size * saved.num_replicas == own.batch_size * own.num_replicas
     if saved.streams < own.num_replicas:
         found.append(f"there were {saved.streams} parts (streams), and are {own.num_replicas} ranks: each needs a part")
-    phrases = differing(saved, own)
+    phrases = entries.differing(saved, own)
     if begins and (same_step or not strict):
         phrases.pop("batch_size", None)
     elif not begins and "batch_size" in phrases:
@@ -126,13 +104,12 @@ def dump(position: Position, signature: StreamSignature) -> dict[str, Any]:
         True
     """
     rows = [(part, given, *position.points.get(part, PartPoint())[:-1]) for part, given in position.counts.items()]
-    names = [one.name for one in fields(_Parts)]
-    columns: list[Any] = list(zip(*rows, strict=True)) or [()] * len(names)
-    if all(state is None for state in columns[-1]):
-        columns[-1] = None
-    parts = _Parts(**dict(zip(names, columns, strict=True)))
-    state = {"version": VERSION, "epoch": position.epoch, "batches": position.done}
-    return {**state, **written(signature), "parts": written(parts)}
+    parts = dict(zip(_PARTS, map(list, zip(*rows, strict=True)) if rows else ([] for _ in _PARTS), strict=True))
+    states = copy.deepcopy(parts.pop("state"))
+    if any(state is not None for state in states):
+        parts["state"] = states
+    state = {"version": entries.VERSION, "epoch": position.epoch, "batches": position.done}
+    return {**state, **written(signature), "parts": parts}
 
 
 def parse(state: Any, replicas: tuple[int, int]) -> tuple[Position, StreamSignature]:
@@ -145,46 +122,39 @@ def parse(state: Any, replicas: tuple[int, int]) -> tuple[Position, StreamSignat
     Raises:
         TypeError, ValueError: it is no such state.
     """
-    if isinstance(state, list | tuple) and state:
-        return _merged([_parse(one) for one in state], replicas)
-    position, signature = _parse(state)
-    if (signature.num_replicas, signature.rank) != replicas:
-        return _merged([(position, signature)], replicas)
-    return position, signature
-
-
-def _parse(state: Any) -> tuple[Position, StreamSignature]:
-    check_version(state, _ADVICE)
-    signature = parsed(StreamSignature, state, _ADVICE)
-    epoch, batches = (read_entry(state, name, integer(0), _ADVICE) for name in ("epoch", "batches"))
-    parts: _Parts = read_entry(state, "parts", dict_of(_Parts), _ADVICE)
-    numbers, given, *columns, _ = (getattr(parts, one.name) for one in fields(parts))
-    columns.append(copy.deepcopy(parts.state) or [None] * len(numbers))
-    if any(len(column) != len(numbers) for column in (given, *columns)):
-        raise ValueError(f"the state's 'parts' is wrong: its lists have different lengths: {_ADVICE}")
-    counts = dict(zip(numbers, given, strict=True))
-    points = dict(zip(numbers, map(PartPoint, *columns), strict=True))
-    return Position(epoch, batches, None, counts, points), signature
-
-
-def _merged(
-    found: Iterable[tuple[Position, StreamSignature]], replicas: tuple[int, int]
-) -> tuple[Position, StreamSignature]:
-    """The states of several ranks as the position of one rank."""
-    positions, signatures = zip(*found, strict=True)
+    states = state if isinstance(state, list | tuple) and state else [state]
+    positions, signatures = zip(*map(_parse, states), strict=True)
     first = signatures[0]
+    if len(states) == 1 and (first.num_replicas, first.rank) == replicas:
+        return positions[0], first
     for one in signatures:
-        if one.seed != first.seed or differing(one, first):
+        if one.seed != first.seed or entries.differing(one, first):
             raise ValueError(f"the states are those of different runs: {_ADVICE}, one of each rank")
-    if len({position.epoch for position in positions}) > 1:
-        epochs = ", ".join(str(position.epoch) for position in positions)
-        raise ValueError(f"the states of the ranks lie in different epochs ({epochs}): save them after the same step")
-    if first.steps_per_epoch is not None and len({position.done for position in positions}) > 1:
-        steps = ", ".join(str(position.done) for position in positions)
-        raise ValueError(f"the states of the ranks lie after different steps ({steps}): save them after the same step")
+    places = {"in different epochs": [position.epoch for position in positions]}
+    if first.steps_per_epoch is not None:
+        places["after different steps"] = [position.done for position in positions]
+    for where, found in places.items():
+        if len(set(found)) > 1:
+            numbers = ", ".join(map(str, found))
+            raise ValueError(f"the states of the ranks lie {where} ({numbers}): save them after the same step")
     counts = {part: count for position in positions for part, count in position.counts.items()}
     points = {part: point for position in positions for part, point in position.points.items()}
     batches = positions[0].done
     if first.steps_per_epoch is None and counts:
         batches = sum(counts.get(part, 0) for part in range(replicas[1], first.streams, replicas[0]))
     return Position(positions[0].epoch, batches, None, counts, points), first
+
+
+def _parse(state: Any) -> tuple[Position, StreamSignature]:
+    entries.check_version(state, _ADVICE)
+    signature = parsed(StreamSignature, state, _ADVICE)
+    epoch, batches = (read_entry(state, name, integer(0), _ADVICE) for name in ("epoch", "batches"))
+    parts = {"state": None, **read_entry(state, "parts", entries.instance(Mapping, "a dict"), _ADVICE)}
+    what = "the state's 'parts'"
+    numbers, given, *columns = (read_entry(parts, name, read, _ADVICE, what) for name, read in _PARTS.items())
+    columns[-1] = copy.deepcopy(columns[-1]) or [None] * len(numbers)
+    if any(len(column) != len(numbers) for column in (given, *columns)):
+        raise ValueError(f"{what} is wrong: its lists have different lengths: {_ADVICE}")
+    counts = dict(zip(numbers, given, strict=True))
+    points = dict(zip(numbers, map(PartPoint, *columns), strict=True))
+    return Position(epoch, batches, None, counts, points), signature

@@ -27,30 +27,28 @@ from sharded_loader.engine.messages import Job
 class Part:
     """A part of iterable data, as torch's ``WorkerInfo`` has it.
 
-    Args:
+    Attributes:
         number, parts: which part, and how many there are.
         seed: a seed for the part.
         dataset: what is read.
-
-    Attributes:
-        asked: whether the dataset has asked which part it is to read.
+        asked: the dataset has asked which part it is to read.
     """
 
     asked = False
 
     def __init__(self, number: int, parts: int, seed: int, dataset: Any) -> None:
-        self._fields = {"id": number, "num_workers": parts, "seed": seed, "dataset": dataset}
+        self.number, self.parts, self.seed, self.dataset = number, parts, seed, dataset
 
     @property
     def place(self) -> tuple[int, int]:
         """Which part, and how many there are."""
         self.asked = True
-        return self._fields["id"], self._fields["num_workers"]
+        return self.number, self.parts
 
     def info(self) -> Any:
         """The same as an object of torch's, which is imported."""
         self.asked = True
-        return worker_info(**self._fields)
+        return worker_info(id=self.number, num_workers=self.parts, seed=self.seed, dataset=self.dataset)
 
 
 class _Here(threading.local):
@@ -95,7 +93,7 @@ def tell(part: Part | None, *, alone: bool = False) -> Part | None:
 
 def tell_torch() -> None:
     """Let torch ask here, if it is imported. To be called again when it is imported in the middle of a part."""
-    answer_for_torch(_info_here)
+    answer_for_torch(lambda: None if (part := told()) is None else part.info())
 
 
 def told() -> Part | None:
@@ -107,11 +105,6 @@ def told() -> Part | None:
 
 
 ask_first(lambda: None if (part := told()) is None else part.place)
-
-
-def _info_here() -> Any:
-    part = told()
-    return None if part is None else part.info()
 
 
 def tell_of_worker(number: int, num_workers: int, seed: int, job: Job) -> None:

@@ -16,7 +16,15 @@ import pytest
 import torch
 
 import sharded_loader.torch
-from sharded_loader import LoaderWarning, ProcessPool, ShardedDataLoader, TooManySkippedError, interleave, sample_rng
+from sharded_loader import (
+    LoaderWarning,
+    OnError,
+    ProcessPool,
+    ShardedDataLoader,
+    TooManySkippedError,
+    interleave,
+    sample_rng,
+)
 from sharded_loader.base.notices import Notices, is_ours, warn
 from sharded_loader.engine import pipeline
 
@@ -87,9 +95,9 @@ def test_samples_that_are_left_out_are_said_once_and_counted(
 
 @pytest.mark.parametrize("kind", ["ours", "torch's"])
 @pytest.mark.parametrize("on_error", ["skip", "replace", lambda failed: 0], ids=["skip", "replace", "function"])
-def test_more_than_max_skipped_samples_of_an_epoch_are_an_error(kind: str, on_error: Any) -> None:
+def test_more_samples_than_the_limit_of_an_epoch_are_an_error(kind: str, on_error: Any) -> None:
     made: Any = ShardedDataLoader if kind == "ours" else sharded_loader.torch.DataLoader
-    loader = made(Damaged(), 4, on_error=on_error, max_skipped=3)
+    loader = made(Damaged(), 4, on_error=OnError(on_error, limit=3))
     for _ in range(2):
         batches, got = iter(loader), []
         with pytest.raises(
@@ -98,7 +106,7 @@ def test_more_than_max_skipped_samples_of_an_epoch_are_an_error(kind: str, on_er
             for batch in batches:
                 got.append(batch)
         assert len(got) == 3 and e.value.skipped == 4 and isinstance(e.value.__cause__, ValueError)
-    assert len(list(made(Damaged(), 4, on_error=on_error, max_skipped=4))) == 4
+    assert len(list(made(Damaged(), 4, on_error=OnError(on_error, limit=4)))) == 4
 
 
 class Broken(Damaged):
@@ -123,17 +131,18 @@ def test_an_epoch_that_loses_all_samples_is_one_clear_warning(made: Any, workers
 @pytest.mark.parametrize("workers", [0, 1])
 def test_too_many_skipped_samples_show_their_cause_once(workers: int) -> None:
     with pytest.raises(TooManySkippedError) as caught:
-        list(ShardedDataLoader(Damaged(), 4, num_workers=workers, on_error="skip", max_skipped=0))
+        list(ShardedDataLoader(Damaged(), 4, num_workers=workers, on_error=OnError("skip", limit=0)))
     text = "".join(traceback.format_exception(caught.value))
     assert text.count("sample 1 is damaged") == 1 and text.count("in __getitem__") == 1
 
 
-@pytest.mark.parametrize("made", [ShardedDataLoader, sharded_loader.torch.DataLoader])
-def test_max_skipped_is_a_number_and_needs_on_error(made: Any) -> None:
-    with pytest.raises(ValueError, match='max_skipped needs on_error="skip"'):
-        made(Damaged(), 4, max_skipped=3)
-    with pytest.raises(TypeError, match="max_skipped"):
-        made(Damaged(), 4, on_error="skip", max_skipped="1%")
+def test_a_limit_is_a_number_and_needs_an_action() -> None:
+    with pytest.raises(ValueError, match='needs the action "skip", "replace"'):
+        OnError("raise", 3)
+    with pytest.raises(TypeError, match="limit must be an integer, got '1%'"):
+        OnError("skip", "1%")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="limit must be at least 0, got -1"):
+        OnError("skip", -1)
 
 
 @pytest.mark.slow

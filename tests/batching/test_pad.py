@@ -151,9 +151,9 @@ def test_batch_lengths_and_mask_lie_in_the_memory_that_the_caller_gives():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: Pad(max_length=0), ValueError, r"max_length=0\): give a positive int"),
+        (lambda: Pad(max_length=0), ValueError, r"max_length=0\) must be at least 1.*give a positive int"),
         (lambda: Pad(max_length=-3), ValueError, "max_length=-3"),
-        (lambda: Pad(max_length=2.5), TypeError, "max_length=2.5.*give ints"),
+        (lambda: Pad(max_length=2.5), TypeError, "max_length=2.5.*give a positive int"),
         (lambda: Pad(max_length="long"), TypeError, "max_length='long'"),
         (lambda: Pad(max_length=10, round_to=8), ValueError, "max_length=10, round_to=8.*multiple of round_to"),
         (lambda: Pad(max_length=4, truncate="left"), ValueError, "truncate='left'.*'end' or 'start'"),

@@ -157,12 +157,12 @@ def test_samples_of_any_size_are_stacked_alike(nbytes):
     samples = [np.full(nbytes, number, np.uint8) for number in range(40)]
     check_alike(samples)
     names = calls_of(lambda: default_batchify_fn.assemble(samples, np.empty))
-    assert ("_join" in names) == (nbytes <= JOINED_BYTES)  # the fast path is noticed if it is lost
+    assert ("join" in names) == (nbytes <= JOINED_BYTES)  # the fast path is noticed if it is lost
     names = calls_of(lambda: default_batchify_fn.assemble(samples, given_memory))
-    assert ("_join" in names) == (nbytes <= COPIED_BYTES)
+    assert ("join" in names) == (nbytes <= COPIED_BYTES)
 
 
 @pytest.mark.parametrize(("more", "joins"), [(0, True), (1, False)])
 def test_large_batches_are_not_copied_a_second_time(more, joins):
     samples = [np.zeros(COPIED_BYTES, np.uint8)] * (COPIED_AT_ONCE // COPIED_BYTES + more)
-    assert ("_join" in calls_of(lambda: default_batchify_fn.assemble(samples, given_memory))) == joins
+    assert ("join" in calls_of(lambda: default_batchify_fn.assemble(samples, given_memory))) == joins

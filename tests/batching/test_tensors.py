@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sharded_loader.batchify import default_batchify_fn
-from sharded_loader.batching.tensors import as_numpy, empty_tensor, is_plain
+from sharded_loader.batching.tree import as_numpy, empty_tensor, is_plain
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float16, torch.int32, torch.bool])

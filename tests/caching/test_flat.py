@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.caching.flat import batched, fits_columns, flat, flatten, parsed, text_of, unflatten
+from sharded_loader.caching.flat import batched, fits_columns, flat, text_of, unflatten
 
 Point = namedtuple("Point", "x y")
 
 
 def there_and_back(sample: Any) -> Any:
-    structure, leaves = flatten(sample)
+    node, leaves = flat(sample)
     rest = iter(leaves)
-    found = unflatten(json.loads(structure), lambda dtype, shape: np.array(next(rest), dtype).reshape(shape))
+    found = unflatten(json.loads(text_of(node)), lambda dtype, shape: np.array(next(rest), dtype).reshape(shape))
     assert next(rest, None) is None
     return found
 
@@ -69,7 +69,7 @@ def test_a_sample_comes_back_with_its_types_and_values(sample: Any) -> None:
     assert same(found, there_and_back(found))
     assert same(found, sample)
     node = flat(sample)[0]
-    assert node == parsed(flatten(sample)[0]) and text_of(node) == flatten(sample)[0]
+    assert node == json.loads(text_of(node))
 
 
 def test_keys_that_are_equal_and_differ_are_told_apart() -> None:
@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize(("sample", "text"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_stored_is_named(sample: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text + ".*cannot store.*make it an array"):
-        flatten(sample)
+        flat(sample)
 
 
 COLUMNS: dict[str, list[Any]] = {
@@ -114,12 +114,12 @@ COLUMNS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("samples", COLUMNS.values(), ids=COLUMNS)
 def test_columns_become_the_batch_of_the_samples(samples: list[Any]) -> None:
-    flat = [flatten(sample) for sample in samples]
-    [structure] = {structure for structure, _ in flat}
-    assert fits_columns(json.loads(structure))
-    columns = [np.array(column) for column in zip(*(leaves for _, leaves in flat), strict=True)]
+    nodes, leaves = zip(*map(flat, samples), strict=True)
+    node = nodes[0]
+    assert all(one == node for one in nodes) and fits_columns(node)
+    columns = [np.array(column) for column in zip(*leaves, strict=True)]
     columns = [column.astype(column.dtype.newbyteorder("=")) for column in columns]
-    batch = batched(json.loads(structure), iter(columns), len(samples))
+    batch = batched(node, iter(columns), len(samples))
     assert same(batch, default_batchify_fn.assemble(samples, np.empty))
 
 
@@ -127,4 +127,4 @@ def test_columns_become_the_batch_of_the_samples(samples: list[Any]) -> None:
     "sample", [[1, 2], [0.5] * 9, None, b"a", np.array(["a"]), {}, (), torch.ones(1, dtype=torch.bfloat16)]
 )
 def test_what_is_batched_otherwise_is_read_one_by_one(sample: Any) -> None:
-    assert not fits_columns(json.loads(flatten(sample)[0]))
+    assert not fits_columns(flat(sample)[0])

@@ -21,8 +21,9 @@ import torch
 from conftest import METHODS, POOLS, covering, make_pool, until
 
 from sharded_loader import ArrayDataset, LoaderWarning, PackedList, ShardedDataLoader, SimpleDataset, share
-from sharded_loader.caching import shared
-from sharded_loader.data.known import exact
+from sharded_loader.caching import rendezvous, shared
+from sharded_loader.caching.rendezvous import links_of
+from sharded_loader.data.inspection import exact
 from sharded_loader.memory.publish import SHARED, publish
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills processes")
@@ -183,7 +184,7 @@ def test_nothing_stays_behind_when_all_ranks_are_killed(
 
 
 @pytest.mark.slow
-def test_a_forked_child_of_a_rank_does_not_keep_its_dataset(start: Callable[..., Rank]) -> None:
+def test_what_a_forked_child_still_maps_is_found(start: Callable[..., Rank]) -> None:
     rank = start("forks")
     rank.says("builds")
     rank.told()
@@ -193,7 +194,8 @@ def test_a_forked_child_of_a_rank_does_not_keep_its_dataset(start: Callable[...,
     rank.process.wait()
     assert child.is_running()
     later = start()
-    later.says("builds")
+    later.says(HAS)
+    assert "builds" not in later.said
     child.kill()
 
 
@@ -273,8 +275,10 @@ def test_what_is_written_stays_in_this_process_and_in_workers_that_start_later(m
     dataset.columns["x"][5] = -1
     dataset.columns["more"][5] = -1
     label, whole = SHARED.popitem()
-    other = shared._find(*labels(whole))  # what another process maps
-    assert other is not None and other.tobytes() != whole.tobytes()
+    other = share(data, key)  # as another process maps it
+    assert other.columns["x"][5, 0] == 100 and other.columns["more"][5, 0] == 20
+    del other
+    gc.collect()
     SHARED[label] = whole
     assert bytes_of(dataset) > 160_000
     with ShardedDataLoader(dataset, 10, pool=make_pool(method)) as loader:
@@ -301,25 +305,30 @@ def test_any_memory_is_found_by_its_name_and_nothing_stays(
     monkeypatch.setenv("SHARDED_LOADER_MEMORY", backend)
     first = share(data, key)
     _, kept = SHARED.popitem()  # as in another process
-    second = shared._find(*labels(kept))
-    assert second is not None and second.tobytes() == kept.tobytes()
-    descriptors = set(shared._held)
-    assert len(descriptors) == 2
+    second = share(data, key)
+    assert (second.columns["x"] == first.columns["x"]).all() and not in_memory(first.columns["x"])
+    assert len(inodes()) == 1
     del first, kept, second
     gc.collect()
-    assert not shared._held and not any(os.path.exists(f"/proc/self/fd/{number}") for number in descriptors)
+    assert not descriptors()
 
 
-def labels(whole: Any) -> tuple[str, bytes]:
-    seal = whole[:16].tobytes()
-    return f"share-{os.getuid()}-{seal.hex()}", seal
+def descriptors() -> list[int]:
+    """Those of this process that hold shared memory."""
+    numbers = (name.rsplit("/", 1)[-1] for name in links_of("sharded_loader-share-") if f"/{os.getpid()}/" in name)
+    return list(map(int, numbers))
 
 
-@pytest.mark.parametrize("how", ["others may write to it", "another user's", "no process has locked it"])
+def inodes() -> set[int]:
+    """Of the shared memory that this process has open."""
+    return {os.fstat(number).st_ino for number in descriptors()}
+
+
+@pytest.mark.parametrize("how", ["others may write to it", "another user's", "it was not written to its end"])
 def test_what_may_not_be_ours_is_not_unpickled(how: str, key: str) -> None:
     dataset = share(data, key)
-    _, whole = SHARED.popitem()
-    (fd,) = shared._held
+    SHARED.clear()  # as in another process
+    fd = descriptors()[0]
     if how.startswith("others"):
         os.fchmod(fd, 0o622)
     elif how.startswith("another"):
@@ -327,12 +336,9 @@ def test_what_may_not_be_ours_is_not_unpickled(how: str, key: str) -> None:
             pytest.skip("only root gives files away")
         os.fchown(fd, 65534, -1)
     else:
-        import fcntl
-
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    assert shared._find(*labels(whole)) is None
+        os.pwrite(fd, bytes(16), 0)
     other = share(data, key)
-    assert not np.shares_memory(other.columns["x"], dataset.columns["x"])
+    assert (other.columns["x"] == dataset.columns["x"]).all() and len(inodes()) == 2  # it was built again
 
 
 def test_threads_build_once(key: str) -> None:
@@ -368,44 +374,20 @@ def test_a_dropped_dataset_is_built_again(key: str) -> None:
         assert share(make, key)[5] == row[0]
         del row
         gc.collect()
-        assert not SHARED and not shared._held
+        assert not SHARED and not descriptors()
     assert made == [1, 1]
 
 
-# -- without /proc -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(shared, "HAS_LINKS", False)
-    monkeypatch.setattr(shared, "open_nameless", lambda label: tempfile.mkstemp())
+def test_without_proc_each_process_builds_and_leaves_nothing(
+    key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(rendezvous, "HAS_LINKS", False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
-
-
-def test_without_proc_the_last_process_deletes_the_file(key: str, without_proc: Path) -> None:
     first = share(data, key)
-    assert bytes_of(first) < 15_000
-    _, kept = SHARED.popitem()
-    second = shared._find(*labels(kept))
-    assert second is not None and len(list(without_proc.iterdir())) == 1
-    del first, kept
+    assert bytes_of(first) < 15_000 and len(os.listdir(tmp_path)) == 1  # spawned workers map the file
+    del first
     gc.collect()
-    assert len(list(without_proc.iterdir())) == 1
-    del second
-    gc.collect()
-    assert list(without_proc.iterdir()) == []
-
-
-def test_without_proc_a_file_that_no_process_has_is_replaced(key: str, without_proc: Path) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shared, "_let_go", lambda fd, name: (shared._held.discard(fd), os.close(fd)))  # as if killed
-        share(data, key)
-        gc.collect()
-    (file,) = without_proc.iterdir()
-    before = file.stat().st_ino
-    dataset = share(data, key)
-    assert file.stat().st_ino != before and dataset[3]["label"] == 3
+    assert os.listdir(tmp_path) == []
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -466,12 +448,12 @@ def test_what_cannot_be_shared_is_an_error_that_names_it(make: Any, message: str
     for _ in range(2):
         with pytest.raises(TypeError, match=message):
             share(make, key)
-    assert not SHARED and not shared._held
+    assert not SHARED and not descriptors()
 
 
-def test_large_python_objects_are_a_warning_that_names_them(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_python_objects_are_a_warning(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "MOST_PICKLED", 10_000)
-    with pytest.warns(LoaderWarning, match=r"dataset\._columns\[1\] holds most of"):
+    with pytest.warns(LoaderWarning, match="the dataset has .* bytes of Python objects"):
         share(lambda: ArrayDataset(np.zeros((1000, 10)), [f"name {number}" for number in range(1000)]), key)
 
 

@@ -142,20 +142,19 @@ def test_auto_finds_how_many_workers_are_measured(pool: str, monkeypatch: pytest
     monkeypatch.setattr(Tuner, "look", look)
     seconds = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
-    assert bench.find_workers(pool, 9.0, arguments(range(1000))) == 5
+    assert measure(pool, 9.0, arguments(range(1000))).workers == 5
 
 
-def test_more_processes_than_cores_are_no_warning_where_auto_has_found_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_cores_are_no_warning_where_auto_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sharded_loader.base.limits.cores_for_workers", lambda: 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        bench._loader("process", 32, arguments(range(8))).close()
+        assert measure("process", SECONDS, arguments(range(8))).error is None
 
 
-@pytest.mark.parametrize(("pool", "number"), [("inline", 0), ("ray", 6), ("thread", START)])
-def test_where_auto_finds_none_the_number_is_fixed(pool: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "cores_for_workers", lambda: 6)
-    assert bench.find_workers(pool, 9.0, arguments(_Divides())) == number
+def test_where_auto_finds_no_number_it_is_that_to_begin_with() -> None:
+    found = measure("thread", 9.0, arguments(_Divides()))
+    assert found.workers == START and found.error is not None and found.error.startswith("ZeroDivisionError")
 
 
 @pytest.mark.parametrize(("others", "said"), [(1.7, True), (0.0, False)])
@@ -193,22 +192,10 @@ def test_spawned_workers_find_the_classes_of_a_file_in_another_folder(tmp_path: 
     assert "Use num_workers=2" in done.stdout
 
 
-# -- What ``bench`` measures, with datasets of every kind and rows that fail; and what it recom ------------------------
+# -- What ``bench`` measures, with datasets of every kind and rows that fail; and its advice ------------------------
 
 
 SECONDS = 0.03
-
-
-def inline() -> Row:
-    return Row("inline", 0)
-
-
-def threads() -> Row:
-    return Row("thread", 2)
-
-
-def processes() -> Row:
-    return Row("process", 2)
 
 
 def arguments(dataset: Any, batch_size: int = 4, shuffle: bool = False, batchify_fn: Any = None) -> dict[str, Any]:
@@ -250,13 +237,12 @@ class FailsInWorkers:
         return index
 
 
-def test_rows_are_measured_in_turn_in_every_round() -> None:
-    turns: list[tuple[int, Row]] = []
-    pair = [inline(), threads()]
-    measured = measure(pair, SECONDS, arguments(range(100), shuffle=True), lambda *turn: turns.append(turn))
-    assert turns == list(enumerate(pair * ROUNDS))
-    assert [(one.pool, one.workers, one.error) for one in measured] == [("inline", 0, None), ("thread", 2, None)]
-    assert all(one.samples_per_second > 0 and one.ms_per_batch > 0 for one in measured)
+def test_a_row_is_measured_in_rounds() -> None:
+    for pool, workers in ("inline", 0), ("thread", 2):
+        turns: list[None] = []
+        found = measure(pool, SECONDS, arguments(range(100), shuffle=True), lambda turns=turns: turns.append(None))
+        assert len(turns) >= ROUNDS and (found.workers, found.error) == (workers, None)
+        assert found.highest >= found.samples_per_second >= found.lowest > 0 and found.ms_per_batch > 0
 
 
 @pytest.mark.parametrize(
@@ -264,7 +250,7 @@ def test_rows_are_measured_in_turn_in_every_round() -> None:
 )
 @pytest.mark.slow
 def test_data_of_every_kind_is_measured_in_every_pool(dataset: Any) -> None:
-    measured = measure([inline(), threads(), processes()], SECONDS, arguments(dataset))
+    measured = [measure(pool, SECONDS, arguments(dataset)) for pool in ("inline", "thread", "process")]
     assert [one.error for one in measured] == [None, None, None]
 
 
@@ -272,7 +258,7 @@ def test_speed_and_time_per_batch_are_counted_from_the_same_batches(monkeypatch:
     # Every look at the clock takes a second.
     seconds = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
-    [one] = measure([inline()], 60, arguments(range(1000), 10))
+    one = measure("inline", 60, arguments(range(1000), 10))
     assert one.samples_per_second * one.ms_per_batch / 1000 == pytest.approx(10)
     assert one.ms_per_batch >= 1000
 
@@ -281,13 +267,13 @@ def test_speed_and_time_per_batch_are_counted_from_the_same_batches(monkeypatch:
 def test_a_slow_dataset_is_measured_for_a_batch_of_each_worker() -> None:
     read: list[int] = []
     data = SimpleDataset(range(10**6)).transform(lambda index: read.append(index) or index)
-    measure([Row("thread", 3)], 1e-9, arguments(data, 1))
-    assert len(read) >= ROUNDS * (1 + 2 * 3 + 3)
+    measure("thread", 1e-9, arguments(data, 1))
+    assert len(read) >= 1 + 2 * START + ROUNDS * START
 
 
 def test_what_the_dataset_raises_inline_ends_it_with_the_sample() -> None:
     with pytest.raises(CannotRun, match=r": ZeroDivisionError: division by zero \(in epoch 0, batch 1, sample 5\)$"):
-        measure([inline(), threads()], SECONDS, arguments(_Divides()))
+        measure("inline", SECONDS, arguments(_Divides()))
 
 
 class _Divides:
@@ -299,7 +285,8 @@ class _Divides:
 
 
 def test_what_fails_only_in_workers_ends_only_their_row() -> None:
-    in_main, in_workers = measure([inline(), processes()], SECONDS, arguments(FailsInWorkers()))
+    dataset = arguments(FailsInWorkers())
+    in_main, in_workers = (measure(pool, SECONDS, dataset) for pool in ("inline", "process"))
     assert in_main.error is None
     assert in_workers.error is not None and in_workers.error.startswith("OSError: no files here (in epoch 0, batch ")
     assert in_workers.samples_per_second == 0
@@ -310,7 +297,7 @@ def test_what_fails_only_in_workers_ends_only_their_row() -> None:
 )
 def test_data_without_samples_is_an_error(dataset: Any, said: str) -> None:
     with pytest.raises(CannotRun, match=said):
-        measure([inline()], SECONDS, arguments(dataset))
+        measure("inline", SECONDS, arguments(dataset))
 
 
 INLINE_ROW = Row("inline", 0, 1000.0, 64.0)

@@ -1,4 +1,4 @@
-"""``sharded-loader records``: pack, inspect, index, and what each says about bad input."""
+"""``sharded-loader records``: pack, index, and what each says about bad input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from sharded_loader import RecordFileDataset
 from sharded_loader.cli.main import main
-from sharded_loader.recordio import MXIndexedRecordIO, MXRecordIO, pack, unpack
+from sharded_loader.recordio import MXIndexedRecordIO, MXRecordIO, unpack
 
 PICTURES = {"cat/1.jpg": b"\xff\xd8\xff cat", "cat/2.jpg": b"\xff\xd8\xff cat 2", "dog/1.jpg": b"\xff\xd8\xff dog"}
 
@@ -156,61 +156,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     assert os.listdir(".") == ["pictures"]
 
 
-def test_a_record_file_is_described(capsys: pytest.CaptureFixture[str]) -> None:
-    packed()
-    assert main(["records", "inspect", "out.rec", "--first", "1"]) == 0
-    shown = capsys.readouterr()
-    assert shown.out.splitlines() == [
-        "file      out.rec, 124 bytes",
-        "records   3; 3 with a label header",
-        "sizes     smallest 7 bytes, median 7 bytes, largest 9 bytes",
-        "contents  JPEG (3)",
-        "labels    0 (2), 1 (1)",
-        "index     out.idx: 3 keys",
-        "",
-        "record  offset  bytes  label  id  content",
-        "     0       0      7      0   0     JPEG",
-    ]
-    assert shown.err == ""
-
-
-def test_sizes_labels_and_contents_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    jpeg, png, plain = b"\xff\xd8\xff\xe0 a photo", b"\x89PNG\r\n\x1a\n a drawing", b"plain text, without a header"
-    with MXRecordIO("some.rec", "w") as file:
-        for record in (pack((0, 1.0, 7, 0), jpeg), pack((0, [1.0, 0.5], 8, 0), png), pack((0, 1.0, 9, 0), b""), plain):
-            file.write(record)
-    assert main(["records", "inspect", "some.rec", "--first", "0"]) == 0
-    told = capsys.readouterr().out
-    assert "records   4; 3 with a label header\nsizes     smallest 0 bytes, median 18 bytes, largest 28 bytes" in told
-    assert "contents  other (2), JPEG (1), PNG (1)\nlabels    1 (2), 1 0.5 (1)\nindex     none" in told
-
-
-def test_a_file_without_records_has_none(capsys: pytest.CaptureFixture[str]) -> None:
-    MXRecordIO("some.rec", "w").close()
-    assert main(["records", "inspect", "some.rec"]) == 0
-    assert "records   0; 0 with a label header" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("text", "code", "said"),
-    [
-        ("0\t0\n1\t12\n", 0, "some.idx: 2 keys"),
-        ("0\t12\n", 0, "some.idx: 1 key"),
-        ("0\t0\n1\t16\n", 1, "some.idx: 2 keys, not of these records"),
-        ("0\tzero\n", 1, "is no line 'key<TAB>offset'"),
-    ],
-)
-def test_the_index_is_compared_with_the_records(
-    text: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with MXRecordIO("some.rec", "w") as file:
-        file.write(b"one")
-        file.write(b"two")
-    Path("some.idx").write_text(text)
-    assert main(["records", "inspect", "some.rec"]) == code
-    assert said in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["other bytes", "cut"])
 def test_damage_is_named_with_its_offset(number: int, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,23 +167,9 @@ def test_damage_is_named_with_its_offset(number: int, kind: str, capsys: pytest.
     content = bytearray(Path("some.rec").read_bytes())
     content[offsets[number]] ^= 0xFF
     Path("some.rec").write_bytes(content if kind == "other bytes" else content[: offsets[number] + 6])
-    assert main(["records", "inspect", "some.rec", "-q"]) == 1
+    assert main(["records", "index", "some.rec", "-q"]) == 1
     [where] = capsys.readouterr().err.splitlines()
-    assert f"some.rec, offset {offsets[number]}: " in where and f": {number} whole record" in where
-
-
-def test_inspect_says_where_a_file_is_damaged(capsys: pytest.CaptureFixture[str]) -> None:
-    damaged()
-    assert main(["records", "inspect", "out.rec", "-q"]) == 1
-    [where] = capsys.readouterr().err.splitlines()
-    assert "sharded-loader records inspect: 1 whole record, then it is damaged: " in where
-    assert "out.rec, offset 40: no record at 40: " in where and "copy or write it again" in where
-
-
-def test_inspect_says_that_an_index_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    packed().with_suffix(".idx").write_text("0\t4\n")
-    assert main(["records", "inspect", "out.rec", "-q"]) == 1
-    assert "Write it again: sharded-loader records index out.rec --force" in capsys.readouterr().err
+    assert f"some.rec, offset {offsets[number]}: " in where and f"damaged after {number} record" in where
 
 
 def test_an_index_is_written_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,8 +190,7 @@ def test_no_index_is_written_for_a_damaged_file(capsys: pytest.CaptureFixture[st
     assert not Path("out.idx").exists()
 
 
-@pytest.mark.parametrize("verb", ["inspect", "index"])
-def test_a_file_that_is_not_there_is_one_line(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["records", verb, "absent.rec"]) == 2
+def test_a_file_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["records", "index", "absent.rec"]) == 2
     said = "Invalid value for 'FILE.rec': File 'absent.rec' does not exist."
-    assert capsys.readouterr().err == f"sharded-loader records {verb}: {said}\n"
+    assert capsys.readouterr().err == f"sharded-loader records index: {said}\n"

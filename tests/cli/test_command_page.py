@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from sharded_loader import ShardedDataLoader
-from tests.samples import Random
-
 PAGE = (Path(__file__).resolve().parents[2] / "docs/guides/command.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```console\n\$ (.*)\n((?:.*\n)*?)```", PAGE)
 SLOW = ("bench", "demo", "doctor")
@@ -41,14 +38,6 @@ def folder(tmp_path: Path) -> Path:
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "COLUMNS": "80"}
 
 
-def write_reports(folder: Path) -> None:
-    """What two ranks have written. Reading is slow on the second one."""
-    for rank, data in enumerate((range(200), Random(200))):
-        with ShardedDataLoader(data, 10, num_replicas=2, rank=rank) as loader:
-            list(loader)
-            loader.report(folder / f"rank{rank}.html")
-
-
 def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     program, *arguments = shlex.split(command)
     assert program == "sharded-loader"
@@ -65,8 +54,8 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_every_verb_has_an_example() -> None:
     verbs = {tuple(word for word in command.split()[1:3] if word.isalpha()) for command, _ in EXAMPLES}
-    records = {("records", verb) for verb in ("pack", "inspect", "index")}
-    assert verbs >= {("doctor",), ("bench",), ("demo",), ("report",), ("diff",), *records}
+    records = {("records", verb) for verb in ("pack", "index")}
+    assert verbs >= {("doctor",), ("bench",), ("demo",), ("diff",), *records}
 
 
 @pytest.mark.slow
@@ -82,8 +71,6 @@ def test_an_example_prints_what_the_page_says(command: str, promised: str, folde
         assert run("sharded-loader records pack photos train.rec", folder).returncode == 0
     if " diff" in command:
         subprocess.run([sys.executable, "compared.py"], cwd=folder, env=ENVIRONMENT, check=True)
-    if " report " in command:
-        write_reports(folder)
     done = run(command, folder)
     if " doctor" in command:  # each machine has other facts, and the names are the same
         assert done.returncode in (0, 1), done.stderr

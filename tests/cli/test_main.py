@@ -24,10 +24,8 @@ VERBS = [
     ["bench"],
     ["records"],
     ["records", "pack"],
-    ["records", "inspect"],
     ["records", "index"],
     ["diff"],
-    ["report"],
 ]
 
 
@@ -60,7 +58,6 @@ def test_the_verbs_are_listed_with_a_sentence() -> None:
         "doctor",
         "index",
         "records",
-        "report",
     ]
     assert [name for name, verb in make_command().commands.items() if not (verb.short_help or "").endswith(".")] == []
 
@@ -84,7 +81,7 @@ def test_version_and_help_wait_for_nothing_heavy() -> None:
     program = (
         "import sys; from sharded_loader.cli.main import main\n"
         f"codes = [main(['--version']), main([]), *(main([*verb, '--help']) for verb in {VERBS})]\n"
-        "print(codes, [m for m in ('torch', 'numpy', 'psutil', 'rich', 'sklearn', 'multiprocess') if m in sys.modules])"
+        "print(codes, [m for m in ('torch', 'numpy', 'psutil', 'sklearn', 'multiprocess') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
     lines = done.stdout.splitlines()
@@ -92,14 +89,14 @@ def test_version_and_help_wait_for_nothing_heavy() -> None:
     assert lines[-1] == f"{[0] * (2 + len(VERBS))} []"
 
 
-@pytest.mark.parametrize("absent", ["click", "psutil", "rich"])
+@pytest.mark.parametrize("absent", ["click", "psutil"])
 def test_without_a_package_that_the_command_needs_one_line_says_what_to_install(absent: str) -> None:
     program = (
         f"import sys, runpy; sys.modules[{absent!r}] = None\nrunpy.run_module('sharded_loader', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", program, "doctor"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
-    assert done.stderr == "sharded-loader: the command needs click, psutil and rich: pip install click psutil rich\n"
+    assert done.stderr == "sharded-loader: the command needs click and psutil: pip install click psutil\n"
     assert done.stdout == ""
 
 
@@ -114,7 +111,7 @@ TABLE = ["bench", "keyword:kwlist", "--pools", "inline", "--seconds", "0.01", "-
 @pytest.mark.costly
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["records"], ["records", "inspect", "letters.rec"], pytest.param(TABLE, marks=pytest.mark.slow)],
+    [["--help"], ["records"], ["records", "index", "letters.rec"], pytest.param(TABLE, marks=pytest.mark.slow)],
     ids=" ".join,
 )
 def test_a_closed_pipe_ends_the_command_without_a_traceback(arguments: list[str], tmp_path: Path) -> None:

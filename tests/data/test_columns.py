@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import made
 from torch.utils.data import DataLoader
 
 from sharded_loader import (
@@ -93,7 +94,7 @@ class FakeArrow:
 
 
 def first(dataset: Any, **options: Any) -> Any:
-    with ShardedDataLoader(dataset, 4, **options) as loader:
+    with made(dataset, 4, **options) as loader:
         return next(iter(loader))
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sharded_loader.data.arrays import ArrayDataset
-from sharded_loader.data.datasets import ConcatDataset, Dataset, SimpleDataset, SubsetDataset
+from sharded_loader.data.datasets import ArrayDataset, ConcatDataset, Dataset, SimpleDataset, SubsetDataset
 
 GOLDEN = {c["id"]: c for c in json.loads((Path(__file__).parents[1] / "golden" / "dataset.json").read_text())}
 

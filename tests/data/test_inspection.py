@@ -38,6 +38,7 @@ from sharded_loader import (
     sample_rng,
 )
 from sharded_loader.data.inspection import (
+    fingerprint_of,
     is_indexed,
     is_stateful,
     is_stream,
@@ -46,7 +47,6 @@ from sharded_loader.data.inspection import (
     open_file,
     takes_two,
 )
-from sharded_loader.data.known import fingerprint_of
 from sharded_loader.engine.pool import Pool
 from sharded_loader.mixing.schedule import Schedule
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from sharded_loader.data.known import exact, sampled
+from sharded_loader.data.inspection import exact, sampled
 
 Image = pytest.importorskip("PIL.Image")  # Pillow is optional
 
@@ -89,7 +89,7 @@ def test_equal_samples_have_equal_digests_and_others_have_others(row: str) -> No
 
 def test_the_digests_are_the_same_in_every_process() -> None:
     sample = "{'x': np.arange(3), 'y': (1.5, {'b', 'a'}, np.float32(2)), 'z': '/a/b.png'}"
-    program = f"import numpy as np; from sharded_loader.data.known import exact; print(exact({sample}))"
+    program = f"import numpy as np; from sharded_loader.data.inspection import exact; print(exact({sample}))"
     for seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-c", program]

@@ -15,6 +15,7 @@ from sharded_loader import (
     ConcatDataset,
     Dataset,
     PackedList,
+    Placement,
     ProcessPool,
     SequentialSampler,
     ShardedDataLoader,
@@ -192,7 +193,7 @@ def test_every_pool_reads_the_override(pool: Any) -> None:
 
 def test_an_override_is_not_kept_on_the_device() -> None:
     dataset = NegativeArray(column())
-    assert next(iter(ShardedDataLoader(dataset, N, device="cpu", resident="auto"))).tolist() == list(
+    assert next(iter(ShardedDataLoader(dataset, N, device=Placement("cpu", resident="auto")))).tolist() == list(
         range(-1, -N - 1, -1)
     )
     own = ArrayDataset(column())
@@ -206,12 +207,12 @@ def test_an_override_is_not_kept_on_the_device() -> None:
         NegativeTensors(torch.arange(N)),
     ):
         with pytest.raises(TypeError, match="this dataset reads something else"):
-            ShardedDataLoader(whole, 1, device="cpu", resident=True)
+            ShardedDataLoader(whole, 1, device=Placement("cpu", resident=True))
     columns = ArrayDataset(column().view(NegativeNdarray))
-    loader = ShardedDataLoader(columns, N, device="cpu", resident="auto")
+    loader = ShardedDataLoader(columns, N, device=Placement("cpu", resident="auto"))
     assert next(iter(loader)).tolist() == list(range(-1, -N - 1, -1))
     with pytest.raises(TypeError, match="column 0 is a NegativeNdarray"):
-        ShardedDataLoader(columns, N, device="cpu", resident=True)
+        ShardedDataLoader(columns, N, device=Placement("cpu", resident=True))
 
 
 def test_a_tensor_subclass_reads_its_own_rows() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import ahead
 from injection import InterruptAt
 from simulated import Machine, SimulatedStreams
 
@@ -327,7 +328,7 @@ def test_no_more_than_a_few_slots_are_held_and_none_after_the_epoch(
 
 
 def test_memory_is_free_after_the_epoch_whoever_reads(machine: Machine, pool: Pool) -> None:
-    with ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=pool, prefetch_epochs=False) as loader:
+    with ahead(ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=pool), False) as loader:
         for number, batch in enumerate(loader):
             machine.kernel(machine.devices[0], batch, lambda found: None)
             if number == 1:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import ahead
 from devices_samples import place_now
 from injection import InterruptAt, next_interrupted
 from simulated import Machine, SimulatedStreams
@@ -104,18 +105,17 @@ def test_two_batches_are_copied_ahead(machine: Machine, worker_pool: Pool) -> No
 
 def test_the_first_batches_of_the_next_epoch_are_copied_ahead(machine: Machine, worker_pool: Pool) -> None:
     consumer, device = Consumer(machine), machine.devices[0]
-    options = {"prefetch": 16, "prefetch_epochs": True}
-    with ShardedDataLoader(dataset(64), 8, device=device, pool=worker_pool, **options) as loader:
+    with ahead(ShardedDataLoader(dataset(64), 8, device=device, pool=worker_pool, prefetch=16), True) as loader:
         for epoch in range(2):
             for number, batch in enumerate(loader):
                 consumer.use(device, batch, list(range(8 * number, 8 * number + 8)))
                 if number == 6:  # the last batch is copied, and then
-                    (ahead,) = [run for run in loader._pipeline.buffer.runs.values() if run.is_ahead]
-                    while not ahead.window or ahead.window[0].result is None:
+                    (coming,) = [run for run in loader._pipeline.buffer.runs.values() if run.is_ahead]
+                    while not coming.window or coming.window[0].result is None:
                         loader._pipeline.buffer.file(loader._pipeline.pool.wait(True))
-            assert ahead.epoch.number == epoch + 1
-            assert ahead.window[0].begun is not None
-        del batch, ahead
+            assert coming.epoch.number == epoch + 1
+            assert coming.window[0].begun is not None
+        del batch, coming
         machine.finish()
     assert (consumer.seen, consumer.wrong, machine.faults) == (2 * 2 * 8, 0, [])
 

@@ -17,7 +17,7 @@ from sharded_loader.devices import placement
 from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream, PendingCopy
 from sharded_loader.devices.placement import AHEAD, PAUSE, Placement, not_placed
 from sharded_loader.engine.messages import NOTHING, Task
-from sharded_loader.memory.leases import LEAST_BYTES, ReusedMemory
+from sharded_loader.memory.arena import LEAST_BYTES, ReusedMemory
 
 CPU = torch.device("cpu")
 

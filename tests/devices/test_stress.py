@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import made
 from simulated import Machine
 from stress import rows, stress
 
@@ -78,7 +79,7 @@ class Simulated:
 
 
 def loader_of(machine: Machine, **options: Any) -> ShardedDataLoader:
-    return ShardedDataLoader(rows(COUNT, WIDTH), 8, shuffle=True, seed=1, device=machine.devices[0], **options)
+    return made(rows(COUNT, WIDTH), 8, shuffle=True, seed=1, device=machine.devices[0], **options)
 
 
 @pytest.mark.costly

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import ahead
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ShardedDataLoader
@@ -50,7 +51,7 @@ def copies_of(machine: Machine) -> int:
 def test_many_columns_cost_one_copy(machine: Machine, pool: Pool, make: Any) -> None:
     device, wrong = machine.devices[0], []
     expected = [leaves(batch) for batch in ShardedDataLoader(make(), 8)]
-    with ShardedDataLoader(make(), 8, pool=pool, device=device, prefetch_epochs=False) as loader:
+    with ahead(ShardedDataLoader(make(), 8, pool=pool, device=device), False) as loader:
         for number, batch in enumerate(loader):
             for place, (leaf, host) in enumerate(zip(leaves(batch), expected[number], strict=True)):
                 if not isinstance(host, torch.Tensor):

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import made
 from devices_samples import begun, entries, place_now
 from simulated import Machine, SimulatedStreams
 
-from sharded_loader import ArrayDataset, ShardedDataLoader
+from sharded_loader import ArrayDataset, Placement, ShardedDataLoader
 from sharded_loader.base.errors import notes_of
 from sharded_loader.devices.copies import HOST_AHEAD, CopyStream
-from sharded_loader.devices.placement import Placement
+from sharded_loader.devices.placement import Placement as Placer
 from sharded_loader.devices.transform import BatchTransform
 from sharded_loader.engine.pool import Pool
 
@@ -86,7 +87,7 @@ def test_it_runs_behind_the_copy_and_before_the_program(machine: Machine, pool: 
     """Batches are dropped as soon as their work is given to the stream. Memory that is used too early is seen."""
     machine._random.seed(seed)
     device, late, wrong = machine.devices[0], Late(machine), []
-    with ShardedDataLoader(Rows(), 4, seed=3, pool=pool, device=device, device_transform=late) as loader:
+    with ShardedDataLoader(Rows(), 4, seed=3, pool=pool, device=Placement(device, device_transform=late)) as loader:
         for epoch in range(2):
             for number, batch in enumerate(loader):
                 first, added = 4 * number, batch["added"]
@@ -109,7 +110,7 @@ def test_it_runs_behind_the_copy_and_before_the_program(machine: Machine, pool: 
 def test_it_runs_ahead_of_the_program(machine: Machine) -> None:
     asked: list[int] = []
     transform = BatchTransform(lambda batch: asked.append(int(batch[0])) or batch, False, (), lambda: 0)
-    placement = Placement([machine.devices[0]], pin_memory=False, transform=transform)
+    placement = Placer([machine.devices[0]], pin_memory=False, transform=transform)
     window = entries(*(np.full(3, number) for number in range(5)))
     machine.run = lambda steps: 1  # type: ignore[method-assign]
     placement.place(window)
@@ -120,7 +121,7 @@ def test_it_runs_ahead_of_the_program(machine: Machine) -> None:
 
 def test_the_memory_is_bounded_however_far_the_host_is_ahead(machine: Machine) -> None:
     late = Late(machine)
-    with ShardedDataLoader(Rows(), 4, device=machine.devices[0], device_transform=late) as loader:
+    with ShardedDataLoader(Rows(), 4, device=Placement(machine.devices[0], device_transform=late)) as loader:
         for _ in range(6):
             for batch in loader:
                 machine.kernel(machine.devices[0], batch["x"], lambda found: None)
@@ -153,7 +154,7 @@ def test_it_may_return_a_jagged_tensor(machine: Machine) -> None:
     def jagged(batch: Any) -> Any:
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
 
-    with ShardedDataLoader(Rows(), 48, device=machine.devices[0], device_transform=jagged) as loader:
+    with ShardedDataLoader(Rows(), 48, device=Placement(machine.devices[0], device_transform=jagged)) as loader:
         assert [batch.size(0) for batch in loader] == [2]
         machine.finish()
 
@@ -167,14 +168,14 @@ def test_a_device_without_memory_is_tried_again(machine: Machine, monkeypatch: p
             raise torch.OutOfMemoryError("simulated")
         return late(batch, rng)
 
-    with ShardedDataLoader(Rows(), 4, device=machine.devices[0], device_transform=full) as loader:
+    with ShardedDataLoader(Rows(), 4, device=Placement(machine.devices[0], device_transform=full)) as loader:
         assert len(list(loader)) == 12
         machine.finish()
     assert machine.caches_emptied >= 1
 
 
 def test_shards_have_numbers_of_their_own(machine: Machine) -> None:
-    with ShardedDataLoader(Rows(), 8, seed=1, devices=machine.devices, device_transform=noisy) as loader:
+    with ShardedDataLoader(Rows(), 8, seed=1, devices=Placement(machine.devices, device_transform=noisy)) as loader:
         numbers = [numbers for shards in loader for _, numbers in shards]
         machine.finish()
     assert len(numbers) == 12 and len(set(map(tuple, numbers))) == 12
@@ -188,10 +189,10 @@ def test_resident_rows_go_through_it_too(machine: Machine) -> None:
         return batch["x"], "seen"
 
     options: dict[str, Any] = {"seed": 5, "device": machine.devices[0], "device_transform": see}
-    with ShardedDataLoader(dataset, 8, resident=True, **options) as loader:
+    with made(dataset, 8, resident=True, **options) as loader:
         assert [word for _, word in loader] == ["seen"] * 3
         machine.finish()
-    with ShardedDataLoader(dataset, 8, **options) as loader:
+    with made(dataset, 8, **options) as loader:
         list(loader)
         machine.finish()
     assert seen[:3] == seen[3:]
@@ -201,7 +202,7 @@ def test_resident_rows_go_through_it_too(machine: Machine) -> None:
 def test_a_device_without_streams_runs_it_at_once(machine: Machine, streamed: bool) -> None:
     device = machine.devices[0] if streamed else torch.device("meta")
     transform = BatchTransform(lambda batch: ("seen", batch["x"].device.type), False, (), lambda: 0)
-    placement = Placement([device], pin_memory=False, transform=transform)
+    placement = Placer([device], pin_memory=False, transform=transform)
     word, kind = place_now(placement, {"x": np.ones(3)})
     assert (word, kind) == ("seen", "cpu" if streamed else "meta")
     machine.finish()
@@ -213,7 +214,7 @@ def test_a_tensor_that_torch_cannot_guard_is_rejected(machine: Machine, make: An
     def sparse(batch: Any) -> Any:
         return {"x": make(torch.eye(3))}
 
-    with ShardedDataLoader(Rows(), 8, device=machine.devices[0], device_transform=sparse) as loader:
+    with ShardedDataLoader(Rows(), 8, device=Placement(machine.devices[0], device_transform=sparse)) as loader:
         with pytest.raises(TypeError, match="device_transform has returned a sparse or nested tensor.*return dense"):
             next(iter(loader))
         machine.finish()
@@ -224,19 +225,19 @@ def test_a_tensor_that_torch_cannot_guard_is_rejected(machine: Machine, make: An
 
 def test_the_numbers_are_the_same_in_every_pool_and_on_every_device(machine: Machine, pool: Pool) -> None:
     options: dict[str, Any] = {"shuffle": True, "seed": 7, "device_transform": noisy}
-    expected = drawn(ShardedDataLoader(Rows(), 8, **options), 2)
+    expected = drawn(made(Rows(), 8, **options), 2)
     assert len(set(map(tuple, expected))) == 12  # others in each batch and epoch
-    with ShardedDataLoader(Rows(), 8, pool=pool, device=machine.devices[0], **options) as loader:
+    with made(Rows(), 8, pool=pool, device=machine.devices[0], **options) as loader:
         assert drawn(loader, 2) == expected
         machine.finish()
-    other_seed = ShardedDataLoader(Rows(), 8, **{**options, "seed": 8})
+    other_seed = made(Rows(), 8, **{**options, "seed": 8})
     assert not {tuple(numbers) for numbers in drawn(other_seed, 2)} & set(map(tuple, expected))
 
 
 @pytest.mark.slow
 def test_the_numbers_come_again_after_a_resume(pool: Pool) -> None:
     options: dict[str, Any] = {"shuffle": True, "device_transform": noisy, "pool": pool}
-    whole = ShardedDataLoader(Rows(), 8, shuffle=True, seed=7, device_transform=noisy)
+    whole = ShardedDataLoader(Rows(), 8, shuffle=True, seed=7, device=Placement(device_transform=noisy))
     expected, state = [], None
     for number, (_, numbers) in enumerate([*whole, *whole][:9]):
         expected.append(numbers)
@@ -245,14 +246,14 @@ def test_the_numbers_come_again_after_a_resume(pool: Pool) -> None:
     expected = drawn(whole)  # epoch 2 of the loader that has seen all
     whole.load_state_dict({**state, "epoch": 2, "samples": 16})
     rest = drawn(whole)
-    with ShardedDataLoader(Rows(), 8, seed=1, **options) as loader:  # the state brings the seed
+    with made(Rows(), 8, seed=1, **options) as loader:  # the state brings the seed
         loader.load_state_dict({**state, "epoch": 2, "samples": 16})
         assert drawn(loader) == rest == expected[2:]
 
 
 def test_ranks_have_numbers_of_their_own() -> None:
     ranks = [
-        drawn(ShardedDataLoader(Rows(), 4, num_replicas=3, rank=rank, seed=1, device_transform=noisy))
+        drawn(ShardedDataLoader(Rows(), 4, num_replicas=3, rank=rank, seed=1, device=Placement(device_transform=noisy)))
         for rank in range(3)
     ]
     assert len({tuple(numbers) for rank in ranks for numbers in rank}) == 12
@@ -268,8 +269,8 @@ class Lines(torch.utils.data.IterableDataset[Any]):
 @pytest.mark.slow
 def test_iterable_data_goes_through_it(pool: Pool) -> None:
     options: dict[str, Any] = {"streams": 2, "seed": 7, "device_transform": noisy}
-    expected = drawn(ShardedDataLoader(Lines(), 8, **options))
-    with ShardedDataLoader(Lines(), 8, pool=pool, **options) as loader:
+    expected = drawn(made(Lines(), 8, **options))
+    with made(Lines(), 8, pool=pool, **options) as loader:
         batches = iter(loader)
         got = [next(batches)[1] for _ in range(3)]
         state = loader.state_dict()
@@ -280,7 +281,9 @@ def test_iterable_data_goes_through_it(pool: Pool) -> None:
 
 
 def test_it_runs_without_devices_and_on_shards_in_host_memory(pool: Pool) -> None:
-    with ShardedDataLoader(Rows(), 8, pool=pool, num_shards=2, seed=1, device_transform=noisy) as loader:
+    with ShardedDataLoader(
+        Rows(), 8, pool=pool, num_shards=2, seed=1, device=Placement(device_transform=noisy)
+    ) as loader:
         for number, shards in enumerate(loader):
             values = [first.tolist() for first, _ in shards]
             assert values == [[2 * (8 * number + 4 * shard + place) for place in range(4)] for shard in range(2)]
@@ -292,7 +295,7 @@ def test_it_runs_without_devices_and_on_shards_in_host_memory(pool: Pool) -> Non
     ids=["one", "default", "module"],
 )
 def test_a_function_of_the_batch_alone_gets_the_batch_alone(fn: Any) -> None:
-    batch = next(iter(ShardedDataLoader(Rows(), 4, device_transform=fn)))
+    batch = next(iter(ShardedDataLoader(Rows(), 4, device=Placement(device_transform=fn))))
     assert torch.equal(batch["x"] if isinstance(batch, dict) else batch, torch.arange(4).repeat(WIDTH, 1).T)
 
 
@@ -300,7 +303,7 @@ def test_a_generator_may_be_asked_for_by_name() -> None:
     def by_name(batch: Any, rng: Any = None) -> Any:
         return rng.integers(100)
 
-    assert next(iter(ShardedDataLoader(Rows(), 4, device_transform=by_name))) in range(100)
+    assert next(iter(ShardedDataLoader(Rows(), 4, device=Placement(device_transform=by_name)))) in range(100)
 
 
 class Module(torch.nn.Module):
@@ -322,17 +325,17 @@ def keyword(batch: Any, *, rng: Any) -> Any:
     ids=["other defaults", "partial", "keyword only", "module"],
 )
 def test_a_generator_takes_the_place_of_no_other_argument(fn: Any, scale: int) -> None:
-    found, drawn = next(iter(ShardedDataLoader(Rows(), 4, device_transform=fn)))
+    found, drawn = next(iter(ShardedDataLoader(Rows(), 4, device=Placement(device_transform=fn))))
     assert found == scale and drawn in range(100)
 
 
 def test_an_iterator_that_has_begun_keeps_its_numbers_when_a_state_is_loaded(machine: Machine) -> None:
     other = ShardedDataLoader(Rows(), 8, seed=8).state_dict()
     for options in ({}, {"device": machine.devices[0]}):
-        with ShardedDataLoader(Rows(), 8, seed=7, device_transform=noisy, **options) as loader:
+        with made(Rows(), 8, seed=7, device_transform=noisy, **options) as loader:
             expected = drawn(loader)
             machine.finish()
-        with ShardedDataLoader(Rows(), 8, seed=7, device_transform=noisy, **options) as loader:
+        with made(Rows(), 8, seed=7, device_transform=noisy, **options) as loader:
             batches = iter(loader)
             got = [next(batches)[1]]
             loader.load_state_dict(other)
@@ -341,13 +344,15 @@ def test_an_iterator_that_has_begun_keeps_its_numbers_when_a_state_is_loaded(mac
 
 
 def test_peek_is_the_first_batch() -> None:
-    loader = ShardedDataLoader(Rows(), 4, seed=1, device_transform=noisy)
+    loader = ShardedDataLoader(Rows(), 4, seed=1, device=Placement(device_transform=noisy))
     assert loader.peek()[1] == next(iter(loader))[1]
 
 
 def test_how_the_program_calls_next_changes_nothing() -> None:
     weight = torch.ones(1, requires_grad=True)
-    loader = ShardedDataLoader(Rows(), 4, device_transform=lambda batch: (batch["x"] * weight, torch.is_grad_enabled()))
+    loader = ShardedDataLoader(
+        Rows(), 4, device=Placement(device_transform=lambda batch: (batch["x"] * weight, torch.is_grad_enabled()))
+    )
     (plain, grad), batches = next(iter(loader)), iter(loader)
     assert not plain.requires_grad and not grad
     with torch.inference_mode():
@@ -361,7 +366,7 @@ def test_a_batch_of_a_call_in_inference_mode_may_be_changed_and_trained_on(machi
         return batch
 
     for options in ({}, {"device": machine.devices[0]}):
-        with ShardedDataLoader(Rows(), 8, host_fields="name", device_transform=in_place, **options) as loader:
+        with made(Rows(), 8, host_fields="name", device_transform=in_place, **options) as loader:
             with torch.inference_mode():
                 batch = next(iter(loader))
             assert not batch["name"].is_inference() and not batch["x"].is_inference()
@@ -383,7 +388,7 @@ def test_its_error_says_where(machine: Machine, pool: Pool) -> None:
         options["device"] = machine.devices[0]
     # On the simulated device the values are there when it has done its work: these lie on the host.
     options["host_fields"] = "name"
-    with ShardedDataLoader(Rows(), 8, pool=pool, **options) as loader:
+    with made(Rows(), 8, pool=pool, **options) as loader:
         batches = iter(loader)
         assert next(batches) == list(range(8)) and next(batches) == list(range(8, 16))
         with pytest.raises(ValueError, match="these do not please me") as caught:
@@ -402,7 +407,7 @@ def test_an_async_function_is_rejected() -> None:
         return batch
 
     with pytest.raises(TypeError, match="device_transform is async: it gives coroutine objects"):
-        next(iter(ShardedDataLoader(Rows(), 4, device_transform=later)))
+        next(iter(ShardedDataLoader(Rows(), 4, device=Placement(device_transform=later))))
 
 
 def test_an_interruption_loses_no_batch(machine: Machine) -> None:
@@ -417,7 +422,7 @@ def test_an_interruption_loses_no_batch(machine: Machine) -> None:
         return batch["x"], numbers
 
     options: dict[str, Any] = {"seed": 2, "device": machine.devices[0]}
-    with ShardedDataLoader(Rows(), 8, device_transform=interrupted, **options) as loader:
+    with made(Rows(), 8, device_transform=interrupted, **options) as loader:
         batches, got = iter(loader), []
         while len(got) < 6:
             try:
@@ -426,7 +431,7 @@ def test_an_interruption_loses_no_batch(machine: Machine) -> None:
                 continue
         del batches
         machine.finish()
-    with ShardedDataLoader(Rows(), 8, device_transform=noisy, **options) as loader:
+    with made(Rows(), 8, device_transform=noisy, **options) as loader:
         assert got == drawn(loader)
         machine.finish()
     assert machine.faults == []
@@ -451,7 +456,7 @@ def test_an_interruption_loses_no_batch(machine: Machine) -> None:
 )
 def test_wrong_arguments_are_rejected(options: Any, error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
-        ShardedDataLoader(Rows(), 4, **options)
+        made(Rows(), 4, **options)
 
 
 # -- fields that stay on the host --------------------------------------------------------------------------------------
@@ -480,7 +485,7 @@ def fields(samples: list[Any]) -> tuple[Any, Any]:
 def test_host_fields_stay_on_the_host(machine: Machine, pool: Pool, batchify: Any, field: Any) -> None:
     device, wrong = machine.devices[0], []
     options: dict[str, Any] = {"device": device, "host_fields": field, "collate_fn": batchify}
-    with ShardedDataLoader(Rows(), 8, pool=pool, **options) as loader:
+    with made(Rows(), 8, pool=pool, **options) as loader:
         for number, batch in enumerate(loader):
             x, names = batch.values() if isinstance(batch, dict) else batch
             for name in names if isinstance(names, list) else [names]:
@@ -532,9 +537,7 @@ def test_host_fields_of_a_container_that_moves_itself_are_values(
         return kind({"x": x, "name": names}) if kind is Encoding else kind(x, names)
 
     options: dict[str, Any] = {"device": machine.devices[0]} if on_device else {}
-    with ShardedDataLoader(
-        Rows(), 8, host_fields="name", collate_fn=batchify, device_transform=fn, **options
-    ) as loader:
+    with made(Rows(), 8, collate_fn=batchify, host_fields="name", device_transform=fn, **options) as loader:
         for number, batch in enumerate(loader):
             name = batch["name"] if kind is Encoding else batch.name
             assert type(batch) is kind and name[:8].tolist() == list(range(8 * number, 8 * number + 8))
@@ -549,7 +552,7 @@ def test_a_host_field_may_be_sparse(machine: Machine, monkeypatch: pytest.Monkey
     def batchify(samples: list[Any]) -> Any:
         return {"x": torch.ones(3), "graph": torch.eye(3).to_sparse()}
 
-    with ShardedDataLoader(Rows(), 8, collate_fn=batchify, **options) as loader:
+    with made(Rows(), 8, collate_fn=batchify, **options) as loader:
         assert next(iter(loader))["graph"].is_sparse
         machine.finish()
 
@@ -570,7 +573,7 @@ def test_beside_a_host_field_a_sparse_tensor_moves_itself(machine: Machine, monk
         return {"name": torch.ones(3), "graph": torch.eye(3).to_sparse()}
 
     options: dict[str, Any] = {"device": machine.devices[0], "host_fields": "name"}
-    with ShardedDataLoader(Rows(), 24, collate_fn=batchify, **options) as loader:
+    with made(Rows(), 24, collate_fn=batchify, **options) as loader:
         assert [batch["graph"].is_sparse for batch in loader] == [True, True]
         machine.finish()
     assert streams == [machine.streams[machine.devices[0]][0].name] * 2
@@ -578,9 +581,9 @@ def test_beside_a_host_field_a_sparse_tensor_moves_itself(machine: Machine, monk
 
 def test_a_field_that_a_batch_does_not_have_is_named() -> None:
     with pytest.raises(TypeError, match="host_fields has 'jpeg', and the batch is a dict with the fields 'x', 'name'"):
-        next(iter(ShardedDataLoader(Rows(), 4, host_fields=["jpeg", "x"])))
+        next(iter(ShardedDataLoader(Rows(), 4, device=Placement(host_fields=["jpeg", "x"]))))
     with pytest.raises(TypeError, match="host_fields has 2, and the batch is a ndarray without fields"):
-        next(iter(ShardedDataLoader(range(9), 4, host_fields=2)))
+        next(iter(ShardedDataLoader(range(9), 4, device=Placement(host_fields=2))))
 
 
 # -- for other streams -------------------------------------------------------------------------------------------------
@@ -614,7 +617,7 @@ def test_there_is_an_event_for_each_shard(machine: Machine, kind: str) -> None:
         "moved late": {"devices": devices, "collate_fn": lambda samples: [Moves()]},
         "host": {"num_shards": 2},
     }[kind]
-    with ShardedDataLoader(ArrayDataset(np.arange(8)), 4, **options) as loader:
+    with made(ArrayDataset(np.arange(8)), 4, **options) as loader:
         shards = next(iter(loader))
         events = loader.ready_event
         if kind == "host":

@@ -12,11 +12,11 @@ import torch
 from devices_samples import place_now
 from simulated import Machine, SimulatedStreams, Stream
 
-from sharded_loader import ArrayDataset, ShardedDataLoader
+from sharded_loader import ArrayDataset, Placement, ShardedDataLoader
 from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.devices import placement
 from sharded_loader.devices.copies import CopyStream
-from sharded_loader.devices.placement import Placement
+from sharded_loader.devices.placement import Placement as Placer
 from sharded_loader.engine.pool import Pool
 
 
@@ -91,7 +91,7 @@ def test_other_errors_are_the_batchs(machine: Machine, monkeypatch: pytest.Monke
 def test_a_batch_that_cannot_be_made_a_tensor_is_no_error_of_the_device(machine: Machine) -> None:
     masked = np.ma.masked_array([1, 2], [True, False])
     with pytest.raises(BatchifyError, match="masked") as caught:
-        place_now(Placement([machine.devices[0]], pin_memory=False), [masked])
+        place_now(Placer([machine.devices[0]], pin_memory=False), [masked])
     assert notes_of(caught.value) == ""
 
 
@@ -103,7 +103,7 @@ def test_next_inside_a_graph_capture_is_rejected_and_loses_nothing(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, pool: Pool, resident: bool
 ) -> None:
     monkeypatch.setattr(placement, "capture_probe", {"privateuseone": lambda: capturing}.get)
-    with ShardedDataLoader(dataset(), 4, device=machine.devices[0], pool=pool, resident=resident) as loader:
+    with ShardedDataLoader(dataset(), 4, device=Placement(machine.devices[0], resident=resident), pool=pool) as loader:
         capturing, batches = False, iter(loader)
         seen = [next(batches)]
         capturing, before = True, list(machine.log)
@@ -177,7 +177,7 @@ def test_a_torch_without_the_accelerator_captures_nothing(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", probe)
-    placed = Placement(None, pin_memory=True)
+    placed = Placer(None, pin_memory=True)
     placed.check_not_capturing()
     assert placed.capture_probes == []
 
@@ -197,7 +197,7 @@ def test_a_loader_warns_once(machine: Machine, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(placement, "indexed", lambda device: first)
     with (
         pytest.warns(UserWarning, match="several processes would share privateuseone:0") as caught,
-        ShardedDataLoader(dataset(), 4, device=device, pool=pool, resident=resident) as loader,
+        ShardedDataLoader(dataset(), 4, device=Placement(device, resident=resident), pool=pool) as loader,
     ):
         for _ in range(2):
             list(loader)
@@ -225,4 +225,4 @@ def test_pin_memory_beside_a_device_warns_of_no_mac(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("mps", 0)])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Placement([torch.device("cpu")], pin_memory=True)
+        Placer([torch.device("cpu")], pin_memory=True)

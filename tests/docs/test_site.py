@@ -111,7 +111,7 @@ def test_the_arguments_of_the_loader_come_in_groups(site: Path) -> None:
     assert list(groups) == ["Common", "Data", "Order", "Workers", "Devices"]
     assert len(groups["Common"]) == 10
     assert all(groups.values())
-    parameters = [name for name in inspect.signature(ShardedDataLoader).parameters if name != "unknown"]
+    parameters = [name for name in inspect.signature(ShardedDataLoader).parameters if name != "names"]
     assert sorted(sum(groups.values(), [])) == sorted(parameters)
 
 

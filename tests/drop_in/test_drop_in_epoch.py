@@ -13,8 +13,7 @@ from drop_in_samples import Resets
 from injection import HANDLERS, InterruptAt, next_interrupted
 
 from sharded_loader.base.entries import parsed
-from sharded_loader.drop_in.epoch import TorchEpoch
-from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, SamplerState
+from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, SamplerState, TorchEpoch
 from sharded_loader.engine.messages import PartPoint, Result, Task
 from sharded_loader.torch import DataLoader
 
@@ -27,7 +26,7 @@ def read(
     if state is None:
         start.begin()
     start.settle()
-    return TorchEpoch(start, lanes, batched, {}, keeps_state, 5)
+    return TorchEpoch(start, lanes, batched, {}, keeps_state)
 
 
 def item_of(epoch: TorchEpoch, seq: int) -> Any:
@@ -221,7 +220,7 @@ def test_a_sampler_that_a_signal_ended_is_started_again_where_it_was(at: int, wo
 
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_interruption_at_any_line_that_reads_the_sampler_loses_no_batch(step: int, signal_name: str) -> None:
-    interrupt = functools.partial(InterruptAt, modules=("epoch.py", "sampler.py", "foreign.py"), name=signal_name)
+    interrupt = functools.partial(InterruptAt, modules=("sampler.py", "foreign.py"), name=signal_name)
     line, fired = 1, True
     while fired:
         torch.manual_seed(5)

@@ -21,7 +21,7 @@ from samples import Bad
 from torch.utils.data import IterableDataset, get_worker_info
 
 from sharded_loader import WorkerDiedError, WorkerTimeoutError
-from sharded_loader.drop_in.workers import WorkerView, in_torchs_words, make_pool
+from sharded_loader.drop_in.iterator import WorkerView, in_torchs_words, make_pool
 from sharded_loader.pools.process import transport
 from sharded_loader.torch import DataLoader
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import ahead
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.engine.grouping import GROUP_SECONDS, MAX_GROUP, Grouping
-from sharded_loader.pools.process.link import TASKS, unpack_head, unpack_tasks
+from sharded_loader.pools.process.link import TASKS
 
 
 def sizes_sent(pool: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -19,11 +21,10 @@ def sizes_sent(pool: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for worker in pool._transport.workers:
         send = worker.link.send
 
-        def spy(head: bytes, *args: Any, send: Any = send, **options: Any) -> None:
-            kind, _, _, content = unpack_head(head)
+        def spy(kind: bytes, *args: Any, send: Any = send, **options: Any) -> None:
             if kind == TASKS:
-                sizes.append(len(unpack_tasks(content)))
-            send(head, *args, **options)
+                sizes.append(len(pickle.loads(options["content"])))
+            send(kind, *args, **options)
 
         monkeypatch.setattr(worker.link, "send", spy)
     return sizes
@@ -51,7 +52,7 @@ def is_in_order(loader: Any, count: int) -> bool:
 @pytest.mark.slow
 def test_cheap_batches_travel_several_to_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ProcessPool(2, start_method="fork")
-    with ShardedDataLoader(Rows(), 4, prefetch_epochs=False, pool=pool) as loader:
+    with ahead(ShardedDataLoader(Rows(), 4, pool=pool), False) as loader:
         assert is_in_order(loader, 1000)
         sizes = sizes_sent(pool, monkeypatch)
         assert is_in_order(loader, 1000)
@@ -61,7 +62,7 @@ def test_cheap_batches_travel_several_to_a_message(monkeypatch: pytest.MonkeyPat
 
 def test_batches_that_take_a_millisecond_travel_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ProcessPool(2, start_method="fork")
-    with ShardedDataLoader(Rows(0.001), 4, prefetch_epochs=False, pool=pool) as loader:
+    with ahead(ShardedDataLoader(Rows(0.001), 4, pool=pool), False) as loader:
         assert is_in_order(loader, 10)
         sizes = sizes_sent(pool, monkeypatch)
         assert is_in_order(loader, 60)
@@ -74,7 +75,7 @@ def test_batches_that_take_a_millisecond_travel_one_by_one(monkeypatch: pytest.M
 @pytest.mark.slow
 def test_a_prefetch_that_the_user_gives_is_kept_to() -> None:
     pool = ProcessPool(2, start_method="fork")
-    with ShardedDataLoader(Rows(), 4, prefetch_epochs=False, pool=pool, prefetch=3) as loader:
+    with ahead(ShardedDataLoader(Rows(), 4, pool=pool, prefetch=3), False) as loader:
         iterator = iter(loader)
         for number, batch in zip(range(800), iterator, strict=False):
             assert batch[0, 0] == 4 * number

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import made
 from on_cuda import PART, SHORT, needs_cuda, sleep
 
-from sharded_loader import ArrayDataset, ShardedDataLoader
+from sharded_loader import ArrayDataset, Placement, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
 
 pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(300)]
@@ -52,7 +53,7 @@ def test_a_function_runs_on_the_copy_stream(cuda: torch.device, pool: Pool) -> N
         streams.add(torch.cuda.current_stream(cuda).cuda_stream)
         return prepare(batch, rng)
 
-    with ShardedDataLoader(rows(), BATCH, seed=1, device=cuda, pool=pool, device_transform=noted) as loader:
+    with ShardedDataLoader(rows(), BATCH, seed=1, device=Placement(cuda, device_transform=noted), pool=pool) as loader:
         for _ in range(EPOCHS):
             for number, (x, y, added) in enumerate(loader):
                 first = torch.arange(BATCH, device=cuda) + number * BATCH
@@ -67,13 +68,13 @@ def test_a_function_runs_on_the_copy_stream(cuda: torch.device, pool: Pool) -> N
 
 def test_its_numbers_are_those_of_the_cpu(cuda: torch.device) -> None:
     options: dict[str, Any] = {"seed": 5, "shuffle": True, "device_transform": prepare}
-    with ShardedDataLoader(rows(), BATCH, device=cuda, **options) as loader:
+    with made(rows(), BATCH, device=cuda, **options) as loader:
         on_device = [added for _, _, added in loader]
-    assert on_device == [added for _, _, added in ShardedDataLoader(rows(), BATCH, **options)]
+    assert on_device == [added for _, _, added in made(rows(), BATCH, **options)]
 
 
 def test_the_memory_of_its_results_is_bounded(cuda: torch.device) -> None:
-    with ShardedDataLoader(rows(), BATCH, device=cuda, device_transform=prepare) as loader:
+    with ShardedDataLoader(rows(), BATCH, device=Placement(cuda, device_transform=prepare)) as loader:
         for x, _, _ in loader:  # what torch keeps for the streams
             sleep(SHORT)
             del x
@@ -88,7 +89,7 @@ def test_the_memory_of_its_results_is_bounded(cuda: torch.device) -> None:
 
 
 def test_host_fields_stay_on_the_host(cuda: torch.device, pool: Pool) -> None:
-    with ShardedDataLoader(rows(), BATCH, device=cuda, pool=pool, host_fields=["y"]) as loader:
+    with ShardedDataLoader(rows(), BATCH, device=Placement(cuda, host_fields=["y"]), pool=pool) as loader:
         for number, batch in enumerate(loader):
             assert batch["x"].device == cuda and not batch["y"].is_pinned()
             assert batch["y"].tolist() == list(range(number * BATCH, (number + 1) * BATCH))

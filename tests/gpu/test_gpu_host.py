@@ -28,10 +28,9 @@ from on_cuda import (
     sleep,
 )
 
-from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
+from sharded_loader import ArrayDataset, Placement, ProcessPool, ShardedDataLoader, resident
 from sharded_loader.devices import placement
 from sharded_loader.engine.pool import Pool
-from sharded_loader.resident import pool as resident
 from sharded_loader.torch import DataLoader
 
 pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(300)]
@@ -79,7 +78,7 @@ def test_no_call_that_makes_the_host_wait(cuda: torch.device, pool: Pool, monkey
 
 @pytest.mark.parametrize("share", [True, 0.5])
 def test_resident_batches_make_no_call_that_makes_the_host_wait(cuda: torch.device, share: Any) -> None:
-    with ShardedDataLoader(images(64), 8, shuffle=True, device=cuda, resident=share) as loader:
+    with ShardedDataLoader(images(64), 8, shuffle=True, device=Placement(cuda, resident=share)) as loader:
         list(loader)
         torch.cuda.synchronize(cuda)
         total = torch.zeros((), device=cuda)
@@ -409,7 +408,7 @@ def test_columns_that_do_not_fit_are_streamed(cuda: torch.device) -> None:
     with (
         memory_limit(cuda, 256 * MB),
         pytest.warns(UserWarning, match="cuda:0 does not keep the data"),
-        ShardedDataLoader(images(16, 32), 1, device=cuda, resident=True) as loader,  # 512 MB
+        ShardedDataLoader(images(16, 32), 1, device=Placement(cuda, resident=True)) as loader,  # 512 MB
     ):
         assert [labels.item() for _, labels in loader] == list(range(16))
 
@@ -422,7 +421,7 @@ def test_rows_are_given_back_after_the_first_step_if_the_model_needs_them(
     torch.cuda.reset_peak_memory_stats(cuda)
     free, total = torch.cuda.mem_get_info(cuda)
     monkeypatch.setattr(resident, "RESERVE", (free - 100 * MB) / total)  # room for 100 MB: the data is 64 MB
-    with ShardedDataLoader(data, 16, device=cuda, resident="auto") as loader:
+    with ShardedDataLoader(data, 16, device=Placement(cuda, resident="auto")) as loader:
         batches, seen = iter(loader), list[int]()
         seen += next(batches)[1].tolist()
         assert memory() > 64 * MB
@@ -439,7 +438,9 @@ def test_rows_are_given_back_after_the_first_step_if_the_model_needs_them(
 
 def test_a_device_without_memory_for_a_batch_gives_its_rows_back(cuda: torch.device) -> None:
     memory = added_memory(cuda)
-    with ShardedDataLoader(images(128), 64, device=cuda, resident=0.5) as loader:  # 16 of 32 MB: the first batch
+    with ShardedDataLoader(
+        images(128), 64, device=Placement(cuda, resident=0.5)
+    ) as loader:  # 16 of 32 MB: the first batch
         batches = iter(loader)
         assert next(batches)[1].tolist() == list(range(64))
         gc.collect()

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import PROCESS_POOLS, make_pool
+from conftest import PROCESS_POOLS, made, make_pool
 from on_cuda import needs_cuda, needs_two, run_program, sleep
 
-from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
+from sharded_loader import ArrayDataset, Placement, ProcessPool, ShardedDataLoader
 from sharded_loader.parallel import split_and_load
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
@@ -89,7 +89,7 @@ def test_iterable_data_and_the_next_epoch_arrive(cuda: torch.device, tmp_path: P
     # A batch of each part in turn.
     expected = [list(range(first + part, first + part + 16, 2)) for first in range(0, COUNT, 16) for part in range(2)]
     options: dict[str, Any] = {"device": cuda, "num_workers": 2, "prefetch_epochs": ahead}
-    with ShardedDataLoader(part, 8, streams=2, **options) as loader:
+    with made(part, 8, streams=2, **options) as loader:
         for epoch in range(3):
             if killed and epoch != 1:
                 part.kills.touch()  # with `ahead` the workers read the next epoch already
@@ -102,7 +102,7 @@ def test_iterable_data_and_the_next_epoch_arrive(cuda: torch.device, tmp_path: P
 @pytest.mark.parametrize("ahead", [False, True], ids=["this epoch", "the next epoch too"])
 def test_a_worker_killed_beside_the_end_of_an_epoch_is_replaced(cuda: torch.device, ahead: bool) -> None:
     pool = ProcessPool(2)
-    with ShardedDataLoader(dataset(), 8, device=cuda, pool=pool, prefetch_epochs=ahead) as loader:
+    with made(dataset(), 8, device=cuda, pool=pool, prefetch_epochs=ahead) as loader:
         for _ in range(4):
             for number, batch in enumerate(loader):
                 if number == COUNT // 8 - 2:
@@ -144,7 +144,7 @@ def test_every_shard_is_on_its_own_device(cuda: torch.device) -> None:
 @pytest.mark.parametrize("share", [True, 0.5])
 def test_results_of_rows_that_each_device_keeps_are_gathered_on_the_first(cuda: torch.device, share: Any) -> None:
     devices = [torch.device("cuda", number) for number in range(2)]
-    with ShardedDataLoader(dataset(), 16, devices=devices, resident=share) as loader:
+    with ShardedDataLoader(dataset(), 16, devices=Placement(devices, resident=share)) as loader:
         for number, shards in enumerate(loader):
             for place, shard in enumerate(shards):
                 assert {field.device for field in shard} == {devices[place]}

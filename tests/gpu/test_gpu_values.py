@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import made
 from on_cuda import PART, PRETENDED, OnCuda, Rows, copy_streams_of, host_values, needs_cuda, sleep
 from stress import order_of, rows, stress
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Subset, TensorDataset
 
-from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader, empty
+from sharded_loader import ArrayDataset, Placement, ProcessPool, ShardedDataLoader, empty
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.devices.pinning import address_of
-from sharded_loader.devices.placement import Placement
+from sharded_loader.devices.placement import Placement as Placer
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.pipeline import Entry
 from sharded_loader.engine.pool import Pool
@@ -34,7 +35,7 @@ EPOCHS = max(1, 20 // PART)
 
 
 def loader_of(**options: Any) -> ShardedDataLoader:
-    return ShardedDataLoader(rows(COUNT, WIDTH), BATCH, shuffle=True, seed=3, **options)
+    return made(rows(COUNT, WIDTH), BATCH, shuffle=True, seed=3, **options)
 
 
 def test_2000_batches_are_intact_under_stress(cuda: torch.device, pool: Pool) -> None:
@@ -272,7 +273,7 @@ def test_the_second_tensor_of_an_object_may_be_copied_alone(cuda: torch.device, 
 
 def test_the_objects_of_a_group_of_batches_may_be_copied_too(cuda: torch.device) -> None:
     """As `RayPool` brings them, without Ray: all batches of a group lie in one pinned block."""
-    place, lent, target = Placement([cuda], pin_memory=False), Lent(0), Rows(cuda, WIDTH)
+    place, lent, target = Placer([cuda], pin_memory=False), Lent(0), Rows(cuda, WIDTH)
     task = Task(0, 0, 0, 0, ([0],), False)
     lent.empty, lent.copies_all = place.empty, True
     for step in range(20):
@@ -369,7 +370,7 @@ def test_every_dtype_arrives(cuda: torch.device, name: str, resident: Any) -> No
     values = (torch.arange(64) % (2 if name == "bool" else 64)).to(getattr(torch, name))
     column = ArrayDataset(values.reshape(16, 4), values[:16])
     with (
-        ShardedDataLoader(column, 5, device=cuda, resident=resident) as loader,
+        ShardedDataLoader(column, 5, device=Placement(cuda, resident=resident)) as loader,
         ShardedDataLoader(column, 5) as host,
     ):
         for found, wanted in zip(loader, host, strict=True):
@@ -403,7 +404,7 @@ PARTS: dict[str, Any] = {
 def test_rows_of_all_kinds_are_those_that_are_sent(cuda: torch.device, make: Any, share: Any) -> None:
     options: dict[str, Any] = {"batch_size": 7, "shuffle": True, "seed": 2}
     with (
-        ShardedDataLoader(make(), device=cuda, resident=share, **options) as resident,
+        ShardedDataLoader(make(), device=Placement(cuda, resident=share), **options) as resident,
         ShardedDataLoader(make(), device=cuda, **options) as sent,
     ):
         for ours, theirs in zip(resident, sent, strict=True):
@@ -428,7 +429,7 @@ def test_what_is_gathered_has_gradients(cuda: torch.device) -> None:
 
 def test_resident_columns_that_were_loaded_in_inference_mode_can_be_used_after_it(cuda: torch.device) -> None:
     data = ArrayDataset(torch.arange(64, dtype=torch.float32).reshape(16, 4))
-    with ShardedDataLoader(data, 8, device=cuda, resident=True) as loader:
+    with ShardedDataLoader(data, 8, device=Placement(cuda, resident=True)) as loader:
         with torch.inference_mode():
             batches = iter(loader)
             next(batches)

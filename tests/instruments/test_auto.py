@@ -457,9 +457,8 @@ def test_its_arguments_make_another_one() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"pool": "ray"}, ValueError, 'num_workers="auto" is for workers on this machine'),
-        ({"pool": ThreadPool(2)}, ValueError, 'num_workers="auto" makes a pool, and pool=ThreadPool(2) is one: leave'),
-        ({"pool": InlinePool()}, ValueError, 'num_workers="auto" makes a pool'),
+        ({"pool": "ray"}, ValueError, 'num_workers="auto" is for threads and processes on this machine'),
+        ({"pool": InlinePool()}, ValueError, "is for threads and processes on this machine, and the pool is Inline"),
         (
             {"num_workers": "atuo"},
             TypeError,
@@ -468,11 +467,6 @@ def test_its_arguments_make_another_one() -> None:
         ({"num_workers": "2"}, TypeError, "num_workers must be an integer, got '2'"),
         ({"num_workers": 2.0}, TypeError, "num_workers must be an integer, got 2.0"),
         ({"num_workers": None}, TypeError, "num_workers must be an integer, got None"),
-        ({"max_worker_memory": 0}, ValueError, "max_worker_memory is 0"),
-        ({"max_worker_memory": -1}, ValueError, "max_worker_memory is -1"),
-        ({"max_worker_memory": "much"}, ValueError, "max_worker_memory is 'much'"),
-        ({"max_worker_memory": True}, ValueError, "max_worker_memory is True"),
-        ({"max_worker_memory": "1 GB", "thread_pool": True}, ValueError, "needs worker processes on this machine"),
     ],
 )
 def test_wrong_arguments_are_errors(options: dict[str, Any], error: Any, text: str) -> None:
@@ -489,6 +483,12 @@ def test_a_pool_has_a_number(make: Callable[[Any], Pool]) -> None:
         TypeError, match="num_workers must be an integer, got 'auto'.*give num_workers=\"auto\" to the loader"
     ):
         make("auto")
+
+
+def test_the_workers_of_a_given_pool_are_as_many_as_training_needs() -> None:
+    with ShardedDataLoader(range(8), 2, num_workers="auto", pool=ThreadPool(3)) as loader:
+        assert loader.num_workers == 3 and list(map(len, loader)) == [2, 2, 2, 2]
+        assert loader._meter.tune is not None
 
 
 def test_without_workers_there_is_nothing_to_find() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import HostClock, make_pool
+from conftest import HostClock, made, make_pool
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.engine.messages import BatchTimes
@@ -58,7 +58,7 @@ def slow_collate(samples: list[int]) -> Any:
 def read(dataset: Any, method: str, step: float = 0.0, workers: int = 2, **options: Any) -> LoaderStats:
     """The numbers of an epoch; where interpreters start, of the second one."""
     epochs = 1 + (method == "spawn")
-    with ShardedDataLoader(dataset, pool=make_pool(method, workers), **options) as loader:
+    with made(dataset, pool=make_pool(method, workers), **options) as loader:
         for _ in range(epochs):
             for _ in loader:
                 time.sleep(step)
@@ -103,7 +103,7 @@ def test_what_takes_the_time_is_the_limit(kind: Any, slow: str, cause: str, host
             return 400
 
     if slow == "device_transform":
-        kind = ShardedDataLoader  # the other one has none
+        kind = made  # the other one has none
     loader = kind(
         Samples(400, 0.0),
         10,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from conftest import ahead
 from torch.utils.data import BatchSampler
 
 from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, ThreadPool, WorkerTimeoutError
@@ -329,7 +330,7 @@ def test_retries_of_this_process_count_for_the_epoch_that_began_last() -> None:
 def test_workers_that_were_replaced_are_counted(start_method: str, tmp_path: Path) -> None:
     pool = ProcessPool(2, start_method=start_method)
     dies_once = Drawing(40, [17], Fails(kill, tmp_path / "count", times=1))
-    with ShardedDataLoader(dies_once, 5, pool=pool, prefetch_epochs=False) as loader:
+    with ahead(ShardedDataLoader(dies_once, 5, pool=pool), False) as loader:
         for _ in range(2):
             assert torch.cat(list(loader))[:, 0].tolist() == list(range(len(dies_once)))
         assert [loader.stats(epoch).replaced_workers for epoch in (0, 1, None)] == [1, 0, 1]

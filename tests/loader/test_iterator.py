@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_pool
+from conftest import made, make_pool
 
-from sharded_loader import LoaderClosedError, ShardedDataLoader, SubsetRandomSampler
+from sharded_loader import LoaderClosedError, Placement, ShardedDataLoader, SubsetRandomSampler
 from sharded_loader.torch import DataLoader
 
 
@@ -113,7 +113,7 @@ def test_a_next_that_has_handed_out_nothing_leaves_the_position_with_another_ite
             loader.close()
         return batch
 
-    loader = ShardedDataLoader(range(20), 4, device_transform=place)
+    loader = ShardedDataLoader(range(20), 4, device=Placement(device_transform=place))
     first, second = iter(loader), iter(loader)
     for iterator in (first, second, second):
         next(iterator)
@@ -200,7 +200,7 @@ def test_an_error_that_waits_for_its_turn_does_not_keep_the_iterator(given: dict
 
 def test_an_error_of_the_epoch_that_is_prefetched_does_not_keep_the_iterator_before_it() -> None:
     options = {"pool": "thread", "num_workers": 1, "prefetch": 4, "prefetch_epochs": True}
-    with ShardedDataLoader(range(4), 1, sampler=SubsetRandomSampler([9, 9]), **options) as loader:
+    with made(range(4), 1, sampler=SubsetRandomSampler([9, 9]), **options) as loader:
         iterator = iter(loader)
         with pytest.raises(IndexError, match="the sampler yielded index 9"):
             next(iterator)

@@ -21,6 +21,7 @@ from sharded_loader import (
     GrowingBatchSampler,
     LoaderWarning,
     PackSampler,
+    Placement,
     RandomSampler,
     RepeatedSampler,
     Sampler,
@@ -284,8 +285,8 @@ def test_a_batch_has_the_values_that_came_to_the_last_bit(pool: str) -> None:
         seed=3,
         collate_fn=summed,
         pool=make_pool(pool, 2),
-        device_transform=lambda batch, rng: batch + rng.random(),
         num_shards=2,
+        device=Placement(device_transform=lambda batch, rng: batch + rng.random()),
     )
     with loader:
         coming = loader.batch(1, 2)

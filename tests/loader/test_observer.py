@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import covering
+from conftest import covering, made
 
-from sharded_loader import ShardedDataLoader, TooManySkippedError
+from sharded_loader import TooManySkippedError
 from sharded_loader.base import imports
 
 
@@ -26,7 +26,7 @@ class Bad:
 def outcomes(**options: Any) -> list[Any]:
     """Batches, errors and states of two epochs, and what is told of skipped samples."""
     seen: list[Any] = []
-    with ShardedDataLoader(Bad(), 4, shuffle=True, seed=1, **options) as loader:
+    with made(Bad(), 4, shuffle=True, seed=1, **options) as loader:
         for _ in range(2):
             batches = iter(loader)
             while True:

@@ -25,7 +25,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from sharded_loader import ShardedDataLoader, sample_rng
+from sharded_loader import OnError, ShardedDataLoader, sample_rng
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.torch import DataLoader
 
@@ -305,8 +305,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "generator": torch.Generator(),
         "seed": 3,
         "start_method": "spawn",
-        "on_error": "skip",
-        "max_skipped": 4,
+        "on_error": OnError("skip", limit=4),
         "shuffle": True,
         "device": "cpu",
     },

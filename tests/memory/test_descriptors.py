@@ -17,7 +17,7 @@ from samples import Filled
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.pools.process import link, worker
-from sharded_loader.pools.process.link import CANCEL, DEATH, pack_head
+from sharded_loader.pools.process.link import CANCEL, DEATH, Link
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="descriptors of workers: Linux")
 
@@ -39,14 +39,16 @@ def test_a_worker_that_can_map_no_segment_sends_batches_through_the_pipe(
     assert all("through the pipe" in line and "of open files is reached" in line for line in told)
 
 
+take = Link.take_descriptor
+
+
+def refuse(end: Link) -> int:
+    os.close(take(end))
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
 def test_a_worker_that_gets_no_descriptor_at_all_reads_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    receive = link.receive_descriptor
-
-    def refuse(conn: Any) -> int:
-        os.close(receive(conn))
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(link, "receive_descriptor", refuse)
+    monkeypatch.setattr(Link, "take_descriptor", refuse)
     with ShardedDataLoader(Filled(160), 4, pool=ProcessPool(2, start_method="fork")) as loader:
         assert [int(batch[0, 0]) for batch in loader] == list(range(0, 160, 4))
 
@@ -91,25 +93,19 @@ def test_a_worker_that_may_open_nothing_from_the_start_lives_and_reads() -> None
     """The pipe that ends it with the trainer cannot be taken either: that is no reason to end."""
     ours, theirs = multiprocess.Pipe(duplex=True)
     trainer = link.make_link(ours)
-    reader = worker.WorkerThreads(theirs, 0, 1)
+    end = link.make_link(theirs, blocks=True)
+    reader = worker.WorkerThreads(end, 0, 1)
     read, write = os.pipe()
     try:
-        trainer.send(pack_head(DEATH), descriptor=read)
-        trainer.send(pack_head(CANCEL, 7))
+        trainer.send(DEATH, descriptor=read)
+        trainer.send(CANCEL, 7)
         trainer.close()  # end-of-file after that
-
-        receive = link.receive_descriptor
-
-        def refuse(conn: Any) -> int:
-            os.close(receive(conn))
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(link, "receive_descriptor", refuse)
+            patched.setattr(Link, "take_descriptor", refuse)
             reader._finished.set()
             reader.receive()
         assert reader._reading.cancelled == {7}
     finally:
-        theirs.close()
+        end.close()
         os.close(read)
         os.close(write)

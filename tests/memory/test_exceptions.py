@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sharded_loader.base.errors import SampleReadError, WorkerTraceback, add_note, notes_of
-from sharded_loader.memory.exceptions import EncodedError, decode_error, encode_error
+from sharded_loader.memory.codec import EncodedError, decode_error, encode_error
 
 
 class TwoArguments(Exception):

@@ -8,6 +8,7 @@ import signal
 import sys
 
 import pytest
+from conftest import ahead
 from counting import Counting
 
 from sharded_loader import ProcessPool, ShardedDataLoader
@@ -22,7 +23,7 @@ KEPT = multiprocessing.get_context("spawn").Value("i", 0)
 @pytest.mark.slow
 def test_a_shared_value_counts_in_all_spawned_workers() -> None:
     dataset = Counting("spawn")
-    with ShardedDataLoader(dataset, 3, pool=ProcessPool(2, start_method="spawn"), prefetch_epochs=False) as loader:
+    with ahead(ShardedDataLoader(dataset, 3, pool=ProcessPool(2, start_method="spawn")), False) as loader:
         assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
         assert dataset.count.value == 12
         assert len(list(loader)) == 4, "the workers live on"
@@ -33,7 +34,7 @@ def test_a_shared_value_counts_in_all_spawned_workers() -> None:
 def test_a_worker_that_replaces_a_killed_one_shares_the_value_too() -> None:
     dataset = Counting("spawn")
     pool = ProcessPool(1, start_method="spawn")
-    with ShardedDataLoader(dataset, 3, pool=pool, prefetch_epochs=False) as loader:
+    with ahead(ShardedDataLoader(dataset, 3, pool=pool), False) as loader:
         list(loader)
         os.kill(pool.pids[0], signal.SIGKILL)
         assert len(list(loader)) == 4

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import METHODS, make_pool, shared_memory_names
+from conftest import METHODS, made, make_pool, shared_memory_names
 from memory_samples import SHAPE, DiesInTheMiddle
 from programs import run_forked, without_notices
 from samples import Filled
@@ -54,7 +54,7 @@ def is_batch(batch: torch.Tensor, first: int, size: int = BATCH) -> bool:
 def loader_over(pool: Any, length: int = 240, **options: Any) -> Iterator[Any]:
     # So many in flight, however cheap the batches are, and none at the end of the epoch: the tests count slots.
     given = {"prefetch": 4, "prefetch_epochs": False, **options}
-    with ShardedDataLoader(Filled(length), BATCH, pool=pool, **given) as loader:
+    with made(Filled(length), BATCH, pool=pool, **given) as loader:
         yield loader
 
 

@@ -14,7 +14,7 @@ import torch
 from conftest import make_pool
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
-from sharded_loader.memory.leases import KEPT, LEAST_BYTES, ReusedMemory
+from sharded_loader.memory.arena import KEPT, LEAST_BYTES, ReusedMemory
 
 LARGE = LEAST_BYTES
 U8 = np.dtype(np.uint8)

@@ -7,7 +7,7 @@ import pytest
 from conftest import covering
 
 from sharded_loader.base.entries import parsed, written
-from sharded_loader.mixing.interleave import BEGINNING, END, Source, SourcePoint
+from sharded_loader.mixing.in_order import BEGINNING, END, Source, SourcePoint
 
 
 class Again:
@@ -92,17 +92,17 @@ def rest(source):
 
 @covering(make=KINDS, taken=range(6))
 def test_a_dataset_continues_at_any_position(make, taken):
-    source = Source(0, make(), BEGINNING)
+    source = Source("data", make(), BEGINNING)
     assert [source.read() for _ in range(taken)] == list(range(taken))
     state = parsed(SourcePoint, json.loads(json.dumps(written(source.state()))), "")
-    assert rest(Source(0, make(), state)) == rest(source) == list(range(taken, 5))
+    assert rest(Source("data", make(), state)) == rest(source) == list(range(taken, 5))
 
 
 @pytest.mark.parametrize("make", KINDS)
 def test_a_pass_after_a_resumed_one_begins_at_the_beginning(make):
-    source = Source(0, make(), BEGINNING)
+    source = Source("data", make(), BEGINNING)
     source.read(), source.read()
-    resumed = Source(0, make(), source.state())
+    resumed = Source("data", make(), source.state())
     assert rest(resumed) == [2, 3, 4]
     resumed.start_over()
     assert written(resumed.state()) == {"pass": 1, "taken": 0}
@@ -113,7 +113,7 @@ def test_a_pass_after_a_resumed_one_begins_at_the_beginning(make):
 @pytest.mark.parametrize(("entry", "made"), [({"dataset": {"at": 3}}, [3]), ({}, [0, 1, 2, 3])])
 def test_only_without_a_state_are_the_samples_before_made_again(entry, made):
     dataset = OwnState()
-    assert Source(0, dataset, SourcePoint(0, 3, **entry)).read() == 3
+    assert Source("data", dataset, SourcePoint(0, 3, **entry)).read() == 3
     assert dataset.made == made
     assert dataset.begin == 0  # the state went into a copy
 
@@ -127,27 +127,27 @@ def test_a_dataset_that_is_read_by_index_continues_without_reading_again():
             return super().__getitem__(index)
 
     dataset = Counted("abcde")
-    assert rest(Source(0, dataset, SourcePoint(0, 3))) == ["d", "e"]
+    assert rest(Source("data", dataset, SourcePoint(0, 3))) == ["d", "e"]
     assert dataset.asked == (3, 4)
 
 
 def test_a_state_of_a_dataset_that_was_not_opened_yet_is_kept():
     state = SourcePoint(2, 3, {"at": 3})
-    source = Source(0, OwnState(), state)
+    source = Source("data", OwnState(), state)
     assert source.state() == state
     assert rest(source) == [3, 4]
 
 
 def test_a_dataset_that_a_mixture_has_twice_is_resumed_by_counting():
     one = OwnState()
-    source = Source(0, one, BEGINNING, has_own_state=False)
+    source = Source("data", one, BEGINNING, is_alone=False)
     source.read()
     assert source.state() == SourcePoint(0, 1)
 
 
 def test_a_dataset_that_has_become_shorter_is_an_error():
-    with pytest.raises(ValueError, match=r"datasets\[3\], an Again, has 5 samples, and the state was saved after 6"):
-        Source(3, Again(), SourcePoint(0, 6)).read()
+    with pytest.raises(ValueError, match="number 3, an Again, has 5 samples, and the state was saved after 6"):
+        Source("number 3", Again(), SourcePoint(0, 6)).read()
 
 
 def test_an_exception_passes_as_it_is_and_leaves_a_state():
@@ -155,7 +155,7 @@ def test_an_exception_passes_as_it_is_and_leaves_a_state():
         yield 1
         raise OSError("disk")
 
-    source = Source(0, broken, BEGINNING)
+    source = Source("data", broken, BEGINNING)
     source.read()
     with pytest.raises(OSError, match="disk"):
         source.read()
@@ -165,7 +165,7 @@ def test_an_exception_passes_as_it_is_and_leaves_a_state():
 def test_entries_are_not_changed():
     entry = SourcePoint(0, 1, {"at": 1})
     before = copy.deepcopy(entry)
-    source = Source(0, OwnState(), entry)
+    source = Source("data", OwnState(), entry)
     rest(source)
     source.start_over()
     assert entry == before
@@ -183,9 +183,9 @@ def part(number, parts):
 def test_workers_divide_what_is_read_by_index_and_what_a_function_returns(dataset, parts):
     found = []
     for number in range(parts):
-        source = Source(0, dataset, BEGINNING, (number, parts))
+        source = Source("data", dataset, BEGINNING, (number, parts))
         source.read()
-        found += [*([number] if source.taken else []), *rest(Source(0, dataset, source.state(), (number, parts)))]
+        found += [*([number] if source.taken else []), *rest(Source("data", dataset, source.state(), (number, parts)))]
         source.start_over()
         assert rest(source) == list(range(number, 10, parts))
     assert sorted(found) == list(range(10))

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sharded_loader.parallel import split_and_load, split_data
-from sharded_loader.parallel.split import gather
+from sharded_loader.parallel import gather, split_and_load, split_data
 
 GOLDEN = {c["id"]: c for c in json.loads((Path(__file__).parents[1] / "golden" / "split_data.json").read_text())}
 X = np.arange(20, dtype=np.int32).reshape(10, 2)

@@ -17,7 +17,7 @@ def test_starts_that_fail_by_themselves_are_given_up_soon_whatever_is_killed_in_
 ) -> None:
     deaths = Deaths(3)
     if proven:
-        deaths.record_start()
+        deaths.begin_starts(proven=True)
     assert not any(deaths.record_start_death(Death(worker, 71, KILLED)) for worker in range(8))
     assert [deaths.record_start_death(Death(worker, 71, exitcode)) for worker in (0, 1, 2)] == [False, False, True]
 
@@ -27,7 +27,7 @@ def test_starts_that_are_killed_are_given_up_late_where_workers_are_known_to_sta
     deaths = Deaths(3)
     assert [deaths.record_start_death(Death(0, 71, exitcode)) for _ in range(3)] == [False, False, True]
     deaths = Deaths(3)
-    deaths.record_start()
+    deaths.begin_starts(proven=True)
     last = 3 * PROVEN - 1
     assert [deaths.record_start_death(Death(0, 71, exitcode)) for _ in range(last + 1)] == [False] * last + [True]
 
@@ -35,17 +35,17 @@ def test_starts_that_are_killed_are_given_up_late_where_workers_are_known_to_sta
 def test_many_workers_that_are_killed_at_once_while_they_start_are_no_reason_to_stop() -> None:
     deaths = Deaths(3)
     assert not any(deaths.record_start_death(Death(worker, 71, KILLED)) for worker in range(64) for _ in range(2))
-    deaths.record_start()
+    deaths.begin_starts(proven=True)
     assert not any(deaths.record_start_death(Death(worker, 71, KILLED)) for worker in range(64) for _ in range(9))
 
 
 def test_a_worker_that_is_ready_begins_the_count_anew_and_another_dataset_is_not_proven() -> None:
     deaths = Deaths(2)
     assert not deaths.record_start_death(Death(0, 71, LEFT))
-    deaths.record_start()
+    deaths.begin_starts(proven=True)
     assert not deaths.record_start_death(Death(0, 71, LEFT))
     assert deaths.record_start_death(Death(1, 71, LEFT))
-    deaths.new_job()
+    deaths.begin_starts(proven=False)
     assert not deaths.record_start_death(Death(0, 71, KILLED))
     assert deaths.record_start_death(Death(0, 71, KILLED))
 

@@ -332,7 +332,7 @@ def test_if_the_system_cannot_start_another_one_the_pool_goes_on(monkeypatch: py
             found.append(next(batches).tolist())
             with monkeypatch.context() as patch:
                 if method == "thread":
-                    patch.setattr("sharded_loader.pools.threads._Thread.start", refuse)
+                    patch.setattr("sharded_loader.pools.local._Thread.start", refuse)
                 else:
                     patch.setattr(pool._transport, "launch", refuse)
                 pool.resize(4)

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from sharded_loader.engine.messages import Reply, Result, Task
-from sharded_loader.memory.codec import encode
-from sharded_loader.memory.exceptions import encode_error
-from sharded_loader.pools.supervised import decode_result, own_pickle
+from sharded_loader.memory.codec import encode, encode_error
+from sharded_loader.pools.supervised import decode_result, fields_of
 
 
 class Key:
@@ -25,13 +24,13 @@ def task(*indices: Any) -> Task:
 
 
 def test_ints_strings_and_arrays_need_no_pickle_of_their_own() -> None:
-    assert own_pickle(task(1, "a"), forked=True) is None
-    assert own_pickle(task()._replace(shards=(np.arange(3),)), forked=False) is None
+    for plain in (task(1, "a"), task()._replace(shards=(np.arange(3),))):
+        assert fields_of(plain, forked=True) == fields_of(plain, forked=False) == tuple(plain)
 
 
 @pytest.mark.parametrize("forked", [True, False])
 def test_a_key_of_the_users_own_class_travels_with_its_task(forked: bool) -> None:
-    sent = own_pickle(task(1, Key("a")), forked=forked)
+    sent = fields_of(task(1, Key("a")), forked=forked)
     assert sent is not None
     got = pickle.loads(sent)
     assert (got[:4], got[4][0][0], got[4][0][1].name) == ((1, 2, 3, 4), 1, "a")
@@ -40,7 +39,7 @@ def test_a_key_of_the_users_own_class_travels_with_its_task(forked: bool) -> Non
 @pytest.mark.parametrize("forked", [True, False])
 def test_a_key_that_cannot_be_sent_is_an_error_that_says_what_to_do(forked: bool) -> None:
     with pytest.raises(TypeError, match="cannot be sent to a worker process.*thread_pool=True"):
-        own_pickle(task(threading.Lock()), forked=forked)
+        fields_of(task(threading.Lock()), forked=forked)
 
 
 def read(reply: Any, sent: Task | None = None) -> Result:

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from sharded_loader import WorkerDiedError, WorkerTimeoutError
+from sharded_loader.base.notices import Notices
 from sharded_loader.engine.board import BEGINNING, IDLE, IN_BULK, ONE_BY_ONE, UNUSED
-from sharded_loader.engine.messages import NOTHING, Job, NewJob, PartBatch, PartPoint, Stream, Task
+from sharded_loader.engine.grouping import Grouping
+from sharded_loader.engine.messages import NOTHING, Job, NewJob, PartBatch, PartPoint, Result, Stream, Task
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.pools.deaths import IDLE_DEATHS, Death
-from sharded_loader.pools.supervisor import Supervisor, Transport, Worker
+from sharded_loader.pools.supervised import SupervisedPool, Transport, Worker
 
 NEW_JOB = NewJob(Job([1, 2, 3], None, 0), None)
 
@@ -26,6 +28,16 @@ class Pretended(Worker):
         self.ready = True
         self.board: Sequence[int] | None = UNUSED
         self.more: dict[str, Any] = {}
+        self.said: list[tuple[Any, ...]] = []  # the transport's
+
+    def cancel(self, run: int) -> None:
+        self.said.append(("cancel", self.number, run))
+
+    def where(self) -> Sequence[int] | None:
+        return self.board if self.tasks else None
+
+    def tell(self) -> None:
+        self.said.append(("tell", self.number))
 
 
 class PretendedTransport(Transport[Pretended]):
@@ -44,21 +56,14 @@ class PretendedTransport(Transport[Pretended]):
 
     def launch(self, number: int, new: NewJob) -> Pretended:
         self.launched += 1
-        return Pretended(number, 100 + self.launched)
+        worker = Pretended(number, 100 + self.launched)
+        worker.said = self.said
+        return worker
 
     def retire(self, worker: Pretended) -> None:
         self.said.append(("retired", worker.pid))
         if self.drains:
             self.leaving.append(worker)
-
-    def send_cancel(self, worker: Pretended, run: int) -> None:
-        self.said.append(("cancel", worker.number, run))
-
-    def where(self, worker: Pretended) -> Sequence[int] | None:
-        return worker.board if worker.tasks else None
-
-    def tell(self, worker: Pretended) -> None:
-        self.said.append(("tell", worker.number))
 
     def kill_late(self, late: Sequence[Pretended], seconds: float) -> None:
         self.said += [("late", worker.number, seconds) for worker in late]
@@ -76,13 +81,34 @@ class PretendedTransport(Transport[Pretended]):
         self.workers = []
 
 
+class Supervisor(SupervisedPool[Pretended]):
+    def __init__(self, transport: PretendedTransport, restarts: int, timeout: float | None) -> None:
+        super().__init__(transport.num_workers, None, timeout, restarts, Grouping())
+        self._transport = transport
+        self.notices = Notices()
+
+    started = True
+
+    def start(self, job: Job) -> None:
+        self._start(NewJob(job, None))
+
+    def submit(self, tasks: Sequence[Task]) -> None:
+        raise NotImplementedError
+
+    def wait(self, block: bool = True) -> Sequence[Result]:
+        raise NotImplementedError
+
+    def _count_room(self) -> None:
+        pass
+
+
 class Pool:
-    """A supervisor of two pretended workers, of which a batch may kill some."""
+    """A pool of two pretended workers, of which a batch may kill some."""
 
     def __init__(self, restarts: int = 2, timeout: float | None = None, new: NewJob = NEW_JOB) -> None:
         self.transport = PretendedTransport(2)
         self.supervisor = Supervisor(self.transport, restarts, timeout)
-        self.supervisor.start(new)
+        self.supervisor._start(new)
 
     def give(self, number: int, *tasks: Task, board: Sequence[int] | None = UNUSED) -> None:
         worker = self.transport.workers[number]
@@ -266,7 +292,7 @@ def test_closed_it_has_neither_workers_nor_tasks_and_may_be_started_again() -> N
     pool.kill(0)
     pool.supervisor.close()
     assert (pool.transport.workers, pool.requeued, pool.supervisor.deaths.suspects) == ([], [], set())
-    pool.supervisor.start(NEW_JOB)
+    pool.supervisor._start(NEW_JOB)
     assert len(pool.transport.workers) == 2
 
 
@@ -279,10 +305,10 @@ def numbers_and_pids(workers: Sequence[Pretended]) -> list[tuple[int, int]]:
 
 def test_more_workers_are_launched_and_those_that_are_too_many_leave_with_their_tasks() -> None:
     pool = Pool()
-    pool.supervisor.resize(4)
+    pool.supervisor._have(4)
     assert numbers_and_pids(pool.transport.workers) == [(0, 101), (1, 102), (2, 103), (3, 104)]
     pool.give(3, task(7))
-    pool.supervisor.resize(1)
+    pool.supervisor._have(1)
     assert numbers_and_pids(pool.transport.workers) == [(0, 101)] and pool.requeued == []
     assert pool.transport.said == [("retired", 104), ("retired", 103), ("retired", 102)]
     (leaving, *_) = pool.transport.leaving
@@ -292,13 +318,13 @@ def test_more_workers_are_launched_and_those_that_are_too_many_leave_with_their_
 def test_a_worker_that_has_left_is_no_death_and_one_that_dies_over_a_batch_is_to_blame() -> None:
     pool = Pool(restarts=1)
     pool.give(1, task(7), task(8), board=reading(7))
-    pool.supervisor.resize(1)
-    pool.supervisor.resize(2)
+    pool.supervisor._have(1)
+    pool.supervisor._have(2)
     (leaving,) = pool.transport.leaving
     (result,) = pool.supervisor.replace(leaving)
     assert isinstance(result.error, WorkerDiedError) and result.seq == 7 and pool.requeued == [8]
     assert numbers_and_pids(pool.transport.workers) == [(0, 101), (1, 103)] and pool.transport.leaving == []
-    pool.supervisor.resize(1)
+    pool.supervisor._have(1)
     (leaving,) = pool.transport.leaving
     for _ in range(2):  # told twice
         assert pool.supervisor.replace(leaving) == []
@@ -309,7 +335,7 @@ def test_where_workers_cannot_end_by_themselves_others_get_their_tasks_at_once()
     pool = Pool()
     pool.transport.drains = False
     pool.give(1, task(7), task(8))
-    pool.supervisor.resize(1)
+    pool.supervisor._have(1)
     assert pool.requeued == [7, 8] and pool.transport.leaving == []
 
 
@@ -324,14 +350,14 @@ def test_another_worker_gets_the_number_of_one_that_lives() -> None:
 @pytest.mark.parametrize(("parts", "renewed"), [(2, True), (1, False), (3, False)])
 def test_workers_that_read_one_part_each_are_replaced_before_they_read_several(parts: int, renewed: bool) -> None:
     pool = Pool(new=NewJob(Job([1], None, 0, stream=Stream(parts, 1)), None))
-    pool.supervisor.resize(1)
+    pool.supervisor._have(1)
     assert (pool.transport.workers[0].pid != 101) == renewed
 
 
 def test_a_worker_that_leaves_is_watched_and_told_what_is_cancelled() -> None:
     pool = Pool(timeout=0.001)
     pool.give(1, task(7), board=reading(7))
-    pool.supervisor.resize(1)
+    pool.supervisor._have(1)
     pool.supervisor.cancel(0)
     while not any(said[0] == "late" for said in pool.transport.said):
         pool.supervisor.stop_late()
@@ -349,14 +375,14 @@ def test_if_another_one_cannot_be_launched_there_are_those_that_could_be() -> No
 
     pool.transport.launch = one_more  # type: ignore[method-assign]
     with pytest.raises(OSError, match="no processes"):
-        pool.supervisor.resize(9)
+        pool.supervisor._have(9)
     assert pool.supervisor.num_workers == len(pool.transport.workers) == 3
 
 
 def test_before_it_is_started_and_after_close_only_the_number_changes() -> None:
     pool = Pool()
     pool.supervisor.close()
-    pool.supervisor.resize(5)
+    pool.supervisor._have(5)
     assert (pool.supervisor.num_workers, pool.transport.workers) == (5, [])
 
 

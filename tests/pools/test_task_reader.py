@@ -14,8 +14,7 @@ from sharded_loader import sample_rng
 from sharded_loader.engine.board import SAMPLE, SENDING
 from sharded_loader.engine.messages import Job, NewJob, Stream, Task
 from sharded_loader.engine.reader import Reader
-from sharded_loader.memory.codec import decode
-from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.memory.codec import decode, decode_error
 from sharded_loader.pools import task_reader
 from sharded_loader.pools.task_reader import TaskReader, reader_for
 from sharded_loader.streams.reader import StatefulReader, StreamReader

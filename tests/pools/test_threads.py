@@ -18,7 +18,7 @@ import torch
 from sharded_loader import ShardedDataLoader, ThreadPool, WorkerTimeoutError, sample_seed
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pool import PoolBroken
-from sharded_loader.pools import threads as thread_pool
+from sharded_loader.pools import local as thread_pool
 
 TIMEOUT = 0.5
 

@@ -16,17 +16,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import made
 
-from sharded_loader import InlinePool, LoaderClosedError, ProcessPool, RandomSampler, ShardedDataLoader, ThreadPool
+from sharded_loader import (
+    InlinePool,
+    LoaderClosedError,
+    Placement,
+    ProcessPool,
+    RandomSampler,
+    ShardedDataLoader,
+    ThreadPool,
+)
 from sharded_loader.base.errors import notes_of
 from sharded_loader.batchify import Pad, Stack
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.devices import placement
 from sharded_loader.engine.pool import Pool
+from sharded_loader.loader.options import OtherNames
 
 
 def make(**arguments: Any) -> ShardedDataLoader:
-    return ShardedDataLoader(arguments.pop("dataset", range(10)), **{"batch_size": 4, **arguments})
+    return made(arguments.pop("dataset", range(10)), **{"batch_size": 4, **arguments})
 
 
 @pytest.mark.parametrize(
@@ -128,7 +138,14 @@ def test_a_tuple_of_columns_is_read_as_samples_with_a_warning() -> None:
         ("pin_memory_device", "device"),
         ("in_order", "order"),
         ("snapshot_every_n_steps", "state_dict"),
-        ("auto_reload", "'auto_reload': write prefetch_epochs="),
+        ("auto_reload", "'auto_reload': leave it out, or set loader.prefetch_epochs"),
+        ("prefetch_epochs", "set loader.prefetch_epochs instead"),
+        ("max_skipped", r'write on_error=OnError\("skip", limit=\) instead'),
+        ("max_worker_memory", r"write pool=ProcessPool\(n, max_worker_memory=\) instead"),
+        ("shard_weights", r"device=Placement\(device, ...\), or devices=Placement\(devices, ...\)"),
+        ("resident", r"give it to Placement instead"),
+        ("device_transform", r"give it to Placement instead"),
+        ("host_fields", r"give it to Placement instead"),
         ("pin_device_id", "device"),
         ("try_nopython", "leave it out"),
         ("generatr", r"did you mean 'generator'\? Here write seed= "),
@@ -137,7 +154,7 @@ def test_a_tuple_of_columns_is_read_as_samples_with_a_warning() -> None:
 )
 def test_a_torch_keyword_gives_our_spelling(keyword: str, ours: str) -> None:
     with pytest.raises(TypeError, match=ours):
-        make(**{keyword: None})
+        ShardedDataLoader(range(4), 2, **{keyword: None})
 
 
 def test_all_wrong_names_are_told_at_once_each_with_its_advice() -> None:
@@ -148,7 +165,7 @@ def test_all_wrong_names_are_told_at_once_each_with_its_advice() -> None:
     assert [line.split("'")[1] for line in lines[1:]] == ["generator", "auto_reload", "shufle", "zzz", "in_order"]
     for line, advice in zip(
         lines[1:],
-        ("seed=", "prefetch_epochs=", "did you mean 'shuffle'?", "help(", "always come in order"),
+        ("seed=", "prefetch_epochs", "did you mean 'shuffle'?", "help(", "always come in order"),
         strict=True,
     ):
         assert advice in line
@@ -157,7 +174,7 @@ def test_all_wrong_names_are_told_at_once_each_with_its_advice() -> None:
 
 
 def test_every_argument_of_torchs_loader_is_one_of_ours_or_gives_our_spelling() -> None:
-    ours = inspect.signature(ShardedDataLoader.__init__).parameters
+    ours = {*inspect.signature(ShardedDataLoader.__init__).parameters, *OtherNames.__annotations__}
     theirs = inspect.signature(torch.utils.data.DataLoader.__init__).parameters
     foreign = [name for name in theirs if name not in ours]
     with pytest.raises(TypeError) as caught:
@@ -165,6 +182,23 @@ def test_every_argument_of_torchs_loader_is_one_of_ours_or_gives_our_spelling() 
     advice = dict(line.strip().split(": ", 1) for line in str(caught.value).splitlines()[1:])
     assert set(advice) == {repr(name) for name in foreign}
     assert all(line.startswith(("write ", "leave it out")) for line in advice.values())
+
+
+def test_a_loader_has_at_most_24_arguments_and_35_public_attributes() -> None:
+    parameters = [name for name in inspect.signature(ShardedDataLoader.__init__).parameters if name != "self"]
+    assert len(parameters) - 1 <= 24 and parameters[-1] == "names"
+    assert parameters[:11] == [
+        *("dataset", "batch_size", "shuffle", "sampler", "last_batch", "batch_sampler", "batchify_fn", "num_workers"),
+        *("pin_memory", "prefetch", "thread_pool"),
+    ]  # Gluon's, in their places
+    assert len([name for name in dir(ShardedDataLoader) if not name.startswith("_")]) <= 35
+
+
+def test_options_are_given_in_one_place() -> None:
+    with pytest.raises(ValueError, match="device and devices are both a Placement"):
+        make(device=Placement("cpu"), devices=Placement(["cpu"]))
+    both = make(devices=["cpu", "cpu"], device=Placement(shard_weights=[3, 1]))
+    assert [len(shard) for shard in next(iter(both))] == [3, 1]
 
 
 def double(samples: list[int]) -> Any:
@@ -242,12 +276,12 @@ def test_a_hang_ends_after_the_timeout_that_the_loader_was_given() -> None:
         (
             {"pool": InlinePool(), "timeout": 3},
             ValueError,
-            "give worker_init_fn, timeout, max_worker_memory to the pool",
+            "give worker_init_fn and timeout to the pool",
         ),
         (
             {"pool": InlinePool(), "worker_init_fn": nothing},
             ValueError,
-            "give worker_init_fn, timeout, max_worker_memory to the pool",
+            "give worker_init_fn and timeout to the pool",
         ),
         ({"steps_per_epoch": 0}, ValueError, "steps_per_epoch"),
         ({"steps_per_epoch": 2.5}, (TypeError, ValueError), "steps_per_epoch"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import ahead
 from injection import InterruptAt, next_interrupted
 from programs import run_forked
 
@@ -113,7 +114,7 @@ class InterruptAtSlot(InterruptAt):
 def test_interrupt_while_a_slot_changes_hands_loses_no_slot() -> None:
     data = np.broadcast_to(np.arange(2000)[:, None], (2000, 4096))
     pool = ProcessPool(2, start_method="fork")
-    with ShardedDataLoader(data, 4, pool=pool, prefetch=4, prefetch_epochs=False) as loader:
+    with ahead(ShardedDataLoader(data, 4, pool=pool, prefetch=4), False) as loader:
         arena = loader._pipeline.pool._transport.arena
         iterator = iter(loader)
         expected = iter(range(0, 2000, 4))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data as torch_data
-from conftest import POOLS, make_pool
+from conftest import POOLS, made, make_pool
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -146,7 +146,7 @@ def test_a_resident_dataset_and_a_column_dataset() -> None:
         found = [
             index
             for rank in range(3)
-            for batch, real in ShardedDataLoader(data, 3, num_replicas=3, rank=rank, evaluate=True, **arguments)
+            for batch, real in made(data, 3, num_replicas=3, rank=rank, evaluate=True, **arguments)
             for index in batch[:real].tolist()
         ]
         assert sorted(found) == list(range(10))

@@ -16,13 +16,13 @@ from injection import PUMP, InterruptAt
 from test_resume import SAMPLERS, batches, through_json
 
 from sharded_loader import ShardedDataLoader, ThreadPool
-from sharded_loader.randomness import global_generators, rng
+from sharded_loader.randomness import rng
 
 SAMPLING = (
     "epoch.py",
     "tables.py",
     "foreign.py",
-    "global_generators.py",
+    "rng.py",
     "rng.py",
     "base.py",
     "test_resume.py",
@@ -112,7 +112,7 @@ def test_interrupted_anywhere_in_a_sampler_the_stream_goes_on(kind: str, at: int
         first = batches(iterator, at)
         got, fired = interrupted(line, lambda: next(iterator))  # noqa: B023 - called at once
         assert (random.getstate(), np.random.get_state()[1].tolist()) == generators, line
-        assert not global_generators._lock._is_owned(), line  # or other threads would wait for ever
+        assert not rng._lock._is_owned(), line  # or other threads would wait for ever
         assert rng.reading.get() is None, line  # or sample_rng() would give the same generator for ever
         assert loader.state_dict()["epoch"] == 0
         first += [batch.tolist() for batch in got] + batches(iterator)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import ahead
 from failures import boom
 from samples import Augmented, Bad, Gate, Told, Uneven
 from torch.utils.data import DistributedSampler
@@ -24,6 +25,7 @@ from sharded_loader import (
     FixedBucketSampler,
     InlinePool,
     LoaderClosedError,
+    Placement,
     RandomSampler,
     SequentialSampler,
     ShardedBatchSampler,
@@ -236,7 +238,7 @@ def test_a_loader_is_freed_without_the_garbage_collector(new_pool: Callable[...,
 
 def test_break_cancels_what_has_not_begun() -> None:
     gate = Gate(free=0)
-    loader = ShardedDataLoader(gate, 1, pool=ThreadPool(2), prefetch=50, prefetch_epochs=False)
+    loader = ahead(ShardedDataLoader(gate, 1, pool=ThreadPool(2), prefetch=50), False)
     iterator = iter(loader)
     next(iterator)
     for _ in range(3):  # the first sample, and the one at which each thread now waits
@@ -758,8 +760,10 @@ def test_indices_of_a_sampler_are_indices_tuples_too() -> None:
 
 def test_a_share_of_0_must_come_last() -> None:
     with pytest.raises(ValueError, match="come last"):
-        ShardedDataLoader(range(4), 2, num_shards=2, shard_weights=[0, 1])
-    assert [len(shards) for shards in ShardedDataLoader(range(4), 2, num_shards=2, shard_weights=[1, 0])] == [1, 1]
+        ShardedDataLoader(range(4), 2, num_shards=2, device=Placement(shard_weights=[0, 1]))
+    assert [
+        len(shards) for shards in ShardedDataLoader(range(4), 2, num_shards=2, device=Placement(shard_weights=[1, 0]))
+    ] == [1, 1]
 
 
 def test_auto_is_not_settled_before_the_first_epoch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from sharded_loader import ShardedDataLoader, ThreadPool
 from sharded_loader.engine.messages import _REPLY, pack_reply
 from sharded_loader.engine.pool import Pool
 from sharded_loader.memory.codec import Encoded
-from sharded_loader.pools.process.link import CANCEL, pack_head, send_message
+from sharded_loader.pools.process.link import CANCEL, make_link
 from sharded_loader.pools.process.worker import WorkerThreads
 
 
@@ -32,11 +32,11 @@ def test_threads_remember_only_the_runs_that_are_alive() -> None:
 
 
 def test_a_worker_forgets_a_cancelled_run_when_its_tasks_are_dropped() -> None:
-    ours, theirs = multiprocess.Pipe()
+    ours, theirs = (make_link(end, blocks=True) for end in multiprocess.Pipe())
     worker = WorkerThreads(theirs, 0, 1)
     worker._finished.set()
     for run in range(5):
-        send_message(ours, pack_head(CANCEL, run), (), ())
+        ours.send(CANCEL, run)
     ours.close()
     worker.run(None)  # until the pipe's end
     theirs.close()

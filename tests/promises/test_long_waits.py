@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROCESS_POOLS, covering, make_pool, until
+from conftest import PROCESS_POOLS, ahead, covering, make_pool, until
 from waiting_samples import Collates, Hangs, HangsInStart, InBulk, Starts, Waits, wait_for
 
 from sharded_loader import InlinePool, LoaderClosedError, ProcessPool, ShardedDataLoader, WorkerDiedError
@@ -198,7 +198,7 @@ def test_quick_batches_say_nothing_and_iterations_after_a_message_say_it_again(
     gate = tmp_path / "open"
     # In the second epoch a worker keeps batch 1, and begins batch 2, which waits for the gate.
     monkeypatch.setattr(process_worker, "GROUP_SECONDS", 60.0)
-    with ShardedDataLoader(Waits(gate), 2, pool=make_pool(pool, 2), prefetch_epochs=False) as loader:
+    with ahead(ShardedDataLoader(Waits(gate), 2, pool=make_pool(pool, 2)), False) as loader:
         for _ in range(2):
             gate.unlink(missing_ok=True)
             said = Said(gate, capfd)

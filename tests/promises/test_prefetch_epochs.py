@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROCESS_POOLS, begin, covering, make_pool
+from conftest import PROCESS_POOLS, ahead, begin, covering, make_pool
 from samples import Gate, Told
 
 from sharded_loader import (
     BatchSampler,
+    Placement,
     RandomSampler,
     Sampler,
     ShardedBatchSampler,
@@ -57,7 +58,7 @@ def lists(batches: Any) -> list[Any]:
     return [[part.tolist() for part in one] if isinstance(one, list) else one.tolist() for one in batches]
 
 
-def ahead(loader: ShardedDataLoader) -> Run | None:
+def run_ahead(loader: ShardedDataLoader) -> Run | None:
     """The run that is read ahead."""
     return next((run for run in loader._pipeline.buffer.runs.values() if run.is_ahead), None)
 
@@ -83,8 +84,8 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
 @covering(1, pool=POOLS, order=ORDERS, prefetch=[1, None, 50])
 def test_batches_are_the_same_with_and_without(pool: str, order: str, prefetch: int | None) -> None:
     expected = ShardedDataLoader(range(LENGTH), seed=5, **ORDERS[order]())
-    with ShardedDataLoader(
-        range(LENGTH), seed=5, prefetch=prefetch, pool=make_pool(pool), prefetch_epochs=True, **ORDERS[order]()
+    with ahead(
+        ShardedDataLoader(range(LENGTH), seed=5, prefetch=prefetch, pool=make_pool(pool), **ORDERS[order]()), True
     ) as loader:
         for _ in range(4):
             assert lists(loader) == lists(expected)
@@ -97,7 +98,7 @@ def test_batches_are_the_same_with_and_without(pool: str, order: str, prefetch: 
 
 def test_the_next_epoch_is_read_before_it_begins() -> None:
     data = Noted()
-    with ShardedDataLoader(data, 2, pool=ThreadPool(2), prefetch_epochs=True, prefetch=4) as loader:
+    with ahead(ShardedDataLoader(data, 2, pool=ThreadPool(2), prefetch=4), True) as loader:
         iterator = iter(loader)
         for _ in range(LENGTH // 2):
             next(iterator)
@@ -113,7 +114,7 @@ def test_the_next_epoch_is_read_before_it_begins() -> None:
 @pytest.mark.parametrize("prefetch", [1, 3])
 def test_no_more_is_in_flight_than_prefetch_says(prefetch: int) -> None:
     gate = Gate()
-    loader = ShardedDataLoader(gate, 10, pool=ThreadPool(1), prefetch_epochs=True, prefetch=prefetch)
+    loader = ahead(ShardedDataLoader(gate, 10, pool=ThreadPool(1), prefetch=prefetch), True)
     iterator = iter(loader)
     for number in range(10):
         for _ in range(10):
@@ -121,7 +122,7 @@ def test_no_more_is_in_flight_than_prefetch_says(prefetch: int) -> None:
         next(iterator)
         in_flight = sum(len(run.window) for run in loader._pipeline.buffer.runs.values())
         assert in_flight <= prefetch, number
-    found = ahead(loader)
+    found = run_ahead(loader)
     assert found is not None and len(found.window) == prefetch
     gate.open_for_all()
     loader.close()
@@ -130,9 +131,9 @@ def test_no_more_is_in_flight_than_prefetch_says(prefetch: int) -> None:
 @pytest.mark.parametrize(("pool", "wanted"), [("inline", False), ("inline", True), ("thread", False)])
 def test_without_workers_or_if_told_so_nothing_is_read_ahead(pool: str, wanted: bool) -> None:
     data = Noted()
-    with ShardedDataLoader(data, 2, pool=make_pool(pool), prefetch_epochs=wanted) as loader:
+    with ahead(ShardedDataLoader(data, 2, pool=make_pool(pool)), wanted) as loader:
         lists(loader)
-        assert ahead(loader) is None
+        assert run_ahead(loader) is None
         assert sorted(data.read) == list(range(LENGTH))
 
 
@@ -141,16 +142,16 @@ def test_by_default_processes_read_ahead_and_threads_do_not() -> None:
         with ShardedDataLoader(range(8), 2, pool=make_pool(pool)) as loader:
             assert loader.prefetch_epochs == expected
             lists(loader)
-            assert (ahead(loader) is not None) == expected
+            assert (run_ahead(loader) is not None) == expected
             loader.prefetch_epochs = not expected
             lists(loader)
-            assert (ahead(loader) is not None) == (not expected and pool != "inline")
+            assert (run_ahead(loader) is not None) == (not expected and pool != "inline")
 
 
 @pytest.mark.parametrize("wrong", [1, "yes", 2.0])
 def test_wrong_values_are_rejected(wrong: Any) -> None:
     with pytest.raises(TypeError, match=f"prefetch_epochs is {wrong!r}; it must be True, False or None"):
-        ShardedDataLoader(range(4), 2, prefetch_epochs=wrong)
+        ahead(ShardedDataLoader(range(4), 2), wrong)
 
 
 # -- what was read ahead is dropped ---------------------------------------------------------------------------------
@@ -164,12 +165,12 @@ def shuffled(epoch: int, seed: int = 5, **options: Any) -> list[Any]:
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_another_epoch_is_another_epoch(pool: str) -> None:
-    with ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=make_pool(pool), prefetch_epochs=True) as loader:
+    with ahead(ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=make_pool(pool)), True) as loader:
         assert lists(loader) == shuffled(0)
         loader.set_epoch(7)
         assert lists(loader) == shuffled(7)
         loader.set_epoch(8)
-        assert ahead(loader) is not None
+        assert run_ahead(loader) is not None
         assert lists(loader) == shuffled(8)
         loader.sampler.set_epoch(3)
         assert lists(loader) == shuffled(3)
@@ -179,7 +180,7 @@ def test_another_epoch_is_another_epoch(pool: str) -> None:
 
 @pytest.mark.parametrize("pool", ["thread", PROCESS_POOLS[0]])
 def test_a_state_that_is_loaded_counts(pool: str) -> None:
-    with ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=make_pool(pool), prefetch_epochs=True) as loader:
+    with ahead(ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=make_pool(pool)), True) as loader:
         iterator = iter(loader)
         first = lists([next(iterator), next(iterator)])
         state = loader.state_dict()
@@ -196,7 +197,7 @@ def test_a_state_that_is_loaded_counts(pool: str) -> None:
 @pytest.mark.parametrize("pool", ["thread", *PROCESS_POOLS])
 def test_refresh_shows_the_dataset_as_it_is(pool: str) -> None:
     data = [np.zeros(2) for _ in range(12)]
-    with ShardedDataLoader(data, 4, pool=make_pool(pool), prefetch_epochs=True) as loader:
+    with ahead(ShardedDataLoader(data, 4, pool=make_pool(pool)), True) as loader:
         assert {value for batch in lists(loader) for row in batch for value in row} == {0}
         data[:] = [np.ones(2) for _ in range(12)]
         loader.refresh()
@@ -209,11 +210,11 @@ def test_refresh_shows_the_dataset_as_it_is(pool: str) -> None:
 def test_what_decides_the_batches_may_change_until_the_epoch_begins() -> None:
     weights = np.ones(LENGTH)
     batches = BatchSampler(WeightedRandomSampler(weights, 12, seed=1), 4)
-    with ShardedDataLoader(
-        range(LENGTH), batch_sampler=batches, pool=ThreadPool(2), prefetch_epochs=True, num_shards=2
+    with ahead(
+        ShardedDataLoader(range(LENGTH), batch_sampler=batches, pool=ThreadPool(2), num_shards=2), True
     ) as loader:
         assert [[len(part) for part in batch] for batch in lists(loader)] == [[2, 2]] * 3
-        assert ahead(loader) is not None
+        assert run_ahead(loader) is not None
         loader.shard_weights = [3, 1]
         assert [[len(part) for part in batch] for batch in lists(loader)] == [[3, 1]] * 3
         batches.batch_size = 6
@@ -223,7 +224,7 @@ def test_what_decides_the_batches_may_change_until_the_epoch_begins() -> None:
             range(LENGTH),
             batch_sampler=BatchSampler(WeightedRandomSampler(weights, 12, seed=2), 6),
             num_shards=2,
-            shard_weights=[3, 1],
+            device=Placement(shard_weights=[3, 1]),
         )
         fresh.set_epoch(3)
         assert lists(loader) == lists(fresh)
@@ -264,17 +265,17 @@ class Curriculum(Sampler[int]):
 
 def test_samplers_of_others_are_not_asked_before_their_epoch() -> None:
     sampler = Counted()
-    with ShardedDataLoader(range(8), 2, sampler=sampler, pool=ThreadPool(2), prefetch_epochs=True) as loader:
+    with ahead(ShardedDataLoader(range(8), 2, sampler=sampler, pool=ThreadPool(2)), True) as loader:
         for epoch in range(3):
             lists(loader)
-            assert sampler.begun == list(range(epoch + 1)) and ahead(loader) is None
+            assert sampler.begun == list(range(epoch + 1)) and run_ahead(loader) is None
     order = list(range(8))
-    with ShardedDataLoader(range(8), 2, sampler=order, pool=ThreadPool(2), prefetch_epochs=True) as loader:
+    with ahead(ShardedDataLoader(range(8), 2, sampler=order, pool=ThreadPool(2)), True) as loader:
         lists(loader)
         order.reverse()
         assert lists(loader) == [[7, 6], [5, 4], [3, 2], [1, 0]]
     own = Curriculum()
-    with ShardedDataLoader(range(8), 2, sampler=own, pool=ThreadPool(2), prefetch_epochs=True) as loader:
+    with ahead(ShardedDataLoader(range(8), 2, sampler=own, pool=ThreadPool(2)), True) as loader:
         lists(loader)
         own.count = 4
         assert lists(loader) == [[0, 1], [2, 3]]
@@ -283,10 +284,10 @@ def test_samplers_of_others_are_not_asked_before_their_epoch() -> None:
 @pytest.mark.parametrize("pool", POOLS)
 def test_a_dataset_that_is_told_the_epoch_is_in_one_at_a_time(pool: str) -> None:
     data = Told()
-    with ShardedDataLoader(data, 2, pool=make_pool(pool), prefetch_epochs=True) as loader:
+    with ahead(ShardedDataLoader(data, 2, pool=make_pool(pool)), True) as loader:
         for epoch in range(4):
             assert lists(loader) == [[100 * epoch + i, 100 * epoch + i + 1] for i in range(0, 12, 2)]
-        assert (ahead(loader) is None) == (pool == "thread")
+        assert (run_ahead(loader) is None) == (pool == "thread")
 
 
 # -- what goes wrong ------------------------------------------------------------------------------------------------
@@ -301,7 +302,7 @@ class Fails(Noted):
 
 @pytest.mark.parametrize("pool", ["thread", PROCESS_POOLS[0]])
 def test_an_error_comes_at_its_batch_once_in_each_epoch(pool: str) -> None:
-    with ShardedDataLoader(Fails(), 4, pool=make_pool(pool), prefetch_epochs=True) as loader:
+    with ahead(ShardedDataLoader(Fails(), 4, pool=make_pool(pool)), True) as loader:
         for epoch in range(3):
             iterator = iter(loader)
             with pytest.raises(ValueError, match="bad 0") as caught:
@@ -321,7 +322,7 @@ def test_workers_that_are_killed_between_two_epochs_lose_no_batch(method: str) -
 
 
 def test_two_iterators_do_not_disturb_each_other() -> None:
-    with ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=ThreadPool(2), prefetch_epochs=True) as loader:
+    with ahead(ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=ThreadPool(2)), True) as loader:
         one, other = iter(loader), iter(loader)
         found: dict[Any, list[Any]] = {one: [], other: []}
         for _ in range(6):
@@ -335,10 +336,10 @@ def test_two_iterators_do_not_disturb_each_other() -> None:
 
 def test_what_was_dropped_is_not_read_on_by_the_epoch_before_it() -> None:
     data = Noted(40)
-    with ShardedDataLoader(data, 2, pool=ThreadPool(1), prefetch=8, prefetch_epochs=True) as loader:
+    with ahead(ShardedDataLoader(data, 2, pool=ThreadPool(1), prefetch=8), True) as loader:
         one = iter(loader)
         first = lists([next(one) for _ in range(16)])
-        dropped = ahead(loader)
+        dropped = run_ahead(loader)
         assert dropped is not None
         loader.set_epoch(5)
         other = iter(loader)
@@ -362,12 +363,12 @@ class Unsure(Noted):
 
 def test_what_cannot_be_asked_yet_is_no_error_of_this_epoch() -> None:
     data = Unsure()
-    with ShardedDataLoader(data, 2, pool=ThreadPool(2), prefetch_epochs=True) as loader:
+    with ahead(ShardedDataLoader(data, 2, pool=ThreadPool(2)), True) as loader:
         iterator = iter(loader)
         found = lists([next(iterator)])
         data.known = False
         found += lists(iterator)
-        assert found == [[i, i + 1] for i in range(0, LENGTH, 2)] and ahead(loader) is None
+        assert found == [[i, i + 1] for i in range(0, LENGTH, 2)] and run_ahead(loader) is None
         with pytest.raises(OSError, match="the file is not there"):
             next(iter(loader))
         data.known = True
@@ -376,7 +377,7 @@ def test_what_cannot_be_asked_yet_is_no_error_of_this_epoch() -> None:
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_a_loader_that_is_not_closed_goes_with_what_it_reads_ahead(pool: str) -> None:
-    loader = ShardedDataLoader(range(LENGTH), 4, pool=make_pool(pool), prefetch_epochs=True)
+    loader = ahead(ShardedDataLoader(range(LENGTH), 4, pool=make_pool(pool)), True)
     lists(loader)
     gone = weakref.ref(loader)
     del loader
@@ -389,7 +390,7 @@ def test_a_loader_is_closed_while_the_next_epoch_hangs() -> None:
     for _ in range(100):
         gate.opened.release()
     # One thread: with two, the next epoch could take what this one has been let through for.
-    loader = ShardedDataLoader(gate, 10, pool=ThreadPool(1), prefetch_epochs=True)
+    loader = ahead(ShardedDataLoader(gate, 10, pool=ThreadPool(1)), True)
     lists(loader)
     waits = begin(loader)
     loader.close()

@@ -32,7 +32,7 @@ from failures import (
 )
 from samples import Bad, Draws, Immovable, InBulk, Misfits, OneWay, Shy, Uneven
 
-from sharded_loader import ProcessPool, SampleReadError, ShardedDataLoader, SimpleDataset, WorkerDiedError
+from sharded_loader import Placement, ProcessPool, SampleReadError, ShardedDataLoader, SimpleDataset, WorkerDiedError
 from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.devices import names
 from sharded_loader.engine.pool import Pool
@@ -94,7 +94,9 @@ def test_order_and_random_numbers_depend_on_neither_pool_nor_workers(new_pool: C
 def test_shards_hold_the_same_samples_as_the_whole_batch(new_pool: Callable[..., Pool]) -> None:
     with ShardedDataLoader(range(50), 8, True, seed=3, pool=new_pool()) as whole:
         expected = [batch.tolist() for batch in whole]
-    with ShardedDataLoader(range(50), 8, True, seed=3, pool=new_pool(), num_shards=3, shard_weights=[2, 1, 1]) as split:
+    with ShardedDataLoader(
+        range(50), 8, True, seed=3, pool=new_pool(), num_shards=3, device=Placement(shard_weights=[2, 1, 1])
+    ) as split:
         found = [[shard.tolist() for shard in shards] for shards in split]
     assert [[index for shard in shards for index in shard] for shards in found] == expected
     assert [len(shard) for shard in found[0]] == [4, 2, 2]
@@ -421,7 +423,9 @@ def test_after_a_lost_shard_the_others_are_on_the_devices_of_their_new_positions
 ) -> None:
     places = [torch.device("cpu"), torch.device("meta"), torch.device("cpu")]
     monkeypatch.setattr(names, "accelerators", lambda: [torch.device("meta")])
-    with ShardedDataLoader(Bad(boom), 7, pool=pool, on_error="skip", devices=places, shard_weights=[1, 4, 2]) as loader:
+    with ShardedDataLoader(
+        Bad(boom), 7, pool=pool, on_error="skip", devices=Placement(places, shard_weights=[1, 4, 2])
+    ) as loader:
         with pytest.warns(UserWarning, match="shard 0 was left out, those after it moved up"):
             found = [[(shard.device, len(shard)) for shard in shards] for shards in loader]
     cpu, meta = places[:2]

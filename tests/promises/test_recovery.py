@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import METHODS, PROCESS_POOLS, covering, make_pool
+from conftest import METHODS, PROCESS_POOLS, ahead, covering, make_pool
 from failures import Fails, crashes, exit_, kill, leave, nothing, raise_lookup, raise_unpicklable
 from recovery_samples import BadStart, loader_arguments, until_the_end, values_of
 from samples import DiesInSetState, Filled, Noting, Parents, Random
@@ -58,9 +58,7 @@ def test_a_batch_that_always_fails_is_one_error_in_its_place(
 ) -> None:
     fail = Fails(how, tmp_path / "count")
     arguments = loader_arguments(where, fail)
-    with ShardedDataLoader(
-        **arguments, batch_size=BATCH_SIZE, seed=2, pool=make_pool(method), prefetch_epochs=False
-    ) as loader:
+    with ahead(ShardedDataLoader(**arguments, batch_size=BATCH_SIZE, seed=2, pool=make_pool(method)), False) as loader:
         batches, errors = until_the_end(iter(loader))
         whole = expected(where)
         assert batches == whole[:BAD] + whole[BAD + 1 :]
@@ -121,7 +119,7 @@ def test_a_dataset_that_kills_who_unpickles_it_is_one_error(method: str, tmp_pat
 def test_restarts_is_how_many_workers_a_batch_may_kill(restarts: int, deaths: int, tmp_path: Path) -> None:
     fail = Fails(kill, tmp_path / "count")
     arguments, pool = loader_arguments("reading", fail), make_pool("fork", restarts=restarts)
-    with ShardedDataLoader(**arguments, batch_size=BATCH_SIZE, pool=pool, prefetch_epochs=False) as loader:
+    with ahead(ShardedDataLoader(**arguments, batch_size=BATCH_SIZE, pool=pool), False) as loader:
         batches, errors = until_the_end(iter(loader))
     assert (len(batches), len(errors), fail.count) == (7, 1, deaths)
 
@@ -291,7 +289,7 @@ def test_what_a_worker_had_sent_when_it_was_killed_is_not_read_again(method: str
     path = tmp_path / "read"
     pool = make_pool(method, num_workers=1)
     assert isinstance(pool, ProcessPool)
-    with ShardedDataLoader(Noting(path), 1, pool=pool, prefetch=2, prefetch_epochs=False) as loader:
+    with ahead(ShardedDataLoader(Noting(path), 1, pool=pool, prefetch=2), False) as loader:
         batches = iter(loader)
         seen = [int(next(batches))]
         (worker,) = pool._transport.workers
@@ -347,7 +345,7 @@ def is_over(pid: int) -> bool:
 def test_replacements_come_from_the_template_and_see_the_dataset_as_it_was() -> None:
     data, pool = Parents(), make_pool("fork")
     assert isinstance(pool, ProcessPool)
-    with ShardedDataLoader(data, 2, pool=pool, prefetch_epochs=False) as loader:
+    with ahead(ShardedDataLoader(data, 2, pool=pool), False) as loader:
         before = np.concatenate([np.asarray(batch) for batch in loader])
         data.value = 2
         for pid in pool.pids:

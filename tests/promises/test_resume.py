@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data as torch_data
-from conftest import POOLS, covering, make_pool
+from conftest import POOLS, covering, made, make_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import Drawing
@@ -682,7 +682,7 @@ SPLITS: dict[str, dict[str, Any]] = {
 
 
 def split(name: str, **other: Any) -> ShardedDataLoader:
-    return ShardedDataLoader(Drawing(23), 8, True, seed=5, **SPLITS[name], **other)
+    return made(Drawing(23), 8, True, seed=5, **SPLITS[name], **other)
 
 
 @covering(saved=SPLITS, loaded=SPLITS)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.utils.data as torch_data
-from conftest import POOLS, covering, make_pool
+from conftest import POOLS, covering, made, make_pool
 
 from sharded_loader import (
     BatchSampler,
@@ -71,7 +71,7 @@ STEPS = (1, 3, 4, 9)
 
 def loader_of(kind: str, steps: int | None, pool: Any = "inline", **options: Any) -> ShardedDataLoader:
     pool = make_pool(pool, 2) if isinstance(pool, str) else pool
-    return ShardedDataLoader(range(LENGTH), seed=6, steps_per_epoch=steps, pool=pool, **SAMPLERS[kind](), **options)
+    return made(range(LENGTH), seed=6, steps_per_epoch=steps, pool=pool, **SAMPLERS[kind](), **options)
 
 
 def epochs_of(loader: ShardedDataLoader, epochs: int) -> list[list[Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import METHODS, PROCESS_POOLS, make_pool
+from conftest import METHODS, PROCESS_POOLS, ahead, make_pool
 from failures import Fails, hang, hangs_with_the_gil, nothing, stops_itself
 from recovery_samples import BadStart, loader_arguments, until_the_end, values_of
 
@@ -69,7 +69,7 @@ def test_a_batch_that_always_hangs_is_one_error_in_its_place(
     fail = Fails(how, tmp_path / "count")
     pool = make_pool(method, timeout=TIMEOUT, restarts=restarts)
     arguments = loader_arguments(where, fail)
-    with ShardedDataLoader(**arguments, batch_size=BATCH_SIZE, seed=2, pool=pool, prefetch_epochs=False) as loader:
+    with ahead(ShardedDataLoader(**arguments, batch_size=BATCH_SIZE, seed=2, pool=pool), False) as loader:
         batches, errors = until_the_end(iter(loader))
     whole = expected(where)
     assert batches == whole[:BAD] + whole[BAD + 1 :]

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from sharded_loader.randomness import global_generators
-from sharded_loader.randomness.global_generators import (
+from sharded_loader.randomness import rng
+from sharded_loader.randomness.rng import (
+    derive_key,
     seed_globals,
     seed_torch,
     seeded_globals,
 )
-from sharded_loader.randomness.rng import derive_key
 
 
 def draw() -> list[float]:
@@ -76,7 +76,7 @@ def test_torch_numbers_are_uniform_and_its_seed_is_known() -> None:
 
 
 def test_where_torch_keeps_its_words_elsewhere_its_own_seed_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(global_generators, "_torch_state", lambda: None)
+    monkeypatch.setattr(rng, "_torch_state", lambda: None)
     generator, own = torch.Generator(), torch.Generator().manual_seed(77)
     seed_torch(generator, 77 + (1 << 63))
     assert torch.equal(torch.rand(3, generator=generator), torch.rand(3, generator=own))

@@ -12,18 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import made
 from injection import InterruptAt, TimeIsUp, next_interrupted
 from simulated import Machine, SimulatedStreams
 from torch.utils.data import Subset, TensorDataset
 
-from sharded_loader import ArrayDataset, ShardedDataLoader, SimpleDataset, SubsetDataset
+from sharded_loader import ArrayDataset, Placement, ShardedDataLoader, SimpleDataset, SubsetDataset
+from sharded_loader import resident as module
 from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.devices.copies import HOST_AHEAD
-from sharded_loader.devices.placement import Placement
+from sharded_loader.devices.placement import Placement as Placer
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pool import Pool
-from sharded_loader.resident import pool as module
-from sharded_loader.resident.pool import ResidentPool, room_for_rows
+from sharded_loader.resident import ResidentPool, room_for_rows
 
 N = 60
 
@@ -116,8 +117,8 @@ def both(machine: Machine, dataset: Any, resident: Any, **options: Any) -> tuple
     """A loader that keeps rows on two devices, and one that keeps none."""
     options = {"seed": 5} | options
     return (
-        ShardedDataLoader(dataset, devices=machine.devices, resident=resident, **options),
-        ShardedDataLoader(dataset, devices=["cpu", "cpu"], **options),
+        made(dataset, devices=machine.devices, resident=resident, **options),
+        made(dataset, devices=["cpu", "cpu"], **options),
     )
 
 
@@ -138,8 +139,8 @@ def test_batches_are_those_that_are_sent_to_the_last_bit(
     for options in ({"devices": machine.devices}, {"device": machine.devices[0]}):
         on_host = {name: ["cpu", "cpu"] if name == "devices" else "cpu" for name in options}
         with (
-            ShardedDataLoader(dataset, 7, shuffle=True, seed=5, resident=share, **options) as loader,
-            ShardedDataLoader(dataset, 7, shuffle=True, seed=5, **on_host) as sent,
+            made(dataset, 7, shuffle=True, seed=5, resident=share, **options) as loader,
+            made(dataset, 7, shuffle=True, seed=5, **on_host) as sent,
         ):
             for _ in range(2):
                 assert list(seen(machine, loader)) == list(seen(None, sent))
@@ -179,7 +180,7 @@ def test_keys_that_are_no_row_numbers_are_read_as_always(machine: Machine) -> No
 def test_a_part_keeps_its_own_rows_only(machine: Machine) -> None:
     whole = ArrayDataset(np.arange(10_000))
     machine.memory_bytes = 4000, 4000  # 3,000 bytes beside the reserve
-    with ShardedDataLoader(whole.shard(100, 99), 50, device=machine.devices[0], resident=True) as loader:
+    with ShardedDataLoader(whole.shard(100, 99), 50, device=Placement(machine.devices[0], resident=True)) as loader:
         first = next(iter(loader))
         machine.finish()
         assert first.tolist() == list(range(9900, 9950))
@@ -196,7 +197,7 @@ def test_rows_are_copied_in_stretches(machine: Machine, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(SimulatedStreams, "load", watched)
     monkeypatch.setattr(module, "LOADED_AT_ONCE", 100)
-    with ShardedDataLoader(np.arange(N), N, device=machine.devices[0], resident=0.5) as loader:
+    with ShardedDataLoader(np.arange(N), N, device=Placement(machine.devices[0], resident=0.5)) as loader:
         (batch,) = seen(machine, loader)
     assert copied == [12, 12, 6]
     assert batch == described(torch.arange(N))
@@ -218,7 +219,9 @@ def test_it_resumes_in_mid_epoch_with_another_share(machine: Machine) -> None:
 
 
 def test_rows_are_sent_from_pinned_memory_and_the_rest_is_not(machine: Machine) -> None:
-    with ShardedDataLoader(np.arange(N * 100).reshape(N, 100), 10, device=machine.devices[0], resident=0.5) as loader:
+    with ShardedDataLoader(
+        np.arange(N * 100).reshape(N, 100), 10, device=Placement(machine.devices[0], resident=0.5)
+    ) as loader:
         batches = iter(loader)
         moved = []
         for _ in range(6):
@@ -227,14 +230,14 @@ def test_rows_are_sent_from_pinned_memory_and_the_rest_is_not(machine: Machine) 
             moved.append(sum(what == "copy" for what, _ in machine.log))
         machine.finish()
     assert moved == [1, 1, 1, 1, 1, 1]  # the row numbers, or the rows: no batch is mixed
-    with ShardedDataLoader(np.arange(N), 20, device=machine.devices[0], resident=0.5) as loader:
+    with ShardedDataLoader(np.arange(N), 20, device=Placement(machine.devices[0], resident=0.5)) as loader:
         list(loader)
     assert machine.faults == []  # a copy from other memory is one
 
 
 def test_a_host_that_runs_ahead_holds_pinned_memory_of_few_batches(machine: Machine) -> None:
     """The device does nothing until the host waits for it."""
-    with ShardedDataLoader(np.arange(N), 2, device=machine.devices[0], resident=0.01) as loader:
+    with ShardedDataLoader(np.arange(N), 2, device=Placement(machine.devices[0], resident=0.01)) as loader:
         batches = iter(loader)
         for _ in range(HOST_AHEAD):
             next(batches)
@@ -248,7 +251,7 @@ def test_a_host_that_runs_ahead_holds_pinned_memory_of_few_batches(machine: Mach
 def test_batches_come_on_the_stream_of_the_caller(machine: Machine) -> None:
     device = machine.devices[0]
     mine, found = machine.new_stream(device), list[Any]()
-    with ShardedDataLoader(np.arange(12), 4, device=device, resident=0.5) as loader:
+    with ShardedDataLoader(np.arange(12), 4, device=Placement(device, resident=0.5)) as loader:
         batches = iter(loader)
         for stream in (machine.stream(device), mine, machine.stream(device)):
             with machine.on(device, stream):
@@ -260,7 +263,7 @@ def test_batches_come_on_the_stream_of_the_caller(machine: Machine) -> None:
 
 
 def test_batches_that_are_begun_in_inference_mode_can_be_trained_with(machine: Machine) -> None:
-    with ShardedDataLoader(np.arange(12.0), 4, device=machine.devices[0], resident=0.5) as loader:
+    with ShardedDataLoader(np.arange(12.0), 4, device=Placement(machine.devices[0], resident=0.5)) as loader:
         with torch.inference_mode():
             batches = list(loader)
         machine.finish()
@@ -287,7 +290,7 @@ def test_iterators_that_are_dropped_and_mixed_lose_nothing(machine: Machine) -> 
 
 
 def test_threads_take_turns(machine: Machine) -> None:
-    with ShardedDataLoader(np.arange(N), 1, device=machine.devices[0], resident=0.5) as loader:
+    with ShardedDataLoader(np.arange(N), 1, device=Placement(machine.devices[0], resident=0.5)) as loader:
         batches, found = iter(loader), list[torch.Tensor]()
 
         def take() -> None:
@@ -305,7 +308,7 @@ def test_threads_take_turns(machine: Machine) -> None:
 
 def test_a_refreshed_dataset_is_copied_again(machine: Machine) -> None:
     data = TensorDataset(torch.arange(8), torch.arange(8))
-    with ShardedDataLoader(data, 8, device=machine.devices[0], resident=0.5) as loader:
+    with ShardedDataLoader(data, 8, device=Placement(machine.devices[0], resident=0.5)) as loader:
         list(loader)
         data.tensors = (torch.arange(8) * 10, torch.arange(8).to(torch.uint8))
         loader.refresh()
@@ -319,7 +322,7 @@ def test_a_refreshed_dataset_is_copied_again(machine: Machine) -> None:
 
 
 def test_close_gives_the_memory_back(machine: Machine) -> None:
-    loader = ShardedDataLoader(np.arange(N), 7, device=machine.devices[0], resident=0.5)
+    loader = ShardedDataLoader(np.arange(N), 7, device=Placement(machine.devices[0], resident=0.5))
     batches = iter(loader)
     next(batches)
     loader.close()
@@ -338,8 +341,8 @@ def test_an_interrupt_at_every_line_loses_no_batch(machine: Machine, step: int) 
     modules = ("iterator.py", "pipeline.py", "placement.py", "copies.py", "inline.py", "pool.py")
     data = np.arange(6000).reshape(3000, 2)
     shuffled = {"shuffle": True, "seed": 1}
-    wanted = [index for (index,) in ShardedDataLoader(range(3000), 1, **shuffled).__iter__()]
-    with ShardedDataLoader(data, 1, device=machine.devices[0], resident=0.5, **shuffled) as loader:
+    wanted = [index for (index,) in made(range(3000), 1, **shuffled).__iter__()]
+    with made(data, 1, device=machine.devices[0], resident=0.5, **shuffled) as loader:
         line, fired, batches, number = 0, 2, iter(loader), 0
         while fired:
             line += step
@@ -369,7 +372,7 @@ def test_what_a_signal_handler_raises_is_no_error_of_a_batch(machine: Machine, m
     monkeypatch.setattr(module, "checked_indices", struck)
     before = signal.signal(signal.SIGTERM, late)
     try:
-        with ShardedDataLoader(np.arange(12), 4, device=machine.devices[0], resident=0.5) as loader:
+        with ShardedDataLoader(np.arange(12), 4, device=Placement(machine.devices[0], resident=0.5)) as loader:
             batches = iter(loader)
             found = [next(batches)]
             with pytest.raises(TimeIsUp):
@@ -385,7 +388,7 @@ def test_a_loader_that_is_closed_while_rows_are_copied_keeps_none(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = SimulatedStreams.load
-    loader = ShardedDataLoader(np.arange(12), 4, device=machine.devices[0], resident=True)
+    loader = ShardedDataLoader(np.arange(12), 4, device=Placement(machine.devices[0], resident=True))
     pool = loader._epochs.resident
     assert pool is not None
 
@@ -412,7 +415,7 @@ def test_room_leaves_a_reserve_and_what_the_program_needs() -> None:
 def test_rows_that_do_not_fit_are_sent_with_a_warning(machine: Machine, share: Any, asked: int) -> None:
     machine.memory_bytes = 1080, 4000
     message = rf"privateuseone:0 keeps 10 rows only \({asked} bytes of columns, room for 80\): it is sent the others"
-    with ShardedDataLoader(np.arange(N), N, device=machine.devices[0], resident=share) as loader:
+    with ShardedDataLoader(np.arange(N), N, device=Placement(machine.devices[0], resident=share)) as loader:
         with pytest.warns(UserWarning, match=message) as caught:
             batches = list(seen(machine, loader))
         assert len(caught) == 1
@@ -435,7 +438,9 @@ def test_auto_leaves_the_reading_to_workers_if_less_than_half_fits(
     machine: Machine, worker_pool: Pool, rows: int, is_kept: bool
 ) -> None:
     machine.memory_bytes = 1000 + 8 * rows, 4000
-    with ShardedDataLoader(np.arange(N), N, device=machine.devices[0], resident="auto", pool=worker_pool) as loader:
+    with ShardedDataLoader(
+        np.arange(N), N, device=Placement(machine.devices[0], resident="auto"), pool=worker_pool
+    ) as loader:
         (batch,) = seen(machine, loader)
         assert batch == described(torch.arange(N))
         assert loader.pool.started is not is_kept
@@ -444,9 +449,9 @@ def test_auto_leaves_the_reading_to_workers_if_less_than_half_fits(
 
 def test_an_empty_dataset_and_empty_rows_need_no_room(machine: Machine) -> None:
     machine.memory_bytes = 0, 4000
-    with ShardedDataLoader(np.zeros((0, 3)), 4, device=machine.devices[0], resident=True) as loader:
+    with ShardedDataLoader(np.zeros((0, 3)), 4, device=Placement(machine.devices[0], resident=True)) as loader:
         assert list(loader) == []
-    with ShardedDataLoader(np.zeros((5, 0)), 5, device=machine.devices[0], resident=True) as loader:
+    with ShardedDataLoader(np.zeros((5, 0)), 5, device=Placement(machine.devices[0], resident=True)) as loader:
         assert [tuple(batch.shape) for batch in loader] == [(5, 0)]
         assert "resident" in repr(loader)
 
@@ -461,7 +466,7 @@ class Steps:
         self.machine = machine
         self.set_room(rows)
         options = {"resident": "auto"} | options
-        self.loader = ShardedDataLoader(np.arange(N), 10, device=machine.devices[0], **options)
+        self.loader = made(np.arange(N), 10, device=machine.devices[0], **options)
         self.batches, self.number = iter(self.loader), 0
 
     def set_room(self, rows: int) -> None:
@@ -554,8 +559,8 @@ def test_memory_is_given_back_before_rows_are_copied_again(machine: Machine, mon
 
 def test_a_batch_that_is_gathered_again_is_no_step(machine: Machine) -> None:
     machine.memory_bytes = 1000 + 8 * 40, 4000
-    placement = Placement(machine.devices[:1], pin_memory=False)
-    pool = ResidentPool(np.arange(N), machine.devices[:1], placement, share=1.0, insists=False, least=0.0)
+    placement = Placer(machine.devices[:1], pin_memory=False)
+    pool = ResidentPool(np.arange(N), placement, share=1.0, insists=False, least=0.0)
     assert pool.load(again=False)
     machine.memory_bytes = 1000 - 8 * 20, 4000
     for seq, kept in ((0, 40), (0, 40), (1, 20)):  # the first one was interrupted, and is read again
@@ -677,7 +682,7 @@ def test_a_device_that_has_lost_its_rows_holds_no_memory_of_them(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool: Any = None
-    with ShardedDataLoader(np.arange(N), 10, device=machine.devices[0], resident=True) as loader:
+    with ShardedDataLoader(np.arange(N), 10, device=Placement(machine.devices[0], resident=True)) as loader:
         batches = iter(loader)
         next(batches)
         machine.finish()

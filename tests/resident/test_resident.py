@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import made
 from injection import InterruptAt, next_interrupted
 from simulated import Machine, SimulatedStreams
 from torch.utils.data import TensorDataset
 
-from sharded_loader import ArrayDataset, ShardedDataLoader, SimpleDataset
+from sharded_loader import ArrayDataset, Placement, ShardedDataLoader, SimpleDataset
 from sharded_loader.devices.copies import PendingCopy
-from sharded_loader.devices.placement import Placement
+from sharded_loader.devices.placement import Placement as Placer
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pool import Pool
-from sharded_loader.resident.pool import ResidentPool
+from sharded_loader.resident import ResidentPool
 
 
 def dataset(rows: int = 100) -> ArrayDataset:
@@ -54,8 +55,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_the_stream_is_that_of_batches_that_are_sent(machine: Machine, options: dict[str, Any]) -> None:
     options = {"seed": 5} | options
     with (
-        ShardedDataLoader(dataset(), devices=machine.devices, resident=True, **options) as resident,
-        ShardedDataLoader(dataset(), devices=["cpu", "cpu"], **options) as sent,
+        made(dataset(), devices=machine.devices, resident=True, **options) as resident,
+        made(dataset(), devices=["cpu", "cpu"], **options) as sent,
     ):
         assert stream(resident, machine) == stream(sent)
         assert "resident on privateuseone:0, privateuseone:1" in repr(resident)
@@ -64,7 +65,7 @@ def test_the_stream_is_that_of_batches_that_are_sent(machine: Machine, options: 
 
 def test_it_resumes_like_any_other_loader(machine: Machine) -> None:
     def new(**options: Any) -> ShardedDataLoader:
-        return ShardedDataLoader(dataset(), 16, shuffle=True, seed=1, **options)
+        return made(dataset(), 16, shuffle=True, seed=1, **options)
 
     with new(devices=machine.devices, resident=True) as loader:
         batches = iter(loader)
@@ -77,7 +78,9 @@ def test_it_resumes_like_any_other_loader(machine: Machine) -> None:
 
 
 def test_no_worker_is_started(machine: Machine, worker_pool: Pool) -> None:
-    with ShardedDataLoader(dataset(), 16, device=machine.devices[0], resident="auto", pool=worker_pool) as loader:
+    with ShardedDataLoader(
+        dataset(), 16, device=Placement(machine.devices[0], resident="auto"), pool=worker_pool
+    ) as loader:
         for _ in loader:
             machine.finish()
         assert not loader.pool.started
@@ -89,8 +92,8 @@ def test_each_device_decides_for_itself(machine: Machine, monkeypatch: pytest.Mo
     options: dict[str, Any] = {"batch_size": 16, "shuffle": True, "seed": 3}
     with (
         pytest.warns(UserWarning, match=r"privateuseone:1 does not keep the data \(.* bytes of columns, room for 0\)"),
-        ShardedDataLoader(dataset(), devices=machine.devices, resident=True, **options) as resident,
-        ShardedDataLoader(dataset(), devices=["cpu", "cpu"], **options) as sent,
+        made(dataset(), devices=machine.devices, resident=True, **options) as resident,
+        made(dataset(), devices=["cpu", "cpu"], **options) as sent,
     ):
         assert stream(resident, machine) == stream(sent)
         assert "resident on privateuseone:0;" in repr(resident).replace(",", ";")
@@ -101,7 +104,7 @@ def test_a_reserve_is_left_for_the_model(machine: Machine) -> None:
     needed = sum(column.nbytes for column in dataset().columns.values())
     for total, kept in ((needed * 4 // 3 + 10, ""), (needed * 4 // 3 - 10, " (99 of 100 samples)")):
         machine.memory_bytes = (total, total)
-        with ShardedDataLoader(dataset(), 16, device=machine.devices[0], resident="auto") as loader:
+        with ShardedDataLoader(dataset(), 16, device=Placement(machine.devices[0], resident="auto")) as loader:
             next(iter(loader))
             assert f"resident on privateuseone:0{kept}, " in repr(loader)
 
@@ -111,7 +114,7 @@ def test_where_a_device_does_not_tell_its_memory_it_is_tried_if_the_user_insists
     machine: Machine, resident: Any, kept: bool
 ) -> None:
     machine.memory_bytes = None
-    with ShardedDataLoader(dataset(), 16, device=machine.devices[0], resident=resident) as loader:
+    with ShardedDataLoader(dataset(), 16, device=Placement(machine.devices[0], resident=resident)) as loader:
         batch = next(iter(loader))
         machine.finish()
         assert batch["label"].tolist() == list(range(16))
@@ -122,7 +125,9 @@ def test_auto_says_nothing_where_there_is_no_room_and_reads_with_its_workers(
     machine: Machine, new_pool: Callable[..., Pool]
 ) -> None:
     machine.memory_bytes = (10, 10)
-    with ShardedDataLoader(dataset(), 16, device=machine.devices[0], resident="auto", pool=new_pool()) as loader:
+    with ShardedDataLoader(
+        dataset(), 16, device=Placement(machine.devices[0], resident="auto"), pool=new_pool()
+    ) as loader:
         batch = next(iter(loader))
         machine.finish()
         assert batch["label"].tolist() == list(range(16))
@@ -142,7 +147,7 @@ def test_out_of_memory_while_the_columns_are_copied_falls_back_with_a_message(
             machine.blocks = None
 
     monkeypatch.setattr(ResidentPool, "load", load_without_room)
-    with ShardedDataLoader(dataset(), 16, device=machine.devices[0], resident="auto") as loader:
+    with ShardedDataLoader(dataset(), 16, device=Placement(machine.devices[0], resident="auto")) as loader:
         with pytest.warns(UserWarning, match=r"does not keep the data \(simulated: 2 blocks.*: it is sent batches"):
             batch = next(iter(loader))
         machine.finish()
@@ -152,7 +157,7 @@ def test_out_of_memory_while_the_columns_are_copied_falls_back_with_a_message(
 
 def test_a_refreshed_dataset_is_copied_again_before_the_next_epoch(machine: Machine) -> None:
     values = np.arange(8)
-    with ShardedDataLoader(ArrayDataset(values), 4, device=machine.devices[0], resident=True) as loader:
+    with ShardedDataLoader(ArrayDataset(values), 4, device=Placement(machine.devices[0], resident=True)) as loader:
         under_way = iter(loader)
         next(under_way)
         values += 100
@@ -167,7 +172,7 @@ def test_a_refreshed_dataset_is_copied_again_before_the_next_epoch(machine: Mach
 
 def test_a_bad_index_is_its_batch_s_error(machine: Machine) -> None:
     with ShardedDataLoader(
-        dataset(), batch_sampler=[[1], [2, 500], [3]], device=machine.devices[0], resident=True
+        dataset(), batch_sampler=[[1], [2, 500], [3]], device=Placement(machine.devices[0], resident=True)
     ) as loader:
         batches = iter(loader)
         next(batches)
@@ -181,15 +186,15 @@ def test_a_bad_index_is_its_batch_s_error(machine: Machine) -> None:
 def test_on_the_cpu_batches_are_gathered_in_the_loop(worker_pool: Pool) -> None:
     options: dict[str, Any] = {"batch_size": 16, "shuffle": True, "seed": 3, "devices": ["cpu", "cpu"]}
     with (
-        ShardedDataLoader(dataset(), resident=True, pool=worker_pool, **options) as resident,
-        ShardedDataLoader(dataset(), **options) as plain,
+        made(dataset(), pool=worker_pool, resident=True, **options) as resident,
+        made(dataset(), **options) as plain,
     ):
         assert stream(resident) == stream(plain)
         assert not resident.pool.started
 
 
 def test_peek_is_the_first_batch(machine: Machine) -> None:
-    with ShardedDataLoader(dataset(), 16, shuffle=True, device=machine.devices[0], resident=True) as loader:
+    with ShardedDataLoader(dataset(), 16, shuffle=True, device=Placement(machine.devices[0], resident=True)) as loader:
         peeked, first = loader.peek(), next(iter(loader))
         machine.finish()
         assert peeked["label"].tolist() == first["label"].tolist()
@@ -198,7 +203,7 @@ def test_peek_is_the_first_batch(machine: Machine) -> None:
 def test_a_closed_loader_has_no_more_batches(machine: Machine) -> None:
     from sharded_loader import LoaderClosedError
 
-    loader = ShardedDataLoader(dataset(), 16, device=machine.devices[0], resident=True)
+    loader = ShardedDataLoader(dataset(), 16, device=Placement(machine.devices[0], resident=True))
     batches = iter(loader)
     next(batches)
     loader.close()
@@ -228,23 +233,23 @@ def test_what_cannot_be_resident_is_refused_or_with_auto_read_as_always(
     data: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        ShardedDataLoader(data, 1, resident=True, **options)
-    with ShardedDataLoader(data, 1, resident="auto", **options) as loader:
+        made(data, 1, resident=True, **options)
+    with made(data, 1, resident="auto", **options) as loader:
         assert len(list(loader)) == 2
 
 
 @pytest.mark.parametrize("value", ["yes", 1, 0, 0.0, -1, -0.5, 1.5, float("nan"), float("inf"), None, np.zeros(2)])
 def test_other_values_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match='it must be True, False, "auto", or a fraction of the rows: a float above 0'):
-        ShardedDataLoader(ArrayDataset(np.zeros(2)), 1, device="cpu", resident=value)
+        ShardedDataLoader(ArrayDataset(np.zeros(2)), 1, device=Placement("cpu", resident=value))
 
 
 # -- the pool by itself ---------------------------------------------------------------------------------------
 
 
 def new_resident(machine: Machine, rows: int = 100) -> ResidentPool:
-    placement = Placement(machine.devices, pin_memory=False)
-    pool = ResidentPool(dataset(rows), machine.devices, placement, share=1.0, insists=True, least=0.0)
+    placement = Placer(machine.devices, pin_memory=False)
+    pool = ResidentPool(dataset(rows), placement, share=1.0, insists=True, least=0.0)
     assert pool.load(again=False)
     pool.start(Job(dataset(rows), None, 0))
     return pool
@@ -299,7 +304,7 @@ def test_what_goes_wrong_in_a_gather_is_the_batchs_error(machine: Machine, monke
 def test_rows_are_gathered_on_the_stream_of_the_caller(machine: Machine) -> None:
     device = machine.devices[0]
     mine = machine.new_stream(device)
-    with ShardedDataLoader(ArrayDataset(np.arange(8)), 4, device=device, resident=True) as loader:
+    with ShardedDataLoader(ArrayDataset(np.arange(8)), 4, device=Placement(device, resident=True)) as loader:
         batches = iter(loader)
         next(batches)
         assert not any(what == "used_on" for what, _ in machine.log)  # the columns are of that stream
@@ -317,7 +322,7 @@ def test_nothing_is_gathered_ahead_of_its_turn(machine: Machine, worker_pool: Po
     device = machine.devices[0]
     streams = [machine.new_stream(device), machine.new_stream(device)]
     with ShardedDataLoader(
-        ArrayDataset(np.arange(12)), 4, device=device, resident=True, pool=worker_pool, prefetch=4
+        ArrayDataset(np.arange(12)), 4, device=Placement(device, resident=True), pool=worker_pool, prefetch=4
     ) as loader:
         iterators = [iter(loader), iter(loader)]
         for _ in range(3):
@@ -335,7 +340,7 @@ def test_nothing_is_gathered_ahead_of_its_turn(machine: Machine, worker_pool: Po
 def test_an_epoch_under_way_goes_on_in_the_pool_of_the_next(machine: Machine, new_pool: Callable[..., Pool]) -> None:
     """The devices have lost their room, and later find it again."""
     data, device = ArrayDataset(np.arange(40)), machine.devices[0]
-    with ShardedDataLoader(data, 4, device=device, resident="auto", pool=new_pool()) as loader:
+    with ShardedDataLoader(data, 4, device=Placement(device, resident="auto"), pool=new_pool()) as loader:
         first = iter(loader)
         seen = [next(first)]
         assert "resident on" in repr(loader)
@@ -360,7 +365,9 @@ def test_an_epoch_under_way_survives_an_interrupted_copy_of_the_columns(
     def interrupted(*arguments: Any) -> torch.Tensor:
         raise KeyboardInterrupt
 
-    with ShardedDataLoader(ArrayDataset(np.arange(12)), 4, device=machine.devices[0], resident=True) as loader:
+    with ShardedDataLoader(
+        ArrayDataset(np.arange(12)), 4, device=Placement(machine.devices[0], resident=True)
+    ) as loader:
         first = iter(loader)
         seen = [next(first)]
         loader.refresh()
@@ -379,7 +386,7 @@ MODULES = ("iterator.py", "loader.py", "pipeline.py", "placement.py", "pool.py")
 @pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_interrupt_at_every_line_loses_no_batch(machine: Machine, step: int) -> None:
     data = ArrayDataset(np.arange(2000))
-    with ShardedDataLoader(data, 1, device=machine.devices[0], resident=True) as loader:
+    with ShardedDataLoader(data, 1, device=Placement(machine.devices[0], resident=True)) as loader:
         line, fired, batches, number = 0, True, iter(loader), 0
         while fired:
             line += step

@@ -20,7 +20,7 @@ from sharded_loader import (
     ShardedDataLoader,
     SortedBucketSampler,
 )
-from sharded_loader.samplers.costs import CostSampler
+from sharded_loader.samplers.index_samplers import CostSampler
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(np.log(300), 0.9, 2000), 1, 4000).astype(int)
 

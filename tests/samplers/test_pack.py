@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sharded_loader import PackSampler, ShardedDataLoader
 from sharded_loader.batchify import Pack
-from sharded_loader.samplers.pack import Packed
+from sharded_loader.samplers.packing import Packed
 
 DOCUMENTS = [[11, 12, 13], [21, 22], [31, 32, 33, 34]]
 

@@ -21,8 +21,7 @@ from samples import Documents
 from sharded_loader import PackSampler, ShardedBatchSampler, ShardedDataLoader
 from sharded_loader.batchify import Pack
 from sharded_loader.samplers import packing
-from sharded_loader.samplers.pack import Packed
-from sharded_loader.samplers.packing import best_fit
+from sharded_loader.samplers.packing import Packed, best_fit
 from sharded_loader.sampling.tables import Dealt
 from sharded_loader.torch import DataLoader
 

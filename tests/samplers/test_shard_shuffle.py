@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharded_loader import EqualShards, Sampler, ShardedDataLoader, ShardShuffleSampler
-from sharded_loader.sampling.order import ReplicaSampler
+from sharded_loader.sampling.own import ReplicaSampler
 
 LENGTHS = st.one_of(
     st.lists(st.integers(0, 40), max_size=12),

@@ -20,6 +20,7 @@ from samples import Drawing, DrawingInBatches, DrawingInItems
 from sharded_loader import (
     ArrayDataset,
     BatchSampler,
+    Placement,
     RandomSampler,
     RepeatedSampler,
     SequentialSampler,
@@ -172,7 +173,9 @@ def test_arrays_give_rows_for_copies_too() -> None:
     for dataset in (ArrayDataset(np.arange(5) * 10), torch.arange(5) * 10):
         loader = ShardedDataLoader(dataset, 10, sampler=RepeatedSampler(2), num_replicas=1)
         assert [batch.tolist() for batch in loader] == [[0, 0, 10, 10, 20, 20, 30, 30, 40, 40]]
-    resident = ShardedDataLoader(torch.arange(5), 10, sampler=RepeatedSampler(2), devices=["cpu"], resident=True)
+    resident = ShardedDataLoader(
+        torch.arange(5), 10, sampler=RepeatedSampler(2), devices=Placement(["cpu"], resident=True)
+    )
     assert [batch.tolist() for (batch,) in resident] == [[0, 0, 1, 1, 2, 2, 3, 3, 4, 4]]
 
 

@@ -43,7 +43,7 @@ from sharded_loader import (
 )
 from sharded_loader.base.described import Described
 from sharded_loader.engine.order import resolve_replicas
-from sharded_loader.sampling.order import ReplicaSampler
+from sharded_loader.sampling.own import ReplicaSampler
 from sharded_loader.sampling.tables import Table
 
 EVERY_KIND: list[tuple[Callable[[], Any], str]] = [

@@ -104,7 +104,7 @@ def test_every_position_leads_on_to_the_same_batches(kind: str) -> None:
     one = reading(kind)
     for number in range(len(expected)):
         position = one.position(number)
-        assert parse(dump(position, one._source.signature)) == (position, one._source.signature)
+        assert parse(dump(position, one.source.signature)) == (position, one.source.signature)
         again, found = reading(kind, 1, position), one.batch(number)
         same = again.batch(number)
         assert found is not None and same is not None

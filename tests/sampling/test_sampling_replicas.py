@@ -21,7 +21,7 @@ from sharded_loader import (
 )
 from sharded_loader.engine.order import resolve_replicas
 from sharded_loader.sampling.foreign import table_of
-from sharded_loader.sampling.order import ReplicaSampler
+from sharded_loader.sampling.own import ReplicaSampler
 from sharded_loader.sampling.tables import BLOCK, Dealt
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from sharded_loader import (
     BatchSampler,
+    Placement,
     SequentialSampler,
     ShardedBatchSampler,
     ShardedDataLoader,
@@ -146,7 +147,7 @@ def test_a_weight_of_zero_before_a_positive_one_is_rejected_everywhere(weights: 
         lambda: ShardedBatchSampler([[0, 1]], count, weights=weights, costs=[1, 1]),
         lambda: split_batch([0, 1], count, weights),
         lambda: split_batch([0, 1], count, weights, costs=[1, 1]),
-        lambda: ShardedDataLoader(range(4), 2, num_shards=count, shard_weights=weights),
+        lambda: ShardedDataLoader(range(4), 2, num_shards=count, device=Placement(shard_weights=weights)),
         lambda: setattr(ShardedDataLoader(range(4), 2, devices=["cpu"] * count), "shard_weights", weights),
     ):
         with pytest.raises(ValueError, match=message):
@@ -158,7 +159,7 @@ def test_a_weight_of_zero_before_a_positive_one_is_rejected_everywhere(weights: 
 def test_the_loader_and_the_sampler_put_shard_i_on_device_i(weights: list[float], batch_size: int) -> None:
     positive = sum(weight > 0 for weight in weights)
     sampler = ShardedBatchSampler(BatchSampler(SequentialSampler(61), batch_size), len(weights), weights)
-    split = ShardedDataLoader(range(61), batch_size, devices=["cpu"] * len(weights), shard_weights=weights)
+    split = ShardedDataLoader(range(61), batch_size, devices=Placement(["cpu"] * len(weights), shard_weights=weights))
     given = ShardedDataLoader(range(61), batch_sampler=sampler, devices=["cpu"] * len(weights))
     for shards, others in zip(split, given, strict=True):
         assert [shard.tolist() for shard in shards] == [shard.tolist() for shard in others]

@@ -510,7 +510,7 @@ def test_an_actor_fetches_what_others_need_later_and_each_epoch_gets_its_batches
         assert next(batches).tolist() == first[0]  # no sample was ready before six shards had been asked for
         assert [next(batches).tolist() for _ in range(5)] == first[1:6]
         state = one.state_dict()
-        ray_here.kill(next(iter(pool._transport._readers.values())).actor)  # the one that fetches
+        ray_here.kill(next(iter(pool._transport.ahead.readers.values())).actor)  # the one that fetches
         assert [batch.tolist() for batch in batches] == first[6:]
         assert [next(iter(one)).tolist() for _ in range(2)] == [second[0], third[0]]
     with ShardedDataLoader(dataset.transform(number), 10, sampler=order, pool=RayPool(2, num_cpus=0)) as other:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from stream_samples import Own, Parts, Stateful, Told, WithStatefulRows
 
-from sharded_loader.streams.parts import SHARED_BYTES, Copies, OpenPart
+from sharded_loader.streams.reader import SHARED_BYTES, Copies, OpenPart
 from sharded_loader.streams.worker_info import here
 
 

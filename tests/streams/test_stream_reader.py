@@ -279,4 +279,4 @@ def test_what_keeps_its_place_is_copied_and_what_does_not_is_read_itself() -> No
         reader = reader_for(Job(dataset, list, 7, stream=Stream(1, SIZE)), readers=1)
         read(reader, 0, 0, parts=1)
         (opened,) = reader._opened.values()  # type: ignore[attr-defined]
-        assert (opened._dataset is dataset) == itself
+        assert (opened.dataset is dataset) == itself

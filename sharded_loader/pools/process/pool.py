@@ -17,7 +17,7 @@ A worker holds at most one task beyond the one that it does. While batches are c
 group is one message (`engine.grouping`).
 
 What can go wrong, and what then:
-  * a worker dies: another takes its place and builds its batches again (`pools.supervisor`). A batch that has killed
+  * a worker dies: another takes its place and builds its batches again (`pools.supervised`). A batch that has killed
     ``restarts`` workers is a `WorkerDiedError` in its place. `wait` returns 3 ms (spawn) or 9 ms (fork) after the kill;
     the kernel needs most of that time for the process that ends;
   * a worker takes more memory than ``max_worker_memory``: another gets its number, and it ends when it has answered
@@ -31,6 +31,7 @@ What can go wrong, and what then:
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -46,26 +47,13 @@ from sharded_loader.engine.grouping import HELD, Grouping
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
 from sharded_loader.engine.pool import check_num_workers
 from sharded_loader.memory.arena import Arena, RecentSizes, Register
-from sharded_loader.memory.codec import decode
-from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.memory.codec import decode, decode_error
 from sharded_loader.memory.segments import chosen_backend
 from sharded_loader.pools.deaths import too_large
-from sharded_loader.pools.process.link import (
-    CRASHED,
-    FAILED,
-    FLUSH,
-    GROWN,
-    READY,
-    RESULTS,
-    TASKS_HEAD,
-    Poller,
-    pack_head,
-    pack_tasks,
-)
+from sharded_loader.pools.process.link import CRASHED, FAILED, FLUSH, GROWN, READY, RESULTS, TASKS, Poller
 from sharded_loader.pools.process.start import choose_start_method
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
-from sharded_loader.pools.supervised import SupervisedPool, own_pickle
-from sharded_loader.pools.supervisor import Supervisor
+from sharded_loader.pools.supervised import SupervisedPool, fields_of
 
 SLOT_BYTES = 32768
 """Batches below this go through the pipe: a slot saves them one copy, which costs less than its bookkeeping."""
@@ -124,6 +112,8 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
     loaders.
     """
 
+    _transport: ProcessTransport
+
     def __init__(
         self,
         num_workers: int,
@@ -145,14 +135,13 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         self.max_worker_memory = check_worker_memory(max_worker_memory)
         self.start_method: Any = choose_start_method(start_method)
         self._transport = ProcessTransport(self.num_workers, self.start_method, max_bytes)
-        self._supervisor = Supervisor(self._transport, self.restarts, self.timeout)
+        self._poller: Poller | None = None  # of the workers: it keeps them, and goes with them
         self._looks = 0  # for messages, in a row, that found none
         # False: they live for one epoch. A template takes as long as a worker, so there is none before one dies.
         self.workers_last = True
 
     def use_memory(self, empty: Empty, register: Register, *, pinned: Empty | None = None) -> None:
-        self._transport.register = self._transport.arena.register = register
-        self._transport.pinned = self._transport.arena.pinned = pinned
+        self._transport.arena.register, self._transport.arena.pinned = register, pinned
 
     def hand_over(self) -> ArenaInUse:
         """End the workers. What is returned lets another pool go on with the shared memory, which stays pinned."""
@@ -187,8 +176,8 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
 
     def settle(self) -> None:
         super().settle()
-        if self._supervisor.new and self.started:
-            self._transport.make_template(self._supervisor.new)
+        if self._new and self.started:
+            self._transport.make_template(self._new)
 
     def resize(self, num_workers: int) -> None:
         if check_num_workers(num_workers) > self.num_workers:
@@ -201,12 +190,13 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             super().adopt()
 
     def _have(self, num_workers: int) -> None:
-        if self.start_method == "fork" and self.num_workers == 1 < num_workers and (job := self._supervisor.job):
-            warn_of_open_file(job.dataset, "forked processes")
+        if self.start_method == "fork" and self.num_workers == 1 < num_workers and self._new:
+            warn_of_open_file(self._new.job.dataset, "forked processes")
         super()._have(num_workers)
 
     def submit(self, tasks: Sequence[Task]) -> None:
         workers, arena, group, wanted = self._transport.workers, self._transport.arena, self.group, self._sizes.wanted
+        unsent: dict[ProcessWorker, list[tuple[Any, ...]]] = {}
         for task in tasks:
             if task.lane is not None:
                 chosen = workers[task.lane % len(workers)]
@@ -215,25 +205,26 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 for worker in workers:
                     if len(worker.tasks) // group < least:
                         chosen, least = worker, len(worker.tasks) // group
-            own, slot = None, None
+            slot = None
             try:
-                if type(task.shards[0]) is not np.ndarray:
-                    own = own_pickle(task, forked=self.start_method == "fork")
+                if type(indices := task.shards[0]) is np.ndarray:
+                    # As bytes: a tenth of the time that an array takes.
+                    fields: Any = (*task[:4], (indices.tobytes(),), *task[5:])
+                else:
+                    fields = fields_of(task, forked=self.start_method == "fork")
                 if wanted >= SLOT_BYTES and (slot := arena.take(wanted)) is None:
                     self._note_no_room(wanted)
             except Exception as raised:
                 self._reject(task, raised)
                 continue
-            if slot is not None and slot.segment >= chosen.segments:
+            if slot is not None and slot.segment >= chosen.link.segments:
                 self._transport.send_segments(chosen, slot.segment + 1)
             chosen.tasks[task.run, task.seq] = task
             chosen.slots[task.run, task.seq] = slot
-            chosen.unsent.append((slot, task, own))
+            unsent.setdefault(chosen, []).append((task.run, task.seq, None if slot is None else tuple(slot), fields))
             self.room -= 1
-        for worker in workers:
-            if worker.unsent:
-                worker.link.send(TASKS_HEAD + pack_tasks(worker.unsent))
-                worker.unsent.clear()
+        for worker, packed in unsent.items():
+            worker.link.send(TASKS, content=pickle.dumps(packed, protocol=5))
 
     def _note_no_room(self, wanted: int) -> None:
         self.notices.happened(
@@ -244,31 +235,28 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         )
 
     def wait(self, block: bool = True) -> Sequence[Result]:
-        transport, supervisor = self._transport, self._supervisor
-        workers, poller = transport.workers, transport.poller
+        transport = self._transport
+        workers, poller = transport.workers, self._poller
         if not workers:
             return ()
         watched = [*workers, *transport.leaving]
         # Taken away while it is used: a signal handler may call `next`, and a poller cannot be used twice at a time.
-        transport.poller = None
+        self._poller = None
         if poller is None or poller.workers != watched:
-            poller = Poller(watched, transport.wake_reader)
+            assert transport.waker is not None  # there are workers
+            poller = Poller(watched, transport.waker[0])
         self.waiting = True
         try:
-            ready, ended = poller.wait(supervisor.watch.step if block and not self._rejected else 0.0)
+            ready, ended = poller.wait(self._watch.step if block and not self._rejected else 0.0)
         except (OSError, ValueError):
             if workers is transport.workers:
                 raise
         self.waiting = False
         if workers is not transport.workers:
             return ()  # a signal handler has closed the pool
-        noted, watched = transport.ended, [*workers, *transport.leaving]
-        if poller.workers == watched:
-            transport.poller = poller
-        else:  # a step inside this one has replaced a worker
-            ready = [worker for worker in ready if worker in watched]
-        if ended:
-            noted |= ended.intersection(worker.sentinel for worker in watched)
+        watched = [*workers, *transport.leaving]
+        if poller.workers == watched:  # otherwise a step inside this one has replaced a worker
+            self._poller = poller
         results, self._rejected = self._rejected, []
         self._looks = 0 if ready or ended or results else self._looks + block
         # After 1, 2, 4 ... seconds of waiting. Not after each: a worker in C code that holds the GIL reads no messages,
@@ -276,72 +264,76 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         if block and self._looks.bit_count() == 1:
             for worker in workers:
                 if len(worker.tasks) > 1:  # one that is finished may wait there for a slow one
-                    worker.link.send(pack_head(FLUSH))
-        for worker in watched if noted else ready:
-            link = worker.link
-            if link.outbox:
-                link.flush()
-            link.receive()
-            if link.inbox:
-                self._take(worker, results)
-            if link.ended or (noted and worker.is_over(noted)):
-                results += supervisor.replace(worker)
+                    worker.link.send(FLUSH)
+        for worker in watched:
+            worker.has_ended |= worker.sentinel in ended
+            if worker.has_ended or worker in ready:
+                self._receive(worker, results)
         if self.timeout is not None:
-            supervisor.stop_late()
-        requeued = supervisor.requeued
+            self.stop_late()
         self._count_room()
-        if requeued:
+        if requeued := self.requeued:
             again = [requeued.popleft() for _ in range(min(self.room + len(requeued), len(requeued)))]
             self.room += len(again)
             self.submit(again)
         return results
 
-    def _count_room(self) -> None:
-        """What has come back goes out again first."""
-        self.room = HELD * self.group * len(self._transport.workers) - len(self._supervisor.requeued)
-        for worker in self._transport.workers:
-            self.room -= len(worker.tasks)
-
-    def _recycle(self, worker: ProcessWorker, nbytes: int, batches: int) -> None:
-        """A worker takes more memory than it may. One at a time is replaced: two workers need the memory of two."""
-        transport, supervisor, limit = self._transport, self._supervisor, self.max_worker_memory
-        if limit is None or worker not in transport.workers:
-            return
-        if not worker.has_grown and supervisor.deaths.record_growth(worker.number, batches):
-            supervisor.give_up_worker(worker, too_large(worker.number, nbytes, limit))
-        worker.has_grown = True
-        if transport.leaving:
-            return  # it says so again
-        supervisor.renew(worker)
-        self.notices.counts["recycled_workers"] += 1
-        logger.info("worker %d (pid %d) took %d bytes, and was replaced", worker.number, worker.pid, nbytes)
-
-    def wake(self) -> None:
-        self._transport.wake()
-
-    def closer(self) -> Callable[[], None]:
-        return self._transport.close
-
-    def _take(self, worker: ProcessWorker, results: list[Result]) -> None:
-        """Deal with the messages of a worker."""
-        while worker.link.inbox:
-            message = worker.link.inbox.popleft()
+    def _receive(self, worker: ProcessWorker, results: list[Result]) -> None:
+        """Deal with what a worker has sent, and with its end."""
+        link = worker.link
+        if link.outbox:
+            link.send()
+        link.receive()
+        while link.inbox:
+            message = link.inbox.popleft()
             kind, content, following = message.kind, message.content, iter(message.buffers)
             if kind == FAILED:
-                error = as_exception(decode_error(decode(content)), "while a worker started")
-                self._supervisor.give_up_worker(worker, error)
+                self.give_up_worker(worker, as_exception(decode_error(decode(content)), "while a worker started"))
             elif kind == READY:
-                self._supervisor.record_start(worker)
+                self.record_start(worker)
             elif kind == GROWN:
                 self._recycle(worker, message.run, message.seq)
             elif kind == CRASHED:
                 worker.traceback = bytes(content).decode(errors="replace")
             while kind == RESULTS and len(content):
-                run, seq, wanted, count, pickled, content, times = unpack_reply(content)
+                reply = unpack_reply(content)
+                run, seq, _, count, _, content, _ = reply
                 buffers = list(itertools.islice(following, count))
                 task, slot = worker.tasks.pop((run, seq), None), worker.slots.pop((run, seq), None)
                 if slot is not None:
                     # Also if nothing lies in it: then it comes back at once.
                     buffers = self._transport.arena.lend(slot, buffers)
                 if task is not None:  # otherwise it is not wanted any more
-                    results.append(self._result(run, seq, wanted, pickled, buffers, task, times))
+                    results.append(self._result(reply, buffers, task))
+        if link.ended or (worker.has_ended and worker.is_over()):
+            results += self.replace(worker)
+
+    def _count_room(self) -> None:
+        """What has come back goes out again first."""
+        self.room = HELD * self.group * len(self._transport.workers) - len(self.requeued)
+        for worker in self._transport.workers:
+            self.room -= len(worker.tasks)
+
+    def _recycle(self, worker: ProcessWorker, nbytes: int, batches: int) -> None:
+        """A worker takes more memory than it may. One at a time is replaced: two workers need the memory of two."""
+        transport, limit = self._transport, self.max_worker_memory
+        if limit is None or worker not in transport.workers:
+            return
+        if not worker.has_grown and self.deaths.record_growth(worker.number, batches):
+            self.give_up_worker(worker, too_large(worker.number, nbytes, limit))
+        worker.has_grown = True
+        if transport.leaving:
+            return  # it says so again
+        self.renew(worker)
+        self.notices.counts["recycled_workers"] += 1
+        logger.info("worker %d (pid %d) took %d bytes, and was replaced", worker.number, worker.pid, nbytes)
+
+    def close(self) -> None:
+        super().close()
+        self._poller = None
+
+    def wake(self) -> None:
+        self._transport.wake()
+
+    def closer(self) -> Callable[[], None]:
+        return self._transport.close

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import struct
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -29,6 +28,7 @@ from typing import Any
 from sharded_loader.base.imports import call_after_import
 from sharded_loader.base.private import become_child
 from sharded_loader.base.system import ONE_THREAD
+from sharded_loader.pools.process import link
 
 PRELOAD = "SHARDED_LOADER_PRELOAD"
 """The variable that names the modules for the forkserver, and ``sys.path``: JSON."""
@@ -51,9 +51,7 @@ def main(orders: dict[str, Any]) -> None:
         from sharded_loader.pools.process import worker
     except BaseException:
         # As `worker` tells why it ends, without NumPy, which may be what cannot be imported.
-        text = traceback.format_exc().encode(errors="replace")
-        with contextlib.suppress(OSError):
-            conn.send_bytes(struct.pack("!Icqq", 0, b"X", 0, 0) + text)
+        link.make_link(conn, blocks=True).send(link.CRASHED, content=traceback.format_exc().encode(errors="replace"))
         raise SystemExit(1) from None
     worker.main(conn, orders["number"], orders["num_workers"], None, limited=True, held=orders["alive"])
 

@@ -1,4 +1,4 @@
-"""Worker processes, as `pools.supervisor` reaches them, and all that a process pool owns in the system.
+"""Worker processes, as `pools.supervised` reaches them, and all that a process pool owns in the system.
 
     start(new_job)     fork: workers are launched with the job. spawn, forkserver: it is published once, and sent
     retire(worker)     it is told to end when it has answered
@@ -37,21 +37,19 @@ from sharded_loader.base import host_clock
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.limits import oom_kills
 from sharded_loader.base.system import can_pass_descriptors, open_pidfd, write_to_stderr
-from sharded_loader.batching.protocol import Empty
-from sharded_loader.engine.board import IDLE, SAMPLE, TOLD, WORDS, board_in, new_board
+from sharded_loader.engine.board import IDLE, SAMPLE, TOLD, WORDS, Board, board_in, new_board
 from sharded_loader.engine.messages import NewJob, Task
 from sharded_loader.memory import publish
-from sharded_loader.memory.arena import Arena, Register
+from sharded_loader.memory.arena import Arena
 from sharded_loader.memory.publish import Inherited
 from sharded_loader.memory.segments import Segment, Slot, create
 from sharded_loader.pools.deaths import Death
 from sharded_loader.pools.process import template
-from sharded_loader.pools.process.lifeline import Lifeline
-from sharded_loader.pools.process.link import BOARD, CANCEL, JOB, LEAVE, STACKS, Link, Poller, make_link, pack_head
-from sharded_loader.pools.process.start import spawn_worker, start_forkserver
+from sharded_loader.pools.process.link import BOARD, CANCEL, JOB, LEAVE, STACKS, Link, make_link
+from sharded_loader.pools.process.start import Lifeline, spawn_worker, start_forkserver
 from sharded_loader.pools.process.worker import STACKS_SIGNAL, TELL_SIGNAL, find_libraries
 from sharded_loader.pools.process.worker import main as work
-from sharded_loader.pools.supervisor import Transport, Worker
+from sharded_loader.pools.supervised import Transport, Worker
 
 TEMPLATES = 3
 """How many templates one worker is tried to be forked from. A program that kills workers at random may hit two in a
@@ -73,8 +71,8 @@ SHORT_GRACE = 0.5
 STACKS_GRACE = 1.0
 """Seconds in which a worker that hangs writes its stacks and ends: 1 to 20 ms, and more on a busy machine."""
 
-ROWS = 64
-"""Workers on one board: a page of memory. More workers have another board."""
+ROWS = 2048
+"""Workers that have room on the board, with those that are leaving: 128 KB of memory."""
 
 KILLED_GRACE = 3.0
 """Seconds in which a killed process ends. One that does not is inside the kernel, with a disk or a network file system
@@ -94,21 +92,19 @@ class ProcessWorker(Worker):
         self.pid: int = process.pid
         self.link = link
         self.slots: dict[tuple[int, int], Slot | None] = {}
-        self.unsent: list[tuple[Slot | None, Task, bytes | None]] = []
-        self.segments = 0
-        self.row = -1  # on the boards
-        self.board: Any = new_board()
+        self.row = -1  # of the board
+        self.board: Board = new_board()
         self.has_grown = False  # it takes more memory than it may
-        self.left_behind = False
+        self.has_ended = False  # as far as is known, and it was not replaced yet; or it was killed for its silence
         self.ended_by_close = False  # it was told to end, and killed because that took long
         self._released = False
         self._killed_at = math.inf
         self.exitcode: int | None = None
         self.traceback: str | None = None  # of its end in its start
         # The process itself. Its twin is the process object's sentinel: a pipe that the worker holds, and closes in
-        # what the dataset forks (`keep_from_children`). What code in C forks keeps it open after the worker's death.
-        self._pidfd = open_pidfd(process.pid)
-        self.sentinel: int = process.sentinel if self._pidfd is None else self._pidfd
+        # what the dataset forks (`worker.main`). What code in C forks keeps it open after the worker's death.
+        pidfd = open_pidfd(process.pid)
+        self.sentinel: int = process.sentinel if pidfd is None else pidfd
 
     @property
     def who(self) -> str:
@@ -134,18 +130,13 @@ class ProcessWorker(Worker):
         """Whether `kill` was called."""
         return self._killed_at < math.inf
 
-    def is_over(self, noted: set[int]) -> bool:
-        """Whether nothing is to be expected of it: it has ended, or was killed for its silence, and even so does not.
-
-        Args:
-            noted: sentinels that have been seen to end; only of those is it asked whether that is still true.
-        """
-        given_up = self.hung and host_clock.now() - self._killed_at > KILLED_GRACE
-        return given_up or (self.sentinel in noted and not self.is_alive())
+    def is_over(self) -> bool:
+        """Whether nothing is to be expected of one that `has_ended`: or it was killed for its silence, and stays."""
+        return (self.hung and host_clock.now() - self._killed_at > KILLED_GRACE) or not self.is_alive()
 
     def dump_stacks(self) -> None:
         """Have the worker write its stacks to stderr and end; wait for that. A stopped worker does neither."""
-        self.link.send(pack_head(STACKS, 1))
+        self.link.send(STACKS, 1)
         self.wait(SHORT_GRACE)
         if STACKS_SIGNAL is not None and self.is_alive():
             with contextlib.suppress(ProcessLookupError):
@@ -161,15 +152,16 @@ class ProcessWorker(Worker):
         """End the process, if it has not ended, and give back what belongs to it."""
         if self._released:
             return
+        owns_sentinel = self.sentinel != self.process.sentinel
         try:
             if self.is_alive():
                 self.kill()
                 self.wait(max(0.0, self._killed_at + KILLED_GRACE - host_clock.now()))
                 if self.is_alive():
-                    self.left_behind = True
+                    self.slots.clear()  # it may still write there
                     print(
-                        f"sharded_loader: worker {self.number} (pid {self.pid}) was killed and does not end: it waits "
-                        f"inside the kernel, for a disk or a network file system, say. It is left behind",
+                        f"sharded_loader: {self.who} was killed and does not end: it waits inside the kernel, for a "
+                        f"disk or a network file system, say. It is left behind",
                         file=sys.stderr,
                         flush=True,
                     )
@@ -184,9 +176,68 @@ class ProcessWorker(Worker):
             pass
         finally:
             self._released = True
-            if self._pidfd is not None:
-                os.close(self._pidfd)
-                self._pidfd = None
+            if owns_sentinel:
+                os.close(self.sentinel)
+
+    def where(self) -> Sequence[int] | None:
+        if not self.ready:
+            return ()
+        return self.board if self.tasks else None
+
+    def cancel(self, run: int) -> None:
+        self.link.send(CANCEL, run)  # its last task may not have begun; it answers for each that it drops
+
+    def tell(self) -> Callable[[], None] | None:
+        told = self.board[TOLD]
+        self.link.send(STACKS, 0)
+
+        def look() -> None:
+            if self.board[TOLD] == told and self.is_alive():
+                write_to_stderr(f"{self.who} has not answered. It is stopped, or holds the GIL in code in C.\n")
+                if TELL_SIGNAL is not None and self.ready:  # before that the signal may still end it
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(self.pid, TELL_SIGNAL)
+
+        return look
+
+
+class _Publication:
+    """The job, as workers are sent it.
+
+    Attributes:
+        published: its pickle and its memory; None: it was not published.
+        inherited: descriptors that spawned workers are started with.
+    """
+
+    def __init__(self) -> None:
+        self.published: publish.Published | None = None
+        self.inherited: Inherited | None = None
+        # Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a row.
+        self._numbers = itertools.count(-1, -1)
+
+    def publish(self, new: NewJob) -> frozenset[str]:
+        """Pickle the job; the modules that workers need for it."""
+        encoded = publish.publish(new, self.inherited, **new.parts)
+        with uninterrupted():
+            before, self.published = self.published, publish.share(encoded, next(self._numbers))
+            if before is not None:
+                before.close()
+        return encoded.modules
+
+    def send(self, link: Link) -> None:
+        """Send it to a worker."""
+        if (job := self.published) is not None:
+            if job.segment is not None:
+                link.send_segment(job.segment)
+            link.send(JOB, job.number, content=job.head, buffers=job.buffers, places=job.places)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        published, self.published = self.published, None
+        inherited, self.inherited = self.inherited, None
+        for one in (published, inherited):
+            if one is not None:
+                one.close()
 
 
 class ProcessTransport(Transport[ProcessWorker]):
@@ -196,10 +247,9 @@ class ProcessTransport(Transport[ProcessWorker]):
         num_workers, start_method, max_bytes: of the `ProcessPool`.
 
     Attributes:
-        ended: sentinels of workers that have ended, and were not replaced yet.
-        wake_reader: the pipe that `wake` writes to.
+        waker: both ends of the pipe that `wake` writes to.
         arena: the slots that batches lie in.
-        template, published, inherited, boards, lifeline: what workers start with; None if there is none.
+        template, publication, board, lifeline: what workers start with.
     """
 
     def __init__(self, num_workers: int, start_method: str, max_bytes: int | None) -> None:
@@ -208,20 +258,12 @@ class ProcessTransport(Transport[ProcessWorker]):
         self.max_bytes = max_bytes
         self.workers: list[ProcessWorker] = []
         self.leaving: list[ProcessWorker] = []
-        self.poller: Poller | None = None  # of these workers: it keeps them, and goes with them
-        self.ended: set[int] = set()
-        self.register: Register | None = None
-        self.pinned: Empty | None = None
         self.arena = Arena(max_bytes)
-        self.wake_reader: Any = None
-        self._wake_writer: Any = None
-        self.boards: list[Segment] = []
+        self.waker: tuple[connection.Connection, connection.Connection] | None = None
+        self.board: Segment | None = None
         self.lifeline: Lifeline | None = None
         self.template: template.Template | None = None
-        self.published: publish.Published | None = None
-        self.inherited: Inherited | None = None  # descriptors that spawned workers are started with
-        # Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a row.
-        self._publications = itertools.count(-1, -1)
+        self.publication = _Publication()
         self._oom_kills: int | None = None
         self._is_up = False  # the workers have been started: one that is launched now joins them
         self._pid = os.getpid()
@@ -230,12 +272,14 @@ class ProcessTransport(Transport[ProcessWorker]):
     # -- start ----------------------------------------------------------------------------------------------
 
     def start(self, new: NewJob) -> list[Task]:
+        post = self.publication
         if self.workers and self.start_method != "fork":
-            self._publish(new)
-            self._send_jobs()
+            post.publish(new)
+            for worker in self.workers:
+                post.send(worker.link)
             return []
         if self.start_method == "forkserver":
-            start_forkserver(self._publish(new))
+            start_forkserver(post.publish(new))
         elif self.start_method == "fork":
             find_libraries()
         # Forked workers hold the dataset as it was: new ones are born with the new one, and do what was begun.
@@ -246,19 +290,20 @@ class ProcessTransport(Transport[ProcessWorker]):
             self.launch_all(new)
         if self.start_method != "fork":
             # While they start: that takes as long as to publish 150 MB.
-            if self.published is None:
+            if post.published is None:
                 try:
-                    self._publish(new)
+                    post.publish(new)
                 except publish.NeedsInheritanceError:
                     if self.start_method != "spawn":
                         raise
                     # Again, with the descriptors of the locks and shared values in the job.
                     with uninterrupted():
                         self.stop_workers()
-                        self.inherited = Inherited()
-                        self._publish(new, self.inherited)
+                        post.inherited = Inherited()
+                        post.publish(new)
                         self.launch_all(new)
-            self._send_jobs()
+            for worker in self.workers:
+                post.send(worker.link)
         self._is_up = True
         return begun
 
@@ -273,27 +318,16 @@ class ProcessTransport(Transport[ProcessWorker]):
 
     def open(self) -> None:
         """Make what workers need to start. Twice does nothing."""
-        if self.wake_reader is not None:
+        if self.waker is not None:
             return
         self._pid = os.getpid()
-        self.wake_reader, self._wake_writer = multiprocess.Pipe(duplex=False)
-        self._add_board()
-        self.lifeline = Lifeline()
-        self._oom_kills = oom_kills()
-
-    def _add_board(self) -> None:
+        self.waker = multiprocess.Pipe(duplex=False)
         try:
-            self.boards.append(create(0, ROWS * WORDS * 8))
+            self.board = create(0, ROWS * WORDS * 8)
         except OSError as error:
             raise MemoryError(f"no shared memory to start workers with ({error}): free some, or files") from error
-
-    def _free_row(self) -> int:
-        """A row of the boards that no worker has. Its number will not do: one that is leaving may have it too."""
-        used = {worker.row for worker in (*self.workers, *self.leaving)}
-        row = next(row for row in itertools.count() if row not in used)
-        if row == ROWS * len(self.boards):
-            self._add_board()
-        return row
+        self.lifeline = Lifeline()
+        self._oom_kills = oom_kills()
 
     def launch(self, number: int, new: NewJob) -> ProcessWorker:
         if multiprocess.current_process().daemon:
@@ -301,7 +335,6 @@ class ProcessTransport(Transport[ProcessWorker]):
                 "this is a worker process, which may have none of its own: give the loader that the dataset makes "
                 "num_workers=0, or threads (thread_pool=True)"
             )
-        row = self._free_row() if self.boards else -1
         if self.start_method == "fork" and not can_pass_descriptors() and self._is_up:
             # The template could not be given the worker's end of the pipe, so there is none.
             template.warn(f"this system does not pass descriptors between processes; {_AS_IT_IS_NOW}")
@@ -320,19 +353,21 @@ class ProcessTransport(Transport[ProcessWorker]):
         with contextlib.ExitStack() as undo:  # another thread may close the transport in the middle of this
             undo.callback(worker.release)
             undo.callback(link.close)
-            if row >= 0:
-                board, worker.row = self.boards[row // ROWS], row
-                worker.board = board_in(board.mapping, row % ROWS)
+            if self.board is not None:
+                # A row that no worker has. Its number will not do: one that is leaving may have it too.
+                used = {one.row for one in (*self.workers, *self.leaving)}
+                worker.row = next(row for row in range(ROWS) if row not in used)
+                worker.board = board_in(self.board.mapping, worker.row)
                 worker.board[SAMPLE] = IDLE
-                link.send_segment(board, BOARD, row % ROWS)
+                link.send_segment(self.board, BOARD, worker.row)
             if self.lifeline is not None:
                 self.lifeline.tie(process, link)
             # A forked worker has its job, but begins when a message tells it to. It has then taken the lifeline, which
             # comes before: it ends with the main process even if the user's code holds the GIL from its first line on.
             if self.start_method == "fork":
-                link.send(pack_head(JOB))
+                link.send(JOB)
             elif self._is_up:
-                self._send_job(link)
+                self.publication.send(link)
             undo.pop_all()
         return worker
 
@@ -351,7 +386,8 @@ class ProcessTransport(Transport[ProcessWorker]):
             if forks:
                 name = f"{template.NAME}-{number}"
                 return template.start_forked(name, work, theirs, number, self.num_workers, new), link
-            fds = [] if self.inherited is None else self.inherited.fds
+            inherited = self.publication.inherited
+            fds = [] if inherited is None else inherited.fds
             return spawn_worker(number, self.num_workers, self.start_method, theirs, fds), link
         except BaseException:
             link.close()
@@ -359,66 +395,24 @@ class ProcessTransport(Transport[ProcessWorker]):
         finally:
             theirs.close()
 
-    def _publish(self, new: NewJob, inherited: Inherited | None = None) -> frozenset[str]:
-        """Pickle the job for the workers; the modules that it needs there."""
-        encoded = publish.publish(new, inherited, **new.parts)
-        with uninterrupted():
-            before = self.published
-            self.published = publish.share(encoded, next(self._publications))
-            if before is not None:
-                before.close()
-        return encoded.modules
-
-    def _send_jobs(self) -> None:
-        for worker in self.workers:
-            self._send_job(worker.link)
-
-    def _send_job(self, link: Link) -> None:
-        published = self.published
-        if published is not None:
-            if published.segment is not None:
-                link.send_segment(published.segment)
-            link.send(pack_head(JOB, published.number, 0, published.head), published.buffers, places=published.places)
-
     def send_segments(self, worker: ProcessWorker, count: int) -> None:
         """Give a worker the first ``count`` segments."""
-        for segment in self.arena.segments[worker.segments : count]:
+        for segment in self.arena.segments[worker.link.segments : count]:
             worker.link.send_segment(segment)
-        worker.segments = count
+        worker.link.segments = count
 
     def retire(self, worker: ProcessWorker) -> None:
         self.leaving.append(worker)
-        worker.link.send(pack_head(LEAVE))  # behind its tasks
-
-    def send_cancel(self, worker: ProcessWorker, run: int) -> None:
-        worker.link.send(pack_head(CANCEL, run))  # its last task may not have begun; it answers for each that it drops
+        worker.link.send(LEAVE)  # behind its tasks
 
     def wake(self) -> None:
         """Wake who waits for the workers. Any thread may call this."""
-        writer = self._wake_writer
-        if writer is not None:
+        waker = self.waker
+        if waker is not None:
             with contextlib.suppress(OSError):  # closed by another thread just now
-                writer.send_bytes(b"")
+                waker[1].send_bytes(b"")
 
     # -- workers that end, or stand still -------------------------------------------------------------------
-
-    def where(self, worker: ProcessWorker) -> Sequence[int] | None:
-        if not worker.ready:
-            return ()
-        return worker.board if worker.tasks else None
-
-    def tell(self, worker: ProcessWorker) -> Callable[[], None] | None:
-        told = worker.board[TOLD]
-        worker.link.send(pack_head(STACKS, 0))
-
-        def look() -> None:
-            if worker.board[TOLD] == told and worker.is_alive():
-                write_to_stderr(f"{worker.who} has not answered. It is stopped, or holds the GIL in code in C.\n")
-                if TELL_SIGNAL is not None and worker.ready:  # before that the signal may still end it
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(worker.pid, TELL_SIGNAL)
-
-        return look
 
     def kill_late(self, late: Sequence[ProcessWorker], seconds: float) -> None:
         for worker in late:
@@ -427,14 +421,11 @@ class ProcessTransport(Transport[ProcessWorker]):
                 write_to_stderr(f"sharded_loader: {text}. Its stacks:\n")
                 worker.dump_stacks()
                 worker.kill()
-            self.ended.add(worker.sentinel)
+            worker.has_ended = True
 
     def last_words(self, worker: ProcessWorker, error: BaseException | None) -> Death:
         worker.wait(0.0 if worker.hung else 1.0)
         worker.release()
-        return self._death(worker)
-
-    def _death(self, worker: ProcessWorker) -> Death:
         return Death(
             worker.number,
             worker.pid,
@@ -452,7 +443,6 @@ class ProcessTransport(Transport[ProcessWorker]):
         return max(0, now - self._oom_kills)
 
     def release(self, worker: ProcessWorker) -> None:
-        self.ended.discard(worker.sentinel)
         worker.row = -1
         worker.link.close()
         self.free_slots(worker)
@@ -460,9 +450,8 @@ class ProcessTransport(Transport[ProcessWorker]):
     def free_slots(self, worker: ProcessWorker) -> None:
         """The worker is reaped: what it was writing into is free; what is lent comes back by itself."""
         slots, worker.slots = worker.slots, {}
-        for slot in slots.values():
-            if slot is not None and not worker.left_behind:
-                self.arena.give(slot)
+        for slot in filter(None, slots.values()):
+            self.arena.give(slot)
 
     # -- the end --------------------------------------------------------------------------------------------
 
@@ -473,21 +462,24 @@ class ProcessTransport(Transport[ProcessWorker]):
         steps: list[Any] = [worker.link.close for worker in workers]  # the workers end
         steps += [worker.slots.clear for worker in workers]
         # Meanwhile: to give 150 MB back takes as long as a process takes to end. Workers have mappings of their own.
-        first = self.published, self.arena
-        last = self.wake_reader, self._wake_writer, self.lifeline, *self.boards, self.inherited
-        steps += [*_closers(first), self.stop_workers, *_closers(last)]
+        steps += [self.publication.close, self.arena.close, self.stop_workers]
+        steps += [one.close for one in (*(self.waker or ()), self.lifeline, self.board) if one is not None]
         with uninterrupted(), contextlib.ExitStack() as stack:  # each step is done, whatever another one raises
-            self.wake_reader = self._wake_writer = self.lifeline = self.published = self.inherited = None
-            self.boards = []
-            self.arena = Arena(self.max_bytes, self.register, self.pinned)
+            self.waker = self.lifeline = self.board = None
+            self._new_arena()
             for step in reversed(steps):
                 stack.callback(step)
+
+    def _new_arena(self) -> Arena:
+        """Have another arena; the one before."""
+        before, self.arena = self.arena, Arena(self.max_bytes, self.arena.register, self.arena.pinned)
+        return before
 
     def hand_over(self) -> Arena:
         """End the workers, and give up the arena as it is: another pool may use it."""
         with uninterrupted():
             self.stop_workers()
-            arena, self.arena = self.arena, Arena(self.max_bytes, self.register, self.pinned)
+            arena = self._new_arena()
             _handed_over[id(arena)] = arena
         return arena
 
@@ -495,10 +487,8 @@ class ProcessTransport(Transport[ProcessWorker]):
         """End the workers, after `BUSY_GRACE` or `CLOSING_GRACE` by SIGKILL."""
         workers, self.workers, leaving, self.leaving = self.workers, [], self.leaving, []
         workers += leaving
-        self.poller = None
         self._is_up = False
         ended, self.template = self.template, None
-        self.ended.clear()
         for worker in workers:
             worker.link.close()
         if ended is not None and not ended.has_forked:
@@ -519,10 +509,6 @@ class ProcessTransport(Transport[ProcessWorker]):
             self.free_slots(worker)
         if ended is not None:
             ended.close()
-
-
-def _closers(owned: Sequence[Any]) -> list[Any]:
-    return [one.close for one in owned if one is not None]
 
 
 # -- processes that the user forks ------------------------------------------------------------------------------------
@@ -557,8 +543,8 @@ def _after_fork_in_child() -> None:
     for transport in _live():
         if transport.lifeline is not None:
             transport.lifeline.close()
-        for board in transport.boards:
-            board.close_descriptor()
+        if transport.board is not None:
+            transport.board.close_descriptor()
         if transport.template is not None:
             transport.template.close_descriptors()
 

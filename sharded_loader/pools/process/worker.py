@@ -14,7 +14,7 @@ came before, and ends.
 
 The process ends when the pipe does: the main process closed it, or is gone. If the main thread waits, the receiver ends
 the process. A main thread that is in the user's code gets `GRACE` seconds. Where that code holds the GIL (in C), the
-kernel ends the process (`lifeline`), but not on macOS: there `close` kills the worker, and without a `close` it ends
+kernel ends the process (`die_with`), but not on macOS: there `close` kills the worker, and without a `close` it ends
 after that call.
 
 SIGINT is handled by the main process and is ignored here. BLAS and OpenMP are limited to one thread. Nothing here
@@ -32,26 +32,28 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from threading import get_ident
 from typing import Any, NoReturn
 
 import numpy as np
 
 from sharded_loader.base import host_clock
-from sharded_loader.base.errors import FULL_TRACEBACKS, format_traceback
+from sharded_loader.base.errors import format_traceback
 from sharded_loader.base.interrupts import python_handlers
-from sharded_loader.base.limits import own_bytes, private_bytes
-from sharded_loader.base.notices import logger
 from sharded_loader.base.private import end_compiling, limit_to_one_thread
-from sharded_loader.base.system import ONE_THREAD, is_on, why_refused, write_to_stderr
+from sharded_loader.base.system import ONE_THREAD, is_readable, why_refused
 from sharded_loader.engine.board import IDLE, SAMPLE, TOLD, board_in
 from sharded_loader.engine.grouping import GROUP_SECONDS
 from sharded_loader.engine.messages import NewJob
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.segments import attach
-from sharded_loader.pools.process import link
-from sharded_loader.pools.process.lifeline import die_with, keep_from_children
-from sharded_loader.pools.task_reader import TaskReader, stack_of
+from sharded_loader.pools.process import link as wire
+from sharded_loader.pools.process.link import Link, Message, make_link
+from sharded_loader.pools.task_reader import TaskReader, write_stacks
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    pass
 
 LOOK_SECONDS = 0.1
 """Seconds between two looks at `own_bytes`: about 40 us."""
@@ -71,57 +73,69 @@ TELL_SIGNAL = None if STACKS_SIGNAL is None else STACKS_SIGNAL - 1
 """The same, and the worker goes on."""
 
 
-class WorkerThreads:
-    """The two threads of a worker process. It takes what `main` takes."""
+class _MemoryWatch:
+    """Looks whether this process takes more memory than it may: after the start, and after each batch.
 
-    def __init__(self, conn: Any, number: int, num_workers: int) -> None:
-        self._conn = conn
-        self._number = number
-        self._num_workers = num_workers
-        self._name = f"worker {number} (pid {os.getpid()})"
-        # Kind, run or segment, content and buffers of a message; None: the pipe has ended.
-        self._inbox: queue.SimpleQueue[tuple[bytes, int, memoryview, Sequence[Any]] | None] = queue.SimpleQueue()
+    Args:
+        limit: bytes of its own that it may have.
+
+    Attributes:
+        batches: since the start, which counts as one.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.batches, self._next_look = -1, 0.0
+        self._enough, self._next_exact = 0, 0.0
+
+    def look(self) -> int | None:
+        """The memory that it takes, if that is too much."""
+        self.batches += 1
+        began = host_clock.now()
+        if self.batches > 1 and began < self._next_look:
+            return None
+        from sharded_loader.base import limits  # which few workers need
+
+        self._next_look, nbytes = began + LOOK_SECONDS, limits.own_bytes()
+        if nbytes <= self._limit or (nbytes <= self._enough and began < self._next_exact):
+            return None
+        private = limits.private_bytes()
+        self._enough, now = nbytes + self._limit - private, host_clock.now()
+        self._next_exact = now + LOOK_SHARE * (now - began)
+        return private if private > self._limit else None
+
+
+class WorkerThreads:
+    """The two threads of a worker process.
+
+    Args:
+        link: the worker's end of the pipe.
+        number, num_workers: as of `main`.
+    """
+
+    def __init__(self, link: Link, number: int, num_workers: int) -> None:
+        self._link = link
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: the pipe has ended
+        self._waits = False  # the main thread, for a message
         self._finished = threading.Event()
-        self._reading = TaskReader(number, num_workers, self._name)
+        self._reading = TaskReader(number, num_workers, f"worker {number} (pid {os.getpid()})")
         self._sending = threading.RLock()  # of what follows, and of the pipe: both threads send
         self._replies: list[bytes] = []
         self._places: list[tuple[int, int]] = []
         self._sent = 0.0
         self._segments: dict[int, np.ndarray[Any, Any] | OSError] = {}
-        self._max_memory: int | None = None
-        self._batches, self._next_look = -1, 0.0  # since the start, which counts as one
-        self._jobs = self._taken = 0  # jobs that have come, and those that were taken
-        self._enough, self._next_exact = 0, 0.0
+        self._memory: _MemoryWatch | None = None
 
     # -- receiver thread ------------------------------------------------------------------------------------
 
     def receive(self) -> None:
         """Take what comes, until the pipe ends."""
         try:
-            while True:
-                message = link.receive_message(self._conn)
-                kind, run, content = message.kind, message.run, message.content
-                if kind in (link.BOARD, link.DEATH, link.SEGMENT):
-                    self.open_shared(kind, run, message.seq, bytes(content).decode())
-                elif kind == link.FLUSH:
-                    if self._sending.acquire(blocking=False):  # otherwise the main thread sends; this one must drain
-                        try:
-                            self._send_replies()
-                        finally:
-                            self._sending.release()
-                elif kind == link.STACKS:
-                    write_stacks(__file__)
-                    if run:  # it is to end
-                        os._exit(1)
-                    self._reading.board[TOLD] += 1
-                else:
-                    if kind == link.CANCEL:  # at once: the message lies behind the last of the tasks
-                        self._reading.cancelled.add(run)
-                    self._jobs += kind == link.JOB
-                    self._inbox.put((kind, run, content, message.buffers))
-        except (EOFError, OSError):
-            waits = self._inbox.empty() and self._jobs == self._taken and self._reading.board[SAMPLE] == IDLE
-            if waits and not self._finished.is_set():
+            while not self._link.ended:
+                self._link.read()
+                while self._link.inbox:
+                    self._take(self._link.inbox.popleft())
+            if self._waits and self._inbox.empty() and not self._finished.is_set():
                 _leave(0)  # here: to wake the main thread for it takes a turn of a busy processor
             self._inbox.put(None)
             if not self._finished.wait(GRACE):
@@ -129,17 +143,38 @@ class WorkerThreads:
         except BaseException as error:
             self._crash(error)  # otherwise the main thread would wait for ever
 
-    def open_shared(self, kind: bytes, number: int, nbytes: int, name: str) -> None:
-        """Open what the main process has made, by its name or by a descriptor that follows. Nothing of it is vital."""
+    def _take(self, message: Message) -> None:
+        kind, run = message.kind, message.run
+        if kind in (wire.BOARD, wire.DEATH, wire.SEGMENT):
+            self._open_shared(message)
+        elif kind == wire.FLUSH:
+            if self._sending.acquire(blocking=False):  # otherwise the main thread sends; this one must drain
+                try:
+                    self._send_replies()
+                finally:
+                    self._sending.release()
+        elif kind == wire.STACKS:
+            write_stacks(__file__)
+            if run:  # it is to end
+                os._exit(1)
+            self._reading.board[TOLD] += 1
+        else:
+            if kind == wire.CANCEL:  # at once: the message lies behind the last of the tasks
+                self._reading.cancelled.add(run)
+            self._inbox.put(message)
+
+    def _open_shared(self, message: Message) -> None:
+        """Open what the main process has made, by its name or by a descriptor. Nothing of it is vital."""
+        kind, number, nbytes, name = message.kind, message.run, message.seq, bytes(message.content).decode()
         try:
-            fd = None if name else link.receive_descriptor(self._conn)
-            if kind == link.DEATH:
+            fd = None if name else self._link.take_descriptor()
+            if kind == wire.DEATH:
                 try:
                     die_with(name or f"/proc/self/fd/{fd}")
                 finally:
                     if fd is not None:
                         os.close(fd)
-            elif kind == link.BOARD:
+            elif kind == wire.BOARD:
                 self._reading.board = board_in(attach(0, nbytes, fd, name).mapping, number)
             else:
                 # Batches are written for the main process to see; a dataset's segment (negative) stays private.
@@ -147,11 +182,11 @@ class WorkerThreads:
                 self._segments[number] = np.frombuffer(segment.mapping, np.uint8)
         except OSError as error:
             # Without the board errors will not name the sample; without the lifeline this thread ends the process.
-            if kind == link.SEGMENT:
+            if kind == wire.SEGMENT:
                 self._segments[number] = error
                 if number >= 0:
                     # No warning: where the user makes errors of those, the worker would die of it.
-                    text = f"{self._name} sends batches through the pipe, which is slower: {why_refused(error)}"
+                    text = f"{self._reading.name} sends batches through the pipe, which is slower: {why_refused(error)}"
                     print(f"sharded_loader: {text}", file=sys.stderr, flush=True)
 
     # -- main thread ----------------------------------------------------------------------------------------
@@ -160,73 +195,65 @@ class WorkerThreads:
         """Do what comes, until the pipe ends or the job cannot be taken."""
         try:
             threading.Thread(target=self.receive, name="sharded_loader-receiver", daemon=True).start()
+            self._waits = True
             while (message := self._inbox.get()) is not None:
-                kind, run, content, buffers = message
-                if kind == link.JOB:
-                    if not self._take_job(run, content, buffers, inherited):
+                self._waits = False
+                if message.kind == wire.JOB:
+                    if not self._take_job(message, inherited):
                         break
-                elif kind == link.CANCEL:
-                    self._reading.cancelled.discard(run)
-                elif kind == link.LEAVE:
+                elif message.kind == wire.CANCEL:
+                    self._reading.cancelled.discard(message.run)
+                elif message.kind == wire.LEAVE:
                     self._send_replies()
                     break
                 else:
-                    for task in link.unpack_tasks(content):
+                    for task in decode(message.content):
                         self._do(*task)
-                        if self._max_memory is not None:
-                            self._look_at_memory(self._max_memory)
-                del message, content, buffers
+                        self._look_at_memory()
+                del message
                 if self._inbox.empty():
                     self._send_replies()
                     self._reading.board[SAMPLE] = IDLE
+                self._waits = True
         except BaseException as error:  # this process may have no more threads
             self._crash(error)
         self._finished.set()
 
     def _crash(self, error: BaseException) -> NoReturn:
         if self._reading.job is None:
-            _crash(self._conn, error)
+            _crash(self._link, error)
         traceback.print_exc()
         os._exit(1)
 
-    def _take_job(self, segment: int, content: memoryview, buffers: Sequence[Any], inherited: NewJob | None) -> bool:
+    def _take_job(self, message: Message, inherited: NewJob | None) -> bool:
         def load() -> NewJob:
-            new = inherited or self._load(segment, content, buffers)
-            self._max_memory = new.max_memory
+            new = inherited or self._load(message)
+            self._memory = None if new.max_memory is None else _MemoryWatch(new.max_memory)
             return new
 
         failure = self._reading.begin(load)
-        self._taken += 1
-        self._send(link.pack_head(link.READY) if failure is None else link.pack_head(link.FAILED) + failure)
-        if failure is None and self._max_memory is not None:
-            self._look_at_memory(self._max_memory)
+        with self._sending:
+            self._link.send(wire.READY if failure is None else wire.FAILED, content=failure or b"")
+        if failure is None:
+            self._look_at_memory()
         return failure is None
 
-    def _look_at_memory(self, limit: int) -> None:
-        """After the start, and after a batch."""
-        self._batches += 1
-        began = host_clock.now()
-        if self._batches > 1 and began < self._next_look:
-            return
-        self._next_look, nbytes = began + LOOK_SECONDS, own_bytes()
-        if nbytes <= limit or (nbytes <= self._enough and began < self._next_exact):
-            return
-        private = private_bytes()
-        self._enough, now = nbytes + limit - private, host_clock.now()
-        self._next_exact = now + LOOK_SHARE * (now - began)
-        if private > limit:
-            self._send(link.pack_head(link.GROWN, private, self._batches))
+    def _look_at_memory(self) -> None:
+        if self._memory is not None and (nbytes := self._memory.look()) is not None:
+            with self._sending:
+                self._link.send(wire.GROWN, nbytes, self._memory.batches)
 
-    def _load(self, segment: int, content: memoryview, buffers: Sequence[Any]) -> NewJob:
-        memory = self._segments.pop(segment, None)
+    def _load(self, message: Message) -> NewJob:
+        memory = self._segments.pop(message.run, None)
         if isinstance(memory, OSError):
             raise OSError(memory.errno, f"the dataset cannot be mapped: {why_refused(memory)}") from memory
+        buffers: Sequence[Any] = message.buffers
         if memory is not None:
             buffers = [memory[place[0] : sum(place)] if isinstance(place, tuple) else place for place in buffers]
-        new: NewJob = decode(content, buffers)
+        new: NewJob = decode(message.content, buffers)
         return new
 
-    def _do(self, run: int, seq: int, place: tuple[int, int, int] | None, fields: Any) -> None:
+    def _do(self, run: int, seq: int, place: tuple[int, int, int] | None, fields: object) -> None:
         """Answer a task; the reply is sent at once if the main process may wait for it."""
         memory = None
         if place is not None:
@@ -244,17 +271,11 @@ class WorkerThreads:
     def _send_replies(self, buffers: Sequence[memoryview] = ()) -> None:
         with self._sending:
             if self._replies:
-                self._send(link.pack_head(link.RESULTS, content=b"".join(self._replies)), self._places, buffers)
+                content = b"".join(self._replies)
+                self._link.send(wire.RESULTS, content=content, places=self._places, buffers=buffers)
                 self._replies.clear()
                 self._places.clear()
                 self._sent = host_clock.now()
-
-    def _send(self, head: bytes, places: Sequence[tuple[int, int]] = (), buffers: Sequence[memoryview] = ()) -> None:
-        try:
-            with self._sending:
-                link.send_message(self._conn, head, places, buffers)
-        except OSError:
-            _leave(0)  # the main process has closed the pipe, or is gone
 
 
 def main(
@@ -274,9 +295,11 @@ def main(
         num_workers: how many there are.
         inherited: the job under fork; otherwise None, and it comes as the first message.
         limited: libraries have been limited to one thread, before any was loaded.
-        held: a descriptor that is open for as long as the worker lives, if it knows of one.
+        held: the other end of the process object's sentinel, if the worker knows it.
     """
-    keep_from_children(conn, held)
+    link = make_link(conn, blocks=True)
+    if held is not None:
+        close_in_children(held)
     end_compiling()
     # Handlers that a forked worker has inherited are the main process's: here SIGTERM ends the process.
     signal.set_wakeup_fd(-1)
@@ -297,10 +320,38 @@ def main(
                 signal.signal(TELL_SIGNAL, signal.SIG_IGN)
                 faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=True)
                 faulthandler.register(TELL_SIGNAL, file=2, all_threads=True)
-        WorkerThreads(conn, number, num_workers).run(inherited)
+        WorkerThreads(link, number, num_workers).run(inherited)
     except BaseException as error:  # this process may have no more threads
-        _crash(conn, error)
+        _crash(link, error)
     _leave(0)
+
+
+def close_in_children(held: int) -> None:
+    """Close the end by which the main process notices the death of this process in what the user's code starts."""
+    if hasattr(os, "register_at_fork"):
+        os.set_inheritable(held, False)  # by other programs
+        os.register_at_fork(after_in_child=lambda: os.close(held))
+
+
+def die_with(path: str) -> None:
+    """Have the kernel kill this process when the other end of a pipe is closed. Linux.
+
+    PDEATHSIG would not do: it fires when the *thread* ends that has started this process. The owner of a signal belongs
+    to the open file, which workers share. So the pipe is opened once more, by its path under /proc.
+
+    Raises:
+        OSError: no /proc, no descriptors, or the kernel refuses.
+    """
+    own = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+    except OSError:
+        os.close(own)
+        raise
+    if is_readable(own):
+        os._exit(1)  # it was closed just before
 
 
 def own_progress_lock() -> None:
@@ -312,22 +363,6 @@ def own_progress_lock() -> None:
     tqdm = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
     if tqdm is not None:  # otherwise nothing is shared: it makes a lock when it is imported
         tqdm.set_lock(threading.RLock())
-
-
-def write_stacks(until: str) -> None:
-    """Write to stderr what the thread that reads is at, and the user's frames. All frames go to the logger.
-
-    Args:
-        until: as of `stack_of`.
-    """
-    found = [stack_of(frame, until) for thread, frame in sys._current_frames().items() if thread != get_ident()]
-    short, full = map("".join, zip(*found, strict=True))
-    if "most recent call" not in short or is_on(FULL_TRACEBACKS):
-        write_to_stderr(short)
-        faulthandler.dump_traceback(2, all_threads=True)
-    else:
-        write_to_stderr(short)
-        logger.info("all frames of the worker that made no progress:\n%s", full)
 
 
 def find_libraries() -> None:
@@ -349,12 +384,9 @@ def limit_threads() -> None:
         limit_to_one_thread(library)
 
 
-def _crash(conn: Any, error: BaseException) -> NoReturn:
+def _crash(link: Link, error: BaseException) -> NoReturn:
     """End, and leave the traceback to the main process: of many workers that end alike it prints one."""
-    with contextlib.suppress(OSError):
-        link.send_message(
-            conn, link.pack_head(link.CRASHED, content=format_traceback(error).encode(errors="replace")), (), ()
-        )
+    link.send(wire.CRASHED, content=format_traceback(error).encode(errors="replace"))
     _leave(1)
 
 

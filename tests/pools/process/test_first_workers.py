@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from conftest import ahead
 from failures import Fails, kill
 from refusing import in_child
 from samples import Parents
@@ -328,7 +329,8 @@ def test_what_idle_workers_have_printed_is_there_when_the_loader_is_closed(tmp_p
     path, before = tmp_path / "out", sys.stdout
     with path.open("a", buffering=1 << 16) as sys.stdout:
         try:
-            with ShardedDataLoader(Prints(), 4, pool=(pool := forked()), prefetch_epochs=False) as loader:
+            pool = forked()
+            with ahead(ShardedDataLoader(Prints(), 4, pool=pool), False) as loader:
                 assert numbers(loader) == list(range(8))
                 while any(worker.is_busy() for worker in pool.workers):
                     pass

@@ -13,15 +13,15 @@ from typing import Any
 import multiprocess
 import pytest
 
-from sharded_loader.pools.process.lifeline import (
+from sharded_loader.pools.process.link import make_link
+from sharded_loader.pools.process.start import (
     EXTENDED_LIMIT_INFORMATION,
     FLAGS_OFFSET,
     LIMITS_SIZE,
     JobObject,
     Lifeline,
-    die_with,
-    keep_from_children,
 )
+from sharded_loader.pools.process.worker import close_in_children, die_with
 
 
 class BasicLimits(ctypes.Structure):
@@ -165,10 +165,12 @@ def test_what_the_trainer_watches_is_closed_in_the_children_of_a_worker() -> Non
     pid = os.fork()
     if pid == 0:
         ours.close()
-        keep_from_children(theirs, held)
+        link = make_link(theirs, blocks=True)
+        end = link.waitable
+        close_in_children(held)
         child = os.fork()
         if child == 0:
-            os._exit(os.path.exists(f"/proc/self/fd/{held}") or not theirs.closed)
+            os._exit(os.path.exists(f"/proc/self/fd/{held}") or os.path.exists(f"/proc/self/fd/{end}"))
         assert os.get_inheritable(held) is False
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -24,9 +24,9 @@ from sharded_loader.engine.board import IDLE, RUN, SAMPLE, SEQ, SHARD
 from sharded_loader.engine.messages import Job, NewJob, Task
 from sharded_loader.pools.process import template
 from sharded_loader.pools.process import transport as transport_module
-from sharded_loader.pools.process.lifeline import Lifeline
+from sharded_loader.pools.process.pool import ProcessPool
+from sharded_loader.pools.process.start import Lifeline
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
-from sharded_loader.pools.supervisor import Supervisor
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills by signals")
 
@@ -34,18 +34,17 @@ NEW_JOB = NewJob(Job([1, 2, 3], None, 0), None)
 
 
 @pytest.fixture
-def transport() -> ProcessTransport:
-    """Two forked workers."""
-    return ProcessTransport(2, "fork", None)
+def supervisor() -> Iterator[ProcessPool]:
+    """Two forked workers, of which a batch may kill both."""
+    made = ProcessPool(2, start_method="fork", restarts=2)
+    made._start(NEW_JOB)
+    yield made
+    made.close()
 
 
 @pytest.fixture
-def supervisor(transport: ProcessTransport) -> Iterator[Supervisor[ProcessWorker]]:
-    """A batch may kill two workers."""
-    made = Supervisor(transport, 2, None)
-    made.start(NEW_JOB)
-    yield made
-    made.close()
+def transport(supervisor: ProcessPool) -> ProcessTransport:
+    return supervisor._transport
 
 
 def kill(worker: Any) -> None:
@@ -63,21 +62,17 @@ def give(worker: Any, seq: int) -> None:
     worker.board[RUN], worker.board[SEQ], worker.board[SHARD], worker.board[SAMPLE] = 0, seq, 0, 1
 
 
-def test_a_dead_worker_is_reaped_and_replaced(
-    transport: ProcessTransport, supervisor: Supervisor[ProcessWorker]
-) -> None:
+def test_a_dead_worker_is_reaped_and_replaced(transport: ProcessTransport, supervisor: ProcessPool) -> None:
     before = list(transport.workers)
     kill(before[1])
-    transport.ended.add(before[1].sentinel)
+    before[1].has_ended = True
     assert supervisor.replace(before[1]) == []
     assert [worker.number for worker in transport.workers] == [0, 1]
     assert (transport.workers[0], transport.workers[1].pid != before[1].pid) == (before[0], True)
-    assert (before[1].exitcode, transport.ended) == (-signal.SIGKILL, set())
+    assert before[1].exitcode == -signal.SIGKILL
 
 
-def test_the_board_of_a_dead_worker_says_what_it_read(
-    transport: ProcessTransport, supervisor: Supervisor[ProcessWorker]
-) -> None:
+def test_the_board_of_a_dead_worker_says_what_it_read(transport: ProcessTransport, supervisor: ProcessPool) -> None:
     for number in (0, 1):
         worker = transport.workers[number]
         kill(worker)
@@ -90,11 +85,11 @@ def test_the_board_of_a_dead_worker_says_what_it_read(
 
 
 def test_a_new_job_finds_new_forked_workers_which_do_what_was_begun(
-    transport: ProcessTransport, supervisor: Supervisor[ProcessWorker]
+    transport: ProcessTransport, supervisor: ProcessPool
 ) -> None:
     transport.workers[0].tasks[0, 5] = Task(0, 5, 0, 0, ([10],), False)
     before = {worker.pid for worker in transport.workers}
-    supervisor.start(NEW_JOB)
+    supervisor._start(NEW_JOB)
     assert before.isdisjoint(worker.pid for worker in transport.workers)
     assert [task.seq for task in supervisor.requeued] == [5]
 
@@ -111,14 +106,14 @@ def test_what_is_opened_is_opened_once_and_closed_once() -> None:
     owner = ProcessTransport(1, "fork", None)
     owner.wake()  # nobody waits yet
     owner.open()
-    opened = owner.wake_reader, list(owner.boards), owner.lifeline
+    opened = owner.waker, owner.board, owner.lifeline
     owner.open()
-    assert (owner.wake_reader, owner.boards, owner.lifeline) == opened and opened[1]
+    assert (owner.waker, owner.board, owner.lifeline) == opened and opened[1]
     owner.wake()
-    assert owner.wake_reader.poll()
+    assert owner.waker is not None and owner.waker[0].poll()
     for _ in range(2):
         owner.close()
-        assert (owner.wake_reader, owner.boards, owner.lifeline) == (None, [], None)
+        assert (owner.waker, owner.board, owner.lifeline) == (None, None, None)
     assert open_descriptors() == before
     owner.open()
     owner.close()
@@ -152,9 +147,9 @@ def fail() -> None:
 )
 def test_whatever_happens_in_a_launch_it_leaves_nothing(step: str, event: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, children = open_descriptors(), set(psutil.Process().children())
-    owner = ProcessTransport(2, "fork", None)
-    supervisor = Supervisor(owner, 2, None)
-    supervisor.start(NEW_JOB)
+    supervisor = ProcessPool(2, start_method="fork", restarts=2)
+    owner = supervisor._transport
+    supervisor._start(NEW_JOB)
     owner.make_template(NEW_JOB)
     made = owner.template
     assert made is not None
@@ -205,19 +200,27 @@ def test_a_process_that_cannot_be_forked_leaves_no_descriptors(monkeypatch: pyte
     def fork() -> int:
         raise BlockingIOError(errno.EAGAIN, "too many processes")
 
-    before, owner = open_descriptors(), ProcessTransport(2, "fork", None)
+    before, pool = open_descriptors(), ProcessPool(2, start_method="fork")
     monkeypatch.setattr(os, "fork", fork)
     with pytest.warns(RuntimeWarning, match="too many processes"):
-        owner.make_template(NEW_JOB)
+        pool._transport.make_template(NEW_JOB)
     with pytest.raises(BlockingIOError):
-        Supervisor(owner, 2, None).start(NEW_JOB)
+        pool._start(NEW_JOB)
     assert open_descriptors() == before
 
 
-def test_what_a_worker_that_was_left_behind_may_write_to_is_not_used_again() -> None:
+def test_what_a_worker_that_was_left_behind_may_write_to_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     owner = ProcessTransport(1, "fork", None)
     slot = owner.arena.take(1 << 20)
-    owner.free_slots(SimpleNamespace(slots={(0, 0): slot}, left_behind=True))  # type: ignore[arg-type]
+    reader, writer = os.pipe()
+    stays = SimpleNamespace(pid=0, sentinel=reader, kill=lambda: None, close=lambda: None)
+    worker = ProcessWorker(0, stays, Link())  # type: ignore[arg-type]
+    worker.slots[0, 0] = slot
+    monkeypatch.setattr(transport_module, "KILLED_GRACE", 0.0)
+    worker.release()
+    owner.release(worker)
+    os.close(reader)
+    os.close(writer)
     assert slot not in [owner.arena.take(1 << 20) for _ in range(10)]
     owner.close()
 
@@ -225,7 +228,7 @@ def test_what_a_worker_that_was_left_behind_may_write_to_is_not_used_again() -> 
 def test_a_slot_of_a_worker_that_is_over_is_free_if_it_is_not_lent() -> None:
     owner = ProcessTransport(1, "fork", None)
     slot = owner.arena.take(1 << 20)
-    worker: Any = SimpleNamespace(slots={(0, 0): slot, (0, 1): None}, left_behind=False)
+    worker: Any = SimpleNamespace(slots={(0, 0): slot, (0, 1): None})
     owner.free_slots(worker)
     assert worker.slots == {}
     assert owner.arena.take(1 << 20) == slot
@@ -312,7 +315,6 @@ def test_workers_get_time_to_end_by_themselves_and_busy_ones_less(monkeypatch: p
                 was_killed=False,
                 ended_by_close=False,
                 slots={},
-                left_behind=False,
                 link=Link(),
             )
         )
@@ -329,13 +331,13 @@ def test_a_worker_that_was_killed_for_its_silence_is_given_up_after_a_while(
     sleeper: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = ProcessWorker(0, sleeper, Link())  # type: ignore[arg-type]
-    assert not worker.is_over({worker.sentinel})
+    assert not worker.is_over()
     monkeypatch.setattr(transport_module, "KILLED_GRACE", -1.0)
-    assert not worker.is_over(set())  # nobody has killed it
+    assert not worker.is_over()  # nobody has killed it
     monkeypatch.setattr(worker.process, "kill", lambda: None)
     worker.kill()
-    assert not worker.is_over(set())
+    assert not worker.is_over()
     worker.hung = True
-    assert worker.is_over(set())
+    assert worker.is_over()
     monkeypatch.undo()
     worker.release()

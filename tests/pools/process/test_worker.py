@@ -15,12 +15,11 @@ import pytest
 
 from sharded_loader.engine.board import IDLE, SAMPLE
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
-from sharded_loader.memory.codec import encode
-from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.memory.codec import decode_error, encode
 from sharded_loader.memory.segments import Slot
 from sharded_loader.pools import task_reader
 from sharded_loader.pools.process import link
-from sharded_loader.pools.process.link import TASKS_HEAD, pack_head, pack_tasks, receive_message, send_message
+from sharded_loader.pools.process.link import make_link
 from sharded_loader.pools.process.worker import WorkerThreads
 from sharded_loader.pools.supervised import decode_result
 
@@ -46,7 +45,8 @@ class Trainer:
     """The other end of the pipe of a worker whose main thread is a thread here."""
 
     def __init__(self, job: Job | None = None) -> None:
-        self.conn, self._theirs = multiprocess.Pipe()
+        ours, theirs = multiprocess.Pipe()
+        self.link, self._theirs = make_link(ours, blocks=True), make_link(theirs, blocks=True)
         self.worker = WorkerThreads(self._theirs, 4, 5)
         self.worker._finished.set()  # otherwise the end of the pipe may end this process
         new_job = None if job is None else NewJob(job, None)
@@ -54,13 +54,15 @@ class Trainer:
         self._thread.start()
 
     def send(self, kind: bytes, run: int = 0, seq: int = 0, content: bytes = b"") -> None:
-        send_message(self.conn, pack_head(kind, run, seq, content), (), ())
+        self.link.send(kind, run, seq, content)
 
     def send_tasks(self, *tasks: Any) -> None:
-        send_message(self.conn, TASKS_HEAD + pack_tasks(tasks), (), ())
+        self.link.send(link.TASKS, content=pickle.dumps(tasks))
 
     def answer(self) -> tuple[bytes, memoryview, Any]:
-        message = receive_message(self.conn)
+        while not self.link.inbox:
+            self.link.read()
+        message = self.link.inbox.popleft()
         return message.kind, message.content, message.buffers
 
     def results(self, count: int) -> list[Result]:
@@ -74,7 +76,7 @@ class Trainer:
         return found
 
     def close(self) -> None:
-        self.conn.close()
+        self.link.close()
         self._thread.join()
         self._theirs.close()
 
@@ -88,8 +90,8 @@ def trainer() -> Iterator[Trainer]:
     found.close()
 
 
-def task(seq: int, *indices: Any, run: int = 0) -> tuple[Slot | None, Task, bytes | None]:
-    return None, Task(run, seq, 0, 2 * seq, (list(indices),), False), None
+def task(seq: int, *indices: Any, run: int = 0) -> tuple[int, int, Slot | None, Any]:
+    return run, seq, None, tuple(Task(run, seq, 0, 2 * seq, (list(indices),), False))
 
 
 def test_tasks_of_one_message_are_answered_in_order_with_the_error_of_one(trainer: Trainer) -> None:
@@ -139,8 +141,7 @@ def test_the_tasks_of_a_cancelled_run_are_answered_and_not_read() -> None:
 
 
 def test_indices_that_cannot_be_read_are_the_error_of_their_batch(trainer: Trainer) -> None:
-    _, one, _ = task(0, 1)
-    trainer.send_tasks((None, one, b"no pickle"), task(1, 1))
+    trainer.send_tasks((0, 0, None, b"no pickle"), task(1, 1))
     broken, good = trainer.results(2)
     assert isinstance(broken.error, pickle.UnpicklingError)
     assert "batch 0: its indices could not be unpickled in worker 4" in broken.error.__notes__[-1]
@@ -152,7 +153,7 @@ def test_a_segment_that_cannot_be_opened_is_told_and_batches_go_through_the_pipe
     trainer: Trainer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     trainer.send(link.SEGMENT, 0, 4096, b"/no/such/segment")
-    trainer.send_tasks((Slot(0, 0, 4096), task(0, 1)[1], None))
+    trainer.send_tasks((0, 0, Slot(0, 0, 4096), task(0, 1)[3]))
     (result,) = trainer.results(1)
     assert result.samples == 1
     assert "worker 4 (pid " in (text := capfd.readouterr().err) and "through the pipe, which is slower" in text

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from conftest import ahead
 
 from sharded_loader import ProcessPool, RayPool, ShardedDataLoader, ThreadPool, sample_rng
 from sharded_loader.base import limits
 from sharded_loader.base.limits import own_bytes, private_bytes
 from sharded_loader.pools.deaths import GROWN, Deaths
+from sharded_loader.torch import DataLoader
 from tests.conftest import PROCESS_POOLS, WITH_RAY
 
 MB = 1 << 20
@@ -73,7 +75,7 @@ def test_those_that_are_replaced_are_counted_for_their_epoch_and_are_no_deaths(c
     pool = ProcessPool(
         1, max_worker_memory=fresh(PROCESS_POOLS[0]) + 60 * MB, start_method=PROCESS_POOLS[0], restarts=0
     )
-    with ShardedDataLoader(Leaks(10 * MB, 40), 2, pool=pool, prefetch_epochs=False) as loader:
+    with ahead(ShardedDataLoader(Leaks(10 * MB, 40), 2, pool=pool), False) as loader:
         for epoch in range(2):
             assert [int(index) for batch in loader for index in batch[:, 0]] == list(range(40))
             assert loader.stats(epoch).recycled_workers > 0
@@ -110,17 +112,15 @@ def test_one_large_first_batch_is_no_reason_to_give_up() -> None:
     ],
 )
 def test_wrong_limits(limit: Any, error: Any, text: str) -> None:
-    for make in (ProcessPool, lambda _, **options: ShardedDataLoader([1], 1, num_workers=2, **options)):
+    for make in (ProcessPool, lambda _, **options: DataLoader([1], 1, num_workers=2, **options)):
         with pytest.raises(error, match=text):
             make(2, max_worker_memory=limit)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "thread_pool": True}, {"num_workers": 2, "pool": "inline"}])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "thread_pool": True}])
 def test_only_worker_processes_have_memory_of_their_own(options: Any) -> None:
     with pytest.raises(ValueError, match="max_worker_memory='2 GB' needs worker processes on this machine"):
-        ShardedDataLoader([1], 1, max_worker_memory="2 GB", **options)
-    with pytest.raises(ValueError, match="give worker_init_fn, timeout, max_worker_memory to the pool"):
-        ShardedDataLoader([1], 1, pool=ProcessPool(2), max_worker_memory=1 << 30)
+        DataLoader([1], 1, max_worker_memory="2 GB", **options)
     with pytest.raises(TypeError, match="max_worker_memory"):
         ThreadPool(2, max_worker_memory=1 << 30)  # type: ignore[call-arg]
     if WITH_RAY:
@@ -129,7 +129,7 @@ def test_only_worker_processes_have_memory_of_their_own(options: Any) -> None:
 
 
 def test_a_text_says_the_bytes_and_the_repr_makes_the_pool_again() -> None:
-    with ShardedDataLoader([1], 1, num_workers=1, max_worker_memory="1.5 GB") as loader:
+    with ShardedDataLoader([1], 1, pool=ProcessPool(1, max_worker_memory="1.5 GB")) as loader:
         assert repr(loader.pool).endswith("max_worker_memory=1500000000)")
 
 

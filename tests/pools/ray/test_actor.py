@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,8 @@ import pytest
 from sharded_loader import ShardedDataLoader
 from sharded_loader.engine.board import IDLE
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
-from sharded_loader.memory.codec import decode, encode
-from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.memory.codec import decode, decode_error, encode
 from sharded_loader.pools import task_reader
-from sharded_loader.pools.process.link import pack_tasks
 from sharded_loader.pools.supervised import decode_result
 from sharded_loader.ray import actor
 from sharded_loader.ray.actor import LoaderActor
@@ -40,7 +39,7 @@ class Images:
 @pytest.fixture(autouse=True)
 def this_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_reader, "_tell_torch", lambda *_: None)
-    monkeypatch.setattr(actor, "_place", lambda: ("node", "10.0.0.1"))
+    monkeypatch.setattr(actor, "here", lambda: ("node", "10.0.0.1"))
 
 
 def begun(dataset: Any = None) -> LoaderActor:
@@ -51,12 +50,12 @@ def begun(dataset: Any = None) -> LoaderActor:
     return made
 
 
-def task(seq: int, *indices: int) -> tuple[None, Task, None]:
-    return None, Task(0, seq, 0, 0, (list(indices),), False), None
+def task(seq: int, *indices: int) -> tuple[int, int, tuple[Any, ...]]:
+    return 0, seq, tuple(Task(0, seq, 0, 0, (list(indices),), False))
 
 
-def read(made: LoaderActor, *tasks: tuple[None, Task, None]) -> tuple[list[Result], Any]:
-    replies, places, memory, rest = made.read(pack_tasks(tasks))
+def read(made: LoaderActor, *tasks: tuple[int, int, tuple[Any, ...]]) -> tuple[list[Result], Any]:
+    replies, places, memory, rest = made.read(pickle.dumps(tasks))
     others = iter(rest)
     buffers = (next(others) if at < 0 else memory[at : at + nbytes].copy() for at, nbytes in places)
     results, content = [], memoryview(replies)
@@ -121,9 +120,9 @@ def test_a_dataset_that_fetches_ahead_is_told_the_order_and_how_far_the_user_is(
     batches, position, later = Shards.told
     assert (batches(2).tolist(), later(0).tolist(), later(9)) == ([4, 5], [0, 1], None)
     assert position() == 2
-    made.read(pack_tasks([task(3, 1)]), 7, 3)
+    made.read(pickle.dumps([task(3, 1)]), 7, 3)
     assert position() == 3
-    made.read(pack_tasks([task(4, 1)]), 6, 9)  # of an order that is not read any more
+    made.read(pickle.dumps([task(4, 1)]), 6, 9)  # of an order that is not read any more
     assert position() == 3
     made.follow(8, 0, order)
     assert (position(), Shards.told[1]()) == (None, 0)

@@ -12,10 +12,10 @@ from sharded_loader import WorkerDiedError
 from sharded_loader.engine.board import IN_BATCH, UNUSED
 from sharded_loader.engine.messages import Job, NewJob, Task
 from sharded_loader.engine.pool import PoolBroken
-from sharded_loader.pools.supervisor import Supervisor
 from sharded_loader.ray import transport as transport_module
 from sharded_loader.ray.actor import Begun
 from sharded_loader.ray.cluster import Wanted
+from sharded_loader.ray.pool import RayPool
 from sharded_loader.ray.transport import ActorWorker, Call, Followed, RayTransport
 
 NODE, HOST = "node", "10.0.0.1"
@@ -26,7 +26,7 @@ class Transport(RayTransport):
     """Actors that are only pretended: ready at once, with nothing behind them."""
 
     def launch(self, number: int, new: NewJob) -> ActorWorker:
-        worker = ActorWorker(number, object())
+        worker = ActorWorker(number, object(), self.listen)
         worker.begun, worker.ready = Begun(70 + number, NODE, HOST), True
         return worker
 
@@ -41,13 +41,16 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> Transport:
     monkeypatch.setattr(transport_module, "alive", lambda: {NODE})
     monkeypatch.setattr(transport_module, "session", lambda: "session")
     monkeypatch.setattr(transport_module, "put", lambda value, parts: value)
+    monkeypatch.setattr("sharded_loader.ray.pool.check_installed", lambda: None)
+    monkeypatch.setattr(Transport, "listen", lambda *_: None)
     return Transport(2, Wanted(0, {}, None, "SPREAD"), 600)
 
 
-def supervised(transport: Transport, restarts: int, timeout: float | None = None) -> Supervisor[ActorWorker]:
-    supervisor = Supervisor(transport, restarts, timeout)
-    supervisor.start(NewJob(Job([1], None, 0), None))
-    return supervisor
+def supervised(transport: Transport, restarts: int, timeout: float | None = None) -> RayPool:
+    pool = RayPool(transport.num_workers, restarts=restarts, timeout=timeout)
+    pool._transport = transport
+    pool._start(NewJob(Job([1], None, 0), None))
+    return pool
 
 
 def task(seq: int, lane: int | None = None) -> Task:
@@ -56,7 +59,7 @@ def task(seq: int, lane: int | None = None) -> Task:
 
 def give(worker: ActorWorker, *seqs: int, alone: bool = False) -> None:
     tasks = [task(seq) for seq in seqs]
-    worker.calls[len(worker.calls)] = Call(tasks, alone)
+    worker.calls.append(Call(tasks, alone))
     worker.tasks.update({(0, seq): task(seq) for seq in seqs})
 
 
@@ -99,7 +102,7 @@ def test_a_call_that_has_ended_takes_its_tasks_along(transport: Transport) -> No
     worker = transport.workers[0]
     give(worker, 1, 2)
     give(worker, 3)
-    assert [one.seq for one in worker.end_call(0)] == [1, 2]
+    assert [one.seq for one in worker.end_call(worker.calls[0])] == [1, 2]
     assert list(worker.tasks) == [(0, 3)]
     assert worker.end_call("begin") == []
 
@@ -123,17 +126,16 @@ def test_one_actor_of_each_node_fetches_ahead_and_another_one_if_it_dies(
     transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     position: list[int | None] = [0]
-    monkeypatch.setattr(transport, "_listen", lambda *_: None)
     transport.num_workers = 3
     supervisor = supervised(transport, 3)
     for worker in transport.workers:
         worker.actor = Actor()
     first, second, elsewhere = transport.workers
     elsewhere.begun = Begun(73, "another node", HOST)
-    transport.follow(Followed(7, "the order", lambda: position[0]))
+    transport.ahead.follow(Followed(7, "the order", lambda: position[0]))
 
     def sent(worker: ActorWorker) -> list[tuple[Any, ...]]:
-        transport.send(worker, [(task(1), None)], alone=False)
+        transport.send(worker, [(task(1), ())], alone=False)
         calls, worker.actor.calls = worker.actor.calls, []
         return [call if call[0] != "read" else call[2:] for call in calls]
 
@@ -144,9 +146,9 @@ def test_one_actor_of_each_node_fetches_ahead_and_another_one_if_it_dies(
     assert sent(second) == [(7, 5)]
     supervisor.replace(second, KILLED)
     assert sent(first) == [("follow", 7, 5, "the order"), (7, 5)]
-    transport.leave(6)  # another run
+    transport.ahead.leave(6, transport.workers)  # another run
     assert first.actor.calls == []
-    transport.leave(7)
+    transport.ahead.leave(7, transport.workers)
     assert first.actor.calls == elsewhere.actor.calls == [("cancel", 7)]
     first.actor.calls = []
     assert sent(first) == [()]
@@ -158,14 +160,13 @@ def test_an_order_that_cannot_be_sent_is_told_once_and_the_batches_come(
     def put(value: Any, parts: Any) -> None:
         raise TypeError("it has a lock")
 
-    monkeypatch.setattr(transport, "_listen", lambda *_: None)
     supervised(transport, 3)
     monkeypatch.setattr(transport_module, "put", put)
     worker = transport.workers[0]
     worker.actor = Actor()
-    transport.follow(Followed(7, "the order", lambda: 0))
+    transport.ahead.follow(Followed(7, "the order", lambda: 0))
     for _ in range(2):
-        transport.send(worker, [(task(1), None)], alone=False)
+        transport.send(worker, [(task(1), ())], alone=False)
     assert [call[0] for call in worker.actor.calls] == ["read", "read"]
     assert [record.message.count("it has a lock") for record in caplog.records] == [1]
 
@@ -181,7 +182,7 @@ def test_what_a_dead_actor_read_is_known_if_it_read_one_task_alone(transport: Tr
     death = transport.last_words(worker, KILLED)
     assert (death.board, death.is_of_machine, death.is_final) == (None, False, False)
     assert str(death) == "worker 0 (pid 70 on 10.0.0.1) died: SYSTEM_ERROR: It exited."
-    worker.end_call(0)
+    worker.end_call(worker.calls[0])
     give(worker, 4, alone=True)
     assert transport.last_words(worker, KILLED).board == (0, 4, 0, IN_BATCH)
 

@@ -1,6 +1,12 @@
-"""Threads that read: one dataset object for all, nothing is pickled, nothing is copied.
+"""Pools that read in this process: in the thread that iterates, or in others.
 
-    submit -> tasks --> thread i: Reader -> results, bell --> wait
+    InlinePool   submit -> tasks -> wait: Reader.read -> Result
+    ThreadPool   submit -> tasks --> thread i: Reader -> results, bell --> wait
+
+Without workers there is the least between a dataset and a loop: nothing to start, nothing prefetched, a debugger works.
+If an exception strikes inside the dataset, such as a Ctrl-C, the task stays, and the next `wait` reads it again.
+
+Threads share one dataset object; nothing is pickled, nothing is copied.
 
 For datasets that wait (network, disk) or whose work releases the GIL (decoding, NumPy), and wherever starting
 processes is a burden: notebooks, Windows. The dataset must be safe to read from several threads.
@@ -39,7 +45,8 @@ from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.inspection import warn_of_open_file
 from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
-from sharded_loader.engine.pool import PoolBroken, WorkerPool
+from sharded_loader.engine.pool import Pool, PoolBroken, WorkerPool
+from sharded_loader.engine.reader import Reader
 from sharded_loader.pools.deaths import Watch, timed_out
 from sharded_loader.pools.task_reader import reader_for, stack_of
 
@@ -145,6 +152,61 @@ class _Thread(threading.Thread):
             del taken, reader, task
 
 
+class InlinePool(Pool):
+    """Read in the thread that iterates.
+
+    Example:
+        >>> from sharded_loader import InlinePool, ShardedDataLoader
+        >>> [batch.tolist() for batch in ShardedDataLoader(range(4), 2, pool=InlinePool())]
+        [[0, 1], [2, 3]]
+    """
+
+    num_workers = 0
+    room = 1
+
+    def __init__(self) -> None:
+        self.reader: Reader | None = None
+        self._tasks: deque[Task] = deque()
+
+    def __repr__(self) -> str:
+        return "InlinePool()"
+
+    @property
+    def started(self) -> bool:
+        return self.reader is not None
+
+    def start(self, job: Job) -> None:
+        self.reader = reader_for(job)
+
+    def submit(self, tasks: Sequence[Task]) -> None:
+        self._tasks.extend(tasks)
+
+    def wait(self, block: bool = True) -> Sequence[Result]:
+        reader = self.reader
+        if reader is None or not self._tasks or not block:
+            return ()
+        # Out of the queue while it is read: a dataset may itself iterate over the loader.
+        task = self._tasks.popleft()
+        self.waiting = True
+        try:
+            result = reader.read(task, empty=self.empty)
+            self.waiting = False
+        except BaseException:
+            self._tasks.appendleft(task)
+            raise
+        try:
+            return (result,)
+        finally:
+            del result  # otherwise error -> traceback -> this frame -> error, and the loader waits for the collector
+
+    def cancel(self, run: int) -> None:
+        self._tasks = deque(task for task in self._tasks if task.run != run)
+
+    def close(self) -> None:
+        self.reader = None
+        self._tasks.clear()
+
+
 class ThreadPool(WorkerPool):
     """Read in threads.
 
@@ -172,7 +234,7 @@ class ThreadPool(WorkerPool):
     ) -> None:
         super().__init__(num_workers, worker_init_fn, timeout)
         self._watch = Watch(self.timeout)
-        self._reader: Any = None  # a `Reader` while the pool runs
+        self._reader: Reader | None = None  # while the pool runs
         self._job: Job | None = None  # likewise
         self._running: list[_Shared] = []  # one, or none
 
@@ -181,7 +243,7 @@ class ThreadPool(WorkerPool):
         return bool(self._running)
 
     def start(self, job: Job) -> None:
-        self._job, self._reader = job, reader_for(job, notes_samples=self._watch.timeout is not None)
+        self._job, self._reader = job, reader_for(job, notes_samples=self.timeout is not None)
         if self.started:
             return
         if self.num_workers > 1:
@@ -192,8 +254,11 @@ class ThreadPool(WorkerPool):
         shared = _Shared(self.empty, 1 if job.stream is None else self.num_workers)
         self._running.append(shared)
         for number in range(self.num_workers):
-            shared.threads.append(_Thread(shared, self._name, number, self.worker_init_fn))
-            shared.threads[number].start()
+            self._launch(shared, number)
+
+    def _launch(self, shared: _Shared, number: int) -> None:
+        shared.threads.append(_Thread(shared, self._name, number, self.worker_init_fn))
+        shared.threads[-1].start()
 
     def _have(self, num_workers: int) -> None:
         for shared in self._running:
@@ -203,14 +268,12 @@ class ThreadPool(WorkerPool):
             by_lane = self._job.stream is not None
             shared.threads = [thread for thread in shared.threads if thread.is_alive()]
             lasting = [thread for thread in shared.threads if not thread.written_off]
-            for thread in lasting[num_workers:]:
-                thread.written_off = True
+            for thread in lasting:
+                thread.written_off = thread.number >= num_workers
             if by_lane or len(lasting) > num_workers:
                 shared.move(num_workers if by_lane else 1)
             for number in range(len(lasting), num_workers):
-                another = _Thread(shared, self._name, number, self.worker_init_fn)
-                another.start()
-                shared.threads.append(another)
+                self._launch(shared, number)
                 self.num_workers = number + 1
         self.num_workers = num_workers
 
@@ -229,8 +292,8 @@ class ThreadPool(WorkerPool):
             with contextlib.suppress(queue.Empty):
                 shared.bell.get(timeout=self._watch.step)
             self.waiting = False
-        if self._watch.timeout is not None:
-            self._write_off(shared, self._watch.timeout)
+        if self.timeout is not None:
+            self._write_off(shared, self.timeout)
         results: list[Result] = []
         while shared.results:
             result = shared.results.popleft()
@@ -254,18 +317,11 @@ class ThreadPool(WorkerPool):
                 if task.part is not None:
                     shared.given_up.add((task.run, task.part.number))
                 shared.results.append(Result(task.run, task.seq, error=error))
-            if was_leaving:
-                shared.threads.remove(thread)
-                continue
-            self._replace(shared, thread)
-            self.notices.happened(
-                "replaced_workers", f"thread {thread.number} made no progress for {timeout:g} s. Another has its place"
-            )
-
-    def _replace(self, shared: _Shared, thread: _Thread) -> None:
-        another = _Thread(shared, self._name, thread.number, self.worker_init_fn)
-        shared.threads = [another if one is thread else one for one in shared.threads]
-        another.start()
+            shared.threads.remove(thread)
+            if not was_leaving:
+                self._launch(shared, thread.number)
+                text = f"thread {thread.number} made no progress for {timeout:g} s. Another has its place"
+                self.notices.happened("replaced_workers", text)
 
     def tell_of_wait(self, text: str, task: Task | None) -> None:
         threads = [thread for shared in self._running for thread in shared.threads]

@@ -1,0 +1,571 @@
+"""Iterable data that is mixed or shuffled: read in order, and continued from a saved state.
+
+    Source(name, dataset, point)     a dataset, read in order from any point
+    InterleavedIterable              several of them, mixed by a plan; `interleave` makes it
+    ShuffleBuffer                    one of them in a shuffled order
+
+*A source.* A dataset with ``state_dict`` and ``load_state_dict`` continues by its own state. So does one whose iterator
+has both. Other iterable datasets are read again up to the point. A source opens its dataset when the first sample is
+asked for. A state is loaded into a shallow copy of the dataset: some datasets keep it for later passes, and those start
+at the beginning. With several workers, a dataset that is read by index is divided: each worker reads every n-th sample.
+A function may take two arguments, the number of the worker and the number of workers. Other datasets ask torch's
+``get_worker_info``.
+
+*The buffer.* While the samples of one block of ``size`` are given, those of the next block are read: one for each. So
+there are ``size`` samples in memory, and each sample that is given costs one that is read. The order inside block k is
+a pure function of (seed, epoch, part, k). A state has a point of the dataset at the beginning of a block, and how many
+samples were given since. To go on there, at most twice ``size`` samples are read again. A buffer whose samples may wait
+for any time, as Hugging Face's, would have to save its samples, or to read all of them again. Random numbers that the
+dataset draws from `sample_rng` belong to the sample, not to the moment when it is read. An exception of the dataset
+takes the place of a sample in the block. It is raised when its turn comes, and no sample is lost.
+
+What can go wrong: a dataset that can be read only once is rejected. A dataset has no samples: a ValueError names it. A
+state is that of another mixture or buffer, or was saved with more samples: a ValueError says what differs. An exception
+of a dataset in a mixture passes as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Final
+
+from sharded_loader.base.checks import check_int, refuse_class
+from sharded_loader.base.described import an, brief
+from sharded_loader.base.entries import anything, dict_of, differing, entry, instance, integer, list_of, parsed, written
+from sharded_loader.base.imports import call_after_import
+from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.data.columns import check_dataset
+from sharded_loader.data.datasets import tell_epoch
+from sharded_loader.data.inspection import is_indexed, is_stateful, iterable_of, known_parts, takes_two, this_worker
+from sharded_loader.mixing.schedule import Plan
+from sharded_loader.randomness import rng
+from sharded_loader.randomness.shuffle import shuffled
+
+FIRST: Final = "first_exhausted"
+ALL: Final = "all_exhausted"
+EACH: Final = "each_once"
+"""Where a mixture ends: see `interleave`."""
+
+# -- one dataset -------------------------------------------------------------------------------------------------------
+
+
+def check_source(dataset: Any, name: str) -> Any:
+    """One of the datasets. What can be read neither by index nor again and again is rejected."""
+    kind = type(dataset)
+    refuse_class(name, dataset)
+    if isinstance(dataset, (str, bytes)):
+        raise TypeError(f"{name} is {an(kind)}, not a dataset: give what it names, or list(text) for its items")
+    if is_indexed(dataset):
+        return check_dataset(dataset, "interleave")
+    torchs = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", ())
+    starts_again = isinstance(dataset, torchs) or hasattr(kind, "set_epoch") or hasattr(kind, "state_dict")
+    if hasattr(kind, "__next__") and not starts_again:
+        raise TypeError(
+            f"{name} is {an(kind)}, which can be read only once: give a function that makes a new one, "
+            "or an object whose __iter__ begins again"
+        )
+    if isinstance(dataset, Set):
+        raise TypeError(f"{name} is {an(kind)}, whose order is not defined: give sorted(dataset)")
+    if not hasattr(kind, "__iter__") and not callable(dataset):
+        raise TypeError(
+            f"{name} is {an(kind)}, which cannot be read: give an object with __getitem__ and __len__, one with "
+            "__iter__, or a function that returns an iterator"
+        )
+    return dataset
+
+
+def no_samples(name: str, dataset: object, passes: int = 0) -> ValueError:
+    """An error for a dataset that gives no sample in a pass."""
+    if passes:
+        why = "gave no samples when it was read again: its __iter__ must start at the beginning"
+    else:
+        why = "has no samples: leave it out, or give it weight 0. With several workers, each one needs a sample of it"
+    return ValueError(f"{name}, {an(type(dataset))}, {why}")
+
+
+Part = tuple[int, int] | None
+"""The number of a worker, and how many there are, as `this_worker` says."""
+
+END: Final = object()
+"""What `Source.read` returns when the dataset has no sample left in this pass."""
+
+
+def is_divided(dataset: Any) -> bool:
+    """Whether a source divides a dataset among workers. Other datasets divide themselves."""
+    return is_indexed(dataset) or (not hasattr(type(dataset), "__iter__") and takes_two(dataset))
+
+
+@dataclass(frozen=True)
+class SourcePoint:
+    """How far one dataset has been read.
+
+    Attributes:
+        passes: how often it has been read to its end: the entry ``pass``.
+        taken: how many samples of this pass were read.
+        dataset: its own state; None: it has none, or its iterator has one.
+        iterator: the state of its iterator; None: it has none.
+    """
+
+    passes: int = entry(integer(0), name="pass")
+    taken: int = entry(integer(0))
+    dataset: object = entry(anything, default=None)
+    iterator: object = entry(anything, default=None)
+
+
+BEGINNING = SourcePoint(0, 0)
+"""Of a dataset that has not been read."""
+
+
+class Source:
+    """One dataset in one iteration.
+
+    Args:
+        name: for errors.
+        dataset: an object with ``__getitem__`` and ``__len__``, one with ``__iter__``, or a function that returns an
+            iterator.
+        point: what `state` returned; `BEGINNING` at the beginning.
+        worker: what `this_worker` returned when the iteration began.
+        is_alone: False: ``dataset.state_dict`` does not count, because the mixture has this object twice.
+
+    Attributes:
+        name, dataset: as above.
+        passes: the number of times that it has been read to its end.
+        taken: the number of samples of this pass that were read.
+
+    Example:
+        >>> source = Source("letters", "abc", BEGINNING)
+        >>> source.read(), source.read(), source.state().taken
+        ('a', 'b', 2)
+        >>> Source("letters", "abc", source.state()).read()
+        'c'
+    """
+
+    def __init__(self, name: str, dataset: Any, point: SourcePoint, worker: Part = None, is_alone: bool = True) -> None:
+        self.name, self.dataset = name, dataset
+        self.passes, self.taken = point.passes, point.taken
+        self._point, self._worker, self._has_own_state = point, worker or (0, 1), is_alone
+        self._opened: Any = None  # what is iterated over: the dataset, or a copy with a state
+        self._iterator: Any = None
+
+    def read(self) -> object:
+        """The next sample, or `END`."""
+        if self._iterator is None:
+            self.open()
+        sample = next(self._iterator, END)
+        self.taken += sample is not END
+        return sample
+
+    def start_over(self) -> None:
+        """Begin the next pass."""
+        self.passes, self.taken = self.passes + 1, 0
+        self._point, self._iterator = SourcePoint(self.passes, 0), None
+
+    def state(self) -> SourcePoint:
+        """A point from which another source continues."""
+        if self._iterator is None:
+            return self._point
+        point = SourcePoint(self.passes, self.taken)
+        if is_indexed(self._opened):
+            return point
+        if self._iterator is not self._opened and is_stateful(self._iterator):
+            return replace(point, iterator=self._iterator.state_dict())
+        return replace(point, dataset=self._opened.state_dict()) if self._has_own_state else point
+
+    def open(self) -> None:
+        """Go to the point. `read` does it too.
+
+        Raises:
+            ValueError: the dataset has fewer samples than when the state was saved.
+        """
+        point, dataset, skipped = self._point, self.dataset, self.taken
+        if point.dataset is not None:
+            dataset = copy.copy(dataset)
+            if hasattr(dataset, "__dict__"):  # Hugging Face's datasets share it with their copies
+                dataset.__dict__ = dict(vars(dataset))
+            dataset.load_state_dict(point.dataset)
+        if is_indexed(dataset):
+            first, step = self._worker
+            indices = range(first + self.taken * step, len(dataset), step)
+            iterator: Any = (dataset[index] for index in indices)
+        else:
+            iterator = iter(iterable_of(dataset, lambda: self._worker))
+            if point.iterator is not None:
+                iterator.load_state_dict(point.iterator)
+            elif point.dataset is None:
+                skipped = sum(1 for _ in islice(iterator, self.taken))
+        if skipped < self.taken:
+            raise ValueError(
+                f"{self.name}, {an(type(dataset))}, has {skipped} samples, and the state was saved after {self.taken}: "
+                "give the data that it was saved with"
+            )
+        self._opened, self._iterator = dataset, iterator
+        self._has_own_state = self._has_own_state and is_stateful(dataset)
+
+
+class InOrder:
+    """Base class of iterable data that torch's DataLoader takes as an IterableDataset: it asks ``isinstance``."""
+
+    _inside: Sequence[object] = ()
+
+    def __init__(self) -> None:
+        call_after_import("torch.utils.data", _tell_torch)
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        call_after_import("torch.utils.data", _tell_torch)
+
+
+def _tell_torch() -> None:
+    sys.modules["torch.utils.data"].IterableDataset.register(InOrder)
+
+
+# -- mixed -------------------------------------------------------------------------------------------------------------
+
+
+_MIXTURES = "give what state_dict() of a mixture returned"
+
+
+@dataclass(frozen=True)
+class _MixPosition:
+    """Where an iteration goes on, and in which mixture: the state of an `InterleavedIterable`."""
+
+    schedule: int = entry(integer(), "the datasets took turns by another schedule")
+    weights: tuple[int, ...] = entry(list_of(integer(0)), "weights was {was}, and is {now}", write=list)
+    seed: int = entry(integer(), "seed was {was}, and is {now}")
+    stop: object = entry(anything, "stop was {was!r}, and is {now!r}")
+    epoch: object = entry(anything)
+    position: int = entry(integer(0))
+    sources: tuple[SourcePoint, ...] = entry(
+        list_of(dict_of(SourcePoint)), write=lambda points: list(map(written, points))
+    )
+
+
+class InterleavedIterable(InOrder):
+    """Datasets that are read in order, mixed by a schedule; made by `interleave`.
+
+    Attributes:
+        num_shards: the smallest number of shards of the datasets. Missing where none has any.
+    """
+
+    num_shards: int
+
+    def __init__(self, datasets: Sequence[Any], schedule: Plan, stop: str | int) -> None:
+        self._inside = self._datasets = datasets
+        self._schedule, self._stop = schedule, stop
+        self._epoch: object = 0
+        self._loaded: _MixPosition | None = None  # where the next iteration begins
+        self._last: _Iteration | None = None  # the one that began or yielded last
+        iterable = [dataset for dataset in map(datasets.__getitem__, schedule.sources) if not is_indexed(dataset)]
+        shards = [number for number in map(known_parts, iterable) if number is not None]
+        if shards:
+            self.num_shards = min(shards)
+        super().__init__()
+
+    def __getstate__(self) -> dict[str, object]:
+        return vars(self) | {"_last": None}  # iterators cannot be copied: a copy starts at the beginning
+
+    def __iter__(self) -> Iterator[Any]:
+        """The samples. The iteration begins when the first one is asked for."""
+        begin, self._loaded = self._loaded or self._beginning(), None
+        schedule, stop = self._schedule, self._stop
+        counts_all = not schedule.is_fixed or isinstance(stop, int)
+        self._last = reading = _Iteration(begin, self._datasets, schedule.sources, counts_all)
+        while not isinstance(stop, int) or reading.place < stop:
+            source = reading.sources[schedule.owner(reading.position, reading.place)]
+            has_dropped_out = stop == EACH and source.passes
+            sample = END if has_dropped_out else source.read()
+            if sample is END and not has_dropped_out:
+                if not source.taken and stop != EACH:
+                    raise no_samples(source.name, source.dataset, source.passes)
+                is_last = all(one.passes or one is source for one in reading.sources)
+                if stop == FIRST or (is_last and stop in (ALL, EACH)):
+                    break
+                source.start_over()
+                if stop != EACH:
+                    continue
+            reading.position += 1
+            if sample is not END:
+                self._last = reading
+                yield sample
+        if self._last is reading:
+            self._last = None
+
+    def set_epoch(self, epoch: Any) -> None:
+        """Pass the epoch on to the datasets. A position stays if it is in this epoch."""
+        for dataset in self._datasets:
+            tell_epoch(dataset, epoch)
+        if epoch != self._epoch:
+            self._epoch, self._loaded, self._last = epoch, None, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the iterator that began or yielded last; see `interleave`."""
+        position = self._loaded or self._beginning()
+        return written(position if self._last is None else self._last.state())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration continue where `state_dict` was taken.
+
+        Raises:
+            ValueError, TypeError: no state, or one of another mixture; says what differs. Nothing has changed then.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"interleave: the state is {brief(state)}, {an(type(state))}; it must be a dict: {_MIXTURES}"
+            )
+        position = parsed(_MixPosition, state, _MIXTURES, "interleave: the state")
+        differences = list(differing(position, self._beginning()).values())
+        if not differences and len(position.sources) != len(self._schedule.sources):
+            differences.append(f"it was one of {len(position.sources)} datasets")
+        if differences:
+            raise ValueError(
+                f"interleave: the state is that of another mixture: {', '.join(differences)}. Make the mixture with "
+                "the same arguments"
+            )
+        if position.epoch != self._epoch:
+            self.set_epoch(position.epoch)
+        self._loaded, self._last = position, None
+
+    def _beginning(self) -> _MixPosition:
+        schedule = self._schedule
+        sources = (BEGINNING,) * len(schedule.sources)
+        return _MixPosition(schedule.step, tuple(schedule.weights), schedule.seed, self._stop, self._epoch, 0, sources)
+
+    def __repr__(self) -> str:
+        return f"interleave({brief(self._datasets)}, weights={brief(self._schedule.weights)}, stop={self._stop!r})"
+
+
+class _Iteration:
+    """One iteration: how far it is in the mixture and in each source.
+
+    Args:
+        begin: where it begins.
+        datasets, numbers: of the mixture, and which of them have a weight.
+        counts_all: whether `place` counts the samples of all workers.
+    """
+
+    def __init__(self, begin: _MixPosition, datasets: Sequence[Any], numbers: Sequence[int], counts_all: bool) -> None:
+        self._begin, self.position = begin, begin.position
+        # Who asks divides the data itself. An iterable dataset asks on its own, or is read by each worker as a whole.
+        worker = this_worker() if counts_all or any(map(is_divided, datasets)) else None
+        self._part, self._parts = (worker or (0, 1)) if counts_all else (0, 1)
+        times = Counter(map(id, datasets))  # two iterators of one object share its state
+        self.sources = [
+            Source(name_of_source(number), datasets[number], point, worker, times[id(datasets[number])] == 1)
+            for number, point in zip(numbers, begin.sources, strict=True)
+        ]
+
+    @property
+    def place(self) -> int:
+        """The position among the samples of all workers, if each one has read as many as this one."""
+        return self.position * self._parts + self._part
+
+    def state(self) -> _MixPosition:
+        return replace(self._begin, position=self.position, sources=tuple(source.state() for source in self.sources))
+
+
+def name_of_source(number: int) -> str:
+    """What errors call a dataset of a mixture."""
+    return f"interleave: datasets[{number}]"
+
+
+# -- shuffled ----------------------------------------------------------------------------------------------------------
+
+
+_BUFFERED = "ShuffleBuffer: the dataset"
+_BUFFERS = "give what state_dict() of an iterator of a ShuffleBuffer returned"
+
+
+class ShuffleBuffer(InOrder):
+    """Iterable data, shuffled by a buffer of ``size`` samples. It is iterable data too.
+
+    The dataset is read in blocks of ``size`` samples, and each block is shuffled. So a sample moves by less than
+    ``size`` positions. Shuffle the list of files too, in the dataset's ``set_epoch``.
+
+    A `ShardedDataLoader` resumes it exactly, in any pool. If the dataset, or its iterator, has ``state_dict`` and
+    ``load_state_dict``, at most ``2 * size`` samples are read again. Any other dataset is read again from its
+    beginning. Each part of a loader has a buffer of its own.
+
+    Args:
+        dataset: an object with ``__iter__``, or a function that returns an iterable. The function may take the number
+            of the part, and the number of parts. A dataset with ``__getitem__`` is divided among the parts.
+        size: the number of samples in the buffer.
+        seed: with the epoch and the number of the part, it decides the order.
+
+    Attributes:
+        num_shards: of the dataset. Missing where it has none.
+
+    Raises:
+        TypeError: ``dataset`` can be read only once, or not at all.
+        ValueError: ``size`` is below 1.
+
+    Example:
+        >>> buffer = ShuffleBuffer(lambda: iter(range(8)), size=4, seed=1)
+        >>> list(buffer)
+        [3, 1, 2, 0, 6, 4, 7, 5]
+        >>> samples = iter(buffer)
+        >>> next(samples), next(samples)
+        (3, 1)
+        >>> resumed = iter(buffer)
+        >>> resumed.load_state_dict(samples.state_dict())
+        >>> list(resumed)
+        [2, 0, 6, 4, 7, 5]
+
+    Source of the idea: ``tf.data.Dataset.shuffle``; the block shuffle of Mosaic's streaming datasets (``py1b``).
+    """
+
+    num_shards: int
+
+    def __init__(self, dataset: Any, size: int, seed: int = 0) -> None:
+        self._dataset = check_source(dataset, _BUFFERED)
+        self._inside = (self._dataset,)
+        self.size = check_int("size", size, 1, "give the number of samples in the buffer")
+        self.seed = check_int("seed", seed, -(1 << 128), "give an integer")
+        self.epoch = 0
+        if (shards := known_parts(dataset)) is not None:
+            self.num_shards = shards
+        super().__init__()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iterator begin this epoch. The dataset is told, if it has ``set_epoch``."""
+        self.epoch = epoch
+        tell_epoch(self._dataset, epoch)
+
+    def __iter__(self) -> ShuffledIterator:
+        return ShuffledIterator(self._dataset, _BufferPosition(self.size, self.seed, self.epoch, 0, 0, BEGINNING))
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __repr__(self) -> str:
+        return f"ShuffleBuffer({brief(self._dataset)}, size={self.size}, seed={self.seed})"
+
+
+@dataclass(frozen=True)
+class _BufferPosition:
+    """Where an iteration goes on: the state of a `ShuffledIterator`.
+
+    Attributes:
+        size, seed, epoch: of the buffer.
+        block: the number of a block.
+        given: how many samples were given since it began.
+        source: the dataset at the beginning of the block.
+    """
+
+    size: int = entry(integer(1), "size was {was}, and is {now}")
+    seed: int = entry(integer(), "seed was {was}, and is {now}")
+    epoch: int = entry(integer(0))
+    block: int = entry(integer(0))
+    given: int = entry(integer(0))
+    source: SourcePoint = entry(dict_of(SourcePoint), write=written)  # noqa: RUF009 - it makes a field
+
+
+class _FailedRead:
+    """An error of the dataset, in the place of a sample."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class ShuffledIterator(Iterator[Any]):
+    """One iteration over a `ShuffleBuffer`; it begins when the first sample is asked for."""
+
+    def __init__(self, dataset: Any, at: _BufferPosition) -> None:
+        self._dataset = dataset
+        self._worker = this_worker() if is_divided(dataset) else None  # other datasets ask themselves, if they do
+        self._go_to(at)
+
+    def _go_to(self, at: _BufferPosition) -> None:
+        """Begin with a block."""
+        self._source = Source(_BUFFERED, self._dataset, at.source, self._worker)
+        self._at, self._given = at, 0
+        self._block: list[object] = []
+        self._order: list[int] = []  # of the samples of the block that were not given yet, the last one first
+        self._coming: list[object] = []
+        self._coming_at: _BufferPosition | None = at
+
+    def __next__(self) -> Any:
+        sample = self._take()
+        if sample is END:
+            raise StopIteration
+        if isinstance(sample, _FailedRead):
+            raise sample.error
+        return sample
+
+    def _take(self) -> object:
+        """What comes next: a sample, an error, or `END`."""
+        if not self._order:
+            self._turn_over()
+        if not self._order:
+            return END
+        self._fill(len(self._block) - len(self._order) + 1)
+        place, self._given = self._order.pop(), self._given + 1
+        sample, self._block[place] = self._block[place], None
+        return sample
+
+    def _turn_over(self) -> None:
+        """The block that is coming is the one whose samples are given now."""
+        self._fill(self._at.size)
+        if self._coming_at is not None:
+            self._at, self._given = self._coming_at, 0
+        number = self._at.block + self._given // self._at.size
+        key = self._at.seed, "shuffle buffer", self._at.epoch, _part(), number
+        self._block, self._coming = self._coming, []
+        self._order = shuffled(len(self._block), *key)[::-1].tolist()
+        point = self._source.state()
+        has_state = is_indexed(self._dataset) or point.dataset is not None or point.iterator is not None
+        # A copy: some return the dict that they go on changing. Without a state it is read from the beginning again.
+        following = replace(self._at, block=number + 1, source=copy.deepcopy(point))
+        self._coming_at = following if has_state else None
+
+    def _fill(self, count: int) -> None:
+        """Read samples of the next block, until there are ``count`` of them."""
+        scope, part = rng.reading.get(), _part()
+        try:
+            while len(self._coming) < count:
+                if scope is not None:
+                    index = part, self._source.taken, self._at.epoch
+                    rng.reading.set(replace(scope, index=index, items=None, drawn=None))
+                try:
+                    sample = self._source.read()
+                except Exception as error:
+                    if is_from_outside(error):
+                        raise
+                    sample = _FailedRead(error)
+                if sample is END:
+                    return
+                self._coming.append(sample)
+        finally:
+            rng.reading.set(scope)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the iteration is: a small dict, without samples."""
+        return written(replace(self._at, given=self._given))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken. Reads the samples of the block again.
+
+        Raises:
+            TypeError, ValueError: no state, or one of another buffer; says what differs.
+        """
+        at = parsed(_BufferPosition, instance(Mapping, "a dict")("the state", state, _BUFFERS), _BUFFERS)
+        if found := differing(at, self._at):
+            raise ValueError(f"ShuffleBuffer: the state is that of another one: {', '.join(found.values())}")
+        self._go_to(replace(at, given=0))
+        self._source.open()  # if it cannot go on there, that is no error of a sample
+        for _ in range(at.given):
+            if self._take() is END:
+                raise ValueError(
+                    f"{_BUFFERED}, {an(type(self._dataset))}, has fewer samples than when the state was saved: give "
+                    "the data that it was saved with"
+                )
+
+
+def _part() -> int:
+    """The number of the part that is read. Inside a loader this does not count as a question of the dataset's."""
+    part = getattr(getattr(rng.reading.get(), "indices", None), "part", None)
+    return int((this_worker() or (0, 1))[0] if part is None else part)
