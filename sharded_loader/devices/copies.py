@@ -72,8 +72,7 @@ from sharded_loader.base.errors import add_note, notes_of
 from sharded_loader.base.interrupts import program_ends, should_stop
 from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.batching.tree import ATOMS, TORCH_TAKES, children, has_method, has_own, map_leaves, to_torch
-from sharded_loader.devices.pinning import pinned_copy, pinned_empty
-from sharded_loader.devices.streams import Streams, note_late
+from sharded_loader.devices.accelerator import Streams, note_late, pinned_copy, pinned_empty
 from sharded_loader.devices.transform import RAISED, OnHost, shown
 from sharded_loader.memory.codec import aligned
 

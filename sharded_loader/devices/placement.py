@@ -6,7 +6,7 @@
     window of entries --place--> batch      begin the first entry and those behind it, finish the first
 
 Each device has a copy stream (`devices.copies`). All copy at the same time, none by way of another device.
-`place` copies ahead: it begins up to `ahead` batches behind the one that is handed out next. `devices.pinning`
+`place` copies ahead: it begins up to `ahead` batches behind the one that is handed out next. `devices.accelerator`
 gives the memory that the batches of threads lie in, and pins segments. The first batch makes the copy streams, so a
 loader that is only constructed touches no device.
 
@@ -36,10 +36,10 @@ from sharded_loader.base import host_clock
 from sharded_loader.base.errors import Location, as_batch_error
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.batching.tree import ATOMS, TensorBatch, has_method, map_leaves, to_torch
+from sharded_loader.devices import accelerator
+from sharded_loader.devices.accelerator import Pinner, Registrar, Streams, streams_of
 from sharded_loader.devices.copies import CLOSING_SECONDS, Clock, CopyStream, PendingCopy, note_device
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
-from sharded_loader.devices.pinning import PinnedCopy, Pinner, Registrar, Undo, pinned_empty
-from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams, capture_probe, is_late, note_late, streams_of
 from sharded_loader.devices.transform import BatchTransform
 from sharded_loader.engine.messages import NOTHING, Task
 from sharded_loader.engine.pipeline import Entry
@@ -128,7 +128,7 @@ class Placement:
         self.is_plain = self._stays and in_host_memory is to_torch
         self.asynchronous = [one for one in devices or () if streams_of(one) is not None]
         touched = kinds if can_pin else {one.type for one in self.asynchronous}
-        self.capture_probes = [probe for probe in map(capture_probe, touched) if probe is not None]
+        self.capture_probes = [probe for probe in map(accelerator.capture_probe, touched) if probe is not None]
         self.clock = Clock()
         self.copies = _CopyStreams(self.clock, devices or [])
         self._reused = ReusedMemory()
@@ -159,7 +159,7 @@ class Placement:
 
     # -- memory that batches come from ----------------------------------------------------------------------
 
-    def register(self, mapping: mmap.mmap) -> Undo | None:
+    def register(self, mapping: mmap.mmap) -> accelerator.Undo | None:
         """Make a segment readable for the devices; what undoes that, or None."""
         return self._registrar.register(mapping) if self.asynchronous else None
 
@@ -193,9 +193,9 @@ class Placement:
 
     def _pinned(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
         try:
-            return pinned_empty(self._first_streams, shape, dtype)
+            return accelerator.pinned_empty(self._first_streams, shape, dtype)
         except RuntimeError as error:
-            if not is_late(error):
+            if not accelerator.is_late(error):
                 raise
             return np.empty(shape, dtype)  # the copy of the batch meets the error again, so no reader is blamed
 
@@ -235,7 +235,7 @@ class Placement:
                 if following is not None:
                     self._latest = events, task.sharded
                 return shards if task.sharded else shards[0]
-            except OUT_OF_MEMORY:
+            except accelerator.OUT_OF_MEMORY:
                 if is_last_try or self._pinner is not None:
                     raise
             # Not done above: the error's traceback holds the parts that had found room.
@@ -254,7 +254,7 @@ class Placement:
                 continue
             try:
                 entry.begun = self._begin(result.batch, entry.task)
-            except OUT_OF_MEMORY:
+            except accelerator.OUT_OF_MEMORY:
                 break
             except Exception as raised:
                 as_batch_error(raised, "while the batch was placed")  # raises what a signal handler has raised
@@ -263,7 +263,7 @@ class Placement:
             return
         self.make_room()  # not done above, as in `place`
 
-    def _begin(self, batch: Any, task: Task) -> list[PendingCopy] | list[PinnedCopy]:
+    def _begin(self, batch: Any, task: Task) -> list[PendingCopy] | list[accelerator.PinnedCopy]:
         """Start to put a batch where it belongs. The copies of its shards may still be under way after this."""
         shards = batch if task.sharded else (batch,)
         if self._pinner is not None:
@@ -365,7 +365,7 @@ def not_placed(task: Task, raised: BaseException, where: str) -> Exception:
     """
     error = as_batch_error(raised, where)
     # Of an error of an earlier kernel no sample is the cause.
-    Location(task.epoch, task.seq).note(error, samples=() if note_late(error) else task.shards[0])
+    Location(task.epoch, task.seq).note(error, samples=() if accelerator.note_late(error) else task.shards[0])
     return error
 
 

@@ -38,8 +38,8 @@ from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.batching.tree import TensorBatch
 from sharded_loader.data.inspection import is_stateful
+from sharded_loader.devices.accelerator import Pinner
 from sharded_loader.devices.names import accelerators, find_devices
-from sharded_loader.devices.pinning import Pinner
 from sharded_loader.devices.placement import Placement
 from sharded_loader.drop_in.sampler import SamplerStart, SamplerState, TorchEpoch, set_generator
 from sharded_loader.drop_in.state import LoaderState, TorchRun, check_data, job_of, stream_epoch
@@ -334,7 +334,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         of_epoch = of_dataset if isinstance(of_dataset, int) else None
         at: dict[str, Any] = {"points_at_start": self._points_at_start, "epoch_of_dataset": of_epoch}
         at |= {"base_seed": drawn, "yielded": self._num_yielded}
-        self.run = TorchRun(next(_numbers), epoch=epoch, any_order=epoch.any_order, **at)
+        self.run = TorchRun(next(_numbers), epoch=epoch, **at)
         self._inner = RunIterator(self._pipeline, self._placement, loader._meter, self.run, job)
         if workers == 0:
             self._prime(epoch, is_new)

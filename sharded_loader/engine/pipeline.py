@@ -103,13 +103,12 @@ class Run:
         planned: the number of the batch behind the window.
         window: the batches in flight, in order.
         waiting: those of them that the pool has not been given yet.
-        dead: why the run can never go on. Text, because an exception would hold the frames that hold the run.
-        failure: the error of the pool that ended the run, until the run's iterator has raised it.
+        dead: why the run can never go on: the error of the pool that ended it, until its iterator has raised that;
+            then text, because an exception would hold the frames that hold the run.
         ended: the user has seen the end.
         exhausted: all its batches have been planned.
         is_ahead: its epoch has not begun; it is read while the one before it is consumed.
         next: the prefetched run behind this one.
-        any_order: a batch that is finished is handed out before one that is not.
         awaited: the entries whose results have not come, by the numbers of their tasks.
         waits_since: since when this ``next`` has waited for workers; 0: it has not.
     """
@@ -119,13 +118,11 @@ class Run:
     mark: Any = None
     window: deque[Entry] = field(default_factory=deque)
     waiting: deque[Entry] = field(default_factory=deque)
-    dead: str | None = None
-    failure: Exception | None = None
+    dead: str | Exception | None = None
     ended: bool = False
     exhausted: bool = False
     is_ahead: bool = False
     next: Run | None = None
-    any_order: bool = False
     awaited: dict[int, Entry] = field(default_factory=dict)
     waits_since: float = 0.0
 
@@ -193,7 +190,7 @@ class ReorderBuffer:
     def fail(self, error: Exception) -> None:
         """The pool is broken: that ends all runs."""
         for run in self.runs.values():
-            run.dead, run.failure = f"{type(error).__name__}: {error}", error
+            run.dead = error
             run.forget_window()
         self.runs.clear()
 
@@ -483,7 +480,7 @@ class Pipeline:
         while is_empty:
             pool = self.pool
             is_ready = len(window) >= least and window[least - 1].result is not None and window[0].result is not None
-            if not is_ready or run.any_order or (pool.wanted is not None and pool.wanted != pool.num_workers):
+            if not is_ready or run.epoch.any_order or (pool.wanted is not None and pool.wanted != pool.num_workers):
                 found = self._await_head(run)
             if found is not None or not window:
                 break
@@ -516,7 +513,7 @@ class Pipeline:
 
     def _await_head(self, run: Run) -> Exception | None:
         """Receive until the run's next batch is finished, or there is none; the error that ends the run."""
-        window, due, look = run.window, math.inf, None
+        window, due, look = run.window, run.waits_since and run.waits_since + PATIENCE, None
         while True:
             pool = self.pool
             if self.closed:
@@ -524,10 +521,11 @@ class Pipeline:
             if pool.wanted is not None and pool.wanted != pool.num_workers:
                 pool.adopt()
                 self.scheduler.follow(pool)
+            if isinstance(failure := run.dead, Exception):
+                run.dead = f"{type(failure).__name__}: {failure}"
+                return failure
             if run.dead is not None:
-                failure, run.failure = run.failure, None
-                text = f"this iterator has failed ({run.dead}): begin an epoch with iter(loader)"
-                return failure or RuntimeError(text)
+                return RuntimeError(f"this iterator has failed ({run.dead}): begin an epoch with iter(loader)")
             if tasks := self.scheduler.tasks(run, pool, 1):
                 pool.submit(tasks)
             if not window:
@@ -535,7 +533,9 @@ class Pipeline:
             if not pool.started:
                 self._recover()  # the pool itself was closed
                 continue
-            blocks = window[0].result is None and not (run.any_order and any(one.result is not None for one in window))
+            blocks = window[0].result is None
+            if blocks and run.epoch.any_order:
+                blocks = all(one.result is None for one in window)
             if blocks and not run.waits_since and pool.num_workers:
                 run.waits_since = host_clock.now()
                 due = run.waits_since + PATIENCE
@@ -545,13 +545,13 @@ class Pipeline:
                 self.buffer.fail(broken.error)
             if not window:
                 continue
-            if run.any_order:
+            if run.epoch.any_order:
                 run.advance()
             if window[0].result is not None:
                 if run.waits_since:
                     window[0].waited = run.waits_since, host_clock.now()
                 return None
-            if run.waits_since and host_clock.now() >= due:
+            if due and host_clock.now() >= due:
                 due, look = (math.inf, look()) if look is not None else self._tell_of_wait(run)
 
     def _tell_of_wait(self, run: Run) -> tuple[float, Callable[[], None] | None]:

@@ -47,10 +47,9 @@ from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.batching.tree import is_column, to_torch, torch_has
 from sharded_loader.data.bulk import Int64s, checked_indices, gather_rows, is_gathered
 from sharded_loader.data.datasets import Rows, as_rows
+from sharded_loader.devices.accelerator import OUT_OF_MEMORY, Streams, pinned_copy
 from sharded_loader.devices.copies import CopyStream, PendingCopy
-from sharded_loader.devices.pinning import pinned_copy
 from sharded_loader.devices.placement import Placement, not_placed
-from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.pools.local import InlinePool
 

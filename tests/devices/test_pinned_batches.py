@@ -18,7 +18,7 @@ from conftest import until
 from sharded_loader import ShardedDataLoader
 from sharded_loader.base.errors import notes_of
 from sharded_loader.devices import names, placement
-from sharded_loader.devices.pinning import PinnedCopy, Pinner
+from sharded_loader.devices.accelerator import PinnedCopy, Pinner
 from sharded_loader.drop_in import iterator as drop_in
 from sharded_loader.engine.pool import Pool
 from sharded_loader.torch import DataLoader
