@@ -198,8 +198,7 @@ def memory(run: Run) -> None:
 
 def lock(run: Run) -> None:
     """Seconds per GB to page-lock a segment, and to unlock it."""
-    from sharded_loader.devices.pinning import Registrar
-    from sharded_loader.devices.streams import Streams
+    from sharded_loader.devices.accelerator import Registrar, Streams
     from sharded_loader.memory.segments import create
 
     for nbytes in run.scale.registered:

@@ -35,8 +35,8 @@ from sharded_loader.drop_in import iterator as drop_in
 from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, LoaderState, TorchProgress, TorchSteps
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.engine.messages import NOTHING, ErrorAction, Task
+from sharded_loader.engine.pipeline import Entry
 from sharded_loader.engine.pool import Pool
-from sharded_loader.engine.run import Entry
 from sharded_loader.instruments.auto import Tuner
 from sharded_loader.instruments.report import Instruments
 from sharded_loader.instruments.stats import Meter

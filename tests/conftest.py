@@ -604,8 +604,7 @@ def cuda() -> Any:
     """The first GPU; what CUDA opens and starts at its first use is there before a test is watched."""
     import torch
 
-    from sharded_loader.devices.pinning import Registrar
-    from sharded_loader.devices.streams import Streams
+    from sharded_loader.devices.accelerator import Registrar, Streams
 
     device = torch.device("cuda", 0)
     with torch.cuda.device(device), warnings.catch_warnings():

@@ -140,8 +140,8 @@ class Disturbed(Case):
         """In the place of ``Tuner.look``, which takes seconds to come to a decision."""
         pool = pipeline.pool
         if self.victims.random() < 0.3 and pool.num_workers:
-            pool.wanted, pipeline.per_worker = self.victims.choice(COUNTS), self.victims.choice([1, 2, 8])
-            pipeline.follow(pool)
+            pool.wanted, pipeline.scheduler.per_worker = self.victims.choice(COUNTS), self.victims.choice([1, 2, 8])
+            pipeline.scheduler.follow(pool)
             self.counts["fault: another number of workers, auto"] += 1
 
     def do(self, step: Callable[[Pair], None]) -> None:

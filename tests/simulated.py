@@ -52,7 +52,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sharded_loader.devices.streams import Streams, in_turn
+from sharded_loader.devices.accelerator import Streams, in_turn
 
 KIND = "privateuseone"
 """The kind of device that torch leaves to others."""

@@ -74,7 +74,7 @@ def dict_of(kind: type[Any]) -> Reader:
 # -- entries -----------------------------------------------------------------------------------------------------------
 
 
-class _Entry(NamedTuple):
+class _Stored(NamedTuple):
     read: Reader
     differs: str | None
     write: Callable[[Any], object] | None
@@ -98,13 +98,13 @@ def entry(
         name: of the entry. None: that of the field.
         default: left out of the dict.
     """
-    return field(default=default, metadata={"entry": _Entry(read, differs, write, name)})
+    return field(default=default, metadata={"entry": _Stored(read, differs, write, name)})
 
 
-_known: dict[Any, list[tuple[str, str, object, _Entry]]] = {}
+_known: dict[Any, list[tuple[str, str, object, _Stored]]] = {}
 
 
-def _entries(kind: Any) -> list[tuple[str, str, object, _Entry]]:
+def _entries(kind: Any) -> list[tuple[str, str, object, _Stored]]:
     """Name, field, default and the rest of each entry."""
     if kind not in _known:
         found = [(one, one.metadata["entry"]) for one in fields(kind) if "entry" in one.metadata]

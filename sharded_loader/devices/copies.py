@@ -62,7 +62,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -72,8 +72,7 @@ from sharded_loader.base.errors import add_note, notes_of
 from sharded_loader.base.interrupts import program_ends, should_stop
 from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.batching.tree import ATOMS, TORCH_TAKES, children, has_method, has_own, map_leaves, to_torch
-from sharded_loader.devices.pinning import pinned_copy, pinned_empty
-from sharded_loader.devices.streams import Streams, note_late
+from sharded_loader.devices.accelerator import Streams, note_late, pinned_copy, pinned_empty
 from sharded_loader.devices.transform import RAISED, OnHost, shown
 from sharded_loader.memory.codec import aligned
 
@@ -101,20 +100,6 @@ LOST: list[Any] = []
 memory that a second stream has used. After such a failure it cannot, and then it ends the process (seen on an H200)."""
 
 
-class Kept(NamedTuple):
-    """What is needed until an event has passed.
-
-    Attributes:
-        event: of the copies of a batch to one device.
-        what: what they read and write.
-        batch: the number of the batch. Its shards on one device are kept together.
-    """
-
-    event: Any
-    what: list[Any]
-    batch: Any
-
-
 class DeviceTimes(Protocol):
     """Where the seconds are counted in which devices have waited for data."""
 
@@ -138,14 +123,6 @@ class Clock:
         self.records: dict[torch.device, Callable[[], Any]] = {}
 
 
-class _Called(NamedTuple):
-    """The event that the next call of ``next`` records, on this stream; and how many calls there were before."""
-
-    event: Any
-    stream: Any
-    calls: int
-
-
 @dataclass(eq=False)
 class PendingCopy:
     """A shard, or a plain batch, on its way to a device, or there already because a pool has made it there.
@@ -154,13 +131,11 @@ class PendingCopy:
         batch: of tensors on the device. Only `finish` may hand it out.
         copies: the copy stream that has begun it; None: it is there already.
         home: the stream that the targets belong to.
-        number: of the batch, as `CopyStream.begin` was given it.
         sources: the tensors that are copied from, and the objects that have moved themselves.
         targets: the tensors that are copied to, until `finish` hands them out. `CopyStream.kept` holds this list.
         event: passes when the copies are done. None: nothing is copied.
         staged: what stands in the batch for objects that move themselves, here or in `finish`. Each holds the object,
             in host memory that is no pinned slot; when it has moved, what it has become.
-        late: those of them that have not moved.
         made: what the copy stream's own memory is in: `finish` records it on the caller's stream.
         small: small tensors, each with the one on the device that has no memory yet.
     """
@@ -168,12 +143,10 @@ class PendingCopy:
     batch: Any = None
     copies: CopyStream | None = None
     home: Any = None
-    number: Any = None
     sources: list[Any] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
     event: Any = None
     staged: list[OnHost] = field(default_factory=list)
-    late: list[OnHost] = field(default_factory=list)
     made: list[Any] = field(default_factory=list)
     small: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
@@ -185,12 +158,9 @@ class PendingCopy:
             Exception: what such an object raises.
         """
         copies = self.copies
-        if copies is not None:
+        if copies is not None and (self.event is not None or self.staged):
             try:
-                if self.event is not None:
-                    copies.hand_out(self)
-                if self.staged:
-                    copies.move(self)
+                copies.hand_out(self)
             except Exception as error:
                 note_device(error, copies.streams.device)
                 raise
@@ -261,37 +231,34 @@ class CopyStream:
     Args:
         streams: of the device.
         clock: of the loader; None: one of its own.
+        shards: of a batch, that go to this device.
 
     Attributes:
         streams: as given.
-        kept: the sources of each copy and its `PendingCopy.targets`, until its event has passed.
+        kept: of each copy the event, the sources and its `PendingCopy.targets`, until the event has passed.
     """
 
-    def __init__(self, streams: Streams, clock: Clock | None = None) -> None:
-        self.streams = streams
-        self._clock = clock or Clock()
+    def __init__(self, streams: Streams, clock: Clock | None = None, shards: int = 1) -> None:
+        self.streams, self._clock, self._most = streams, clock or Clock(), HOST_AHEAD * shards
         self._plan = PlacementPlan([])  # of the last batch
         self._stream: Any = None
         self._lock = threading.RLock()
-        self.kept: deque[Kept] = deque()
-        self._moved: deque[Kept] = deque()
-        # What the copies need that `begin` gives to the stream, and the number of their batch.
-        self._given: tuple[list[Any], Any] | None = None
+        self.kept: deque[tuple[Any, list[Any]]] = deque()
+        self._moved: deque[tuple[Any, list[Any]]] = deque()
+        self._given: list[Any] | None = None  # what the copies need that `begin` gives to the stream
         self._pid = os.getpid()
         self._hangs: Any = None  # the event that `close` has waited for in vain
-        self._called: _Called | None = None
+        # The event that the next call of ``next`` records, on this stream; how many calls there were before.
+        self._called: tuple[Any, Any, int] | None = None
         self._waits: deque[tuple[Any, Any, DeviceTimes]] = deque()  # events of a call and of its batch
         self._unused: list[Any] = []  # events with times
 
-    def begin(
-        self, batch: Any, number: int | None = None, transform: Callable[[Any], Any] | None = None
-    ) -> PendingCopy:
+    def begin(self, batch: Any, transform: Callable[[Any], Any] | None = None) -> PendingCopy:
         """Start to copy a batch.
 
         Args:
             batch: a structure of arrays and host tensors; other leaves stay as they are, or are asked to move
                 themselves.
-            number: of the batch; its shards on this device have the same. None: one of its own.
             transform: what makes the batch that is handed out of the one on the device.
 
         Raises:
@@ -301,8 +268,8 @@ class CopyStream:
         streams = self.streams
         # Not in the caller's inference mode: what is begun in it may be handed out after it.
         with self._lock, streams.current():
-            pending = PendingCopy(None, self, streams.caller_stream(), object() if number is None else number)
-            self._let_go(pending.number)
+            pending = PendingCopy(None, self, streams.caller_stream())
+            self._let_go()
             if not (tensors := self._plan.tensors(batch)):
                 self._plan = PlacementPlan(batch)
                 tensors = self._plan.tensors(batch)
@@ -312,27 +279,29 @@ class CopyStream:
                 pending.batch = map_leaves(functools.partial(self._place, pending), batch, own="to", skip=ATOMS)
             if pending.small:
                 self._bundle(pending)
-            ahead = pending.late and [one for one in pending.late if transform is not None or _can_be_seen(one.value)]
+            ahead = pending.staged and [
+                one for one in pending.staged if transform is not None or _can_be_seen(one.value)
+            ]
             if not (pending.targets or ahead or transform is not None):
                 return pending
             if self._stream is None:
                 self._stream = streams.new_stream()
             # After the targets were allocated: their memory may be that of a batch which was dropped a moment ago.
             self._stream.wait_event(pending.home.record_event())
-            self._given = given = [pending.sources, pending.targets], pending.number
+            self._given = given = [pending.sources, pending.targets]
             try:
                 streams.set_stream(self._stream)
                 for target, source in zip(pending.targets, pending.sources, strict=True):
                     streams.copy(target, source)
                 for one in ahead:
                     pending.sources.append(one.value)
-                    pending.made.append(self._move(pending, one))
+                    pending.made.append(self._move(one))
                 if transform is not None:
                     self._transform(pending, transform)
             finally:
                 streams.set_stream(pending.home)
             pending.event = self._stream.record_event()
-            _keep(self.kept, pending.event, *given)
+            self.kept.append((pending.event, given))
             self._given = None
             return pending
 
@@ -374,7 +343,7 @@ class CopyStream:
 
     def _transform(self, pending: PendingCopy, transform: Callable[[Any], Any]) -> None:
         """Put what the user's function makes in the place of the batch. What it is made of is kept with the sources."""
-        pending.batch = transform(_with_moved(pending))
+        pending.batch = transform(_with_moved(pending) if pending.staged else pending.batch)
         pending.staged, pending.made, pending.targets = [], [pending.batch], []
         here = filter(self.streams.holds, _tensors_in(pending.batch))
         if not all(_is_recorded(tensor) or tensor.layout is torch.jagged for tensor in here):
@@ -394,76 +363,78 @@ class CopyStream:
         if has_method(leaf, "to") and getattr(leaf, "device", None) != self.streams.device:
             leaf = OnHost(self._stage(leaf))
             pending.staged.append(leaf)
-            pending.late.append(leaf)
         return leaf
 
     def hand_out(self, pending: PendingCopy) -> None:
-        """Let the caller's stream wait for the copies of a batch."""
+        """Let the caller's stream wait for the copies of a batch, and put what objects have become in their places.
+
+        No tensor of objects that move now, on the caller's stream, needs `used_on`.
+        """
         streams = self.streams
         with streams.current():
             current = streams.caller_stream()
-            current.wait_event(pending.event)
-            if current != pending.home:
-                streams.used_on(pending.targets, current)
-            for made in pending.made:
-                record(streams, made, current)
-            # The stream has the batch that ``next`` was called for. Make an event for the next call.
-            clock, device = self._clock, streams.device
-            called, self._called = self._called, None  # first: an event that is not recorded any more must not be read
-            clock.records.pop(device, None)  # before it waits to be read: then it must not be recorded again
-            if (
-                called is not None
-                and called.stream == current
-                and called.calls < clock.calls
-                and clock.times is not None
-            ):
-                ready = self._unused.pop() if self._unused else streams.timed_event()
-                ready.record(current)
-                self._waits.append((called.event, ready, clock.times))
-            event = self._unused.pop() if self._unused else streams.timed_event()
-            clock.records[device] = functools.partial(event.record, current)
-            self._called = _Called(event, current, clock.calls)  # last, for the same reason
-        pending.targets.clear()
+            if pending.event is not None:
+                current.wait_event(pending.event)
+                if current != pending.home:
+                    streams.used_on(pending.targets, current)
+                for made in pending.made:
+                    record(streams, made, current)
+                if self._clock.times is not None:
+                    self._note_ready(self._clock.times, current)
+                pending.targets.clear()
+            if pending.staged:
+                self._move_late(pending, current)
 
-    def move(self, pending: PendingCopy) -> None:
-        """Put what objects have become in their places. Those that have not moved do so now, on the caller's stream: no
-        tensor of theirs needs `used_on` then."""
-        streams, sources = self.streams, [one.value for one in pending.late]
-        with streams.current():
-            try:
-                for one in list(pending.late):
-                    self._move(pending, one)
-                pending.batch = _with_moved(pending)
-            finally:
-                if sources:
-                    pending.event = streams.caller_stream().record_event()
-                    _keep(self._moved, pending.event, sources, pending.number)
-            pending.staged = []
+    def _move_late(self, pending: PendingCopy, current: Any) -> None:
+        """Put what objects have become in their places. Those that have not moved do so now, on the caller's stream."""
+        late = [one for one in pending.staged if not one.has_moved]
+        sources = [one.value for one in late]
+        try:
+            for one in late:
+                self._move(one)
+            pending.batch = _with_moved(pending)
+        finally:
+            if sources:
+                pending.event = current.record_event()
+                self._moved.append((pending.event, sources))
+        pending.staged = []
 
-    def _move(self, pending: PendingCopy, one: OnHost) -> Any:
+    def _note_ready(self, times: DeviceTimes, current: Any) -> None:
+        """The stream has the batch that ``next`` was called for. Make an event for the next call."""
+        clock, device = self._clock, self.streams.device
+        called, self._called = self._called, None  # first: an event that is not recorded any more must not be read
+        clock.records.pop(device, None)  # before it waits to be read: then it must not be recorded again
+        if called is not None and called[1] == current and called[2] < clock.calls:
+            ready = self._unused.pop() if self._unused else self.streams.timed_event()
+            ready.record(current)
+            self._waits.append((called[0], ready, times))
+        event = self._unused.pop() if self._unused else self.streams.timed_event()
+        clock.records[device] = functools.partial(event.record, current)
+        self._called = event, current, clock.calls  # last, for the same reason
+
+    def _move(self, one: OnHost) -> Any:
         """Let an object move itself on the current stream; what it has become."""
         try:
             moved = one.value.to(self.streams.device, non_blocking=True)
         except TypeError:
             moved = one.value.to(self.streams.device)
-        one.value = shown(moved)
-        pending.late.remove(one)
+        one.value, one.has_moved = shown(moved), True
         return one.value
 
     # -- the end of copies ----------------------------------------------------------------------------------
 
-    def _let_go(self, number: Any) -> None:
+    def _let_go(self) -> None:
         """Drop what copies have read, where their events have passed. Wait for the oldest of `HOST_AHEAD` batches."""
         if self._given is not None:
             self._keep_given()
         if self._hangs is not None and self._hangs.query():
             self._hangs = None
         for kept in (self.kept, self._moved):
-            if len(kept) >= HOST_AHEAD and kept[-1].batch != number and self._hangs is None:
+            if len(kept) >= self._most and self._hangs is None:
                 began = host_clock.now()
-                self._wait(kept[0].event)
+                self._wait(kept[0][0])
                 self._clock.behind += host_clock.now() - began
-            while kept and kept[0].event.query():
+            while kept and kept[0][0].query():
                 kept.popleft()
         while self._waits and self._waits[0][1].query():
             called, ready, times = self._waits.popleft()
@@ -474,7 +445,7 @@ class CopyStream:
         """Keep the sources and targets of an interrupted `begin` until its copies are done."""
         if self._given is not None:
             try:
-                _keep(self.kept, self._stream.record_event(), *self._given)
+                self.kept.append((self._stream.record_event(), self._given))
             except RuntimeError:  # a kernel has failed: nothing is copied any more
                 LOST.append(self._given)
             self._given = None
@@ -509,7 +480,7 @@ class CopyStream:
                 while kept:
                     first = kept[0]
                     try:
-                        if not self._wait(first.event, until):
+                        if not self._wait(first[0], until):
                             return False
                     except RuntimeError:  # an earlier kernel has failed; the user's program sees it
                         LOST.append(first)
@@ -544,7 +515,7 @@ class CopyStream:
             self._hangs = None
             LEFT_ALONE.discard(self)
             return True
-        self._hangs = next((kept[0].event for kept in (self.kept, self._moved) if kept), None)
+        self._hangs = next((kept[0][0] for kept in (self.kept, self._moved) if kept), None)
         LEFT_ALONE.add(self)
         if not (ends or gave_up or should_stop()):
             warnings.warn(
@@ -590,18 +561,8 @@ class CopyStream:
         return pinned_copy(self.streams, leaf, torch.empty_like(leaf, device="meta").stride())
 
 
-def _keep(kept: deque[Kept], event: Any, what: list[Any], batch: Any) -> None:
-    """Keep what the copies of a shard need; with that of the same batch, whose events have passed when this one has."""
-    if kept and kept[-1].batch == batch:
-        kept[-1] = Kept(event, [kept[-1].what, what], batch)
-    else:
-        kept.append(Kept(event, what, batch))
-
-
 def _with_moved(pending: PendingCopy) -> Any:
     """The batch with what objects have become in their places."""
-    if not pending.staged:
-        return pending.batch
     return map_leaves(lambda leaf: leaf.value if type(leaf) is OnHost else leaf, pending.batch, own="to", skip=ATOMS)
 
 

@@ -6,7 +6,7 @@
     window of entries --place--> batch      begin the first entry and those behind it, finish the first
 
 Each device has a copy stream (`devices.copies`). All copy at the same time, none by way of another device.
-`place` copies ahead: it begins up to `ahead` batches behind the one that is handed out next. `devices.pinning`
+`place` copies ahead: it begins up to `ahead` batches behind the one that is handed out next. `devices.accelerator`
 gives the memory that the batches of threads lie in, and pins segments. The first batch makes the copy streams, so a
 loader that is only constructed touches no device.
 
@@ -36,26 +36,13 @@ from sharded_loader.base import host_clock
 from sharded_loader.base.errors import Location, as_batch_error
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.batching.tree import ATOMS, TensorBatch, has_method, map_leaves, to_torch
-from sharded_loader.devices.copies import (
-    CLOSING_SECONDS,
-    Clock,
-    CopyStream,
-    PendingCopy,
-    note_device,
-)
+from sharded_loader.devices import accelerator
+from sharded_loader.devices.accelerator import Pinner, Registrar, Streams, streams_of
+from sharded_loader.devices.copies import CLOSING_SECONDS, Clock, CopyStream, PendingCopy, note_device
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
-from sharded_loader.devices.pinning import PinnedCopy, Pinner, Registrar, Undo, pinned_empty
-from sharded_loader.devices.streams import (
-    OUT_OF_MEMORY,
-    Streams,
-    capture_probe,
-    is_late,
-    note_late,
-    streams_of,
-)
 from sharded_loader.devices.transform import BatchTransform
-from sharded_loader.engine.messages import NOTHING, Result, Task
-from sharded_loader.engine.run import Entry
+from sharded_loader.engine.messages import NOTHING, Task
+from sharded_loader.engine.pipeline import Entry
 from sharded_loader.memory.arena import ReusedMemory
 
 AHEAD = 2
@@ -68,6 +55,34 @@ pause doubles with each, up to `LONGEST_PAUSE`."""
 LONGEST_PAUSE = 1024
 
 _CPU = torch.device("cpu")
+
+
+class CopyDepth:
+    """How many batches are copied ahead: fewer for some time after a device was full.
+
+    Args:
+        wanted: how many, where there is room.
+
+    Attributes:
+        wanted: as given.
+        count: how many now.
+    """
+
+    def __init__(self, wanted: int) -> None:
+        self.count = self.wanted = wanted
+        self._pause, self._until_retry, self._retried = PAUSE, 0, False
+
+    def retry(self) -> None:
+        """A batch is begun while fewer are wanted: try one more, after a pause."""
+        self._until_retry -= 1
+        if self._until_retry <= 0:
+            self.count, self._until_retry, self._retried = self.count + 1, self._pause, True
+
+    def lower(self) -> None:
+        """A device is full."""
+        if self._retried:
+            self._pause, self._retried = min(2 * self._pause, LONGEST_PAUSE), False
+        self.count, self._until_retry = max(0, self.count - 1), self._pause
 
 
 class Placement:
@@ -86,7 +101,6 @@ class Placement:
         asynchronous: the devices that copies go to by a stream.
         capture_probes: each tells whether a graph is being captured on an accelerator that a batch is copied or pinned
             for. See `check_not_capturing`.
-        ahead: how many batches to begin behind the next one.
         copies: the `CopyStream` of each device; None where it has no streams.
         clock: the iterator notes each ``next`` there.
     """
@@ -100,32 +114,35 @@ class Placement:
         in_host_memory: Callable[[Any], Any] = to_torch,
         pinner: Pinner | None = None,
     ) -> None:
-        self.devices, self._transform, self._in_host_memory = devices, transform, in_host_memory
+        self.devices, self._transform, self._in_host_memory, self._pinner = devices, transform, in_host_memory, pinner
         kinds = {one.type for one in accelerators()} if pin_memory else set()
-        self._pins = devices is None and bool(kinds - {"mps"})
-        self._pinner = Pinner(_pinned, min(kinds - {"mps"}), in_background) if self._pins else pinner
-        if pin_memory and not kinds:
+        can_pin = sorted(kinds - {"mps"}) if devices is None else []
+        if can_pin:
+            self._pinner = Pinner(_pinned, can_pin[0], in_background)
+        elif pin_memory and not kinds:
             warnings.warn("pin_memory=True has no effect: this process sees no accelerator to copy to", stacklevel=3)
-        elif kinds and devices is None and not self._pins:
+        elif kinds and devices is None:
             warnings.warn("pin_memory=True has no effect: torch has no pinned memory on mps (a Mac)", stacklevel=3)
         self._on_host = all(one.type == "cpu" for one in devices or ())
         self._stays = self._on_host and self._pinner is None and transform is None
         self.is_plain = self._stays and in_host_memory is to_torch
         self.asynchronous = [one for one in devices or () if streams_of(one) is not None]
-        touched = kinds if self._pins else {one.type for one in self.asynchronous}
-        self.capture_probes = [probe for probe in map(capture_probe, touched) if probe is not None]
+        touched = kinds if can_pin else {one.type for one in self.asynchronous}
+        self.capture_probes = [probe for probe in map(accelerator.capture_probe, touched) if probe is not None]
         self.clock = Clock()
-        self.copies = _CopyStreams(self.clock)
-        self._registrar: Registrar | None = None
+        self.copies = _CopyStreams(self.clock, devices or [])
         self._reused = ReusedMemory()
-        self._numbers = itertools.count()
         self._latest: tuple[list[Any], bool] | None = None  # the events of the shards, and whether they are a list
         self.copy_ahead(AHEAD)
 
+    @property
+    def ahead(self) -> int:
+        """How many batches are begun behind the next one."""
+        return self._ahead.count
+
     def copy_ahead(self, count: int) -> None:
         """Set `ahead`; it stays 0 where nothing is done in the background."""
-        self.ahead = self._wanted = count if self.asynchronous or self._pinner is not None else 0
-        self._pause, self._until_retry, self._retried = PAUSE, 0, False
+        self._ahead = CopyDepth(count if self.asynchronous or self._pinner is not None else 0)
 
     def check_not_capturing(self) -> None:
         """Reject a call inside a graph capture, before anything is done that would break the capture.
@@ -142,13 +159,13 @@ class Placement:
 
     # -- memory that batches come from ----------------------------------------------------------------------
 
-    def register(self, mapping: mmap.mmap) -> Undo | None:
+    def register(self, mapping: mmap.mmap) -> accelerator.Undo | None:
         """Make a segment readable for the devices; what undoes that, or None."""
-        if not self.asynchronous:
-            return None
-        if self._registrar is None:
-            self._registrar = Registrar(self._first_streams, self.closer())
-        return self._registrar.register(mapping)
+        return self._registrar.register(mapping) if self.asynchronous else None
+
+    @functools.cached_property
+    def _registrar(self) -> Registrar:
+        return Registrar(self._first_streams, self.closer())
 
     def settle(self) -> None:
         """Settle which device a ``cuda`` without a number is: the current one of this thread, not of one that reads."""
@@ -176,9 +193,9 @@ class Placement:
 
     def _pinned(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
         try:
-            return pinned_empty(self._first_streams, shape, dtype)
+            return accelerator.pinned_empty(self._first_streams, shape, dtype)
         except RuntimeError as error:
-            if not is_late(error):
+            if not accelerator.is_late(error):
                 raise
             return np.empty(shape, dtype)  # the copy of the batch meets the error again, so no reader is blamed
 
@@ -209,7 +226,7 @@ class Placement:
             try:
                 if head.begun is None:
                     head.begun = self._begin(result.batch, task)
-                if self.ahead:
+                if self._ahead.count:
                     self._begin_behind(window, following or ())
                 shards, events = [], []
                 for copy in head.begun:
@@ -218,7 +235,7 @@ class Placement:
                 if following is not None:
                     self._latest = events, task.sharded
                 return shards if task.sharded else shards[0]
-            except OUT_OF_MEMORY:
+            except accelerator.OUT_OF_MEMORY:
                 if is_last_try or self._pinner is not None:
                     raise
             # Not done above: the error's traceback holds the parts that had found room.
@@ -229,7 +246,7 @@ class Placement:
 
     def _begin_behind(self, window: Sequence[Entry], following: Sequence[Entry]) -> None:
         """Begin up to `ahead` batches behind the first, up to one that is not finished."""
-        for entry in itertools.islice(itertools.chain(window, following), 1, 1 + self.ahead):
+        for entry in itertools.islice(itertools.chain(window, following), 1, 1 + self._ahead.count):
             result = entry.result
             if result is None:
                 return
@@ -237,7 +254,7 @@ class Placement:
                 continue
             try:
                 entry.begun = self._begin(result.batch, entry.task)
-            except OUT_OF_MEMORY:
+            except accelerator.OUT_OF_MEMORY:
                 break
             except Exception as raised:
                 as_batch_error(raised, "while the batch was placed")  # raises what a signal handler has raised
@@ -246,42 +263,32 @@ class Placement:
             return
         self.make_room()  # not done above, as in `place`
 
-    def _begin(self, batch: Any, task: Task) -> list[PendingCopy] | list[PinnedCopy]:
+    def _begin(self, batch: Any, task: Task) -> list[PendingCopy] | list[accelerator.PinnedCopy]:
         """Start to put a batch where it belongs. The copies of its shards may still be under way after this."""
         shards = batch if task.sharded else (batch,)
         if self._pinner is not None:
             return [self._pinner.begin(self._in_host_memory(shard)) for shard in shards]
-        if self.ahead < self._wanted:
-            self._until_retry -= 1
-            if self._until_retry <= 0:
-                self.ahead, self._until_retry, self._retried = self.ahead + 1, self._pause, True
-        begun, number = list[PendingCopy](), next(self._numbers)
+        if self._ahead.count < self._ahead.wanted:
+            self._ahead.retry()
+        begun = list[PendingCopy]()
         for place, (device, shard) in enumerate(zip(self.devices or itertools.repeat(_CPU), shards, strict=False)):
             try:
-                copies = None if self._on_host else self.copies[device]
+                copies = self.copies[device]
                 if type(shard) is TensorBatch:
                     shard = shard.arrays
                 if copies is None or self._transform is not None:
-                    begun.append(self._begin_shard(device, copies, shard, number, task, place))
+                    begun.append(self._begin_shard(device, shard, task, place))
                 else:
-                    begun.append(shard if type(shard) is PendingCopy else copies.begin(shard, number))
+                    begun.append(shard if type(shard) is PendingCopy else copies.begin(shard))
             except Exception as error:
                 if not self._on_host:
                     note_device(error, device)
                 raise
         return begun
 
-    def _begin_shard(
-        self, device: torch.device, copies: CopyStream | None, shard: Any, number: int, task: Task, place: int
-    ) -> PendingCopy:
-        """Start to put one shard on a device without streams, or through the user's function.
-
-        Args:
-            device, copies, shard: as they say.
-            number: of the batch.
-            task, place: what was read, and the number of the shard in it.
-        """
-        transform, apply = self._transform, None
+    def _begin_shard(self, device: torch.device, shard: Any, task: Task, place: int) -> PendingCopy:
+        """Start to put shard ``place`` of a task on a device without streams, or through the user's function."""
+        copies, transform, apply = self.copies[device], self._transform, None
         with torch.inference_mode(False):  # as in `CopyStream.begin`
             if transform is not None:
                 apply = functools.partial(transform.apply, task=task, number=place)
@@ -289,7 +296,7 @@ class Placement:
             if type(shard) is PendingCopy:
                 placed = shard.batch
             elif copies is not None:
-                return copies.begin(shard, number, None if transform is None or transform.fn is None else apply)
+                return copies.begin(shard, None if transform is None or transform.fn is None else apply)
             elif self._on_host:
                 placed = self._in_host_memory(shard)
             else:
@@ -312,9 +319,7 @@ class Placement:
 
     def make_room(self) -> None:
         """A device has no memory left: copy one batch less ahead for some time, and give back what is not used."""
-        if self._retried:
-            self._pause, self._retried = min(2 * self._pause, LONGEST_PAUSE), False
-        self.ahead, self._until_retry = max(0, self.ahead - 1), self._pause
+        self._ahead.lower()
         for copies in filter(None, self.copies.values()):
             copies.make_room()
 
@@ -336,21 +341,22 @@ class _CopyStreams(dict[torch.device, "CopyStream | None"]):
 
     Args:
         clock: of the loader.
+        devices: of the shards.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, devices: list[torch.device]) -> None:
+        self._clock, self._devices = clock, devices
 
     def __missing__(self, device: torch.device) -> CopyStream | None:
         number = indexed(device)
         warn_of_rank(device, number)
-        streams = streams_of(number)
-        self[device] = None if streams is None else CopyStream(streams, self._clock)
+        streams, shards = streams_of(number), max(1, self._devices.count(device))
+        self[device] = None if streams is None else CopyStream(streams, self._clock, shards)
         return self[device]
 
 
-def not_placed(task: Task, raised: BaseException, where: str) -> Result:
-    """The result of a batch that could not be put on its devices. What a signal handler has raised is raised again.
+def not_placed(task: Task, raised: BaseException, where: str) -> Exception:
+    """The error of a batch that could not be put on its devices. What a signal handler has raised is raised again.
 
     Args:
         task: what was to be read.
@@ -359,8 +365,8 @@ def not_placed(task: Task, raised: BaseException, where: str) -> Result:
     """
     error = as_batch_error(raised, where)
     # Of an error of an earlier kernel no sample is the cause.
-    Location(task.epoch, task.seq).note(error, samples=() if note_late(error) else task.shards[0])
-    return Result(task.run, task.seq, error=error)
+    Location(task.epoch, task.seq).note(error, samples=() if accelerator.note_late(error) else task.shards[0])
+    return error
 
 
 def _close(

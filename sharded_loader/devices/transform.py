@@ -32,7 +32,14 @@ RAISED = "raised by device_transform"
 
 
 class OnHost:
-    """The value of a host field. A container that moves itself asks it to move, and it stays what it is."""
+    """The value of a host field. A container that moves itself asks it to move, and it stays what it is.
+
+    Attributes:
+        value: of the field; or an object that moves itself, and then what it has become.
+        has_moved: it was such an object.
+    """
+
+    has_moved = False
 
     def __init__(self, value: Any) -> None:
         self.value = value

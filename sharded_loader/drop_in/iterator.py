@@ -50,8 +50,8 @@ from sharded_loader.base.private import counted_by_fabric, fetched_by_lightning
 from sharded_loader.batching.tree import TensorBatch
 from sharded_loader.data.inspection import Known, is_stateful
 from sharded_loader.data.seeding import set_epoch_of
+from sharded_loader.devices.accelerator import Pinner
 from sharded_loader.devices.names import accelerators, find_devices
-from sharded_loader.devices.pinning import Pinner
 from sharded_loader.devices.placement import Placement
 from sharded_loader.drop_in import sampler as samplers
 from sharded_loader.drop_in.collate import batchify_fn_of
@@ -59,9 +59,8 @@ from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, SamplerStat
 from sharded_loader.engine.epoch_requests import EpochRequest, EpochRequests
 from sharded_loader.engine.messages import Job, PartPoint, Task
 from sharded_loader.engine.order import Position
-from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.engine.pipeline import Pipeline, Run
 from sharded_loader.engine.pool import Pool
-from sharded_loader.engine.run import Run
 from sharded_loader.engine.split import plain_indices
 from sharded_loader.loader import arguments
 from sharded_loader.loader.arguments import action_and_limit, length
@@ -589,9 +588,9 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._pipeline = Pipeline(self._pool, arguments.make_split(devices, sharded, loader.num_shards))
         arguments.claim(self._pool, self._pipeline)
         # Without prefetch_factor, enough batches are in flight to fill the messages to the workers.
-        self._pipeline.scale_by_group = loader._scales_prefetch
-        self._pipeline.per_worker = loader.prefetch_factor or 0
-        self._pipeline.follow(self._pool)
+        self._pipeline.scheduler.scale_by_group = loader._scales_prefetch
+        self._pipeline.scheduler.per_worker = loader.prefetch_factor or 0
+        self._pipeline.scheduler.follow(self._pool)
         self._pipeline.min_ready = max(2, 1 + placement.ahead)
         self._closer = weakref.finalize(self, _call_all, self._pool.closer(), placement.closer())
         self._shutdown = False
@@ -679,7 +678,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         of_epoch = of_dataset if isinstance(of_dataset, int) else None
         at: dict[str, Any] = {"points_at_start": self._points_at_start, "epoch_of_dataset": of_epoch}
         at |= {"base_seed": drawn, "yielded": self._num_yielded}
-        self.run = TorchRun(next(_numbers), epoch=epoch, any_order=epoch.any_order, **at)
+        self.run = TorchRun(next(_numbers), epoch=epoch, **at)
         self._inner = RunIterator(self._pipeline, self._placement, loader._meter, self.run, job)
         if workers == 0:
             self._prime(epoch, is_new)
@@ -705,7 +704,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             start.settle()
             if not start.has_set_epoch:
                 epoch.begin()
-        self._pipeline.one_by_one = start.may_draw
+        self._pipeline.scheduler.one_by_one = start.may_draw
         return epoch
 
     def is_stale(self, loader: Loader) -> bool:
@@ -744,7 +743,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             if self._job.keeps_state and is_new:
                 epoch.primed(copy.deepcopy(dataset.state_dict()))
             return
-        self._start_pool()
+        self._pipeline.start(self._job)
         task, reader = epoch.task(epoch.first), getattr(self._pool, "reader", None)
         if isinstance(task, Task) and isinstance(reader, StreamReader) and task.part is not None:
             epoch.primed(task.part.number, reader.prime(task))
@@ -752,12 +751,6 @@ class LoaderIterator(_BaseDataLoaderIter):
             of_dataset, _ = epoch.at_beginning().points[0].state or (None, None)
             if of_dataset is not None:
                 dataset.load_state_dict(copy.deepcopy(of_dataset))
-
-    def _start_pool(self) -> None:
-        with self._pipeline.lock:
-            inside = self._pipeline.begin()
-            self._pool.start(self._job)
-            self._pipeline.end(inside)
 
     # -- batches --------------------------------------------------------------------------------------------
 
@@ -800,7 +793,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         pool = self._pool
         if isinstance(pool, ProcessPool) and not self._shutdown:
             if not pool.started:
-                self._start_pool()
+                self._pipeline.start(self._job)
             self._processes = [WorkerView(handle) for handle in pool.workers]
         return self._processes
 

@@ -179,7 +179,7 @@ class BatchTimes(SimpleNamespace):
         behind: of these, in which the host waited for a device.
         starts: it is an iterator's first one, and nothing was read before.
         is_lost: a worker ended over it.
-        named: its slow samples, as `LoaderStats` tells them.
+        shards: the indices that `slow` counts by; nothing where no sample was slow.
         cause: the largest cause of `waited`.
 
     Example:
@@ -195,7 +195,7 @@ class BatchTimes(SimpleNamespace):
     worker, threads = -1, 1
     is_first = lacks_tasks = starts = is_lost = False
     slow: tuple[tuple[int, float], ...] = ()
-    named: tuple[Any, ...] = ()
+    shards: tuple[Any, ...] = ()
     cause = ""
 
     @property

@@ -431,19 +431,8 @@ def resolve_replicas(num_replicas: Any, rank: Any = None, environ: Mapping[str, 
     return replicas, number
 
 
-DATA_DIMS = (
-    "dp",
-    "ddp",
-    "data",
-    "data_parallel",
-    "batch",
-    "replicate",
-    "shard",
-    "fsdp",
-    "hsdp",
-    "dp_replicate",
-    "dp_shard",
-)
+_REPLICATED = ("dp", "ddp", "data", "data_parallel", "batch", "replicate", "dp_replicate")
+DATA_DIMS = (*_REPLICATED, "shard", "fsdp", "hsdp", "dp_shard")
 MODEL_DIMS = ("tp", "cp", "pp", "sp", "ep", "tensor", "context", "pipeline", "pipe", "sequence", "expert", "model")
 
 

@@ -1,16 +1,19 @@
 """Keeps batches in flight and hands them out in order. The consumer's own thread does all of it.
 
-    Epoch --fill--> window of entries --dispatch--> pool --wait--> entries filled in --next--> in order
+    Scheduler.tasks      Epoch -> entries at the end of a run's window -> the tasks that the pool is given now
+    ReorderBuffer.file   what comes from the pool -> the entries it is of, in any order
+    Pipeline.next        the head of the window, once it is finished -> the user
 
 No background thread competes for the main process's GIL: planning, dispatch and reordering happen inside `next`, under
 one lock. Iterators in several threads take turns at that lock.
 
-What is in flight is a cache. A run's only truth is how many batches the user has received. One call of `next` is
-one step. If an exception from outside strikes inside a step, such
-as a Ctrl-C, `fail` leaves the step open. The next step then throws away everything in flight, starts the pool again,
-and plans from the delivered count. While the pool only waits, nothing has to be thrown away (`Pool.waiting`).
+What is in flight is a cache. A run's only truth is how many batches the user has received (`Run.delivered`). One call
+of `next` is one step. If an exception from outside strikes inside a step, such as a Ctrl-C, `fail` leaves the step
+open. The next step then throws away everything in flight, starts the pool again, and plans from the delivered count.
+While the pool only waits, nothing has to be thrown away (`Pool.waiting`).
 
-Owns: the windows. Does not own: the pool's workers (the pool does), batches handed out (the user does).
+Owns: the windows. A run owns its entries, and an entry its batch until it is handed out. Does not own: the pool's
+workers (the pool does), batches handed out (the user does).
 What can go wrong: the pool breaks; then every run ends with the pool's error, and a new epoch starts the pool again.
 """
 
@@ -20,16 +23,16 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, leave_frames
 from sharded_loader.base.interrupts import note_handlers
-from sharded_loader.base.limits import cores_for_workers
-from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, Nothing, Result, Task
+from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
+from sharded_loader.engine.order import Epoch
 from sharded_loader.engine.pool import Pool, PoolBroken
-from sharded_loader.engine.run import Entry, Run
 from sharded_loader.engine.split import Split
 
 CLOSING_SECONDS = 1.0
@@ -49,9 +52,246 @@ ANSWER_SECONDS = 2.0
 PER_WORKER = 2
 """Batches in flight for each worker, unless the user says otherwise."""
 
-NOTED_SECONDS = 2e-4
-"""Of a batch that is read faster, only sums are kept, unless it was measured (`messages.BatchTimes`) or waited for for
-long. To note it takes 2 us: 5 % of a batch of `tiny`."""
+_FAR = 1 << 40  # farther than any batch of a run whose epoch has begun
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A batch in flight: planned, perhaps finished, perhaps on its way to the devices (`begun`).
+
+    An entry owns its batch until the batch is handed out. Stamps are of `host_clock.now`.
+
+    Attributes:
+        result: of the pool. When the batch is handed out, with the error that stands in its place, if one does.
+        begun: the copies of its shards to their devices.
+        batch: as the user gets it.
+        sent: when the task was given to the pool; 0: it was not, or nothing is timed.
+        waited: when ``next`` began and ended to wait for it; None: it has not.
+        placing: seconds in which it was converted, and put on its devices.
+    """
+
+    seq: int
+    task: Task | None
+    result: Result | None = None
+    begun: Any = None
+    batch: Any = None
+    sent: float = 0.0
+    waited: tuple[float, float] | None = None
+    placing: float = 0.0
+
+
+class ShownRun:
+    """Which run has handed out a batch, or its end, most recently.
+
+    Attributes:
+        shown: the run, whose position the loader tells.
+    """
+
+    shown: Run | None = None
+
+
+@dataclass(eq=False)
+class Run:
+    """One iterator's way through one epoch.
+
+    Attributes:
+        number: identifies the run in tasks and results.
+        epoch: its batches.
+        mark: where the loader was when it chose the run.
+        delivered: how many batches of the epoch the user has received, errors in a batch's place included. This is the
+            only truth: everything below can be thrown away and built again from it.
+        planned: the number of the batch behind the window.
+        window: the batches in flight, in order.
+        waiting: those of them that the pool has not been given yet.
+        dead: why the run can never go on: the error of the pool that ended it, until its iterator has raised that;
+            then text, because an exception would hold the frames that hold the run.
+        ended: the user has seen the end.
+        exhausted: all its batches have been planned.
+        is_ahead: its epoch has not begun; it is read while the one before it is consumed.
+        next: the prefetched run behind this one.
+        awaited: the entries whose results have not come, by the numbers of their tasks.
+        waits_since: since when this ``next`` has waited for workers; 0: it has not.
+    """
+
+    number: int
+    epoch: Epoch
+    mark: Any = None
+    window: deque[Entry] = field(default_factory=deque)
+    waiting: deque[Entry] = field(default_factory=deque)
+    dead: str | Exception | None = None
+    ended: bool = False
+    exhausted: bool = False
+    is_ahead: bool = False
+    next: Run | None = None
+    awaited: dict[int, Entry] = field(default_factory=dict)
+    waits_since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.epoch.run, self.delivered, self.planned = self.number, self.epoch.first, self.epoch.first
+
+    def advance(self) -> None:
+        """Move the first finished batch to the head of the window. Those it overtakes keep their order."""
+        window = self.window
+        entry = next((one for one in window if one.result is not None), None)
+        if entry is not None and entry is not window[0]:
+            begin = window[0].seq
+            self.epoch.move(entry.seq, begin)
+            window.remove(entry)
+            window.appendleft(entry)
+            for seq, one in enumerate(window, begin):
+                one.seq = seq
+
+    def leave_out(self, entry: Entry) -> bool:
+        """Whether the entry's part was given up before it. Then its batch is empty."""
+        part = None if entry.task is None else entry.task.part
+        is_given_up = part is not None and part.batch > self.epoch.given_up.get(part.number, part.batch)
+        if is_given_up:
+            entry.result = self.epoch.came(entry.seq, Result(self.number, entry.seq, NOTHING))
+        return is_given_up
+
+    def distance(self) -> float:
+        """How many batches come before the first one that waits for the pool. A run that is ahead is last."""
+        if not self.waiting:
+            return math.inf
+        return self.waiting[0].seq - self.delivered + (_FAR if self.is_ahead else 0)
+
+    def forget_window(self) -> None:
+        """Throw away what is in flight. It is planned again from `delivered`."""
+        self.exhausted = False
+        for entry in list(self.window):
+            for copy in entry.begun or ():
+                copy.drop()
+        self.window.clear()
+        self.waiting.clear()
+        self.awaited.clear()
+        self.planned = self.delivered
+
+
+class ReorderBuffer:
+    """What is in flight, of all runs of a pipeline. Results go to their places here, in whatever order they come.
+
+    Attributes:
+        runs: by their numbers.
+        dropped: the numbers of those whose iterators are gone.
+    """
+
+    def __init__(self) -> None:
+        self.runs: dict[int, Run] = {}
+        self.dropped: deque[int] = deque()
+
+    def file(self, results: Sequence[Result]) -> None:
+        """Put results into their places. Left out: those of a run that is gone, and second ones of a batch."""
+        for result in results:
+            run = self.runs.get(result.run)
+            if run is not None and (entry := run.awaited.pop(result.seq, None)) is not None:
+                is_of_part = entry.task is not None and entry.task.part is not None
+                entry.result = run.epoch.came(entry.seq, result) if is_of_part else result
+
+    def fail(self, error: Exception) -> None:
+        """The pool is broken: that ends all runs."""
+        for run in self.runs.values():
+            run.dead = error
+            run.forget_window()
+        self.runs.clear()
+
+    def forget(self) -> None:
+        """Throw away what is in flight."""
+        for run in self.runs.values():
+            run.forget_window()
+
+
+class Scheduler:
+    """Decides what is read next, and when the pool is given more. It calls no pool, and changes nothing but windows.
+
+    Args:
+        split: how batches become shards, when they are planned.
+        runs: all runs that are open; those of a `ReorderBuffer`.
+
+    Attributes:
+        split: as given.
+        prefetch: how many batches of a run are kept in flight; of a pool without workers none is. May be set at any
+            time.
+        per_worker: `prefetch` follows the number of workers, by this factor; 0: it does not.
+        scale_by_group: `prefetch` counts groups of batches instead of batches (`Pool.group`).
+        one_by_one: for each batch that is taken, the epoch is asked for one: what it draws then depends on no clock.
+        is_timed: note when tasks are given to the pool.
+    """
+
+    def __init__(self, split: Split, runs: dict[int, Run]) -> None:
+        self.split, self._runs = split, runs
+        self.prefetch = self.per_worker = 0
+        self.scale_by_group = self.one_by_one = self.is_timed = False
+
+    def follow(self, pool: Pool) -> None:
+        """`prefetch` follows the number of workers, if it does."""
+        if self.per_worker:
+            self.prefetch = self.per_worker * pool.num_workers
+
+    def tasks(self, run: Run, pool: Pool, least: int = 0, before: int = 0) -> list[Task]:
+        """Fill a run's window, a group at a time (for each worker, if they take turns); a small one one at a time.
+
+        Args:
+            run: whose window.
+            pool: its workers, group and room decide.
+            least: how many batches the window must hold, whatever `prefetch` says.
+            before: how many batches of the run before this one are in flight: they count too.
+
+        Returns:
+            The tasks to be given to the pool now. Of several runs, those that are needed soonest come first.
+        """
+        window, group, workers = run.window, pool.group, pool.num_workers
+        if workers:
+            scale = group * (SLACK if group > 1 else 1) if self.scale_by_group and not self.one_by_one else 1
+            unit, share = (group * workers, 2) if run.epoch.takes_turns and group > 1 else (group, 4)
+            depth = max(least, self.prefetch * scale)
+            missing = depth - before - len(window)
+            if not (self.one_by_one or missing >= min(unit, depth // share) or missing == depth):
+                missing = 0
+        else:
+            missing = least - len(window)
+        for seq in range(run.planned, run.planned + missing):
+            planned = run.epoch.task(seq)
+            if planned is None:
+                run.exhausted = True
+                break
+            if isinstance(planned, Task) and self.split.num_shards is not None:
+                planned = self._sharded(planned)
+            if isinstance(planned, Task):
+                entry = Entry(seq, planned)
+                run.waiting.append(entry)
+                run.awaited[seq] = entry
+            else:
+                error = None if isinstance(planned, Nothing) else planned
+                # Its frames lead to the iterator whose step this is, which could not go before this window does.
+                # Only the batch that this step waits for (``least``) leaves the window at once.
+                if error is not None and (window or run.is_ahead or not least):
+                    leave_frames(error)
+                entry = Entry(seq, None, Result(run.number, seq, NOTHING, error=error))
+                del error
+            window.append(entry)
+            run.planned = seq + 1
+            del planned, entry  # as in `Pipeline.next`
+        tasks, now = list[Task](), host_clock.now() if self.is_timed and workers else 0.0
+        while len(tasks) < pool.room:
+            if len(self._runs) > 1:
+                run = min(self._runs.values(), key=Run.distance)
+            if not run.waiting:
+                break
+            entry = run.waiting.popleft()
+            if entry.task is not None and not (run.epoch.given_up and run.leave_out(entry)):
+                tasks.append(entry.task)
+                entry.sent = now
+        return tasks
+
+    def _sharded(self, task: Task) -> Task | Exception:
+        """The task with shards, or the error of its batch."""
+        try:
+            return self.split.sharded(task)
+        except Exception as raised:
+            error = as_batch_error(raised, "while the batch was split into shards")
+            Location(task.epoch, task.seq).note(error, samples=task.shards[0])
+            leave_frames(error)
+            return error
 
 
 class Pipeline:
@@ -59,48 +299,37 @@ class Pipeline:
 
     Args:
         pool: reads the batches.
-        split: how batches become shards, when they are given to the pool.
+        split: how batches become shards, when they are planned.
 
     Attributes:
-        prefetch: how many batches of a run are kept in flight; of a pool without workers none is. May be set at any
-            time.
-        per_worker: `prefetch` follows the number of workers, by this factor; 0: it does not.
-        scale_by_group: `prefetch` counts groups of batches instead of batches (`Pool.group`).
-        one_by_one: for each batch that is taken, the epoch is asked for one: what it draws then depends on no clock.
-        lock: one for all iterators. The thread that calls `begin` holds it until `end` or `fail`. It is reentrant: a
-            signal handler may use the loader in the middle of a step.
+        pool, split: as given.
+        scheduler: decides what is read next.
+        buffer: what is in flight.
+        lock: one for all iterators. A thread holds it during `next`, and until it has called `fail` if that was
+            interrupted. It is reentrant: a signal handler may use the loader in the middle of a step.
         min_ready: poll the pool only while fewer than this many finished batches wait.
         is_open_step: a step is under way on this thread's stack, or was interrupted.
-        closed: `close` was called.
+        closed, is_shut: `close` was called; and the pool was given back.
         pid: the process whose pipeline this is. A forked child has the object, but no workers.
     """
 
     def __init__(self, pool: Pool, split: Split) -> None:
-        self.pool, self.split = pool, split
-        self.prefetch = self.per_worker = 0
-        self.scale_by_group = self.one_by_one = False
+        self.pool, self.split, self.buffer = pool, split, ReorderBuffer()
+        self.scheduler = Scheduler(split, self.buffer.runs)
         self.min_ready = 2
         self.lock = threading.RLock()
-        self.is_open_step = False
-        self.closed = False
-        self.is_shut = False
+        self.is_open_step = self.closed = self.is_shut = False
         self._job: Job | None = None
-        self._runs: dict[int, Run] = {}
-        self._dropped: deque[int] = deque()
         self.pid = os.getpid()
-        self._cores = cores_for_workers()
 
     # -- steps ----------------------------------------------------------------------------------------------
 
-    def begin(self, is_nested: bool = False) -> bool:
-        """Begin a step; throw away what an interrupted step has left.
-
-        Args:
-            is_nested: this thread is in another step already.
+    def _settle(self, is_nested: bool) -> bool:
+        """Throw away what an interrupted step has left, and do what was left for the next one.
 
         Returns:
-            Whether the step lies inside another one, which waits: in a signal handler, or in a dataset that iterates
-            over the loader itself. `end` has to be told.
+            Whether this step lies inside another one, which waits: in a signal handler, or in a dataset that iterates
+            over the loader itself.
 
         Raises:
             RuntimeError: the other step does not wait: it is in the middle of its work.
@@ -114,25 +343,11 @@ class Pipeline:
                 )
             self._recover()
         self.is_open_step = True
-        self.pool.waiting = False
-        if self._dropped:
+        if self.buffer.dropped:
             self._drop()
         if self.pool.unsettled:
             self.pool.settle()
         return inside
-
-    def end(self, inside: bool) -> None:
-        """The step is over.
-
-        Raises:
-            LoaderClosedError: the loader was closed in the middle of the step.
-        """
-        if self.closed:
-            self.fail()
-            raise LoaderClosedError()
-        self.is_open_step = self.pool.waiting = inside
-        if inside:
-            self.pool.wake()  # the step around this one may wait for what this one has received
 
     def fail(self) -> None:
         """An exception has left the step. Unless the pool only waited, the next step recovers.
@@ -150,78 +365,79 @@ class Pipeline:
 
         Workers start and end in steps only. `close` does not wait for another thread that starts some.
         """
-        if self.lock.acquire(blocking=False):
-            try:
-                if not (self.is_open_step or self.closed or pool.started):
-                    self._adopt(pool)
-                    return
-            finally:
-                self.lock.release()
-        pool.wake()
 
-    def _adopt(self, pool: Pool) -> None:
-        pool.adopt()
-        self.follow(pool)
+        def adopt() -> None:
+            pool.adopt()
+            self.scheduler.follow(pool)
 
-    def follow(self, pool: Pool) -> None:
-        """`prefetch` follows the number of workers, if it does."""
-        if self.per_worker:
-            self.prefetch = self.per_worker * pool.num_workers
+        if pool.started or not self._between_steps(adopt):
+            pool.wake()
 
-    def use(self, pool: Pool) -> None:
-        """Read with this pool from now on; called in a step, before `open`. It builds again what is in flight."""
-        if pool is not self.pool:
-            self._drop_work()
-            self.pool = pool
-
-    def _drop_work(self) -> None:
-        for run in self._runs.values():
-            run.forget_window()
-        self.pool.close()
+    def _between_steps(self, do: Callable[[], None]) -> bool:
+        """Do something now, unless a step is under way in any thread, or was interrupted; whether it was done."""
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            if self.is_open_step or self.closed:
+                return False
+            self.is_open_step = True
+            do()
+            self.is_open_step = False
+            return True
+        finally:
+            self.lock.release()
 
     def _recover(self) -> None:
-        self._drop_work()
-        if self._job is not None and self._runs:
+        self.buffer.forget()
+        self.pool.close()
+        if self._job is not None and self.buffer.runs:
             self.pool.start(self._job)
 
     # -- runs -----------------------------------------------------------------------------------------------
 
-    def open(self, run: Run, job: Job, *, renew: bool = False) -> None:
+    def start(self, job: Job) -> None:
+        """Start the pool before the first step."""
+        with self.lock:
+            self._settle(is_nested=False)
+            self.is_open_step = True
+            self.pool.start(job)
+            self.is_open_step = False
+
+    def open(self, run: Run, job: Job, *, renew: bool = False, pool: Pool | None = None) -> None:
         """Take up a run, in a step: start the pool if it does not run.
 
         Args:
             run: the new run.
             job: what the workers are to read.
             renew: send ``job`` to workers that run already.
+            pool: read with this one from now on. It builds again what is in flight.
         """
         note_handlers()
+        if pool is not None and pool is not self.pool:
+            self.buffer.forget()
+            self.pool.close()
+            self.pool = pool
         if renew or not self.pool.started:
             self._job = job
             self.pool.start(job)
-        self._runs[run.number] = run
+        self.buffer.runs[run.number] = run
 
     def replace(self, run: Run, by: Run) -> None:
         """Read another run in the place of one. The batches of the old one that are in flight are dropped."""
         self.drop(run.number)
-        self._runs[by.number] = by
+        self.buffer.runs[by.number] = by
 
     def drop(self, number: int) -> None:
         """A run's iterator is gone. Called while it is collected, so it must not wait for the lock.
 
         If a step is under way, or was interrupted, the next step drops the run."""
-        self._dropped.append(number)
-        if os.getpid() == self.pid and self.lock.acquire(blocking=False):
-            try:
-                if not self.is_open_step and not self.closed:
-                    self.is_open_step = True
-                    self._drop()
-                    self.is_open_step = False
-            finally:
-                self.lock.release()
+        self.buffer.dropped.append(number)
+        if os.getpid() == self.pid:
+            self._between_steps(self._drop)
 
     def _drop(self) -> None:
-        while self._dropped:
-            run = self._runs.pop(self._dropped.popleft(), None)
+        while self.buffer.dropped:
+            run = self.buffer.runs.pop(self.buffer.dropped.popleft(), None)
             if run is not None:
                 run.forget_window()
                 if self.pool.started:
@@ -232,229 +448,118 @@ class Pipeline:
     def next(
         self,
         run: Run,
-        deliver: Callable[[Run, Entry], Any],
+        deliver: Callable[[Run, Entry], bool],
         is_nested: bool = False,
         first: Callable[[Run], None] | None = None,
         ahead: Callable[[Run], None] | None = None,
-    ) -> Any:
-        """One step: what ``deliver`` makes of the run's next batch. None after the last one. Blocks.
+    ) -> Entry | Exception | None:
+        """One step: the run's next batch. None after the last one. Blocks.
 
         Args:
             run: whose batch.
-            deliver: is given the head of the window, finished. None: it is empty, and the batch behind it comes.
+            deliver: is given the head of the window, finished. False: it is empty, and the batch behind it comes.
             is_nested: this thread is in another step already.
             first: takes up the run (`open`), before anything else.
-            ahead: all batches of the run are planned: puts those of the next epoch in flight.
+            ahead: all batches of the run are planned: opens the run of the next epoch.
 
         Returns:
             An error instead where no batch is to blame: the loader was closed meanwhile, or the pool is broken.
+
+        Raises:
+            RuntimeError: another step is under way in this thread, and in the middle of its work.
+            LoaderClosedError: the loader was closed in the middle of the step.
         """
-        if self.is_open_step or self._dropped or self.pool.unsettled:
-            inside = self.begin(is_nested)
-        else:  # as `begin` does it, without a call
-            inside, self.is_open_step, self.pool.waiting = False, True, False
+        inside = False
+        if self.is_open_step or self.buffer.dropped or self.pool.unsettled:
+            inside = self._settle(is_nested)
+        self.is_open_step, self.pool.waiting = True, False
         if first is not None:
             first(run)
-        window, made, entry = run.window, None, self._head(run)
-        while entry is not None:
-            if isinstance(entry, Exception):
-                made = entry
+        window, least, run.waits_since, is_empty = run.window, self.min_ready, 0.0, True
+        found: Entry | Exception | None = None
+        while is_empty:
+            pool = self.pool
+            is_ready = len(window) >= least and window[least - 1].result is not None and window[0].result is not None
+            if not is_ready or run.epoch.any_order or (pool.wanted is not None and pool.wanted != pool.num_workers):
+                found = self._await_head(run)
+            if found is not None or not window:
                 break
-            made = deliver(run, entry)
+            found = window[0]
+            if run.epoch.given_up and found.result is not None and found.result.error is not None:
+                run.leave_out(found)  # it came before the error of its part
+            is_empty = not deliver(run, found)
             window.popleft()
+            if is_empty:
+                found = None
             if self.pool.num_workers:
-                self._fill(run, 0)
-                if run.next is not None:
-                    self.fill_next(run)
-                elif run.exhausted and ahead is not None:
+                if tasks := self.scheduler.tasks(run, self.pool):
+                    self.pool.submit(tasks)
+                if run.exhausted and run.next is None and ahead is not None:
                     ahead(run)
-            if made is not None:
-                break
-            entry = self._head(run)
-        if inside or self.closed:
-            self.end(inside)
-        else:  # as `end` does it, without a call
-            self.is_open_step = self.pool.waiting = False
+                if run.next is not None and run.next.is_ahead:
+                    tasks = self.scheduler.tasks(run.next, self.pool, before=len(window))
+                    if tasks:
+                        self.pool.submit(tasks)
+        if self.closed:
+            self.fail()
+            raise LoaderClosedError()
+        self.is_open_step = self.pool.waiting = inside
+        if inside:
+            self.pool.wake()  # the step around this one may wait for what this one has received
         try:
-            return made
+            return found
         finally:
-            del made, entry  # frames of their errors lead to this one, and the loader would wait for the collector
+            del found  # frames of its error lead to this one, and the loader would wait for the collector
 
-    def _head(self, run: Run) -> Entry | Exception | None:
-        """The run's next batch, finished; None after the last one. It stays in the window."""
-        window, least = run.window, self.min_ready
-        began, due = 0.0, math.inf
-        look: Callable[[], None] | None = None
+    def _await_head(self, run: Run) -> Exception | None:
+        """Receive until the run's next batch is finished, or there is none; the error that ends the run."""
+        window, due, look = run.window, run.waits_since and run.waits_since + PATIENCE, None
         while True:
+            pool = self.pool
             if self.closed:
                 return LoaderClosedError()
-            pool = self.pool
             if pool.wanted is not None and pool.wanted != pool.num_workers:
-                self._adopt(pool)
+                pool.adopt()
+                self.scheduler.follow(pool)
+            if isinstance(failure := run.dead, Exception):
+                run.dead = f"{type(failure).__name__}: {failure}"
+                return failure
             if run.dead is not None:
-                failure, run.failure = run.failure, None
-                return failure or RuntimeError(
-                    f"this iterator has failed ({run.dead}): begin an epoch with iter(loader)"
-                )
-            if len(window) < least or window[least - 1].result is None or window[0].result is None:
-                self._fill(run, 1)
-                if not window:
-                    return None
-                if not pool.started:
-                    self._recover()  # the pool itself was closed
-                    continue
-                blocks = not run.is_finished() if run.any_order else window[0].result is None
-                if blocks and not began and pool.num_workers:
-                    began = host_clock.now()
-                    due = began + PATIENCE
-                self._wait(run, block=blocks)
-            if run.any_order and window:
-                run.advance()
-            if window and window[0].result is not None:
-                if began:
-                    self._note_wait(run, window[0], window[0].result, began)
-                if run.epoch.given_up and window[0].result.error is not None:  # it came before the error of its part
-                    run.leave_out(window[0])
-                return window[0]
-            if began and host_clock.now() >= due:
-                due, look = self._tell_of_wait(run, began, look)
-
-    def _tell_of_wait(
-        self, run: Run, began: float, look: Callable[[], None] | None
-    ) -> tuple[float, Callable[[], None] | None]:
-        """The consumer has waited long: say for whom, once, and later look what came of it; see `Pool.tell_of_wait`.
-
-        Returns:
-            When to call this again, and with what as ``look``.
-        """
-        now = host_clock.now()
-        if look is not None:
-            look()
-        elif run.window:
-            entry = run.window[0]
-            text = f"epoch {run.epoch.number}, batch {entry.seq}"
-            text = f"sharded_loader: next() has waited {now - began:.0f} s for {text}"
-            if (look := self.pool.tell_of_wait(text, entry.task)) is not None:
-                return now + ANSWER_SECONDS, look
-        return math.inf, None
-
-    def _note_wait(self, run: Run, head: Entry, result: Result, began: float) -> None:
-        """The consumer has waited for the first batch of a run. Which tasks had the workers?"""
-        ended = host_clock.now()
-        if result.batch is NOTHING and result.error is None:  # the batch that is handed out is waited for since then
-            run.waited = run.waited or began
-            return
-        began, run.waited = run.waited or began, 0.0
-        head.waited = ended - began
-        if result.times is None and result.seconds < NOTED_SECONDS and head.waited < 5 * NOTED_SECONDS:
-            return
-        pool, in_flight, waiting = self.pool, len(run.window), len(run.waiting)
-        if len(self._runs) > 1:
-            in_flight = sum([len(one.window) for one in self._runs.values()])
-            waiting = sum([len(one.waiting) for one in self._runs.values()])
-        lacks = in_flight < pool.num_workers and not (run.exhausted or run.epoch.takes_turns)
-        lacks = lacks or (waiting > 0 and in_flight - waiting < pool.num_workers)
-        head.times = times = result.times or BatchTimes()
-        times.wait_began, times.wait_ended, times.lacks_tasks = began, ended, lacks
-        times.threads = pool.num_workers if pool.shares_dataset else 1
-        times.per_core = pool.num_workers / self._cores
-
-    def fill_next(self, run: Run) -> None:
-        """Put batches of the prefetched run in flight, where this one has no more."""
-        if run.next is not None and run.next.is_ahead:
-            self._fill(run.next, 0, before=len(run.window))
-
-    def _fill(self, run: Run, least: int, before: int = 0) -> None:
-        """Fill the window, a group at a time (for each worker, if they take turns); a small window one at a time.
-
-        Args:
-            run: whose window.
-            least: how many batches the window must hold, whatever `prefetch` says.
-            before: how many batches of the run before this one are in flight: they count too.
-        """
-        window, group = run.window, self.pool.group
-        scale = group * (SLACK if group > 1 else 1) if self.scale_by_group and not self.one_by_one else 1
-        unit, share = (group * self.pool.num_workers, 2) if run.epoch.takes_turns and group > 1 else (group, 4)
-        planned: Task | Exception | Nothing | None = None
-        entry: Entry | None = None
-        depth = max(least, self.prefetch * scale) if self.pool.num_workers else least
-        missing = depth - before - len(window)
-        if missing > 0 and (self.one_by_one or missing >= min(unit, depth // share) or missing == depth):
-            for seq in range(run.planned, run.planned + missing):
-                planned = run.epoch.task(seq)
-                if planned is None:
-                    run.exhausted = True
-                    break
-                if isinstance(planned, Task):
-                    entry = Entry(seq, planned)
-                    run.waiting.append(entry)
-                elif isinstance(planned, Nothing):
-                    entry = Entry(seq, None, Result(run.number, seq, planned))
-                else:
-                    # Its frames lead to the iterator whose step this is, which could not go before this window does.
-                    # Only the batch that this step waits for (``least``) leaves the window at once.
-                    if window or run.is_ahead or not least:
-                        leave_frames(planned)
-                    entry = Entry(seq, None, Result(run.number, seq, error=planned))
-                window.append(entry)
-                run.planned = seq + 1
-            planned = entry = None  # as in `_wait`
-        if run.waiting:
-            self._dispatch(run)
-
-    def _dispatch(self, run: Run) -> None:
-        """Give waiting tasks of a run to the pool. Of several runs, those tasks that are needed soonest go first."""
-        tasks: list[Task] = []
-        room, splits = self.pool.room, self.split.num_shards is not None
-        now = host_clock.now() if self.pool.num_workers else 0.0
-        while len(tasks) < room:
-            if len(self._runs) > 1:
-                run = min(self._runs.values(), key=Run.distance)
-            if not run.waiting:
-                break
-            entry = run.waiting.popleft()
-            task = entry.task
-            assert task is not None  # an error in a task's place does not wait
-            if run.epoch.given_up and run.leave_out(entry):
+                return RuntimeError(f"this iterator has failed ({run.dead}): begin an epoch with iter(loader)")
+            if tasks := self.scheduler.tasks(run, pool, 1):
+                pool.submit(tasks)
+            if not window:
+                return None
+            if not pool.started:
+                self._recover()  # the pool itself was closed
                 continue
+            blocks = window[0].result is None
+            if blocks and run.epoch.any_order:
+                blocks = all(one.result is None for one in window)
+            if blocks and not run.waits_since and pool.num_workers:
+                run.waits_since = host_clock.now()
+                due = run.waits_since + PATIENCE
             try:
-                if splits:
-                    entry.task = task = self.split.sharded(task)
-                tasks.append(task)
-                entry.sent = now
-            except Exception as raised:
-                error = as_batch_error(raised, "while the batch was split into shards")
-                Location(run.epoch.number, entry.seq).note(error, samples=task.shards[0])
-                leave_frames(error)  # as in `_fill`
-                entry.result = Result(run.number, entry.seq, error=error)
-        if tasks:
-            self.pool.submit(tasks)
+                self.buffer.file(pool.wait(blocks))
+            except PoolBroken as broken:
+                self.buffer.fail(broken.error)
+            if not window:
+                continue
+            if run.epoch.any_order:
+                run.advance()
+            if window[0].result is not None:
+                if run.waits_since:
+                    window[0].waited = run.waits_since, host_clock.now()
+                return None
+            if due and host_clock.now() >= due:
+                due, look = (math.inf, look()) if look is not None else self._tell_of_wait(run)
 
-    def _wait(self, current: Run, *, block: bool) -> None:
-        """File what comes from the pool, and dispatch again."""
-        try:
-            results = self.pool.wait(block)
-        except PoolBroken as broken:
-            for run in self._runs.values():
-                run.dead, run.failure = f"{type(broken.error).__name__}: {broken.error}", broken.error
-                run.forget_window()
-            self._runs.clear()
-            return
-        result: Result | None = None
-        for result in results:
-            filed = self._runs.get(result.run)
-            window = () if filed is None else filed.window
-            number = -1
-            if filed is not None and window:
-                number = (filed.moved.pop(result.seq, result.seq) if filed.moved else result.seq) - window[0].seq
-            if filed is not None and 0 <= number < len(window) and window[number].result is None:
-                if (task := window[number].task) is not None and task.part is not None:
-                    result = filed.epoch.came(window[number].seq, result)
-                window[number].result = result
-        # Their errors lead to this frame, and from there to the loader, which would wait for the collector.
-        came, results, result = bool(results), (), None
-        if came and (current.waiting or len(self._runs) > 1):
-            self._dispatch(current)
+    def _tell_of_wait(self, run: Run) -> tuple[float, Callable[[], None] | None]:
+        """Tell for whom ``next`` has waited long. When to look what came of it, and how; see `Pool.tell_of_wait`."""
+        now, entry = host_clock.now(), run.window[0]
+        text = f"sharded_loader: next() has waited {now - run.waits_since:.0f} s for epoch {run.epoch.number}, "
+        look = self.pool.tell_of_wait(f"{text}batch {entry.seq}", entry.task)
+        return math.inf if look is None else now + ANSWER_SECONDS, look
 
     # -- life -----------------------------------------------------------------------------------------------
 
@@ -476,7 +581,7 @@ class Pipeline:
 
     def shut(self) -> None:
         """Give back what the pool owns. Also at the end of a step in which the loader was closed."""
-        self._runs.clear()
+        self.buffer.runs.clear()
         self.pool.close()
         self.is_shut = True
 

@@ -4,7 +4,6 @@
 
     Bulk or OneByOne   how a shard is read, chosen when the reader is made
     ErrorPolicy        what becomes of samples that cannot be read: ``on_error``
-    Timing             around each batch; around single samples and ``batchify_fn`` only in batches that are measured
     BatchScope         where the reader is at every moment: `sample_rng()` and the notes of an error look there
 
 `Bulk` is for datasets that read many samples at once: as a finished batch (``get_batch``, columns: see `data.bulk`;
@@ -16,8 +15,8 @@ memory of the same kind.
 All samples that are read alone pass the loops of `OneByOne.samples`, which do nothing for a sample but read it. What
 fails, fails in the user's code, and is caught in one place. The main process looks at the board, over a dead worker.
 
-A reader keeps nothing of a batch that was read, so several threads may use one. If two of them write what `Timing`
-knows of the batches so far, an update may be lost: it decides on no batch. Nothing here imports torch.
+What is measured of a batch beside its seconds, and of which batches, is decided by the instruments (`timing`). A reader
+keeps nothing of a batch that was read, so several threads may use one. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -31,28 +30,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sharded_loader.base import errors, host_clock
+from sharded_loader.base.imports import provided
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import RETRIES
-from sharded_loader.base.system import core_seconds
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assembler, refuse_async
 from sharded_loader.data.bulk import NOT_IN_BULK, Awaited, as_bulk, as_items, is_awaited, listed, takes_arrays
 from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board
-from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, PartPoint, Result, Task
-from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, philox, reading
-
-MEASURED_SECONDS = 2e-2
-"""Of work that is measured once. To measure a batch takes 40 us, and 200 us where other processes have the caches: that
-is 0.2 to 1 %. Of batches of 40 us (`tiny`) it is one in 500, of 400 us (`images`) one in 50. A batch that takes 20 ms
-is always measured. The clocks and counts of the other batches take 0.8 us, by the least of five runs with and
-without them: 1 % of the 76 us of `tiny` in a worker."""
-
-SAMPLE_SECONDS = 2e-5
-"""To time a sample takes 0.1 us."""
-
-KEPT_SAMPLES = 20
-"""The slowest samples of an epoch that a reader, and the loader, keep."""
+from sharded_loader.engine.messages import NOTHING, Job, PartPoint, Result, Task
+from sharded_loader.randomness.rng import NO_SAMPLE, OF_BATCH, OfBatch, SampleScope, philox, reading
 
 
 class BatchScope(SampleScope):
@@ -95,6 +82,11 @@ class BatchScope(SampleScope):
     def set_index(self, index: Any) -> None:
         """The samples are not read one by one from here on: `sample_rng()` goes by ``index``."""
         self.items, self.index, self.drawn = None, index, None
+
+    @property
+    def of_batch(self) -> OfBatch:
+        """What ``batchify_fn`` is keyed by now."""
+        return OfBatch(self.task.key, self.board[SHARD])
 
     def watched(self, items: Iterator[Any], first: int = 0) -> Iterator[Any]:
         """The items, from place ``first`` on: each is noted on the board, and timed if that is wanted. No call each.
@@ -142,7 +134,7 @@ class Reader:
         in_bulk: read several samples at once where the dataset and the job can.
 
     Attributes:
-        timing: what measures its batches.
+        timing: what measures its batches, of `sharded_loader.instruments`.
     """
 
     def __init__(
@@ -154,7 +146,7 @@ class Reader:
         self._set_epoch: Any = set_epoch_of(job.dataset) if tells_epoch else None
         self._epoch: int | None = None
         self._notes_samples = notes_samples
-        self.timing = Timing()
+        self.timing = provided("timing", "instruments")()
 
     def read(
         self,
@@ -176,21 +168,13 @@ class Reader:
         Exceptions become part of the result. Only in the caller's own thread a KeyboardInterrupt passes, and what a
         signal handler raises (`sharded_loader.base.interrupts.is_from_outside`).
         """
-        at = BatchScope(self._job.seed, task.epoch)
+        at, timing, tried, before = BatchScope(self._job.seed, task.epoch), self.timing, len(RETRIES), reading.get()
         at.task, at.worker, at.empty, at.board = task, worker, empty, list(UNUSED) if board is None else board
-        seconds, times = self.timing.around(self, at, number)
-        rest = seconds, at.point, 0, at.began, number, False, times
-        try:
-            return Result(task.run, task.seq, at.batch, at.samples, at.error, at.skipped, at.lost, *rest)
-        finally:
-            at.error = None  # otherwise error -> traceback -> frame -> scope -> error, and all wait for the collector
-
-    def make(self, at: BatchScope) -> None:
-        """Read a task: the scope has the batch then, or the error in its place."""
-        task, before, at.notes = at.task, reading.get(), self._notes_samples or at.task.careful
+        at.notes, at.indices = self._notes_samples or task.careful, task.shards[0]
+        at.is_timed, at.measure = timing.begin()
+        at.began = host_clock.now()
         try:
             reading.set(at)
-            at.indices = task.shards[0]
             if self._set_epoch is not None and task.epoch != self._epoch:
                 self._tell_epoch(task.epoch)
             if batches := self._make_batches(at):
@@ -202,6 +186,16 @@ class Reader:
             at.lost, at.error = (), at.noted(raised)
         finally:
             reading.set(before)
+        seconds, times = host_clock.now() - at.began, None
+        if at.measure is not None or at.durations or seconds > timing.LONG or len(RETRIES) > tried:
+            times = timing.times(at, seconds, number, len(RETRIES) - tried)
+        if number >= 0:
+            timing.free[number] = at.began + seconds
+        rest = seconds, at.point, 0, at.began, number, False, times
+        try:
+            return Result(task.run, task.seq, at.batch, at.samples, at.error, at.skipped, at.lost, *rest)
+        finally:
+            at.error = None  # otherwise error -> traceback -> frame -> scope -> error, and all wait for the collector
 
     def read_sample(self, index: Any, epoch: int) -> Any:
         """One sample, with its generator; exceptions pass as they are."""
@@ -322,9 +316,7 @@ class OneByOne:
     def collate(self, samples: Any, at: BatchScope) -> Any:
         """The batch of ``samples``: a list, or what ``__getitems__`` has returned."""
         at.board[SAMPLE] = IN_BATCHIFY
-        task = at.task
-        place = OfBatch(task.seq if task.part is None else task.key, at.board[SHARD])
-        at.items, at.index, at.drawn, at.misfit = None, place, None, ()  # `set_index`, without a call
+        at.items, at.index, at.drawn, at.misfit = None, OF_BATCH, None, ()  # `set_index`, without a call
         began = 0.0 if at.measure is None else host_clock.now()
         is_list = type(samples) is list
         try:
@@ -481,82 +473,6 @@ class ErrorPolicy:
                 yield number, taken(indices, places), [samples[place] for place in places]
             else:
                 at.lost += (number,)
-
-
-# -- how long it takes -------------------------------------------------------------------------------------------------
-
-
-class Timing:
-    """Notes when each batch began and how long it took, and of some batches more: `BatchTimes`.
-
-    These are the first one, one in `MEASURED_SECONDS` of work, those that take longer, and those whose requests were
-    tried again. Samples are timed where one takes `SAMPLE_SECONDS` on average.
-
-    Attributes:
-        free: of each worker that uses the reader, when it was done with its last batch.
-    """
-
-    def __init__(self) -> None:
-        self.free: dict[int, float] = {}
-        self._core: dict[int, tuple[float, float]] = {}  # `core_seconds` after the last batch that was measured
-        self._batches = self._next = self._counted = 0  # that were read; the next to measure; what is in the sums
-        self._seconds = self._spare = 0.0  # of batches; by which samples that were read alone were below SAMPLE_SECONDS
-        # The epoch of the slowest samples, the seconds of the least of them, and of each.
-        self._slow_epoch, self._least, self._slow = -1, SAMPLE_SECONDS, list[float]()
-
-    def around(self, reader: Reader, at: BatchScope, worker: int) -> tuple[float, BatchTimes | None]:
-        """Let a reader read a batch. Returns how long it took, and what else was measured of it.
-
-        Args:
-            reader: reads it.
-            at: the batch.
-            worker: the number of the worker; -1: the main process.
-        """
-        self._batches, tried, at.is_timed = self._batches + 1, len(RETRIES), self._spare <= 0
-        at.measure = core_seconds() if self._batches >= self._next else None
-        at.began = host_clock.now()
-        reader.make(at)
-        ended, times = host_clock.now(), None
-        seconds, retries = ended - at.began, len(RETRIES) - tried
-        is_slow = seconds > MEASURED_SECONDS or (at.durations and max(at.durations) > self._least)
-        if at.measure is not None or is_slow or retries > 0:
-            times = self._times(at, seconds, worker, retries)
-        if worker >= 0:
-            self.free[worker] = ended
-        return seconds, times
-
-    def _times(self, at: BatchScope, seconds: float, worker: int, retries: int) -> BatchTimes:
-        """What was measured of a batch; learn from it what to measure."""
-        weight, processor, queued = 1 if at.measure is None else max(1, self._batches - self._counted), -1.0, 0.0
-        if at.measure is not None or seconds > MEASURED_SECONDS:
-            core = core_seconds()
-            # Of one that was not to be measured, the last batches before it are cheap beside it.
-            before, self._core[worker] = at.measure or self._core.get(worker, core), core
-            queued = min(seconds, core[1] - before[1])
-            processor = min(seconds - queued, core[0] - before[0])
-        self._counted += weight
-        self._seconds += weight * (seconds - queued)
-        # At most as many are left out as were counted, or 16: one odd measurement must not decide for long.
-        left_out = min(max(16, self._counted), int(MEASURED_SECONDS * self._counted / max(self._seconds, 1e-6)))
-        self._next = self._batches + 1 + left_out
-        if at.is_alone:
-            # With waits for a core: on a busy machine they may seem to be all of it. Needless times cost little.
-            self._spare += weight * (SAMPLE_SECONDS * at.samples - max(0.0, seconds - at.collating))
-        free = at.began if worker < 0 else self.free.get(worker)  # between two batches, the main process does not idle
-        idle = 0.0 if free is None else max(0.0, at.began - free)
-        measured = {"idle": idle, "processor": processor, "queued": queued, "collate": at.collating, "weight": weight}
-        return BatchTimes(**measured, retries=retries, is_first=free is None, slow=self._slowest(at))
-
-    def _slowest(self, at: BatchScope) -> tuple[tuple[int, float], ...]:
-        """The place and the seconds of those samples of a batch that are among the slowest of the epoch."""
-        if at.task.epoch != self._slow_epoch:
-            self._slow_epoch, self._slow, self._least = at.task.epoch, [], SAMPLE_SECONDS
-        found = [(place, seconds) for place, seconds in enumerate(at.durations) if seconds > self._least]
-        found = sorted(found, key=operator.itemgetter(1), reverse=True)[:KEPT_SAMPLES]
-        self._slow = sorted([*self._slow, *map(operator.itemgetter(1), found)])[-KEPT_SAMPLES:]
-        if len(self._slow) == KEPT_SAMPLES:
-            self._least = self._slow[0]
-        return tuple(found)
 
 
 def plain_indices(indices: Any) -> Any:

@@ -199,8 +199,8 @@ class Tuner:
     def look(self, meter: Meter, pipeline: Pipeline | None, now: float) -> None:
         """A step has ended, at ``now``. The next step makes the change."""
         assert pipeline is not None  # it was a step of its
-        pool, before = pipeline.pool, self._before
-        setting = Setting(pool.num_workers, pipeline.per_worker if pipeline.scale_by_group else 0)
+        pool, scheduler, before = pipeline.pool, pipeline.scheduler, self._before
+        setting = Setting(pool.num_workers, scheduler.per_worker if scheduler.scale_by_group else 0)
         gap, self._looked, meter.tune_at = now - self._looked, now, now + STARTING
         is_settled = setting == self._setting and self._starts == math.inf
         if not pool.num_workers or (is_settled and gap <= PAUSE and now - self._since < WINDOW):
@@ -227,8 +227,11 @@ class Tuner:
             if wanted != setting:
                 logger.info('num_workers="auto": %s, so %s', observed, wanted)
                 self.workers = wanted.workers
-                pool.wanted, pipeline.per_worker = wanted.workers, wanted.depth or pipeline.per_worker
-                pipeline.follow(pool)
+                pool.wanted, pipeline.scheduler.per_worker = (
+                    wanted.workers,
+                    wanted.depth or pipeline.scheduler.per_worker,
+                )
+                pipeline.scheduler.follow(pool)
 
     def _most(self, setting: Setting, cores: int) -> int:
         """How many worker processes there is memory for. Those that started last tell how much one takes."""

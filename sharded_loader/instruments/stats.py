@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import nlargest
@@ -29,14 +29,16 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
+from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.batching.tree import children, field_names, is_dataclass_instance
 from sharded_loader.data.datasets import counts_of, mixture_of, retries_of
-from sharded_loader.engine.messages import BatchTimes
-from sharded_loader.engine.pipeline import NOTED_SECONDS, Pipeline
-from sharded_loader.engine.reader import KEPT_SAMPLES, plain_indices
+from sharded_loader.engine.messages import BatchTimes, Result
+from sharded_loader.engine.pipeline import Entry, Pipeline
+from sharded_loader.engine.reader import plain_indices
 from sharded_loader.instruments import times
 from sharded_loader.instruments.times import CAUSES, STAGES, Histograms, SlowSample, StageTimes, WorkerTimes
-from sharded_loader.loader.observer import Delivered, Observer
+from sharded_loader.instruments.timing import KEPT_SAMPLES
+from sharded_loader.loader.observer import Observer
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,9 @@ POOLED = NUMBERS[NUMBERS.index("retries") : NUMBERS.index("slow_batches") + 1] +
 COUNTED = tuple(name for name in reversed(NUMBERS) if name not in POOLED[1:])
 """The numbers that are sums over batches. Read in this order in another thread, a part never exceeds its whole."""
 
-_LOST = (WorkerDiedError, WorkerTimeoutError)
+NOTED_SECONDS = 2e-4
+"""Of a batch that is read faster, only sums are kept, unless it was measured (`messages.BatchTimes`) or waited for for
+long. To note it takes 2 us: 5 % of a batch of `tiny`."""
 
 KEPT_BATCHES = 1000
 """The last batches whose times are kept. Those of an epoch are added up 1,000 at a time, in a third of the time."""
@@ -265,6 +269,11 @@ def sum_of(parts: Sequence[LoaderStats]) -> LoaderStats:
     )
 
 
+def _slow_samples(row: BatchTimes) -> Iterator[SlowSample]:
+    indices = list(chain.from_iterable(map(plain_indices, row.shards)))
+    return (SlowSample(indices[place], seconds, row.epoch, row.worker) for place, seconds in row.slow if indices)
+
+
 def with_rows(stats: LoaderStats, rows: Sequence[BatchTimes]) -> LoaderStats:
     """With the causes, stages and slow samples of some more batches."""
     if not rows:
@@ -273,7 +282,7 @@ def with_rows(stats: LoaderStats, rows: Sequence[BatchTimes]) -> LoaderStats:
     for row in rows:
         for cause, seconds in times.causes_of(row, share):
             causes[cause] += seconds
-    slowest = tuple(chain.from_iterable(row.named for row in rows))
+    slowest = tuple(chain.from_iterable(map(_slow_samples, rows)))
     return sum_of([stats, LoaderStats(causes=causes, slowest=slowest, _timed=Histograms().adding(rows), _share=share)])
 
 
@@ -342,6 +351,7 @@ class Meter(Observer):
     tune: Callable[[Meter, Pipeline | None, float], None]
     tune_at = math.inf
 
+    times = True
     KEPT_EPOCHS = 1000
     KEPT_TIMES = 10
     """Epochs whose histograms are kept: they take 20 KB for each worker."""
@@ -355,6 +365,7 @@ class Meter(Observer):
         self._late.ended = LoaderStats()
         self.looks: str | None = None
         self._rows: deque[BatchTimes] = deque(maxlen=KEPT_BATCHES)
+        self._cores = cores_for_workers()
 
     def counts(self) -> Counts:
         return Counts(self.totals())
@@ -378,40 +389,66 @@ class Meter(Observer):
                 del self.epochs[old.number]
             old.__dict__ = self._late.__dict__  # its iterator may still be there, and add to it
 
-    def note(self, counts: Counts, made: Delivered, stamps: dict[str, float], pipeline: Pipeline | None = None) -> None:
+    def note(
+        self,
+        counts: Counts,
+        entry: Entry,
+        turn: float,
+        asked: float,
+        taken: float,
+        behind: float,
+        starts: bool,
+        pipeline: Pipeline,
+    ) -> None:
         """Count it. Unless it was cheap, keep how it was on its way."""
-        entry, result, taken, behind = made.entry, made.result, stamps["taken"], stamps["behind"]
-        read, error = entry.result or result, result.error
-        row = entry.times or read.times
-        if row is None and (stamps["starts"] or read.seconds >= NOTED_SECONDS):
-            row = BatchTimes()
-        counts.seconds += taken - stamps["turn"]  # first: see `COUNTED`
-        counts.waiting_seconds += taken - stamps["asked"] - behind
+        result, waited = entry.result, 0.0
+        assert result is not None  # it is handed out
+        error, row = result.error, result.times
+        if entry.waited is not None:
+            waited = entry.waited[1] - entry.waited[0]
+        counts.seconds += taken - turn  # first: see `COUNTED`
+        counts.waiting_seconds += taken - asked - behind
         counts.device_seconds += behind
         if error is None:
             counts.batches += 1
             counts.samples += result.samples
-        counts.reading_seconds += read.seconds
-        counts.placing_seconds += stamps["placing"] - behind
-        counts.retries += read.retries
-        if row is None:
-            counts.for_workers += entry.waited if read.worker >= 0 else read.seconds
+        counts.reading_seconds += result.seconds
+        counts.placing_seconds += entry.placing - behind
+        counts.retries += result.retries
+        if row is None and not (starts or result.seconds >= NOTED_SECONDS or waited >= 5 * NOTED_SECONDS):
+            counts.for_workers += waited if result.worker >= 0 else result.seconds
         else:
-            row.__dict__.update(stamps, epoch=counts.number, step=entry.seq, sent=entry.sent, worker=read.worker)
-            row.__dict__.update(began=read.began, seconds=read.seconds, samples=result.samples if error is None else -1)
-            row.is_lost = read.rebuilt or (error is not None and isinstance(read.error, _LOST))
-            if row.slow and entry.task is not None:
-                indices = list(chain.from_iterable(map(plain_indices, entry.task.shards)))
-                slow = [SlowSample(indices[at], seconds, entry.task.epoch, row.worker) for at, seconds in row.slow]
-                row.named = tuple(slow)
+            row = row or BatchTimes()
+            row.__dict__.update(turn=turn, asked=asked, taken=taken, placing=entry.placing, behind=behind)
+            row.starts, row.epoch = starts, counts.number
+            self._fill_in(row, entry, result, pipeline)
             self._rows.append(row)
             counts.state[1].append(row)
             if len(counts.state[1]) >= KEPT_BATCHES:
                 counts.add_up()
         if error is None and entry.task is not None and (self.looks is None or self.mixture is not None):
-            self.look(made.batch, counts, entry.task.shards)
+            self.look(entry.batch, counts, entry.task.shards)
         if taken >= self.tune_at:
             self.tune(self, pipeline, taken)
+
+    def _fill_in(self, row: BatchTimes, entry: Entry, result: Result, pipeline: Pipeline) -> None:
+        """What is known of a batch beside the stamps of ``next``."""
+        error, pool, runs = result.error, pipeline.pool, pipeline.buffer.runs
+        row.__dict__.update(sent=entry.sent, worker=result.worker, began=result.began, seconds=result.seconds)
+        row.step, row.samples = entry.seq, result.samples if error is None else -1
+        row.is_lost = result.rebuilt or isinstance(error, (WorkerDiedError, WorkerTimeoutError))
+        if row.slow and entry.task is not None:
+            row.shards = entry.task.shards
+        if entry.waited is not None:
+            row.wait_began, row.wait_ended = entry.waited
+            row.threads = pool.num_workers if pool.shares_dataset else 1
+            row.per_core = pool.num_workers / self._cores
+            in_flight = waiting = 0
+            for run in runs.values():
+                in_flight, waiting = in_flight + len(run.window), waiting + len(run.waiting)
+            own = runs.get(result.run)
+            lacks = in_flight < pool.num_workers and own is not None and not (own.exhausted or own.epoch.takes_turns)
+            row.lacks_tasks = lacks or (waiting > 0 and in_flight - waiting < pool.num_workers)
 
     def rows(self) -> list[BatchTimes]:
         """The last 1,000 batches that were handed out, of all epochs, the oldest first."""

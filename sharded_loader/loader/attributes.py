@@ -212,13 +212,13 @@ class LoaderAttributes(Instruments):
     @property
     def prefetch(self) -> int:
         """Batches in flight, from the next batch on."""
-        return self._pipeline.prefetch
+        return self._pipeline.scheduler.prefetch
 
     @prefetch.setter
     def prefetch(self, prefetch: int | None) -> None:
-        self._pipeline.scale_by_group = prefetch is None
-        self._pipeline.per_worker = PER_WORKER if prefetch is None else 0
-        self._pipeline.prefetch = check_prefetch(prefetch, self.num_workers)
+        self._pipeline.scheduler.scale_by_group = prefetch is None
+        self._pipeline.scheduler.per_worker = PER_WORKER if prefetch is None else 0
+        self._pipeline.scheduler.prefetch = check_prefetch(prefetch, self.num_workers)
 
     @property
     def prefetch_epochs(self) -> bool:

@@ -40,8 +40,7 @@ from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import Job
 from sharded_loader.engine.order import Epoch, Position
-from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.run import Run, ShownRun
+from sharded_loader.engine.pipeline import Pipeline, Run, ShownRun
 from sharded_loader.loader.arguments import length
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.epoch import Ahead, MapEpoch
@@ -299,12 +298,10 @@ class _KeptRun(NamedTuple):
 
     Attributes:
         run: the run, perhaps opened, perhaps with batches in flight.
-        mark: where the loader was before it began.
         order: of a prefetched run, what decided its batches; None: they are what they are.
     """
 
     run: Run
-    mark: Mark
     order: Any = None
 
 
@@ -376,26 +373,28 @@ class Epochs:
             then = "The loader still reads the old number, and workers may have old copies"
             then = f"{then}: call loader.refresh() after you change the dataset"
             warn_of_length(self.dataset, self.order.dataset_length, self._workers.notices, then)
-        return self._take_kept(self.progress.mark()) or self.new_run(self.progress.begin())
+        mark = self.progress.mark()
+        run = self._take_kept(mark) or self.new_run(self.progress.begin())
+        run.mark = mark
+        return run
 
     def open(self, run: Run, iterator: Any) -> None:
         """Have the pool read an iterator's run. The pipeline's step has begun."""
         pool, resident = self._workers, self.resident
         if resident is not None and resident.load(again=self.stale):
             pool = resident
-        self.pipeline.use(pool)
         if pool.shares_dataset:
             self.placement.settle()
             self._tell_epoch(run)
         self.order.begun(run.epoch)
-        self.pipeline.open(run, self.job_now(), renew=self.stale)
+        self.pipeline.open(run, self.job_now(), renew=self.stale, pool=pool)
         self.stale = False
         self._tell_order(run, iterator)
 
-    def keep(self, run: Run, mark: Mark) -> None:
+    def keep(self, run: Run) -> None:
         """The first ``next`` of an iterator was interrupted: its epoch has not begun."""
-        self.progress.roll_back(mark, run)
-        before, self._kept = self._kept, _KeptRun(run, mark)
+        self.progress.roll_back(run.mark, run)
+        before, self._kept = self._kept, _KeptRun(run)
         if before is not None:
             self._drop(before.run)
 
@@ -464,11 +463,10 @@ class Epochs:
             if is_from_outside(error):
                 raise
             return  # what cannot be asked now is an error when the epoch begins, if it is one then
-        ahead.is_ahead = True
-        self._kept = _KeptRun(ahead, mark, (facts, self._split.weights))
+        ahead.is_ahead, ahead.mark = True, mark
+        self._kept = _KeptRun(ahead, (facts, self._split.weights))
         self.pipeline.open(ahead, self.job_now())
         run.next = ahead
-        self.pipeline.fill_next(run)
 
     def _take_kept(self, mark: Mark) -> Run | None:
         """The run that is kept, if it is what begins now; otherwise it is dropped."""
@@ -476,7 +474,7 @@ class Epochs:
         if kept is None:
             return None
         run = kept.run
-        is_wanted = kept.mark == mark and not self.stale and run.dead is None
+        is_wanted = run.mark == mark and not self.stale and run.dead is None
         if is_wanted and kept.order in (None, (self.order.facts(run.epoch.number), self._split.weights)):
             run.is_ahead = False
             return run
@@ -587,6 +585,7 @@ class Epochs:
                     f"set_epoch and is shared by all iterators of this pool, can be in one epoch only. "
                     f"Use worker processes, or finish one epoch before the next"
                 )
+                run.forget_window()
         set_epoch(new)
 
     def set_epoch_of_data(self) -> Any:

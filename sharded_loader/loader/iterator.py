@@ -30,10 +30,9 @@ from sharded_loader.base.private import find_profiler_enabled, is_owned
 from sharded_loader.batching.tree import to_torch
 from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.engine.messages import NOTHING, Job, Result
-from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.run import Entry, Run, ShownRun
-from sharded_loader.loader.epochs import Epochs, Mark
-from sharded_loader.loader.observer import Delivered, Observer
+from sharded_loader.engine.pipeline import Entry, Pipeline, Run, ShownRun
+from sharded_loader.loader.epochs import Epochs
+from sharded_loader.loader.observer import Observer
 from sharded_loader.loader.options import Batch
 from sharded_loader.streams.epoch import StreamEpoch
 
@@ -67,6 +66,7 @@ class BatchIterator(Iterator[Batch]):
         name: str = "",
     ) -> None:
         self._pipeline, self._placement, self._observer = pipeline, placement, observer
+        pipeline.scheduler.is_timed = observer.times
         self._progress = progress or ShownRun()
         self._last_ended: float | None = None  # when it has handed out a batch, or an error in its place
         self._counts: Any = None  # the observer's
@@ -83,11 +83,7 @@ class BatchIterator(Iterator[Batch]):
     def _open(self, run: Run) -> None:
         """Have the pool read the run. The pipeline's step has begun."""
 
-    def _mark(self) -> Mark | None:
-        """Where the loader is before an epoch begins."""
-        return None
-
-    def _keep(self, run: Run, mark: Mark | None) -> None:
+    def _keep(self, run: Run) -> None:
         """The first ``next`` was interrupted: the epoch of this run has not begun. It is chosen again."""
 
     def _begun(self, run: Run) -> None:
@@ -130,9 +126,9 @@ class BatchIterator(Iterator[Batch]):
         pipeline, clock = self._pipeline, self._placement.clock
         if os.getpid() != pipeline.pid:
             pipeline.check_open()  # before the lock: in a forked child no thread would release it
-        is_nested = is_owned(pipeline.lock)
+        is_nested = pipeline.is_open_step and is_owned(pipeline.lock)
         with pipeline.lock:
-            run, mark = self.run, None
+            run = self.run
             if run is not None and pipeline.closed:
                 pipeline.check_open()  # raises: another loader may have the pool
             delivered, shown = 0 if run is None else run.delivered, self._progress.shown
@@ -145,15 +141,14 @@ class BatchIterator(Iterator[Batch]):
                     self._counts = self._observer.counts()
                 clock.times = self._counts
                 if run is None:
-                    mark = self._mark()
                     self._choose_run()
                 batch, error = self._step(is_nested)
                 if error is None:
                     return batch  # type: ignore[no-any-return]
                 if run is None and self._is_first and not isinstance(error, StopIteration):
-                    self._go_back_to_choose(mark)  # nothing was handed out, not even an error in a batch's place
+                    self._go_back_to_choose()  # nothing was handed out, not even an error in a batch's place
             except BaseException as raised:
-                self._go_back(run, delivered, mark, shown)
+                self._go_back(run, delivered, shown)
                 if pipeline.closed and isinstance(raised, Exception) and not is_from_outside(raised):
                     raise LoaderClosedError from None  # closed in the middle of the step
                 raise
@@ -167,38 +162,40 @@ class BatchIterator(Iterator[Batch]):
 
         ``is_nested``: as of `Pipeline.next`.
         """
-        run, first, clock = self.run, None, self._placement.clock
+        run, first, clock, observer = self.run, None, self._placement.clock, self._observer
         assert run is not None  # it was chosen
-        behind, began = clock.behind, host_clock.now()
+        behind, asked = clock.behind, host_clock.now() if observer.times else 0.0
         self._starts = False
         if self._is_new:
             self._is_new, first = False, self._take_up
         elif run.epoch.keeps:  # not before: an interrupted `next` goes back over the empty batches that it has passed
             run.epoch.forget(run.delivered)
-        made = self._pipeline.next(run, self._deliver, is_nested, first, self._read_ahead)
-        while made is None and (following := self._end(run)) is not None:
+        found = self._pipeline.next(run, self._deliver, is_nested, first, self._read_ahead)
+        while found is None and (following := self._end(run)) is not None:
             run = following
-            made = self._pipeline.next(run, self._deliver, is_nested, self._take_up, self._read_ahead)
+            found = self._pipeline.next(run, self._deliver, is_nested, self._take_up, self._read_ahead)
         try:
-            if type(made) is not Delivered:
-                return None, made if isinstance(made, Exception) else StopIteration()
-            turn, taken = began if self._last_ended is None else self._last_ended, host_clock.now()
-            if self._last_ended is None:
-                self._observer.begin(run.epoch.number, self._counts)
+            if type(found) is not Entry:
+                return None, found or StopIteration()  # type: ignore[return-value]
+            turn, taken = self._last_ended, host_clock.now() if observer.times else 0.0
+            if turn is None:
+                turn = asked
+                observer.begin(run.epoch.number, self._counts)
             self._last_ended = taken
-            stamps = {"turn": turn, "asked": began, "taken": taken, "placing": made.placing, "starts": self._starts}
-            stamps["behind"] = clock.behind - behind
-            self._observer.note(self._counts, made, stamps, self._pipeline)
-            return made.batch, made.result.error
+            if observer.times:
+                behind = clock.behind - behind
+                observer.note(self._counts, found, turn, asked, taken, behind, self._starts, self._pipeline)
+            return found.batch, found.result and found.result.error
         finally:
-            del made  # as in `__next__`
+            del found  # as in `__next__`
 
     def _take_up(self, run: Run) -> None:
         self._open(run)
         self._starts = not run.window and self._pipeline.pool.num_workers > 0
 
-    def _choose_run(self) -> None:
+    def _choose_run(self) -> Run:
         self.run, self._is_new, self._is_first = self._choose(), True, True
+        return self.run
 
     def _end(self, run: Run) -> Run | None:
         """The run has no more batches: the run that takes its place, if its epoch was over when its state was saved."""
@@ -212,48 +209,49 @@ class BatchIterator(Iterator[Batch]):
         self._progress.shown = run
         if self._was_over(run):
             self._pipeline.drop(run.number)
-            self._choose_run()  # as if nothing had come before, not even empty batches
-            self._is_new = False
-            return self.run
+            following = self._choose_run()  # as if nothing had come before, not even empty batches
+            following.mark, self._is_new = run.mark, False
+            return following
         self._placement.end_epoch()
         return None
 
-    def _deliver(self, run: Run, entry: Entry) -> Delivered | None:
+    def _deliver(self, run: Run, entry: Entry) -> bool:
         """Put an entry's batch where it belongs. From now on the user has it, unless an exception strikes.
 
         Returns:
-            None if it is empty.
+            False if it is empty.
         """
-        began = host_clock.now()
-        assert entry.result is not None  # it is finished
+        result, task, placement = entry.result, entry.task, self._placement
+        assert result is not None  # it is finished
+        began = host_clock.now() if self._observer.times else 0.0
         if entry.seq == run.epoch.second_turn:
             self._check_parts(run, at_end=False)
-        made = Delivered(entry, entry.result)
-        task = entry.task
-        if made.result.error is None and made.result.batch is not NOTHING:
-            placement = self._placement
+        if result.error is None and result.batch is not NOTHING:
             assert task is not None  # it has a batch
             try:
                 if placement.is_plain:
-                    made.batch = to_torch(made.result.batch)
+                    entry.batch = to_torch(result.batch)
                 else:
-                    made.batch = placement.place(run.window, () if run.next is None else run.next.window)
+                    entry.batch = placement.place(run.window, () if run.next is None else run.next.window)
                 if run.epoch.evaluates:
-                    made.batch = made.batch, run.epoch.real(task)
+                    entry.batch = entry.batch, run.epoch.real(task)
             except Exception as raised:
-                made.result = not_placed(task, raised, "while the batch was placed")
-        made.placing = host_clock.now() - began
+                error = not_placed(task, raised, "while the batch was placed")
+                entry.result = result = result._replace(batch=None, error=error)
+                del error
+        if self._observer.times:
+            entry.placing = host_clock.now() - began
         run.delivered = entry.seq + 1
         if self._is_first:
             self._is_first = False
             self._begun(run)
         self._progress.shown = run
-        if made.result.skipped:
-            made.result = self._note_skipped(f"epoch {run.epoch.number}, batch {entry.seq}", made.result)
+        if result.skipped:
+            entry.result = result = self._note_skipped(f"epoch {run.epoch.number}, batch {entry.seq}", result)
         try:
-            return None if made.result.batch is NOTHING and made.result.error is None else made
+            return result.batch is not NOTHING or result.error is not None
         finally:
-            del made, entry  # the error of a batch that was not placed leads to this frame
+            del result, entry  # the error of a batch that was not placed leads to this frame
 
     def _check_parts(self, run: Run, at_end: bool) -> None:
         """Warn, once, if the parts of iterable data give the same samples."""
@@ -295,13 +293,12 @@ class BatchIterator(Iterator[Batch]):
                 f"fewer than a batch. Give smaller batches or fewer parts (streams=), or keep incomplete batches",
             )
 
-    def _go_back(self, run: Run | None, delivered: int, mark: Mark | None, shown: Run | None) -> None:
+    def _go_back(self, run: Run | None, delivered: int, shown: Run | None) -> None:
         """An exception has struck: nothing was handed out.
 
         Args:
             run: the run before this ``next``; None: its epoch has not begun.
             delivered: batches of it that were handed out before.
-            mark: where the loader was before the epoch began.
             shown: the run that was shown before.
         """
         if self.run is None:
@@ -311,12 +308,12 @@ class BatchIterator(Iterator[Batch]):
             self._progress.shown = shown
         self.run.delivered, self.run.ended = self.run.epoch.first if run is None else delivered, False
         if run is None:
-            self._go_back_to_choose(mark)
+            self._go_back_to_choose()
 
-    def _go_back_to_choose(self, mark: Mark | None) -> None:
+    def _go_back_to_choose(self) -> None:
         run, self.run = self.run, None
         if run is not None:
-            self._keep(run, mark)
+            self._keep(run)
 
     def _note_skipped(self, where: str, result: Result) -> Result:
         """Count what ``on_error`` left out, and warn of the first whole batch or shard.
@@ -340,7 +337,7 @@ class BatchIterator(Iterator[Batch]):
                 self._observer.notices.warn("left out", text)
             except Warning as raised:
                 error = raised
-        return result if error is None else Result(result.run, result.seq, error=error)
+        return result if error is None else result._replace(batch=None, error=error)
 
 
 class EpochIterator(BatchIterator[Batch]):
@@ -365,18 +362,14 @@ class EpochIterator(BatchIterator[Batch]):
         """
         return len(self._owner) if self.run is None else self.run.epoch.length()
 
-    def _mark(self) -> Mark:
-        return self._epochs.progress.mark()
-
     def _choose(self) -> Run:
         return self._epochs.choose()
 
     def _open(self, run: Run) -> None:
         self._epochs.open(run, self)
 
-    def _keep(self, run: Run, mark: Mark | None) -> None:
-        assert mark is not None  # it was asked for
-        self._epochs.keep(run, mark)
+    def _keep(self, run: Run) -> None:
+        self._epochs.keep(run)
 
     def _begun(self, run: Run) -> None:
         self._epochs.progress.begun(run, self)

@@ -244,7 +244,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         super().__init__(epochs, observer, batch_size, bool(pin_memory))
         self.prefetch = prefetch
         if factor is not None:
-            pipeline.per_worker = pipeline.prefetch // workers.num_workers
+            pipeline.scheduler.per_worker = pipeline.scheduler.prefetch // workers.num_workers
         if number_of_workers(num_workers)[0] and workers.num_workers:
             provided("num_workers", "auto")().follow(observer)
         claim(workers, pipeline)

@@ -20,8 +20,8 @@ from sharded_loader.data.datasets import mixture_of
 from sharded_loader.data.inspection import Known, digest_of_read
 from sharded_loader.engine.messages import NOTHING, Job, Task
 from sharded_loader.engine.order import Epoch, Position
+from sharded_loader.engine.pipeline import Entry
 from sharded_loader.engine.reader import Reader
-from sharded_loader.engine.run import Entry
 from sharded_loader.engine.split import plain_indices
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker

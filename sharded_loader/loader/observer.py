@@ -2,7 +2,7 @@
 
     counts()             when an iterator's first batch is asked for: what `note` is to count in
     begin(epoch, counts) when that batch is handed out: the epoch has begun
-    note(counts, made)   for each batch, or an error in its place, that is handed out
+    note(counts, ...)    for each batch, or an error in its place, that is handed out
     skip(samples, ...)   ``on_error`` has left samples out -> the error, if they are too many
 
 Iterators call it one at a time, under the pipeline's lock. `Observer` measures nothing: with it, a loader reads just as
@@ -12,24 +12,11 @@ well. The one that measures is given by name (`sharded_loader.instruments`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from sharded_loader.base.errors import HAS_ENDED, TooManySkippedError, notes_of, text_of
 from sharded_loader.base.notices import Notices
-from sharded_loader.engine.messages import Result
-from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.run import Entry
-
-
-@dataclass(slots=True)
-class Delivered:
-    """A batch on its way to the user. ``result`` has the error to raise instead; ``placing`` are seconds."""
-
-    entry: Entry
-    result: Result
-    batch: Any = None
-    placing: float = 0.0
+from sharded_loader.engine.pipeline import Entry, Pipeline
 
 
 class Observer:
@@ -40,11 +27,13 @@ class Observer:
         max_skipped: how many samples of an epoch ``on_error`` may skip or replace; None: any number.
 
     Attributes:
+        times: `note` is called, with stamps. Otherwise nothing is timed.
         notices: what the loader and its pool count.
         skipped: ``(index, error)`` of the last samples that ``on_error`` skipped or replaced.
     """
 
     KEPT = 1000
+    times = False
 
     def __init__(self, dataset: Any = None, max_skipped: int | None = None) -> None:
         self.dataset, self.max_skipped, self.notices = dataset, max_skipped, Notices()
@@ -56,13 +45,23 @@ class Observer:
     def begin(self, epoch: int, counts: Any) -> None:
         """An iterator delivers its first batch of an epoch, and will add to these counts."""
 
-    def note(self, counts: Any, made: Delivered, stamps: dict[str, float], pipeline: Pipeline | None = None) -> None:
+    def note(
+        self,
+        counts: Any,
+        entry: Entry,
+        turn: float,
+        asked: float,
+        taken: float,
+        behind: float,
+        starts: bool,
+        pipeline: Pipeline,
+    ) -> None:
         """A batch, or an error in its place, is handed out.
 
         Args:
             counts: what `begin` was given.
-            made: the batch on its way, its result, and the batch as the user gets it.
-            stamps: turn, asked, taken, placing, behind, starts; see `BatchTimes`.
+            entry: the batch.
+            turn, asked, taken, behind, starts: see `BatchTimes`.
             pipeline: that has read it.
         """
 

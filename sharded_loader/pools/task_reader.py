@@ -81,9 +81,9 @@ def seeded_as_worker(seed: int, task: Task) -> AbstractContextManager[None]:
 
 def _reading_in(frame: FrameType | None) -> str:
     """What a thread reads, in words, by the frame that it is in; "": nothing. Reading itself notes nothing for this."""
-    while frame is not None and frame.f_code is not Reader.make.__code__:
+    while frame is not None and frame.f_code is not Reader.read.__code__:
         frame = frame.f_back
-    at = None if frame is None else frame.f_locals["at"]
+    at = None if frame is None else frame.f_locals.get("at")
     if at is None:
         return ""
     task, place, now = at.task, at.place, host_clock.now()

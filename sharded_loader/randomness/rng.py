@@ -381,6 +381,9 @@ def philox(*parts: Hashable) -> np.random.Generator:
 NO_SAMPLE: Any = object()
 """The index of a `SampleScope` while several samples are read at once."""
 
+OF_BATCH: Any = object()
+"""The index while ``collate_fn`` runs: numbers are keyed by `SampleScope.of_batch` then."""
+
 
 @dataclass(eq=False, slots=True)
 class SampleScope:
@@ -392,7 +395,7 @@ class SampleScope:
     Attributes:
         seed: of the loader.
         epoch: of the batch.
-        index: of the sample; an `OfBatch` in ``batchify_fn``. It counts where ``items`` is None.
+        index: of the sample, or `NO_SAMPLE`, or `OF_BATCH`. It counts where ``items`` is None.
         indices: those of the shard.
         items: the iterator over ``indices`` that the reader goes by; None if the samples are not read one by one.
         drawn: what `sample_rng` has returned for this sample, and the sample's `place`.
@@ -408,6 +411,11 @@ class SampleScope:
     drawn: tuple[int, np.random.Generator] | None = None
     owners: dict[int, Any] = field(default_factory=dict)
     is_cached: bool = False
+
+    @property
+    def of_batch(self) -> OfBatch:
+        """What ``collate_fn`` is keyed by."""
+        return OfBatch(0, 0)
 
     @property
     def place(self) -> int:
@@ -441,8 +449,8 @@ def key_parts(scope: SampleScope, label: str, index: object = None) -> tuple[Any
             raise ValueError(
                 "which sample? get_batch(indices) reads several at once: call sample_rng(index) with the index"
             )
-        if type(index) is OfBatch:
-            label += " of batchify_fn"
+        if index is OF_BATCH:
+            label, index = f"{label} of batchify_fn", scope.of_batch
     return scope.seed, label, scope.epoch, index
 
 

@@ -47,10 +47,9 @@ from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.batching.tree import is_column, to_torch, torch_has
 from sharded_loader.data.bulk import Int64s, checked_indices, gather_rows, is_gathered
 from sharded_loader.data.datasets import Rows, as_rows
+from sharded_loader.devices.accelerator import OUT_OF_MEMORY, Streams, pinned_copy
 from sharded_loader.devices.copies import CopyStream, PendingCopy
-from sharded_loader.devices.pinning import pinned_copy
 from sharded_loader.devices.placement import Placement, not_placed
-from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.pools.local import InlinePool
 
@@ -269,7 +268,7 @@ class ResidentPool(InlinePool):
                 self._look_again(rows, task)
             shards = [self._gather(rows, *shard) for shard in zip(self._devices, found, strict=False)]
         except Exception as raised:
-            return (not_placed(task, raised, "while the batch was gathered"),)
+            return (Result(task.run, task.seq, error=not_placed(task, raised, "while the batch was gathered")),)
         batch = shards if task.sharded else shards[0]
         samples = sum(map(len, task.shards))
         return (Result(task.run, task.seq, batch, samples, seconds=host_clock.now() - began, began=began),)

@@ -6,7 +6,7 @@ from typing import Any
 
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import Result, Task
-from sharded_loader.engine.run import Entry
+from sharded_loader.engine.pipeline import Entry
 
 PLAIN, SHARDED = (Task(0, 0, 0, 0, ([0],), sharded) for sharded in (False, True))
 """Tasks whose batch is plain, or a list of shards."""

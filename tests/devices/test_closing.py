@@ -21,8 +21,8 @@ from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.devices import copies, placement
+from sharded_loader.devices.accelerator import Registrar
 from sharded_loader.devices.copies import HOST_AHEAD
-from sharded_loader.devices.pinning import Registrar
 from sharded_loader.engine.pool import Pool
 from sharded_loader.memory import arena
 from sharded_loader.memory.arena import Arena
@@ -66,7 +66,7 @@ def test_an_interruption_at_every_line_of_a_registration_leaves_nothing_register
     line, fired, before = 0, True, sys.gettrace()
     while fired:
         line += 1
-        made, tracer = Arena(None, registrar(machine).register), InterruptAt(line, ("arena.py", "pinning.py"))
+        made, tracer = Arena(None, registrar(machine).register), InterruptAt(line, ("arena.py", "accelerator.py"))
         try:
             sys.settrace(tracer)
             made.take(1 << 20)

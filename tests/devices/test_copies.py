@@ -97,7 +97,7 @@ def test_two_batches_are_copied_ahead(machine: Machine, worker_pool: Pool) -> No
         batches = iter(loader)
         next(batches)
         while any(entry.result is None for entry in batches.run.window):
-            loader._pipeline._wait(batches.run, block=True)
+            loader._pipeline.buffer.file(loader._pipeline.pool.wait(True))
         next(batches)
         assert [entry.begun is not None for entry in batches.run.window][:3] == [True, True, False]
         del batches
@@ -110,9 +110,9 @@ def test_the_first_batches_of_the_next_epoch_are_copied_ahead(machine: Machine, 
             for number, batch in enumerate(loader):
                 consumer.use(device, batch, list(range(8 * number, 8 * number + 8)))
                 if number == 6:  # the last batch is copied, and then
-                    (coming,) = [run for run in loader._pipeline._runs.values() if run.is_ahead]
+                    (coming,) = [run for run in loader._pipeline.buffer.runs.values() if run.is_ahead]
                     while not coming.window or coming.window[0].result is None:
-                        loader._pipeline._wait(coming, block=True)
+                        loader._pipeline.buffer.file(loader._pipeline.pool.wait(True))
             assert coming.epoch.number == epoch + 1
             assert coming.window[0].begun is not None
         del batch, coming
@@ -126,7 +126,7 @@ def test_after_a_break_nothing_stays_copied_ahead(machine: Machine, worker_pool:
         batches = iter(loader)
         next(batches)
         while any(entry.result is None for entry in batches.run.window):
-            loader._pipeline._wait(batches.run, block=True)
+            loader._pipeline.buffer.file(loader._pipeline.pool.wait(True))
         next(batches)
         machine.finish()
         assert machine.allocated - sum(map(len, machine._free.values())) > 0
@@ -260,7 +260,7 @@ def test_what_an_interrupted_begin_has_given_to_the_device_is_kept(
         with pytest.raises(type(error)):
             copies.begin([torch.arange(9)])
     copies.begin([torch.arange(3)]).finish()
-    assert [[len(tensors) for tensors in kept.what] for kept in copies.kept] == [[1, 1], [1, 0]]  # sources and targets
+    assert [[len(tensors) for tensors in kept] for _, kept in copies.kept] == [[1, 1], [1, 0]]  # sources and targets
     assert copies.drain()
     assert (len(copies.kept), machine.faults) == (0, [])
 
@@ -284,7 +284,7 @@ def test_one_thread_may_wait_for_the_copies_while_another_begins_one(
     copies.drain()
     other.join()
     (kept,) = copies.kept
-    assert not kept.event.passed
+    assert not kept[0].passed
     copies.drain()
 
 

@@ -23,8 +23,8 @@ from sharded_loader.devices import placement
 from sharded_loader.devices.copies import HOST_AHEAD, CopyStream
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import Result, Task
+from sharded_loader.engine.pipeline import Entry
 from sharded_loader.engine.pool import Pool
-from sharded_loader.engine.run import Entry
 from sharded_loader.pools.process.pool import ProcessPool
 
 WIDTH = 4096

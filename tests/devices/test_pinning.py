@@ -15,9 +15,9 @@ from injection import InterruptAt
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
-from sharded_loader.devices import pinning
+from sharded_loader.devices import accelerator as pinning
+from sharded_loader.devices.accelerator import Registrar, address_of, clear_error, pinned_empty
 from sharded_loader.devices.copies import CopyStream
-from sharded_loader.devices.pinning import Registrar, address_of, clear_error, pinned_empty
 from sharded_loader.engine.pool import Pool
 
 
@@ -262,7 +262,7 @@ def test_who_is_interrupted_while_a_segment_is_locked_gets_the_same_undo(machine
     while fired:
         line += 1
         registrar, mapping = Registrar(SimulatedStreams(machine, machine.devices[0]), lambda: True), mmap.mmap(-1, 4096)
-        tracer = InterruptAt(line, ("pinning.py",))
+        tracer = InterruptAt(line, ("accelerator.py",))
         try:
             sys.settrace(tracer)
             registrar.register(mapping)

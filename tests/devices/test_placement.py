@@ -285,8 +285,7 @@ def test_a_device_is_numbered_once(machine: Machine, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("error", "samples"), [(ValueError("no"), True), (RuntimeError("CUDA error: assert"), False)])
 def test_the_error_of_a_batch_names_it(error: Exception, samples: bool) -> None:
-    result = not_placed(Task(3, 7, 2, 28, ([4, 5], [6]), True), error, "while it was placed")
-    assert (result.run, result.seq, result.error) == (3, 7, error)
+    assert not_placed(Task(3, 7, 2, 28, ([4, 5], [6]), True), error, "while it was placed") is error
     notes = "\n".join(error.__notes__)
     assert "epoch 2, batch 7" in notes
     assert ("loader.read(" in notes) is samples

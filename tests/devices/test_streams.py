@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sharded_loader.devices.streams import LATE_NOTE, Streams, capture_probe, is_late, note_late, streams_of
+from sharded_loader.devices.accelerator import LATE_NOTE, Streams, capture_probe, is_late, note_late, streams_of
 
 
 @pytest.mark.parametrize("name", ["cpu", "meta"])

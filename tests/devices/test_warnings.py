@@ -14,7 +14,7 @@ from simulated import Machine, SimulatedStreams, Stream
 
 from sharded_loader import ArrayDataset, Placement, ShardedDataLoader
 from sharded_loader.batching.protocol import BatchifyError
-from sharded_loader.devices import placement
+from sharded_loader.devices import accelerator, placement
 from sharded_loader.devices.copies import CopyStream
 from sharded_loader.devices.placement import Placement as Placer
 from sharded_loader.engine.pool import Pool
@@ -78,7 +78,7 @@ def test_an_error_that_comes_up_when_memory_is_pinned_is_not_blamed_on_the_batch
 
 
 def test_other_errors_are_the_batchs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin(self: CopyStream, host: Any, number: int) -> Any:
+    def begin(self: CopyStream, host: Any) -> Any:
         raise RuntimeError("cannot pin")
 
     monkeypatch.setattr(CopyStream, "begin", begin)
@@ -102,7 +102,7 @@ def test_a_batch_that_cannot_be_made_a_tensor_is_no_error_of_the_device(machine:
 def test_next_inside_a_graph_capture_is_rejected_and_loses_nothing(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, pool: Pool, resident: bool
 ) -> None:
-    monkeypatch.setattr(placement, "capture_probe", {"privateuseone": lambda: capturing}.get)
+    monkeypatch.setattr(accelerator, "capture_probe", {"privateuseone": lambda: capturing}.get)
     with ShardedDataLoader(dataset(), 4, device=Placement(machine.devices[0], resident=resident), pool=pool) as loader:
         capturing, batches = False, iter(loader)
         seen = [next(batches)]
@@ -146,7 +146,7 @@ def test_threads_read_on_beside_a_capture_and_touch_no_stream(
 
     capturing: int | None = None
     monkeypatch.setattr(machine, "pin", watched)
-    monkeypatch.setattr(placement, "capture_probe", lambda kind: lambda: threading.get_ident() == capturing)
+    monkeypatch.setattr(accelerator, "capture_probe", lambda kind: lambda: threading.get_ident() == capturing)
     with ShardedDataLoader(data, 4, device=machine.devices[0], num_workers=2, thread_pool=True) as loader:
         batches = iter(loader)
         seen = [next(batches)]
@@ -165,7 +165,7 @@ def test_threads_read_on_beside_a_capture_and_touch_no_stream(
 
 def test_pinning_inside_a_capture_is_rejected_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
-    monkeypatch.setattr(placement, "capture_probe", {"cuda": lambda: True}.get)
+    monkeypatch.setattr(accelerator, "capture_probe", {"cuda": lambda: True}.get)
     batches = iter(ShardedDataLoader(dataset(), 4, pin_memory=True))
     with pytest.raises(RuntimeError, match="graph is being captured"):
         next(batches)
@@ -183,7 +183,7 @@ def test_a_torch_without_the_accelerator_captures_nothing(monkeypatch: pytest.Mo
 
 
 def test_batches_in_host_memory_may_be_read_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "capture_probe", lambda kind: lambda: True)
+    monkeypatch.setattr(accelerator, "capture_probe", lambda kind: lambda: True)
     assert next(iter(ShardedDataLoader(dataset(), 4))).tolist() == [0, 1, 2, 3]
 
 

@@ -11,7 +11,7 @@ from sharded_loader.base.errors import SampleReadError, notes_of
 from sharded_loader.engine.board import SHARD, UNUSED
 from sharded_loader.engine.messages import PartIndices, Task
 from sharded_loader.engine.reader import BatchScope
-from sharded_loader.randomness.rng import OfBatch
+from sharded_loader.randomness.rng import OF_BATCH
 
 
 def scope_of(*shards: Any, worker: str | None = None) -> BatchScope:
@@ -47,7 +47,7 @@ def test_samples_of_a_part_are_named_by_part_and_place() -> None:
     at = scope_of(PartIndices(3, range(8, 12)))
     reading(at, 2)
     assert "sample (3, 10)" in notes_of(at.noted(KeyError("x")))[0]
-    at.set_index(OfBatch(4, 0))
+    at.set_index(OF_BATCH)
     where, again = notes_of(at.noted(KeyError("x")))
     assert "sample" not in where.partition("batch 4")[2]
     assert again.endswith("[loader.read(i, epoch=2) for i in ((3, 8), (3, 9), (3, 10), (3, 11))]")
@@ -55,7 +55,7 @@ def test_samples_of_a_part_are_named_by_part_and_place() -> None:
 
 def test_samples_that_do_not_fit_are_named_both() -> None:
     at = scope_of([5, 6, 7])
-    at.set_index(OfBatch(4, 0))
+    at.set_index(OF_BATCH)
     at.misfit = 0, 2
     assert "sample 7 (it does not fit sample 5)" in notes_of(at.noted(ValueError("x")))[0]
 

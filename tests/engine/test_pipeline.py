@@ -10,9 +10,8 @@ import pytest
 from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
-from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.engine.pipeline import Entry, Pipeline, Run
 from sharded_loader.engine.pool import Pool, PoolBroken
-from sharded_loader.engine.run import Entry, Run
 from sharded_loader.engine.split import Split
 
 JOB = Job([], None, 0)
@@ -101,24 +100,24 @@ def run_of(number: int, length: int = 10, first: int = 0, errors: Iterable[int] 
 def pipeline_of(*runs: Run, prefetch: int = 4) -> tuple[Pipeline, PoolOfNumbers]:
     pool = PoolOfNumbers()
     pipeline = Pipeline(pool, Split())
-    pipeline.prefetch = prefetch
+    pipeline.scheduler.prefetch = prefetch
     for run in runs:
-        pipeline.begin()
         pipeline.open(run, JOB)
-        pipeline.end(False)
     return pipeline, pool
 
 
-def deliver(run: Run, entry: Entry) -> Any:
+def deliver(run: Run, entry: Entry) -> bool:
     run.delivered = entry.seq + 1
-    assert entry.result is not None
-    return (entry.result.batch,) if entry.result.error is None else (entry.result.error,)
+    return True
 
 
 def step(pipeline: Pipeline, run: Run) -> Any:
     """One ``next``: the batch, the error, or None at the end."""
-    made = pipeline.next(run, deliver)
-    return made[0] if isinstance(made, tuple) else made
+    found = pipeline.next(run, deliver)
+    if not isinstance(found, Entry):
+        return found
+    assert found.result is not None
+    return found.result.error or found.result.batch
 
 
 def strike(*given: Any) -> Any:
@@ -163,7 +162,7 @@ def test_without_prefetch_one_batch_is_read_when_it_is_asked_for() -> None:
 def test_a_group_of_batches_is_submitted_at_once() -> None:
     run = run_of(0, length=100)
     pipeline, pool = pipeline_of(run, prefetch=4)
-    pipeline.scale_by_group, pool.group = True, 4
+    pipeline.scheduler.scale_by_group, pool.group = True, 4
     step(pipeline, run)
     assert len(pool.submitted()) == 32  # twice four groups: nobody waits while the consumer goes through a group
     assert [len(pool.submitted()) for _ in range(8) if step(pipeline, run) is not None] == [0, 0, 4, 0, 0, 0, 4, 0]
@@ -173,7 +172,7 @@ def test_where_workers_take_turns_each_gets_its_group_at_once() -> None:
     run = run_of(0, length=100)
     run.epoch.takes_turns = True
     pipeline, pool = pipeline_of(run, prefetch=4)
-    pipeline.scale_by_group, pool.group, pool.num_workers = True, 4, 2
+    pipeline.scheduler.scale_by_group, pool.group, pool.num_workers = True, 4, 2
     step(pipeline, run)
     assert len(pool.submitted()) == 32
     assert [len(pool.submitted()) for _ in range(8) if step(pipeline, run) is not None] == [0] * 6 + [8, 0]
@@ -182,7 +181,7 @@ def test_where_workers_take_turns_each_gets_its_group_at_once() -> None:
 def test_one_by_one_a_task_is_submitted_for_each_batch_that_is_taken() -> None:
     run = run_of(0, length=100)
     pipeline, pool = pipeline_of(run, prefetch=4)
-    pipeline.scale_by_group, pipeline.one_by_one, pool.group = True, True, 4
+    pipeline.scheduler.scale_by_group, pipeline.scheduler.one_by_one, pool.group = True, True, 4
     assert [len(pool.submitted()) for _ in range(4) if step(pipeline, run) is not None] == [5, 1, 1, 1]
 
 
@@ -201,9 +200,7 @@ def test_of_several_runs_the_tasks_that_are_needed_soonest_go_first() -> None:
     pipeline, pool = pipeline_of(first, second, prefetch=3)
     pool.room = 0
     for run in (first, second):
-        pipeline.begin()
-        pipeline._fill(run, 0)
-        pipeline.end(False)
+        pipeline.scheduler.tasks(run, pool)
     pool.room = 6
     step(pipeline, second)
     assert pool.submitted()[:6] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
@@ -245,8 +242,7 @@ def test_after_an_interrupted_step_everything_is_planned_again_from_the_delivere
 def test_what_strikes_while_the_pool_only_waits_costs_nothing() -> None:
     run = run_of(0)
     pipeline, pool = pipeline_of(run)
-    pipeline.begin()
-    pool.waiting = True
+    pipeline.is_open_step = pool.waiting = True
     pipeline.fail()
     pool.calls.clear()
     assert step(pipeline, run) == 0
@@ -258,8 +254,7 @@ def test_a_step_inside_a_waiting_one_is_told_apart_and_wakes_it() -> None:
     pipeline, pool = pipeline_of(run)
     woken = []
     pool.wake = lambda: woken.append(True)  # type: ignore[method-assign]
-    assert not pipeline.begin()
-    pool.waiting = True
+    pipeline.is_open_step = pool.waiting = True
     assert step(pipeline, run) == 0
     assert woken == [True]
     assert pool.waiting
@@ -278,10 +273,13 @@ def test_a_dropped_run_is_cancelled_and_the_others_go_on() -> None:
 def test_a_run_that_is_dropped_inside_a_step_goes_with_the_next_one() -> None:
     first, second = run_of(0), run_of(1)
     pipeline, pool = pipeline_of(first, second)
-    pipeline.begin()
-    pipeline.drop(0)
-    assert ("cancel", 0) not in pool.calls
-    pipeline.end(False)
+
+    def drop(run: Run, entry: Entry) -> bool:
+        pipeline.drop(0)
+        assert ("cancel", 0) not in pool.calls
+        return deliver(run, entry)
+
+    pipeline.next(second, drop)
     step(pipeline, second)
     assert ("cancel", 0) in pool.calls
 
@@ -318,7 +316,7 @@ def test_a_pipeline_that_is_closed_inside_a_step_ends_that_step_with_an_error() 
     pipeline, _ = pipeline_of(run)
 
     with pytest.raises(LoaderClosedError):
-        pipeline.next(run, lambda run, entry: pipeline.close() or deliver(run, entry))  # type: ignore[func-returns-value]
+        pipeline.next(run, lambda run, entry: bool(pipeline.close()) or deliver(run, entry))  # type: ignore[func-returns-value]
 
 
 def test_a_run_begins_at_the_batch_that_it_resumes_at() -> None:

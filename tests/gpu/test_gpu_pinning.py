@@ -15,8 +15,7 @@ from on_cuda import SECONDS, Cudart, needs_cuda, sleep
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.devices import copies, placement
-from sharded_loader.devices.pinning import PORTABLE, Registrar, address_of, clear_error, pinned_empty
-from sharded_loader.devices.streams import Streams
+from sharded_loader.devices.accelerator import PORTABLE, Registrar, Streams, address_of, clear_error, pinned_empty
 from sharded_loader.memory import arena
 from sharded_loader.memory.segments import Segment, create
 

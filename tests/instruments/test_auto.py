@@ -183,7 +183,7 @@ class Pretended:
     """A pipeline, its pool, and a meter that tells what it is told to."""
 
     def __init__(self, workers: int = START, shares_dataset: bool = False) -> None:
-        self.pool, self.meter = self, self
+        self.pool = self.scheduler = self.meter = self
         self.num_workers, self.wanted, self.shares_dataset = workers, workers, shares_dataset
         self.per_worker, self.scale_by_group, self.tune_at = PER_WORKER, True, 0.0
         self.told = stats_of(0.0, 0, {})
@@ -327,8 +327,8 @@ def restless(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
         numbers.append(pipeline.pool.num_workers)
         if next(steps) % (12 if starts_slowly else 3) == 0:
             self.workers = pipeline.pool.wanted = rng.choice([1, 2, 3, 5])
-            pipeline.per_worker = rng.choice([1, 2, 8])
-            pipeline.follow(pipeline.pool)
+            pipeline.scheduler.per_worker = rng.choice([1, 2, 8])
+            pipeline.scheduler.follow(pipeline.pool)
 
     monkeypatch.setattr(Tuner, "look", look)
     return numbers
@@ -408,7 +408,7 @@ def test_the_next_epoch_of_the_drop_in_begins_with_the_number_that_was_found(thr
     loader._tuner.workers = 3
     iterator: Any = iter(loader)
     next(iterator)
-    assert iterator._pool.num_workers == 3 and iterator._pipeline.prefetch == 6
+    assert iterator._pool.num_workers == 3 and iterator._pipeline.scheduler.prefetch == 6
 
 
 def test_a_copy_of_the_drop_in_finds_a_number_of_its_own() -> None:

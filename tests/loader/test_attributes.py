@@ -83,9 +83,9 @@ def test_prefetch_is_twice_the_workers_unless_it_is_given(workers: int, given: A
 
 def test_only_a_prefetch_of_its_own_choice_grows_with_the_groups() -> None:
     loader = ShardedDataLoader(range(10), 4)
-    assert loader._pipeline.scale_by_group
+    assert loader._pipeline.scheduler.scale_by_group
     loader.prefetch = 3
-    assert not loader._pipeline.scale_by_group
+    assert not loader._pipeline.scheduler.scale_by_group
 
 
 @pytest.mark.parametrize("given", ["2", True, 2.5, None])

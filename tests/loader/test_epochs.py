@@ -47,18 +47,16 @@ def test_to_choose_a_run_changes_nothing() -> None:
 
 def test_a_run_whose_beginning_was_interrupted_is_chosen_again() -> None:
     loader = ShardedDataLoader(range(10), 4)
-    mark = loader._progress.mark()
     run = loader._epochs.choose()
-    loader._epochs.keep(run, mark)
+    loader._epochs.keep(run)
     assert loader._epochs.choose() is run
 
 
 @pytest.mark.parametrize("change", ["epoch", "dataset"])
 def test_a_kept_run_is_dropped_if_something_else_begins(change: str) -> None:
     loader = ShardedDataLoader(range(10), 4)
-    mark = loader._progress.mark()
     run = loader._epochs.choose()
-    loader._epochs.keep(run, mark)
+    loader._epochs.keep(run)
     loader.set_epoch(3) if change == "epoch" else loader.refresh()
     again = loader._epochs.choose()
     assert again is not run and again.epoch.number == (3 if change == "epoch" else 0)

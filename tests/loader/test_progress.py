@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sharded_loader.engine.run import Run
+from sharded_loader.engine.pipeline import Run
 from sharded_loader.loader.epochs import At, OrderProgress
 from sharded_loader.sampling.order import MapOrder
 

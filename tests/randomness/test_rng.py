@@ -24,7 +24,16 @@ import sharded_loader
 from sharded_loader import ShardedDataLoader, sample_generator, sample_rng, sample_seed
 from sharded_loader.engine.pool import Pool
 from sharded_loader.randomness import rng
-from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, derive_key, key_parts, philox, reading
+from sharded_loader.randomness.rng import (
+    NO_SAMPLE,
+    OF_BATCH,
+    OfBatch,
+    SampleScope,
+    derive_key,
+    key_parts,
+    philox,
+    reading,
+)
 
 MAKERS = ("derive_key", "philox", "key_parts", "shuffle", "shuffled", "shuffled_parts", "Bijections", "_order")
 
@@ -67,8 +76,11 @@ def test_every_use_of_a_key_has_a_label_of_its_own() -> None:
 
 
 def test_a_batch_and_an_index_that_looks_like_it_have_different_keys() -> None:
-    indices = (OfBatch(3, 0), (3, 0), ("batchify_fn", 3, 0), ("OfBatch", 3, 0), repr(OfBatch(3, 0)))
-    keys = {derive_key(*key_parts(SampleScope(1, 0, index), "sample")) for index in indices}
+    class InBatch(SampleScope):
+        of_batch = OfBatch(3, 0)
+
+    indices = (OF_BATCH, (3, 0), ("batchify_fn", 3, 0), ("OfBatch", 3, 0), repr(OfBatch(3, 0)))
+    keys = {derive_key(*key_parts(InBatch(1, 0, index), "sample")) for index in indices}
     assert len(keys) == 5
 
 
