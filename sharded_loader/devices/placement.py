@@ -85,7 +85,7 @@ class CopyDepth:
         self.count, self._until_retry = max(0, self.count - 1), self._pause
 
 
-class Placement:
+class Placer:
     """Puts batches where they belong.
 
     Args:

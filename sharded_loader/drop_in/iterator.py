@@ -52,7 +52,7 @@ from sharded_loader.data.inspection import Known, is_stateful
 from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.devices.accelerator import Pinner
 from sharded_loader.devices.names import accelerators, find_devices
-from sharded_loader.devices.placement import Placement
+from sharded_loader.devices.placement import Placer
 from sharded_loader.drop_in import sampler as samplers
 from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, SamplerState, ShuffleSampler, TorchEpoch
@@ -157,14 +157,14 @@ def _process_pool(loader: Loader, count: int) -> ProcessPool:
     )
 
 
-def as_collated(devices: list[torch.device] | None, pinner: Pinner | None = None) -> Placement:
+def as_collated(devices: list[torch.device] | None, pinner: Pinner | None = None) -> Placer:
     """What leaves batches as the collate function returned them, pins them, or puts them on devices.
 
     Args:
-        devices: as for `Placement`.
+        devices: as for `Placer`.
         pinner: pins batches as torch does; None: nothing does.
     """
-    return Placement(devices, pin_memory=False, in_host_memory=_collated, pinner=pinner)
+    return Placer(devices, pin_memory=False, in_host_memory=_collated, pinner=pinner)
 
 
 def _collated(shard: Any) -> Any:
@@ -178,18 +178,18 @@ class DeviceMemory:
     """
 
     def __init__(self) -> None:
-        self._placement: Placement | None = None
+        self._placement: Placer | None = None
         self._left: list[ArenaInUse] = []  # by pools that have ended
         weakref.finalize(self, _close_arenas, self._left)
 
-    def placement(self, devices: list[torch.device]) -> Placement:
+    def placement(self, devices: list[torch.device]) -> Placer:
         """What puts batches on these devices; a new one if they are others than before."""
         if self._placement is None or self._placement.devices != devices:
             _close_arenas(self._left)
             self._placement = as_collated(devices)
         return self._placement
 
-    def lend(self, pool: Pool, placement: Placement) -> None:
+    def lend(self, pool: Pool, placement: Placer) -> None:
         """Let a new pool use memory that another one has left; otherwise memory of its own."""
         if isinstance(pool, ProcessPool) and placement is self._placement and self._left:
             pool.take_over(self._left.pop())
@@ -199,7 +199,7 @@ class DeviceMemory:
         """As `ShardedDataLoader.ready_event`."""
         return None if self._placement is None else self._placement.ready_event()
 
-    def take_back(self, pool: Pool, placement: Placement) -> None:
+    def take_back(self, pool: Pool, placement: Placer) -> None:
         """End the workers of a pool, and keep its memory, if a device reads it."""
         if isinstance(pool, ProcessPool) and placement is self._placement and placement.asynchronous:
             left = pool.hand_over()

@@ -37,7 +37,7 @@ from sharded_loader.data.bulk import takes_arrays
 from sharded_loader.data.datasets import can_follow, follow
 from sharded_loader.data.inspection import Known
 from sharded_loader.data.seeding import set_epoch_of
-from sharded_loader.devices.placement import Placement
+from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.messages import Job
 from sharded_loader.engine.order import Epoch, Position
 from sharded_loader.engine.pipeline import Pipeline, Run, ShownRun
@@ -342,7 +342,7 @@ class Epochs:
         job: Job,
         order: MapOrder | StreamOrder,
         pipeline: Pipeline,
-        placement: Placement,
+        placement: Placer,
         *,
         resident: Any = None,
         prefetch_epochs: bool = False,

@@ -28,7 +28,7 @@ from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.private import find_profiler_enabled, is_owned
 from sharded_loader.batching.tree import to_torch
-from sharded_loader.devices.placement import Placement, not_placed
+from sharded_loader.devices.placement import Placer, not_placed
 from sharded_loader.engine.messages import NOTHING, Job, Result
 from sharded_loader.engine.pipeline import Entry, Pipeline, Run, ShownRun
 from sharded_loader.loader.epochs import Epochs
@@ -60,7 +60,7 @@ class BatchIterator(Iterator[Batch]):
     def __init__(
         self,
         pipeline: Pipeline,
-        placement: Placement,
+        placement: Placer,
         observer: Observer,
         progress: ShownRun | None = None,
         name: str = "",
@@ -390,7 +390,7 @@ class RunIterator(BatchIterator[Any]):
         job: what the workers of the run read.
     """
 
-    def __init__(self, pipeline: Pipeline, placement: Placement, observer: Observer, run: Run, job: Job) -> None:
+    def __init__(self, pipeline: Pipeline, placement: Placer, observer: Observer, run: Run, job: Job) -> None:
         super().__init__(pipeline, placement, observer)
         self._only, self._job = run, job
 

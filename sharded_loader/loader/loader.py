@@ -28,7 +28,7 @@ from sharded_loader.data.bulk import Indexed
 from sharded_loader.data.datasets import has_mixture
 from sharded_loader.data.inspection import is_stream
 from sharded_loader.devices.names import DeviceLike, find_devices
-from sharded_loader.devices.placement import Placement as Placer
+from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.messages import ErrorAction, Job
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool

@@ -49,7 +49,7 @@ from sharded_loader.data.bulk import Int64s, checked_indices, gather_rows, is_ga
 from sharded_loader.data.datasets import Rows, as_rows
 from sharded_loader.devices.accelerator import OUT_OF_MEMORY, Streams, pinned_copy
 from sharded_loader.devices.copies import CopyStream, PendingCopy
-from sharded_loader.devices.placement import Placement, not_placed
+from sharded_loader.devices.placement import Placer, not_placed
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.pools.local import InlinePool
 
@@ -69,9 +69,9 @@ LOADED_AT_ONCE = 64 << 20
 
 
 def make_resident(
-    resident: object, dataset: object, batchify_fn: object, placement: Placement, has_workers: bool
+    resident: object, dataset: object, batchify_fn: object, placement: Placer, has_workers: bool
 ) -> ResidentPool | None:
-    """The pool that ``resident=`` of a `Placement` asks for; None: none.
+    """The pool that ``resident=`` of a `Placer` asks for; None: none.
 
     Raises:
         ValueError: ``resident`` is no bool, no fraction and not ``"auto"``; or it is no ``"auto"``, and there are no
@@ -152,7 +152,7 @@ class ResidentPool(InlinePool):
         least: of those rows. If fewer fit, none are kept.
     """
 
-    def __init__(self, dataset: object, placement: Placement, share: float, insists: bool, least: float) -> None:
+    def __init__(self, dataset: object, placement: Placer, share: float, insists: bool, least: float) -> None:
         super().__init__()
         self._dataset, self._devices, self._placement = dataset, placement.devices or [], placement
         self._share, self._insists, self._least = share, insists, least

@@ -1,10 +1,10 @@
-"""Windows of a pipeline, for tests of `Placement`."""
+"""Windows of a pipeline, for tests of `Placer`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sharded_loader.devices.placement import Placement
+from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.pipeline import Entry
 
@@ -30,6 +30,6 @@ def begun(window: list[Entry]) -> list[int]:
     return [entry.seq for entry in window if entry.begun is not None]
 
 
-def place_now(placement: Placement, batch: object, task: Task = PLAIN) -> Any:
+def place_now(placement: Placer, batch: object, task: Task = PLAIN) -> Any:
     """The batch, put where it belongs."""
     return placement.place([Entry(0, task, Result(0, 0, batch))])

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from sharded_loader import ShardedDataLoader
 from sharded_loader.devices import placement
 from sharded_loader.devices.copies import HOST_AHEAD, CopyStream
-from sharded_loader.devices.placement import Placement
+from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.pipeline import Entry
 from sharded_loader.engine.pool import Pool
@@ -526,7 +526,7 @@ def test_their_memory_is_let_go_when_a_later_batch_is_begun(machine: Machine, de
 
 def test_what_is_copied_ahead_gives_way_to_what_moves_itself(machine: Machine, device: torch.device) -> None:
     machine.blocks = 3  # of the batch and of the two behind it; none for the object in it
-    placed, window = Placement([device], pin_memory=False), []
+    placed, window = Placer([device], pin_memory=False), []
     for seq in range(3):
         batch = [torch.full((9,), seq), Bare(torch.full((9,), seq), None)]
         window.append(Entry(seq, Task(0, seq, 0, seq, ([seq],), False), Result(0, seq, batch)))
@@ -539,7 +539,7 @@ def test_what_is_copied_ahead_gives_way_to_what_moves_itself(machine: Machine, d
 def test_a_packed_sequence_keeps_its_batch_sizes_on_the_host() -> None:
     """On the meta device, which goes the way of all devices without streams."""
     packed = pack_padded_sequence(torch.randn(3, 2, 4), torch.tensor([3, 2]), enforce_sorted=False)
-    placed = Placement([torch.device("meta")], pin_memory=False)
+    placed = Placer([torch.device("meta")], pin_memory=False)
     for tree, find in (
         (packed, lambda batch: batch),
         ([{"a": (packed, torch.ones(2))}], lambda batch: batch[0]["a"][0]),
@@ -565,7 +565,7 @@ class Letter:
     "batch", [Edge(np.arange(3), np.arange(4)), {"start": np.arange(3), "to": np.arange(4)}, Letter(np.arange(4), "hi")]
 )
 def test_a_field_called_to_is_a_field(machine: Machine, device: torch.device, batch: Any) -> None:
-    placed = Placement([device], pin_memory=False)
+    placed = Placer([device], pin_memory=False)
     moved = place_now(placed, batch)
     machine.finish()
     assert type(moved) is type(batch)
@@ -616,7 +616,7 @@ def _refuses_the_second(samples: list[Any]) -> Any:
 def test_pin_memory_asks_containers_that_pin_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
-    placed, log = Placement(None, pin_memory=True, in_background=False), []
+    placed, log = Placer(None, pin_memory=True, in_background=False), []
 
     class Pinning(_Ragged):
         def pin_memory(self) -> Pinning:
@@ -637,7 +637,7 @@ def test_pin_memory_leaves_what_torch_cannot_pin(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    placed, sparse = Placement(None, pin_memory=True, in_background=False), torch.eye(3).to_sparse()
+    placed, sparse = Placer(None, pin_memory=True, in_background=False), torch.eye(3).to_sparse()
     batch = place_now(placed, [sparse, torch.ones(3)])
     assert batch[0] is sparse
 
@@ -649,7 +649,7 @@ def test_pin_memory_without_host_memory_leaves_batches_as_they_are(monkeypatch: 
 
     monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    placed, nested = Placement(None, True, in_background=False), torch.nested.nested_tensor([torch.ones(2)])
+    placed, nested = Placer(None, True, in_background=False), torch.nested.nested_tensor([torch.ones(2)])
     assert place_now(placed, [nested])[0] is nested  # torch pins no nested tensor
     tensor = torch.ones(3)
     with pytest.warns(UserWarning, match="could not be pinned .*out of memory"):

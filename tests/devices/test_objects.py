@@ -15,7 +15,7 @@ from devices_samples import place_now
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, empty
-from sharded_loader.devices.placement import Placement
+from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.pool import Pool
 from sharded_loader.memory.codec import APART
 from sharded_loader.ray.cluster import Lent
@@ -206,7 +206,7 @@ def copy_from_objects(machine: Machine, pool: Pool, build: Any, rows: bool = Tru
 
 def test_objects_over_the_memory_of_a_group_of_batches_are_copied_out(machine: Machine) -> None:
     """As `RayPool` brings them: all batches of a group lie in one pinned block."""
-    place, copier = Placement([machine.devices[0]], pin_memory=False), Copier(machine)
+    place, copier = Placer([machine.devices[0]], pin_memory=False), Copier(machine)
     lent = Lent(0)
     lent.empty, lent.copies_all = place.empty, True
     for step in range(50):

@@ -11,7 +11,7 @@ from simulated import Machine, SimulatedStreams
 from sharded_loader import ArrayDataset, ShardedDataLoader
 from sharded_loader.devices import placement
 from sharded_loader.devices.copies import SMALL
-from sharded_loader.devices.placement import PAUSE, Placement
+from sharded_loader.devices.placement import PAUSE, Placer
 from sharded_loader.engine.pool import Pool
 
 
@@ -46,7 +46,7 @@ def test_a_device_that_stays_full_is_not_waited_for_at_every_step(machine: Machi
 @pytest.mark.slow
 def test_tries_that_fail_become_rare(machine: Machine) -> None:
     machine.blocks = 2
-    placed = Placement([machine.devices[0]], pin_memory=False)
+    placed = Placer([machine.devices[0]], pin_memory=False)
     tries = []
     for step in range(20 * PAUSE):
         place_now(placed, np.arange(4))
@@ -68,7 +68,7 @@ def test_tries_that_fail_become_rare(machine: Machine) -> None:
 @pytest.mark.slow
 def test_the_time_between_two_tries_has_a_bound(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "LONGEST_PAUSE", 3 * PAUSE)
-    placed, tries = Placement([machine.devices[0]], pin_memory=False), []
+    placed, tries = Placer([machine.devices[0]], pin_memory=False), []
     placed.copy_ahead(1)
     placed.make_room()
     for step in range(11 * PAUSE):
@@ -81,7 +81,7 @@ def test_the_time_between_two_tries_has_a_bound(machine: Machine, monkeypatch: p
 
 
 def test_only_a_try_that_fails_makes_the_next_one_rarer(machine: Machine) -> None:
-    placed, steps = Placement([machine.devices[0]], pin_memory=False), 0
+    placed, steps = Placer([machine.devices[0]], pin_memory=False), 0
     placed.make_room()
     for _ in range(PAUSE):
         place_now(placed, np.arange(4))
@@ -96,7 +96,7 @@ def test_only_a_try_that_fails_makes_the_next_one_rarer(machine: Machine) -> Non
 
 
 def test_all_devices_make_room(machine: Machine) -> None:
-    placed = Placement([torch.device("cpu"), *machine.devices], pin_memory=False)
+    placed = Placer([torch.device("cpu"), *machine.devices], pin_memory=False)
     place_now(placed, [np.arange(4)] * 3, SHARDED)
     placed.make_room()
     streams = [copies for copies in placed.copies.values() if copies is not None]
@@ -122,7 +122,7 @@ def test_a_device_that_has_room_again_is_sent_batches_ahead_again(machine: Machi
 
 
 def test_what_the_user_sets_is_tried_at_once(machine: Machine) -> None:
-    placed = Placement([machine.devices[0]], pin_memory=False)
+    placed = Placer([machine.devices[0]], pin_memory=False)
     placed.make_room()
     assert placed.ahead == 1
     placed.copy_ahead(3)
@@ -184,7 +184,7 @@ def test_a_second_try_has_the_memory_of_the_first(machine: Machine, monkeypatch:
 
 def test_what_is_copied_ahead_gives_its_memory_to_a_batch_of_another_size(machine: Machine) -> None:
     """The blocks have to go back to the device: the allocator of torch keeps them for tensors of their size."""
-    placed, window = Placement([machine.devices[0]], pin_memory=False), entries(np.arange(100), np.arange(4))
+    placed, window = Placer([machine.devices[0]], pin_memory=False), entries(np.arange(100), np.arange(4))
     window[1].begun = placed._begin(np.arange(4), PLAIN)
     machine.blocks = 1
     batch = placed.place(window)
@@ -197,7 +197,7 @@ def test_what_is_copied_ahead_gives_its_memory_to_a_batch_of_another_size(machin
 def test_parts_of_a_batch_that_does_not_fit_ahead_are_not_in_the_way(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, blocks: int
 ) -> None:
-    placed, in_use, device = Placement([machine.devices[0]], pin_memory=False), [], machine.devices[0]
+    placed, in_use, device = Placer([machine.devices[0]], pin_memory=False), [], machine.devices[0]
 
     def empty_cache(streams: SimulatedStreams) -> None:
         machine.finish()
@@ -226,12 +226,12 @@ def test_an_error_that_is_not_the_memorys_is_not_tried_again(machine: Machine) -
             raise AssertionError
 
     with pytest.raises(ValueError, match="cannot be pinned"):
-        Placement([machine.devices[0]], pin_memory=False).place(entries(Unmovable()))
+        Placer([machine.devices[0]], pin_memory=False).place(entries(Unmovable()))
     assert (len(asked), machine.caches_emptied) == (1, 0)
 
 
 def test_a_device_that_stays_full_is_tried_twice_for_each_batch(machine: Machine) -> None:
     machine.blocks = 0
     with pytest.raises(torch.OutOfMemoryError):
-        Placement([machine.devices[0]], pin_memory=False).place(entries(np.arange(4)))
+        Placer([machine.devices[0]], pin_memory=False).place(entries(np.arange(4)))
     assert machine.caches_emptied == 1

@@ -1,4 +1,4 @@
-"""`Placement`, without a loader: each shard on its device, in one step or in two, and memory for batches."""
+"""`Placer`, without a loader: each shard on its device, in one step or in two, and memory for batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simulated import Machine, SimulatedStreams
 
 from sharded_loader.devices import placement
 from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream, PendingCopy
-from sharded_loader.devices.placement import AHEAD, PAUSE, Placement, not_placed
+from sharded_loader.devices.placement import AHEAD, PAUSE, Placer, not_placed
 from sharded_loader.engine.messages import NOTHING, Task
 from sharded_loader.memory.arena import LEAST_BYTES, ReusedMemory
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def test_in_host_memory_arrays_become_tensors_over_the_same_memory() -> None:
-    placed, array = Placement(None, pin_memory=False), np.arange(4)
+    placed, array = Placer(None, pin_memory=False), np.arange(4)
     batch = place_now(placed, {"x": array, "name": "a"})
     array[0] = 7
     assert (batch["x"].tolist(), batch["name"]) == ([7, 1, 2, 3], "a")
@@ -35,12 +35,12 @@ def test_in_host_memory_arrays_become_tensors_over_the_same_memory() -> None:
 
 @pytest.mark.parametrize("devices", [None, [CPU, CPU]])
 def test_shards_in_host_memory_stay_a_list(devices: list[torch.device] | None) -> None:
-    first, second = place_now(Placement(devices, pin_memory=False), [np.arange(2), np.arange(3)], SHARDED)
+    first, second = place_now(Placer(devices, pin_memory=False), [np.arange(2), np.arange(3)], SHARDED)
     assert (first.tolist(), second.tolist()) == ([0, 1], [0, 1, 2])
 
 
 def test_each_shard_goes_to_its_device(machine: Machine) -> None:
-    placed = Placement([machine.devices[0], CPU, torch.device("meta")], pin_memory=False)
+    placed = Placer([machine.devices[0], CPU, torch.device("meta")], pin_memory=False)
     host = [np.arange(2), np.arange(3), np.arange(4)]
     first, second, third = place_now(placed, host, SHARDED)
     machine.finish()
@@ -51,7 +51,7 @@ def test_each_shard_goes_to_its_device(machine: Machine) -> None:
 
 
 def test_a_batch_may_have_fewer_shards_than_devices(machine: Machine) -> None:
-    placed = Placement(machine.devices, pin_memory=False)
+    placed = Placer(machine.devices, pin_memory=False)
     (only,) = place_now(placed, [np.arange(2)], SHARDED)
     machine.finish()
     assert only.tolist() == [0, 1]
@@ -61,7 +61,7 @@ def test_a_batch_may_have_fewer_shards_than_devices(machine: Machine) -> None:
 
 
 def test_what_is_begun_waits_until_it_is_finished(machine: Machine) -> None:
-    placed = Placement([machine.devices[1]], pin_memory=False)
+    placed = Placer([machine.devices[1]], pin_memory=False)
     pending = [placed._begin(np.full(3, number), PLAIN) for number in range(3)]
     batches = [copy.finish() for (copy,) in pending]
     machine.finish()
@@ -71,17 +71,17 @@ def test_what_is_begun_waits_until_it_is_finished(machine: Machine) -> None:
 
 
 def test_what_is_on_its_device_passes_through(machine: Machine) -> None:
-    placed, tensor = Placement(machine.devices, pin_memory=False), torch.arange(3)
+    placed, tensor = Placer(machine.devices, pin_memory=False), torch.arange(3)
     first, second = place_now(placed, [PendingCopy({"x": tensor}), np.arange(2)], SHARDED)
     machine.finish()
     assert first["x"] is tensor
     assert second.tolist() == [0, 1]
-    assert place_now(Placement([machine.devices[0]], pin_memory=False), PendingCopy(tensor)) is tensor
+    assert place_now(Placer([machine.devices[0]], pin_memory=False), PendingCopy(tensor)) is tensor
     assert sum(kind == "copy" for kind, _ in machine.log) == 1
 
 
 def test_one_more_is_copied_ahead_again_after_a_pause(machine: Machine) -> None:
-    placed = Placement([machine.devices[0]], pin_memory=False)
+    placed = Placer([machine.devices[0]], pin_memory=False)
     assert placed.ahead == AHEAD
     placed.make_room()
     seen = []
@@ -94,10 +94,10 @@ def test_one_more_is_copied_ahead_again_after_a_pause(machine: Machine) -> None:
 
 def test_only_copy_streams_copy_ahead(machine: Machine) -> None:
     for devices in (None, [CPU], [torch.device("meta")]):
-        placed = Placement(devices, pin_memory=False)
+        placed = Placer(devices, pin_memory=False)
         placed.copy_ahead(3)
         assert placed.ahead == 0
-    placed = Placement([CPU, machine.devices[0]], pin_memory=False)
+    placed = Placer([CPU, machine.devices[0]], pin_memory=False)
     placed.copy_ahead(3)
     assert placed.ahead == 3
 
@@ -106,7 +106,7 @@ def test_only_copy_streams_copy_ahead(machine: Machine) -> None:
 
 
 def test_the_batches_behind_the_next_one_are_begun_up_to_the_first_that_is_not_finished(machine: Machine) -> None:
-    placed = Placement([machine.devices[0]], pin_memory=False)
+    placed = Placer([machine.devices[0]], pin_memory=False)
     placed.copy_ahead(4)
     window = entries(*map(np.array, range(3)), None, np.array(4), np.array(5))
     batch = placed.place(window)
@@ -118,7 +118,7 @@ def test_the_batches_behind_the_next_one_are_begun_up_to_the_first_that_is_not_f
 
 
 def test_the_batches_behind_are_sent_before_the_stream_of_the_user_waits_for_the_next_one(machine: Machine) -> None:
-    placed = Placement([machine.devices[0]], pin_memory=False)
+    placed = Placer([machine.devices[0]], pin_memory=False)
     placed.place(entries(np.array(0), np.array(1)))
     home = f"{machine.devices[0]} default"
     assert [step for step in machine.log if step[0] == "copy" or step == ("wait", home)] == [
@@ -129,7 +129,7 @@ def test_the_batches_behind_are_sent_before_the_stream_of_the_user_waits_for_the
 
 def test_no_more_are_begun_than_are_wanted_ahead(machine: Machine) -> None:
     for ahead in range(3):
-        placed = Placement([machine.devices[0]], pin_memory=False)
+        placed = Placer([machine.devices[0]], pin_memory=False)
         placed.copy_ahead(ahead)
         window = entries(*map(np.array, range(4)))
         placed.place(window)
@@ -137,7 +137,7 @@ def test_no_more_are_begun_than_are_wanted_ahead(machine: Machine) -> None:
 
 
 def test_errors_and_empty_batches_behind_the_next_one_are_passed_over(machine: Machine) -> None:
-    placed = Placement([machine.devices[0]], pin_memory=False)
+    placed = Placer([machine.devices[0]], pin_memory=False)
     placed.copy_ahead(3)
     window = entries(np.array(0), ValueError("no"), NOTHING, np.array(3))
     placed.place(window)
@@ -145,7 +145,7 @@ def test_errors_and_empty_batches_behind_the_next_one_are_passed_over(machine: M
 
 
 def test_what_cannot_be_begun_ahead_is_an_error_in_its_turn(machine: Machine) -> None:
-    placed = Placement([machine.devices[0]], pin_memory=False)
+    placed = Placer([machine.devices[0]], pin_memory=False)
     window = entries(np.array(0), Unmovable(), np.array(2))
     placed.place(window)
     assert begun(window) == [0]
@@ -164,7 +164,7 @@ class Unmovable:
 def test_what_a_signal_handler_raises_while_a_batch_is_begun_ahead_is_raised(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    placed, before = Placement([machine.devices[0]], pin_memory=False), SimulatedStreams.copy
+    placed, before = Placer([machine.devices[0]], pin_memory=False), SimulatedStreams.copy
 
     def handler(number: int, frame: object) -> None:
         raise TimeIsUp
@@ -187,7 +187,7 @@ def test_what_a_signal_handler_raises_while_a_batch_is_begun_ahead_is_raised(
 
 
 def test_the_end_of_an_epoch_waits_for_all_devices(machine: Machine) -> None:
-    placed = Placement([CPU, *machine.devices], pin_memory=False)
+    placed = Placer([CPU, *machine.devices], pin_memory=False)
     place_now(placed, [np.arange(2)] * 3, SHARDED)
     placed.end_epoch()
     assert [len(one.kept) for one in placed.copies.values() if one is not None] == [0, 0]
@@ -195,7 +195,7 @@ def test_the_end_of_an_epoch_waits_for_all_devices(machine: Machine) -> None:
 
 def test_what_closes_does_not_hold_the_placement(machine: Machine) -> None:
     """It is a finalizer's: what it held would live as long as the loader."""
-    placed = Placement([machine.devices[0]], pin_memory=False)
+    placed = Placer([machine.devices[0]], pin_memory=False)
     placed.settle()
     close, gone = placed.closer(), weakref.ref(placed)
     del placed
@@ -204,7 +204,7 @@ def test_what_closes_does_not_hold_the_placement(machine: Machine) -> None:
 
 
 def test_memory_that_batches_were_made_in_goes_with_the_loader() -> None:
-    placed = Placement(None, pin_memory=False)
+    placed = Placer(None, pin_memory=False)
     placed.empty((LEAST_BYTES,), np.dtype(np.uint8))  # comes back at once
     placed.empty((LEAST_BYTES,), np.dtype(np.uint8))
     placed._reused._find_ended()
@@ -215,7 +215,7 @@ def test_memory_that_batches_were_made_in_goes_with_the_loader() -> None:
 
 @pytest.mark.parametrize("hangs", [0, 1])
 def test_all_devices_are_waited_for_together(machine: Machine, monkeypatch: pytest.MonkeyPatch, hangs: int) -> None:
-    placed, clock, given = Placement([CPU, *machine.devices], pin_memory=False), [100.0], []
+    placed, clock, given = Placer([CPU, *machine.devices], pin_memory=False), [100.0], []
     place_now(placed, [np.arange(2)] * 3, SHARDED)
 
     def close(copies: CopyStream, seconds: float) -> bool:
@@ -232,7 +232,7 @@ def test_all_devices_are_waited_for_together(machine: Machine, monkeypatch: pyte
 def test_another_thread_may_meet_a_device_while_the_loader_is_closed(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    placed = Placement(machine.devices, pin_memory=False)
+    placed = Placer(machine.devices, pin_memory=False)
     place_now(placed, [np.arange(2)], SHARDED)
     drain = CopyStream.drain
 
@@ -248,14 +248,14 @@ def test_another_thread_may_meet_a_device_while_the_loader_is_closed(
 
 
 def test_memory_is_pinned_only_if_it_is_copied_from(machine: Machine) -> None:
-    assert isinstance(Placement(None, pin_memory=False).empty, ReusedMemory)
-    array = Placement([machine.devices[0]], pin_memory=False).empty((2, 3), np.dtype("f4"))
+    assert isinstance(Placer(None, pin_memory=False).empty, ReusedMemory)
+    array = Placer([machine.devices[0]], pin_memory=False).empty((2, 3), np.dtype("f4"))
     assert (array.shape, array.dtype) == ((2, 3), np.float32)
     assert machine.pinned.keys() == {array.__array_interface__["data"][0]}
 
 
 def test_a_segment_is_pinned_once_and_a_rejection_is_told_once(machine: Machine) -> None:
-    placed, mappings = Placement([machine.devices[0]], pin_memory=False), [mmap.mmap(-1, 4096) for _ in range(3)]
+    placed, mappings = Placer([machine.devices[0]], pin_memory=False), [mmap.mmap(-1, 4096) for _ in range(3)]
     undo = placed.register(mappings[0])
     assert undo is not None and placed.register(mappings[0]) is undo
     machine.refuse = 2
@@ -274,7 +274,7 @@ def test_a_device_is_numbered_once(machine: Machine, monkeypatch: pytest.MonkeyP
         return machine.devices[len(asked) - 1]
 
     monkeypatch.setattr(placement, "indexed", indexed)
-    placed = Placement([torch.device("privateuseone")], pin_memory=False)
+    placed = Placer([torch.device("privateuseone")], pin_memory=False)
     assert asked == []  # a loader that is only constructed touches no device
     placed.settle()
     first = placed.copies[placed.asynchronous[0]]

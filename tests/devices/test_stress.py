@@ -17,7 +17,7 @@ from stress import rows, stress
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.devices.copies import PendingCopy
-from sharded_loader.devices.placement import Placement
+from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.pool import Pool
 
 COUNT, WIDTH = 128, 2048
@@ -118,7 +118,7 @@ def test_a_library_that_is_careless_is_found_out(
 
     monkeypatch.setattr(PendingCopy, "finish", careless)
     # Memory that torch pins is guarded; that of slots is not.
-    monkeypatch.setattr(Placement, "empty", lambda self, shape, dtype: np.empty(shape, dtype))
+    monkeypatch.setattr(Placer, "empty", lambda self, shape, dtype: np.empty(shape, dtype))
     with loader_of(machine, num_workers=2) as loader:
         _, differing = stress(Simulated(machine), loader, 100, seed=2)
     assert differing > 0

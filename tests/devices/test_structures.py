@@ -17,7 +17,7 @@ from sharded_loader import InlinePool, ShardedDataLoader
 from sharded_loader.batching.tree import children, to_torch
 from sharded_loader.devices import copies
 from sharded_loader.devices.copies import PlacementPlan
-from sharded_loader.devices.placement import Placement
+from sharded_loader.devices.placement import Placer
 
 Pair = namedtuple("Pair", "x y")
 
@@ -57,7 +57,7 @@ class Plain:
 
 
 def put(machine: Machine, batch: Any) -> Any:
-    placement = Placement([machine.devices[0]], pin_memory=False)
+    placement = Placer([machine.devices[0]], pin_memory=False)
     placed = place_now(placement, batch)
     machine.finish()
     assert machine.faults == []
@@ -142,7 +142,7 @@ def test_every_view_of_pinned_memory_arrives_with_its_values(machine: Machine, n
 
 
 def test_a_batch_begun_in_inference_mode_can_be_trained_on_after_it(machine: Machine) -> None:
-    placement = Placement([machine.devices[0]], pin_memory=False)
+    placement = Placer([machine.devices[0]], pin_memory=False)
     with torch.inference_mode():
         begun = placement._begin([np.ones(3, np.float32)], PLAIN)
     (batch,) = begun[0].finish()
@@ -216,7 +216,7 @@ CHANGED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGED)
 def test_a_batch_of_another_structure_goes_its_own_way(machine: Machine, change: str) -> None:
-    placement = Placement([machine.devices[0]], pin_memory=False)
+    placement = Placer([machine.devices[0]], pin_memory=False)
     for batch in (flat(), CHANGED[change](), CHANGED[change](), flat()):
         placed, expected = place_now(placement, batch), to_torch(batch)
         machine.finish()
@@ -238,7 +238,7 @@ def leaves_of(tree: Any) -> list[Any]:
 
 
 def test_an_array_in_two_places_is_one_tensor_though_the_batch_before_had_two(machine: Machine) -> None:
-    placement, array = Placement([machine.devices[0]], pin_memory=False), np.arange(9)
+    placement, array = Placer([machine.devices[0]], pin_memory=False), np.arange(9)
     first, second = place_now(placement, [array, array.copy()])
     assert first is not second
     first, second = place_now(placement, [array, array])
@@ -256,7 +256,7 @@ def test_the_leaves_of_batches_of_one_structure_are_looked_at_once(
             made.append(type(batch))
             super().__init__(batch)
 
-    placement = Placement([machine.devices[0]], pin_memory=False)
+    placement = Placer([machine.devices[0]], pin_memory=False)
     placement.settle()
     monkeypatch.setattr(copies, "PlacementPlan", Counted)
     for rows in (4, 4, 4, 3, 4, 4):

@@ -21,7 +21,7 @@ from simulated import Machine, SimulatedStreams
 from sharded_loader import ArrayDataset, Placement, ShardedDataLoader
 from sharded_loader.base.errors import notes_of
 from sharded_loader.devices.copies import HOST_AHEAD, CopyStream
-from sharded_loader.devices.placement import Placement as Placer
+from sharded_loader.devices.placement import Placer
 from sharded_loader.devices.transform import BatchTransform
 from sharded_loader.engine.pool import Pool
 

@@ -16,7 +16,7 @@ from sharded_loader import ArrayDataset, Placement, ShardedDataLoader
 from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.devices import accelerator, placement
 from sharded_loader.devices.copies import CopyStream
-from sharded_loader.devices.placement import Placement as Placer
+from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.pool import Pool
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import Subset, TensorDataset
 from sharded_loader import ArrayDataset, Placement, ProcessPool, ShardedDataLoader, empty
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.devices.accelerator import address_of
-from sharded_loader.devices.placement import Placement as Placer
+from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.pipeline import Entry
 from sharded_loader.engine.pool import Pool

@@ -21,7 +21,7 @@ from sharded_loader import ArrayDataset, Placement, ShardedDataLoader, SimpleDat
 from sharded_loader import resident as module
 from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.devices.copies import HOST_AHEAD
-from sharded_loader.devices.placement import Placement as Placer
+from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pool import Pool
 from sharded_loader.resident import ResidentPool, room_for_rows

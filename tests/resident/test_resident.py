@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from sharded_loader import ArrayDataset, Placement, ShardedDataLoader, SimpleDataset
 from sharded_loader.devices.copies import PendingCopy
-from sharded_loader.devices.placement import Placement as Placer
+from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pool import Pool
 from sharded_loader.resident import ResidentPool
