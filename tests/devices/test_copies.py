@@ -291,7 +291,7 @@ def test_one_thread_may_wait_for_the_copies_while_another_begins_one(
 def test_a_forked_child_does_not_wait_for_the_copies_of_its_parent(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    placed = placement.Placement([machine.devices[0]], pin_memory=False)
+    placed = placement.Placer([machine.devices[0]], pin_memory=False)
     place_now(placed, [np.arange(1000)])
     close, pid = placed.closer(), os.getpid()
     with monkeypatch.context() as forked:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conftest import make_pool
+from conftest import made, make_pool
 from stream_samples import LENGTHS, GoOn, ItsOwnIterator, Own, Parts, Stateful, Told, WithStatefulRows, values
 
 from sharded_loader import ShardedDataLoader
@@ -21,7 +21,7 @@ def loader_of(dataset: Any, pool: Any = "inline", workers: int = 2, **options: A
     """A loader of batches of `SIZE` samples. ``pool`` is a pool or the name of one."""
     pool = make_pool(pool, workers) if isinstance(pool, str) else pool
     options = {"streams": len(LENGTHS), "seed": 5, **options}
-    return ShardedDataLoader(dataset, options.pop("batch_size", SIZE), pool=pool, **options)
+    return made(dataset, options.pop("batch_size", SIZE), pool=pool, **options)
 
 
 def epochs_of(dataset: Any, epochs: int = 1, **options: Any) -> list[list[Any]]:

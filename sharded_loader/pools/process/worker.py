@@ -215,7 +215,9 @@ class WorkerThreads:
 
     def _take_job(self, message: Message, inherited: NewJob | None) -> bool:
         def load() -> NewJob:
-            memory, buffers = self._segments.pop(message.run, None), list(message.buffers)
+            # Its own segment has a number below 0; those of batches may be there already.
+            memory = self._segments.pop(message.run, None) if message.run < 0 else None
+            buffers = list(message.buffers)
             if isinstance(memory, OSError):
                 raise OSError(memory.errno, f"the dataset cannot be mapped: {why_refused(memory)}") from memory
             if memory is not None:
