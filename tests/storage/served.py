@@ -29,7 +29,7 @@ class Served:
         tag, modified: of all files; None: it is not said.
         headers: others, of answers with bytes and of failures, with _ in place of -.
         lie: takes the status, the bytes, and which they are ("0-9/500", or None), and gives others. None: no lies.
-        after: called when the bytes of an answer are decided, before they are sent: the client cannot ask again earlier.
+        after: called when the bytes of an answer are decided, before they are sent.
         knows_parts: whether it answers requests for parts, or always sends the whole file.
     """
 
