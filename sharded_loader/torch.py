@@ -32,8 +32,9 @@ from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.data.seeding import told_in
 from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in import iterator as drop_in
-from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, LoaderState, TorchProgress, TorchSteps
+from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
+from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, TorchSteps
 from sharded_loader.engine.messages import NOTHING, ErrorAction, Task
 from sharded_loader.engine.pipeline import Entry
 from sharded_loader.engine.pool import Pool
@@ -430,7 +431,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"the state is {an(type(state_dict))}; give what state_dict() has returned")
-        kind, advice = "_stream" if isinstance(self.dataset, IterableDataset) else "_sampler", drop_in.ADVICE
+        kind, advice = "_stream" if isinstance(self.dataset, IterableDataset) else "_sampler", ADVICE
         state = parsed(LoaderState, state_dict, advice)
         read_entry(state_dict, kind, anything, advice)
         state.check_length(length(self.dataset), self.sampler)

@@ -1,24 +1,16 @@
-"""The iterator of the drop-in, its position, and what any step has: torch's own base class around our iterator.
+"""The iterator of the drop-in: torch's own base class around our iterator.
 
     check_arguments(loader)                           rejects what would otherwise fail at the first batch
     make_pool(loader) -> Pool                         the pool that the loader's arguments ask for
-    LoaderState                                       the entries of a state, under the names that torchdata gives them
-    TorchProgress                                     the position of a loader
-    TorchRun(number, epoch=epoch, ...).state_dict()   the position of an epoch
     LoaderIterator(loader, state)._next_data() -> RunIterator -> Pipeline -> ProcessPool | InlinePool
     WorkerView(handle)                                a worker process as torch's iterator shows it
-    TorchSteps(loader)                                the samples of any step: `indices`, `fingerprint`, `check`
 
 An iterator owns its workers, as in torch. They start with the first ``next`` and end with the epoch. With
 ``persistent_workers`` they live as long as the iterator, which the loader then keeps and resets for each epoch.
 
 What goes wrong in a worker is raised here as torch raises it: a dead worker and a timeout are a RuntimeError in torch's
-words, with this library's error as its cause. A state of another loader is a ValueError. Iterable data and datapipes
-have no known order (TypeError). Nor has an epoch whose order is drawn from generators of the program, unless it is the
-newest one (ValueError).
+words, with this library's error as its cause.
 """
-
-# ruff: noqa: RUF009 - entries make fields
 
 from __future__ import annotations
 
@@ -32,51 +24,38 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, RandomSampler, SequentialSampler, _utils
+from torch.utils.data import IterableDataset, _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from sharded_loader.base.checks import check_int, refuse_async_iterable, refuse_class
-from sharded_loader.base.entries import anything, dict_of, entry, integer, optional, parsed, true_or_false, written
+from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.interrupts import uninterrupted
-from sharded_loader.base.private import counted_by_fabric, fetched_by_lightning
 from sharded_loader.batching.tree import TensorBatch
-from sharded_loader.data.inspection import Known, is_stateful
-from sharded_loader.data.seeding import set_epoch_of
+from sharded_loader.data.inspection import is_stateful
 from sharded_loader.devices.accelerator import Pinner
 from sharded_loader.devices.names import accelerators, find_devices
 from sharded_loader.devices.placement import Placer
 from sharded_loader.drop_in import sampler as samplers
-from sharded_loader.drop_in.collate import batchify_fn_of
-from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, SamplerState, ShuffleSampler, TorchEpoch
-from sharded_loader.engine.epoch_requests import EpochRequest, EpochRequests
-from sharded_loader.engine.messages import Job, PartPoint, Task
-from sharded_loader.engine.order import Position
-from sharded_loader.engine.pipeline import Pipeline, Run
+from sharded_loader.drop_in.sampler import SamplerStart, SamplerState, TorchEpoch
+from sharded_loader.drop_in.state import LoaderState, TorchRun, check_data, job_of, stream_epoch
+from sharded_loader.engine.messages import PartPoint, Task
+from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool
-from sharded_loader.engine.split import plain_indices
 from sharded_loader.loader import arguments
-from sharded_loader.loader.arguments import action_and_limit, length
-from sharded_loader.loader.epochs import Progress, warn_of_length
+from sharded_loader.loader.arguments import length
+from sharded_loader.loader.epochs import warn_of_length
 from sharded_loader.loader.iterator import RunIterator, profiler_enabled
-from sharded_loader.loader.lookup import KnownSteps, in_epoch
 from sharded_loader.pools.local import InlinePool, ThreadPool
 from sharded_loader.pools.process.pool import ArenaInUse, ProcessPool
 from sharded_loader.sampling.base import nested
-from sharded_loader.sampling.foreign import len_epoch
-from sharded_loader.sampling.order import LEFT_OUT, step_checksum
-from sharded_loader.sampling.state import Signature, arguments_of, dump, kind_of, seed_of
 from sharded_loader.streams.epoch import StreamEpoch
-from sharded_loader.streams.order import StreamOrder
 from sharded_loader.streams.reader import StreamReader
-from sharded_loader.streams.state import parse
 
 if TYPE_CHECKING:
     from sharded_loader.torch import DataLoader
@@ -210,324 +189,6 @@ class DeviceMemory:
 def _close_arenas(left: list[ArenaInUse]) -> None:
     while left:
         left.pop().arena.close()
-
-
-# -- positions ---------------------------------------------------------------------------------------------------------
-
-ADVICE = "give what state_dict() of such a loader has returned"
-
-
-@dataclass(frozen=True)
-class LoaderState:
-    """The entries of a state. It looks like a state of torchdata's loader, which has snapshots of datasets besides.
-
-    Attributes:
-        yielded: how many batches of the epoch were received.
-        finished: the user has seen the end of the epoch.
-        base_seed: what the workers' generators were seeded with.
-        epoch: number of the epoch.
-        epoch_of_dataset: the attribute ``epoch`` of an iterable dataset.
-        generator: the state of the loader's generator.
-        next_draws: after the last batch, what the next epoch would draw: for the loader and for its sampler.
-        sampler: of map-style data.
-        stream: of iterable data; see `sharded_loader.streams.state`.
-        length: the number of samples in the dataset, of map-style data.
-    """
-
-    yielded: int = entry(integer(), name="_num_yielded")
-    finished: bool = entry(true_or_false, name="_iterator_finished")
-    base_seed: int = entry(integer(), name="_base_seed")
-    epoch: int | None = entry(optional(integer()), name="_epoch", default=None)
-    epoch_of_dataset: int | None = entry(anything, name="_epoch_of_dataset", default=None)
-    generator: str | None = entry(anything, name="_generator", default=None)
-    next_draws: list[int] | None = entry(anything, name="_next", default=None)
-    sampler: SamplerState | None = entry(optional(dict_of(SamplerState)), write=written, name="_sampler", default=None)
-    stream: Any = entry(anything, name="_stream", default=None)
-    length: int | None = entry(optional(integer(0)), name="_length", default=None)
-
-    @property
-    def epoch_to_begin(self) -> int:
-        """The number of the epoch that goes on from here."""
-        return (self.epoch or 0) + self.finished
-
-    def check_length(self, now: int | None, sampler: Any) -> None:
-        """Reject a state from the middle of an epoch over a dataset that had another length.
-
-        New samples at the end of a dataset that is read in order come behind the others.
-        """
-        was, is_begun = self.length, self.sampler is not None and self.sampler.yielded and not self.finished
-        if not is_begun or now is None or was in (None, now) or (now > was and isinstance(sampler, SequentialSampler)):
-            return
-        what = f"read the epoch to its end from torch.utils.data.Subset(dataset, range({was}))"
-        if now < was:
-            what = f"samples {now} to {was - 1} are missing: give them back"
-        raise ValueError(
-            f"the state cannot be resumed: the dataset had {was} samples, and has {now}: {what}, or begin an epoch "
-            f"with all samples, without the state: set_epoch({(self.epoch or 0) + 1})"
-        )
-
-
-@dataclass(eq=False, kw_only=True)
-class TorchRun(Run):
-    """A run of an epoch, and its position. The loader keeps it when the iterator has gone, after a ``break``.
-
-    Attributes:
-        base_seed: what the workers' generators were seeded with.
-        yielded: how many batches of the epoch were received.
-        points_at_start: part of iterable data, or worker -> where the previous epoch left it, if the workers live on.
-        epoch_of_dataset: the attribute ``epoch`` of an iterable dataset when the epoch began.
-    """
-
-    epoch: TorchEpoch | StreamEpoch
-    base_seed: int
-    yielded: int
-    points_at_start: Mapping[int, PartPoint]
-    epoch_of_dataset: int | None
-
-    def state_dict(self, loader: Loader) -> dict[str, Any]:
-        """The position, with the states of the workers' datasets."""
-        fetched, is_over = fetched_by_lightning()
-        finished, epoch = self.ended or is_over, self.epoch
-        delivered = max(epoch.first, self.delivered - fetched)
-        generator = following = None
-        if loader.generator is not None:
-            generator = samplers.generator_state(loader.generator)
-        elif finished or (isinstance(epoch, TorchEpoch) and epoch.ends_after(delivered)):
-            # A new iterator draws the loader's seed, and then the sampler one of its own.
-            lives_on = loader.persistent_workers and loader.num_workers > 0
-            following = [self.base_seed, *samplers.next_draws(1)] if lives_on else samplers.next_draws(2)
-        if isinstance(epoch, TorchEpoch):
-            position = epoch.position(delivered, finished)
-            named = {"sampler": position.mark}
-            datasets = position.mark.datasets or [None] * max(1, loader.num_workers)
-            snapshots = [{"dataset_state": dataset, "fetcher_state": None} for dataset in datasets]
-        else:
-            position = self._stream_position(epoch, delivered, is_over)
-            named = {"stream": epoch.state(position)}
-            snapshots = [_snapshot(position, part) for part in position.counts]
-        yielded = max(0, self.yielded - fetched)
-        own = LoaderState(
-            yielded, finished, self.base_seed, epoch.number, self.epoch_of_dataset, generator, following, **named
-        )
-        if loader.num_workers == 0:
-            return {**written(own), **snapshots[0]}
-        workers = {f"worker_{i}": {"worker_id": i, **snapshot} for i, snapshot in enumerate(snapshots)}
-        return {**written(own), "_snapshot": {"_worker_snapshots": workers}}
-
-    def _stream_position(self, epoch: StreamEpoch, delivered: int, is_over: bool) -> Position:
-        """The position in iterable data, with a point for each part."""
-        position = epoch.position(delivered)
-        if is_over:  # Lightning goes on with the next epoch, and that begins with new datasets
-            position = replace(position, points={})
-        if not position.counts:
-            position = epoch.at_beginning()
-        # Parts that gave no batch yet are where the previous epoch left them.
-        untouched = {part: point for part, point in self.points_at_start.items() if not position.counts[part]}
-        return replace(position, points={**position.points, **untouched})
-
-    def after(self) -> dict[int, PartPoint]:
-        """How the parts, or the workers' datasets, are when the next epoch begins.
-
-        Empty if it is not known: of iterable data the end was not seen.
-        """
-        if isinstance(self.epoch, TorchEpoch):
-            return self.epoch.points_after(self.delivered)
-        return dict(next_epoch(self.epoch.position(self.delivered)).points) if self.ended else {}
-
-
-def _snapshot(position: Position, part: int) -> dict[str, Any]:
-    """The state of one part as torchdata's loader shows it."""
-    point = position.points.get(part, PartPoint())
-    dataset, items, *_ = point.state or (None, None)
-    fetcher = {"dataset_iter_state": items, "fetcher_ended": point.ended}
-    return {"dataset_state": dataset, "fetcher_state": fetcher}
-
-
-class TorchProgress(Progress[dict[str, Any]]):
-    """The position of a loader. ``pending`` is the state that was loaded: the next epoch begins there, whatever it is.
-
-    An epoch begins when an iterator is asked for its first batch. Until then the iterator waits, with a plan. It plans
-    again if a state was loaded since, or ``set_epoch`` was called.
-
-    Attributes:
-        shown: the run that began last.
-        job: of the newest epoch.
-        data: the dataset's fingerprint, once it was needed.
-        requests: the calls of ``set_epoch`` of the dataset: workers that live on have copies of it.
-        waiting: the newest iterator, if it waits.
-        is_promised: a state was taken of the epoch that ``waiting`` begins: the next ``iter()`` returns it.
-        rng_at_load: the state of torch's default generator when a state was loaded.
-        following: what the epoch after the resumed one would have drawn.
-        is_of_fabric: the loaded state is one for Lightning's Fabric, which names epochs from 0 on.
-    """
-
-    count: EpochCount
-    shown: TorchRun | None = None
-    waiting: LoaderIterator | None = None
-    is_promised = False
-    rng_at_load: torch.Tensor | None = None
-    following: list[int] | None = None
-    is_of_fabric = False
-    job: Job | None = None
-    data: str | None = None
-
-    def __init__(self, count: EpochCount) -> None:
-        super().__init__(count)
-        self.requests = EpochRequests()
-
-    def __reduce__(self) -> Any:  # a copy of the loader has its own iterators and states
-        return TorchProgress, (copy.copy(self.count),), {"requests": self.requests, "data": self.data}
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that begins next."""
-        self._forget_waiting()
-        self.count.note(epoch)
-
-    def load(self, state: dict[str, Any], epoch: int) -> None:
-        """Make the next epoch, number ``epoch``, begin at a state. ``set_epoch`` after this counts."""
-        self.pending, self.rng_at_load = state, torch.get_rng_state()
-        self._forget_waiting()
-        self.count.set_epoch(epoch)
-
-    def state_to_begin(self, sampler: Any) -> LoaderState | None:
-        """The state that was loaded, if no epoch has begun since; see `at_named_epoch`."""
-        if self.pending is None:
-            return None
-        state = parsed(LoaderState, self.pending, ADVICE)
-        self.is_of_fabric = counted_by_fabric(state.epoch_to_begin)
-        return state if self.is_of_fabric else at_named_epoch(state, sampler, self.count)
-
-    def begun(self, run: Run, iterator: Any) -> None:
-        assert isinstance(run, TorchRun)
-        self.live.clear()  # an iterator with persistent workers has one run after the other
-        super().begun(run, iterator)
-        self.shown = run
-        self._forget_waiting()
-
-    def _forget_waiting(self) -> None:
-        self.waiting, self.is_promised = None, False
-
-    def promised(self) -> LoaderIterator | None:
-        """The iterator that was promised. It is so once."""
-        is_promised, self.is_promised = self.is_promised, False
-        return self.waiting if is_promised else None
-
-    def known_run(self) -> TorchRun | None:
-        """The run whose state is the loader's; None: no iterator is there. One that waits is promised."""
-        if self.waiting is None or not (self.shown is None or self.shown.ended):
-            return self.shown
-        self.is_promised = True
-        return self.waiting.run
-
-    @property
-    def epoch(self) -> int:
-        """The number of the epoch that is read, or of the one that begins next."""
-        run, coming = self.run(), self.count.next_epoch
-        return coming if run is None or run.epoch.number + 1 != coming else coming - 1
-
-    def asked(self) -> tuple[EpochRequest | None, dict[str, Any] | None]:
-        """What decides a plan: the last call of ``set_epoch``, and the state that was loaded."""
-        return self.count.request, self.pending
-
-
-# -- epochs that go on from a state ------------------------------------------------------------------------------------
-
-
-def at_named_epoch(state: LoaderState, sampler: Any, count: EpochCount) -> LoaderState:
-    """The state, unless its epoch has no batch left and ``set_epoch`` has named another one: then that one begins.
-
-    A loop that begins with epoch ``step // len(loader)`` loads a checkpoint of the last step so.
-
-    Args:
-        state: of map-style data.
-        sampler: of the loader that goes on: of batches, or of single indices.
-        count: the loader's epochs.
-    """
-    saved = state.sampler
-    try:
-        if saved is None or state.finished or saved.yielded < len(sampler):
-            return state
-    except (TypeError, NotImplementedError):  # a sampler without a length
-        return state
-    pairs = [(count.next_epoch, count.next_epoch if state.epoch is None else state.epoch)]
-    kept = zip(samplers.keep_epochs(sampler), saved.epochs or (), strict=False)
-    pairs += [(one.epoch, before) for one, before in kept if getattr(one, "epoch_request", before) is not None]
-    if saved.shuffle is not None:
-        pairs += [one.named_and_saved(saved.shuffle) for one in nested(sampler) if isinstance(one, ShuffleSampler)]
-    named = next((now for now, before in pairs if now != before), None)
-    if named is None:
-        return state
-    count.next_epoch = named
-    return replace(state, finished=True)
-
-
-def next_epoch(position: Position) -> Position:
-    """The beginning of an epoch that goes on with the datasets as they are at a position."""
-    points = {}
-    for part, point in position.points.items():
-        state = None if point.state is None else (*point.state[:2], "next")
-        points[part] = PartPoint(passes=point.passes, state=state, asked=point.asked)
-    return Position(0, 0, None, dict.fromkeys(position.counts, 0), points)
-
-
-def stream_order(loader: Loader, seed: int) -> StreamOrder:
-    """The order of a loader over iterable data."""
-    order = StreamOrder(
-        loader.dataset,
-        batch_size=loader.batch_size or 1,
-        last_batch="discard" if loader.drop_last else None,
-        seed=seed,
-        streams=loader.streams or max(1, loader.num_workers),
-        num_workers=loader.num_workers,
-    )
-    order.is_bound = False
-    return order
-
-
-def stream_epoch(loader: Loader, seed: int, state: LoaderState | None, points: dict[int, PartPoint]) -> StreamEpoch:
-    """An epoch of iterable data.
-
-    Args:
-        loader: the loader.
-        seed: of the epoch.
-        state: where it goes on; None: at its beginning, with parts at ``points``.
-        points: of parts that no worker has.
-
-    Raises:
-        ValueError: another loader saved the state.
-    """
-    order = stream_order(loader, seed)
-    position = Position(0, 0, None, {}, points) if points else None
-    if state is not None:
-        doing = "the state cannot be resumed, it was saved by another loader: "
-        position, *_ = order.take_over(state.stream, False, doing, "Make the loader as it was then")
-        position = next_epoch(position) if state.finished else replace(position, epoch=0)
-    epoch = order.epoch(0, position)
-    order.begun(epoch)
-    return epoch
-
-
-def check_data(loader: Loader) -> None:
-    """Reject a dataset or a sampler that cannot be read. Programs make loaders of mocks, and never read them.
-
-    Raises:
-        TypeError: It cannot be read.
-    """
-    for name, given in (("sampler", loader.sampler), ("batch_sampler", loader.batch_sampler)):
-        if given is not None and not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
-            raise TypeError(f"{name} is {given!r}; it must be an iterable of indices, or of lists of them")
-    refuse_class("the dataset", loader.dataset)
-    refuse_async_iterable(loader.dataset)
-    if not any(hasattr(loader.dataset, name) for name in ("__getitem__", "__getitems__", "__iter__")):
-        raise TypeError(f"a dataset needs __getitem__, and {type(loader.dataset).__name__} has none")
-
-
-def job_of(loader: Loader, collate_fn: Any) -> Job:
-    """What the workers of a loader read."""
-    batched, seed = loader._auto_collation, int(loader.seed or 0)
-    batchify = batchify_fn_of(collate_fn, batched=batched)
-    action, _ = action_and_limit(loader.on_error)
-    return Job(loader.dataset, batchify, seed, action, in_bulk=batched, tells_epoch=False)
 
 
 # -- the iterator ------------------------------------------------------------------------------------------------------
@@ -879,106 +540,6 @@ def in_torchs_words(error: WorkerDiedError | WorkerTimeoutError, timeout: float)
             f"DataLoader worker (pid {error.pid}) is killed by signal: {signal.strsignal(-code)}. {error}"
         )
     return RuntimeError(f"DataLoader worker (pid(s) {error.pid}) exited unexpectedly. {error}")
-
-
-# -- any step ----------------------------------------------------------------------------------------------------------
-
-
-class TorchSteps(KnownSteps):
-    """The steps of a loader, past or to come. It keeps nothing, and changes nothing in the loader.
-
-    A digest has the random numbers of ``seed=``; without one, those of seed 0: torch draws another seed in each run.
-    """
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader, self._sampler = loader, loader._index_sampler
-        self.dataset, self.known = loader.dataset, Known(loader.dataset)
-
-    @property
-    def job(self) -> Job:
-        """The job of the newest epoch; before the first one, what is known of it."""
-        check_data(self._loader)
-        return self._loader._progress.job or job_of(self._loader, self._loader.collate_fn)
-
-    @property
-    def parts(self) -> int:
-        """The parts that the next epoch may have, or the one that is read; 1 of data that is read by index."""
-        loader = self._loader
-        if not isinstance(self.dataset, IterableDataset):
-            return 1
-        order, loaded, run = stream_order(loader, 0), loader._progress.pending, loader._progress.shown
-        parts = order.parts
-        if loaded is not None and loaded["_stream"] is not None:
-            return max(parts, parse(loaded["_stream"], order.replicas())[1].streams)
-        if run is not None and not run.ended and isinstance(run.epoch, StreamEpoch):
-            return max(parts, run.epoch.stream.parts)
-        return parts
-
-    def job_now(self) -> Job:
-        is_told, seed = self._loader._progress.count.request is not None, int(self._loader.seed or 0)
-        return replace(self.job, seed=seed, base_seed=None, keeps_state=False, tells_epoch=is_told)
-
-    def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
-        progress, live = self._loader._progress, self._loader._live
-        count = progress.count
-        set_epoch = None if count.request is None else set_epoch_of(self.dataset)
-        reads = live is not None and live._pool.shares_dataset
-        back = lambda: 0 if count.request is None else count.request.epoch  # noqa: E731
-        return in_epoch(set_epoch, epoch, back, [progress.epoch] if reads else ())
-
-    def samples_of(self, epoch: int, step: int) -> list[Any]:
-        step = check_int("step", step, 0, "steps count from 0 in each epoch")
-        found = self._look_up(epoch, range(step, step + 1), list)
-        if not found:
-            raise IndexError(f"epoch {epoch} has no step {step}: it has fewer steps, which count from 0")
-        return list(found[0])
-
-    def some_indices(self, epoch: int, steps: Iterable[int], each: int) -> list[Any]:
-        try:
-            return super().some_indices(epoch, steps, each)
-        except ValueError:
-            sampler, count = getattr(self._sampler, "sampler", self._sampler), length(self.dataset)
-            if not isinstance(sampler, RandomSampler) or not count:
-                raise
-            # The order is not drawn yet, or not by number. Whatever it is, these samples are in it.
-            return list(range(0, count, -(-count // (each * len(list(steps))))))
-
-    def checksums(self, epoch: int) -> list[str]:
-        found = self._look_up(epoch, range(sys.maxsize), lambda indices: step_checksum([indices]))
-        left_out = self._loader._left_out(epoch)
-        return [LEFT_OUT if any(step in one for one in left_out) else text for step, text in enumerate(found)]
-
-    def _look_up(self, epoch: Any, steps: range, of: Callable[[list[Any]], Any]) -> list[Any]:
-        """What is wanted of the indices of some steps."""
-        loader, epoch = self._loader, check_int("epoch", epoch, 0, "epochs count from 0")
-        if isinstance(self.dataset, IterDataPipe | MapDataPipe):
-            raise TypeError("datapipes are read by torch's own workers: which samples a step has is not known")
-        if isinstance(self.dataset, IterableDataset):
-            raise TypeError(stream_order(loader, 0).text_of_step(epoch, steps.start))
-        if len(steps) > 1:
-            self.length(epoch)  # a sampler without an end would be read for ever
-        begun, run = None, loader._progress.shown
-        if loader._progress.pending is not None:
-            state = parsed(LoaderState, loader._progress.pending, ADVICE)
-            assert state.sampler is not None  # it is one of map-style data
-            begun = samplers.BegunEpoch(state.epoch or 0, state.sampler, {}, state.finished)
-        elif run is not None and isinstance(run.epoch, TorchEpoch):
-            begun = run.epoch.begun(run.delivered)
-        batched = loader._auto_collation
-        of_item = lambda item: of(plain_indices(item if batched else [item]))  # noqa: E731
-        return samplers.look_up(self._sampler, self.dataset, epoch, steps, begun, of_item)
-
-    def length(self, epoch: int) -> int:
-        return len_epoch(self._sampler, epoch)
-
-    def state_of(self, epoch: int) -> dict[str, Any]:
-        loader, samplers = self._loader, list(nested(self._sampler))
-        seeds, arguments = tuple(map(seed_of, samplers)), arguments_of(samplers)
-        kind, last_batch = kind_of(self._sampler), "discard" if loader.drop_last else "keep"
-        data = int(loader.seed or 0), length(self.dataset), kind, None, seeds
-        return dump(
-            Position(epoch), Signature(*data, loader.batch_size, last_batch, arguments, skip=tuple(loader.skip))
-        )
 
 
 leave_alone(LoaderIterator.__next__)

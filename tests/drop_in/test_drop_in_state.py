@@ -39,8 +39,8 @@ from torch.utils.data import (
 from sharded_loader import RandomSampler as RandomSamplerOfEpochs
 from sharded_loader import interleave, sample_rng
 from sharded_loader.base.entries import parsed
-from sharded_loader.drop_in.iterator import LoaderState, at_named_epoch, next_epoch
 from sharded_loader.drop_in.sampler import SamplerState
+from sharded_loader.drop_in.state import LoaderState, at_named_epoch, next_epoch
 from sharded_loader.engine.messages import PartPoint
 from sharded_loader.engine.order import Position
 from sharded_loader.torch import DataLoader
