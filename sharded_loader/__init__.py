@@ -64,7 +64,6 @@ PROVIDED = {
     ("pool", "ray"): "sharded_loader.ray.pool:RayPool",
     ("sampler", "costs"): "sharded_loader.samplers.index_samplers:CostSampler",
     ("sampler", "mixture"): "sharded_loader.mixing.interleave:sampler_of",
-    ("timing", "instruments"): "sharded_loader.instruments.timing:Timing",
 }
 """Objects of the satellites that the core looks up by kind and name, instead of importing them: `base.imports`."""
 

@@ -34,10 +34,9 @@ from sharded_loader.batching.tree import children, field_names, is_dataclass_ins
 from sharded_loader.data.datasets import counts_of, mixture_of, retries_of
 from sharded_loader.engine.messages import BatchTimes, Result
 from sharded_loader.engine.pipeline import Entry, Pipeline
-from sharded_loader.engine.reader import plain_indices
+from sharded_loader.engine.reader import KEPT_SAMPLES, plain_indices
 from sharded_loader.instruments import times
 from sharded_loader.instruments.times import CAUSES, STAGES, Histograms, SlowSample, StageTimes, WorkerTimes
-from sharded_loader.instruments.timing import KEPT_SAMPLES
 from sharded_loader.loader.observer import Observer
 
 

@@ -79,7 +79,7 @@ class _Batch(NamedTuple):
     shards: set[int]
 
 
-class _Plan:
+class _ShardPlan:
     """Which shards are needed now, and when the others will be.
 
     Args:
@@ -197,7 +197,7 @@ class ReadAhead:
         self._shards, self._cache, self._position = shards, shards.cache, position
         self._facts = list(zip(shards.urls, shards.stats, strict=True))  # as they were when the epoch began
         sizes = [stat.size for stat in shards.stats]
-        self._plan = _Plan(sizes, self._order(needs, later), self._let_go)
+        self._plan = _ShardPlan(sizes, self._order(needs, later), self._let_go)
         self._whole = sum(sizes)
         self._in_progress: set[int] = set()  # shards that are queued for download, or are being downloaded
         self._has_first = False  # whether the shards of the first batch are there

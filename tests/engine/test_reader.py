@@ -161,7 +161,7 @@ def test_a_slow_sample_is_told_on_a_machine_on_which_the_first_batch_waited_for_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waited, now = itertools.count(), [0.0]
-    monkeypatch.setattr("sharded_loader.instruments.timing.core_seconds", lambda: (0.0, 100.0 * next(waited)))
+    monkeypatch.setattr("sharded_loader.engine.reader.core_seconds", lambda: (0.0, 100.0 * next(waited)))
     monkeypatch.setattr("sharded_loader.base.host_clock.now", lambda: now[0])
 
     class Waits(Squares):
@@ -179,8 +179,7 @@ def test_a_slow_sample_is_told_on_a_machine_on_which_the_first_batch_waited_for_
 def measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader measures its first batch, and no other one, on a machine of any speed."""
     for name in ("MEASURED_SECONDS", "SAMPLE_SECONDS"):
-        monkeypatch.setattr(f"sharded_loader.instruments.timing.{name}", 1e9)
-    monkeypatch.setattr("sharded_loader.instruments.timing.Timing.LONG", 1e9)
+        monkeypatch.setattr(f"sharded_loader.engine.reader.{name}", 1e9)
 
 
 @pytest.mark.usefixtures("measures_once")
