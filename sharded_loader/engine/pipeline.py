@@ -46,9 +46,6 @@ Measured (medians of 20 to 24 turns, of the rate with 1): `images` 1.05 to 1.13,
 PATIENCE = 30.0
 """Seconds that ``next`` waits before it tells on stderr for whom."""
 
-ANSWER_SECONDS = 2.0
-"""Seconds in which a worker that was asked for its stack has written it, unless it cannot."""
-
 PER_WORKER = 2
 """Batches in flight for each worker, unless the user says otherwise."""
 
@@ -513,7 +510,7 @@ class Pipeline:
 
     def _await_head(self, run: Run) -> Exception | None:
         """Receive until the run's next batch is finished, or there is none; the error that ends the run."""
-        window, due, look = run.window, run.waits_since and run.waits_since + PATIENCE, None
+        window, due = run.window, run.waits_since and run.waits_since + PATIENCE
         while True:
             pool = self.pool
             if self.closed:
@@ -551,15 +548,10 @@ class Pipeline:
                 if run.waits_since:
                     window[0].waited = run.waits_since, host_clock.now()
                 return None
-            if due and host_clock.now() >= due:
-                due, look = (math.inf, look()) if look is not None else self._tell_of_wait(run)
-
-    def _tell_of_wait(self, run: Run) -> tuple[float, Callable[[], None] | None]:
-        """Tell for whom ``next`` has waited long. When to look what came of it, and how; see `Pool.tell_of_wait`."""
-        now, entry = host_clock.now(), run.window[0]
-        text = f"sharded_loader: next() has waited {now - run.waits_since:.0f} s for epoch {run.epoch.number}, "
-        look = self.pool.tell_of_wait(f"{text}batch {entry.seq}", entry.task)
-        return math.inf if look is None else now + ANSWER_SECONDS, look
+            if due and (now := host_clock.now()) >= due:
+                due, entry = math.inf, window[0]
+                text = f"sharded_loader: next() has waited {now - run.waits_since:.0f} s for epoch {run.epoch.number}, "
+                pool.tell_of_wait(f"{text}batch {entry.seq}", entry.task)
 
     # -- life -----------------------------------------------------------------------------------------------
 

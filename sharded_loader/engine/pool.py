@@ -122,18 +122,14 @@ class Pool(ABC):
             PoolBroken: no worker can work.
         """
 
-    def tell_of_wait(self, text: str, task: Task | None) -> Callable[[], None] | None:
+    def tell_of_wait(self, text: str, task: Task | None) -> None:
         """Tell on stderr that ``next`` has waited long, who has the task, and that worker's stack.
 
         Args:
             text: how long, and for which batch.
             task: the batch; None: it is in no task.
-
-        Returns:
-            What to call `ANSWER_SECONDS` later, if ``next`` still waits; None: nothing.
         """
         write_to_stderr(f"{text}\n")
-        return None
 
     def wake(self) -> None:  # noqa: B027
         """Make a `wait` in another thread return."""

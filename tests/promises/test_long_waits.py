@@ -25,7 +25,6 @@ SEES = [name for name in PROCESS_POOLS if name != "forkserver"]
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deaths, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(pipeline, "ANSWER_SECONDS", 600.0)
 
 
 class Said:
