@@ -116,7 +116,7 @@ class Deaths:
         return death.is_final or self._start_by_worker[who] >= limit
 
     def begin_starts(self, *, proven: bool) -> None:
-        """Count anew: a worker has started, so others can (``proven``), or what they get is another from now on."""
+        """Start counting again: a worker has started, so others can (``proven``), or what they get is another from now on."""
         self._start_by_worker.clear()
         self._proven = proven
 

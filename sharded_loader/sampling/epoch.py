@@ -407,7 +407,7 @@ class _Batches:
 
 
 def _are_within(indices: object, limit: int) -> bool:
-    """Whether these are indices of a dataset with so many samples."""
+    """Whether these are indices of a dataset of ``limit`` samples."""
     if type(indices) is not np.ndarray or indices.dtype != np.int64:
         return False
     # A negative index is a large unsigned one; a negative length is none.

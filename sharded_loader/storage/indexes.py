@@ -6,7 +6,7 @@
     content(...)                -> the bytes of such a file
 
 An index is a few arrays. `dumped` makes bytes of them, which end with their hash: so damage is found, and the index is
-made again.
+built again.
 
 In the folder, the name of a file is a hash of the format, the URL, and the size and tag of the shard. So a shard that
 has changed has another index, and two processes that make the same one write the same bytes. A file appears by being

@@ -43,8 +43,8 @@ class StreamOrder(Order[StreamSignature]):
         dataset: the data.
         batch_size, last_batch, num_workers: of the loader.
         streams: how many parts; None: as many as the dataset has shards, or as there are workers.
-        given: see `Order`. With ``steps_per_epoch`` an epoch has so many batches on each rank; otherwise what its parts
-            have.
+        given: see `Order`. With ``steps_per_epoch`` each rank has that number of batches in an epoch; otherwise what its
+            parts have.
 
     Attributes:
         is_bound: states of another number of parts are rejected.

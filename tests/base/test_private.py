@@ -109,7 +109,7 @@ def test_private_names_of_others_stand_in_one_module() -> None:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             ours.add(node.id)
     ours |= {"_auto_collation", "_index_sampler", "_persistent_workers", "_pin_memory_device"}
-    ours |= {"_sampler_iter", "_timeout"}
+    ours |= {"_sampler_iter", "_timeout", "_collate_fn"}
     uses = {
         f"{path.relative_to(root)}: {node.attr}"
         for path in nodes

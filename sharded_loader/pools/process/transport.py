@@ -170,7 +170,7 @@ class ProcessWorker(Worker):
             pass
         finally:
             self._released = True
-            self.board = list(self.board)  # the last look at it: whoever holds the worker does not hold the memory
+            self.board = list(self.board)  # the last look at it: holding the worker does not hold the memory
             if owns_sentinel:
                 os.close(self.sentinel)
 
