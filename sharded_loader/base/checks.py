@@ -87,7 +87,7 @@ def refuse_class(name: str, given: object) -> None:
 def refuse_arguments(
     name: str,
     unknown: Iterable[str],
-    function: Callable[..., Any],
+    function: Callable[..., object],
     instead: Mapping[str, str] = MappingProxyType({}),
     also: Iterable[str] = (),
 ) -> None:

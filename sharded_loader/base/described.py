@@ -63,7 +63,7 @@ class Described:
         return getattr(self, "seed", None)
 
 
-def call_of(value: object, first: Iterable[Any] = (), **options: tuple[Any, Any]) -> str:
+def call_of(value: object, first: Iterable[object] = (), **options: tuple[object, object]) -> str:
     """The call that makes an object like this one, without the options that have their usual values.
 
     Args:

@@ -66,7 +66,7 @@ def list_of(read: Reader, must: str = "a list") -> Reader:
     return lambda what, value, advice: tuple(read(what, item, advice) for item in is_list(what, value, advice))
 
 
-def dict_of(kind: type[Any]) -> Reader:
+def dict_of(kind: type[object]) -> Reader:
     """Reads a dict of entries as the dataclass that they are fields of."""
     return lambda what, value, advice: parsed(kind, instance(Mapping, "a dict")(what, value, advice), advice, what)
 
@@ -135,7 +135,7 @@ def written(position: object) -> dict[str, Any]:
     return state
 
 
-def parsed(kind: type[T], state: Mapping[str, Any], advice: str, what: str = "the state") -> T:
+def parsed(kind: type[T], state: Mapping[str, object], advice: str, what: str = "the state") -> T:
     """The dataclass that a dict describes. Other entries of the dict do not count.
 
     Args:
@@ -154,7 +154,7 @@ def parsed(kind: type[T], state: Mapping[str, Any], advice: str, what: str = "th
     return kind(**values)
 
 
-def read_entry(state: Mapping[str, Any], name: str, read: Reader, advice: str, what: str = "the state") -> Any:
+def read_entry(state: Mapping[str, object], name: str, read: Reader, advice: str, what: str = "the state") -> Any:
     """One entry of a dict."""
     if name not in state:
         raise ValueError(f"{what} has no {name!r}: {advice}")

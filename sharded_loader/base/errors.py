@@ -205,7 +205,7 @@ class Location(NamedTuple):
 _OUR_NOTES = ("sharded_loader:", "see it again,")
 
 
-def read_again(samples: Sequence[Any], epoch: int) -> str:
+def read_again(samples: Sequence[object], epoch: int) -> str:
     """The line to type to read these samples in the main process.
 
     Example:

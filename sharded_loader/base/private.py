@@ -231,7 +231,7 @@ def end_compiling() -> None:
 _TORCH_WORKER = "torch.utils.data._utils.worker"
 
 
-def answer_for_torch(answer: Callable[[], Any]) -> None:
+def answer_for_torch(answer: Callable[[], object]) -> None:
     """Have torch's ``get_worker_info()`` return what ``answer`` returns, if that is not None, once torch is imported.
 
     The function stays the same object, because datasets import it by name. Without the name: torch answers by itself.

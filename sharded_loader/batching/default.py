@@ -202,7 +202,7 @@ def _common_kind(samples: Samples, types: set[type]) -> str:
     raise unlike(samples, type, "types", "make them all alike, or leave the field apart with List")
 
 
-def unlike(samples: Samples, trait: Callable[[Any], Any], what: str, advice: str) -> BatchifyError:
+def unlike(samples: Samples, trait: Callable[[Any], object], what: str, advice: str) -> BatchifyError:
     """The error for samples that differ in a trait such as their keys. It names the first two that differ.
 
     Example:

@@ -263,7 +263,7 @@ def _write(out: Any, samples: Samples, fill: Any, axis: int | None, lengths: Seq
             row[(*head, slice(length, None))] = fill
 
 
-def _mask(lengths: Sequence[Any], padded: Sequence[int], empty: Empty) -> Array:
+def _mask(lengths: Sequence[object], padded: Sequence[int], empty: Empty) -> Array:
     """Where the values of samples of these lengths lie in rows, or boxes, that are padded to one size."""
     sizes = np.asarray(lengths, np.int64).reshape(len(lengths), -1)  # by sample and axis
     out = empty((len(sizes), *padded), np.dtype(bool))

@@ -131,7 +131,7 @@ def assembler(fn: BatchifyFn) -> Assemble:
 
 
 def in_fields(
-    names: Iterable[Any], label: str, makes: Iterable[Assemble], columns: Iterable[Samples], empty: Empty
+    names: Iterable[object], label: str, makes: Iterable[Assemble], columns: Iterable[Samples], empty: Empty
 ) -> list[Any]:
     """A batch for each field of the samples. An error says in which field it lies.
 
@@ -189,7 +189,7 @@ def check_not_empty(samples: Samples) -> None:
         raise BatchifyError("a batch of no samples", "leave empty batches (and empty shards) out of the sampler")
 
 
-def some(items: Sequence[Any], limit: int = 5) -> str:
+def some(items: Sequence[object], limit: int = 5) -> str:
     """A few of many for an error message.
 
     Example:
@@ -271,7 +271,7 @@ def empty(shape: int | Iterable[int], dtype: Any = np.float64) -> Array:
     return allocator(dims, dtype)
 
 
-def call_with_empty(fn: Callable[[Any], Any], argument: object, allocator: Empty) -> Any:
+def call_with_empty(fn: Callable[[Any], object], argument: object, allocator: Empty) -> Any:
     """``fn(argument)``. While it runs, `empty` calls ``allocator`` in this thread.
 
     Example:

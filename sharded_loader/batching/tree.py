@@ -219,7 +219,7 @@ def _copy(template: object) -> Any:
 
 
 def map_leaves(
-    fn: Callable[[Any], Any], tree: object, own: str | None = None, skip: frozenset[type] = frozenset()
+    fn: Callable[[Any], object], tree: object, own: str | None = None, skip: frozenset[type] = frozenset()
 ) -> Any:
     """Apply ``fn`` to every leaf and keep the structure.
 

@@ -126,7 +126,7 @@ class StoredDataset(Wrapper):
         hits, misses = self._store.session.counts.sum(0).tolist()
         return hits, misses, self._store.used_bytes
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         if isinstance(index, slice):
             return self._part(index)
         return self._samples([checked_index(index, self._checked())])[0]

@@ -171,7 +171,7 @@ def maker_of(make_dataset: object) -> dict[str, str]:
 class _ForRanks(Lasting):
     """Ranks run the same program, so what has a name there goes by this name: a class stays one class."""
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, Opened) and obj.path is None:
             raise TypeError("a cache in memory: call cache(...) on what share returns, or give it a path")
         if isinstance(obj, (type, types.FunctionType)) and is_findable(obj):

@@ -169,7 +169,7 @@ def flat(sample: object) -> tuple[Node, list[Array]]:
     return _flat(sample, (), leaves), leaves
 
 
-def _flat(value: object, path: tuple[Any, ...], leaves: list[Array]) -> Node:
+def _flat(value: object, path: tuple[object, ...], leaves: list[Array]) -> Node:
     """A node. After a JPEG was decoded, the processor has none of this code at hand: 0.5 us become 10.
 
     Args:

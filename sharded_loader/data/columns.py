@@ -347,7 +347,7 @@ class PackedList(Sequence[Item], Generic[Item]):
     def __getitem__(self, index: int) -> Item: ...
     @overload
     def __getitem__(self, index: slice) -> PackedList[Item]: ...
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         if isinstance(index, slice):
             return PackedList([self[number] for number in range(*index.indices(len(self)))])
         number = checked_index(index, len(self._ends) - 1)
@@ -363,7 +363,7 @@ class PackedList(Sequence[Item], Generic[Item]):
         return f"PackedList({len(self):,} {self._kind.__name__}, {self.nbytes:,} bytes: [{shown}])"
 
 
-def _kind_of(items: Sequence[Any]) -> type:
+def _kind_of(items: Sequence[object]) -> type:
     """str, bytes or Path: what all items are; str if there are none."""
     known = {kind: next((k for k in _FROM_BYTES if issubclass(kind, k)), None) for kind in set(map(type, items))}
     first = known[type(items[0])] if items else str

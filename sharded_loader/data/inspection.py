@@ -163,7 +163,7 @@ def known_parts(dataset: object) -> int | None:
     return None
 
 
-def takes_two(function: Callable[..., Any]) -> bool:
+def takes_two(function: Callable[..., object]) -> bool:
     """Whether a function needs two arguments, such as the number of its part, and how many parts there are.
 
     Example:
@@ -174,7 +174,7 @@ def takes_two(function: Callable[..., Any]) -> bool:
     return sum(one.default is one.empty for one in by_position) >= 2
 
 
-def takes_named(function: Callable[..., Any], name: str) -> bool:
+def takes_named(function: Callable[..., object], name: str) -> bool:
     """Whether a function has an argument of this name.
 
     Example:
@@ -184,7 +184,7 @@ def takes_named(function: Callable[..., Any], name: str) -> bool:
     return any(one.name == name for one in _parameters(function))
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def _parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # of some functions in C
@@ -414,7 +414,7 @@ def _part_of(value: Any) -> Any:
     return value
 
 
-def digest_of_read(read: Callable[[], Any]) -> str:
+def digest_of_read(read: Callable[[], object]) -> str:
     """The digest of the sample that a function reads; or its error as a text."""
     try:
         return exact(read())

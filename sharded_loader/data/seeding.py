@@ -61,7 +61,7 @@ class KeyedIndices(list[int]):
         self.made = tuple(self)
 
 
-def keys_of(indices: Sequence[Any]) -> Sequence[rng.SampleScope] | None:
+def keys_of(indices: Sequence[object]) -> Sequence[rng.SampleScope] | None:
     """The keys of these samples, each the scope of one; None outside a loader, where nothing is keyed."""
     if isinstance(indices, KeyedIndices) and tuple(indices) == indices.made:  # it was not sorted or cut
         return indices.keys
@@ -72,7 +72,7 @@ def keys_of(indices: Sequence[Any]) -> Sequence[rng.SampleScope] | None:
 
 
 def translated(
-    inner: Iterable[int], outer: Sequence[Any], positions: Sequence[int] | None = None
+    inner: Iterable[int], outer: Sequence[object], positions: Sequence[int] | None = None
 ) -> list[int] | KeyedIndices:
     """The inner indices of the samples that the caller knows by the outer ones.
 
@@ -101,7 +101,7 @@ def handed_out(indices: Any) -> list[Any]:
     return KeyedIndices(indices, indices.keys) if isinstance(indices, KeyedIndices) else list(indices)
 
 
-def each_by_its_key(fn: Callable[[Any], T], items: Iterable[Any], indices: Sequence[Any]) -> list[T]:
+def each_by_its_key(fn: Callable[[Any], T], items: Iterable[object], indices: Sequence[object]) -> list[T]:
     """``fn(item)`` of each item. Each draws the numbers of the sample at its index."""
     before, keys, made = rng.reading.get(), keys_of(indices), []
     try:
@@ -146,7 +146,7 @@ class Seedable(NamedTuple):
 
 
 @contextmanager
-def transform_seed(fn: Callable[..., Any], level: int) -> Iterator[None]:
+def transform_seed(fn: Callable[..., object], level: int) -> Iterator[None]:
     """Seed all that ``fn`` draws from by the sample being read. Outside a loader nothing is seeded.
 
     Args:
@@ -230,7 +230,7 @@ def _seeder(obj: object) -> Callable[[int], object] | None:
     return None
 
 
-def _by_seed(method: Callable[[int], Any], key: int) -> None:
+def _by_seed(method: Callable[[int], object], key: int) -> None:
     """63 bits of the key, which NumPy's new generators, ``random`` and torch take; 32 where they are too many."""
     try:
         method(key & 0x7FFFFFFFFFFFFFFF)

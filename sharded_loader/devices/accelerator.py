@@ -362,7 +362,7 @@ def _reason(runtime: Any, code: int) -> str:
     return reason
 
 
-def clear_error(runtime: Any) -> None:
+def clear_error(runtime: object) -> None:
     """Take the error that a rejected call has left behind in the CUDA runtime."""
     if hasattr(runtime, "cudaGetLastError"):
         runtime.cudaGetLastError()
@@ -441,12 +441,12 @@ class PinnedCopy:
 
     event = None
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: object) -> None:
         self._batch = batch
         self._error: BaseException | None = None
         self._done = threading.Event()
 
-    def make(self, pin: Callable[[Any], Any]) -> bool:
+    def make(self, pin: Callable[[Any], object]) -> bool:
         """Copy; whether it has worked."""
         try:
             self._batch = pin(self._batch)
@@ -499,12 +499,12 @@ class Pinner:
 
     has_warned = False
 
-    def __init__(self, pin: Callable[[Any], Any], kind: str, in_thread: bool = True) -> None:
+    def __init__(self, pin: Callable[[Any], object], kind: str, in_thread: bool = True) -> None:
         self._pin, self._kind, self._in_thread = pin, kind, in_thread
         self._tasks: queue.SimpleQueue[PinnedCopy | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def begin(self, batch: Any) -> PinnedCopy:
+    def begin(self, batch: object) -> PinnedCopy:
         """Have a batch copied."""
         pending = PinnedCopy(batch)
         if not self._in_thread:
@@ -521,7 +521,7 @@ class Pinner:
         self._tasks.put(pending)
         return pending
 
-    def pin(self, batch: Any) -> Any:
+    def pin(self, batch: object) -> Any:
         """The batch in pinned memory, or as it is where torch cannot pin any more."""
         try:
             return self._pin(batch)
@@ -538,10 +538,10 @@ class Pinner:
                 thread.join(CLOSING_SECONDS)
 
 
-def _pin_all(pinner: Pinner, tasks: queue.SimpleQueue[PinnedCopy | None], set_device: Callable[[], Any]) -> None:
+def _pin_all(pinner: Pinner, tasks: queue.SimpleQueue[PinnedCopy | None], set_device: Callable[[], object]) -> None:
     """The thread of a `Pinner`. What goes wrong before the first copy is the error of a batch, too."""
 
-    def first(batch: Any) -> Any:
+    def first(batch: object) -> Any:
         import threadpoolctl
 
         torch.get_num_threads()  # which sets the number for this thread, if nothing has done so before

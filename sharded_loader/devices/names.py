@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -36,7 +35,7 @@ def accelerators() -> list[torch.device]:
     return []
 
 
-def find_device(name: Any) -> torch.device:
+def find_device(name: object) -> torch.device:
     """The device that ``name`` means: a string, an index of an accelerator, or a `torch.device`.
 
     Raises:
@@ -65,7 +64,7 @@ def find_device(name: Any) -> torch.device:
     return device
 
 
-def find_devices(device: Any, devices: Any) -> tuple[list[torch.device] | None, bool]:
+def find_devices(device: object, devices: object) -> tuple[list[torch.device] | None, bool]:
     """The devices that the loader's arguments ask for.
 
     Returns:
@@ -86,7 +85,7 @@ def find_devices(device: Any, devices: Any) -> tuple[list[torch.device] | None, 
     return (None, False) if devices is None else (_listed(devices, "; device= takes one"), True)
 
 
-def device_list(devices: Any) -> list[torch.device]:
+def device_list(devices: object) -> list[torch.device]:
     """The devices that a list means, or ``"auto"``, each with its number, so that equal ones compare equal.
 
     Raises:
@@ -99,7 +98,7 @@ def device_list(devices: Any) -> list[torch.device]:
     return [indexed(device) for device in _listed(devices)]
 
 
-def _listed(devices: Any, hint: str = "") -> list[torch.device]:
+def _listed(devices: object, hint: str = "") -> list[torch.device]:
     if isinstance(devices, int):
         raise ValueError(
             f"devices={devices!r}: an int alone could be an index or a count; give a list such as [0, 1], "

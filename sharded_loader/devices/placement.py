@@ -111,7 +111,7 @@ class Placer:
         pin_memory: bool,
         in_background: bool = True,
         transform: BatchTransform | None = None,
-        in_host_memory: Callable[[Any], Any] = to_torch,
+        in_host_memory: Callable[[Any], object] = to_torch,
         pinner: Pinner | None = None,
     ) -> None:
         self.devices, self._transform, self._in_host_memory, self._pinner = devices, transform, in_host_memory, pinner
@@ -286,7 +286,7 @@ class Placer:
                 raise
         return begun
 
-    def _begin_shard(self, device: torch.device, shard: Any, task: Task, place: int) -> PendingCopy:
+    def _begin_shard(self, device: torch.device, shard: object, task: Task, place: int) -> PendingCopy:
         """Start to put shard ``place`` of a task on a device without streams, or through the user's function."""
         copies, transform, apply = self.copies[device], self._transform, None
         with torch.inference_mode(False):  # as in `CopyStream.begin`
@@ -382,7 +382,7 @@ def _close(
     return all(done)
 
 
-def _pinned(batch: Any) -> Any:
+def _pinned(batch: object) -> Any:
     return map_leaves(_pin, batch, own="pin_memory", skip=ATOMS)
 
 

@@ -44,11 +44,11 @@ class OnHost:
     def __init__(self, value: Any) -> None:
         self.value = value
 
-    def to(self, *args: Any, **named: Any) -> OnHost:
+    def to(self, *args: object, **named: object) -> OnHost:
         """Nothing is copied."""
         return self
 
-    def pin_memory(self, *args: Any) -> OnHost:
+    def pin_memory(self, *args: object) -> OnHost:
         """Nothing is pinned."""
         return self
 
@@ -73,12 +73,16 @@ class BatchTransform:
     """
 
     def __init__(
-        self, fn: Callable[..., Any] | None, takes_rng: bool, host_fields: Sequence[str | int], seed: Callable[[], int]
+        self,
+        fn: Callable[..., object] | None,
+        takes_rng: bool,
+        host_fields: Sequence[str | int],
+        seed: Callable[[], int],
     ) -> None:
         self.fn, self._takes_rng, self._host_fields = fn, takes_rng, frozenset(host_fields)
         self._seed = functools.lru_cache(maxsize=64)(lambda run: seed())  # as it was at the run's first batch
 
-    def hold_back(self, shard: Any) -> Any:
+    def hold_back(self, shard: object) -> Any:
         """The shard with its host fields wrapped. Their tensors get memory of their own, which is not pinned.
 
         Raises:
@@ -100,7 +104,7 @@ class BatchTransform:
             ],
         )
 
-    def apply(self, shard: Any, task: Task, number: int) -> Any:
+    def apply(self, shard: object, task: Task, number: int) -> Any:
         """What the user's program gets.
 
         Args:
@@ -128,7 +132,7 @@ class BatchTransform:
             raise
 
 
-def shown(shard: Any) -> Any:
+def shown(shard: object) -> Any:
     """A shard with the values of its host fields in their places."""
     parts = children(shard) or []
     if OnHost not in map(type, parts):
@@ -136,7 +140,7 @@ def shown(shard: Any) -> Any:
     return rebuild(shard, [part.value if type(part) is OnHost else part for part in parts])
 
 
-def _names(shard: Any) -> list[Any]:
+def _names(shard: object) -> list[Any]:
     """The names of what `children` gives."""
     if isinstance(shard, Mapping):
         return list(shard.keys())
@@ -145,5 +149,5 @@ def _names(shard: Any) -> list[Any]:
     return [] if children(shard) is None else field_names(shard)
 
 
-def _copied(leaf: Any) -> Any:
+def _copied(leaf: object) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

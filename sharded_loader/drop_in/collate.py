@@ -37,7 +37,7 @@ class Collate:
                 [1., 1.]], dtype=torch.float64), tensor([1, 2])]
     """
 
-    def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
+    def assemble(self, samples: Sequence[object], empty: Empty) -> Any:
         """The batch, its arrays in memory from ``empty``."""
         if not _is_changed():
             types = set(map(type, samples))
@@ -54,7 +54,7 @@ class Collate:
                 pass  # torch's function raises its own error
         return self(samples)
 
-    def bulk_of(self, dataset: Any) -> Gather | None:
+    def bulk_of(self, dataset: object) -> Gather | None:
         """How to read finished batches of a dataset: of a tensor, a TensorDataset, a cache of arrays, or a part of one.
 
         Args:
@@ -73,13 +73,13 @@ class Collate:
         if gather is None:
             return None
 
-        def read(indices: Any, empty: Empty) -> Any:
+        def read(indices: object, empty: Empty) -> Any:
             batch = NOT_IN_BULK if _is_changed() else gather(indices, empty)
             return batch if batch is NOT_IN_BULK else TensorBatch(batch)
 
         return read
 
-    def __call__(self, samples: Sequence[Any]) -> Any:
+    def __call__(self, samples: Sequence[object]) -> Any:
         from torch.utils.data import default_collate
 
         return default_collate(list(samples))
@@ -102,7 +102,7 @@ def _stacked(column: Sequence[Any], types: set[type], empty: Empty) -> Any:
     return None
 
 
-def _is_collated(node: Any) -> bool:
+def _is_collated(node: object) -> bool:
     """Whether torch's function makes of samples of this structure (`caching.store`) what their columns are."""
     if type(node) is not list:
         return False
@@ -135,18 +135,18 @@ class Assembled:
     def __init__(self, batchify_fn: Batchify) -> None:
         self._assemble = assembler(batchify_fn)
 
-    def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
+    def assemble(self, samples: Sequence[object], empty: Empty) -> Any:
         """The batch, its arrays in memory from ``empty``."""
         batch = self._assemble(samples, empty)
         kinds = set(map(type, batch)) if type(batch) is list else {type(batch)}
         return TensorBatch(batch) if kinds == {np.ndarray} else to_torch(batch)
 
-    def __call__(self, samples: Sequence[Any]) -> Any:
+    def __call__(self, samples: Sequence[object]) -> Any:
         batch = self.assemble(samples, np.empty)
         return batch.to_torch() if type(batch) is TensorBatch else batch
 
 
-def _of_one(collate_fn: Callable[[Any], Any], samples: Sequence[Any]) -> Any:
+def _of_one(collate_fn: Callable[[Any], object], samples: Sequence[object]) -> Any:
     return collate_fn(samples[0])
 
 

@@ -146,7 +146,7 @@ def as_collated(devices: list[torch.device] | None, pinner: Pinner | None = None
     return Placer(devices, pin_memory=False, in_host_memory=_collated, pinner=pinner)
 
 
-def _collated(shard: Any) -> Any:
+def _collated(shard: object) -> Any:
     return shard.to_torch() if type(shard) is TensorBatch else shard
 
 
@@ -297,7 +297,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._start.shuffle.expect(of_sampler)
         return seed
 
-    def _begin(self, loader: Loader, state: LoaderState | None, items: Iterator[Any] | None) -> None:
+    def _begin(self, loader: Loader, state: LoaderState | None, items: Iterator[object] | None) -> None:
         """Build the epoch's plan, run and iterator. Reads no sample.
 
         Args:

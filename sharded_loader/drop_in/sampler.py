@@ -378,7 +378,7 @@ class SamplerStart:
         if self._draws:
             self._set_counted()
 
-    def _load_between(self, own: Any) -> None:
+    def _load_between(self, own: object) -> None:
         """Load a state from between two epochs. The next iterator of the sampler begins the next epoch.
 
         After a state of the end, the first iterator of some samplers goes on at that end: it has no item.
@@ -389,7 +389,7 @@ class SamplerStart:
             if list(itertools.islice(self.stateful, 1)):
                 self.stateful.load_state_dict(copy.deepcopy(own))
 
-    def again(self, items: int, checksum: int, own: Any) -> SamplerStart:
+    def again(self, items: int, checksum: int, own: object) -> SamplerStart:
         """Start the epoch again and pass over ``items``; the arguments are those of `SamplerState`."""
         if items == self.state.yielded and not self._has_begun:
             return self
@@ -786,7 +786,7 @@ class BegunEpoch(NamedTuple):
 
 
 def look_up(
-    sampler: object, dataset: object, epoch: int, steps: range, begun: BegunEpoch | None, of: Callable[[Any], Any]
+    sampler: object, dataset: object, epoch: int, steps: range, begun: BegunEpoch | None, of: Callable[[Any], object]
 ) -> list[Any]:
     """Items of an epoch, as the loader reads or has read them. The sampler is what it was, as after `undisturbed`.
 
@@ -833,7 +833,7 @@ def look_up(
             ) from error
 
 
-def _read_again(sampler: object, begun: BegunEpoch, steps: range, of: Callable[[Any], Any]) -> list[Any]:
+def _read_again(sampler: object, begun: BegunEpoch, steps: range, of: Callable[[Any], object]) -> list[Any]:
     """What is wanted of items of the epoch that has begun."""
     state, found = begun.state, list[Any]()
     with seeded_globals(1):

@@ -95,7 +95,7 @@ class LoaderState:
         """The number of the epoch that goes on from here."""
         return (self.epoch or 0) + self.finished
 
-    def check_length(self, now: int | None, sampler: Any) -> None:
+    def check_length(self, now: int | None, sampler: object) -> None:
         """Reject a state from the middle of an epoch over a dataset that had another length.
 
         New samples at the end of a dataset that is read in order come behind the others.
@@ -234,7 +234,7 @@ class TorchProgress(Progress[dict[str, Any]]):
         self._forget_waiting()
         self.count.set_epoch(epoch)
 
-    def state_to_begin(self, sampler: Any) -> LoaderState | None:
+    def state_to_begin(self, sampler: object) -> LoaderState | None:
         """The state that was loaded, if no epoch has begun since; see `at_named_epoch`."""
         if self.pending is None:
             return None
@@ -242,7 +242,7 @@ class TorchProgress(Progress[dict[str, Any]]):
         self.is_of_fabric = counted_by_fabric(state.epoch_to_begin)
         return state if self.is_of_fabric else at_named_epoch(state, sampler, self.count)
 
-    def begun(self, run: Run, iterator: Any) -> None:
+    def begun(self, run: Run, iterator: object) -> None:
         assert isinstance(run, TorchRun)
         self.live.clear()  # an iterator with persistent workers has one run after the other
         super().begun(run, iterator)
@@ -367,7 +367,7 @@ def check_data(loader: Loader) -> None:
         raise TypeError(f"a dataset needs __getitem__, and {type(loader.dataset).__name__} has none")
 
 
-def job_of(loader: Loader, collate_fn: Any) -> Job:
+def job_of(loader: Loader, collate_fn: object) -> Job:
     """What the workers of a loader read."""
     batched, seed = loader._auto_collation, int(loader.seed or 0)
     batchify = batchify_fn_of(collate_fn, batched=batched)
@@ -442,7 +442,7 @@ class TorchSteps(KnownSteps):
         left_out = self._loader._left_out(epoch)
         return [LEFT_OUT if any(step in one for one in left_out) else text for step, text in enumerate(found)]
 
-    def _look_up(self, epoch: Any, steps: range, of: Callable[[list[Any]], Any]) -> list[Any]:
+    def _look_up(self, epoch: object, steps: range, of: Callable[[list[Any]], object]) -> list[Any]:
         """What is wanted of the indices of some steps."""
         loader, epoch = self._loader, check_int("epoch", epoch, 0, "epochs count from 0")
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):

@@ -38,7 +38,7 @@ def note(epoch: int) -> EpochRequest:
     return EpochRequest(next(_numbers), epoch)
 
 
-def noted(samplers: Iterable[Any]) -> list[tuple[Any, EpochRequest | None]]:
+def noted(samplers: Iterable[object]) -> list[tuple[Any, EpochRequest | None]]:
     """Samplers that note the calls to ``set_epoch``, each with its last call."""
     return [(sampler, sampler.epoch_request) for sampler in samplers if hasattr(sampler, "epoch_request")]
 
@@ -60,10 +60,10 @@ def _keep(sampler: Any, request: EpochRequest | None) -> None:
 class _Noted:
     """The ``set_epoch`` of a class whose objects note the calls. It calls the method of the class or the object."""
 
-    def __init__(self, method: Any) -> None:
+    def __init__(self, method: object) -> None:
         self._method = method
 
-    def __get__(self, obj: Any, kind: type) -> Any:
+    def __get__(self, obj: object, kind: type) -> Any:
         method = vars(obj).get("set_epoch") if self._is_of(obj) else None  # not for super()
         if method is None and self._method is not None:
             method = self._method.__get__(obj, kind) if hasattr(self._method, "__get__") else self._method
@@ -75,18 +75,18 @@ class _Noted:
         listener.is_noted, listener.unnoted = True, partial(_pass_on, obj, method)
         return listener
 
-    def _is_of(self, obj: Any) -> bool:
+    def _is_of(self, obj: object) -> bool:
         found = (vars(one)["set_epoch"] for one in type(obj).__mro__ if "set_epoch" in vars(one))
         return next(found, None) is self and hasattr(obj, "__dict__")
 
-    def __set__(self, obj: Any, method: Any) -> None:
+    def __set__(self, obj: object, method: object) -> None:
         vars(obj)["set_epoch"] = method
 
-    def __delete__(self, obj: Any) -> None:
+    def __delete__(self, obj: object) -> None:
         del vars(obj)["set_epoch"]
 
 
-def _notes_calls(sampler: Any) -> bool:
+def _notes_calls(sampler: object) -> bool:
     """Whether the calls to ``set_epoch`` on a sampler are noted as its ``epoch_request``, from now on.
 
     Raises:
@@ -111,7 +111,7 @@ def _notes_calls(sampler: Any) -> bool:
     return True
 
 
-def _set_epoch(sampler: Any, method: Callable[[int], Any], epoch: int) -> Any:
+def _set_epoch(sampler: object, method: Callable[[int], object], epoch: int) -> Any:
     """A call of ``set_epoch`` of a dataset, or of a sampler of another library."""
     answer = method(epoch)
     with suppress(AttributeError, TypeError):  # no loader listens to an object without room
@@ -119,7 +119,7 @@ def _set_epoch(sampler: Any, method: Callable[[int], Any], epoch: int) -> Any:
     return answer
 
 
-def _pass_on(sampler: Any, method: Callable[[int], Any], epoch: int) -> Any:
+def _pass_on(sampler: object, method: Callable[[int], object], epoch: int) -> Any:
     """A call of a loader. What a super class notes of it does not count."""
     before = noted([sampler])
     try:
@@ -143,7 +143,7 @@ class EpochRequests:
     def __init__(self) -> None:
         self._seen: list[tuple[Any, EpochRequest | None]] = []
 
-    def listen(self, samplers: Iterable[Any]) -> None:
+    def listen(self, samplers: Iterable[object]) -> None:
         """Listen to these samplers and datasets from now on. Calls on others do not count any more."""
         before = {id(sampler): request for sampler, request in self._seen}
         self._seen = [(sampler, before.get(id(sampler))) for sampler in samplers if _notes_calls(sampler)]

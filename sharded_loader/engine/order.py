@@ -231,7 +231,12 @@ class Order(ABC, Generic[Signature]):
     given_skip: tuple[tuple[int, int], ...] = ()
 
     def __init__(
-        self, last_batch: Any, num_replicas: Any = None, rank: Any = None, seed: Any = None, steps_per_epoch: Any = None
+        self,
+        last_batch: object,
+        num_replicas: object = None,
+        rank: object = None,
+        seed: object = None,
+        steps_per_epoch: object = None,
     ) -> None:
         self.steps = _check_steps(steps_per_epoch, last_batch)
         self.rolls_over: bool = last_batch == "rollover" or self.steps is not None
@@ -308,12 +313,12 @@ class Order(ABC, Generic[Signature]):
     def resize(self, length: int | None) -> None:
         """The dataset has changed, and has this length; the epoch that comes next stays."""
 
-    def undisturbed(self, but: Any) -> AbstractContextManager[None]:
+    def undisturbed(self, but: object) -> AbstractContextManager[None]:
         """Inside, epochs may be read. Samplers of other libraries are put back. ``but``, the dataset, stays."""
         return nullcontext()
 
     @abstractmethod
-    def add_skip(self, skip: Any) -> None:
+    def add_skip(self, skip: object) -> None:
         """Leave these steps out, too, when a state is loaded; None: no others."""
 
     def begun(self, epoch: Epoch) -> None:
@@ -323,11 +328,11 @@ class Order(ABC, Generic[Signature]):
 
     def load(
         self,
-        state: Any,
+        state: object,
         strict: bool,
         doing: str = "load_state_dict: the state was saved by another loader: ",
         advice: str = "Make the loader as it was then",
-        check: Callable[[], Any] = lambda: None,
+        check: Callable[[], object] = lambda: None,
     ) -> tuple[Position, bool]:
         """Take over the seeds of a state. ``doing`` begins the error where it does not fit, and ``advice`` ends it.
 
@@ -347,7 +352,7 @@ class Order(ABC, Generic[Signature]):
         return position, changed
 
     def take_over(
-        self, state: Any, strict: bool, doing: str, advice: str, check: Callable[[], Any] = lambda: None
+        self, state: object, strict: bool, doing: str, advice: str, check: Callable[[], object] = lambda: None
     ) -> tuple[Position, Signature, bool]:
         """Take over the seeds of a state, as `load`, and return its position, its signature, and if seeds changed."""
         position, saved = self._parsed(state)
@@ -367,7 +372,7 @@ class Order(ABC, Generic[Signature]):
         """The order goes on at a position that was saved with this signature."""
 
     @abstractmethod
-    def _parsed(self, state: Any) -> tuple[Position, Signature]:
+    def _parsed(self, state: object) -> tuple[Position, Signature]:
         """A state as position and signature."""
 
     @abstractmethod
@@ -379,7 +384,7 @@ class Order(ABC, Generic[Signature]):
         """Take over the seeds of a state that fits, and say whether they differ from the ones before."""
 
 
-def _check_steps(steps: Any, last_batch: Any) -> int | None:
+def _check_steps(steps: object, last_batch: object) -> int | None:
     if steps is None:
         return None
     if last_batch not in (None, "keep"):
@@ -395,7 +400,9 @@ def _only_batch_size(found: list[str], strict: bool) -> bool:
     return strict and len(found) == 1 and wrong.startswith("batch_size") and "None" not in wrong and "stay" not in wrong
 
 
-def resolve_replicas(num_replicas: Any, rank: Any = None, environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
+def resolve_replicas(
+    num_replicas: object, rank: object = None, environ: Mapping[str, str] = os.environ
+) -> tuple[int, int]:
     """The number of replicas, and which one this process is.
 
     Args:

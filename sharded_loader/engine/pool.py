@@ -134,7 +134,7 @@ class Pool(ABC):
     def wake(self) -> None:  # noqa: B027
         """Make a `wait` in another thread return."""
 
-    def follow(self, run: int, ahead: Any, position: Callable[[], int | None]) -> None:  # noqa: B027
+    def follow(self, run: int, ahead: object, position: Callable[[], int | None]) -> None:  # noqa: B027
         """Tell datasets on other machines which samples come. Called if the workers are not here (`is_here`).
 
         Args:
@@ -192,7 +192,7 @@ class WorkerPool(Pool):
         TypeError: An argument is not a number, or ``worker_init_fn`` cannot be called.
     """
 
-    def __init__(self, num_workers: int, worker_init_fn: Callable[[int], Any] | None, timeout: float | None) -> None:
+    def __init__(self, num_workers: int, worker_init_fn: Callable[[int], object] | None, timeout: float | None) -> None:
         self.num_workers = check_num_workers(num_workers)
         check_init_fn(worker_init_fn)
         self.worker_init_fn = worker_init_fn
@@ -269,19 +269,19 @@ class WorkerPool(Pool):
         return functools.partial(kind, self.num_workers, **{name: value for name, (value, _) in options.items()}), ()
 
 
-def check_num_workers(num_workers: Any) -> int:
+def check_num_workers(num_workers: object) -> int:
     """``num_workers`` of a pool that has workers, or an error that says what is wrong."""
     hint = '. For "auto", give num_workers="auto" to the loader' if num_workers == "auto" else ""
     return check_int("num_workers", num_workers, 1, f"InlinePool() has no workers{hint}")
 
 
-def check_init_fn(worker_init_fn: Any) -> None:
+def check_init_fn(worker_init_fn: object) -> None:
     """An error if ``worker_init_fn`` cannot be called."""
     if worker_init_fn is not None and not callable(worker_init_fn):
         raise TypeError(f"worker_init_fn is {worker_init_fn!r}; it must be a function of the worker's number")
 
 
-def check_timeout(timeout: Any) -> float | None:
+def check_timeout(timeout: object) -> float | None:
     """``timeout`` of a pool, or an error that says what is wrong."""
     if timeout is None:
         return None

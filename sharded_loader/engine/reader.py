@@ -79,7 +79,7 @@ class BatchScope(SampleScope):
     began = collating = 0.0
     stamps: Sequence[float] = ()
 
-    def set_index(self, index: Any) -> None:
+    def set_index(self, index: object) -> None:
         """The samples are not read one by one from here on: `sample_rng()` goes by ``index``."""
         self.items, self.index, self.drawn = None, index, None
 
@@ -88,7 +88,7 @@ class BatchScope(SampleScope):
         """What ``batchify_fn`` is keyed by now."""
         return OfBatch(self.task.key, self.board[SHARD])
 
-    def watched(self, items: Iterator[Any], first: int = 0) -> Iterator[Any]:
+    def watched(self, items: Iterator[object], first: int = 0) -> Iterator[Any]:
         """The items, from place ``first`` on: each is noted on the board, and timed if that is wanted. No call each.
 
         A sample that cannot be read takes the time until the next one begins.
@@ -198,7 +198,7 @@ class Reader:
         finally:
             at.error = None  # otherwise error -> traceback -> frame -> scope -> error, and all wait for the collector
 
-    def read_sample(self, index: Any, epoch: int) -> Any:
+    def read_sample(self, index: object, epoch: int) -> Any:
         """One sample, with its generator; exceptions pass as they are."""
         scope, before = SampleScope(self._job.seed, epoch, index), reading.get()
         try:
@@ -437,7 +437,7 @@ class ErrorPolicy:
     def __init__(self, job: Job) -> None:
         self._job, self.raises = job, job.on_error == "raise"
 
-    def in_place_of(self, index: Any, error: Exception, at: BatchScope) -> Any:
+    def in_place_of(self, index: object, error: Exception, at: BatchScope) -> Any:
         """What stands in for a sample that could not be read: what the user's ``on_error`` returns, or `Bad`."""
         on_error, task = self._job.on_error, at.task
         failed, shard = at.noted(error), at.board[SHARD] if task.sharded else None
@@ -476,7 +476,7 @@ class ErrorPolicy:
                 at.lost += (number,)
 
 
-def plain_indices(indices: Any) -> Any:
+def plain_indices(indices: object) -> Any:
     """Indices as datasets and users see them: of an array, Python ints."""
     return indices.tolist() if isinstance(indices, np.ndarray) else indices
 

@@ -72,7 +72,7 @@ def plain_index(item: Any) -> Any:
         return item
 
 
-def are_plain(items: Iterable[Any]) -> bool:
+def are_plain(items: Iterable[object]) -> bool:
     """Whether all items are ints of Python's. The index of a copy is one of them."""
     kinds = set(map(type, items))
     return kinds == {int} or all(kind is int or issubclass(kind, RepeatedIndex) for kind in kinds)
@@ -192,7 +192,7 @@ def _apportion(n: int, weights: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def split_batch(
-    indices: Sequence[Any], num_shards: int, weights: Sequence[float] | None = None, costs: Any = None
+    indices: Sequence[object], num_shards: int, weights: Sequence[float] | None = None, costs: object = None
 ) -> list[list[Any]]:
     """Split one flat batch into shards, none of them empty.
 
@@ -235,7 +235,9 @@ def split_batch(
     return shards
 
 
-def _split_by_cost(batch: list[Any], num_shards: int, weights: Sequence[float] | None, costs: Any) -> list[list[Any]]:
+def _split_by_cost(
+    batch: list[Any], num_shards: int, weights: Sequence[float] | None, costs: object
+) -> list[list[Any]]:
     check_int("num_shards", num_shards, 1, "give how many shards a batch is split into")
     shares = [1.0] * num_shards if weights is None else check_shares(weights, num_shards)
     prices = [_cost(costs, index) for index in batch]

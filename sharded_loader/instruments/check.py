@@ -182,7 +182,7 @@ def _read_there(
         pool.close()
 
 
-def _why(steps: KnownSteps, index: Any, number: int, same_here: bool) -> str:
+def _why(steps: KnownSteps, index: object, number: int, same_here: bool) -> str:
     """Why a sample differs. ``same_here``: it does not if it is read here."""
     own = {path: partial(_state_of, one) for path, one in generators(steps.dataset, "dataset")}
     with seeded_globals(1):

@@ -151,7 +151,7 @@ class Instruments:
             about = f"{self._name()}, on {platform.node()}, {time.strftime('%Y-%m-%d %H:%M')}"
             _write(path, page.page_of(about, stats, self._given(), rows))
 
-    def stats_of_ranks(self, group: Any = None) -> RankStats:
+    def stats_of_ranks(self, group: object = None) -> RankStats:
         """The numbers of all ranks, and which rank holds up the others, over the process group.
 
         **Every rank of the group must call it**, after the same step: it is a collective call, such as a barrier, and a

@@ -455,7 +455,7 @@ class Meter(Observer):
         times.name_causes(rows)
         return rows
 
-    def look(self, batch: object, counts: Counts, shards: Sequence[Any]) -> None:
+    def look(self, batch: object, counts: Counts, shards: Sequence[object]) -> None:
         """Note what the first batch looks like, and of each batch of a mixture where its samples came from: 20 us."""
         if self.looks is None:
             try:
@@ -484,7 +484,7 @@ class Meter(Observer):
         return sum_of([self._sum, *(counts.report(totals) for counts in (self._late, *self._last))])
 
 
-def describe(batch: Any) -> str:
+def describe(batch: object) -> str:
     """What a batch looks like, in one line: ``[float32[64, 1, 8, 8], int64[64]]``.
 
     Example:

@@ -119,7 +119,7 @@ class Prepared:
         """The position after the batch that was handed out last."""
         return super().state_dict() if self._state is None else self._state  # type: ignore[misc]
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object], *args: object, **kwargs: object) -> None:
         """Continue at a position; see the loader's own ``load_state_dict``."""
         self._state = None
         super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
@@ -253,7 +253,7 @@ def prepare(loader: Any, accelerator: Any, device_placement: bool | None = None)
     return loader
 
 
-def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
+def skip_first_batches(loader: object, num_batches: int = 0) -> Any:
     """A loader whose next epoch begins ``num_batches`` later.
 
     Args:
@@ -280,7 +280,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
 _accelerates_own = accelerate.data_loader.skip_first_batches
 
 
-def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+def _skip_first_batches(dataloader: object, num_batches: int = 0) -> Any:
     """Stands in for Accelerate's function, which would read the rest of the epoch with torch's loader."""
     own = skip_first_batches if isinstance(dataloader, Prepared) else _accelerates_own
     return own(dataloader, num_batches)
@@ -364,7 +364,7 @@ def _shard(batch_sampler: Any, accelerator: Any, drop_last: bool) -> RankBatches
     return shard
 
 
-def _same_order(batch_sampler: Any, replicas: int) -> torch.Generator | None:
+def _same_order(batch_sampler: object, replicas: int) -> torch.Generator | None:
     """See to it that all ranks draw the same order, and that ``skip_first_batches`` can draw it again.
 
     Returns:

@@ -73,7 +73,7 @@ def refuse_names(names: Iterable[str], init: Callable[..., None]) -> None:
     refuse_arguments("ShardedDataLoader", unknown, init, INSTEAD, known)
 
 
-def one_of(name: str, value: Any, alias: str, other: Any) -> Any:
+def one_of(name: str, value: object, alias: str, other: object) -> Any:
     """The value of an argument that has two names.
 
     Args:
@@ -88,7 +88,7 @@ def one_of(name: str, value: Any, alias: str, other: Any) -> Any:
     return other if value is None else value
 
 
-def last_batch_of(last_batch: str | None, drop_last: Any) -> str | None:
+def last_batch_of(last_batch: str | None, drop_last: object) -> str | None:
     """``last_batch``, or what torch's ``drop_last`` means; False is the default, as in torch."""
     if drop_last is None or not drop_last:
         return last_batch
@@ -97,7 +97,7 @@ def last_batch_of(last_batch: str | None, drop_last: Any) -> str | None:
     return "discard"
 
 
-def prefetch_of(prefetch: Any, prefetch_factor: Any, num_workers: int) -> Any:
+def prefetch_of(prefetch: object, prefetch_factor: object, num_workers: int) -> Any:
     """``prefetch``, or what torch's ``prefetch_factor`` means: batches prefetched for each worker."""
     if one_of("prefetch (which counts batches in all)", prefetch, "prefetch_factor", prefetch_factor) is None:
         return None
@@ -187,7 +187,7 @@ def _rows_of_columns(arrays: tuple[Any, ...]) -> int:
     return lengths.pop() if len(lengths) == 1 and min(lengths) > len(arrays) else 0
 
 
-def check_stream(dataset: Any, **given: Any) -> None:
+def check_stream(dataset: object, **given: object) -> None:
     """Reject arguments that iterable data cannot have.
 
     Args:
@@ -203,7 +203,7 @@ def check_stream(dataset: Any, **given: Any) -> None:
         )
 
 
-def ranks_given(num_replicas: Any, rank: Any, mesh: Any) -> tuple[Any, Any]:
+def ranks_given(num_replicas: object, rank: object, mesh: object) -> tuple[Any, Any]:
     """``num_replicas`` and ``rank``, by a mesh if one is given, as ``mesh`` or as ``num_replicas``."""
     if hasattr(num_replicas, "get_coordinate"):
         num_replicas, mesh = None, one_of("num_replicas", num_replicas, "mesh", mesh)
@@ -214,7 +214,7 @@ def ranks_given(num_replicas: Any, rank: Any, mesh: Any) -> tuple[Any, Any]:
     return ranks_of_mesh(mesh)
 
 
-def placement_given(device: Any, devices: Any) -> tuple[Any, Any, Placement]:
+def placement_given(device: object, devices: object) -> tuple[Any, Any, Placement]:
     """``device``, ``devices``, and the options of the `Placement` that one of them may be."""
     given = [one for one in (device, devices) if isinstance(one, Placement)]
     if len(given) > 1:
@@ -227,7 +227,7 @@ def placement_given(device: Any, devices: Any) -> tuple[Any, Any, Placement]:
     return placement.device, devices, placement
 
 
-def check_evaluate(evaluate: Any, on_error: Any) -> None:
+def check_evaluate(evaluate: object, on_error: object) -> None:
     """Refuse what would change the number of real samples of a batch."""
     if evaluate and on_error in ("skip", "replace"):
         raise ValueError(
@@ -236,7 +236,7 @@ def check_evaluate(evaluate: Any, on_error: Any) -> None:
         )
 
 
-def refuse_streams(streams: Any, dataset: Any) -> None:
+def refuse_streams(streams: object, dataset: object) -> None:
     """Reject ``streams`` for a dataset that is read by index."""
     if streams is not None:
         raise ValueError(
@@ -245,7 +245,7 @@ def refuse_streams(streams: Any, dataset: Any) -> None:
         )
 
 
-def collate_function(batchify_fn: Any, collate_fn: Any) -> Any:
+def collate_function(batchify_fn: object, collate_fn: object) -> Any:
     """The collate function by either name; None: the default, which reads in bulk too."""
     given = one_of("batchify_fn", batchify_fn, "collate_fn", collate_fn)
     if given is not None and not callable(given):
@@ -256,7 +256,7 @@ def collate_function(batchify_fn: Any, collate_fn: Any) -> Any:
 
 
 def transform_of(
-    options: Placement, seed: Callable[[], int], *, devices: Any, pin_memory: bool
+    options: Placement, seed: Callable[[], int], *, devices: object, pin_memory: bool
 ) -> BatchTransform | None:
     """What ``device_transform`` and ``host_fields`` ask for; None: nothing.
 
@@ -305,7 +305,7 @@ def make_split(devices: list[Any] | None, sharded: bool, num_shards: Any, weight
     return split
 
 
-def _unweighted(devices: list[Any] | None, sharded: bool, num_shards: Any) -> Split:
+def _unweighted(devices: list[Any] | None, sharded: bool, num_shards: object) -> Split:
     if num_shards is not None:
         num_shards = check_int("num_shards", num_shards, 1, "give how many shards a batch is split into")
         if devices is not None and not sharded:
@@ -318,7 +318,7 @@ def _unweighted(devices: list[Any] | None, sharded: bool, num_shards: Any) -> Sp
     return Split(len(devices) if sharded else None, len(devices))
 
 
-def number_of_workers(num_workers: Any) -> tuple[bool, Any]:
+def number_of_workers(num_workers: object) -> tuple[bool, Any]:
     """Whether ``num_workers`` is ``"auto"``, and the number to begin with.
 
     Raises:
@@ -373,7 +373,7 @@ def make_pool(
     return made
 
 
-def refuse_worker_memory(limit: Any, has_processes: bool) -> None:
+def refuse_worker_memory(limit: object, has_processes: bool) -> None:
     """Reject ``max_worker_memory`` without worker processes."""
     if limit is not None and not has_processes:
         raise ValueError(
@@ -382,7 +382,7 @@ def refuse_worker_memory(limit: Any, has_processes: bool) -> None:
         )
 
 
-def _kind_of_pool(pool: Any, count: int, thread_pool: bool) -> Any:
+def _kind_of_pool(pool: object, count: int, thread_pool: bool) -> Any:
     """The name of the pool that the arguments ask for."""
     if pool is None:
         pool = "inline" if count == 0 else "thread" if thread_pool else "process"
@@ -425,12 +425,12 @@ def claim(pool: Pool, pipeline: Pipeline) -> None:
     owners[pool] = weakref.ref(pipeline)
 
 
-def check_prefetch(prefetch: Any, num_workers: int) -> int:
+def check_prefetch(prefetch: object, num_workers: int) -> int:
     """Batches in flight; None is twice the workers."""
     return check_count("prefetch", PER_WORKER * num_workers if prefetch is None else prefetch)
 
 
-def check_prefetch_epochs(wanted: Any, pool: Pool) -> bool:
+def check_prefetch_epochs(wanted: object, pool: Pool) -> bool:
     """Whether the pool reads the next epoch ahead."""
     if wanted is None:
         return not pool.shares_dataset
@@ -439,7 +439,7 @@ def check_prefetch_epochs(wanted: Any, pool: Pool) -> bool:
     return bool(wanted)
 
 
-def check_count(name: str, count: Any) -> int:
+def check_count(name: str, count: object) -> int:
     """A number of batches; a float that is whole is one, as in Gluon."""
     if isinstance(count, float | np.floating) and count.is_integer():
         count = int(count)

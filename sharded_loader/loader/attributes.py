@@ -135,7 +135,7 @@ class LoaderAttributes(Instruments):
                 raise AttributeError(f"{an(type(self))} has no attribute {name!r}", name=name, obj=self)
             return OF_TORCH[name](self)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         known = getattr(type(self), name, None)
         if name in OF_TORCH or (isinstance(known, property) and known.fset is None):
             advice = _INSTEAD_OF_SETTING.get(name, "make a new loader")
@@ -367,7 +367,7 @@ class LoaderAttributes(Instruments):
         return self._progress.state()
 
     def load_state_dict(
-        self, state: Mapping[str, Any], strict: bool = True, skip: Sequence[tuple[int, int]] | None = None
+        self, state: Mapping[str, object], strict: bool = True, skip: Sequence[tuple[int, int]] | None = None
     ) -> None:
         """Let the next epoch continue where `state_dict` was taken, in any pool, on any number of ranks.
 

@@ -154,13 +154,13 @@ class Progress(ShownRun, Generic[Pending]):
         epoch, self.pending, self.shown = mark
         self.count.set_epoch(epoch)
 
-    def begun(self, run: Run, iterator: Any) -> None:
+    def begun(self, run: Run, iterator: object) -> None:
         """An epoch has begun, with its first batch: the one after it is next."""
         self.live[run.number] = iterator
         self.pending = None
         self.count.set_epoch(run.epoch.number + 1)
 
-    def replace(self, run: Run, by: Run, iterator: Any) -> None:
+    def replace(self, run: Run, by: Run, iterator: object) -> None:
         """An iterator goes on with another run of the same epoch."""
         self.live.pop(run.number, None)
         self.live[by.number] = iterator
@@ -181,7 +181,7 @@ class OrderProgress(Progress[Position]):
         self._order, self._entries = order, entries
         self._length: int | None = None  # of the dataset, when a position in it was loaded
 
-    def begun(self, run: Run, iterator: Any) -> None:
+    def begun(self, run: Run, iterator: object) -> None:
         super().begun(run, iterator)
         self.pending = run.epoch.carry
 
@@ -263,7 +263,9 @@ class OrderProgress(Progress[Position]):
             position = ended.epoch.after(position)
         return {**epoch.state(position), **self._entries()}
 
-    def load(self, state: Any, strict: bool, skip: Any = None, check: Callable[[], Any] = lambda: None) -> bool:
+    def load(
+        self, state: object, strict: bool, skip: object = None, check: Callable[[], object] = lambda: None
+    ) -> bool:
         """Continue at the position of a state, unless ``check`` raises an error.
 
         Returns:
@@ -305,7 +307,7 @@ class _KeptRun(NamedTuple):
     order: Any = None
 
 
-def warn_of_length(dataset: Any, known: int | None, notices: Notices, then: str) -> None:
+def warn_of_length(dataset: object, known: int | None, notices: Notices, then: str) -> None:
     """Warn if a dataset has another length than is known. ``then`` says what that means, and what to do."""
     try:
         now = None if known is None else length(dataset)
@@ -398,7 +400,7 @@ class Epochs:
         if before is not None:
             self._drop(before.run)
 
-    def replan(self, change: Callable[[int, int], Any]) -> None:
+    def replan(self, change: Callable[[int, int], object]) -> None:
         """Change the order of the samples behind those that the user has received.
 
         Args:
@@ -435,7 +437,7 @@ class Epochs:
         rest.epoch.in_mid_epoch = False  # it ends where the epoch ends
         return rest
 
-    def _go_on(self, run: Run, iterator: Any) -> Run:
+    def _go_on(self, run: Run, iterator: object) -> Run:
         """Let an iterator go on by the order as it is now."""
         going_on = self._rest_of(run)
         self.progress.replace(run, going_on, iterator)
@@ -492,7 +494,7 @@ class Epochs:
         self.order.resize(length(self.dataset))
         self._split.costs = self.order.shard_costs
 
-    def rescale(self, num_replicas: Any, rank: Any, batch_size: Any) -> None:
+    def rescale(self, num_replicas: object, rank: object, batch_size: object) -> None:
         """There are other ranks from the next batch on. Iterators that are under way go on with them.
 
         Raises:

@@ -40,7 +40,7 @@ def shown_indices(dataset: Any, indices: Any, epoch: int) -> list[Any]:
 
 @contextmanager
 def in_epoch(
-    set_epoch: Callable[[int], Any] | None, epoch: int, back: Callable[[], int], reading: Iterable[int] = ()
+    set_epoch: Callable[[int], object] | None, epoch: int, back: Callable[[], int], reading: Iterable[int] = ()
 ) -> Iterator[None]:
     """Inside, a dataset is in ``epoch``; afterwards in the epoch that ``back`` returns.
 
@@ -112,7 +112,7 @@ class KnownSteps(Protocol):
         with self.in_epoch(epoch):
             return reader_for(self.job_now(), readers=0).read_sample(index, epoch)
 
-    def digest(self, index: Any, epoch: int, seed: int | None = None, key: int = 1) -> str:
+    def digest(self, index: object, epoch: int, seed: int | None = None, key: int = 1) -> str:
         """The digest of one sample, read here; or its error as a text.
 
         Args:
@@ -186,7 +186,7 @@ class LookUp(KnownSteps):
         batch = self._placement.place([Entry(task.seq, task, result)])
         return (batch, epoch.real(task)) if epoch.evaluates else batch
 
-    def _looked_up(self, epoch: Any, step: Any, rank: Any = None) -> MapEpoch:
+    def _looked_up(self, epoch: object, step: object, rank: object = None) -> MapEpoch:
         """An epoch that has a batch `ready`. The samplers are what they were."""
         order = self._order
         if isinstance(order, StreamOrder):

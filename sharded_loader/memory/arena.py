@@ -302,7 +302,7 @@ class Arena:
             start = free.pop(place)[0]
         free.insert(place, (start, end))
 
-    def lend(self, slot: Slot, places: Sequence[Any]) -> list[Any]:
+    def lend(self, slot: Slot, places: Sequence[object]) -> list[Any]:
         """The buffers of a batch. The slot comes back when the last array over it has died.
 
         Args:

@@ -205,7 +205,7 @@ def encode(obj: object, slot: SlotWriter | None = None, pickler: Any = None) -> 
         made = None  # otherwise made -> take -> made: what was pickled would wait for the collector
 
 
-def decode(head: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
+def decode(head: bytes | memoryview, buffers: Sequence[object] = ()) -> Any:
     """The object that `encode` pickled, over the memory in ``buffers``."""
     return pickle.loads(head, buffers=buffers)
 

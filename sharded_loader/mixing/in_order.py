@@ -49,7 +49,7 @@ from sharded_loader.randomness.shuffle import shuffled
 # -- one dataset -------------------------------------------------------------------------------------------------------
 
 
-def check_source(dataset: Any, name: str) -> Any:
+def check_source(dataset: object, name: str) -> Any:
     """One of the datasets. What can be read neither by index nor again and again is rejected."""
     kind = type(dataset)
     refuse_class(name, dataset)
@@ -204,7 +204,7 @@ class InOrder:
     num_shards: int
     """The smallest number of shards of the iterable data inside. Missing where none has any."""
 
-    def __init__(self, inside: Sequence[Any], iterable: Iterable[Any]) -> None:
+    def __init__(self, inside: Sequence[object], iterable: Iterable[object]) -> None:
         self._inside = inside
         shards = [number for number in map(known_parts, iterable) if number is not None]
         if shards:
@@ -238,7 +238,7 @@ class _MixPosition:
 class InterleavedIterable(InOrder):
     """Datasets that are read in order, mixed by a schedule; made by `interleave`."""
 
-    def __init__(self, datasets: Sequence[Any], schedule: Plan, stop: str | int) -> None:
+    def __init__(self, datasets: Sequence[object], schedule: Plan, stop: str | int) -> None:
         super().__init__(datasets, (one for one in map(datasets.__getitem__, schedule.sources) if not is_indexed(one)))
         self._schedule, self._stop = schedule, stop
         self._epoch: object = 0
@@ -286,7 +286,7 @@ class InterleavedIterable(InOrder):
         position = self._loaded or self._beginning()
         return written(position if self._last is None else self._last.state())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Let the next iteration continue where `state_dict` was taken.
 
         Raises:
@@ -327,7 +327,9 @@ class _Iteration:
         counts_all: whether `place` counts the samples of all workers.
     """
 
-    def __init__(self, begin: _MixPosition, datasets: Sequence[Any], numbers: Sequence[int], counts_all: bool) -> None:
+    def __init__(
+        self, begin: _MixPosition, datasets: Sequence[object], numbers: Sequence[int], counts_all: bool
+    ) -> None:
         self._begin, self.position = begin, begin.position
         # Who asks divides the data itself. An iterable dataset asks on its own, or is read by each worker as a whole.
         worker = this_worker() if counts_all or any(map(is_divided, datasets)) else None
@@ -394,7 +396,7 @@ class ShuffleBuffer(InOrder):
     Source of the idea: ``tf.data.Dataset.shuffle``; the block shuffle of Mosaic's streaming datasets (``py1b``).
     """
 
-    def __init__(self, dataset: Any, size: int, seed: int = 0) -> None:
+    def __init__(self, dataset: object, size: int, seed: int = 0) -> None:
         self._dataset = check_source(dataset, _BUFFERED)
         super().__init__((dataset,), (dataset,))
         self.size = check_int("size", size, 1, "give the number of samples in the buffer")
@@ -445,7 +447,7 @@ class _FailedRead:
 class ShuffledIterator(Iterator[Any]):
     """One iteration over a `ShuffleBuffer`; it begins when the first sample is asked for."""
 
-    def __init__(self, dataset: Any, at: _BufferPosition) -> None:
+    def __init__(self, dataset: object, at: _BufferPosition) -> None:
         self._dataset = dataset
         self._worker = this_worker() if is_divided(dataset) else None  # other datasets ask themselves, if they do
         self._go_to(at)
@@ -517,7 +519,7 @@ class ShuffledIterator(Iterator[Any]):
         """Where the iteration is: a small dict, without samples."""
         return written(replace(self._at, given=self._given))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on where `state_dict` was taken. Reads the samples of the block again.
 
         Raises:

@@ -227,7 +227,7 @@ class InterleavedDataset(Mixture):
     def __len__(self) -> int:
         return self._length
 
-    def _one(self, index: Any) -> Any:
+    def _one(self, index: object) -> Any:
         if isinstance(index, slice):
             return self._part(index)
         if isinstance(index, int) and index >= CODED:
@@ -356,7 +356,7 @@ class MixtureSampler(IndexSampler):
         self._known = changes, plan
         return plan
 
-    def set_weights(self, weights: Any, epoch: int, position: int) -> None:
+    def set_weights(self, weights: object, epoch: int, position: int) -> None:
         """Mix by these weights from a position of an epoch on, and in the epochs after it.
 
         Raises:

@@ -131,7 +131,7 @@ class Change(NamedTuple):
     weights: list[int]
 
 
-def changes_of(weights: Any, count: int) -> list[Change]:
+def changes_of(weights: object, count: int) -> list[Change]:
     """Weights, or pairs (position, weights) in a list or dict, as changes in ascending order, the first at position 0.
 
     Raises:

@@ -133,11 +133,11 @@ class TokenWindows(Dataset):
 
     def __init__(
         self,
-        tokens: Any,
+        tokens: object,
         length: int,
         stride: int | None = None,
         dtype: DTypeLike | None = None,
-        documents: Any = False,
+        documents: object = False,
         vocab_size: int | None = None,
         **unknown: NoReturn,
     ) -> None:
@@ -158,7 +158,7 @@ class TokenWindows(Dataset):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         if isinstance(index, slice):
             return self._part(index)
         return self.__getitems__([checked_index(index, len(self))])[0]

@@ -33,7 +33,7 @@ from sharded_loader.batching.tree import children, is_dataclass_instance, map_le
 from sharded_loader.devices.names import DeviceLike, device_list
 
 
-def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool = True) -> list[Any]:
+def split_data(data: object, num_slice: int, batch_axis: int = 0, even_split: bool = True) -> list[Any]:
     """Cut a batch into slices along one axis; the first ones are one row larger where it must be.
 
     Args:
@@ -112,7 +112,7 @@ def _slice_rows(tree: object, begin: int, end: int, axis: int) -> object:
 
 
 def split_and_load(
-    data: Any,
+    data: object,
     devices: Sequence[DeviceLike] | str | None = None,
     batch_axis: int = 0,
     even_split: bool = True,
@@ -155,7 +155,7 @@ def split_and_load(
     return [map_leaves(partial(_moved, device), part) for part, device in zip(filled, placed, strict=False)]
 
 
-def gather(shards: Sequence[Any], device: DeviceLike) -> Any:
+def gather(shards: Sequence[object], device: DeviceLike) -> Any:
     """Join what each device has computed on one device, along the first axis, in the order of the shards.
 
     Args:
@@ -208,6 +208,6 @@ def _form(tree: object) -> tuple[object, ...]:
     return type(tree), len(children(tree) or ()), list(tree.keys()) if isinstance(tree, Mapping) else None
 
 
-def _moved(device: torch.device, leaf: Any) -> Any:
+def _moved(device: torch.device, leaf: object) -> Any:
     # To the host an asynchronous copy would be read before it has arrived.
     return leaf.to(device, non_blocking=device.type != "cpu") if isinstance(leaf, torch.Tensor) else leaf

@@ -18,7 +18,7 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import Location, WorkerDiedError, WorkerTimeoutError, WorkerTraceback, describe_exit
@@ -116,7 +116,7 @@ class Deaths:
         return death.is_final or self._start_by_worker[who] >= limit
 
     def begin_starts(self, *, proven: bool) -> None:
-        """Start counting again: a worker has started, so others can (``proven``), or what they get is another from now on."""
+        """Count from 0: a worker has started, so others can (``proven``), or what they get is another from now on."""
         self._start_by_worker.clear()
         self._proven = proven
 
@@ -209,7 +209,7 @@ class Death(NamedTuple):
     def __str__(self) -> str:
         return f"{self.who} died: {self.cause or describe_exit(self.exitcode, self.oom_kills)}"
 
-    def _error(self, text: str, **where: Any) -> WorkerDiedError:
+    def _error(self, text: str, **where: object) -> WorkerDiedError:
         return WorkerDiedError(text, worker=self.worker, exitcode=self.exitcode, pid=self.pid, **where)
 
     def error_over(self, task: Task, tries: int, timeout: float | None) -> Exception:

@@ -105,7 +105,7 @@ class _Shared:
 class _Thread(threading.Thread):
     """One thread: what it reads, and whether anybody still waits for it."""
 
-    def __init__(self, shared: _Shared, name: str, number: int, init: Callable[[int], Any] | None) -> None:
+    def __init__(self, shared: _Shared, name: str, number: int, init: Callable[[int], object] | None) -> None:
         super().__init__(name=f"{name}-{number}", daemon=True)
         self.shared = shared
         self.number = number
@@ -230,7 +230,7 @@ class ThreadPool(WorkerPool):
     """
 
     def __init__(
-        self, num_workers: int, *, worker_init_fn: Callable[[int], Any] | None = None, timeout: float | None = None
+        self, num_workers: int, *, worker_init_fn: Callable[[int], object] | None = None, timeout: float | None = None
     ) -> None:
         super().__init__(num_workers, worker_init_fn, timeout)
         self._watch = Watch(self.timeout)

@@ -416,7 +416,7 @@ def _task_at(board: Sequence[int] | None, tasks: Iterable[Task]) -> Task | None:
 
 
 class _ToForked(cloudpickle.Pickler):  # type: ignore[misc]
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, (type, types.FunctionType)) and is_findable(obj):
             return NotImplemented  # by name, those of ``__main__`` too
         return super().reducer_override(obj)

@@ -121,10 +121,10 @@ class RayPool(SupervisedPool[ActorWorker]):
         resources: dict[str, float] | None = None,
         address: str | None = None,
         runtime_env: dict[str, Any] | None = None,
-        scheduling_strategy: Any = "SPREAD",
+        scheduling_strategy: object = "SPREAD",
         restarts: int = 3,
         timeout: float | None = None,
-        worker_init_fn: Callable[[int], Any] | None = None,
+        worker_init_fn: Callable[[int], object] | None = None,
         max_bytes: int | None = None,
         start_timeout: float = 600,
     ) -> None:
@@ -204,7 +204,7 @@ class RayPool(SupervisedPool[ActorWorker]):
                 transport.send(worker, group, alone=False)
         self._count_room()
 
-    def follow(self, run: int, ahead: Any, position: Callable[[], int | None]) -> None:
+    def follow(self, run: int, ahead: object, position: Callable[[], int | None]) -> None:
         self._transport.ahead.follow(Followed(run, ahead, position))
 
     def cancel(self, run: int) -> None:

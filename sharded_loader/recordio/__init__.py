@@ -220,7 +220,7 @@ class MXIndexedRecordIO(MXRecordIO):
         idx_path: str | os.PathLike[str],
         uri: str | os.PathLike[str],
         flag: str,
-        key_type: Callable[[str], Any] = int,
+        key_type: Callable[[str], object] = int,
     ) -> None:
         self.idx_path = os.fspath(idx_path)
         self._path_of_index = os.path.abspath(self.idx_path)

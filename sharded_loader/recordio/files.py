@@ -342,7 +342,7 @@ class Records(Sequence[bytes]):
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         if isinstance(index, slice):
             return Records(self._buffer, self._starts[index], self._ends[index])
         number = checked_index(index, len(self._starts))

@@ -52,7 +52,7 @@ _HEADER = struct.Struct("<IfQQ")
 Pixels = npt.NDArray[Any]
 
 
-def pack(header: IRHeader | tuple[int, Any, int, int], s: bytes) -> bytes:
+def pack(header: IRHeader | tuple[int, object, int, int], s: bytes) -> bytes:
     """A header and a payload as the bytes of one record.
 
     Args:
@@ -143,7 +143,7 @@ def _pillow() -> Any:
 
 
 def pack_img(
-    header: IRHeader | tuple[int, Any, int, int], img: npt.ArrayLike, quality: int = 95, img_fmt: str = ".jpg"
+    header: IRHeader | tuple[int, object, int, int], img: npt.ArrayLike, quality: int = 95, img_fmt: str = ".jpg"
 ) -> bytes:
     """A header and an encoded image as the bytes of one record. Needs Pillow (extra ``images``).
 

@@ -107,7 +107,7 @@ class GrowingBatchSampler(WrapperSampler[list[int]]):
 
     def __init__(
         self,
-        sampler: Iterable[Any],
+        sampler: Iterable[object],
         schedule: Sequence[tuple[int, int]] | Mapping[int, int],
         last_batch: str = "keep",
         *,
@@ -559,7 +559,7 @@ def kinds_of(labels: Any, name: str) -> tuple[list[Any], Indices]:
     return kinds, ranks[numbers]
 
 
-def length_table(lengths: Any, advice: str) -> Indices:
+def length_table(lengths: object, advice: str) -> Indices:
     """Lengths of samples, of one part or of several, as an int64 array of shape (samples, parts).
 
     Raises:

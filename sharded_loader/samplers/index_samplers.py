@@ -464,7 +464,7 @@ class WeightedRandomSampler(IndexSampler):
 
         return at
 
-    def _without_replacement(self, key: tuple[Any, ...]) -> Indices:
+    def _without_replacement(self, key: tuple[object, ...]) -> Indices:
         candidates = np.flatnonzero(self._weights)
         # A uniform of 0 stands for the middle of the first step: its logarithm would be no number.
         races = np.maximum(-np.log1p(-shuffles.uniforms(len(self._weights), *key)), 2.0**-54)
@@ -473,7 +473,7 @@ class WeightedRandomSampler(IndexSampler):
         return drawn
 
 
-def lengths_of(lengths: Any) -> Indices:
+def lengths_of(lengths: object) -> Indices:
     """The lengths of shards as an array.
 
     Raises:
@@ -568,7 +568,7 @@ class _CostSteps:
         key: what decides the order.
     """
 
-    def __init__(self, order: Indices, costs: npt.NDArray[np.float64], size: int, ranks: int, key: tuple[Any, ...]):
+    def __init__(self, order: Indices, costs: npt.NDArray[np.float64], size: int, ranks: int, key: tuple[object, ...]):
         self._order, self._costs, self._size, self._ranks = order, costs, size, ranks
         self._count = steps = len(order) // size
         self._levels = max(n for n in range(1, LEVELS + 1) if size % n == 0 and n * n <= size)
@@ -628,7 +628,7 @@ class _CostSteps:
         return found
 
 
-def checked_costs(costs: Any, length: int) -> npt.NDArray[np.float64]:
+def checked_costs(costs: object, length: int) -> npt.NDArray[np.float64]:
     """The costs of ``length`` samples as float64, shape (length,).
 
     Raises:

@@ -455,7 +455,7 @@ class Pack(Batchify):
         self._tokens = check_int("tokens", tokens, 1, "give the number of tokens in a row")
         self._pad_id = check_int("pad_id", pad_id, -(2**63), "give the token that fills up a row")
 
-    def assemble(self, samples: Sequence[Any], empty: Empty) -> dict[str, Array]:
+    def assemble(self, samples: Sequence[object], empty: Empty) -> dict[str, Array]:
         """The batch as NumPy arrays in memory from ``empty``."""
         check_not_empty(samples)
         tokens = [_ids_of(sample, "input_ids", position) for position, sample in enumerate(samples)]
@@ -512,7 +512,7 @@ class Pack(Batchify):
         return call_of(self, tokens=(self._tokens, None), pad_id=(self._pad_id, 0))
 
 
-def _ids_of(sample: Any, key: str, position: int) -> Array:
+def _ids_of(sample: object, key: str, position: int) -> Array:
     """The token ids of a document, or its labels."""
     if isinstance(sample, Mapping):
         if key not in sample:

@@ -289,7 +289,7 @@ class WrapperSampler(Sampler[Item_co]):
     _wraps: ClassVar[str] = "sampler"
     """The attribute that is the inner sampler."""
 
-    def __init__(self, sampler: Iterable[Any], seed: int | None) -> None:
+    def __init__(self, sampler: Iterable[object], seed: int | None) -> None:
         check_sampler(sampler, self._wraps)
         setattr(self, self._wraps, sampler)
         self._shares_epoch = isinstance(sampler, Sampler) and is_own(sampler)
@@ -303,7 +303,7 @@ class WrapperSampler(Sampler[Item_co]):
         """The sampler that this one wraps."""
         return getattr(self, self._wraps)
 
-    def over(self, inner: Any) -> Any:
+    def over(self, inner: object) -> Any:
         """A copy of this sampler that wraps another one."""
         twin = copy.copy(self)
         setattr(twin, self._wraps, inner)

@@ -472,7 +472,7 @@ class _SeparateSpan:
         # At the end a short last batch counts as one.
         self.first = parts(position.done, self._step, cut=position.done < self._end)
 
-    def open(self, items: Any) -> Table:
+    def open(self, items: object) -> Table:
         """The batches of the epoch after the position, as a table."""
         source, table = self.source, table_of(items, self._epoch, self.source.seed)
         if source.evaluates:
@@ -520,7 +520,7 @@ class _RollingSpan(Rolling):
         total = None if position is None else before + position.done
         super().__init__(length, size, epoch, source.replicas, total, source.steps, shift)
 
-    def open(self, items: Any) -> Table:
+    def open(self, items: object) -> Table:
         """The batches as a table."""
         source = self.source
         open_epoch = partial(table_of, items, seed=source.seed)

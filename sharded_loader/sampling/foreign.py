@@ -172,7 +172,7 @@ def loaded(sampler: Any, stateful: Any, state: Any) -> tuple[Iterator[Any], Any]
     return items, stateful
 
 
-def first_of(items: Iterator[Any]) -> tuple[list[Any], Iterator[Any]]:
+def first_of(items: Iterator[object]) -> tuple[list[Any], Iterator[Any]]:
     """The first item, which is drawn now, in a list; and all items."""
     # Not chain(first, items), which would call iter(items): some begin again then.
     rest = map(next, repeat(items))
@@ -447,7 +447,7 @@ class Replay:
         return len_epoch(self.sampler, epoch)
 
 
-def over_replay(sampler: Any, replay: Replay) -> Any:
+def over_replay(sampler: object, replay: Replay) -> Any:
     """The wrappers of another library's sampler, over its replay."""
     return sampler.over(over_replay(sampler.inner, replay)) if is_wrapper(sampler) else replay
 
@@ -464,7 +464,7 @@ class Listed:
         mark: the epoch goes on here; None: it begins.
     """
 
-    def __init__(self, items: Sequence[Any], mark: Checkpoint | None) -> None:
+    def __init__(self, items: Sequence[object], mark: Checkpoint | None) -> None:
         self._items, self._mark = items, mark
         self._passed = 0, 0  # a number of items, and their checksum: the next one goes on from there
 
@@ -536,7 +536,7 @@ def refuse_distributed_sampler(sampler: object) -> None:
         raise ValueError("num_replicas and a torch DistributedSampler would share out the samples twice: leave out one")
 
 
-def _copied(item: Any) -> Any:
+def _copied(item: object) -> Any:
     """A batch of the sampler's own: it may fill its list again for the next batch while this one waits."""
     if type(item) is list:
         return [inner if type(inner) is int else _copied(inner) for inner in item]

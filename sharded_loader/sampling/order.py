@@ -188,7 +188,7 @@ class MapOrder(Order[Signature]):
             ranks = 1 if self.sampling.evaluate else ranks if rest is None else rest.ranks
         return for_ranks(items, ranks), length
 
-    def _parsed(self, state: Any) -> tuple[Position, Signature]:
+    def _parsed(self, state: object) -> tuple[Position, Signature]:
         return self.regrouped(*states.parse(state))
 
     def regrouped(self, position: Position, saved: Signature) -> tuple[Position, Signature]:
@@ -287,7 +287,7 @@ class MapOrder(Order[Signature]):
             if not self.replicated and (text := foreign.text_if_ranks_repeat(nested(self.batch_sampler))) is not None:
                 warn(f'{text}give num_replicas="auto" to share it out, or num_replicas=1 if that is meant')
 
-    def rescale(self, num_replicas: Any, rank: Any, batch_size: Any, then: Callable[[], Found]) -> Found:
+    def rescale(self, num_replicas: object, rank: object, batch_size: object, then: Callable[[], Found]) -> Found:
         """Make the order for other ranks, and return what a function returns then. If it fails, nothing has changed."""
         before, ranks, size = (self._replicas, self._past, self.sampling), self.replicas()[0], self.sampling.size
         replicas = resolve_replicas(num_replicas, rank)
@@ -366,7 +366,7 @@ class MapOrder(Order[Signature]):
         """The number of steps in an epoch, also those that are left out."""
         return MapEpoch(self.source(number), number, None).length()
 
-    def add_skip(self, skip: Any) -> None:
+    def add_skip(self, skip: object) -> None:
         sampling, self.given_skip = self.sampling, merged(self.given_skip, check_skip(skip))
         if self.given_skip and self.steps is None and known_length(sampling.items, 0) is None:
             text = "skip counts the steps of all epochs, and the sampler has no length that is known without a pass"
@@ -499,7 +499,7 @@ def _is_cut_as(saved: Signature, cutter: Any) -> bool:
 # -- steps of any epoch ------------------------------------------------------------------------------------------------
 
 
-def look_up(order: MapOrder, number: Any, step: Any, rank: Any = None) -> MapEpoch:
+def look_up(order: MapOrder, number: object, step: object, rank: object = None) -> MapEpoch:
     """An epoch whose batch ``step`` is looked up. It is `MapEpoch.ready`; nothing in the order changes.
 
     Args:
@@ -532,12 +532,12 @@ def look_up(order: MapOrder, number: Any, step: Any, rank: Any = None) -> MapEpo
     return epoch
 
 
-def step_checksum(batches: Iterable[Any]) -> str:
+def step_checksum(batches: Iterable[object]) -> str:
     """8 digits that depend on the indices of the batches of all ranks in a step."""
     return f"{zlib.crc32(b''.join(map(bytes_of, batches))):08x}"
 
 
-def checksums(order: MapOrder, number: Any) -> list[str]:
+def checksums(order: MapOrder, number: object) -> list[str]:
     """Of each step of an epoch 8 digits that depend on the samples of all ranks together, and on their order.
 
     They are the same for any number of ranks that together read as many samples in a step. Of a step that is left
@@ -553,7 +553,7 @@ def checksums(order: MapOrder, number: Any) -> list[str]:
     by_rank = order.rolls_over and order.replicated and replicas > 1
     in_step = replicas if given and not by_rank else 1
 
-    def checksum(step: int, batches: Iterable[Any]) -> str:
+    def checksum(step: int, batches: Iterable[object]) -> str:
         return LEFT_OUT if any(step in one for one in skips) else step_checksum(batches)
 
     def read(epoch: MapEpoch) -> list[Any]:

@@ -155,7 +155,7 @@ class RepeatedSampler(WrapperSampler[int]):
     fixed = ("copies",)
     sampler: Any
 
-    def __init__(self, copies: int, sampler: Iterable[Any] | None = None, *, seed: int | None = None) -> None:
+    def __init__(self, copies: int, sampler: Iterable[object] | None = None, *, seed: int | None = None) -> None:
         self.copies = check_int("copies", copies, 1, "give how many times each sample comes in an epoch")
         if sampler is None:  # until a loader has put its own order inside
             self.sampler, self._shares_epoch, self.seed = None, False, 0
@@ -235,7 +235,7 @@ class BatchSampler(WrapperSampler[list[int]]):
     sampler: Iterable[Any]
 
     def __init__(
-        self, sampler: Iterable[Any], batch_size: int, last_batch: str = "keep", *, seed: int | None = None
+        self, sampler: Iterable[object], batch_size: int, last_batch: str = "keep", *, seed: int | None = None
     ) -> None:
         self.batch_size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
         self.last_batch = base.check_choice("last_batch", last_batch, LAST_BATCH, "BatchSampler")
@@ -291,7 +291,7 @@ class ReplicaSampler(WrapperSampler[Any]):
     sampler: Iterable[Any]
 
     def __init__(
-        self, sampler: Iterable[Any], ask: Callable[[], tuple[int, int]], truncate: bool = False, seed: int = 0
+        self, sampler: Iterable[object], ask: Callable[[], tuple[int, int]], truncate: bool = False, seed: int = 0
     ) -> None:
         super().__init__(sampler, seed)
         self._ask, self._truncate = ask, truncate

@@ -56,7 +56,7 @@ def _arguments(what: str, value: Any, advice: str) -> tuple[tuple[str, Any], ...
     return tuple(value.items())
 
 
-def steps_to_skip(what: str, value: Any, advice: str) -> Ranges:
+def steps_to_skip(what: str, value: object, advice: str) -> Ranges:
     """Reads the steps that are left out."""
     try:
         return check_skip(value)
@@ -316,7 +316,7 @@ def has_weights(sampler: object) -> bool:
     return hasattr(type(sampler), "weights_set")
 
 
-def _summary(value: Any) -> Any:
+def _summary(value: object) -> Any:
     """A plain value itself; the checksum of an array, or of several."""
     if value is None or isinstance(value, bool | int | str):
         return value

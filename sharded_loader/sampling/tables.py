@@ -85,7 +85,7 @@ def bytes_of(items: Any) -> bytes:
         return b"".join(map(bytes_of_one, items))
 
 
-def bytes_of_one(item: Any) -> bytes:
+def bytes_of_one(item: object) -> bytes:
     """The bytes of a list of this one item, without a list."""
     if type(item) is not list and hasattr(item, "tolist"):
         item = item.tolist()
@@ -116,7 +116,7 @@ class Table:
 
     _block = 1
 
-    def __init__(self, length: int, at: Callable[[Indices], Any], block: int = 1) -> None:
+    def __init__(self, length: int, at: Callable[[Indices], object], block: int = 1) -> None:
         self._length, self._at, self._block = length, at, block
 
     @property
@@ -148,7 +148,7 @@ class Streamed(Table):
         open: the number of items to leave out -> an iterator over the rest.
     """
 
-    def __init__(self, open: Callable[[int], Iterator[Any]]) -> None:
+    def __init__(self, open: Callable[[int], Iterator[object]]) -> None:
         self._open = open
         self._items: Any = None  # an iterator, once the epoch is opened
         self._base = 0  # position of the first item in the buffer
@@ -563,7 +563,7 @@ class Endless(Table):
         if found < wanted:
             self._refuse(found)
 
-    def _refuse(self, found: Any) -> None:
+    def _refuse(self, found: object) -> None:
         if self._stretch.length == ENDLESS:
             text = f"the sampler, {an(self._name)}, has no length and ended after {found} items"
             raise ValueError(f"{text}: give it a __len__, so that it can start over under steps_per_epoch=")

@@ -183,7 +183,7 @@ class ShardDataset(Dataset):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         if isinstance(index, slice):
             return self._part(index)
         # Of a subclass with a __getitem__ of its own, which calls this one, __getitems__ would call that again.
@@ -197,7 +197,7 @@ class ShardDataset(Dataset):
         rows = [(shard, rows.tolist()) for shard, rows in parts]
         return in_order(order, self._shards.read(rows, self._shards.format.read))
 
-    def _in_columns(self, indices: Any, empty: Empty) -> Any:
+    def _in_columns(self, indices: object, empty: Empty) -> Any:
         """A finished batch of tables, in memory from ``empty``: the default batchify of its samples."""
         tables = self._shards.format
         order, parts = by_part(checked_indices(indices, len(self)), self._ends)
@@ -217,9 +217,9 @@ class ShardDataset(Dataset):
 
     def follow(
         self,
-        batches: Callable[[int], Any],
+        batches: Callable[[int], object],
         position: Callable[[], int | None],
-        later: Callable[[int], Any] = lambda number: None,
+        later: Callable[[int], object] = lambda number: None,
     ) -> None:
         """Fetch shards into the cache ahead of the order that is read. `ShardedDataLoader` calls this for each epoch.
 
@@ -241,7 +241,7 @@ class ShardDataset(Dataset):
         self._ahead = ReadAhead(shards, needs, position, needs_later)
         self._ahead.start()
 
-    def _fetched_for(self, order: Callable[[int], Any], number: int) -> list[int] | None:
+    def _fetched_for(self, order: Callable[[int], object], number: int) -> list[int] | None:
         """The shards of the store that a batch of an order needs; None after the last batch."""
         try:
             found = order(number)
@@ -395,7 +395,7 @@ class Shards:
     # -- samples ------------------------------------------------------------------------------------------------------
 
     def read(
-        self, parts: Sequence[tuple[int, Any]], read: Callable[[ShardFile, Index, Any], list[Any]]
+        self, parts: Sequence[tuple[int, object]], read: Callable[[ShardFile, Index, Any], list[Any]]
     ) -> Iterator[Any]:
         """What a method of the format reads at rows of shards, one shard after the other."""
         in_parts = self.excess([shard for shard, _ in parts]) > 0

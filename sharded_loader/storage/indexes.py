@@ -207,7 +207,7 @@ def by_part(where: Int64s, ends: Int64s) -> tuple[Int64s, list[tuple[int, Int64s
     return order, [(part, rows - (ends[part - 1] if part else 0)) for part, rows in found]
 
 
-def in_order(order: Int64s, values: Iterable[Any]) -> list[Any]:
+def in_order(order: Int64s, values: Iterable[object]) -> list[Any]:
     """Values at their positions.
 
     Example:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import an
@@ -43,8 +42,8 @@ class StreamOrder(Order[StreamSignature]):
         dataset: the data.
         batch_size, last_batch, num_workers: of the loader.
         streams: how many parts; None: as many as the dataset has shards, or as there are workers.
-        given: see `Order`. With ``steps_per_epoch`` each rank has that number of batches in an epoch; otherwise what its
-            parts have.
+        given: see `Order`. With ``steps_per_epoch`` each rank has that number of batches in an epoch; otherwise those
+            of its parts.
 
     Attributes:
         is_bound: states of another number of parts are rejected.
@@ -58,7 +57,7 @@ class StreamOrder(Order[StreamSignature]):
         streams: object,
         num_workers: int,
         last_batch: str | None = None,
-        **given: Any,
+        **given: object,
     ) -> None:
         self._size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
         if last_batch not in (None, "keep", "discard"):

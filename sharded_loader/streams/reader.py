@@ -85,7 +85,7 @@ class Copies:
 class _Copier(pickle.Pickler):
     shared: list[object]
 
-    def persistent_id(self, obj: Any) -> int | None:
+    def persistent_id(self, obj: object) -> int | None:
         large = getattr(obj, "nbytes", 0) if hasattr(obj, "__array__") else 0
         if not isinstance(obj, type | types.FunctionType | types.ModuleType) and large < SHARED_BYTES:
             return None
@@ -121,7 +121,7 @@ class OpenPart(Part):
     items: Any = None
 
     def __init__(
-        self, dataset: Any, number: int, parts: int, seed: int, *, alone: bool = False, told: bool = True
+        self, dataset: object, number: int, parts: int, seed: int, *, alone: bool = False, told: bool = True
     ) -> None:
         super().__init__(number, parts, seed, dataset)
         self._alone, self._told = alone, told

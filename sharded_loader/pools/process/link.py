@@ -127,7 +127,7 @@ class Link:
     live: ClassVar[weakref.WeakSet[Link]] = weakref.WeakSet()
     """Every open link of this process."""
 
-    def __init__(self, conn: Any, *, blocks: bool = False) -> None:
+    def __init__(self, conn: object, *, blocks: bool = False) -> None:
         self.inbox: deque[Message] = deque()
         self.outbox: deque[tuple[memoryview, int | None]] = deque()
         self.ended = False

@@ -33,7 +33,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -107,7 +107,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         num_workers: int,
         *,
         start_method: Literal["fork", "forkserver", "spawn"] | None = None,
-        worker_init_fn: Callable[[int], Any] | None = None,
+        worker_init_fn: Callable[[int], object] | None = None,
         timeout: float | None = None,
         restarts: int = 3,
         max_bytes: int | None = None,

@@ -264,7 +264,7 @@ class WorkerThreads:
 
 
 def main(
-    conn: Any, number: int, num_workers: int, new: NewJob | None, *, limited: bool = False, held: int | None = None
+    conn: object, number: int, num_workers: int, new: NewJob | None, *, limited: bool = False, held: int | None = None
 ) -> None:
     """Run a worker process until its pipe is closed.
 
