@@ -20,7 +20,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any
 
@@ -35,6 +35,7 @@ from sharded_loader.base.described import an
 from sharded_loader.base.private import begin_loader, called_by, end_loader, note_prepared
 from sharded_loader.data.inspection import is_stream
 from sharded_loader.drop_in.sampler import ShuffleSampler
+from sharded_loader.loader.arguments import placement_given
 from sharded_loader.loader.loader import ShardedDataLoader
 from sharded_loader.sampling.base import nested, tell_epoch
 from sharded_loader.sampling.foreign import len_epoch
@@ -311,16 +312,18 @@ def _prepare_drop_in(loader: DataLoader[Any], accelerator: Any, on_device: bool)
     return _made(PreparedDataLoader, given, total, synchronized)
 
 
-def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, on_device: bool) -> Prepared:
+def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, on_device: bool) -> Any:
     given = dict(loader.arguments)
-    divided = given.get("num_replicas") is not None
+    divided = any(given.get(name) is not None for name in ("num_replicas", "mesh"))
     if divided and not is_stream(loader.dataset):
         raise ValueError("num_replicas and prepare() would share out the samples twice: leave out num_replicas")
     replicas = accelerator.num_processes
     given["seed"] = broadcast_object_list([loader.seed])[0] if replicas > 1 else loader.seed
     loader.close()  # its pool, if it was given one, is the new loader's
-    if on_device and all(given.get(name) is None for name in ("device", "devices", "num_shards")):
-        given["device"] = accelerator.device
+    device, devices, placement = placement_given(given.get("device"), given.get("devices"))
+    if on_device and all(one is None for one in (device, devices, given.get("num_shards"))):
+        given["device"] = replace(placement, device=accelerator.device)
+        given.pop("devices", None)
     if is_stream(loader.dataset):
         if replicas > 1 and not divided:
             given.pop("batchify_fn", None)
@@ -332,7 +335,9 @@ def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, on_device: boo
             given.pop(name, None)
         given["batch_sampler"] = _shard(order.batch_sampler, accelerator, loader.drop_last)
     total = (loader.batch_size or 1) * (1 if accelerator.split_batches else replicas)
-    return _made(PreparedShardedDataLoader, given, total)
+    prepared: Any = _made(PreparedShardedDataLoader, given, total)
+    prepared.prefetch_epochs = loader.prefetch_epochs
+    return prepared
 
 
 def _made(kind: Any, given: dict[str, Any], total: int, synchronized: torch.Generator | None = None) -> Prepared:

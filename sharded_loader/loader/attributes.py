@@ -259,7 +259,7 @@ class LoaderAttributes(Instruments):
 
     @property
     def shard_weights(self) -> list[float] | None:
-        """Shares of the shards, from the next batch dispatched on; None: equal ones."""
+        """Shares of the shards, from the next batch planned on; None: equal ones."""
         return None if self._split.weights is None else list(self._split.weights)
 
     @shard_weights.setter

@@ -71,7 +71,7 @@ LOADED_AT_ONCE = 64 << 20
 def make_resident(
     resident: object, dataset: object, batchify_fn: object, placement: Placer, has_workers: bool
 ) -> ResidentPool | None:
-    """The pool that ``resident=`` of a `Placer` asks for; None: none.
+    """The pool that ``resident=`` of a `Placement` asks for; None: none.
 
     Raises:
         ValueError: ``resident`` is no bool, no fraction and not ``"auto"``; or it is no ``"auto"``, and there are no

@@ -102,6 +102,7 @@ def loader_of(name: str, *args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("length", [1, 18, 24, 25])
+@pytest.mark.filterwarnings("ignore:.* has left out .* samples")  # ``drop_last`` does what it is asked for
 def test_what_was_filled_up_is_known(name: str, ranks: int, split: bool, length: int) -> None:
     for data in (Numbers(length), range(length)):
         loaders = on_ranks(lambda data=data: loader_of(name, data, batch_size=6), ranks, split_batches=split)
@@ -204,3 +205,16 @@ def test_accelerates_own_prepare_warns() -> None:
 
     with pytest.warns(UserWarning, match=r"makes a PyTorch DataLoader"):
         accelerate.Accelerator(cpu=True).prepare(DataLoader(range(4)))
+
+
+@pytest.mark.parametrize("name", ["device", "devices"])
+def test_options_of_devices_go_to_the_device_of_accelerate(name: str) -> None:
+    from sharded_loader import Placement, ShardedDataLoader
+    from sharded_loader.integrations.accelerate import prepare
+
+    given: Any = {name: Placement(device_transform=lambda batch: batch + 1)}
+    loader = ShardedDataLoader(range(4), 2, num_workers=1, thread_pool=True, **given)
+    loader.prefetch_epochs = True
+    with prepare(loader, accelerate.Accelerator(cpu=True)) as made:
+        assert made.arguments["device"].device == torch.device("cpu") and made.prefetch_epochs
+        assert [batch.tolist() for batch in made] == [[1, 2], [3, 4]]
