@@ -38,7 +38,6 @@ _HOMES = {
     "pools.process.pool": "ProcessPool",
     "ray.pool": "RayPool",
     "randomness.rng": "sample_generator sample_rng sample_seed",
-    "randomness.shuffle": "IndexView",
     "recordio": "RecordFileDataset",
     "sampling.base": "Sampler",
     "sampling.own": "BatchSampler RandomSampler RepeatedSampler SequentialSampler",

@@ -35,7 +35,6 @@ from sharded_loader.pools.process.pool import ProcessPool as ProcessPool
 from sharded_loader.randomness.rng import sample_generator as sample_generator
 from sharded_loader.randomness.rng import sample_rng as sample_rng
 from sharded_loader.randomness.rng import sample_seed as sample_seed
-from sharded_loader.randomness.shuffle import IndexView as IndexView
 from sharded_loader.ray.pool import RayPool as RayPool
 from sharded_loader.recordio import RecordFileDataset as RecordFileDataset
 from sharded_loader.samplers.batch_samplers import BoundedBudgetSampler as BoundedBudgetSampler

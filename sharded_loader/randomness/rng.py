@@ -29,8 +29,6 @@ random numbers. A test compares this table with the code.
     foreign sampler                the global generators while another library's sampler starts
     foreign generator              the generator that another library's sampler owns
     split                          Dataset.split
-    stratified split               Dataset.split with stratify
-    stratified classes             and which class gets a part's extra sample first
     shuffle buffer                 ShuffleBuffer: the samples of a block
     interleave                     interleave(): which dataset comes first where several may
     interleave shuffle             interleave(shuffle=True): the samples of each dataset, in each pass
