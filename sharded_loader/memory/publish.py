@@ -3,7 +3,6 @@
     publish(job) -> Encoded                cloudpickle, protocol 5: lambdas, classes of ``__main__`` and of notebooks by
                                            value (`script_by_value`), arrays and tensors out of band, arrays over files
                                            by name (`MappedFiles`)
-    Inherited().fds                        descriptors that the workers have to be started with
     share(encoded, number) -> Published    its large buffers in one segment, for all workers
 
 A worker reads it with `codec.decode`, over a private mapping of the segment: what a dataset writes into its own arrays
@@ -19,18 +18,13 @@ also goes by value: torch does not say where its memory is from.
 addresses (`over_shared`), so they go by name too. Its name ends with this process. So it goes by value to other
 machines, and into other shared memory (`Lasting`).
 
-*Locks.* ``multiprocessing`` pickles a ``Value``, a ``Lock`` or a ``Queue`` only while it starts a process, because the
-process inherits the descriptors behind them. Our workers get the dataset after their start. So such a dataset is
-pickled before that, inside a ``with`` block of `Inherited`, which stands in the place of the process that is being
-started. It keeps the descriptors.
-
 dill, which ``multiprocess`` uses by itself, pickles in pure Python and puts arrays in band: 0.92 s for a
 154 MB dataset with a lambda in it, against 2 ms. Under fork nothing is published: the worker is born with it.
 
 What can go wrong: an object that cannot be pickled. It is looked for and named, because "cannot pickle '_thread.lock'
 object" alone does not help. Without room for a segment the buffers go through the pipe to each worker. If a file goes
-before a worker has opened it, that is the error with which the worker cannot start. Locks that were made for forked
-processes raise a RuntimeError, as with ``multiprocessing``.
+before a worker has opened it, that is the error with which the worker cannot start. A ``Value`` or a ``Lock`` of
+``multiprocessing`` cannot be pickled: only forked workers inherit it.
 """
 
 from __future__ import annotations
@@ -46,7 +40,6 @@ import weakref
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import context
 from typing import Any
 
 import cloudpickle
@@ -54,7 +47,6 @@ import numpy as np
 
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.limits import free_bytes
-from sharded_loader.base.private import duplicated, reducer_of
 from sharded_loader.batching.tree import dtype_name, parts
 from sharded_loader.memory import codec
 from sharded_loader.memory.segments import Segment, create
@@ -124,8 +116,6 @@ class Publisher(cloudpickle.Pickler):  # type: ignore[misc]
         if reduced is NotImplemented and SHARED and type(obj).__module__ == "pyarrow.lib":
             reduced = _reduce_arrow(obj)
         if reduced is NotImplemented:
-            reduced = reduced_lock(obj)
-        if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
             if reduced is NotImplemented:
                 self._note_module(obj)
@@ -159,16 +149,11 @@ class Lasting(Publisher):
     lasting = True
 
 
-class NeedsInheritanceError(TypeError):
-    """The job has objects that a worker can only inherit when it is started."""
-
-
-def publish(job: object, inherited: Inherited | None = None, elsewhere: bool = False, **parts: object) -> codec.Encoded:
+def publish(job: object, elsewhere: bool = False, **parts: object) -> codec.Encoded:
     """Pickle ``job`` for all workers.
 
     Args:
         job: what the workers get.
-        inherited: takes what the workers have to be started with.
         elsewhere: whether workers may be on other machines.
         **parts: the user's objects in it, by the name that the user knows, for the error message.
 
@@ -176,15 +161,13 @@ def publish(job: object, inherited: Inherited | None = None, elsewhere: bool = F
         TypeError: it cannot be pickled; names the attribute and the ways out.
     """
     try:
-        with contextlib.nullcontext() if inherited is None else inherited:
-            return dump(job, Lasting if elsewhere else Publisher)
+        return dump(job, Lasting if elsewhere else Publisher)
     except Exception as error:
         if is_from_outside(error):
             raise
-        kind = NeedsInheritanceError if inherited is None and needs_inheritance(error) else TypeError
         culprit = culprit_in(parts)
         fork = "" if sys.platform == "win32" else ' and forked workers (ProcessPool(start_method="fork"))'
-        raise kind(
+        raise TypeError(
             f"cannot send the dataset to worker processes: {culprit} cannot be pickled ({error}). "
             f"What to do: open it lazily in the worker (in __getitem__, or in __setstate__). Threads (thread_pool=True)"
             f"{fork} need no pickle, but they share an open file or a connection, and read each other's data"
@@ -398,57 +381,3 @@ def _reduce_arrow(obj: object) -> Any:
         return NotImplemented
     raw = over_shared(np.frombuffer(obj, np.uint8), None)
     return NotImplemented if raw is None else (arrow.py_buffer, (raw,))
-
-
-# -- locks and shared values -------------------------------------------------------------------------------------------
-
-
-def needs_inheritance(error: BaseException | None) -> bool:
-    """Whether pickling has failed because a process would have to inherit something."""
-    while error is not None:
-        if isinstance(error, RuntimeError) and "through inheritance" in str(error):
-            return sys.platform != "win32"
-        error = error.__cause__ or error.__context__
-    return False
-
-
-class Inherited:
-    """What workers inherit.
-
-    Attributes:
-        fds: descriptors of the objects that were pickled inside a ``with`` block. This object owns them.
-    """
-
-    def __init__(self) -> None:
-        self.fds: list[int] = []
-        self._before: Any = None
-
-    def __enter__(self) -> Inherited:
-        self._before = context.get_spawning_popen()
-        context.set_spawning_popen(self)  # type: ignore[arg-type]  # it has their methods
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        context.set_spawning_popen(self._before)
-
-    def DupFd(self, fd: int) -> Any:
-        """A descriptor as an object that can be pickled."""
-        return duplicated(fd)
-
-    def duplicate_for_child(self, fd: int) -> int:
-        """The number that a descriptor has in the workers: the same as here."""
-        self.fds.append(os.dup(fd))
-        return self.fds[-1]
-
-    def close(self) -> None:
-        """Close the descriptors; workers that run have their own."""
-        while self.fds:
-            os.close(self.fds.pop())
-
-
-def reduced_lock(obj: object) -> Any:
-    """How ``multiprocessing`` pickles an object, inside a ``with`` block of `Inherited`; otherwise NotImplemented."""
-    if not isinstance(context.get_spawning_popen(), Inherited):
-        return NotImplemented
-    reduce = reducer_of(type(obj))
-    return NotImplemented if reduce is None else reduce(obj)
