@@ -22,7 +22,6 @@ _HOMES = {
     "base.notices": "LoaderWarning",
     "batching.default": "default_batchify_fn",
     "batching.protocol": "empty",
-    "data.columns": "PackedList",
     "mixing.in_order": "ShuffleBuffer",
     "data.datasets": "ArrayDataset ConcatDataset Dataset SimpleDataset SubsetDataset",
     "mixing.interleave": "interleave",

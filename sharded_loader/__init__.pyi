@@ -13,7 +13,6 @@ from sharded_loader.batching.default import default_batchify_fn as default_batch
 from sharded_loader.batching.protocol import empty as empty
 from sharded_loader.caching.shared import share as share
 from sharded_loader.caching.store import CacheMismatchError as CacheMismatchError
-from sharded_loader.data.columns import PackedList as PackedList
 from sharded_loader.data.datasets import ArrayDataset as ArrayDataset
 from sharded_loader.data.datasets import ConcatDataset as ConcatDataset
 from sharded_loader.data.datasets import Dataset as Dataset

@@ -193,7 +193,7 @@ def _pickled(dataset: object, key: str) -> Encoded:
     if len(encoded.head) > MOST_PICKLED:
         warn(
             f"share(key={key!r}): the dataset has {len(encoded.head):,} bytes of Python objects, of which each process "
-            "has its own copy: use arrays, or PackedList for strings"
+            "has its own copy: use arrays, np.array(strings) too"
         )
     return encoded
 

@@ -63,7 +63,7 @@ from sharded_loader.base.limits import private_bytes
 from sharded_loader.base.notices import warn
 from sharded_loader.base.private import blake2b
 from sharded_loader.batching import tree
-from sharded_loader.data.columns import PackedList, is_dataset
+from sharded_loader.data.columns import is_dataset
 from sharded_loader.data.seeding import set_epoch_of
 
 DEPTH, ENTRIES, OBJECTS = 4, 8, 4000
@@ -482,7 +482,7 @@ def _of_data(data: Any, depth: int) -> bytes:
         return b""
     if isinstance(data, np.ndarray) or tree.is_tensor(data):
         return sampled(data).encode()
-    if isinstance(data, list | tuple | PackedList):
+    if isinstance(data, list | tuple):
         return b"|".join(_of_item(data[i], depth + 1) for i in some(len(data)))
     found = []
     for name, value in sorted(getattr(data, "__dict__", {}).items()):

@@ -16,7 +16,6 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from sharded_loader.caching.shared import share
-from sharded_loader.data.columns import PackedList
 
 
 class Data:
@@ -24,7 +23,7 @@ class Data:
 
     def __init__(self, size: int) -> None:
         self.x = np.arange(size)
-        self.names = PackedList([f"name {number}" for number in range(2000)])
+        self.names = np.array([f"name {number}" for number in range(2000)])
         self.function = lambda: int(self.x[-1])
 
 
