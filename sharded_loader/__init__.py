@@ -30,7 +30,6 @@ _HOMES = {
     "loader.options": "OnError Placement",
     "instruments.report": "RankStats",
     "instruments.stats": "LoaderStats",
-    "caching.shared": "share",
     "caching.store": "CacheMismatchError",
     "parallel": "split_and_load split_data",
     "pools.local": "InlinePool ThreadPool",

@@ -11,7 +11,6 @@ from sharded_loader.base.errors import WorkerTimeoutError as WorkerTimeoutError
 from sharded_loader.base.notices import LoaderWarning as LoaderWarning
 from sharded_loader.batching.default import default_batchify_fn as default_batchify_fn
 from sharded_loader.batching.protocol import empty as empty
-from sharded_loader.caching.shared import share as share
 from sharded_loader.caching.store import CacheMismatchError as CacheMismatchError
 from sharded_loader.data.datasets import ArrayDataset as ArrayDataset
 from sharded_loader.data.datasets import ConcatDataset as ConcatDataset

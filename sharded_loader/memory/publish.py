@@ -14,10 +14,6 @@ goes by name only if the worker would find the same bytes. By value go a file th
 was mapped, and an array in mode ``"c"`` that this process has written to: all of it is compared. A tensor over a memmap
 also goes by value: torch does not say where its memory is from.
 
-*Memory of `shared.share`* is such a file, in mode ``"c"``. Tensors and Arrow's buffers over it are found by their
-addresses (`over_shared`), so they go by name too. Its name ends with this process. So it goes by value to other
-machines, and into other shared memory (`Lasting`).
-
 dill, which ``multiprocess`` uses by itself, pickles in pure Python and puts arrays in band: 0.92 s for a
 154 MB dataset with a lambda in it, against 2 ms. Under fork nothing is published: the worker is born with it.
 
@@ -36,7 +32,6 @@ import os
 import sys
 import threading
 import types
-import weakref
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -91,18 +86,13 @@ class Publisher(cloudpickle.Pickler):  # type: ignore[misc]
     """Tensors go as views of their storage, which goes once: views of one tensor stay views of one tensor.
 
     Arrays over files likewise, as views of the file.
-
-    Attributes:
-        lasting: by name goes only what has a name that lasts longer than this process.
     """
-
-    lasting = False
 
     def __init__(self, *arguments: object, **options: object) -> None:
         super().__init__(*arguments, **options)
         self.modules: set[str] = set()
         self._storages: dict[tuple[int, int], codec.Array] = {}
-        self._files = MappedFiles(self.lasting)
+        self._files = MappedFiles()
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.ModuleType) and obj is sys.modules.get(SCRIPT):
@@ -113,8 +103,6 @@ class Publisher(cloudpickle.Pickler):  # type: ignore[misc]
         if reduced is NotImplemented and codec.is_plain_tensor(obj):
             self.modules.add("torch")
             reduced = self._reduce_view(obj.resolve_conj().resolve_neg())
-        if reduced is NotImplemented and SHARED and type(obj).__module__ == "pyarrow.lib":
-            reduced = _reduce_arrow(obj)
         if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
             if reduced is NotImplemented:
@@ -138,30 +126,23 @@ class Publisher(cloudpickle.Pickler):  # type: ignore[misc]
         key = storage.data_ptr(), storage.nbytes()
         if key not in self._storages:  # the array keeps the storage alive, and so the address its own
             raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
-            self._storages[key] = over_shared(raw, raw)
+            self._storages[key] = raw
         layout = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         return codec.rebuild_tensor, (self._storages[key], dtype_name(tensor.dtype), *layout)
 
 
-class Lasting(Publisher):
-    """Pickles for processes that cannot open what only this process holds, or may live longer."""
-
-    lasting = True
-
-
-def publish(job: object, elsewhere: bool = False, **parts: object) -> codec.Encoded:
+def publish(job: object, **parts: object) -> codec.Encoded:
     """Pickle ``job`` for all workers.
 
     Args:
         job: what the workers get.
-        elsewhere: whether workers may be on other machines.
         **parts: the user's objects in it, by the name that the user knows, for the error message.
 
     Raises:
         TypeError: it cannot be pickled; names the attribute and the ways out.
     """
     try:
-        return dump(job, Lasting if elsewhere else Publisher)
+        return dump(job)
     except Exception as error:
         if is_from_outside(error):
             raise
@@ -220,37 +201,36 @@ def share(encoded: codec.Encoded, number: int) -> Published:
     return Published(encoded.head, encoded.places, encoded.buffers, number)
 
 
-def dump(obj: object, pickler: type[Publisher] = Publisher) -> codec.Encoded:
+def dump(obj: object) -> codec.Encoded:
     """Pickle an object, its arrays and tensors out of band."""
     with script_by_value():
-        return codec.encode(obj, pickler=pickler)
+        return codec.encode(obj, pickler=Publisher)
 
 
-def culprit_in(parts: abc.Mapping[str, Any], pickler: type[Publisher] = Publisher) -> str:
+def culprit_in(parts: abc.Mapping[str, Any]) -> str:
     """The first of the innermost parts of these objects that cannot be pickled, as the user would write it.
 
     Args:
         parts: the objects, by their names.
-        pickler: see `dump`.
 
     Example:
         >>> culprit_in({"dataset": {"x": 1, "stop": threading.Event()}})
         "dataset['stop']._cond._lock (lock)"
     """
     try:
-        return next(filter(None, (_culprit(part, name, set(), pickler) for name, part in parts.items())), "it")
+        return next(filter(None, (_culprit(part, name, set()) for name, part in parts.items())), "it")
     except RecursionError:  # too deep for pickle, and so for us
         return "it"
 
 
-def _culprit(obj: object, path: str, seen: set[int], pickler: type[Publisher]) -> str | None:
+def _culprit(obj: object, path: str, seen: set[int]) -> str | None:
     if id(obj) in seen:
         return None
     seen.add(id(obj))
     try:
-        dump(obj, pickler)
+        dump(obj)
     except Exception:
-        below = (_culprit(child, where, seen, pickler) for where, child in children(obj, path))
+        below = (_culprit(child, where, seen) for where, child in children(obj, path))
         return next(filter(None, below), f"{path} ({type(obj).__name__})")
     return None
 
@@ -281,14 +261,9 @@ class Mapping:
 
 
 class MappedFiles:
-    """The files under the arrays of one dataset, each described once, so that views of one stay views of one.
+    """The files under the arrays of one dataset, each described once, so that views of one stay views of one."""
 
-    Args:
-        lasting: see `Publisher`.
-    """
-
-    def __init__(self, lasting: bool = False) -> None:
-        self._lasting = lasting
+    def __init__(self) -> None:
         # By id of the mapping, which is kept beside its description, so that its id stays its own.
         self._known: dict[int, tuple[Mapping | None, Any, Any]] = {}
 
@@ -302,8 +277,7 @@ class MappedFiles:
         whole, start, span = found
         key = id(whole._mmap)
         if key not in self._known:
-            ends = self._lasting and any(whole._mmap is shared._mmap for shared in SHARED.values())
-            self._known[key] = *((None, None) if ends else _describe(whole)), whole._mmap
+            self._known[key] = *_describe(whole), whole._mmap
         mapping, again, _ = self._known[key]
         if mapping is not None and (whole.mode != "c" or _is_same(whole, again, span)):
             layout = array.shape, array.dtype, start, array.strides
@@ -360,24 +334,3 @@ def memmap_of(array: codec.Array) -> tuple[Any, int, range] | None:
     low = start + sum(step for step in reach if step < 0)
     high = start + sum(step for step in reach if step > 0) + array.itemsize
     return (base, start, range(low, high)) if low >= 0 and high <= len(memory) else None
-
-
-SHARED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-"""The memory that this process shares with others of its machine, by label (`shared.share`)."""
-
-
-def over_shared(raw: codec.Array, default: object) -> Any:
-    """Bytes as an array over the shared memory that they lie in; otherwise the default."""
-    for whole in SHARED.values():
-        start = codec.array_address(raw) - codec.array_address(whole)
-        if 0 <= start <= whole.nbytes - raw.nbytes:
-            return whole[start : start + raw.nbytes].view(np.ndarray)
-    return default
-
-
-def _reduce_arrow(obj: object) -> Any:
-    arrow = sys.modules["pyarrow"]
-    if not isinstance(obj, arrow.Buffer) or not obj.is_cpu:
-        return NotImplemented
-    raw = over_shared(np.frombuffer(obj, np.uint8), None)
-    return NotImplemented if raw is None else (arrow.py_buffer, (raw,))
