@@ -232,29 +232,6 @@ def lent() -> Iterator[None]:
             lock.acquire()
 
 
-def global_states() -> dict[str, bytes]:
-    """What each generator would draw next, by the name that users know it by: equal if nothing was drawn in between.
-
-    Example:
-        >>> before = global_states()
-        >>> _ = random.random()
-        >>> [name for name, state in global_states().items() if state != before[name]]
-        ['random']
-    """
-    found = {"random": repr(random.getstate()).encode()}
-    if "numpy.random" in sys.modules:  # to import it takes 8 ms
-        of_numpy = np.random.get_state(legacy=False)["state"]
-        found["numpy.random"] = repr(of_numpy["pos"]).encode() + of_numpy["key"].tobytes()
-    generator = getattr(sys.modules.get("torch"), "default_generator", None)
-    if generator is not None:
-        found["torch"] = generator.get_state().numpy().tobytes()
-    return found
-
-
-if TYPE_CHECKING:
-    import torch
-
-
 reading: ContextVar[SampleScope | None] = ContextVar("reading", default=None)
 """Which sample this thread reads, or this task of an event loop.
 
