@@ -42,8 +42,7 @@ _HOMES = {
     "recordio": "RecordFileDataset",
     "sampling.base": "Sampler",
     "sampling.own": "BatchSampler RandomSampler RepeatedSampler SequentialSampler",
-    "samplers.batch_samplers": "BoundedBudgetSampler ClassBalancedBatchSampler GrowingBatchSampler "
-    "ShardedBatchSampler SortedBucketSampler",
+    "samplers.batch_samplers": "BoundedBudgetSampler ClassBalancedBatchSampler ShardedBatchSampler SortedBucketSampler",
     "samplers.bucket_samplers": "BucketScheme ConstWidthBucket ExpWidthBucket FixedBucketSampler "
     "GroupedBatchSampler LinearWidthBucket",
     "samplers.index_samplers": "FilterSampler IntervalSampler SortedSampler SplitSampler SubsetRandomSampler "

@@ -40,7 +40,6 @@ from sharded_loader.ray.pool import RayPool as RayPool
 from sharded_loader.recordio import RecordFileDataset as RecordFileDataset
 from sharded_loader.samplers.batch_samplers import BoundedBudgetSampler as BoundedBudgetSampler
 from sharded_loader.samplers.batch_samplers import ClassBalancedBatchSampler as ClassBalancedBatchSampler
-from sharded_loader.samplers.batch_samplers import GrowingBatchSampler as GrowingBatchSampler
 from sharded_loader.samplers.batch_samplers import ShardedBatchSampler as ShardedBatchSampler
 from sharded_loader.samplers.batch_samplers import SortedBucketSampler as SortedBucketSampler
 from sharded_loader.samplers.bucket_samplers import BucketScheme as BucketScheme

@@ -1,7 +1,7 @@
 """Orders that no loader makes by itself: by length, label, weight or cost, in packed rows, in shards.
 
     index_samplers.py     orders of single indices: filtered, in parts, sorted, by weight, of equal cost, of few shards
-    batch_samplers.py     batches that grow, in shards, of similar length, of some classes each
+    batch_samplers.py     batches in shards, of similar length, of some classes each
     bucket_samplers.py    `FixedBucketSampler`, `GroupedBatchSampler`: batches from one bucket
     packing.py            `PackSampler` and `batchify.Pack`: documents side by side in rows of tokens
 

@@ -495,9 +495,6 @@ def _check(given: Sampling) -> None:
             text = "batch_size, shuffle, sampler and last_batch must not be specified if batch_sampler is specified"
             raise ValueError(f"{text}: it decides all of that. drop_last is torch's name for last_batch")
         base.check_sampler(batch_sampler, "batch_sampler")
-        if getattr(batch_sampler, "grows", False) and given.steps_per_epoch is not None:
-            kind = type(batch_sampler).__name__
-            raise ValueError(f"steps_per_epoch needs epochs of equally many batches: leave it out, a {kind} has others")
     elif getattr(sampler, "yields_batches", False):
         kind = type(sampler).__name__
         raise TypeError(f"sampler is a {kind}, which yields batches: give it as batch_sampler=, without batch_size")

@@ -23,7 +23,6 @@ from sharded_loader import (
     ClassBalancedBatchSampler,
     FixedBucketSampler,
     GroupedBatchSampler,
-    GrowingBatchSampler,
     LoaderClosedError,
     LoaderWarning,
     PackSampler,
@@ -324,7 +323,6 @@ OF_SIZE: dict[str, Any] = {
     "buckets": lambda size: FixedBucketSampler(LENGTHS, size, 3, shuffle=True, seed=1),
     "rolling buckets": lambda size: FixedBucketSampler(LENGTHS, size, 3, seed=1, last_batch="rollover"),
     "kinds": lambda size: GroupedBatchSampler(KINDS, {kind: size * (1 + kind % 2) for kind in range(16)}, seed=1),
-    "growing": lambda size: GrowingBatchSampler(RandomSampler(96, seed=1), [(0, size), (4, 2 * size)]),
     "classes": lambda size: ClassBalancedBatchSampler(KINDS, size, 2, 48 // size, seed=1),
     "packed": lambda size: PackSampler(LENGTHS, 60, size, window=16, seed=1),
 }
@@ -398,7 +396,7 @@ def test_rescale_gives_a_batch_sampler_batches_of_another_size(name: str) -> Non
     one, reference = (of_batches(lambda: OF_SIZE[name](4), 1) for _ in range(2))
     steps_of(one, 3), steps_of(reference, 3)
     state = one[0][0].state_dict()
-    if name in ("growing", "kinds"):  # its batches have several sizes
+    if name == "kinds":  # its batches have several sizes
         with pytest.raises(ValueError, match="cannot have batches of 2 in the same order: leave out batch_size"):
             one[0][0].rescale(2, 0, batch_size=2)
         return

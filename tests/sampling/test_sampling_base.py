@@ -24,7 +24,6 @@ from sharded_loader import (
     FilterSampler,
     FixedBucketSampler,
     GroupedBatchSampler,
-    GrowingBatchSampler,
     IntervalSampler,
     LinearWidthBucket,
     PackSampler,
@@ -104,11 +103,6 @@ EVERY_KIND: list[tuple[Callable[[], Any], str]] = [
         "shuffle=True, last_batch='keep', seed=1)",
     ),
     (
-        lambda: GrowingBatchSampler(SequentialSampler(9), [(0, 1), (2, 3)]),
-        "GrowingBatchSampler(SequentialSampler(length=9, start=0), length=5, schedule='[(0, 1), (2, 3)]', "
-        "last_batch='keep')",
-    ),
-    (
         lambda: ClassBalancedBatchSampler([0, 1, 1, 0], 1, 2, seed=1),
         "ClassBalancedBatchSampler(length=2, labels=4, classes=1, samples=2, batches=2, repeat=False, seed=1)",
     ),
@@ -178,7 +172,7 @@ def test_a_repr_shows_every_argument_of_the_constructor(make: Callable[[], Any],
         if SHOWN_AS.get((type(one).__name__, name), SHOWN_AS.get(name, f"{name}=")) not in shown
     ] == []
     if getattr(one, "seed", None) is not None and not isinstance(
-        one, (BatchSampler, GrowingBatchSampler, RepeatedSampler, ShardedBatchSampler)
+        one, (BatchSampler, RepeatedSampler, ShardedBatchSampler)
     ):
         assert f"seed={one.seed}" in shown
 
