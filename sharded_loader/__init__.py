@@ -41,13 +41,14 @@ _HOMES = {
     "randomness.shuffle": "IndexView",
     "recordio": "RecordFileDataset",
     "sampling.base": "Sampler",
-    "sampling.own": "BatchSampler RandomSampler RepeatedSampler SequentialSampler",
+    "sampling.own": "BatchSampler RandomSampler SequentialSampler",
     "samplers.batch_samplers": "BoundedBudgetSampler ClassBalancedBatchSampler ShardedBatchSampler SortedBucketSampler",
     "samplers.bucket_samplers": "BucketScheme ConstWidthBucket ExpWidthBucket FixedBucketSampler "
     "GroupedBatchSampler LinearWidthBucket",
     "samplers.index_samplers": "FilterSampler IntervalSampler SortedSampler SplitSampler SubsetRandomSampler "
     "WeightedRandomSampler EqualShards ShardShuffleSampler",
     "samplers.packing": "PackSampler",
+    "samplers.repeated": "RepeatedSampler",
     "storage.cache": "ShardCache",
     "storage.dataset": "ShardDataset",
     "storage.files": "ShardError",

@@ -57,10 +57,10 @@ from sharded_loader.samplers.index_samplers import SplitSampler as SplitSampler
 from sharded_loader.samplers.index_samplers import SubsetRandomSampler as SubsetRandomSampler
 from sharded_loader.samplers.index_samplers import WeightedRandomSampler as WeightedRandomSampler
 from sharded_loader.samplers.packing import PackSampler as PackSampler
+from sharded_loader.samplers.repeated import RepeatedSampler as RepeatedSampler
 from sharded_loader.sampling.base import Sampler as Sampler
 from sharded_loader.sampling.own import BatchSampler as BatchSampler
 from sharded_loader.sampling.own import RandomSampler as RandomSampler
-from sharded_loader.sampling.own import RepeatedSampler as RepeatedSampler
 from sharded_loader.sampling.own import SequentialSampler as SequentialSampler
 from sharded_loader.storage.cache import ShardCache as ShardCache
 from sharded_loader.storage.dataset import ShardDataset as ShardDataset

@@ -3,6 +3,7 @@
     index_samplers.py     orders of single indices: filtered, in parts, sorted, by weight, of equal cost, of few shards
     batch_samplers.py     batches in shards, of similar length, of some classes each
     bucket_samplers.py    `FixedBucketSampler`, `GroupedBatchSampler`: batches from one bucket
+    repeated.py           `RepeatedSampler`: each sample several times
     packing.py            `PackSampler` and `batchify.Pack`: documents side by side in rows of tokens
 
 For: samples of different lengths and kinds, and shards that do not all fit on a machine.
