@@ -231,7 +231,7 @@ def windows(drawn: Drawn) -> Job:
 
     return Job(
         "token windows",
-        lambda: TokenWindows(tokens, length, stride, documents=np.array(sizes) if inside else False),
+        lambda: TokenWindows(tokens, length, stride, documents=np.array(sizes) if inside else None),
         lambda size: {"batch_size": size, "sampler": sampler()},
         lambda epoch, ranks, size: [wanted[n] for n in sampler().iter_epoch(epoch)],
         evaluate=drawn.evaluate,
