@@ -5,8 +5,7 @@ indices per epoch, a pure function of (seed, epoch). Any position takes the same
 are made whole when the epoch is opened.
 
 With replacement each draw by weight is a random number that depends on its position alone, and nothing is kept but the
-weights. So a rank computes its own draws only. A draw among groups takes two numbers: for the group, and for the sample
-in it. Without replacement the epoch's draws are made when it is opened.
+weights. So a rank computes its own draws only. Without replacement the epoch's draws are made when it is opened.
 
 `CostSampler`: in each step all ranks have samples of nearly the same cost in all.
 
@@ -363,47 +362,30 @@ class WeightedRandomSampler(IndexSampler):
     """Indices drawn with given probabilities.
 
     Args:
-        weights: 1-D, one non-negative number per sample, or per group of samples; they need not sum to one.
+        weights: 1-D, one non-negative number per sample; they need not sum to one.
         num_samples: the number of samples to draw in each epoch.
         replacement: whether an index may be drawn more than once in an epoch. A sample that is drawn again in the
             epoch has the same `sample_rng`, so it is augmented in the same way.
         seed: with the epoch it decides what is drawn. None draws one from torch's default generator.
-        lengths: of groups of samples, in the order of the dataset's indices, such as the shards of a dataset. Each
-            sample of group i then has the weight ``weights[i]``, as with ``np.repeat(weights, lengths)``, which takes
-            8 bytes per sample. Only with replacement.
 
     Raises:
-        TypeError: ``lengths`` are no integers.
-        ValueError: if weights are negative, not finite or all zero, if fewer than ``num_samples`` of them are positive
-            with ``replacement=False``, or if ``lengths`` do not go with ``weights``.
-            With ``replacement=False`` also if a positive weight is not between 1e-300 and 1e290.
+        ValueError: if weights are negative, not finite or all zero. With ``replacement=False`` also if fewer than
+            ``num_samples`` of them are positive, or a positive one is not between 1e-300 and 1e290.
         MemoryError: there are more weights than fit into memory.
 
     Example:
         >>> set(WeightedRandomSampler([0, 1, 0, 3], 50, seed=7))
         {1, 3}
-        >>> rare, common = 2.0, 0.5
-        >>> sampler = WeightedRandomSampler([rare, common], 1000, seed=7, lengths=[10, 10**12])
-        >>> drawn = list(sampler)
-        >>> len(drawn), max(drawn) < 10**12 + 10
-        (1000, True)
 
     Source of the idea: `torch.utils.data.WeightedRandomSampler`; without replacement, exponential races
     (Efraimidis and Spirakis, 2006).
     """
 
-    decided_by = (("weights", "_signature"), ("replacement", "_replacement"))
-    shown = (("weights", "_weights"), ("replacement", "_replacement"), ("lengths", "_lengths"))
+    decided_by = underscored("weights", "replacement")
+    shown = decided_by
 
-    def __init__(
-        self,
-        weights: Numbers,
-        num_samples: int,
-        replacement: bool = True,
-        seed: int | None = None,
-        lengths: Numbers | None = None,
-    ) -> None:
-        count, advice = operator.length_hint(weights), "give one weight per group of samples, with lengths="
+    def __init__(self, weights: Numbers, num_samples: int, replacement: bool = True, seed: int | None = None) -> None:
+        count, advice = operator.length_hint(weights), "mix groups of samples by weight, with interleave"
         check_fits(16 * count, f"there are {count:,} weights", advice)
         array = np.asarray(weights, dtype=np.float64)
         if array.ndim != 1:
@@ -412,18 +394,7 @@ class WeightedRandomSampler(IndexSampler):
         if bad.size:
             raise ValueError(f"weights[{bad[0]}] is {array[bad[0]]}: give finite numbers, 0 for what is not drawn")
         self._length = check_int("num_samples", num_samples, 0, "give how many indices an epoch draws")
-        if lengths is not None and not replacement:
-            raise ValueError("lengths need replacement=True: otherwise give np.repeat(weights, lengths) as weights")
-        self._lengths = None if lengths is None else lengths_of(lengths)
-        if self._lengths is not None and len(self._lengths) != len(array):
-            text = f"there are {len(array)} weights and {len(self._lengths)} lengths"
-            raise ValueError(f"{text}: give one of each per group of samples")
-        # How likely each sample, or group, is. Weights go up to 1.8e308: divided first, no product overflows.
-        self._shares = array / (array.max() if array.size and array.max() else 1.0)
-        if self._lengths is not None:
-            self._shares = self._shares * self._lengths
-        can_be_drawn = array > 0 if self._lengths is None else (array > 0) & (self._lengths > 0)
-        positive = int(np.count_nonzero(can_be_drawn))
+        positive = int(np.count_nonzero(array))
         if self._length and not positive:
             raise ValueError("weights are all zero, nothing can be drawn: give a positive weight to some sample")
         if not replacement and self._length > positive:
@@ -433,9 +404,8 @@ class WeightedRandomSampler(IndexSampler):
         if len(extreme) and not replacement:
             text = f"weights[{extreme[0]}] is {array[extreme[0]]}: with replacement=False, positive weights lie between"
             raise ValueError(f"{text} {LEAST} and {GREATEST}. Multiply all weights by one number")
-        self._weights = array
-        self._signature = array if self._lengths is None else [array, self._lengths]
-        self._replacement = bool(replacement)
+        self._weights, self._replacement = array, bool(replacement)
+        self._shares = array / (array.max(initial=0) or 1.0)  # weights go up to 1.8e308: no sum of these overflows
         self.order_version = 2 if replacement else 1
         self.seed = resolve_seed(seed)
 
@@ -443,23 +413,16 @@ class WeightedRandomSampler(IndexSampler):
         key = (self.seed, "weighted", epoch)
         if not self._replacement:
             return self._without_replacement(key).take
-        bounds, lengths = np.cumsum(self._shares), self._lengths
+        bounds = np.cumsum(self._shares)
         # Rounding may put a draw on the very end: it belongs to the last index that can be drawn.
-        last = np.flatnonzero(self._weights if lengths is None else self._shares)[-1:]
-        firsts = None if lengths is None else np.cumsum(lengths) - lengths
-        draw, draw_inside = shuffles.uniforms_at(*key, "choice"), shuffles.uniforms_at(*key, "inside")
+        last, draw = np.flatnonzero(self._weights)[-1:], shuffles.uniforms_at(*key, "choice")
 
         def at(positions: Indices) -> Indices:
             draws = draw(positions) * bounds[-1]
             # In ascending order they are found four times as fast among a million bounds.
             ascending = np.argsort(draws)
-            chosen = np.minimum(np.searchsorted(bounds, draws[ascending], side="right"), last)
-            if lengths is not None and firsts is not None:
-                # A second draw inside the group: one number of 53 bits would not reach each of 10**16 samples.
-                inside = (draw_inside(positions[ascending]) * lengths[chosen]).astype(np.int64)
-                chosen = firsts[chosen] + np.minimum(inside, lengths[chosen] - 1)
             found = np.empty(len(positions), np.int64)
-            found[ascending] = chosen
+            found[ascending] = np.minimum(np.searchsorted(bounds, draws[ascending], side="right"), last)
             return found
 
         return at

@@ -51,8 +51,7 @@ EVERY_KIND: list[tuple[Callable[[], Any], str]] = [
     (lambda: SubsetRandomSampler([2, 30, 5], seed=7), "SubsetRandomSampler(length=3, indices=[2, 30, 5], seed=7)"),
     (
         lambda: WeightedRandomSampler(np.ones(10**6), 5, seed=3),
-        "WeightedRandomSampler(length=5, weights=[1.0, 1.0, 1.0, ... 1000000 in all], replacement=True, lengths=None, "
-        "seed=3)",
+        "WeightedRandomSampler(length=5, weights=[1.0, 1.0, 1.0, ... 1000000 in all], replacement=True, seed=3)",
     ),
     (
         lambda: ShardShuffleSampler(EqualShards(10**6, 10**4), lanes=2, seed=3),
