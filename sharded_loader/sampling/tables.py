@@ -23,7 +23,7 @@ says how many batches that is. Where it begins follows from the lengths alone, s
 before it.
 
 What can go wrong: an iterator of another library raises an error, or yields more or fewer items than its length says
-(ValueError). Ranges of steps are reversed, overlap, or reach beyond the end of an epoch.
+(ValueError). Ranges of steps are reversed, or overlap.
 """
 
 from __future__ import annotations
@@ -581,8 +581,6 @@ Ranges = tuple[tuple[int, int], ...]
 Length = Callable[[int], int]
 
 _ADVICE = "give pairs of steps (first, last), counted from 0 since the first epoch: skip=[(41700, 41720)]"
-_EMPTY = 1000
-"""Epochs without a step, after which none is looked for."""
 
 
 def check_skip(skip: Any) -> Ranges:
@@ -660,27 +658,3 @@ class StepCount:
         """The batches that an epoch leaves out, by their numbers in it. They may reach beyond its end."""
         begin = self.before(epoch, length) if ranges else 0
         return tuple(range(max(0, first - begin), last + 1 - begin) for first, last in ranges if last >= begin)
-
-    def place_of(self, step: int, length: Length) -> tuple[int, int]:
-        """The epoch of a step that is counted since the first epoch, and its number there.
-
-        Raises:
-            ValueError: the epochs have no batches.
-        """
-        epoch = 0 if self._steps is None else step // self._steps
-        while (end := self.before(epoch + 1, length)) <= step:
-            epoch += 1
-            if not end and epoch > _EMPTY:
-                raise ValueError(f"there is no step {step}: the first {_EMPTY} epochs have no batch")
-        return epoch, step - self.before(epoch, length)
-
-    def check(self, ranges: Ranges, length: Length) -> None:
-        """Refuse a range that reaches beyond the end of the epoch that it begins in."""
-        for first, last in ranges:
-            epoch, _ = self.place_of(first, length)
-            end = self.before(epoch + 1, length)
-            if last >= end:
-                text = f"skip has {first, last}, which reaches beyond epoch {epoch}: its last step is {end - 1}"
-                raise ValueError(
-                    f"{text}. Leave out a part of each epoch: skip=[({first}, {end - 1}), ({end}, {last})]"
-                )
