@@ -52,7 +52,6 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -205,21 +204,18 @@ class IntervalSampler(IndexSampler):
 class SplitSampler(IndexSampler):
     """One of ``num_parts`` contiguous parts of the dataset, shuffled within itself, each part in an order of its own.
 
+    For parts of equal size, one for each rank, give the loader ``num_replicas`` instead.
+
     Args:
         length: number of samples of the whole dataset.
-        num_parts: the number of parts.
+        num_parts: the number of parts. The first ones may have one sample more.
         part_index: which of them, from 0.
-        even_size: make all parts equally long: parts of ceil(length / num_parts), and where the last ones
-            are short, random samples of other parts are added.
-        repeat: how many times the part comes in one epoch, in another order each time. A sample that comes again in
-            the epoch has the same `sample_rng`, so it is augmented in the same way.
         shuffle: whether to shuffle.
-        seed: with the epoch it decides the order and the added samples. None draws one from torch's default
-            generator (only if something is random).
+        seed: with the epoch it decides the order. None draws one from torch's default generator (only to shuffle).
 
     Raises:
         TypeError, ValueError: for ``part_index`` outside 0 .. num_parts - 1, more parts than samples, and
-            ``repeat`` or ``num_parts`` below 1.
+            ``num_parts`` below 1.
 
     Example:
         >>> [list(SplitSampler(7, 3, part, shuffle=False)) for part in range(3)]
@@ -228,72 +224,31 @@ class SplitSampler(IndexSampler):
     Source of the idea: `gluonnlp.data.SplitSampler`.
     """
 
-    decided_by = underscored("num_parts", "even_size", "repeat", "shuffle")
+    decided_by = underscored("num_parts", "shuffle")
     is_part = True
     shown = (*underscored("total", "part_index"), *decided_by)
 
     def __init__(
-        self,
-        length: int,
-        num_parts: int = 1,
-        part_index: int = 0,
-        even_size: bool = False,
-        repeat: int = 1,
-        shuffle: bool = True,
-        seed: int | None = None,
+        self, length: int, num_parts: int = 1, part_index: int = 0, *, shuffle: bool = True, seed: int | None = None
     ) -> None:
         self._total = check_length(length)
         parts = check_int("num_parts", num_parts, 1, "give how many parts the dataset is split into")
         part = check_int("part_index", part_index, 0, "parts count from 0")
-        self._repeat = check_int("repeat", repeat, 1, "give how many times the part comes in an epoch")
         if part >= parts:
             raise ValueError(f"part_index is {part}, but there are {parts} parts: give 0 to {parts - 1}")
         if 0 < self._total < parts:
             raise ValueError(f"{self._total} samples cannot fill {parts} parts: give fewer parts")
-        if even_size:
-            self._size = -(-self._total // parts)
-            self._begin = min(self._size * part, self._total)
-            self._own = min(self._size, self._total - self._begin)
-        else:
-            size, longer = divmod(self._total, parts)
-            self._begin = size * part + min(part, longer)
-            self._own = self._size = size + (part < longer)
-        self._length = self._size * self._repeat
-        self._num_parts, self._part_index, self._even_size = parts, part, bool(even_size)
-        self._shuffle = bool(shuffle)
-        self.seed = resolve_seed(seed) if shuffle or self._own < self._size or seed is not None else None
+        size, longer = divmod(self._total, parts)
+        self._begin, self._length = size * part + min(part, longer), size + (part < longer)
+        self._num_parts, self._part_index, self._shuffle = parts, part, bool(shuffle)
+        self.seed = resolve_seed(seed) if shuffle or seed is not None else None
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
+        if not self._shuffle:
+            return lambda positions: positions + self._begin
         # The part belongs to the key: parts of one size would otherwise be shuffled alike.
-        key = (self.seed, "split sampler", self._part_index, epoch)
-
-        @lru_cache(maxsize=2)
-        def once(number: int) -> tuple[Callable[[Indices], Indices] | None, Indices]:
-            """One round of the part: positions in it -> slots, and the samples of other parts in the last slots."""
-            order = shuffle(self._size, *key, "order", number) if self._shuffle else None
-            return order, self._extra((*key, "extra", number))
-
-        def at(positions: Indices) -> Indices:
-            rounds, slots = np.divmod(positions, max(self._size, 1))
-            indices = np.empty_like(positions)
-            for number in np.unique(rounds).tolist():
-                (order, extra), here = once(number), rounds == number
-                slot = slots[here] if order is None else order(slots[here])
-                indices[here] = np.minimum(slot, self._own - 1) + self._begin
-                if len(extra):
-                    other = extra[np.maximum(slot - self._own, 0)]
-                    indices[here] = np.where(slot < self._own, indices[here], other)
-            return indices
-
-        return at
-
-    def _extra(self, key: tuple[int | str | None, ...]) -> Indices:
-        """Samples of other parts, each at most once, that fill a short part (fewer than num_parts)."""
-        missing = self._size - self._own
-        if not missing:
-            return np.zeros(0, dtype=np.int64)
-        others = shuffle(self._total - self._own, *key)(np.arange(missing))
-        return others + np.where(others >= self._begin, self._own, 0)
+        order = shuffle(self._length, self.seed, "split sampler", self._part_index, epoch, "order", 0)
+        return lambda positions: order(positions) + self._begin
 
 
 # -- sorted by keys ----------------------------------------------------------------------------------------------------

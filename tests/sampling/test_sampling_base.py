@@ -66,7 +66,7 @@ EVERY_KIND: list[tuple[Callable[[], Any], str]] = [
     (lambda: SortedSampler([3, 1, 2]), "SortedSampler(length=3, indices=[0, 2, 1], reverse=True)"),
     (
         lambda: SplitSampler(7, 3, 1, seed=5),
-        "SplitSampler(length=2, total=7, part_index=1, num_parts=3, even_size=False, repeat=1, shuffle=True, seed=5)",
+        "SplitSampler(length=2, total=7, part_index=1, num_parts=3, shuffle=True, seed=5)",
     ),
     (
         lambda: BatchSampler(RandomSampler(10, seed=1), 4),
