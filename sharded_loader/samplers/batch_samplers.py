@@ -15,7 +15,7 @@ import copy
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +26,10 @@ from sharded_loader.randomness.shuffle import Bijections, Indices, shuffled
 from sharded_loader.samplers.index_samplers import Numbers, integers, sort_order, sortable
 from sharded_loader.sampling.base import Sampler, WrapperSampler, resolve_seed, underscored
 from sharded_loader.sampling.foreign import len_epoch, table_of
-from sharded_loader.sampling.tables import BATCHES, Table, in_step, parts
+from sharded_loader.sampling.tables import Table, parts
+
+BATCHES = 64
+"""How many batches a batch sampler of ours makes at once: to ask for one takes 12 us, whatever its size."""
 
 # Any count of tokens fits below.
 MAX_TOKENS = 2**62
@@ -68,6 +71,32 @@ class NumberedBatches(Sampler[Any]):
     def _order(self, count: int, *key: Hashable) -> Indices:
         """An order of so many things, shuffled if this sampler shuffles."""
         return shuffled(count, self.seed, *key) if self._shuffle else np.arange(count)
+
+
+def in_step(count: int, ranks: int, order: Callable[[int], Indices]) -> tuple[int, Callable[[Indices], Indices]]:
+    """Put neighbours into one step: groups of as many items as there are ranks, and the groups in any order.
+
+    Args:
+        count: the number of items.
+        ranks: the size of a group. The items before fill the last group, so that it has items of its kind.
+        order: how many groups there are -> the order of them.
+
+    Returns:
+        The number of positions, which ``ranks`` divides; and a function from positions to items.
+
+    Example:
+        >>> length, item = in_step(5, 2, lambda groups: np.arange(groups)[::-1])
+        >>> item(np.arange(length))
+        array([3, 4, 2, 3, 0, 1])
+    """
+    groups = parts(count, ranks, cut=False)
+    numbers = order(groups)
+
+    def at(positions: Indices) -> Indices:
+        first = np.minimum(numbers[positions // ranks] * ranks, count - ranks)
+        return (first + positions % ranks) % count
+
+    return groups * ranks, at
 
 
 class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
@@ -344,7 +373,7 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
 
     _numbers = (("classes", "classes"), ("samples", "samples"), ("batches", "_batches"), ("repeat", "_repeat"))
     decided_by = (("labels", "_members"), ("sizes of the classes", "_counts"), *_numbers)
-    cut_by, sized_by = ("classes", "samples", "batches"), ("classes",)
+    cut_by = ("classes", "samples", "batches")
     order_version = 2
     shown = (("labels", "dataset_length"), *_numbers)
     of_each = "label"
@@ -401,18 +430,6 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
 
     def len_epoch(self, epoch: int) -> int:
         return self._batches
-
-    def resized(self, size: int, before: int) -> Any:
-        twin, kinds = cast(Any, super().resized(size, before)), len(self._counts)
-        # Batches in the same places of the rounds: both numbers of classes divide that of all.
-        if twin is None or kinds % self.classes or kinds % twin.classes or self._batches * before % size:
-            return None
-        twin._batches = self._batches * before // size
-        return twin
-
-    @property
-    def samples_in_batch(self) -> int:
-        return self.classes * self.samples
 
 
 def kinds_of(labels: Any, name: str) -> tuple[list[Any], Indices]:

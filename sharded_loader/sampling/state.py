@@ -171,13 +171,9 @@ def parse(state: Any) -> tuple[Position, Signature]:
     entries.check_version(state, _ADVICE)
     signature = entries.parsed(Signature, state, _ADVICE)
     unit = signature.unit
-    if unit not in state:
-        raise ValueError(f"the state has no {unit!r}, and its 'batch_size' is {signature.batch_size}: {_ADVICE}")
     epoch = entries.read_entry(state, "epoch", integer(0), _ADVICE)
-    done = entries.read_entry(state, unit, integer(), _ADVICE)
-    if done < 0 and signature.last_batch != "rollover":
-        text = f"the state's {unit!r} must be at least 0, got {brief(done)}"
-        raise ValueError(f"{text}: only with 'last_batch' \"rollover\" it may be less: {_ADVICE}")
+    may_be_early = signature.last_batch == "rollover"  # an epoch may begin with samples of the one before
+    done = entries.read_entry(state, unit, integer() if may_be_early else integer(0), _ADVICE)
     landmark = None if "landmark" not in state else entries.read_entry(state, "landmark", list_of(integer(0)), _ADVICE)
     if landmark is not None and len(landmark) != 2:
         raise ValueError(f"the state's 'landmark' must have two numbers, got {brief(landmark)}: {_ADVICE}")

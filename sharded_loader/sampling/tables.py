@@ -44,8 +44,6 @@ from sharded_loader.randomness.shuffle import IN_MEMORY, Indices, is_computed, r
 
 BLOCK = 2**15
 """How many indices are made at once. 256 KB of indices and their temporaries stay in the second-level cache."""
-BATCHES = 64
-"""How many batches a batch sampler of ours makes at once: to ask for one takes 12 us, whatever its size."""
 
 
 def parts(count: int, size: int, cut: bool) -> int:
@@ -240,32 +238,6 @@ class Filled(Table):
             self._last = items[-1:]
         fillers = [self._last] * (len(positions) - len(within))
         return joined([items, *fillers] if len(within) else fillers)
-
-
-def in_step(count: int, ranks: int, order: Callable[[int], Indices]) -> tuple[int, Callable[[Indices], Indices]]:
-    """Put neighbours into one step: groups of as many items as there are ranks, and the groups in any order.
-
-    Args:
-        count: the number of items.
-        ranks: the size of a group. The items before fill the last group, so that it has items of its kind.
-        order: how many groups there are -> the order of them.
-
-    Returns:
-        The number of positions, which ``ranks`` divides; and a function from positions to items.
-
-    Example:
-        >>> length, item = in_step(5, 2, lambda groups: np.arange(groups)[::-1])
-        >>> item(np.arange(length))
-        array([3, 4, 2, 3, 0, 1])
-    """
-    groups = parts(count, ranks, cut=False)
-    numbers = order(groups)
-
-    def at(positions: Indices) -> Indices:
-        first = np.minimum(numbers[positions // ranks] * ranks, count - ranks)
-        return (first + positions % ranks) % count
-
-    return groups * ranks, at
 
 
 class Dealt(Table):
