@@ -7,7 +7,7 @@
     packing.py            `PackSampler` and `batchify.Pack`: documents side by side in rows of tokens
 
 For: samples of different lengths and kinds, and shards that do not all fit on a machine.
-Costs: about 1,400 lines. The core takes them as it takes a sampler of yours, and asks for ``costs=`` by name.
+Costs: about 1,300 lines. The core takes them as it takes a sampler of yours, and asks for ``costs=`` by name.
 Tests: tests/samplers, and with all other samplers tests/sampling.
 It goes when: models take samples of any length at the same price.
 """
