@@ -446,7 +446,9 @@ def _regrouped(order: MapOrder, position: Position, saved: Signature, cutter: An
     elif ranks * before % now or shifted_rest or (length and length * now != known_length(twin, number) * before):
         raise _other_batches(saved, sampling)  # passes over the sampler would end in other steps
     if rest:
-        raise _other_batches(saved, sampling, f"{rest * cutter.samples_in_batch // now} samples, or rows,")
+        size = cutter.samples_in_batch
+        again = f"{rest * size // now} samples, or rows," if isinstance(size, int) else None
+        raise _other_batches(saved, sampling, again)
     keeps_step = ranks * before == own_ranks * now or not position.done
     return replace(position, done=done), replace(
         saved,

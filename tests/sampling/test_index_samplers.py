@@ -245,7 +245,6 @@ def test_a_bad_epoch_is_refused(epoch: Any) -> None:
         (lambda: SplitSampler(10, 3, 3), ValueError, "give 0 to 2"),
         (lambda: SplitSampler(10, 3, -1), ValueError, "parts count from 0"),
         (lambda: SplitSampler(2, 3), ValueError, "give fewer parts"),
-        (lambda: SplitSampler(2, repeat=0), ValueError, "repeat must be at least 1"),
         (lambda: RandomSampler(3, seed=1).iter_epoch(0, -1), ValueError, "start must be at least 0"),
         (lambda: list(Sampler()), NotImplementedError, "override __iter__ and __len__"),
     ],
