@@ -38,14 +38,14 @@ _HOMES = {
     "randomness.rng": "sample_generator sample_rng sample_seed",
     "recordio": "RecordFileDataset",
     "sampling.base": "Sampler",
-    "sampling.own": "BatchSampler RandomSampler RepeatedSampler SequentialSampler",
-    "samplers.batch_samplers": "BoundedBudgetSampler ClassBalancedBatchSampler GrowingBatchSampler "
-    "ShardedBatchSampler SortedBucketSampler",
+    "sampling.own": "BatchSampler RandomSampler SequentialSampler",
+    "samplers.batch_samplers": "BoundedBudgetSampler ClassBalancedBatchSampler ShardedBatchSampler SortedBucketSampler",
     "samplers.bucket_samplers": "BucketScheme ConstWidthBucket ExpWidthBucket FixedBucketSampler "
     "GroupedBatchSampler LinearWidthBucket",
     "samplers.index_samplers": "FilterSampler IntervalSampler SortedSampler SplitSampler SubsetRandomSampler "
     "WeightedRandomSampler EqualShards ShardShuffleSampler",
     "samplers.packing": "PackSampler",
+    "samplers.repeated": "RepeatedSampler",
     "storage.cache": "ShardCache",
     "storage.dataset": "ShardDataset",
     "storage.files": "ShardError",

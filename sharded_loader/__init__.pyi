@@ -37,7 +37,6 @@ from sharded_loader.ray.pool import RayPool as RayPool
 from sharded_loader.recordio import RecordFileDataset as RecordFileDataset
 from sharded_loader.samplers.batch_samplers import BoundedBudgetSampler as BoundedBudgetSampler
 from sharded_loader.samplers.batch_samplers import ClassBalancedBatchSampler as ClassBalancedBatchSampler
-from sharded_loader.samplers.batch_samplers import GrowingBatchSampler as GrowingBatchSampler
 from sharded_loader.samplers.batch_samplers import ShardedBatchSampler as ShardedBatchSampler
 from sharded_loader.samplers.batch_samplers import SortedBucketSampler as SortedBucketSampler
 from sharded_loader.samplers.bucket_samplers import BucketScheme as BucketScheme
@@ -55,10 +54,10 @@ from sharded_loader.samplers.index_samplers import SplitSampler as SplitSampler
 from sharded_loader.samplers.index_samplers import SubsetRandomSampler as SubsetRandomSampler
 from sharded_loader.samplers.index_samplers import WeightedRandomSampler as WeightedRandomSampler
 from sharded_loader.samplers.packing import PackSampler as PackSampler
+from sharded_loader.samplers.repeated import RepeatedSampler as RepeatedSampler
 from sharded_loader.sampling.base import Sampler as Sampler
 from sharded_loader.sampling.own import BatchSampler as BatchSampler
 from sharded_loader.sampling.own import RandomSampler as RandomSampler
-from sharded_loader.sampling.own import RepeatedSampler as RepeatedSampler
 from sharded_loader.sampling.own import SequentialSampler as SequentialSampler
 from sharded_loader.storage.cache import ShardCache as ShardCache
 from sharded_loader.storage.dataset import ShardDataset as ShardDataset

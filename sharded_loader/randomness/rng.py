@@ -434,9 +434,9 @@ def sample_rng(index: Hashable | None = None) -> np.random.Generator:
 
     The numbers depend on the seed, the epoch and the index that the loader's sampler yielded. They are the same in
     every pool, with any number of workers, and when the batch is built again. If an index comes several times in an
-    epoch (`WeightedRandomSampler` with replacement, `SplitSampler` with ``repeat``), the sample draws the same numbers
-    each time. `RepeatedSampler` gives each copy numbers of its own. In ``batchify_fn`` the numbers depend on the seed,
-    the epoch, the batch and the shard. Outside a loader the generator is fresh and unpredictable.
+    epoch (`WeightedRandomSampler` with replacement), the sample draws the same numbers each time. `RepeatedSampler`
+    gives each copy numbers of its own. In ``batchify_fn`` the numbers depend on the seed, the epoch, the batch and the
+    shard. Outside a loader the generator is fresh and unpredictable.
 
     Args:
         index: only in ``get_batch(indices)``, which reads several samples at once: the index in question. Under a
