@@ -160,8 +160,8 @@ class ShardDataset(Dataset):
     def lengths(self) -> Int64s:
         """The number of samples in each shard; for `ShardShuffleSampler`.
 
-        If no list and no index file says it, each shard is indexed now. For the tar, RecordIO and text files of a
-        store, that reads all their bytes once.
+        If no list and no index file says it, each shard is indexed now. For the tar, Arrow, RecordIO and text files of
+        a store, that reads all their bytes once.
         """
         return self._shards.lengths
 

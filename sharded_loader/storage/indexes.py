@@ -56,7 +56,7 @@ from sharded_loader.storage.stores import ObjectStore
 Index = dict[str, npt.NDArray[Any]]
 """Where the samples of one shard lie: arrays by name. "length" says how many samples there are."""
 
-VERSION = 8
+VERSION = 9
 """Of what the formats put into an index, and of index files. Another one makes all of them again."""
 
 NAME = "shards.index"
