@@ -2,8 +2,8 @@
 
     ShardCache(folder, "100 GB").open(url, stat, fetch) -> LocalFile
 
-    <hash>-<size>.shard    a shard; the hash is of its URL, size and tag, so another file has another name
-    <hash>-<size>.sum      its checksum; the time of this file says when the shard is needed
+    <hash>-<size>.shard    a shard; the hash is of its URL, size and tag, so another file has another name. The time of
+                           this file says when it is needed
     <hash>-<size>.part     a shard that a process fetches; its whole size counts
     locks/                 one lock for a few shards each, and one for the room: who dies loses his locks
     readers/               who fetches ahead (`read_ahead`)
@@ -14,11 +14,7 @@ as a loader has said so (`ShardCache.let_go`). Then it deletes the one that was 
 part that no process locks. A shard whose time is in the future is needed now: it goes last, and a line of the logger
 says so. A shard that is fetched ahead takes the place of no shard that is needed. The cache never touches files with
 other names. A shard that is open somewhere can be read to its end after it has gone (on Windows it cannot go). A
-damaged shard is deleted and fetched again.
-
-`seal` gives a new shard its name, and notes its checksum. `is_sound` compares. A shard has the time `UNTOUCHED`, so
-each write to it leaves another time. The time of its last change is noted too: no program can set that one back. The
-whole file is compared only if it has other times: that takes 0.3 s for 1 GB.
+shard that was cut is deleted and fetched again. Its bytes are the disk's, as those of shards that you keep yourself.
 
 What can go wrong: a shard that is larger than ``max_bytes``, a folder that cannot be written to, a full disk, a file
 that must not be deleted. All are a `ShardError` that names the folder or the file.
@@ -32,9 +28,7 @@ import hashlib
 import os
 import re
 import shutil
-import stat as modes
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -55,8 +49,8 @@ TRIES = 10
 STUCK = 30.0 if os.name == "nt" else 0.0
 """Seconds to wait for a file that cannot be deleted. Windows deletes a file when no process has it open any more."""
 
-UNTOUCHED = 10**9
-"""The time of each shard, in the year 2001: older than the time of a checksum, except of shards that were let go."""
+PASSED = 10**9
+"""The time of a shard that was let go, in the year 2001: earlier than that of any other."""
 
 HELD = 10.0
 """Seconds for which a shard is needed after a reader has said so. Readers say it each second. On a machine that runs
@@ -188,27 +182,25 @@ class ShardCache:
             url, stat: of the shard.
             batches: after how many batches it is needed again. None: perhaps never.
         """
-        self._touch(self._path(url, stat), 0 if batches is None else max(1, UNTOUCHED - batches))
+        self._touch(self._path(url, stat), 0 if batches is None else max(1, PASSED - batches))
 
     def _touch(self, path: Path, seconds: float) -> bool:
         try:
-            os.utime(beside(path), (seconds, seconds))
+            os.utime(path, (seconds, seconds))
         except OSError:
             return False
-        return path.exists()
+        return True
 
     def _path(self, url: str, stat: Stat) -> Path:
         name = hashlib.sha256("\0".join((url, str(stat.size), stat.tag)).encode()).hexdigest()[:40]
         return self.folder / f"{name}-{stat.size}.shard"
 
     def _found(self, path: Path, url: str, stat: Stat, is_locked: bool) -> LocalFile | None:
-        """A shard that is there and sound. Who holds its lock compares the checksum, and deletes a damaged one."""
+        """A shard that is there and whole. Who holds its lock deletes one that was cut."""
         try:
-            if not modes.S_ISREG(os.stat(path).st_mode):
-                raise ShardError(f"{shown(url)}: {path} is in its place in the cache, and is not a file: delete it")
-            if not is_sound(path, stat.size, is_locked):
+            if os.stat(path).st_size != stat.size:
                 if is_locked and not self.read_only:
-                    _delete(path)
+                    path.unlink()
                 return None
             file = LocalFile(str(path), f"{shown(url)} (cached as {path})")
         except FileNotFoundError:
@@ -238,7 +230,7 @@ class ShardCache:
                         raise ShardError(text)
                     if not os.path.samestat(os.fstat(file.fileno()), os.stat(part)):
                         return  # the locks were deleted, and another process fetches this shard too
-                seal(part, path)
+                os.replace(part, path)
                 self.fetched += 1
                 return
             except BaseException as error:
@@ -274,7 +266,7 @@ class ShardCache:
                         if not self._may_go(name, part):
                             is_waiting = True
                             continue
-                        _delete(self.folder / name)
+                        (self.folder / name).unlink(missing_ok=True)
                     except OSError as error:
                         stuck = f"{self.folder / name} cannot be deleted ({error})"
                         continue
@@ -345,69 +337,8 @@ def _lock_of(name: str) -> str:
 
 
 def _used(path: Path) -> float:
-    """When a shard, or a part of one, was opened last."""
+    """When a shard is needed, or was opened last."""
     try:
-        return os.stat(beside(path) if path.suffix == ".shard" else path).st_mtime
+        return os.stat(path).st_mtime
     except FileNotFoundError:
         return 0.0
-
-
-def _delete(path: Path) -> None:
-    """Delete a shard or a part."""
-    path.unlink(missing_ok=True)  # first: if it must stay, its checksum stays too
-    if not path.exists():  # no process has fetched it again
-        beside(path).unlink(missing_ok=True)
-
-
-# -- whether a shard still has the content that was fetched ------------------------------------------------------------
-
-
-def beside(path: Path) -> Path:
-    """Where the checksum of a shard is kept."""
-    return path.with_suffix(".sum")
-
-
-def seal(part: Path, path: Path) -> None:
-    """Make ``part`` the shard ``path``, and note its content as the right one."""
-    checksum = _checksum(part)
-    beside(path).touch()  # a shard without this file is the first to go
-    os.replace(part, path)
-    _note(path, checksum)
-
-
-def _note(path: Path, checksum: int) -> None:
-    with contextlib.suppress(OSError):  # some file systems keep no times: then each opening compares the checksum
-        os.utime(path, (UNTOUCHED, UNTOUCHED))
-    beside(path).write_text(f"{checksum:08x} {os.stat(path).st_ctime_ns}")
-
-
-def is_sound(path: Path, size: int, may_read: bool) -> bool:
-    """Whether a shard has the content that was sealed; False also if that cannot be told without ``may_read``.
-
-    Args:
-        path: of the shard.
-        size: that it must have, in bytes.
-        may_read: compare the checksum, if another program may have changed the file.
-    """
-    try:
-        checksum, changed = beside(path).read_text().split()
-        found = os.stat(path)
-        if found.st_size != size:
-            return False
-        if (found.st_mtime, found.st_ctime_ns) == (UNTOUCHED, int(changed)):
-            return True
-        if not may_read or _checksum(path) != int(checksum, 16):
-            return False
-    except (FileNotFoundError, ValueError):
-        return False
-    with contextlib.suppress(OSError):  # of another user
-        _note(path, int(checksum, 16))
-    return True
-
-
-def _checksum(path: Path) -> int:
-    found = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(4 << 20):
-            found = zlib.crc32(chunk, found)
-    return found
