@@ -70,10 +70,9 @@ class ShardCache:
     Attributes:
         fetched: the number of shards that this object has fetched.
         evicted: the number of shards that it has deleted to make room.
-        read_only: whether this process cannot write to the folder. Then each shard must be there already.
 
     Raises:
-        ShardError: the folder cannot be written to, and has no shards.
+        ShardError: the folder cannot be written to.
         TypeError: ``max_bytes`` is missing, or there is no such argument.
         ValueError: ``max_bytes`` is no number of bytes.
 
@@ -91,18 +90,14 @@ class ShardCache:
             raise TypeError('ShardCache needs max_bytes, the limit of disk space: ShardCache(folder, "100 GB")')
         self.folder, self.max_bytes = Path(folder).absolute(), bytes_of_text(max_bytes)
         self.fetched = self.evicted = 0
-        self.read_only = False
         self._has_warned = False
         try:
             (self.folder / "locks").mkdir(parents=True, exist_ok=True)
             with self._lock("room"):
                 pass
         except (OSError, NotImplementedError) as error:  # the second one: a file system without locks
-            refused = getattr(error, "errno", 0) in (errno.EACCES, errno.EPERM, errno.EROFS)
-            self.read_only = refused and bool(self._files())
-            if not self.read_only:
-                text = f"the cache folder {self.folder} cannot be written to ({error}): give another one"
-                raise ShardError(text) from None
+            text = f"the cache folder {self.folder} cannot be written to ({error}): give another one"
+            raise ShardError(text) from None
 
     def __repr__(self) -> str:
         return f"ShardCache({str(self.folder)!r}, {self.max_bytes})"
@@ -125,23 +120,20 @@ class ShardCache:
             fetch: writes its bytes into a file.
 
         Raises:
-            ShardError: there is no room for it, or it is missing in a folder that is read-only.
+            ShardError: there is no room for it.
             OSError: what ``fetch`` raises.
         """
         path = self._path(url, stat)
-        for _ in range(1 if self.read_only else TRIES):
+        for _ in range(TRIES):
             with self._named(url):
-                found = self._found(path, url, stat, is_locked=self.read_only)
-                if found is None and not self.read_only:
+                found = self._found(path, url, stat, is_locked=False)
+                if found is None:
                     with self._lock(_lock_of(path.name)):
                         found = self._found(path, url, stat, is_locked=True)  # another process may have fetched it
                         if found is None:
                             self._fetch(path, url, stat, fetch)
                 if found is not None:
                     return found
-        if self.read_only:
-            text = f"{shown(url)} is missing or damaged in the cache folder {self.folder}, which is read-only"
-            raise ShardError(f"{text}: fill the folder where it can be written to, or give another one")
         advice = "give a larger max_bytes, or a folder that no other program cleans"
         raise ShardError(f"{shown(url)} was deleted from {self.folder} at once, by others: {advice}")
 
@@ -158,7 +150,7 @@ class ShardCache:
             OSError: as `open`.
         """
         path = self._path(url, stat)
-        if not path.exists() and not self.read_only:  # `open` raises the error
+        if not path.exists():
             with self._named(url), self._lock(_lock_of(path.name)):
                 if is_wanted() and not path.exists():
                     self._fetch(path, url, stat, fetch, is_ahead=True)
@@ -199,7 +191,7 @@ class ShardCache:
         """A shard that is there and whole. Who holds its lock deletes one that was cut."""
         try:
             if os.stat(path).st_size != stat.size:
-                if is_locked and not self.read_only:
+                if is_locked:
                     path.unlink()
                 return None
             file = LocalFile(str(path), f"{shown(url)} (cached as {path})")

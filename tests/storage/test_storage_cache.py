@@ -239,31 +239,6 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
         ShardCache(tmp_path / "file" / "cache", "1 GB")
 
 
-def test_a_folder_that_is_read_only_gives_the_shards_that_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[int] = []
-    put(ShardCache(tmp_path / "full", "1 GB"), 1, calls)
-    (tmp_path / "empty").mkdir()
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(ShardCache, "_lock", refuse)
-    monkeypatch.setattr(os, "utime", refuse)
-    monkeypatch.setattr(Path, "unlink", refuse)
-    cache = ShardCache(tmp_path / "full", "1 GB")
-    assert cache.read_only and put(cache, 1, calls) == bytes([1]) * SIZE and len(calls) == 1
-    cache.prepare("s3://b/2.tar", Stat(SIZE, "tag"), writes(b"", calls), lambda: True)
-    for number in (2, 1):
-        with pytest.raises(ShardError, match=rf"{number}\.tar is missing or damaged in .*full, which is read-only"):
-            put(cache, number, calls)
-        (tmp_path / "full" / cache._path("s3://b/1.tar", Stat(SIZE, "tag")).name).write_bytes(b"0")
-    assert len(calls) == 1
-    with pytest.raises(ShardError, match="empty cannot be written to"):
-        ShardCache(tmp_path / "empty", "1 GB")
-
-
 def test_arguments_that_are_missing_or_wrong_get_advice(tmp_path: Path) -> None:
     missing: Any = ShardCache
     with pytest.raises(TypeError, match=r'ShardCache needs max_bytes.*ShardCache\(folder, "100 GB"\)'):
