@@ -23,7 +23,6 @@ that must not be deleted. All are a `ShardError` that names the folder or the fi
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import re
@@ -204,37 +203,34 @@ class ShardCache:
     def _fetch(
         self, path: Path, url: str, stat: Stat, fetch: Callable[[BinaryIO], None], is_ahead: bool = False
     ) -> None:
-        """Fetch a shard, under its lock. If the disk is full by then, delete others and try again."""
+        """Fetch a shard, under its lock."""
         (self.folder / "locks").mkdir(parents=True, exist_ok=True)  # another program may have deleted the folder
         part = path.with_suffix(".part")
-        for may_try_again in (True, False):
-            try:
-                part.unlink(missing_ok=True)  # of a process that has died
-                if not self._make_room(part, url, stat.size, is_ahead):
-                    return
-                with open(part, "wb") as file:
-                    fetch(file)
-                    written = file.tell()
-                    file.flush()
-                    os.fsync(file.fileno())
-                    if written != stat.size:
-                        text = f"{shown(url)} has {written:,} bytes, and had {stat.size:,}: make the dataset again"
-                        raise ShardError(text)
-                    if not os.path.samestat(os.fstat(file.fileno()), os.stat(part)):
-                        return  # the locks were deleted, and another process fetches this shard too
-                os.replace(part, path)
-                self.fetched += 1
+        try:
+            part.unlink(missing_ok=True)  # of a process that has died
+            if not self._make_room(part, url, stat.size, is_ahead):
                 return
-            except BaseException as error:
-                with contextlib.suppress(OSError):
-                    part.unlink()
-                if isinstance(error, FileNotFoundError) and self._is_inside(error):
-                    return  # the part or the folder was deleted: `open` tries again
-                if not isinstance(error, OSError) or type(error) is not OSError:  # one of ours, and not of the disk
-                    raise
-                if error.errno != errno.ENOSPC or not may_try_again or not self._files():
-                    said = f"{shown(url)} cannot be written to {self.folder} ({error}): free some space"
-                    raise ShardError(said) from None
+            with open(part, "wb") as file:
+                fetch(file)
+                written = file.tell()
+                file.flush()
+                os.fsync(file.fileno())
+                if written != stat.size:
+                    text = f"{shown(url)} has {written:,} bytes, and had {stat.size:,}: make the dataset again"
+                    raise ShardError(text)
+                if not os.path.samestat(os.fstat(file.fileno()), os.stat(part)):
+                    return  # the locks were deleted, and another process fetches this shard too
+            os.replace(part, path)
+            self.fetched += 1
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            if isinstance(error, FileNotFoundError) and self._is_inside(error):
+                return  # the part or the folder was deleted: `open` tries again
+            if type(error) is OSError:  # of the disk, and none of ours
+                said = f"{shown(url)} cannot be written to {self.folder} ({error}): free some space"
+                raise ShardError(said) from None
+            raise
 
     def _make_room(self, part: Path, url: str, size: int, is_ahead: bool) -> bool:
         """Delete shards until one of this size fits, and take its place; False: there is no room for one ahead."""

@@ -255,7 +255,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         ShardCache(tmp_path, "1 GB").open("s3://b/1.tar", Stat(SIZE, "tag"), fetch)
 
 
-def test_a_disk_that_fills_up_under_way_has_the_cache_delete_its_own(
+def test_after_a_disk_has_filled_up_under_way_the_cache_deletes_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, free, calls = ShardCache(tmp_path, "1 GB"), [10 * SIZE], []
@@ -270,6 +270,8 @@ def test_a_disk_that_fills_up_under_way_has_the_cache_delete_its_own(
             raise OSError(errno.ENOSPC, "No space left on device")
         file.write(b"x" * SIZE)
 
+    with pytest.raises(ShardError, match=r"3\.tar cannot be written to .*No space left"):
+        cache.open("s3://b/3.tar", Stat(SIZE, "tag"), fetch)
     cache.open("s3://b/3.tar", Stat(SIZE, "tag"), fetch).close()
     assert len(calls) == 2 and cache.evicted == 1 and cache.used_bytes == 2 * SIZE
 
