@@ -207,10 +207,11 @@ class ShardCache:
         (self.folder / "locks").mkdir(parents=True, exist_ok=True)  # another program may have deleted the folder
         part = path.with_suffix(".part")
         try:
-            part.unlink(missing_ok=True)  # of a process that has died
             if not self._make_room(part, url, stat.size, is_ahead):
                 return
-            with open(part, "wb") as file:
+            # Not "wb", which empties the file: where locks keep nobody out, another machine may be writing the same
+            # bytes into it. Bytes of a process that has died are written over.
+            with open(part, "r+b") as file:
                 fetch(file)
                 written = file.tell()
                 file.flush()
