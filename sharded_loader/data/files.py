@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+import zlib
 from collections.abc import Callable
 from functools import partial
 
@@ -98,6 +99,18 @@ def is_rewritten(then: str, now: str) -> bool:
     """
     is_other, has_other_inode, is_changed = (a != b for a, b in zip(then.split(), now.split(), strict=True))
     return is_other or (has_other_inode and is_changed)
+
+
+def checksums(read: Callable[[int, int], bytes], size: int, end: int | None = None) -> list[int]:
+    """Of some parts of a file, from its beginning to its end: a file of other samples most likely has others.
+
+    Args:
+        read: offset and size -> bytes.
+        size: of the file.
+        end: only of the parts before it.
+    """
+    begins, width = checked_parts(size)
+    return [zlib.crc32(read(begin, width)) for begin in begins if end is None or begin + width <= end]
 
 
 def checked_parts(size: int) -> tuple[list[int], int]:

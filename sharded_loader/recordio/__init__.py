@@ -283,7 +283,7 @@ class MXIndexedRecordIO(MXRecordIO):
         Raises:
             KeyError: an unknown key. A negative number is a key like any other.
             RecordIOError: there is no whole record at the offset that the index gives, or the file was replaced or
-                written to.
+                written again. Records may be appended.
         """
         record: bytes
         file = self._opened("read")
@@ -337,7 +337,7 @@ class RecordFileDataset(Closable, Dataset):
         OSError: The file cannot be opened.
         ValueError: The index is malformed, or it is empty and the file is not.
         RecordIOError: It is no RecordIO file. ``dataset[i]`` raises it for a damaged record, and for a file that was
-            replaced or written to.
+            replaced or written again. You may append records: the dataset does not read them.
 
     Example:
         >>> import os, tempfile

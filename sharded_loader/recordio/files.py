@@ -24,7 +24,7 @@ its bytes.
 
 What can go wrong: a truncated or corrupt file raises `RecordIOError` with file and offset at the damaged record;
 all records before it stay readable. A length is compared with the file's size before memory is allocated. A file that
-is read by offsets is watched: if it is replaced or written to, that is an error too.
+is read by offsets is watched: if it is replaced or written again, that is an error too. It may be appended to.
 
 The format is that of dmlc-core, as MXNet writes it. The classes for users are in `sharded_loader.recordio`.
 """
@@ -34,7 +34,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import platform
 import stat
 import struct
 import warnings
@@ -46,7 +45,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 
 from sharded_loader.data.bulk import Int64s
-from sharded_loader.data.files import BINARY, PositionedFile, is_rewritten, settled, tag_of
+from sharded_loader.data.files import BINARY, PositionedFile, checksums, settled
 
 MAGIC_NUMBER = 0xCED7230A
 _MAGIC = struct.pack("<I", MAGIC_NUMBER)
@@ -237,7 +236,8 @@ class RecordFile:
         self.path = os.path.abspath(os.fspath(path))
         self.closed = False
         self._descriptor: _Descriptor | None = _Descriptor(self.path)
-        self._version: tuple[str, str] | None = None  # the machine, and the tag of the file there
+        self._version: tuple[int, list[int]] | None = None  # size when it was watched first, and its checksums
+        self._seen: tuple[int, ...] = ()  # size, times and inode when it was last found to be that version
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_descriptor": None}
@@ -264,18 +264,28 @@ class RecordFile:
 
     def watch(self) -> None:
         """From now on, `check` raises if the file is another one."""
-        self._version = platform.node(), tag_of(settled(self.path))
+        settled(self.path)
+        file = self._open()
+        found = file.stat()
+        self._seen = _seen(found)
+        self._version = found.st_size, checksums(file.bytes_at, found.st_size)
 
     def check(self) -> None:
-        """Raise if the file was written to since `watch`, or the one that this process opened is another one."""
+        """Raise if the file was written again since `watch`, or the one that this process opened is another one.
+
+        What was added or cut off is no change of the rest.
+        """
         file = self._descriptor
         if file is None or self._version is None:  # closed by another thread, or not watched
             return
-        machine, tag = self._version
-        now = tag_of(file.stat())
-        if now != tag and is_rewritten(tag, now) and machine == platform.node():
-            text = "the file was replaced or written again since it was opened: open it again"
-            raise RecordIOError(self.path, 0, text)
+        found = file.stat()
+        if self._seen != _seen(found):
+            size, content = self._version
+            left = checksums(file.bytes_at, size, found.st_size)
+            if left != content[: len(left)]:
+                text = "the file was replaced or written again since it was opened: open it again"
+                raise RecordIOError(self.path, 0, text)
+            self._seen = _seen(found)
 
     @property
     def size(self) -> int:
@@ -302,6 +312,10 @@ class RecordFile:
             text = f"While its index was rebuilt, {len(offsets) - 1} records were found before; the next one raises"
             warnings.warn(f"{error} {text} when it is read.", stacklevel=stacklevel)
         return offsets
+
+
+def _seen(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
 # -- many records at once ----------------------------------------------------------------------------------------------

@@ -6,9 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sharded_loader.data import files
-from sharded_loader.data.files import settled, tag_of
+from sharded_loader.data.files import checksums, settled, tag_of
 
 
 def test_a_change_in_the_tick_of_the_clock_is_seen(tmp_path: Path) -> None:
@@ -38,3 +40,16 @@ def test_a_file_that_is_always_written_is_not_waited_for_for_ever(monkeypatch: p
     monkeypatch.setattr(files, "os", SimpleNamespace(stat=lambda path: SimpleNamespace(st_mtime_ns=7, st_ctime_ns=7)))
     monkeypatch.setattr(files, "time", SimpleNamespace(time_ns=lambda: 7, sleep=lambda seconds: None))
     assert files.settled("a.tar").st_mtime_ns == 7
+
+
+@given(content=st.binary(min_size=1, max_size=40_000), data=st.data())
+def test_what_is_left_of_a_file_has_the_checksums_that_it_had(content: bytes, data: st.DataObject) -> None:
+    def read(begin: int, size: int) -> bytes:
+        return content[begin : begin + size]
+
+    whole = checksums(read, len(content))
+    end = data.draw(st.integers(0, len(content)))
+    left = checksums(read, len(content), end)
+    assert left == whole[: len(left)] and len(whole) == 8
+    other = bytes(byte ^ 255 for byte in content)
+    assert checksums(lambda begin, size: other[begin : begin + size], len(content)) != whole
