@@ -1,6 +1,6 @@
 """Pools whose workers are other processes, and the one place where those are started, replaced and given up.
 
-    _start(new_job)           every worker has the job, or is sent it; those that are lacking are launched
+    _start(job)               every worker has the job, or is sent it; those that are lacking are launched
     replace(worker)           a worker has ended: it is buried, blamed or not, and another gets its number and its tasks
     renew(worker)             a worker lives, but another gets its number; that one answers what it has, and ends
     resize(num_workers)       more are launched; those that are too many answer what they have, and end
@@ -48,7 +48,7 @@ from sharded_loader.base.interrupts import is_from_outside, uninterrupted
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.engine.board import is_at
 from sharded_loader.engine.grouping import Grouping
-from sharded_loader.engine.messages import NOTHING, BatchTimes, NewJob, Result, Task, unpack_result
+from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, Result, Task, unpack_result
 from sharded_loader.engine.pool import PoolBroken, WorkerPool
 from sharded_loader.memory.arena import RecentSizes
 from sharded_loader.memory.codec import SetApart, classes_of_main, decode_error, is_findable
@@ -116,28 +116,28 @@ class Transport(ABC, Generic[W]):
     leaving: list[W]
 
     @abstractmethod
-    def start(self, new: NewJob) -> list[Task]:
+    def start(self, job: Job) -> list[Task]:
         """Launch the workers that are lacking, and send the job to those that run.
 
         Returns:
             Tasks of workers that could not take another job, and were launched again.
         """
 
-    def launch_all(self, new: NewJob) -> None:
+    def launch_all(self, job: Job) -> None:
         """Launch those that are lacking."""
         while len(self.workers) < self.num_workers:
             with uninterrupted():
-                self.launch_as(len(self.workers), new)
+                self.launch_as(len(self.workers), job)
 
-    def launch_as(self, number: int, new: NewJob) -> None:
+    def launch_as(self, number: int, job: Job) -> None:
         """Launch the worker of this number, and put it into the list.
 
         If another thread has closed the transport meanwhile, that is its new list, which the end of the step closes.
         """
-        self.workers[number : number + 1] = [self.launch(number, new)]
+        self.workers[number : number + 1] = [self.launch(number, job)]
 
     @abstractmethod
-    def launch(self, number: int, new: NewJob) -> W:
+    def launch(self, number: int, job: Job) -> W:
         """Start one worker, which has the job, or is sent it."""
 
     @abstractmethod
@@ -202,17 +202,17 @@ class SupervisedPool(WorkerPool, Generic[W]):
         self.deaths = Deaths(self.restarts)
         self.rebuilt: set[tuple[int, int]] = set()
         self._rejected: list[Result] = []  # of tasks that could not be sent
-        self._new: NewJob | None = None  # what the workers start with
+        self._job: Job | None = None  # what the workers start with
         self._classes: list[type] = []
         self._cancelled: set[int] = set()
         self.room = 0
 
-    def _start(self, new: NewJob) -> None:
+    def _start(self, job: Job) -> None:
         """Start the workers. Those that run already get the new job before any later task."""
-        self._new, self._classes = new, classes_of_main()
+        self._job, self._classes = job, classes_of_main()
         self.deaths.begin_starts(proven=False)
         try:
-            self.take_back(self._transport.start(new))
+            self.take_back(self._transport.start(job))
         except BaseException:
             self.close()
             raise
@@ -232,19 +232,19 @@ class SupervisedPool(WorkerPool, Generic[W]):
         self.deaths.begin_starts(proven=True)
 
     def _have(self, num_workers: int) -> None:
-        transport, new, before = self._transport, self._new, self._transport.num_workers
+        transport, job, before = self._transport, self._job, self._transport.num_workers
         transport.num_workers = num_workers
         try:
-            if new is None or not transport.workers:
+            if job is None or not transport.workers:
                 return
             while len(transport.workers) > num_workers:
                 with uninterrupted():
                     self._retire(transport.workers.pop())
-            if new.job.stream is not None and num_workers < new.job.stream.parts <= before:
+            if job.stream is not None and num_workers < job.stream.parts <= before:
                 # Each of them reads one part, of the dataset itself. To read several it needs copies of a new one.
                 for worker in list(transport.workers):
                     self.renew(worker)
-            transport.launch_all(new)
+            transport.launch_all(job)
         except Exception:
             transport.num_workers = len(transport.workers)
             raise
@@ -254,9 +254,9 @@ class SupervisedPool(WorkerPool, Generic[W]):
 
     def renew(self, worker: W) -> None:
         """Another worker takes the number of one that lives."""
-        assert self._new is not None  # its workers run
+        assert self._job is not None  # its workers run
         with uninterrupted():
-            self._transport.launch_as(worker.number, self._new)
+            self._transport.launch_as(worker.number, self._job)
             self._retire(worker)
 
     def _retire(self, worker: W) -> None:
@@ -299,7 +299,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
             return []
         with uninterrupted():
             death = transport.last_words(worker, error)
-        if self._new is None:
+        if self._job is None:
             return []  # a signal handler, or another thread, has closed the pool
         results: list[Result] = []
         if death.is_of_machine or (is_leaving and not worker.tasks):
@@ -319,7 +319,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
             if is_leaving:
                 transport.leaving.remove(worker)
             else:
-                transport.launch_as(worker.number, self._new)
+                transport.launch_as(worker.number, self._job)
             self.take_back(worker.tasks.values())
         if not is_leaving:
             self.notices.happened("replaced_workers", f"{death.fate}. Another worker has its place")
@@ -345,7 +345,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
         lost = []
         # To reach later batches of the same part, a worker would have to read this one again. The lanes of a map-style
         # dataset with a state are no parts.
-        if self._new is not None and self._new.job.stream is not None and task.part is not None:
+        if self._job is not None and self._job.stream is not None and task.part is not None:
             waiting = [*self.requeued, *worker.tasks.values()]
             lost = [other for other in waiting if task.part.is_same(other.part) and other is not task]
         results = [Result(task.run, task.seq, error=death.error_over(task, max(1, self.restarts), self.timeout))]
@@ -468,10 +468,7 @@ def decode_result(
         if task is not None:
             Location(task.epoch, seq).note(failure, samples=task.shards[0])
         return Result(run, seq, error=failure)
-    if type(reply) is SetApart:
-        reply = reply.reply
-    return reply.result._replace(  # type: ignore[no-any-return]
-        error=None if reply.error is None else decode_error(reply.error),
-        skipped=tuple((index, decode_error(error)) for index, error in reply.skipped),
-        times=times,
-    )
+    result: Any = reply.reply if type(reply) is SetApart else reply
+    error = None if result.error is None else decode_error(result.error)
+    skipped = tuple((index, decode_error(error)) for index, error in result.skipped)
+    return result._replace(error=error, skipped=skipped, times=times)  # type: ignore[no-any-return]

@@ -11,7 +11,7 @@
     FLUSH            send what is finished now: the consumer waits for it, and the worker still reads what comes after
     LEAVE            end when the tasks that came before are done
     SEGMENT          number, size, name     shared memory; likewise
-    JOB              pickled NewJob; its buffers lie in the segment that came before, or follow. To a forked worker,
+    JOB              pickled Job; its buffers lie in the segment that came before, or follow. To a forked worker,
                      which has it: begin
     READY                                                         worker -> main process: it has its dataset
     FAILED           pickled EncodedError   it could not take the job

@@ -33,6 +33,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -44,7 +45,7 @@ from sharded_loader.base.notices import logger
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.inspection import warn_of_open_file
 from sharded_loader.engine.grouping import HELD, Grouping
-from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
+from sharded_loader.engine.messages import Job, Result, Task, unpack_reply
 from sharded_loader.engine.pool import check_num_workers
 from sharded_loader.memory.arena import Arena, RecentSizes, Register
 from sharded_loader.memory.codec import decode, decode_error
@@ -165,13 +166,14 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         if self.start_method == "fork" and self.num_workers > 1:
             warn_of_open_file(job.dataset, "forked processes")
         notes_samples = self.timeout is not None or self.restarts <= 1  # otherwise a task is read a second time
-        self._start(NewJob(job, self.worker_init_fn, notes_samples, self.max_worker_memory))
+        more = {"worker_init_fn": self.worker_init_fn, "max_memory": self.max_worker_memory}
+        self._start(replace(job, notes_samples=notes_samples, **more))
         self.unsettled = self.start_method == "fork" and self.workers_last
 
     def settle(self) -> None:
         super().settle()
-        if self._new and self.started:
-            self._transport.make_template(self._new)
+        if self._job and self.started:
+            self._transport.make_template(self._job)
 
     def resize(self, num_workers: int) -> None:
         if check_num_workers(num_workers) > self.num_workers:
@@ -184,8 +186,8 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             super().adopt()
 
     def _have(self, num_workers: int) -> None:
-        if self.start_method == "fork" and self.num_workers == 1 < num_workers and self._new:
-            warn_of_open_file(self._new.job.dataset, "forked processes")
+        if self.start_method == "fork" and self.num_workers == 1 < num_workers and self._job:
+            warn_of_open_file(self._job.dataset, "forked processes")
         super()._have(num_workers)
 
     def submit(self, tasks: Sequence[Task]) -> None:

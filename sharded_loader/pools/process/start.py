@@ -1,7 +1,7 @@
 """How worker processes start, and how all of them end with the main process.
 
     choose_start_method(None) -> "fork"
-    Template(new_job) .fork(number, ...) -> process        fork: a copy of the main process that does nothing else
+    Template(job) .fork(number, ...) -> process        fork: a copy of the main process that does nothing else
     start_forked(name, target, ...) -> process             fork: that itself, and the first workers
     spawn_worker(number, ..., conn, fds) -> process        spawn: `SpawnedProcess`; forkserver: forked from that
     start_forkserver(modules)                              it has them imported before it forks
@@ -68,7 +68,7 @@ from sharded_loader.base import private
 from sharded_loader.base.errors import describe_exit
 from sharded_loader.base.interrupts import python_handlers, should_stop, uninterrupted
 from sharded_loader.base.system import PORTABLE, can_pass_descriptors
-from sharded_loader.engine.messages import NewJob
+from sharded_loader.engine.messages import Job
 from sharded_loader.pools.process import spawned, worker
 from sharded_loader.pools.process.link import DEATH, Link, send_descriptors
 
@@ -203,7 +203,7 @@ class Template:
     """The main process's end.
 
     Args:
-        new_job: what the workers are to read.
+        job: what the workers are to read.
 
     Attributes:
         finished: whether it has been told to end: it reaps its workers when it likes.
@@ -213,13 +213,11 @@ class Template:
         OSError: the process cannot be forked.
     """
 
-    def __init__(self, new_job: NewJob) -> None:
+    def __init__(self, job: Job) -> None:
         self._control, theirs = socket.socketpair()
         self._control.settimeout(STEP)
         try:
-            self._process = start_forked(
-                "sharded_loader-template", _serve, theirs, self._control, new_job, daemon=False
-            )
+            self._process = start_forked("sharded_loader-template", _serve, theirs, self._control, job, daemon=False)
         except BaseException:
             self._control.close()
             raise
@@ -351,13 +349,13 @@ class ForkedWorker:
         os.close(self.sentinel)
 
 
-def _serve(control: socket.socket, theirs: socket.socket, new_job: NewJob) -> None:
+def _serve(control: socket.socket, theirs: socket.socket, job: Job) -> None:
     """The template, from its first line to its last.
 
     Args:
         control: its end of the pipe to the main process.
         theirs: the other end.
-        new_job: for the workers.
+        job: for the workers.
     """
     theirs.close()
     control.setblocking(True)  # whatever the user's socket.setdefaulttimeout says
@@ -368,7 +366,7 @@ def _serve(control: socket.socket, theirs: socket.socket, new_job: NewJob) -> No
         control.close()
         for signal_number, handler in handlers.items():
             signal.signal(signal_number, handler)
-        worker.main(Connection(fd), number, num_workers, new_job, held=held)
+        worker.main(Connection(fd), number, num_workers, job, held=held)
 
     def fork(number: int, num_workers: int, descriptors: list[int]) -> int:
         """The pid of a new worker, or an error number below 0."""

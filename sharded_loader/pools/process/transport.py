@@ -1,6 +1,6 @@
 """Worker processes, as `pools.supervised` reaches them, and all that a process pool owns in the system.
 
-    start(new_job)     fork: workers are launched with the job. spawn, forkserver: it is published once, and sent
+    start(job)         fork: workers are launched with the job. spawn, forkserver: it is published once, and sent
     retire(worker)     it is told to end when it has answered
     last_words(worker) reaped: its exit code, its board
     close()            workers end (end-of-file, then SIGKILL), and their links, slots and memory are given back
@@ -36,7 +36,7 @@ from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.limits import oom_kills
 from sharded_loader.base.system import can_pass_descriptors, open_pidfd, write_to_stderr
 from sharded_loader.engine.board import IDLE, SAMPLE, WORDS, Board, board_in, new_board
-from sharded_loader.engine.messages import NewJob, Task
+from sharded_loader.engine.messages import Job, Task
 from sharded_loader.memory import publish
 from sharded_loader.memory.arena import Arena
 from sharded_loader.memory.publish import Inherited
@@ -200,9 +200,9 @@ class _Publication:
         # Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a row.
         self._numbers = itertools.count(-1, -1)
 
-    def publish(self, new: NewJob, inherited: Inherited | None = None) -> frozenset[str]:
+    def publish(self, job: Job, inherited: Inherited | None = None) -> frozenset[str]:
         """Pickle the job; the modules that workers need for it."""
-        encoded = publish.publish(new, inherited, **new.parts)
+        encoded = publish.publish(job, inherited, **job.parts)
         with uninterrupted():
             before, self.published = self.published, publish.share(encoded, next(self._numbers))
             if before is not None:
@@ -256,15 +256,15 @@ class ProcessTransport(Transport[ProcessWorker]):
 
     # -- start ----------------------------------------------------------------------------------------------
 
-    def start(self, new: NewJob) -> list[Task]:
+    def start(self, job: Job) -> list[Task]:
         post = self.publication
         if self.workers and self.start_method != "fork":
-            post.publish(new)
+            post.publish(job)
             for worker in self.workers:
                 post.send(worker.link)
             return []
         if self.start_method == "forkserver":
-            start.start_forkserver(post.publish(new))
+            start.start_forkserver(post.publish(job))
         elif self.start_method == "fork":
             find_libraries()
         # Forked workers hold the dataset as it was: new ones are born with the new one, and do what was begun.
@@ -272,29 +272,29 @@ class ProcessTransport(Transport[ProcessWorker]):
         with uninterrupted():
             self.stop_workers()
             self.open()
-            self.launch_all(new)
+            self.launch_all(job)
         if self.start_method == "spawn":
             try:
-                post.publish(new)  # while they start: that takes as long as to publish 150 MB
+                post.publish(job)  # while they start: that takes as long as to publish 150 MB
             except publish.NeedsInheritanceError:
                 # Again, with the descriptors of the locks and shared values in the job.
                 with uninterrupted():
                     self.stop_workers()
                     post.inherited = Inherited()
-                    post.publish(new, post.inherited)
-                    self.launch_all(new)
+                    post.publish(job, post.inherited)
+                    self.launch_all(job)
         if self.start_method != "fork":
             for worker in self.workers:
                 post.send(worker.link)
         self._is_up = True
         return begun
 
-    def make_template(self, new: NewJob) -> None:
+    def make_template(self, job: Job) -> None:
         """Fork the template, if there is none."""
         try:
             with uninterrupted():
                 if self.template is None and can_pass_descriptors():
-                    self.template = start.Template(new)
+                    self.template = start.Template(job)
         except OSError as error:
             start.warn(f"the process that workers are forked from could not be forked ({error}); {_AS_IT_IS_NOW}")
 
@@ -311,7 +311,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         self.lifeline = start.Lifeline()
         self._oom_kills = oom_kills()
 
-    def launch(self, number: int, new: NewJob) -> ProcessWorker:
+    def launch(self, number: int, job: Job) -> ProcessWorker:
         if multiprocess.current_process().daemon:
             raise RuntimeError(
                 "this is a worker process, which may have none of its own: give the loader that the dataset makes "
@@ -321,13 +321,13 @@ class ProcessTransport(Transport[ProcessWorker]):
             # The template could not be given the worker's end of the pipe, so there is none.
             start.warn(f"this system does not pass descriptors between processes; {_AS_IT_IS_NOW}")
         try:
-            process, link = self._start_process(number, new)
+            process, link = self._start_process(number, job)
         except start.TemplateGone as error:
             if (gone := self.template) is not None:
                 self.template = None
                 gone.close()
             start.warn(f"{error}; {_AS_IT_IS_NOW}")
-            process, link = self._start_process(number, new, directly=True)
+            process, link = self._start_process(number, job, directly=True)
         worker = ProcessWorker(number, process, link)
         with contextlib.ExitStack() as undo:  # another thread may close the transport in the middle of this
             undo.callback(worker.release)
@@ -350,12 +350,12 @@ class ProcessTransport(Transport[ProcessWorker]):
             undo.pop_all()
         return worker
 
-    def _start_process(self, number: int, new: NewJob, *, directly: bool = False) -> tuple[Any, Link]:
+    def _start_process(self, number: int, job: Job, *, directly: bool = False) -> tuple[Any, Link]:
         """The process of a worker, and the link to it."""
         forks = self.start_method == "fork"
         if forks and self._is_up and self.template is None and can_pass_descriptors() and not directly:
             # Before the pipe is made: it would keep the worker's end, and hide that the worker has died.
-            self.template = start.Template(new)
+            self.template = start.Template(job)
         # A pipe for every try: a template that is killed may have forked a worker before, which holds its end.
         ours, theirs = multiprocess.Pipe(duplex=True)
         link = Link(ours)
@@ -364,7 +364,7 @@ class ProcessTransport(Transport[ProcessWorker]):
                 return self.template.fork(number, self.num_workers, theirs), link
             if forks:
                 name = f"{start.NAME}-{number}"
-                return start.start_forked(name, work, theirs, number, self.num_workers, new), link
+                return start.start_forked(name, work, theirs, number, self.num_workers, job), link
             inherited = self.publication.inherited
             fds = [] if inherited is None else inherited.fds
             return start.spawn_worker(number, self.num_workers, self.start_method, theirs, fds), link

@@ -42,7 +42,7 @@ from sharded_loader.base.private import end_compiling, limit_to_one_thread
 from sharded_loader.base.system import ONE_THREAD, is_readable, why_refused
 from sharded_loader.engine.board import IDLE, SAMPLE, board_in
 from sharded_loader.engine.grouping import GROUP_SECONDS
-from sharded_loader.engine.messages import NewJob
+from sharded_loader.engine.messages import Job
 from sharded_loader.memory.codec import Array, decode
 from sharded_loader.memory.segments import attach
 from sharded_loader.pools.process import link as wire
@@ -186,7 +186,7 @@ class WorkerThreads:
 
     # -- main thread ----------------------------------------------------------------------------------------
 
-    def run(self, inherited: NewJob | None) -> None:
+    def run(self, inherited: Job | None) -> None:
         """Do what comes, until the pipe ends or the job cannot be taken."""
         try:
             threading.Thread(target=self.receive, name="sharded_loader-receiver", daemon=True).start()
@@ -213,8 +213,8 @@ class WorkerThreads:
         finally:
             self._finished.set()
 
-    def _take_job(self, message: Message, inherited: NewJob | None) -> bool:
-        def load() -> NewJob:
+    def _take_job(self, message: Message, inherited: Job | None) -> bool:
+        def load() -> Job:
             # Its own segment has a number below 0; those of batches may be there already.
             memory = self._segments.pop(message.run, None) if message.run < 0 else None
             buffers = list(message.buffers)
@@ -222,9 +222,9 @@ class WorkerThreads:
                 raise OSError(memory.errno, f"the dataset cannot be mapped: {why_refused(memory)}") from memory
             if memory is not None:
                 buffers = [memory[place[0] : sum(place)] if isinstance(place, tuple) else place for place in buffers]
-            new: NewJob = inherited or decode(message.content, buffers)
-            self._memory = None if new.max_memory is None else _MemoryWatch(new.max_memory)
-            return new
+            job: Job = inherited or decode(message.content, buffers)
+            self._memory = None if job.max_memory is None else _MemoryWatch(job.max_memory)
+            return job
 
         failure = self._reading.begin(load)
         with self._sending:
@@ -264,7 +264,7 @@ class WorkerThreads:
 
 
 def main(
-    conn: object, number: int, num_workers: int, new: NewJob | None, *, limited: bool = False, held: int | None = None
+    conn: object, number: int, num_workers: int, job: Job | None, *, limited: bool = False, held: int | None = None
 ) -> None:
     """Run a worker process until its pipe is closed.
 
@@ -272,7 +272,7 @@ def main(
         conn: the worker's end of the pipe.
         number: number of the worker, from 0.
         num_workers: how many there are.
-        new: the job under fork; otherwise None, and it comes as the first message.
+        job: the job under fork; otherwise None, and it comes as the first message.
         limited: libraries have been limited to one thread, before any was loaded.
         held: the other end of the process object's sentinel, if the worker knows it.
     """
@@ -297,7 +297,7 @@ def main(
                 faulthandler.unregister(STACKS_SIGNAL)
                 signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
                 faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=True)
-        WorkerThreads(link, number, num_workers).run(new)
+        WorkerThreads(link, number, num_workers).run(job)
     except BaseException:  # this process may have no more threads
         _crash()
     _leave(0)
