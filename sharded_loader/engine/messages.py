@@ -29,6 +29,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from sharded_loader.base.errors import Location, as_batch_error, leave_frames
 from sharded_loader.batching.tree import TensorBatch
 from sharded_loader.memory.codec import IN_BAND_BYTES, IN_SLOT_BYTES, Encoded, SlotWriter, is_plain
 
@@ -287,6 +288,13 @@ class Task(NamedTuple):
     def key(self) -> int:
         """What the batch's own random numbers are keyed by. The seq of iterable data depends on what is known."""
         return self.seq if self.part is None else self.position
+
+    def error(self, raised: Exception, where: str) -> Exception:
+        """What stands in the place of the batch, because the main process could not begin it; see `as_batch_error`."""
+        error = as_batch_error(raised, where)
+        Location(self.epoch, self.seq).note(error, samples=self.shards[0])
+        leave_frames(error)
+        return error
 
 
 class Result(NamedTuple):
