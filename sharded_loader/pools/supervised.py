@@ -31,9 +31,7 @@ Workers belong to the transport, which a finalizer may close without the pool.
 
 from __future__ import annotations
 
-import io
 import pickle
-import types
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -43,7 +41,7 @@ import cloudpickle
 import numpy as np
 
 from sharded_loader.base.checks import check_int
-from sharded_loader.base.errors import Location, as_batch_error, leave_frames
+from sharded_loader.base.errors import Location
 from sharded_loader.base.interrupts import is_from_outside, uninterrupted
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.engine.board import is_at
@@ -51,7 +49,7 @@ from sharded_loader.engine.grouping import Grouping
 from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, Result, Task, unpack_result
 from sharded_loader.engine.pool import PoolBroken, WorkerPool
 from sharded_loader.memory.arena import RecentSizes
-from sharded_loader.memory.codec import SetApart, classes_of_main, decode_error, is_findable
+from sharded_loader.memory.codec import SetApart, decode_error
 from sharded_loader.memory.publish import script_by_value
 from sharded_loader.pools.deaths import Death, Deaths, Watch
 
@@ -203,13 +201,12 @@ class SupervisedPool(WorkerPool, Generic[W]):
         self.rebuilt: set[tuple[int, int]] = set()
         self._rejected: list[Result] = []  # of tasks that could not be sent
         self._job: Job | None = None  # what the workers start with
-        self._classes: list[type] = []
         self._cancelled: set[int] = set()
         self.room = 0
 
     def _start(self, job: Job) -> None:
         """Start the workers. Those that run already get the new job before any later task."""
-        self._job, self._classes = job, classes_of_main()
+        self._job = job
         self.deaths.begin_starts(proven=False)
         try:
             self.take_back(self._transport.start(job))
@@ -362,12 +359,9 @@ class SupervisedPool(WorkerPool, Generic[W]):
         workers, key = [*self._transport.leaving, *self._transport.workers], task and (task.run, task.seq)
         has = next((one for one in workers if key in one.tasks), None)
         worker = has or max(workers, key=lambda one: len(one.tasks))  # while it waits there are some
-        at = _task_at(worker.where(), worker.tasks.values())
         text += f", which {worker.who} has" if has else f". No worker has it yet: all are busy, such as {worker.who}"
         if not worker.ready:
             text += ". It is not ready: it imports modules, unpickles the dataset, or runs worker_init_fn"
-        elif at is not None and (at.run, at.seq) != key:
-            text += f". It is still at epoch {at.epoch}, batch {at.seq}"
         write_to_stderr(f"{text}. Its stack:\n")
         worker.tell()
 
@@ -388,9 +382,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
 
     def _reject(self, task: Task, raised: Exception) -> None:
         """A task cannot be sent to a worker: that is the error of its batch."""
-        error = as_batch_error(raised, "while the batch was sent to a worker")
-        Location(task.epoch, task.seq).note(error, samples=task.shards[0])
-        leave_frames(error)  # as in `Pipeline._fill`
+        error = task.error(raised, "while the batch was sent to a worker")
         self._rejected.append(Result(task.run, task.seq, error=error))
 
     def _result(self, reply: tuple[Any, ...], buffers: list[Any], task: Task | None) -> Result:
@@ -415,13 +407,6 @@ def _task_at(board: Sequence[int] | None, tasks: Iterable[Task]) -> Task | None:
     return next((task for task in tasks if is_at(board, task)), None) if board else None
 
 
-class _ToForked(cloudpickle.Pickler):  # type: ignore[misc]
-    def reducer_override(self, obj: object) -> Any:
-        if isinstance(obj, (type, types.FunctionType)) and is_findable(obj):
-            return NotImplemented  # by name, those of ``__main__`` too
-        return super().reducer_override(obj)
-
-
 def fields_of(task: Task, *, forked: bool) -> bytes | tuple[Any, ...]:
     """What a worker is sent of a task, for `messages.task_of`: its pickle, if it holds keys of the user's own classes.
 
@@ -437,9 +422,7 @@ def fields_of(task: Task, *, forked: bool) -> bytes | tuple[Any, ...]:
         return tuple(task)
     try:
         if forked:
-            stream = io.BytesIO()
-            _ToForked(stream, protocol=5).dump(task)
-            return stream.getvalue()
+            return pickle.dumps(task, protocol=5)
         with script_by_value():
             return bytes(cloudpickle.dumps(task, protocol=5))
     except Exception as error:

@@ -209,7 +209,13 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 else:
                     fields = fields_of(task, forked=self.start_method == "fork")
                 if wanted >= SLOT_BYTES and (slot := arena.take(wanted)) is None:
-                    self._note_no_room(wanted)
+                    self.notices.happened(
+                        "slow_batches",
+                        f"a batch of {wanted:,} bytes finds no room in shared memory (max_bytes={self.max_bytes}, "
+                        f"{arena.nbytes:,} bytes in use, your program holds {arena.lent} batches), and goes through "
+                        f"the pipe, which is slower: look for a list or a graph that keeps batches, use smaller ones "
+                        f"or a smaller prefetch, or raise ProcessPool(max_bytes=)",
+                    )
             except Exception as raised:
                 self._reject(task, raised)
                 continue
@@ -222,14 +228,6 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             self.room -= 1
         for worker, packed in unsent.items():
             worker.link.send(TASKS, content=pickle.dumps(packed, protocol=5))
-
-    def _note_no_room(self, wanted: int) -> None:
-        self.notices.happened(
-            "slow_batches",
-            f"a batch of {wanted:,} bytes finds no room in shared memory (max_bytes={self.max_bytes}, "
-            f"{self._transport.arena.nbytes:,} bytes in use), and goes through the pipe, which is slower: use "
-            f"smaller batches or a smaller prefetch, or raise ProcessPool(max_bytes=)",
-        )
 
     def wait(self, block: bool = True) -> Sequence[Result]:
         transport = self._transport

@@ -13,6 +13,12 @@ and that often to the loader.
 A slot is free only when its writer has ended: never, if that is left behind (`KILLED_GRACE`). In a process that the
 user forks `close` does nothing: the workers belong to the main process.
 
+The lifeline is a pipe. The kernel closes the main process's end of it when that process ends, also by SIGKILL, and then
+kills the workers (`worker.die_with`). So a worker ends that holds the GIL, in which none of its own threads can notice
+anything. Processes that a worker starts are the user's: they live on. The kernel may refuse the signal (a sandbox), and
+elsewhere than on Linux there is none. Then the worker's receiver thread ends the process, which it cannot while code in
+C holds the GIL.
+
 What can go wrong: no process, descriptor or memory (OSError, MemoryError), a job that cannot be pickled. If the
 template is dead, the worker is forked from the main process, and the next one from another template.
 """
@@ -20,6 +26,7 @@ template is dead, the worker is forked from the main process, and the next one f
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -34,7 +41,7 @@ from multiprocess import connection
 from sharded_loader.base import host_clock
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.limits import oom_kills
-from sharded_loader.base.system import can_pass_descriptors, open_pidfd, write_to_stderr
+from sharded_loader.base.system import PORTABLE, can_pass_descriptors, open_pidfd, write_to_stderr
 from sharded_loader.engine.board import IDLE, SAMPLE, WORDS, Board, board_in, new_board
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.memory import publish
@@ -43,7 +50,7 @@ from sharded_loader.memory.publish import Inherited
 from sharded_loader.memory.segments import Segment, Slot, create
 from sharded_loader.pools.deaths import Death
 from sharded_loader.pools.process import start
-from sharded_loader.pools.process.link import BOARD, CANCEL, JOB, LEAVE, STACKS, Link
+from sharded_loader.pools.process.link import BOARD, CANCEL, DEATH, JOB, LEAVE, STACKS, Link
 from sharded_loader.pools.process.worker import STACKS_SIGNAL, find_libraries
 from sharded_loader.pools.process.worker import main as work
 from sharded_loader.pools.supervised import Transport, Worker
@@ -155,10 +162,8 @@ class ProcessWorker(Worker):
                 self.wait(max(0.0, self._killed_at + KILLED_GRACE - host_clock.now()))
                 if self.is_alive():
                     self.slots.clear()  # it may still write there
-                    text = (
-                        f"{self.who} was killed and does not end: it waits inside the kernel, for a disk or a network"
-                    )
-                    print(f"sharded_loader: {text} file system, say. It is left behind", file=sys.stderr, flush=True)
+                    fate = "waits inside the kernel, for a disk or a network file system, say. It is left behind"
+                    write_to_stderr(f"sharded_loader: {self.who} was killed and does not end: it {fate}\n")
                     self.process.close()  # what it can be waited for with
                     return
             self.process.join()
@@ -246,7 +251,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         self.arena = Arena(max_bytes)
         self.waker: tuple[connection.Connection, connection.Connection] | None = None
         self.board: Segment | None = None
-        self.lifeline: start.Lifeline | None = None
+        self.lifeline: tuple[int, int] | None = None
         self.template: start.Template | None = None
         self.publication = _Publication()
         self._oom_kills: int | None = None
@@ -308,7 +313,7 @@ class ProcessTransport(Transport[ProcessWorker]):
             self.board = create(0, ROWS * WORDS * 8)
         except OSError as error:
             raise MemoryError(f"no shared memory to start workers with ({error}): free some, or files") from error
-        self.lifeline = start.Lifeline()
+        self.lifeline = os.pipe() if sys.platform == "linux" else None
         self._oom_kills = oom_kills()
 
     def launch(self, number: int, job: Job) -> ProcessWorker:
@@ -339,8 +344,11 @@ class ProcessTransport(Transport[ProcessWorker]):
                 worker.board = board_in(self.board.mapping, worker.row)
                 worker.board[SAMPLE] = IDLE
                 link.send_segment(self.board, BOARD, worker.row)
-            if self.lifeline is not None:
-                self.lifeline.tie(link)
+            if (lifeline := self.lifeline) is not None and not PORTABLE:
+                if can_pass_descriptors():
+                    link.send(DEATH, descriptor=lifeline[0])
+                else:
+                    link.send(DEATH, content=f"/proc/{os.getpid()}/fd/{lifeline[0]}".encode())
             # A forked worker has its job, but begins when a message tells it to. It has then taken the lifeline, which
             # comes before: it ends with the main process even if the user's code holds the GIL from its first line on.
             if self.start_method == "fork":
@@ -420,7 +428,8 @@ class ProcessTransport(Transport[ProcessWorker]):
         steps += [worker.slots.clear for worker in workers]
         # Meanwhile: to give 150 MB back takes as long as a process takes to end. Workers have mappings of their own.
         steps += [self.publication.close, self.arena.close, self.stop_workers]
-        steps += [one.close for one in (*(self.waker or ()), self.lifeline, self.board) if one is not None]
+        steps += [one.close for one in (*(self.waker or ()), self.board) if one is not None]
+        steps += [functools.partial(os.close, end) for end in self.lifeline or ()]
         with uninterrupted(), contextlib.ExitStack() as stack:  # each step is done, whatever another one raises
             self.waker = self.lifeline = self.board = None
             self._new_arena()
@@ -493,8 +502,8 @@ def _after_fork_in_child() -> None:
     for arena in arenas:
         arena.close_descriptors()
     for transport in transports:
-        if transport.lifeline is not None:
-            transport.lifeline.close()
+        for end in transport.lifeline or ():  # its copy must not keep the workers alive
+            os.close(end)
         if transport.board is not None:
             transport.board.close_descriptor()
         if transport.template is not None:

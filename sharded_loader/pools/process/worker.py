@@ -59,7 +59,7 @@ LOOK_SECONDS = 0.1
 
 LOOK_SHARE = 50
 """A look at `private_bytes` takes 17 ms in a process of 740 MB. The next one comes after this many times as long, which
-is 2 % of the worker's time. It comes sooner if `own_bytes` has grown by what was left."""
+is 2 % of the worker's time."""
 
 GRACE = 0.3
 """Seconds between end-of-file and the end of a worker that is in the user's code."""
@@ -82,7 +82,6 @@ class _MemoryWatch:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.batches, self._next_look = -1, 0.0
-        self._enough, self._next_exact = 0, 0.0
 
     def look(self) -> int | None:
         """The memory that it takes, if that is too much."""
@@ -92,13 +91,12 @@ class _MemoryWatch:
             return None
         from sharded_loader.base import limits  # which few workers need
 
-        self._next_look, nbytes = began + LOOK_SECONDS, limits.own_bytes()
-        if nbytes <= self._limit or (nbytes <= self._enough and began < self._next_exact):
-            return None
-        private = limits.private_bytes()
-        self._enough, now = nbytes + self._limit - private, host_clock.now()
-        self._next_exact = now + LOOK_SHARE * (now - began)
-        return private if private > self._limit else None
+        nbytes = limits.own_bytes()
+        if nbytes > self._limit:
+            nbytes = limits.private_bytes()
+        now = host_clock.now()
+        self._next_look = now + max(LOOK_SECONDS, LOOK_SHARE * (now - began))
+        return nbytes if nbytes > self._limit else None
 
 
 class WorkerThreads:

@@ -24,8 +24,8 @@ from sharded_loader.engine.board import IDLE, RUN, SAMPLE, SEQ, SHARD
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.pools.process import start
 from sharded_loader.pools.process import transport as transport_module
+from sharded_loader.pools.process.link import Link
 from sharded_loader.pools.process.pool import ProcessPool
-from sharded_loader.pools.process.start import Lifeline
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills by signals")
@@ -127,8 +127,8 @@ STEPS = {
     "before the process is known": (transport_module, "open_pidfd", True),
     "when it is known": (transport_module, "open_pidfd", False),
     "before the board": (transport_module, "board_in", True),
-    "before the lifeline": (Lifeline, "tie", True),
-    "behind the lifeline": (Lifeline, "tie", False),
+    "before it is told": (Link, "send_segment", True),
+    "when it is told": (Link, "send_segment", False),
 }
 
 
@@ -142,7 +142,7 @@ def fail() -> None:
     "step, event",
     [
         *itertools.product(STEPS, ["closed", "template killed"]),
-        *itertools.product(["before the template forks", "before the board", "before the lifeline"], ["no memory"]),
+        *itertools.product(["before the template forks", "before the board", "before it is told"], ["no memory"]),
     ],
 )
 def test_whatever_happens_in_a_launch_it_leaves_nothing(step: str, event: str, monkeypatch: pytest.MonkeyPatch) -> None:
