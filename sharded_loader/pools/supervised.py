@@ -452,6 +452,6 @@ def decode_result(
             Location(task.epoch, seq).note(failure, samples=task.shards[0])
         return Result(run, seq, error=failure)
     result: Any = reply.reply if type(reply) is SetApart else reply
-    error = None if result.error is None else decode_error(result.error)
-    skipped = tuple((index, decode_error(error)) for index, error in result.skipped)
-    return result._replace(error=error, skipped=skipped, times=times)  # type: ignore[no-any-return]
+    failed = None if result.error is None else decode_error(result.error)
+    skipped = tuple((index, decode_error(encoded)) for index, encoded in result.skipped)
+    return result._replace(error=failed, skipped=skipped, times=times)  # type: ignore[no-any-return]

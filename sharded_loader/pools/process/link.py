@@ -132,8 +132,10 @@ class Link:
         self._parser = _parse(self.inbox)
         self._wanted = next(self._parser)
         self._descriptors: deque[int] = deque()
-        self._socket: Any = PortableSocket(conn, blocks) if PORTABLE else socket.socket(fileno=os.dup(conn.fileno()))
-        if not PORTABLE:
+        if PORTABLE:
+            self._socket: Any = PortableSocket(conn, blocks)
+        else:
+            self._socket = socket.socket(fileno=os.dup(conn.fileno()))
             conn.close()
             self._socket.setblocking(blocks)  # whatever the user's socket.setdefaulttimeout says
         Link.live.add(self)

@@ -502,7 +502,8 @@ def _after_fork_in_child() -> None:
     for arena in arenas:
         arena.close_descriptors()
     for transport in transports:
-        for end in transport.lifeline or ():  # its copy must not keep the workers alive
+        ends, transport.lifeline = transport.lifeline, None
+        for end in ends or ():  # its copy must not keep the workers alive
             os.close(end)
         if transport.board is not None:
             transport.board.close_descriptor()
