@@ -165,9 +165,9 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
     def start(self, job: Job) -> None:
         if self.start_method == "fork" and self.num_workers > 1:
             warn_of_open_file(job.dataset, "forked processes")
-        notes_samples = self.timeout is not None or self.restarts <= 1  # otherwise a task is read a second time
-        more = {"worker_init_fn": self.worker_init_fn, "max_memory": self.max_worker_memory}
-        self._start(replace(job, notes_samples=notes_samples, **more))
+        notes = self.timeout is not None or self.restarts <= 1  # otherwise a task is read a second time
+        init, most = self.worker_init_fn, self.max_worker_memory
+        self._start(replace(job, worker_init_fn=init, notes_samples=notes, max_memory=most))
         self.unsettled = self.start_method == "fork" and self.workers_last
 
     def settle(self) -> None:
