@@ -78,6 +78,16 @@ class Entry:
     placing: float = 0.0
 
 
+class ShownRun:
+    """Which run has handed out a batch, or its end, most recently.
+
+    Attributes:
+        shown: the run, whose position the loader tells.
+    """
+
+    shown: Run | None = None
+
+
 @dataclass(eq=False)
 class Run:
     """One iterator's way through one epoch.

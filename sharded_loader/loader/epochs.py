@@ -40,7 +40,7 @@ from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.messages import Job
 from sharded_loader.engine.order import Epoch, Position
-from sharded_loader.engine.pipeline import Pipeline, Run
+from sharded_loader.engine.pipeline import Pipeline, Run, ShownRun
 from sharded_loader.loader.arguments import length
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.epoch import Ahead, MapEpoch
@@ -82,7 +82,7 @@ class Mark(NamedTuple):
     shown: Run | None
 
 
-class Progress(Generic[Pending]):
+class Progress(ShownRun, Generic[Pending]):
     """The position of a loader, as a state machine. `now` is its state.
 
                 set_epoch: another
@@ -114,7 +114,6 @@ class Progress(Generic[Pending]):
 
     def __init__(self, count: EpochCounter) -> None:
         self.count = count
-        self.shown: Run | None = None
         self.live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.pending: Pending | None = None
 

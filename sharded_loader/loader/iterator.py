@@ -18,7 +18,6 @@ import os
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sized
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +30,7 @@ from sharded_loader.base.private import find_profiler_enabled, is_owned
 from sharded_loader.batching.tree import to_torch
 from sharded_loader.devices.placement import Placer, not_placed
 from sharded_loader.engine.messages import NOTHING, Job, Result
-from sharded_loader.engine.pipeline import Entry, Pipeline, Run
+from sharded_loader.engine.pipeline import Entry, Pipeline, Run, ShownRun
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.observer import Observer
 from sharded_loader.loader.options import Batch
@@ -49,7 +48,7 @@ class BatchIterator(Iterator[Batch]):
 
     Args:
         pipeline, placement, observer: of the loader.
-        progress: of the loader; ``shown`` is the run that has handed out a batch, or its end, most recently.
+        progress: which run of the loader has handed out a batch most recently.
         name: what torch's profiler calls a ``next``; "": nothing.
 
     Attributes:
@@ -63,12 +62,12 @@ class BatchIterator(Iterator[Batch]):
         pipeline: Pipeline,
         placement: Placer,
         observer: Observer,
-        progress: Any = None,
+        progress: ShownRun | None = None,
         name: str = "",
     ) -> None:
         self._pipeline, self._placement, self._observer = pipeline, placement, observer
         pipeline.scheduler.is_timed = observer.times
-        self._progress = progress or SimpleNamespace(shown=None)
+        self._progress = progress or ShownRun()
         self._last_ended: float | None = None  # when it has handed out a batch, or an error in its place
         self._counts: Any = None  # the observer's
         self._skipped = 0  # samples of this epoch
