@@ -9,7 +9,6 @@ torch's loader stay with the pools and with the drop-in.
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import ctypes
 import os
 import sys
@@ -53,12 +52,6 @@ def posix_shared_memory() -> Any:
     import _posixshmem  # type: ignore[import-not-found]
 
     return _posixshmem
-
-
-def slot_names(kind: type) -> Iterable[str]:
-    """The attributes in the slots of a class and its bases."""
-    names: Iterable[str] = copyreg._slotnames(kind)  # type: ignore[attr-defined]
-    return names
 
 
 def is_thread_of_others(thread: threading.Thread) -> bool:

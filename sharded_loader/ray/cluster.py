@@ -262,7 +262,7 @@ def put(value: object, parts: dict[str, Any]) -> Any:
     """Pickle something and put it into the object store, once for all actors.
 
     Args:
-        value: a `NewJob`, or the order of an epoch.
+        value: a `Job`, or the order of an epoch.
         parts: the user's objects in it, by the names that the user knows.
 
     Raises:

@@ -1,11 +1,10 @@
-"""How worker processes start, and how all of them end with the main process.
+"""How worker processes start.
 
     choose_start_method(None) -> "fork"
-    Template(new_job) .fork(number, ...) -> process        fork: a copy of the main process that does nothing else
+    Template(job) .fork(number, ...) -> process        fork: a copy of the main process that does nothing else
     start_forked(name, target, ...) -> process             fork: that itself, and the first workers
     spawn_worker(number, ..., conn) -> process             spawn: `SpawnedProcess`; forkserver: forked from that
     start_forkserver(modules)                              it has them imported before it forks
-    Lifeline() .tie(link) .close()                         the only writing end of a pipe
 
     main process                       template                          worker
     Template.fork(number, conn) -----> forks; the descriptor goes along -> worker.main(conn, ...)
@@ -30,12 +29,6 @@ Exit codes of the dead one's workers are unknown from then on (None).
 ``multiprocess`` re-runs the user's script in a spawned worker, and in the forkserver. Not in ours: the entries that say
 so are taken out of what it sends, for this thread and only while it starts a worker. So a script needs no
 ``if __name__ == "__main__"``, and nothing imports torch by accident.
-
-The kernel closes the main process's end of a lifeline when that process ends, also by SIGKILL, and then kills the
-workers (`worker.die_with`). So a worker ends that holds the GIL, in which none of its own threads can notice anything.
-Processes that a worker starts are the user's: they live on. The kernel may refuse the signal (a sandbox), and elsewhere
-than on Linux there is none. Then the worker's receiver thread ends the process, which it cannot while code in C holds
-the GIL.
 
 No process, no descriptor is an OSError everywhere.
 """
@@ -67,10 +60,10 @@ from multiprocess.context import SpawnProcess
 from sharded_loader.base import private
 from sharded_loader.base.errors import describe_exit
 from sharded_loader.base.interrupts import python_handlers, should_stop, uninterrupted
-from sharded_loader.base.system import PORTABLE, can_pass_descriptors
-from sharded_loader.engine.messages import NewJob
+from sharded_loader.base.system import can_pass_descriptors
+from sharded_loader.engine.messages import Job
 from sharded_loader.pools.process import spawned, worker
-from sharded_loader.pools.process.link import DEATH, Link, send_descriptors
+from sharded_loader.pools.process.link import send_descriptors
 
 NAME = "sharded_loader-worker"
 """How the processes of workers are named, before their numbers."""
@@ -203,7 +196,7 @@ class Template:
     """The main process's end.
 
     Args:
-        new_job: what the workers are to read.
+        job: what the workers are to read.
 
     Attributes:
         finished: whether it has been told to end: it reaps its workers when it likes.
@@ -213,13 +206,11 @@ class Template:
         OSError: the process cannot be forked.
     """
 
-    def __init__(self, new_job: NewJob) -> None:
+    def __init__(self, job: Job) -> None:
         self._control, theirs = socket.socketpair()
         self._control.settimeout(STEP)
         try:
-            self._process = start_forked(
-                "sharded_loader-template", _serve, theirs, self._control, new_job, daemon=False
-            )
+            self._process = start_forked("sharded_loader-template", _serve, theirs, self._control, job, daemon=False)
         except BaseException:
             self._control.close()
             raise
@@ -351,13 +342,13 @@ class ForkedWorker:
         os.close(self.sentinel)
 
 
-def _serve(control: socket.socket, theirs: socket.socket, new_job: NewJob) -> None:
+def _serve(control: socket.socket, theirs: socket.socket, job: Job) -> None:
     """The template, from its first line to its last.
 
     Args:
         control: its end of the pipe to the main process.
         theirs: the other end.
-        new_job: for the workers.
+        job: for the workers.
     """
     theirs.close()
     control.setblocking(True)  # whatever the user's socket.setdefaulttimeout says
@@ -368,7 +359,7 @@ def _serve(control: socket.socket, theirs: socket.socket, new_job: NewJob) -> No
         control.close()
         for signal_number, handler in handlers.items():
             signal.signal(signal_number, handler)
-        worker.main(Connection(fd), number, num_workers, new_job, held=held)
+        worker.main(Connection(fd), number, num_workers, job, held=held)
 
     def fork(number: int, num_workers: int, descriptors: list[int]) -> int:
         """The pid of a new worker, or an error number below 0."""
@@ -551,31 +542,3 @@ class SpawnedProcess(SpawnProcess):  # type: ignore[misc]
     @staticmethod
     def _Popen(started: SpawnedProcess) -> Any:
         return _SpawnedPopen(started)
-
-
-# -- the end of the main process ---------------------------------------------------------------------------------------
-
-
-class Lifeline:
-    """The main process's end of what ends its workers: of a pipe. Elsewhere than on Linux there is none.
-
-    Raises:
-        OSError: no descriptors.
-    """
-
-    def __init__(self) -> None:
-        self._ends: tuple[int, ...] = os.pipe() if sys.platform == "linux" else ()
-
-    def tie(self, link: Link) -> None:
-        """Have a worker end with this process."""
-        if self._ends and not PORTABLE:
-            if can_pass_descriptors():
-                link.send(DEATH, descriptor=self._ends[0])
-            else:
-                link.send(DEATH, content=f"/proc/{os.getpid()}/fd/{self._ends[0]}".encode())
-
-    def close(self) -> None:
-        """End the workers that live. In a forked child this ends no worker: its copy must not keep them alive."""
-        ends, self._ends = self._ends, ()
-        for end in ends:
-            os.close(end)
