@@ -153,16 +153,15 @@ class Pad(default.Batchify):
         if self._max_length is None:
             return samples
         kept = slice(self._max_length) if self._truncate == "end" else slice(-self._max_length, None)
-        before: Any = (slice(None),) * (self._axis or 0)
-        after: Any = ()
-        if self._axis is not None and self._axis < 0:
-            before, after = (...,), (slice(None),) * (-1 - self._axis)
-        try:
-            return [
-                sample[(kept,) * sample.ndim if self._axis is None else (*before, kept, *after)] for sample in samples
-            ]
-        except IndexError:  # one has no such axis: `_plan` says so
-            return samples
+        cut = []
+        for sample in samples:
+            where = [slice(None) if self._axis is not None else kept] * sample.ndim
+            if self._axis is not None:
+                if not -sample.ndim <= self._axis < sample.ndim:
+                    return samples  # `_plan` says so
+                where[self._axis] = kept
+            cut.append(sample[tuple(where)])
+        return cut
 
     def _plan(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], int | None, Sequence[Any]]:
         """The padded shape of one sample, the axis from 0, and each sample's length along it (all, with axis=None)."""
@@ -255,10 +254,7 @@ def _write(out: Any, samples: Samples, fill: Any, axis: int | None, lengths: Seq
         out[...] = fill
     head = (slice(None),) * (axis or 0)
     for row, sample, length in zip(out, samples, lengths, strict=True):
-        if axis == 0:
-            row[:length] = sample
-        else:
-            row[tuple(map(slice, length)) if axis is None else (*head, slice(length))] = sample
+        row[tuple(map(slice, sample.shape))] = sample
         if not small:
             row[(*head, slice(length, None))] = fill
 
