@@ -56,9 +56,6 @@ LATE_NOTE = (
 NOTHING: AbstractContextManager[Any] = nullcontext()
 """There is nothing to set up."""
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Rows are gathered as numbers of these types: not every torch has a kernel for unsigned numbers and 8-bit floats."""
-
 
 class Streams:
     """One accelerator, as far as copies to it are concerned.
@@ -141,48 +138,6 @@ class Streams:
     def runtime(self) -> Any:
         """The CUDA runtime, which pins memory in place (``cudaHostRegister``); None elsewhere."""
         return torch.cuda.cudart() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def load(self, target: torch.Tensor, host: torch.Tensor) -> None:
-        """Copy to memory on the device, for use by any stream: the host waits for it."""
-        target.copy_(host)
-        self.caller_stream().record_event().synchronize()
-
-    def take(self, column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of a column on the device, gathered by the current stream.
-
-        Args:
-            column: on the device.
-            rows: their numbers, on the device.
-        """
-        words = _WORDS.get(column.itemsize, column.dtype)
-        if words == column.dtype:  # two views take 3 us
-            return column.index_select(0, rows)
-        return column.view(words).index_select(0, rows).view(column.dtype)
-
-    def put(self, column: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write rows into a tensor on the device, by the current stream.
-
-        Args:
-            column: the tensor.
-            places: the numbers of its rows that are written, on the device.
-            rows: what is written there, on the device.
-        """
-        words = _WORDS.get(column.itemsize, column.dtype)
-        column.view(words).index_copy_(0, places, rows.view(words))
-
-    def memory(self) -> tuple[int, int] | None:
-        """Bytes that torch can still use on the device, and all its bytes; None if the device does not tell."""
-        module = self._module
-        if not hasattr(module, "mem_get_info"):  # some accelerators, and old versions of torch
-            return None
-        free, total = module.mem_get_info(self.device)
-        unused = module.memory_reserved(self.device) - module.memory_allocated(self.device)
-        return int(free + unused), int(total)
-
-    def peak(self) -> int:
-        """Bytes that tensors have taken on the device at once, at most, beyond those that they take now."""
-        module = self._module
-        return int(module.max_memory_allocated(self.device) - module.memory_allocated(self.device))
 
 
 @contextmanager
