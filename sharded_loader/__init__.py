@@ -60,6 +60,7 @@ PROVIDED = {
     ("methods", "instruments"): "sharded_loader.instruments.report:Instruments",
     ("num_workers", "auto"): "sharded_loader.instruments.auto:Tuner",
     ("observer", "instruments"): "sharded_loader.instruments.stats:Meter",
+    ("pinner", "thread"): "sharded_loader.drop_in.pinning:Pinner",
     ("pool on devices", "resident"): "sharded_loader.resident:make_resident",
     ("pool", "ray"): "sharded_loader.ray.pool:RayPool",
     ("sampler", "costs"): "sharded_loader.samplers.index_samplers:CostSampler",
