@@ -395,6 +395,9 @@ class SimulatedStreams(Streams):
     def current(self) -> Any:
         return in_turn(torch.inference_mode(False), self.machine.current(self.device))
 
+    def current_device(self) -> int:
+        return -1  # so each call makes it current
+
     def new_stream(self) -> Stream:
         return self.machine.new_stream(self.device)
 

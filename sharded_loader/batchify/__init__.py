@@ -26,8 +26,8 @@ from itertools import repeat
 from typing import Any, Literal
 
 from sharded_loader.base.described import an
-from sharded_loader.batchify.pad import Pad
-from sharded_loader.batching.default import Batchify, default_batchify_fn, is_numbers, stack, to_numpy_dtype, unlike
+from sharded_loader.batchify.pad import Pad, to_numpy_dtype
+from sharded_loader.batching.default import Batchify, default_batchify_fn, is_numbers, stack, unlike
 from sharded_loader.batching.protocol import (
     Assemble,
     BatchifyError,

@@ -23,11 +23,35 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import call_of
 from sharded_loader.batching import default
 from sharded_loader.batching.protocol import Array, BatchifyError, Dtype, Empty, Samples, check_not_empty, ragged
-from sharded_loader.batching.tree import are_tensors, check_no_grad, dtype_of, empty_tensor, is_plain, numpy_can
+from sharded_loader.batching.tree import (
+    are_tensors,
+    check_no_grad,
+    dtype_name,
+    dtype_of,
+    empty_tensor,
+    is_plain,
+    numpy_can,
+)
 
 _SMALL_ROW = 16 * 1024  # bytes
 
 _ndim_of = attrgetter("ndim")
+
+
+def to_numpy_dtype(dtype: Any) -> Dtype | None:
+    """A dtype given in NumPy's, Python's or torch's way, as NumPy's; a TypeError if NumPy lacks it.
+
+    Example:
+        >>> import torch
+        >>> to_numpy_dtype("float16"), to_numpy_dtype(torch.int32), to_numpy_dtype(None)
+        (dtype('float16'), dtype('int32'), None)
+    """
+    if dtype is None:
+        return None
+    try:
+        return np.dtype(dtype_name(dtype) if str(dtype).startswith("torch.") else dtype)
+    except TypeError:
+        raise TypeError(f"dtype {dtype!r} is unknown to NumPy: give one that is, or convert the batch after") from None
 
 
 class Pad(default.Batchify):
@@ -102,7 +126,7 @@ class Pad(default.Batchify):
         # Gluon's own default is None, which meant 0 and a warning.
         self._pad_val = 0 if pad_val is None else pad_val
         self._ret_length = ret_length
-        self._dtype = default.to_numpy_dtype(dtype)
+        self._dtype = to_numpy_dtype(dtype)
         self._fills: dict[Dtype, Any] = {}
 
     def assemble(self, samples: Samples, empty: Empty) -> Any:

@@ -63,6 +63,7 @@ class Streams:
 
     Attributes:
         device: as given.
+        current_device: ``current_device()``, the number of the device that is current in this thread.
         new_stream: ``new_stream()``, a stream of the device.
         caller_stream: ``caller_stream()``, the current stream of the calling thread.
         set_stream: ``set_stream(stream)`` gives this thread's work on the device to the stream from now on. (Torch's
@@ -84,6 +85,7 @@ class Streams:
         module: Any = torch.get_device_module(device)
         self.device = device
         self._module = module
+        self.current_device: Callable[[], int] = module.current_device
         self.new_stream: Callable[[], Any] = functools.partial(module.Stream, device)
         # By number: torch takes 3 us to look into a torch.device each time (on an H200's host).
         self.caller_stream: Callable[[], Any] = functools.partial(module.current_stream, device.index)
