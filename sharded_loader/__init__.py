@@ -57,10 +57,13 @@ PROVIDED = {
     ("methods", "instruments"): "sharded_loader.instruments.report:Instruments",
     ("num_workers", "auto"): "sharded_loader.instruments.auto:Tuner",
     ("observer", "instruments"): "sharded_loader.instruments.stats:Meter",
+    ("pinner", "thread"): "sharded_loader.drop_in.pinning:Pinner",
     ("pool on devices", "resident"): "sharded_loader.resident:make_resident",
     ("pool", "ray"): "sharded_loader.ray.pool:RayPool",
     ("sampler", "costs"): "sharded_loader.samplers.index_samplers:CostSampler",
     ("sampler", "mixture"): "sharded_loader.mixing.interleave:sampler_of",
+    ("trainer", "fetched"): "sharded_loader.drop_in.trainers:fetched_by_lightning",
+    ("trainer", "skipping"): "sharded_loader.drop_in.trainers:refuse_skipping",
 }
 """Objects of the satellites that the core looks up by kind and name, instead of importing them: `base.imports`."""
 

@@ -176,6 +176,19 @@ class Machine:
         """In the place of the library's function of this name."""
         return SimulatedStreams(self, device) if device.type == KIND else None
 
+    def of_rows(self) -> dict[str, Callable[..., Any]]:
+        """In the place of functions of `resident`."""
+
+        def beside(tensor: torch.Tensor) -> SimulatedStreams:
+            return SimulatedStreams(self, self._recorded[tensor.untyped_storage().data_ptr()][0].device)
+
+        return {
+            "load_rows": lambda streams, target, host: streams.load(target, host),
+            "take_rows": lambda column, rows: beside(column).take(column, rows),
+            "put_rows": lambda column, places, rows: beside(column).put(column, places, rows),
+            "memory_of": lambda streams: streams.memory(),
+        }
+
     # -- streams --------------------------------------------------------------------------------------------
 
     def stream(self, device: torch.device) -> Stream:
@@ -379,6 +392,9 @@ class SimulatedStreams(Streams):
 
     def current(self) -> Any:
         return in_turn(torch.inference_mode(False), self.machine.current(self.device))
+
+    def current_device(self) -> int:
+        return -1  # so each call makes it current
 
     def new_stream(self) -> Stream:
         return self.machine.new_stream(self.device)

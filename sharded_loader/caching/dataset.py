@@ -14,17 +14,18 @@ error when the cache is made or filled; a dataset that has another length than w
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from sharded_loader.base.described import brief
-from sharded_loader.base.system import job_of_ranks
+from sharded_loader.base.system import LOCAL_RANKS
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.caching.store import MISSING, Node, Path, batched, open_store
@@ -198,3 +199,25 @@ def global_states() -> dict[str, bytes]:
     if generator is not None:
         found["torch"] = generator.get_state().numpy().tobytes()
     return found
+
+
+JOB = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT")
+"""Environment variables that are the same for all ranks of a job, and differ between jobs."""
+
+
+def job_of_ranks(environ: Mapping[str, str] = os.environ) -> str | None:
+    """A text that the ranks of a job have in common on this machine; None if this process does not seem to be a rank.
+
+    Ranks have variables of torchrun, SLURM or MPI, or are started by multiprocessing, as by ``torch``'s ``mp.spawn``.
+
+    Example:
+        >>> job_of_ranks({"RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
+        'localhost 29500'
+        >>> job_of_ranks({}) is None
+        True
+    """
+    parent_process: Any = getattr(sys.modules.get("multiprocessing.process"), "parent_process", None)
+    is_child = parent_process is not None and parent_process() is not None
+    if not is_child and not any(environ.get(name) for name in ("RANK", *LOCAL_RANKS)):
+        return None
+    return " ".join(environ[name] for name in JOB if environ.get(name)) or f"of {os.getppid()}"

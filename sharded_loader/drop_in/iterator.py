@@ -38,10 +38,10 @@ from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.batching.tree import TensorBatch
 from sharded_loader.data.inspection import is_stateful
-from sharded_loader.devices.accelerator import Pinner
 from sharded_loader.devices.names import accelerators, find_devices
 from sharded_loader.devices.placement import Placer
 from sharded_loader.drop_in import sampler as samplers
+from sharded_loader.drop_in.pinning import Pinner
 from sharded_loader.drop_in.sampler import SamplerStart, SamplerState, TorchEpoch
 from sharded_loader.drop_in.state import LoaderState, TorchRun, check_data, job_of, stream_epoch
 from sharded_loader.engine.messages import PartPoint, Task
@@ -241,7 +241,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._pin_memory and devices is None:  # as torch does
             kind = torch.device(self._pin_memory_device or accelerators()[0]).type
             pin = functools.partial(_utils.pin_memory.pin_memory, device=self._pin_memory_device)
-            pinner = Pinner(pin, kind, in_thread=self._num_workers > 0)
+            pinner = Pinner(kind, self._num_workers > 0, pin)
         placement = as_collated(None, pinner) if devices is None else self._memory.placement(devices)
         self._placement, self._pool = placement, make_pool(loader)
         self._pool.notices = loader._meter.notices

@@ -28,12 +28,12 @@ from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, RandomS
 
 from sharded_loader.base.checks import check_int, refuse_async_iterable, refuse_class
 from sharded_loader.base.entries import anything, dict_of, entry, integer, optional, parsed, true_or_false, written
-from sharded_loader.base.private import counted_by_fabric, fetched_by_lightning
 from sharded_loader.data.inspection import Known
 from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.drop_in import sampler as samplers
 from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.sampler import EpochCount, SamplerState, ShuffleSampler, TorchEpoch
+from sharded_loader.drop_in.trainers import counted_by_fabric, fetched_by_lightning
 from sharded_loader.engine.epoch_requests import EpochRequest, EpochRequests
 from sharded_loader.engine.messages import Job, PartPoint
 from sharded_loader.engine.order import Position

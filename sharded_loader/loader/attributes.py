@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 from sharded_loader.base.described import an
 from sharded_loader.base.imports import provided
-from sharded_loader.base.private import refuse_skipping
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.engine.pipeline import PER_WORKER
 from sharded_loader.engine.pool import Pool
@@ -58,7 +57,7 @@ _INSTEAD_OF_SETTING = {
 
 def _context(loader: Any) -> Any:
     if isinstance(loader._order, StreamOrder):
-        refuse_skipping(loader)
+        provided("trainer", "skipping")(loader)
     method = getattr(loader._workers, "start_method", None)
     return None if method is None else multiprocessing.get_context(method)
 

@@ -30,9 +30,10 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from sharded_loader.base.imports import provided
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import Notices
-from sharded_loader.base.private import fetched_by_lightning, is_owned
+from sharded_loader.base.private import is_owned
 from sharded_loader.data.bulk import takes_arrays
 from sharded_loader.data.datasets import can_follow, follow
 from sharded_loader.data.inspection import Known
@@ -254,7 +255,7 @@ class OrderProgress(Progress[Position]):
         """The position as a state."""
         run = self.run()
         epoch = self.coming() if run is None else run.epoch
-        ahead, is_over = fetched_by_lightning()
+        ahead, is_over = provided("trainer", "fetched")()
         if run is not None and is_over and self._order.stream is not None:
             run, epoch = None, self._order.epoch(epoch.number + 1)
         position = epoch.position(epoch.first if run is None else max(epoch.first, run.delivered - ahead))

@@ -443,7 +443,9 @@ def _regrouped(order: MapOrder, position: Position, saved: Signature, cutter: An
             length = cutter.len_epoch(number) if is_over else None
         if is_over:
             done, rest = done + (rest > 0) if length is None else length, 0
-    elif ranks * before % now or shifted_rest or (length and length * now != known_length(twin, number) * before):
+    elif (
+        ranks * before % now or shifted_rest or (length and length * now != (known_length(twin, number) or 0) * before)
+    ):
         raise _other_batches(saved, sampling)  # passes over the sampler would end in other steps
     if rest:
         size = cutter.samples_in_batch

@@ -159,7 +159,8 @@ def dumped(index: Index) -> bytes:
         {'length': array(2)}
     """
     file = io.BytesIO()
-    np.savez_compressed(file, **index)
+    arrays: dict[str, Any] = {**index}
+    np.savez_compressed(file, **arrays)
     return file.getvalue() + hashlib.sha256(file.getvalue()).digest()
 
 
