@@ -2,7 +2,7 @@
 
     check_arguments(loader)                           rejects what would otherwise fail at the first batch
     make_pool(loader) -> Pool                         the pool that the loader's arguments ask for
-    LoaderIterator(loader, state)._next_data() -> RunIterator -> Pipeline -> ProcessPool | InlinePool
+    LoaderIterator(loader, state)._next_data() -> EpochIterator -> Pipeline -> ProcessPool | InlinePool
     WorkerView(handle)                                a worker process as torch's iterator shows it
 
 An iterator owns its workers, as in torch. They start with the first ``next`` and end with the epoch. With
@@ -49,8 +49,8 @@ from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool
 from sharded_loader.loader import arguments
 from sharded_loader.loader.arguments import length
-from sharded_loader.loader.epochs import warn_of_length
-from sharded_loader.loader.iterator import RunIterator, profiler_enabled
+from sharded_loader.loader.epochs import OneRun, warn_of_length
+from sharded_loader.loader.iterator import EpochIterator, profiler_enabled
 from sharded_loader.pools.local import InlinePool, ThreadPool
 from sharded_loader.pools.process.pool import ArenaInUse, ProcessPool
 from sharded_loader.sampling.base import nested
@@ -340,7 +340,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         at: dict[str, Any] = {"points_at_start": self._points_at_start, "epoch_of_dataset": of_epoch}
         at |= {"base_seed": drawn, "yielded": self._num_yielded}
         self.run = TorchRun(next(_numbers), epoch=epoch, **at)
-        self._inner = RunIterator(self._pipeline, self._placement, loader._meter, self.run, job)
+        self._inner = EpochIterator(OneRun(self._pipeline, self._placement, self.run, job), loader._meter)
         if workers == 0:
             self._prime(epoch, is_new)
         # Until the first `next` the loader is what it was: an iterator that reads nothing changes nothing.

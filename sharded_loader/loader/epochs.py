@@ -597,3 +597,35 @@ class Epochs:
     def reading(self) -> list[Run]:
         """The runs that are under way. If they share a dataset with set_epoch, of one epoch."""
         return [run for run in self.progress.live_runs() if not run.ended and run.dead is None]
+
+
+class OneRun(ShownRun):
+    """What an iterator asks of `Epochs`, where its run is known from the start.
+
+    Args:
+        pipeline, placement: of the loader.
+        run: the run.
+        job: what the workers of the run read.
+    """
+
+    def __init__(self, pipeline: Pipeline, placement: Placer, run: Run, job: Job) -> None:
+        self.pipeline, self.placement, self._run, self._job = pipeline, placement, run, job
+
+    @property
+    def progress(self) -> OneRun:
+        """No attribute: an object that holds itself waits for the garbage collector."""
+        return self
+
+    def choose(self) -> Run:
+        return self._run
+
+    def open(self, run: Run, iterator: object) -> None:
+        self.pipeline.open(run, self._job)
+
+    def was_over(self, run: Run) -> bool:
+        return False
+
+    def begun(self, *_: object) -> None:
+        pass
+
+    keep = read_ahead = begun

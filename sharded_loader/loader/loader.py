@@ -263,7 +263,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         It changes nothing in the loader: the epoch begins when its first batch is asked for. Workers start then.
         """
         self._pipeline.check_open()
-        return EpochIterator(self, self._epochs, self._meter)
+        return EpochIterator(self._epochs, self._meter, self)
 
     # -- single batches and samples -------------------------------------------------------------------------
 
