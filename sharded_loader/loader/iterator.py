@@ -164,8 +164,8 @@ class EpochIterator(Iterator[Batch]):
                 observer.begin(run.epoch.number, self._counts)
             self._last_ended = taken
             if observer.times:
-                behind = clock.behind - behind
-                observer.note(self._counts, found, turn, asked, taken, behind, self._starts, self._pipeline)
+                stamps = turn, asked, taken, clock.behind - behind, self._starts
+                observer.note(self._counts, found, stamps, self._pipeline)
             return found.batch, found.result and found.result.error
         finally:
             del found  # as in `__next__`
