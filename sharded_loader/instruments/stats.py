@@ -444,6 +444,7 @@ class Meter(Observer):
 
     def add_sources(self, counts: Counts, shards: Sequence[object]) -> None:
         """Count where the samples of a batch of a mixture came from: 20 us."""
+        assert self.mixture is not None  # it was asked before
         came = np.sum([self.mixture.sources_of(shard) for shard in shards], 0)
         counts.sources = came if counts.sources is None else came + counts.sources
 

@@ -18,9 +18,7 @@ import torch
 
 from sharded_loader.base.checks import check_int, refuse_arguments, refuse_async_iterable, refuse_class
 from sharded_loader.base.described import an
-from sharded_loader.base.errors import add_note
 from sharded_loader.base.imports import names_of, provided
-from sharded_loader.base.notices import logger
 from sharded_loader.batching.default import Batchify, default_batchify_fn
 from sharded_loader.batching.protocol import some
 from sharded_loader.batching.tree import is_tensor
@@ -46,14 +44,10 @@ INSTEAD = {
     "try_nopython": "leave it out",
     "start_method": 'write pool=ProcessPool(n, start_method="spawn") instead',
     "shm_size": "leave it out: shared memory grows with the batches. ProcessPool(n, max_bytes=) limits it",
-    "use_shared_mem": "leave it out: worker processes always write batches into shared memory",
     "num_threads": "write num_workers= and thread_pool=True instead",
     "ctx_list": "write devices= instead",
     "ctx": "write device= or devices= instead",
     "world_size": "write num_replicas= instead",
-    "num_parts": "write num_replicas= instead",
-    "part_index": "write rank= instead",
-    "drop_remainder": "write drop_last= instead",
     "auto_reload": "leave it out, or set loader.prefetch_epochs: worker processes prefetch the next epoch",
     "prefetch_epochs": "set loader.prefetch_epochs instead",
     "max_skipped": 'write on_error=OnError("skip", limit=) instead',
@@ -128,12 +122,6 @@ def length(dataset: Any, *, needed: bool = False) -> int | None:
                 f"{error}. Correct it, or give the loader a sampler that knows the indices"
             ) from error
         return None
-    except Exception as error:
-        add_note(
-            error,
-            f"sharded_loader: raised by len(dataset), where the dataset is {an(type(dataset))}",
-        )
-        raise
 
 
 def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
@@ -216,15 +204,11 @@ def ranks_given(num_replicas: object, rank: object, mesh: object) -> tuple[Any, 
 
 def placement_given(device: object, devices: object) -> tuple[Any, Any, Placement]:
     """``device``, ``devices``, and the options of the `Placement` that one of them may be."""
-    given = [one for one in (device, devices) if isinstance(one, Placement)]
-    if len(given) > 1:
-        raise ValueError("device and devices are both a Placement: give one")
-    if not given:
-        return device, devices, Placement()
-    placement = given[0]
-    if placement is devices:
-        return device, placement.device, placement
-    return placement.device, devices, placement
+    if isinstance(device, Placement):
+        if isinstance(devices, Placement):
+            raise ValueError("device and devices are both a Placement: give one")
+        return device.device, devices, device
+    return (device, devices.device, devices) if isinstance(devices, Placement) else (device, devices, Placement())
 
 
 def check_evaluate(evaluate: object, on_error: object) -> None:
@@ -300,22 +284,18 @@ def action_and_limit(on_error: Any) -> tuple[Any, int | None]:
 
 def make_split(devices: list[Any] | None, sharded: bool, num_shards: Any, weights: Any = None) -> Split:
     """How batches become shards, by the loader's arguments. ``sharded``: shard i belongs to device i."""
-    split = _unweighted(devices, sharded, num_shards)
-    split.weights = check_shard_weights(weights, split)
-    return split
-
-
-def _unweighted(devices: list[Any] | None, sharded: bool, num_shards: object) -> Split:
-    if num_shards is not None:
+    most = None if devices is None else len(devices)
+    if num_shards is None:
+        num_shards = most if sharded else None
+    else:
         num_shards = check_int("num_shards", num_shards, 1, "give how many shards a batch is split into")
         if devices is not None and not sharded:
             raise ValueError("num_shards makes lists of shards, device makes plain batches: use devices=[...]")
-        if devices is not None and num_shards > len(devices):
-            raise ValueError(f"num_shards is {num_shards}, but there are only {len(devices)} devices")
-        return Split(num_shards, None if devices is None else len(devices))
-    if devices is None:
-        return Split()
-    return Split(len(devices) if sharded else None, len(devices))
+        if most is not None and num_shards > most:
+            raise ValueError(f"num_shards is {num_shards}, but there are only {most} devices")
+    split = Split(num_shards, most)
+    split.weights = check_shard_weights(weights, split)
+    return split
 
 
 def number_of_workers(num_workers: object) -> tuple[bool, Any]:
@@ -343,12 +323,6 @@ def make_pool(
             f'num_workers="auto" is for threads and processes on this machine, and the pool is {pool!r}: leave out one'
         )
     count = max(0, num_workers)
-    if num_workers < 0:
-        logger.warning(
-            "num_workers is %d, which means 0, as in MXNet Gluon: the main process reads. Give the number of workers, "
-            "such as num_workers=os.cpu_count()",
-            num_workers,
-        )
     timeout = timeout or None  # 0 is torch's default, and means never
     given = {"worker_init_fn": worker_init_fn, "timeout": timeout}
     options = {name: value for name, value in given.items() if value is not None}
@@ -365,12 +339,8 @@ def make_pool(
         if timeout is not None:
             raise ValueError(f"timeout={timeout!r} needs workers: give num_workers=, or leave timeout out")
         return InlinePool()
-    if kind == "thread":
-        return ThreadPool(count, **options)
-    if kind == "process":
-        return ProcessPool(count, **options)
-    made: Pool = provided("pool", kind)(count, **options)
-    return made
+    make = {"thread": ThreadPool, "process": ProcessPool}.get(kind) or provided("pool", kind)
+    return make(count, **options)  # type: ignore[no-any-return]
 
 
 def refuse_worker_memory(limit: object, has_processes: bool) -> None:
@@ -440,9 +410,7 @@ def check_prefetch_epochs(wanted: object, pool: Pool) -> bool:
 
 
 def check_count(name: str, count: object) -> int:
-    """A number of batches; a float that is whole is one, as in Gluon."""
-    if isinstance(count, float | np.floating) and count.is_integer():
-        count = int(count)
+    """A number of batches."""
     return max(0, check_int(name, count, -math.inf, "give the number of batches in flight"))
 
 
