@@ -1,7 +1,6 @@
 """``sharded-loader bench module:dataset``: which pool, and how many workers, for the user's own dataset?
 
     target.find_dataset --> measure, for each pool --> a table, recommend
-    output.cores_of_others, before it --> a line, if other programs disturb the measurement
 
     measure(pool, seconds, arguments) -> a row: the number of workers that ``num_workers="auto"`` finds, and its speed
     recommend(rows) -> one sentence, a pure function
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +31,7 @@ import click
 from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.base.notices import LoaderWarning
 from sharded_loader.cli import output
-from sharded_loader.cli.output import CannotRun, Steps, cores_of_others
+from sharded_loader.cli.output import CannotRun, Steps
 from sharded_loader.cli.target import find_dataset, find_function, kind_of, say_error
 
 if TYPE_CHECKING:
@@ -66,6 +64,7 @@ def bench(dataset: str, collate: str | None, pools: str, as_json: bool, quiet: b
     MODULE:DATASET is an object in a module, or path/to/file.py:DATASET. DATASET is a dataset, or a function that takes
     no arguments and returns one. Datasets with only __iter__ work too.
     """
+    from sharded_loader.base.described import table
     from sharded_loader.data.inspection import is_stream
 
     listed = sorted(dict.fromkeys(pools.split(",")), key="inline".__ne__)
@@ -81,7 +80,6 @@ def bench(dataset: str, collate: str | None, pools: str, as_json: bool, quiet: b
     if not quiet and not as_json:
         order = "random order" if options["shuffle"] else "the dataset's own order"
         click.echo(f"{dataset}: {asked['kind']}, in {order}; batches of {options['batch_size']}.")
-    others = cores_of_others()
     with Steps("measuring", len(listed), quiet) as steps:
         rows = [measure(pool, seconds, options, partial(steps.update, done, pool)) for done, pool in enumerate(listed)]
     for row in rows:
@@ -90,13 +88,11 @@ def bench(dataset: str, collate: str | None, pools: str, as_json: bool, quiet: b
     if all(row.error for row in rows):
         raise CannotRun(f"reading the dataset failed: {rows[0].error}")
     if as_json:
-        found = {"rounds": ROUNDS, "cores_of_others": others, "recommendation": recommend(rows)}
-        click.echo(json.dumps({**asked, **found, "rows": [asdict(row) for row in rows]}, indent=2))
+        found = {"rounds": ROUNDS, "recommendation": recommend(rows), "rows": [asdict(row) for row in rows]}
+        click.echo(json.dumps(asked | found, indent=2))
     else:
         cells = [[row.pool, str(row.workers), *_cells_of(row)] for row in rows]
-        output.show_table(["pool", "workers", "samples/s", "ms per batch", "spread", "x inline"], cells)
-        if (busy := output.busy_text(others, os.cpu_count() or 1, cores_for_workers())) is not None:
-            click.echo(f"{busy} The figures are lower than on a quiet machine, and vary more.")
+        click.echo("\n".join(table(["pool", "workers", "samples/s", "ms per batch", "spread", "x inline"], cells)))
         click.echo(recommend(rows))
     for row in rows:
         if row.error is not None:

@@ -191,8 +191,8 @@ class Instruments:
         """Write when each of the last 1,000 batches was read, waited for and handed out, as a Chrome trace.
 
         Open the file in https://ui.perfetto.dev, or in ``chrome://tracing``. The main process and each worker have a
-        lane. Arrows lead from a task to the worker that read the batch, and to the ``next`` that returned it. Of
-        batches that take less than 0.2 ms, only some are noted.
+        lane. Each slice has the epoch and the step of its batch. Of batches that take less than 0.2 ms, only some are
+        noted.
 
         Args:
             path: the file, such as ``trace.json``.

@@ -18,7 +18,6 @@ import pytest
 from torch.utils.data import get_worker_info
 
 from sharded_loader import SimpleDataset
-from sharded_loader.cli import bench
 from sharded_loader.cli.bench import ROUNDS, Row, measure, recommend
 from sharded_loader.cli.main import main
 from sharded_loader.cli.output import CannotRun
@@ -155,18 +154,6 @@ def test_more_processes_than_cores_are_no_warning_where_auto_finds_them(monkeypa
 def test_where_auto_finds_no_number_it_is_that_to_begin_with() -> None:
     found = measure("thread", 9.0, arguments(_Divides()))
     assert found.workers == START and found.error is not None and found.error.startswith("ZeroDivisionError")
-
-
-@pytest.mark.parametrize(("others", "said"), [(1.7, True), (0.0, False)])
-def test_bench_says_that_the_machine_is_busy(
-    others: float, said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench, "cores_of_others", lambda: others)
-    monkeypatch.setattr(bench, "cores_for_workers", lambda: 2)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    arguments = ["bench", "keyword:kwlist", "--pools", "inline", "--seconds", "0.01"]
-    assert main(arguments) == 0
-    assert ("Other programs use 1.7 of 2 cores. The figures are lower" in capsys.readouterr().out) == said
 
 
 @pytest.mark.slow
