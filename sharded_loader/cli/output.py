@@ -38,7 +38,6 @@ _TO_THE_END = "\x1b[K"
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print results only: no progress, no explanations.")
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 force_option = click.option("--force", is_flag=True, help="Replace files that exist.")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -80,16 +79,6 @@ def test_samples_of_different_lengths_are_measured_with_the_users_collate_functi
     assert capsys.readouterr().out.startswith("benched_data:ragged: list, 100 samples")
     assert main(["bench", "benched_data:ragged", *QUICK, "--collate", "benched_data:numbers"]) == 2
     assert "benched_data:numbers is a list, not a function" in capsys.readouterr().err
-
-
-def test_json_has_the_numbers_and_nothing_else_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--pools", "inline,thread", "--batch-size", "8", "--json"]
-    assert main(["bench", "benched_data:stream", *QUICK, *options]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["kind"], found["shuffle"], found["batch_size"]) == ("Stream, iterable data", False, 8)
-    assert [(row["pool"], row["workers"]) for row in found["rows"]] == [("inline", 0), ("thread", 2)]
-    assert all(row["samples_per_second"] > 0 and row["times_inline"] > 0 for row in found["rows"])
-    assert found["recommendation"].endswith(".")
 
 
 def test_a_sample_that_raises_is_named_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
