@@ -85,7 +85,11 @@ def check_arguments(loader: Loader) -> None:
             arguments.refuse_streams(loader.streams, loader.dataset)
     if loader.start_method and loader.multiprocessing_context is not None:
         raise ValueError("start_method and multiprocessing_context set the same thing: leave out one of them")
-    arguments.refuse_worker_memory(loader.max_worker_memory, loader.num_workers > 0 and not _uses_threads(loader))
+    if loader.max_worker_memory is not None and (loader.num_workers == 0 or _uses_threads(loader)):
+        raise ValueError(
+            f"max_worker_memory={loader.max_worker_memory!r} needs worker processes on this machine: give num_workers= "
+            f"without thread_pool and pool, or leave max_worker_memory out"
+        )
     _process_pool(loader, max(1, loader.num_workers))
     for one in () if isinstance(loader.dataset, IterableDataset) else nested(loader._index_sampler):
         if hasattr(one, "check_dataset") and hasattr(loader.dataset, "__len__"):

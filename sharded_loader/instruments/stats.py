@@ -448,9 +448,6 @@ class Meter(Observer):
         came = np.sum([self.mixture.sources_of(shard) for shard in shards], 0)
         counts.sources = came if counts.sources is None else came + counts.sources
 
-    def words(self) -> list[str]:
-        return quiet_counts(self.totals())
-
     def totals(self) -> LoaderStats:
         """What has been counted so far: retried requests of this process for the dataset, the notices, the caches."""
         counts: dict[str, Any] = {name: self.notices.counts[name] for name in POOLED[1:-3]}

@@ -6,14 +6,12 @@ Each error says what was given, and what to write instead.
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from os import PathLike
 from typing import Any
 
-import numpy as np
 import torch
 
 from sharded_loader.base.checks import check_int, refuse_arguments, refuse_async_iterable, refuse_class
@@ -21,13 +19,12 @@ from sharded_loader.base.described import an
 from sharded_loader.base.imports import names_of, provided
 from sharded_loader.batching.default import Batchify, default_batchify_fn
 from sharded_loader.batching.protocol import some
-from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.columns import as_dataset, named_columns
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.inspection import has_own, is_stream, takes_named, takes_two
 from sharded_loader.devices.transform import BatchTransform
 from sharded_loader.engine.order import ranks_of_mesh
-from sharded_loader.engine.pipeline import PER_WORKER, Pipeline
+from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool, check_init_fn, owners
 from sharded_loader.engine.split import Split, check_shares
 from sharded_loader.loader.options import OnError, OtherNames, Placement
@@ -93,10 +90,9 @@ def last_batch_of(last_batch: str | None, drop_last: object) -> str | None:
 
 def prefetch_of(prefetch: object, prefetch_factor: object, num_workers: int) -> Any:
     """``prefetch``, or what torch's ``prefetch_factor`` means: batches prefetched for each worker."""
-    if one_of("prefetch (which counts batches in all)", prefetch, "prefetch_factor", prefetch_factor) is None:
-        return None
+    given = one_of("prefetch (which counts batches in all)", prefetch, "prefetch_factor", prefetch_factor)
     if prefetch_factor is None:
-        return prefetch
+        return given
     factor = check_int("prefetch_factor", prefetch_factor, 1, "give the number of batches to prefetch per worker")
     if not num_workers:
         raise ValueError("prefetch_factor needs workers: give num_workers=, or leave prefetch_factor out")
@@ -148,12 +144,6 @@ def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
         raise TypeError(f"the dataset is {an(kind)}, whose order is not defined: give sorted(dataset)")
     if is_stream(dataset):
         return dataset
-    if kind is tuple and (rows := _rows_of_columns(dataset)):
-        warnings.warn(
-            f"the dataset is a tuple of {len(dataset)} arrays with {rows} rows each, and is read as {len(dataset)} "
-            f"samples. For {rows} samples give ArrayDataset(*arrays); if each array is a sample, list(arrays)",
-            stacklevel=3,
-        )
     if not has_own(kind, "__getitem__") or kind.__getitem__ is Dataset.__getitem__:
         raise TypeError(
             f"a dataset needs __getitem__ and __len__, or __iter__ for iterable data; {kind.__name__} has neither"
@@ -165,14 +155,6 @@ def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
             f"sampler=list(data)"
         )
     return as_dataset(dataset, "ShardedDataLoader", needs_length=not has_sampler)
-
-
-def _rows_of_columns(arrays: tuple[Any, ...]) -> int:
-    """The number of rows of each array, if all have as many, and more than there are arrays; otherwise 0."""
-    if not arrays or not all(isinstance(one, np.ndarray) or is_tensor(one) for one in arrays):
-        return 0
-    lengths = {len(one) if one.ndim else 0 for one in arrays}
-    return lengths.pop() if len(lengths) == 1 and min(lengths) > len(arrays) else 0
 
 
 def check_stream(dataset: object, **given: object) -> None:
@@ -310,11 +292,7 @@ def number_of_workers(num_workers: object) -> tuple[bool, Any]:
 
 
 def make_pool(
-    pool: Any,
-    num_workers: Any,
-    thread_pool: bool,
-    worker_init_fn: Any = None,
-    timeout: float | None = None,
+    pool: Any, num_workers: Any, thread_pool: bool, worker_init_fn: Any = None, timeout: float | None = None
 ) -> Pool:
     """The pool that the arguments ask for. The last two are as the pools have them."""
     is_auto, num_workers = number_of_workers(num_workers)
@@ -343,15 +321,6 @@ def make_pool(
     return make(count, **options)  # type: ignore[no-any-return]
 
 
-def refuse_worker_memory(limit: object, has_processes: bool) -> None:
-    """Reject ``max_worker_memory`` without worker processes."""
-    if limit is not None and not has_processes:
-        raise ValueError(
-            f"max_worker_memory={limit!r} needs worker processes on this machine: give num_workers= without "
-            f"thread_pool and pool, or leave max_worker_memory out"
-        )
-
-
 def _kind_of_pool(pool: object, count: int, thread_pool: bool) -> Any:
     """The name of the pool that the arguments ask for."""
     if pool is None:
@@ -360,11 +329,9 @@ def _kind_of_pool(pool: object, count: int, thread_pool: bool) -> Any:
         raise ValueError(f"pool={pool!r} and thread_pool=True contradict each other: leave out one of them")
     known = ["inline", "thread", "process", *names_of("pool")]
     if pool not in known:
-        example = ": ProcessPool(2)" if isinstance(pool, type) else ""
-        if pool in ("fork", "forkserver", "spawn"):
-            example = f": ProcessPool({max(count, 1)}, start_method={pool!r})"
         names = ", ".join([f'"{name}"' for name in known])
-        raise ValueError(f"pool is {pool!r}; it must be {names}, or a pool object{example}")
+        example = f'ProcessPool({max(count, 1)}, start_method="spawn")'
+        raise ValueError(f"pool is {pool!r}; it must be {names}, or a pool object, such as {example}")
     if count == 0 and (thread_pool or pool != "inline"):
         asked = "thread_pool=True" if thread_pool else f"pool={pool!r}"
         raise ValueError(
@@ -393,20 +360,6 @@ def claim(pool: Pool, pipeline: Pipeline) -> None:
     if owner is not None:
         pool.close()  # a loader that was collected has ended the workers, and left the rest
     owners[pool] = weakref.ref(pipeline)
-
-
-def check_prefetch(prefetch: object, num_workers: int) -> int:
-    """Batches in flight; None is twice the workers."""
-    return check_count("prefetch", PER_WORKER * num_workers if prefetch is None else prefetch)
-
-
-def check_prefetch_epochs(wanted: object, pool: Pool) -> bool:
-    """Whether the pool reads the next epoch ahead."""
-    if wanted is None:
-        return not pool.shares_dataset
-    if not isinstance(wanted, bool | np.bool_):
-        raise TypeError(f"prefetch_epochs is {wanted!r}; it must be True, False or None")
-    return bool(wanted)
 
 
 def check_count(name: str, count: object) -> int:

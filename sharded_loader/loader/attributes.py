@@ -1,7 +1,7 @@
 """What a loader tells about itself, and what can be set: attributes, its position as a state.
 
     loader.prefetch = 4       -> checked -> the loader's parts
-    loader.state_dict()       <- OrderProgress
+    loader.state_dict()       <- Progress
     loader.stats(), ...       <- `Instruments`, a base class that is asked for by name
 
 Many attributes have the names that other libraries look for. This module owns nothing: the parts are the loader's.
@@ -176,9 +176,9 @@ class LoaderAttributes(Instruments):
 
     @prefetch.setter
     def prefetch(self, prefetch: int | None) -> None:
-        self._pipeline.scheduler.scale_by_group = prefetch is None
-        self._pipeline.scheduler.per_worker = PER_WORKER if prefetch is None else 0
-        self._pipeline.scheduler.prefetch = arguments.check_prefetch(prefetch, self.num_workers)
+        scheduler, is_own = self._pipeline.scheduler, prefetch is None
+        scheduler.scale_by_group, scheduler.per_worker = is_own, PER_WORKER * is_own
+        scheduler.prefetch = arguments.check_count("prefetch", PER_WORKER * self.num_workers if is_own else prefetch)
 
     @property
     def prefetch_epochs(self) -> bool:
@@ -187,7 +187,7 @@ class LoaderAttributes(Instruments):
 
     @prefetch_epochs.setter
     def prefetch_epochs(self, wanted: bool | None) -> None:
-        self._epochs.prefetch_epochs = arguments.check_prefetch_epochs(wanted, self._workers)
+        self._epochs.prefetch_epochs = not self._workers.shares_dataset if wanted is None else bool(wanted)
 
     @property
     def device_prefetch(self) -> int:
@@ -348,12 +348,9 @@ class LoaderAttributes(Instruments):
     def __repr__(self) -> str:
         if self._pipeline.closed:
             return "ShardedDataLoader(closed)"
-        try:
-            size = arguments.length(self.dataset)
-        except Exception:  # a repr must not raise
-            size = None
+        size = self._order.dataset_length
         parts = ["unknown number of samples" if size is None else f"{size} samples"]
-        try:
+        try:  # a repr must not raise
             if self._order.steps is None and getattr(self.batch_sampler, "counts_by_pass", False):
                 raise TypeError("it would take a pass over the data")
             parts.append(f"{len(self)} batches" + (f" of {self.batch_size}" if self.batch_size else ""))
@@ -367,6 +364,5 @@ class LoaderAttributes(Instruments):
         elif self._split.num_shards is not None:
             parts.append(f"{self._split.num_shards} shards")
         parts.append(repr(self.pool))
-        parts += self._meter.words()
         at = "resumes at" if self._progress.now is At.LOADED else "at"
         return f"ShardedDataLoader({', '.join(parts)}; epoch {self.epoch}, {at} batch {self.position})"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sharded_loader.base import host_clock
-from sharded_loader.base.errors import LoaderClosedError, text_of
+from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.private import find_profiler_enabled, is_owned
@@ -181,7 +181,6 @@ class EpochIterator(Iterator[Batch]):
     def _end(self, run: Run) -> Run | None:
         """The run has no more batches: the run that takes its place, if its epoch was over when its state was saved."""
         self._check_parts(run, at_end=True)
-        self._check_skipped(run)
         self._check_discarded(run)
         # Without a chain run -> next run. Otherwise one iterator that is kept keeps every later run alive.
         run.ended, run.next = True, None
@@ -250,17 +249,6 @@ class EpochIterator(Iterator[Batch]):
                 f"the iterable data is read in {parts} parts, but its __iter__ has not asked which part to read. So "
                 f"each part gives all samples, and you get each sample {parts} times{but}. Call get_worker_info() in "
                 f"__iter__, and yield only part .id of .num_workers; or give streams=1",
-            )
-
-    def _check_skipped(self, run: Run) -> None:
-        """Warn if an epoch is over, and ``on_error`` has left no batch of it."""
-        if self._skipped and self._last_ended is None and not run.epoch.resumed:
-            _, error = self._observer.skipped[-1]
-            name = f"epoch {run.epoch.number}"
-            self._observer.notices.warn(
-                name,
-                f"{name} has no batches: on_error has skipped all of its {self._skipped} samples. Look at "
-                f"loader.skipped. The last error is {type(error).__name__}: {text_of(error)}",
             )
 
     def _check_discarded(self, run: Run) -> None:

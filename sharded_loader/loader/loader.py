@@ -221,7 +221,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             kept = make(options.resident, dataset, batchify_fn, placement, bool(workers.num_workers))
         job = Job(dataset, batchify_fn, order.seed, action, order.replicated)
         observer = provided("observer", "instruments")(dataset, limit)
-        epochs = Epochs(job, order, pipeline, placement, resident=kept, prefetch_epochs=not workers.shares_dataset)
+        epochs = Epochs(job, order, pipeline, placement, kept)
         super().__init__(epochs, observer, batch_size, bool(pin_memory))
         self.prefetch = prefetch
         if factor is not None:

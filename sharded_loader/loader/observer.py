@@ -58,10 +58,6 @@ class Observer:
             pipeline: that has read it.
         """
 
-    def words(self) -> list[str]:
-        """What a loader's repr says of what was read."""
-        return []
-
     def skip(self, skipped: Sequence[tuple[Any, BaseException]], where: str = "", before: int = 0) -> Exception | None:
         """Samples were skipped or replaced.
 

@@ -8,7 +8,6 @@ import inspect
 import pickle
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,21 +111,6 @@ def test_wrong_arguments_are_refused_by_the_constructor(
 ) -> None:
     with pytest.raises(error, match=message):
         make(**arguments)
-
-
-def test_a_tuple_of_columns_is_read_as_samples_with_a_warning() -> None:
-    columns = np.zeros((10, 3)), torch.arange(10)
-    with pytest.warns(UserWarning, match=r"tuple of 2 arrays with 10 rows each.*ArrayDataset\(\*arrays\)"):
-        assert len(make(dataset=columns, batch_size=1)) == 2
-    for samples in (
-        (np.zeros(2), np.zeros(2)),
-        (np.zeros(3), np.zeros(4)),
-        (np.float32(1), np.float32(2)),
-        list(columns),
-    ):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert len(make(dataset=samples, batch_size=1)) == 2
 
 
 @pytest.mark.parametrize(
