@@ -1,13 +1,13 @@
 """What a report and a trace say: as text, as a page for a browser, as a Chrome trace; and what ranks say together.
 
     text_of(stats, arguments) -> text for a terminal
-    page_of(about, stats, arguments, rows) -> HTML with its style and its plots
+    page_of(about, stats, arguments, rows) -> HTML with its style and its plot
     compared({rank: told}) -> the slowest rank, and text for a terminal
     trace_of(rows, name) -> the content of a JSON file, for ui.perfetto.dev or chrome://tracing
 
-A page asks no network, has no script, and is light or dark as the reader's system is. A plot is SVG without text, which
-stretches to the width of the window. The table below it is its legend: a cause, or a stage, has one colour in both. A
-trace has lanes:
+A page asks no network, has no script, and is light or dark as the reader's system is. The plot is SVG without text, and
+stretches to the width of the window. The table below it is its legend: a cause has one colour in both. A trace has
+lanes:
 
     "next()"     a slice "next" for each batch
     "worker 0"   the slices "read", "collate" and "write" of each batch
@@ -163,9 +163,6 @@ def _judged(ranks: Mapping[int, Told]) -> tuple[int | None, str]:
 COLUMNS = 120
 """Of the plot of waits."""
 
-SHOWN = 60
-"""The last batches whose way is drawn: more would be thinner than a pixel."""
-
 _HUES = ("#e4572e", "#2e86ab", "#7b5ea7", "#c94f7c", "#8d6e63", "#f2a93b", "#3a9d6e", "#5c7cfa", "#78909c")
 _COLOURS = dict(zip(STAGES, (_HUES[place] for place in (8, 7, 5, 6, 2, 4, 3)), strict=True))
 _COLOURS |= dict(zip(CAUSES, _HUES, strict=False))  # both have "placing"
@@ -184,7 +181,7 @@ def page_of(about: str, stats: LoaderStats, given: Mapping[str, object], rows: S
         stats, given: as of `text_of`.
         rows: the last batches.
     """
-    plots = {"Causes": _waits(rows), "Stages": _lanes(rows[-SHOWN:])} if rows else {}
+    plots = {"Causes": _waits(rows)} if rows else {}
     summary, verdict, advice = (html.escape(text) for text in (str(stats).split("\n")[0], stats.verdict, stats.advice))
     return Template((_FOLDER / "page.html").read_text("utf-8")).substitute(
         style=(_FOLDER / "page.css").read_text("utf-8"),
@@ -226,28 +223,8 @@ def _waits(rows: Sequence[BatchTimes]) -> str:
             bars += [(cause, x / COLUMNS, 1 - below[x] - share[x], 1 / COLUMNS, share[x]) for x in range(COLUMNS)]
             below += share
     about = f"The share of the time that was waiting, from 0 to 100%, over the last {len(rows)} batches."
-    return _p(about) + _svg(about, bars, "8rem") + _ends(edges[-1] - edges[0])
-
-
-def _lanes(rows: Sequence[BatchTimes]) -> str:
-    """What the main process and the workers did, over time."""
-    start, end = rows[0].asked, rows[-1].taken
-    lanes = {"next()": [(row.cause, row.asked, row.taken) for row in rows]}
-    for row in sorted((row for row in rows if row.began), key=lambda row: row.worker):
-        name = f"worker {row.worker}" if row.worker >= 0 else "main process"
-        lanes.setdefault(name, []).extend(stages_in_worker(row))
-    text = [_p(f"The last {len(rows)} batches: when next() waited, and what each worker did.")]
-    for name, spans in lanes.items():
-        cut = [(what, max(first, start), max(last, start)) for what, first, last in spans]
-        whole = end - start
-        bars = [(what, (first - start) / whole, 0.0, (last - first) / whole, 1.0) for what, first, last in cut]
-        text.append(f'<div class="lane"><span>{name}</span>{_svg(name, bars, "1.2rem")}</div>')
-    return "".join([*text, '<div class="lane"><span></span>', _ends(end - start), "</div>"])
-
-
-def _ends(seconds: float) -> str:
-    """The ends of an axis of time."""
-    return f'<p class="ends faint"><span>0 s</span><span>{time_text(seconds)}</span></p>'
+    axis = f'<p class="ends faint"><span>0 s</span><span>{time_text(edges[-1] - edges[0])}</span></p>'
+    return _p(about) + _svg(about, bars, "8rem") + axis
 
 
 def _svg(title: str, bars: Bars, size: str) -> str:

@@ -125,8 +125,8 @@ class Instruments:
         Call it at any time, also in the middle of an epoch.
 
         Args:
-            path: None: it is printed. A name that ends in ``.html``: it is written to this file, with plots of the last
-                1,000 batches. The file needs no network. With several ranks, `stats_of_ranks` names the slow one.
+            path: None: it is printed. A name that ends in ``.html``: it is written to this file, with a plot of the
+                last 1,000 batches. The file needs no network. With several ranks, `stats_of_ranks` names the slow one.
 
         Raises:
             ValueError: the name of the file does not end in ``.html``.
