@@ -99,8 +99,8 @@ def make(**arguments: Any) -> ShardedDataLoader:
         ({"shuffle": RandomSampler}, TypeError, "sampler="),
         ({"sampler": "random"}, TypeError, "sampler must be a sampler .* got 'random' of type str"),
         ({"sampler": RandomSampler}, TypeError, r"the class RandomSampler itself: give an object"),
-        ({"pool": ProcessPool}, ValueError, r"a pool object: ProcessPool\(2\)"),
-        ({"pool": "spawn", "num_workers": 3}, ValueError, r"ProcessPool\(3, start_method='spawn'\)"),
+        ({"pool": ProcessPool}, ValueError, r"a pool object, such as ProcessPool\("),
+        ({"pool": "spawn", "num_workers": 3}, ValueError, r'ProcessPool\(3, start_method="spawn"\)'),
         ({"nonsense": 1}, TypeError, "no argument 'nonsense'"),
         ({"shufle": True}, TypeError, "did you mean 'shuffle'"),
         ({"batchify_fn": Stack}, TypeError, r"Stack\(\)"),
@@ -531,7 +531,7 @@ def test_a_repr_does_not_raise_where_a_length_has_broken_since() -> None:
     error, dataset.error = dataset.error, None
     loader = make(dataset=dataset)
     dataset.error = error
-    assert repr(loader).startswith("ShardedDataLoader(unknown number of samples")
+    assert repr(loader).startswith("ShardedDataLoader(10 samples, 3 batches of 4")
 
 
 def test_pin_memory_without_an_accelerator_warns_once_and_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
