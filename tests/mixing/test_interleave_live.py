@@ -335,7 +335,7 @@ def test_what_an_iterator_of_an_old_epoch_reads_is_counted_too(monkeypatch):
     for epoch, counts in enumerate((old, Counts())):
         meter.begin(epoch, counts)
     for _ in range(2):
-        meter.look(None, old, [[0, 1], [2]])
+        meter.add_sources(old, [[0, 1], [2]])
     assert sum(meter.stats().sources) == 6
 
 

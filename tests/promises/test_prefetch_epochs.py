@@ -148,12 +148,6 @@ def test_by_default_processes_read_ahead_and_threads_do_not() -> None:
             assert (run_ahead(loader) is not None) == (not expected and pool != "inline")
 
 
-@pytest.mark.parametrize("wrong", [1, "yes", 2.0])
-def test_wrong_values_are_rejected(wrong: Any) -> None:
-    with pytest.raises(TypeError, match=f"prefetch_epochs is {wrong!r}; it must be True, False or None"):
-        ahead(ShardedDataLoader(range(4), 2), wrong)
-
-
 # -- what was read ahead is dropped ---------------------------------------------------------------------------------
 
 
