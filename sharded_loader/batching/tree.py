@@ -379,7 +379,7 @@ def to_torch(tree: Any) -> Any:
     Returns:
         The same structure. Arrays that torch could not share (read-only, negative or odd strides, foreign
         byte order, unaligned) are copied. Arrays of strings, objects or dates stay as they are; so do tensors
-        and all other leaves.
+        and all other leaves. A `TensorBatch` becomes its tensors.
 
     Example:
         >>> to_torch({"x": np.ones(2, np.float32), "name": ["a", "b"]})
@@ -408,9 +408,9 @@ def to_torch(tree: Any) -> Any:
     return leaves[0] if kind is np.ndarray else kind(leaves)
 
 
-def _leaf_to_torch(leaf: object) -> Any:
-    if type(leaf) is np.ndarray:
-        return to_torch(leaf)
+def _leaf_to_torch(leaf: Any) -> Any:
+    if type(leaf) in (np.ndarray, TensorBatch):
+        return to_torch(leaf if type(leaf) is np.ndarray else leaf.arrays)
     return _other_to_torch(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
 
 

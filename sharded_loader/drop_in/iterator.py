@@ -105,7 +105,7 @@ def make_pool(loader: Loader) -> Pool:
     if _uses_threads(loader):
         return ThreadPool(count, worker_init_fn=loader.worker_init_fn, timeout=timeout)
     pool = _process_pool(loader, count)
-    pool.workers_last = loader.persistent_workers
+    pool.workers_last = loader.persistent_workers or loader._sharded is not None
     return pool
 
 
