@@ -185,7 +185,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         self.skip = list(self._given_skip)
         self._steps = StepCount(None)
         self._memory = DeviceMemory()
-        if sampler is batch_sampler is self._sharded is None and not isinstance(dataset, IterableDataset):
+        is_ours = sampler is None and batch_sampler is None and self._sharded is None
+        if is_ours and not isinstance(dataset, IterableDataset):
             # torch keeps `shuffle` nowhere: from here on there is a sampler that shuffles.
             if shuffle:
                 sampler, shuffle = ShuffleSampler(dataset, generator, seed), None
@@ -225,7 +226,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
     def _inner(self) -> ShardedDataLoader[Batch] | None:
         """What reads in torch's stead, if an argument of `ShardedDataLoader` says the order. A copy makes its own."""
         if isinstance(self._sharded, int):
-            self._sharded, epoch = make_sharded(self), self._sharded
+            epoch, self._sharded = self._sharded, make_sharded(self)
             self._sharded.set_epoch(epoch)
             self._show_sharded(self._sharded)
         return self._sharded
@@ -331,9 +332,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
     def indices(self, epoch: int, step: int) -> list[Any]:
         """The indices of the samples of a step, past or to come; see `ShardedDataLoader.indices`.
 
-        With ``seed=``, and with samplers whose order follows from ``set_epoch(epoch)`` alone, any step of any epoch is
-        known: name the epochs with ``loader.set_epoch``. Otherwise the steps of the newest epoch are known. If the
-        sampler may draw from global generators for each batch, those are known that it has drawn.
+        Any step of any epoch is known with ``seed=``, without shuffling, and with samplers whose order follows from
+        ``set_epoch(epoch)`` alone: name the epochs with ``loader.set_epoch``. Otherwise no step is.
 
         Args:
             epoch: As the loader counts, from 0, or as ``set_epoch`` names it.
@@ -410,13 +410,6 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         whole = super().__len__()
         left_out = self._left_out(self._progress.epoch) if self.skip else ()
         return whole - sum(len(range(whole)[one.start : one.stop]) for one in left_out)
-
-    @property
-    def _live(self) -> LoaderIterator | None:
-        """The newest iterator, if it has workers."""
-        run = self._progress.shown
-        newest = None if run is None else self._progress.live.get(run.number)
-        return None if newest is None or newest._shutdown or not self.num_workers else newest
 
     @property
     def _known_steps(self) -> TorchSteps:
@@ -509,7 +502,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         # `set_epoch` after this decides, as it would have at the end of an epoch.
         self._progress.load(copy.deepcopy(dict(state_dict)), state.epoch_to_begin)
         if isinstance(self.sampler, ShuffleSampler):
-            self.sampler.is_named = False
+            self.sampler.is_named, sampler = False, state.sampler
+            self.sampler.seed = ((sampler and sampler.shuffle) or {}).get("seed", self.sampler.seed)
         tell = getattr(self.dataset, "set_epoch", None)
         if state.epoch_of_dataset is not None and callable(tell):
             tell(state.epoch_of_dataset)
@@ -565,7 +559,11 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         if "_meter" not in self.__dict__:  # made by ``__new__`` alone
             return self.__dict__
         meter = Meter(self.dataset, action_and_limit(self.on_error)[1])
-        own = {"_meter": meter, "_tuner": self._tuner and Tuner().follow(meter), "_memory": DeviceMemory()}
+        own: dict[str, Any] = {
+            "_meter": meter,
+            "_tuner": self._tuner and Tuner().follow(meter),
+            "_memory": DeviceMemory(),
+        }
         if self._inner is not None:
             own |= {"_sharded": self._inner.epoch, "seed": self._inner.seed}
         return {**self.__dict__, **own, "_iterator": None, "_progress": copy.copy(self._progress)}
