@@ -225,10 +225,11 @@ class ShardCache:
         part = path.with_suffix(".part")
         for may_try_again in (True, False):
             try:
-                part.unlink(missing_ok=True)  # of a process that has died
                 if not self._make_room(part, url, stat.size, is_ahead):
                     return
-                with open(part, "wb") as file:
+                # Not "wb", which empties the file: where locks keep nobody out, another machine may be writing the same
+                # bytes into it. Bytes of a process that has died are written over.
+                with open(part, "r+b") as file:
                     fetch(file)
                     written = file.tell()
                     file.flush()

@@ -12,6 +12,7 @@ import textwrap
 import threading
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -151,6 +152,29 @@ def test_files_of_others_are_never_touched(tmp_path: Path) -> None:
     assert all(
         (tmp_path / name).read_bytes() == b"x" * 5000 for name in ("mine.shard", "a" * 40 + ".shard", "notes.txt")
     )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="its locks are others")
+def test_a_machine_whose_locks_keep_nobody_out_does_not_empty_what_another_one_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fcntl.flock", lambda fd, how: None)
+    content, found = b"x" * SIZE, []
+
+    def fetch_too(file: BinaryIO) -> None:
+        found.append(os.fstat(file.fileno()).st_size)
+        file.write(content)
+
+    def fetch(file: BinaryIO) -> None:
+        file.write(content)
+        file.flush()
+        other = ShardCache(tmp_path, "10 kB")
+        with ThreadPoolExecutor() as threads:  # a thread of its own: filelock refuses two locks of a file in one
+            threads.submit(other.open, "s3://b/1.tar", Stat(SIZE, "tag"), fetch_too).result().close()
+
+    file = ShardCache(tmp_path, "10 kB").open("s3://b/1.tar", Stat(SIZE, "tag"), fetch)
+    assert found == [SIZE] and file.ranges([0], [SIZE]) == [content]
+    file.close()
 
 
 @pytest.mark.parametrize("wrong", [b"short", b"x" * (SIZE + 1)])

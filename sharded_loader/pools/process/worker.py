@@ -256,6 +256,7 @@ class WorkerThreads:
     def _send_replies(self, buffers: Sequence[memoryview] = ()) -> None:
         with self._sending:
             if self._replies:
+                _flush()  # what samples have printed is there when their batch is, even if this process is killed then
                 content = b"".join(self._replies)
                 self._link.send(wire.RESULTS, content=content, places=self._places, buffers=buffers)
                 self._replies.clear()
@@ -369,7 +370,12 @@ def _crash() -> NoReturn:
 
 def _leave(exitcode: int) -> NoReturn:
     """End the process. Not by returning: tearing down an interpreter with torch in it takes 100 ms, for nothing."""
+    _flush()
+    os._exit(exitcode)
+
+
+def _flush() -> None:
+    """Write what this process has printed. 1 us if there is nothing."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
-    os._exit(exitcode)
