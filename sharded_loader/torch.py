@@ -291,6 +291,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next ``iter()`` begins. The samplers and the dataset are told too.
 
+        Without ``seed``, ``shuffle=True`` has torch's order in every epoch, whatever its number.
+
         If you have loaded a state, the next ``iter()`` begins in the epoch of the state. If the state is of the last
         batch of its epoch, and a sampler was told another epoch since, that epoch begins.
 
@@ -531,7 +533,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         inner = need_sharded(self._inner, "rescale")
         inner.rescale(num_replicas, rank, batch_size)
         self.num_replicas, self.rank, self.mesh = num_replicas, rank, None
-        vars(self)["batch_size"] = inner.batch_size
+        vars(self)["batch_size"], (shuffle, sampler, batches) = inner.batch_size, self._given_order
+        self._given_order = shuffle, sampler, batches if batches is None else inner.batch_sampler
         self._show_sharded(inner)
 
     def set_weights(self, weights: Sequence[float] | None) -> None:
@@ -559,14 +562,11 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         if "_meter" not in self.__dict__:  # made by ``__new__`` alone
             return self.__dict__
         meter = Meter(self.dataset, action_and_limit(self.on_error)[1])
-        own: dict[str, Any] = {
-            "_meter": meter,
-            "_tuner": self._tuner and Tuner().follow(meter),
-            "_memory": DeviceMemory(),
-        }
+        own: dict[str, Any] = {"_meter": meter, "_memory": DeviceMemory(), "_iterator": None}
+        own |= {"_tuner": self._tuner and Tuner().follow(meter), "_progress": copy.copy(self._progress)}
         if self._inner is not None:
             own |= {"_sharded": self._inner.epoch, "seed": self._inner.seed}
-        return {**self.__dict__, **own, "_iterator": None, "_progress": copy.copy(self._progress)}
+        return {**self.__dict__, **own}
 
 
 leave_alone(DataLoader.__iter__)

@@ -408,9 +408,11 @@ def to_torch(tree: Any) -> Any:
     return leaves[0] if kind is np.ndarray else kind(leaves)
 
 
-def _leaf_to_torch(leaf: Any) -> Any:
-    if type(leaf) in (np.ndarray, TensorBatch):
-        return to_torch(leaf if type(leaf) is np.ndarray else leaf.arrays)
+def _leaf_to_torch(leaf: object) -> Any:
+    if type(leaf) is np.ndarray:
+        return to_torch(leaf)
+    if type(leaf) is TensorBatch:
+        return leaf.to_torch()
     return _other_to_torch(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
 
 

@@ -573,10 +573,8 @@ class TorchEpoch(Epoch):
                 self._drawn, self._is_open = number + 1, False
             else:
                 lane = coming % self._lanes
-                turn, left_out = (
-                    self._turns[lane],
-                    bool(self._left_out) and any(number in one for one in self._left_out),
-                )
+                turn = self._turns[lane]
+                left_out = bool(self._left_out) and any(number in one for one in self._left_out)
                 self._planned[coming] = _Planned(number, item, lane, turn, left_out)
                 following = turn + (not left_out), coming + 1, number + 1, False
                 self._turns[lane], self._coming, self._drawn, self._is_open = following

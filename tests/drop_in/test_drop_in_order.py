@@ -14,7 +14,7 @@ import torch
 from samples import Augmented
 from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
 
-from sharded_loader import ShardedDataLoader, interleave
+from sharded_loader import BatchSampler, SequentialSampler, ShardedDataLoader, interleave
 from sharded_loader.torch import DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -122,6 +122,20 @@ def test_it_goes_on_with_other_ranks_and_its_copies_too(workers: int) -> None:
     expected = list(map(listed, theirs))
     for twin in (copy.copy(ours), pickle.loads(pickle.dumps(ours)), ours):
         assert list(map(listed, twin)) == expected
+
+
+def test_a_copy_of_given_batches_has_those_of_the_ranks_that_are_there_now() -> None:
+    batches = BatchSampler(SequentialSampler(24), 2)
+    loader = DataLoader(range(24), batch_sampler=batches, num_replicas=2, rank=0)
+    loader.rescale(1, 0, batch_size=4)
+    expected = [[*range(i, i + 4)] for i in range(0, 24, 4)]
+    assert list(map(listed, copy.copy(loader))) == list(map(listed, loader)) == expected
+
+
+def test_the_number_of_workers_may_be_found() -> None:
+    loader = DataLoader(range(LENGTH), SIZE, num_replicas=2, rank=1, num_workers="auto", thread_pool=True)
+    expected = ShardedDataLoader(range(LENGTH), SIZE, num_replicas=2, rank=1)
+    assert list(map(listed, loader)) == list(map(listed, expected))
 
 
 def test_a_copy_has_the_seed_that_was_drawn() -> None:
