@@ -17,8 +17,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+import numpy.typing as npt
 import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe
 
@@ -32,6 +33,7 @@ from sharded_loader.data.seeding import told_in
 from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in import iterator as drop_in
 from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator
+from sharded_loader.drop_in.order import is_sharded, make_sharded, need_sharded
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, TorchSteps
 from sharded_loader.drop_in.trainers import rebuilt_by_accelerate, refuse_skipping
@@ -42,7 +44,8 @@ from sharded_loader.instruments.auto import Tuner
 from sharded_loader.instruments.report import Instruments
 from sharded_loader.instruments.stats import Meter
 from sharded_loader.loader.arguments import INSTEAD, action_and_limit, length, make_split, number_of_workers
-from sharded_loader.loader.lookup import shown_indices
+from sharded_loader.loader.loader import ShardedDataLoader
+from sharded_loader.loader.lookup import KnownSteps, shown_indices
 from sharded_loader.loader.options import Batch, OnError
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
 from sharded_loader.sampling.base import nested, tell_epoch
@@ -51,6 +54,9 @@ from sharded_loader.sampling.order import warn_of_done_steps
 from sharded_loader.sampling.state import steps_to_skip
 from sharded_loader.sampling.tables import StepCount, check_skip, merged
 from sharded_loader.streams.order import NO_SKIP
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["DataLoader"]
 
@@ -87,6 +93,13 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         streams: The number of parts of iterable data; see `ShardedDataLoader`. None: one for each worker, as in torch.
         skip: Steps to leave out; see `ShardedDataLoader`. They count the batches of the sampler, whose length must be
             known. ``len(loader)`` gets smaller.
+        num_replicas, rank, mesh: The number of ranks, and which one this is; see `ShardedDataLoader`. With one of these
+            arguments, or of the next three, the loader reads as a `ShardedDataLoader` does: its order, not torch's; its
+            states; its `rescale` and `set_weights`; workers that live as long as the loader. ``persistent_workers``
+            changes nothing then. ``generator`` and ``in_order=False`` are errors.
+        costs: What each sample costs; see `ShardedDataLoader`.
+        evaluate: Whether iteration gives ``(batch, real)``; see `ShardedDataLoader`.
+        steps_per_epoch: The number of batches of every epoch on every rank; see `ShardedDataLoader`.
         snapshot_every_n_steps: An argument of torchdata's ``StatefulDataLoader``. It changes nothing: states are exact
             after every batch.
 
@@ -105,6 +118,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
     Source of the idea: ``torch.utils.data.DataLoader``, and ``StatefulDataLoader`` of torchdata.
     """
 
+    _sharded: ShardedDataLoader[Batch] | int | None = None  # the epoch that it begins with, until it is made
+    _given_order: tuple[Any, ...] = ()  # `shuffle`, `sampler` and `batch_sampler`
     skip: Sequence[tuple[int, int]] = ()  # torchdata's subclass has a constructor that calls no other
 
     def __init__(
@@ -139,6 +154,12 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         max_worker_memory: int | str | None = None,
         streams: int | None = None,
         skip: Sequence[tuple[int, int]] | None = None,
+        num_replicas: int | Literal["auto"] | DeviceMesh | None = None,
+        rank: int | None = None,
+        mesh: DeviceMesh | None = None,
+        costs: Sequence[float] | npt.NDArray[Any] | Callable[[int], float] | None = None,
+        evaluate: bool = False,
+        steps_per_epoch: int | None = None,
         snapshot_every_n_steps: int = 1,
         **unknown: NoReturn,
     ) -> None:
@@ -153,6 +174,10 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         self.start_method, self.thread_pool = start_method, thread_pool
         self.restarts, self.max_bytes, self.max_worker_memory = restarts, max_bytes, max_worker_memory
         self.streams, self.snapshot_every_n_steps = streams, snapshot_every_n_steps
+        self.num_replicas, self.rank, self.mesh = num_replicas, rank, mesh
+        self.costs, self.evaluate, self.steps_per_epoch = costs, evaluate, steps_per_epoch
+        if is_sharded(self):
+            self._sharded, self._given_order = 0, (shuffle, sampler, batch_sampler)
         self._scales_prefetch = prefetch_factor is None
         self._progress = TorchProgress(EpochCount())
         self._progress.requests.listen(told_in(dataset) if persistent_workers else [])
@@ -160,7 +185,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         self.skip = list(self._given_skip)
         self._steps = StepCount(None)
         self._memory = DeviceMemory()
-        if sampler is None and batch_sampler is None and not isinstance(dataset, IterableDataset):
+        is_ours = sampler is None and batch_sampler is None and self._sharded is None
+        if is_ours and not isinstance(dataset, IterableDataset):
             # torch keeps `shuffle` nowhere: from here on there is a sampler that shuffles.
             if shuffle:
                 sampler, shuffle = ShuffleSampler(dataset, generator, seed), None
@@ -172,6 +198,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         super().__init__(*data, timeout, worker_init_fn, multiprocessing_context, generator, **options)  # type: ignore[arg-type]
         self.in_order = in_order
         drop_in.check_arguments(self)
+        if self._inner is not None:
+            return
         self._check_skip(self._given_skip)
         made: Any = self.batch_sampler if batch_sampler is None else None
         if isinstance(made, BatchSampler) and hasattr(self.sampler, "set_epoch"):
@@ -194,7 +222,23 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             tell_epoch(self._index_sampler, state.epoch_to_begin)
         return iterator
 
+    @property
+    def _inner(self) -> ShardedDataLoader[Batch] | None:
+        """What reads in torch's stead, if an argument of `ShardedDataLoader` says the order. A copy makes its own."""
+        if isinstance(self._sharded, int):
+            epoch, self._sharded = self._sharded, make_sharded(self)
+            self._sharded.set_epoch(epoch)
+            self._show_sharded(self._sharded)
+        return self._sharded
+
+    def _show_sharded(self, inner: ShardedDataLoader[Batch]) -> None:
+        self._meter, self.skip = inner._meter, inner.skip
+        if not isinstance(self.dataset, IterableDataset):  # torch's class lets nobody set them
+            vars(self).update(sampler=inner.sampler, batch_sampler=inner.batch_sampler)
+
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # the base class says nothing of batches
+        if self._inner is not None:
+            return iter(self._inner)
         promised = self._progress.promised()
         if promised is not None:
             return promised
@@ -242,10 +286,12 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> loader.ready_event is None  # in host memory
             True
         """
-        return self._memory.ready_event()
+        return self._memory.ready_event() if self._inner is None else self._inner.ready_event
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next ``iter()`` begins. The samplers and the dataset are told too.
+
+        Without ``seed``, ``shuffle=True`` has torch's order in every epoch, whatever its number.
 
         If you have loaded a state, the next ``iter()`` begins in the epoch of the state. If the state is of the last
         batch of its epoch, and a sampler was told another epoch since, that epoch begins.
@@ -257,6 +303,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> [batch.tolist() for batch in loader] == second
             True
         """
+        if self._inner is not None:
+            return self._inner.set_epoch(epoch)
         self._progress.set_epoch(epoch)
         tell_epoch(self._index_sampler, epoch)
         for one in told_in(self.dataset, nearest=True):
@@ -277,6 +325,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> DataLoader([10, 20, 30], batch_size=2).read(1)
             20
         """
+        if self._inner is not None:
+            return self._inner.read(index, epoch)
         if self._progress.job is None and isinstance(self.dataset, IterableDataset):
             raise RuntimeError("there are no parts before an epoch has begun: call next(iter(loader)) first")
         return reader_for(self._known_steps.job, readers=0).read_sample(index, epoch)
@@ -284,9 +334,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
     def indices(self, epoch: int, step: int) -> list[Any]:
         """The indices of the samples of a step, past or to come; see `ShardedDataLoader.indices`.
 
-        With ``seed=``, and with samplers whose order follows from ``set_epoch(epoch)`` alone, any step of any epoch is
-        known: name the epochs with ``loader.set_epoch``. Otherwise the steps of the newest epoch are known. If the
-        sampler may draw from global generators for each batch, those are known that it has drawn.
+        Any step of any epoch is known with ``seed=``, without shuffling, and with samplers whose order follows from
+        ``set_epoch(epoch)`` alone: name the epochs with ``loader.set_epoch``. Otherwise no step is.
 
         Args:
             epoch: As the loader counts, from 0, or as ``set_epoch`` names it.
@@ -306,6 +355,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> batches[1] == loader.indices(epoch=0, step=1)
             True
         """
+        if self._inner is not None:
+            return self._inner.indices(epoch, step)  # type: ignore[no-any-return]
         return shown_indices(self.dataset, self._known_steps.samples_of(epoch, step), epoch)
 
     def batch(self, epoch: int, step: int) -> Batch:
@@ -321,6 +372,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> DataLoader(range(10), batch_size=4).batch(epoch=2, step=1)
             tensor([4, 5, 6, 7])
         """
+        if self._inner is not None:
+            return self._inner.batch(epoch, step)
         steps, (devices, sharded) = self._known_steps, find_devices(self.device, self.devices)
         placement = drop_in.as_collated(None) if devices is None else self._memory.placement(devices)
         placement.check_not_capturing()
@@ -334,7 +387,12 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
                 raise ValueError(f"epoch {epoch}, batch {step} was left out: on_error has skipped all of its samples")
             return placement.place([Entry(step, task, result)])  # type: ignore[no-any-return]
 
-    def _inspected(self) -> tuple[TorchSteps, int, Pool]:
+    def _replicas(self) -> tuple[int, int]:
+        return super()._replicas() if self._inner is None else self._inner._replicas()
+
+    def _inspected(self) -> tuple[KnownSteps, int, Pool]:
+        if self._inner is not None:
+            return self._inner._inspected()
         return self._known_steps, self._progress.epoch, drop_in.make_pool(self)
 
     def __len__(self) -> int:
@@ -343,22 +401,17 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         Raises:
             TypeError: It is not known. Iterable data divides its samples among the workers as it likes.
         """
+        if self._inner is not None:
+            return len(self._inner)
         parts = self._known_steps.parts
         if parts > 1 and (self.batch_size or 1) > 1:
             raise TypeError(
                 f"the loader has no length: {an(type(self.dataset).__name__)} decides how many samples each of its "
-                f"{parts} parts has. Give streams=1, or make a ShardedDataLoader with steps_per_epoch="
+                f"{parts} parts has. Give streams=1, or steps_per_epoch="
             )
         whole = super().__len__()
         left_out = self._left_out(self._progress.epoch) if self.skip else ()
         return whole - sum(len(range(whole)[one.start : one.stop]) for one in left_out)
-
-    @property
-    def _live(self) -> LoaderIterator | None:
-        """The newest iterator, if it has workers."""
-        run = self._progress.shown
-        newest = None if run is None else self._progress.live.get(run.number)
-        return None if newest is None or newest._shutdown or not self.num_workers else newest
 
     @property
     def _known_steps(self) -> TorchSteps:
@@ -399,6 +452,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> [batch.tolist() for batch in other]
             [[2, 3], [4, 5]]
         """
+        if self._inner is not None:
+            return self._inner.state_dict()
         progress = self._progress
         if progress.pending is not None:
             state = copy.deepcopy(progress.pending)
@@ -429,6 +484,9 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         Raises:
             TypeError, ValueError: The argument is not a state of such a loader.
         """
+        if self._inner is not None:
+            self._inner.load_state_dict(state_dict, skip=skip)
+            return self._show_sharded(self._inner)
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"the state is {an(type(state_dict))}; give what state_dict() has returned")
         kind, advice = "_stream" if isinstance(self.dataset, IterableDataset) else "_sampler", ADVICE
@@ -446,11 +504,56 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         # `set_epoch` after this decides, as it would have at the end of an epoch.
         self._progress.load(copy.deepcopy(dict(state_dict)), state.epoch_to_begin)
         if isinstance(self.sampler, ShuffleSampler):
-            self.sampler.is_named = False
+            self.sampler.is_named, sampler = False, state.sampler
+            self.sampler.seed = ((sampler and sampler.shuffle) or {}).get("seed", self.sampler.seed)
         tell = getattr(self.dataset, "set_epoch", None)
         if state.epoch_of_dataset is not None and callable(tell):
             tell(state.epoch_of_dataset)
         self._end_persistent_workers()  # they have datasets and generators of another time
+
+    # -- the order of `ShardedDataLoader` -------------------------------------------------------------------
+
+    def rescale(self, num_replicas: int, rank: int, batch_size: int | None = None) -> None:
+        """Go on with other ranks, from the next batch on; see `ShardedDataLoader.rescale`.
+
+        Raises:
+            TypeError: The loader was made without ``num_replicas``, ``mesh``, ``costs``, ``evaluate`` and
+                ``steps_per_epoch``.
+            TypeError, ValueError, RuntimeError: As `ShardedDataLoader.rescale`.
+
+        Example:
+            >>> loader = DataLoader(range(8), 2, num_replicas=2, rank=0)
+            >>> batches = iter(loader)
+            >>> next(batches)
+            tensor([0, 2])
+            >>> loader.rescale(1, 0, batch_size=4)
+            >>> list(batches)
+            [tensor([4, 5, 6, 7])]
+        """
+        inner = need_sharded(self._inner, "rescale")
+        inner.rescale(num_replicas, rank, batch_size)
+        self.num_replicas, self.rank, self.mesh = num_replicas, rank, None
+        vars(self)["batch_size"], (shuffle, sampler, batches) = inner.batch_size, self._given_order
+        self._given_order = shuffle, sampler, batches if batches is None else inner.batch_sampler
+        self._show_sharded(inner)
+
+    def set_weights(self, weights: Sequence[float] | None) -> None:
+        """Mix the datasets of `interleave` by other weights, from the next batch on.
+
+        See `ShardedDataLoader.set_weights`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: As `rescale`, and as `ShardedDataLoader.set_weights`.
+
+        Example:
+            >>> from sharded_loader import interleave
+            >>> mixed = interleave([["a"] * 9, ["b"] * 9], stop=12, shuffle=True)
+            >>> loader = DataLoader(mixed, batch_size=4, num_replicas=1)
+            >>> loader.set_weights([0, 1])
+            >>> next(iter(loader))
+            ['b', 'b', 'b', 'b']
+        """
+        need_sharded(self._inner, "set_weights").set_weights(weights)
 
     # -- copies ---------------------------------------------------------------------------------------------
 
@@ -459,8 +562,11 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         if "_meter" not in self.__dict__:  # made by ``__new__`` alone
             return self.__dict__
         meter = Meter(self.dataset, action_and_limit(self.on_error)[1])
-        own = {"_meter": meter, "_tuner": self._tuner and Tuner().follow(meter), "_memory": DeviceMemory()}
-        return {**self.__dict__, **own, "_iterator": None, "_progress": copy.copy(self._progress)}
+        own: dict[str, Any] = {"_meter": meter, "_memory": DeviceMemory(), "_iterator": None}
+        own |= {"_tuner": self._tuner and Tuner().follow(meter), "_progress": copy.copy(self._progress)}
+        if self._inner is not None:
+            own |= {"_sharded": self._inner.epoch, "seed": self._inner.seed}
+        return {**self.__dict__, **own}
 
 
 leave_alone(DataLoader.__iter__)

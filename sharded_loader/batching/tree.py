@@ -379,7 +379,7 @@ def to_torch(tree: Any) -> Any:
     Returns:
         The same structure. Arrays that torch could not share (read-only, negative or odd strides, foreign
         byte order, unaligned) are copied. Arrays of strings, objects or dates stay as they are; so do tensors
-        and all other leaves.
+        and all other leaves. A `TensorBatch` becomes its tensors.
 
     Example:
         >>> to_torch({"x": np.ones(2, np.float32), "name": ["a", "b"]})
@@ -411,6 +411,8 @@ def to_torch(tree: Any) -> Any:
 def _leaf_to_torch(leaf: object) -> Any:
     if type(leaf) is np.ndarray:
         return to_torch(leaf)
+    if type(leaf) is TensorBatch:
+        return leaf.to_torch()
     return _other_to_torch(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
 
 

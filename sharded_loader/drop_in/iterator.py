@@ -109,7 +109,7 @@ def make_pool(loader: Loader) -> Pool:
     if _uses_threads(loader):
         return ThreadPool(count, worker_init_fn=loader.worker_init_fn, timeout=timeout)
     pool = _process_pool(loader, count)
-    pool.workers_last = loader.persistent_workers
+    pool.workers_last = loader.persistent_workers or loader._sharded is not None
     return pool
 
 
@@ -419,10 +419,6 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     # -- batches --------------------------------------------------------------------------------------------
 
-    def next(self) -> Any:
-        """``next(iterator)``, as scripts for PyTorch before 1.13 write it."""
-        return self.__next__()
-
     def __next__(self) -> Any:
         # torch's method records each batch for a profiler (5 to 9 us), and warns if iterable data has a wrong length.
         if self._is_stream or profiler_enabled():
@@ -497,7 +493,6 @@ class WorkerView:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
         self.pid: int = handle.pid
-        self._exitcode: int | None = None
 
     def is_alive(self) -> bool:
         """Whether the process runs."""
@@ -505,20 +500,12 @@ class WorkerView:
 
     def let_go(self) -> None:
         """Drop the handle, which holds shared memory: the loader has ended the process."""
-        if self._handle is not None:
-            self._exitcode, self._handle = _exitcode_of(self._handle), None
+        self._handle = None
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the process has ended."""
         if self._handle is not None:
             self._handle.wait(timeout)
-
-    @property
-    def exitcode(self) -> int | None:
-        """The exit code; None while the process runs, or until the loader has noticed its end."""
-        if self.is_alive() or self._handle is None:
-            return self._exitcode
-        return _exitcode_of(self._handle)
 
     def terminate(self) -> None:
         """Kill the process."""
@@ -526,12 +513,6 @@ class WorkerView:
             self._handle.kill()
 
     kill = terminate
-
-
-def _exitcode_of(handle: Any) -> int | None:
-    code: int | None = handle.exitcode
-    # As in torch, a worker that the loader has ended has the code 0. The code of a forked worker is not kept.
-    return 0 if handle.ended_by_close or (code is None and not handle.was_killed) else code
 
 
 def in_torchs_words(error: WorkerDiedError | WorkerTimeoutError, timeout: float) -> RuntimeError:

@@ -7,20 +7,9 @@
     SamplerStart(sampler, state, finished, epochs)    starts a sampler; `started` is a `sampling.foreign.Start`
     TorchEpoch(start, ...)                            the sampler's items, and where it is after each of them
     TorchEpoch.task(seq) -> Task                      batch number i is read by worker i % num_workers, as in torch
-    look_up(sampler, dataset, epoch, steps, begun)    items of an epoch, past or to come
 
-What decides the order of an epoch of ``shuffle=True``:
-
-    seed=                        the seed and the number of the epoch
-    a generator of the user's    the generator, as in torch
-    set_epoch(e)                 the first seed that was drawn, or the generator's first state, and e
-    otherwise                    a seed from torch's default generator for each epoch, as in torch
-
-The loader's ``set_epoch`` also decides the order of a user's sampler that has no ``set_epoch``: together with the seeds
-of the sampler's generator and of torch's default one.
-
-Without ``seed``, every epoch draws what torch's sampler draws, also where ``set_epoch`` decides. So the default
-generator, or the user's, goes on as under torch.
+What decides the order of an epoch of ``shuffle=True``: with ``seed=``, the seed and the number of the epoch. Otherwise
+torch's, so ``set_epoch`` decides nothing: the user's generator, or a seed from the default one for each epoch.
 
 The user's sampler is no function of (seed, epoch): it draws from the generators that it draws from under torch.
 `SamplerStart` saves the states of those generators before the start. To resume, it restores them first.
@@ -45,24 +34,18 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from sharded_loader.base.checks import check_int
-from sharded_loader.base.described import an
 from sharded_loader.base.entries import anything, entry, integer, written
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.engine.epoch_requests import EpochRequest, note
 from sharded_loader.engine.messages import NOTHING, Nothing, PartBatch, PartPoint, Result, RowIndices, Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
-from sharded_loader.randomness.rng import derive_key, seeded_globals
+from sharded_loader.randomness.rng import derive_key
 from sharded_loader.sampling import foreign
 from sharded_loader.sampling.base import Sampler, is_own, nested
 from sharded_loader.sampling.foreign import ForeignItems, known_length, loaded, rank_of
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import bytes_of_one
-
-
-def _seed_of(seed: int, epoch: int) -> int:
-    """The seed of torch's generator for an epoch."""
-    return derive_key(seed, "shuffle", epoch) >> 65
 
 
 class ShuffleSampler(RandomSampler):
@@ -88,7 +71,6 @@ class ShuffleSampler(RandomSampler):
     def __init__(self, data_source: Any, generator: Any = None, seed: int | None = None) -> None:
         super().__init__(data_source, generator=generator)
         self.seed, self.epoch, self.is_named = seed, 0, False
-        self._first: Any = None  # the seed that was drawn first, or the state of the generator before its first draw
         self._expected: int | None = None  # takes the place of the seed that is drawn next
         self._next: tuple[int, int] | None = None  # the seed and the number that decide the next epoch, once drawn
 
@@ -105,32 +87,17 @@ class ShuffleSampler(RandomSampler):
     def _orders(self) -> Iterator[Iterable[int]]:
         """The indices of the epoch, in one iterable."""
         foreign.check_torchs_list(self.data_source, "RandomSampler")
+        self.is_named = False
         if self.generator is not None and self.seed is None:
-            yield from self._as_generator_says(self.generator)
+            yield super().__iter__()
             return
         seed, epoch = self._decided()
-        self._next, self.is_named = None, False
-        self.epoch += 1
+        self._next, self.epoch = None, self.epoch + 1
         generator = torch.Generator()
         # torch takes no other numbers for a seed.
         is_torchs = epoch == 0 and -(1 << 63) <= seed < 1 << 64
-        generator.manual_seed(seed if is_torchs else _seed_of(seed, epoch))
+        generator.manual_seed(seed if is_torchs else derive_key(seed, "shuffle", epoch) >> 65)
         yield torch.randperm(len(self.data_source), generator=generator).tolist()
-
-    def _as_generator_says(self, generator: torch.Generator) -> Iterator[Iterable[int]]:
-        """As `_orders`. What `set_epoch` decides draws as much as torch's order; number 0 is torch's first order."""
-        first, epoch = self.begin_state()["first"], self.epoch if self.is_named else None
-        self._first, self.is_named = first, False
-        if epoch is None:
-            yield super().__iter__()
-            return
-        own = torch.Generator().set_state(torch.tensor(first, dtype=torch.uint8))
-        if epoch:
-            seed = int(torch.empty((), dtype=torch.int64).random_(generator=own).item())
-            own.manual_seed(_seed_of(seed, epoch))
-        torch.randperm(len(self.data_source), generator=generator)
-        yield torch.randperm(len(self.data_source), generator=own).tolist()
-        torch.randperm(len(self.data_source), generator=generator)  # torch's sampler draws again where indices end
 
     def _decided(self) -> tuple[int, int]:
         """The seed and the number that decide the next epoch. Number 0 is torch's order."""
@@ -139,9 +106,7 @@ class ShuffleSampler(RandomSampler):
         if self._next is None:
             drawn = int(torch.empty((), dtype=torch.int64).random_().item())  # always: the generator must go on
             self._next, self._expected = (drawn if self._expected is None else self._expected, 0), None
-        if self._first is None:
-            self._first = self._next[0]
-        return (self._first, self.epoch) if self.is_named else self._next
+        return self._next
 
     def load_end_state(self, state: dict[str, Any]) -> None:
         """Make the next epoch the one after a state that `end_state` has returned, or the one of ``set_epoch``."""
@@ -151,9 +116,8 @@ class ShuffleSampler(RandomSampler):
             self.set_epoch(epoch)
 
     def expect(self, seed: int | None) -> None:
-        """Make this the next seed, unless `set_epoch` or the user's seed decides. None: a drawn one."""
-        self._next = None  # it was drawn for an iterator that has read nothing
-        self._expected = None if self.is_named else seed
+        """Make this the next seed, unless the user's seed decides. None: a drawn one."""
+        self._next, self._expected = None, seed  # what was drawn was for an iterator that has read nothing
 
     def begin_state(self, before: dict[str, Any] | None = None) -> dict[str, Any]:
         """What decides the next epoch. If it has to draw a seed, it draws that now, once.
@@ -162,23 +126,17 @@ class ShuffleSampler(RandomSampler):
             before: what this has returned for the same iterator. Others may have drawn since, or have begun.
         """
         self._next = (before or {}).get("next", self._next)
-        if self.generator is not None and self.seed is None:
-            now = self.generator.get_state().tolist()
-            first = now if self._first is None else self._first
-            return {"generator": now, "first": first, "told": self.epoch if self.is_named else None}
-        seed, epoch = self._decided()
-        return {"seed": seed, "epoch": epoch} if self.seed is not None else {**self.end_state(), "next": [seed, epoch]}
+        return {"next": list(self._decided())} if self._draws else self.end_state()
 
-    def named_and_saved(self, state: dict[str, Any]) -> tuple[int, int]:
-        """The epoch that `set_epoch` has named, and the one of a state of `begin_state`. The same where nothing was."""
-        epoch = state["next"][1] if "next" in state else state.get("epoch", state.get("told") or 0)
-        return self.epoch if self.is_named else epoch, epoch
+    @property
+    def _draws(self) -> bool:
+        return self.generator is None and self.seed is None
 
     def end_state(self) -> dict[str, Any]:
         """What decides the epochs after this one, as far as that is known at its end. It draws nothing."""
-        if self.generator is not None or self.seed is not None:
-            return self.begin_state()
-        return {"first": self._first, "told": self.epoch if self.is_named else None}
+        if self.seed is not None:
+            return {"seed": self.seed, "epoch": self.epoch}
+        return {} if self.generator is None else {"generator": self.generator.get_state().tolist()}
 
     def load_begin_state(self, state: dict[str, Any]) -> None:
         """Make the next epoch the one of a state that `begin_state` or `end_state` has returned."""
@@ -188,12 +146,7 @@ class ShuffleSampler(RandomSampler):
             self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
         if "seed" in state:
             self.seed, self.epoch = state["seed"], state["epoch"]
-        elif "first" in state:  # older states of a generator have none
-            self._first, told = state["first"], state["told"]
-            self._next, self.is_named = None, told is not None
-            self.epoch = self.epoch if told is None else told
-            if "next" in state:
-                self._next, self.is_named = tuple(state["next"]), False
+        self._next, self.is_named = tuple(state["next"]) if "next" in state else None, False
 
 
 class InOrderSampler(SequentialSampler):
@@ -216,21 +169,19 @@ class EpochCount:
     Attributes:
         next_epoch: the epoch that the next ``iter()`` begins.
         request: the last call of ``set_epoch`` of the loader; None: there was none.
-        requested: its epoch, unless an epoch has begun or a state was loaded since.
     """
 
     def __init__(self) -> None:
         self.next_epoch = self._seen = 0
         self.request: EpochRequest | None = None
-        self.requested: int | None = None
 
     def note(self, epoch: int) -> None:
         """Note a call of ``set_epoch`` of the loader."""
-        self.request, self.next_epoch, self.requested = note(epoch), epoch, epoch
+        self.request, self.next_epoch = note(epoch), epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one, whatever was requested."""
-        self.next_epoch, self.requested = epoch, None
+        """Make ``epoch`` the next one."""
+        self.next_epoch = epoch
 
     def named(self, sampler: object) -> int | None:
         """The epoch that ``set_epoch`` of a sampler has named since the last call, if any.
@@ -262,7 +213,6 @@ class SamplerState:
         own: the sampler's own state.
         generators: the states of the sampler's own generators at the end of the epoch.
         datasets: the state of each worker's dataset.
-        keyed: the seed and the epoch that decide the order of a sampler without ``set_epoch``; see `keyed`.
     """
 
     yielded: int = entry(integer(0))
@@ -276,7 +226,6 @@ class SamplerState:
     own: Any = entry(anything, write=copy.deepcopy, name="state", default=None)
     generators: list[str] | None = entry(anything, default=None)
     datasets: list[Any] | None = entry(anything, write=copy.deepcopy, default=None)
-    keyed: list[int] | None = entry(anything, default=None)
 
 
 _PLAIN = (BatchSampler, SequentialSampler, InOrderSampler, list, tuple, range)
@@ -363,8 +312,6 @@ class SamplerStart:
             self._counted = [(one, before.get(id(one), epoch - 1) + 1) for one, epoch in self._counted]
             self._set_counted()
         self.state = state if state is not None and self.resumes else SamplerState(0, 0)
-        if epochs.requested is not None and not self.resumes and self._draws and not self.has_set_epoch:
-            self.state.keyed = [torch.initial_seed(), epochs.requested]
         self._asked: Iterator[Any] = iter(())
         self._has_begun = False  # it may have drawn what it draws for its first item
         self._note()
@@ -491,11 +438,6 @@ class SamplerStart:
         Args:
             mark: where the state was saved. None: the epoch begins, with the items of `begin`.
         """
-        if self.state.keyed is not None:
-            seed, epoch = self.state.keyed
-            with foreign.keyed(self.sampler, epoch, seed, mark) as begun:
-                yield begun
-            return
         if mark is None:
             items = self.first(self._asked)
             yield items, self.stateful or (items if is_stateful(items) else None)
@@ -568,7 +510,7 @@ class TorchEpoch(Epoch):
         keeps_state: bool,
         skips: Callable[[int], Sequence[range]] = lambda number: (),
     ) -> None:
-        self._start, self._lanes, self._batched, self._skips = start, lanes, batched, skips
+        self.start, self._lanes, self._batched, self._skips = start, lanes, batched, skips
         self._left_out: Sequence[range] = ()
         self._items: ForeignItems | None = None  # once the sampler has been started
         self._length: int | None = None  # likewise, if it has one
@@ -608,8 +550,8 @@ class TorchEpoch(Epoch):
     def batch(self, seq: int) -> _Planned | None:
         """Batch ``seq``; None behind the last one. The sampler is read up to there."""
         if self._is_open:  # a generator that was interrupted has ended: start the sampler again, where it was
-            self._start = self._start.again(self._drawn, *self._marks[self._drawn])
-            self._start.settle()
+            self.start = self.start.again(self._drawn, *self._marks[self._drawn])
+            self.start.settle()
             self._is_started = False
         if self._drawn == self.first or self._is_open:
             self.begin()
@@ -631,16 +573,14 @@ class TorchEpoch(Epoch):
                 self._drawn, self._is_open = number + 1, False
             else:
                 lane = coming % self._lanes
-                turn, left_out = (
-                    self._turns[lane],
-                    bool(self._left_out) and any(number in one for one in self._left_out),
-                )
+                turn = self._turns[lane]
+                left_out = bool(self._left_out) and any(number in one for one in self._left_out)
                 self._planned[coming] = _Planned(number, item, lane, turn, left_out)
                 following = turn + (not left_out), coming + 1, number + 1, False
                 self._turns[lane], self._coming, self._drawn, self._is_open = following
             # Some samplers draw at their end. A loop that never asks for a batch after the last one, and a resumed loop
             # that has to, go on alike. Trainers name the epochs of others, and read them in between.
-            if self._drawn == self._length and items.stateful is None and not keep_epochs(self._start.sampler):
+            if self._drawn == self._length and items.stateful is None and not keep_epochs(self.start.sampler):
                 try:
                     self._ended = items.is_over()
                 except Exception as error:  # it is the one of the next batch
@@ -657,28 +597,21 @@ class TorchEpoch(Epoch):
     def begin(self) -> None:
         """Start the sampler, unless it has started: it draws now what it draws for its first item."""
         if self._drawn == self.first and not self._ended:
-            self._start.settle()
-            self.number = self._start.epoch(self.number)
+            self.start.settle()
+            self.number = self.start.epoch(self.number)
             self._left_out = self._skips(self.number)
         if not self._is_started:
             self._is_started = self._ended = self._is_open = True  # unless it starts
-            mark, at = None, self._start.state
-            if self._start.resumes:
+            mark, at = None, self.start.state
+            if self.start.resumes:
                 mark = Checkpoint(self.number, at.yielded, at.checksum, at.rank, bool(at.over), at.own)
             try:
-                self._items = ForeignItems(self._start.sampler, self._start.started, mark)
+                self._items = ForeignItems(self.start.sampler, self.start.started, mark)
             except Exception as error:
                 self._is_open = is_from_outside(error)
                 raise
-            self._length = known_length(self._start.sampler, self.number)
+            self._length = known_length(self.start.sampler, self.number)
             self._ended = self._is_open = False
-
-    def begun(self, delivered: int) -> BegunEpoch | None:
-        """What is known of the epoch after ``delivered`` batches, to look up its items; None: it has not begun."""
-        if not self._is_started and not self._start.resumes:
-            return None
-        drawn = {planned.number: planned.item for planned in self._planned.values()}
-        return BegunEpoch(self.number, self.position(delivered).mark, drawn)
 
     def came(self, seq: int, result: Result) -> Result:
         """Note the state of the worker's dataset that came with a batch."""
@@ -713,10 +646,10 @@ class TorchEpoch(Epoch):
     # -- positions ------------------------------------------------------------------------------------------
 
     def length(self) -> int:
-        return len(self._start.sampler)
+        return len(self.start.sampler)
 
     def discarded(self) -> tuple[int, str]:
-        one = self._start.sampler
+        one = self.start.sampler
         # Only torch's own class: a subclass may choose its batches itself, or lack these attributes.
         cuts = type(one) is BatchSampler and one.drop_last and self._ended
         return ((known_length(one.sampler, 0) or 0) % one.batch_size if cuts else 0), ""
@@ -739,7 +672,7 @@ class TorchEpoch(Epoch):
             delivered: how many batches were received.
             finished: the user has seen the end of the epoch.
         """
-        points, start = self.points_after(delivered), self._start
+        points, start = self.points_after(delivered), self.start
         if start.resumes and not self._is_started:
             return Position(self.number, self.first, start.state, {}, points)
         self.begin()
@@ -764,111 +697,6 @@ class TorchEpoch(Epoch):
     def state(self, position: Position) -> dict[str, Any]:
         """What a state says of the sampler, and of the workers' datasets."""
         return written(position.mark)
-
-
-# -- any item of any epoch ---------------------------------------------------------------------------------------------
-
-
-class BegunEpoch(NamedTuple):
-    """The epoch that has begun last, or that a loaded state is in.
-
-    Attributes:
-        number: of the epoch.
-        state: how its sampler has started, and how far it was read.
-        drawn: the items that were read and not delivered, by their numbers.
-        finished: the state is one of the epoch's end.
-    """
-
-    number: int
-    state: SamplerState
-    drawn: Mapping[int, Any]
-    finished: bool = False
-
-
-def look_up(
-    sampler: object, dataset: object, epoch: int, steps: range, begun: BegunEpoch | None, of: Callable[[Any], object]
-) -> list[Any]:
-    """Items of an epoch, as the loader reads or has read them. The sampler is what it was, as after `undisturbed`.
-
-    Items of the epoch that has begun are read again from the start of the sampler that is known. In another epoch, the
-    order must be decided by its number alone.
-
-    Args:
-        sampler: of batches, or of single indices.
-        dataset: what they are indices of.
-        epoch, steps: which items. In the epoch that has begun, items that come one by one are known if they were drawn.
-        begun: what has begun; None: nothing has.
-        of: what is wanted of an item. The items themselves of a whole epoch may be too many to keep.
-
-    Returns:
-        What is wanted of each item; less if the epoch has fewer steps.
-
-    Raises:
-        ValueError: an item is not known.
-    """
-    at = begun if begun is not None and begun.number == epoch else None
-
-    def by_number(turn: int) -> list[Any]:
-        items = foreign.table_of(sampler, epoch, turn).items(steps.start)
-        return list(map(of, itertools.islice(items, len(steps))))
-
-    with foreign.undisturbed(nested(sampler), but=dataset):
-        if at is not None and all(step in at.drawn for step in steps):
-            return [of(at.drawn[step]) for step in steps]
-        if at is not None and at.state.own is None and not at.finished:
-            draws_once = all(type(one) in _DRAW_ONCE for one in nested(sampler))
-            if draws_once or steps.stop <= at.state.yielded:
-                return _read_again(sampler, at, steps, of)
-        try:
-            _check_by_number(sampler, epoch, begun)
-            return list(foreign.read_twice(by_number, sampler, epoch))
-        except ValueError as error:
-            if at is None:
-                raise
-            drawn = max(at.drawn, default=at.state.yielded - 1) + 1
-            raise ValueError(
-                f"step {steps.start if len(steps) == 1 else drawn} of epoch {epoch} is not known yet: the sampler, "
-                f"{an(type(sampler))}, has yielded {drawn} steps of this epoch so far, and may draw the others from a "
-                f"global generator"
-            ) from error
-
-
-def _read_again(sampler: object, begun: BegunEpoch, steps: range, of: Callable[[Any], object]) -> list[Any]:
-    """What is wanted of items of the epoch that has begun."""
-    state, found = begun.state, list[Any]()
-    with seeded_globals(1):
-        start = SamplerStart(sampler, state, False, EpochCount())
-        start.settle()
-        with start.started(Checkpoint(begun.number, 0, 0, None, False, None)) as started:
-            items = ForeignItems(sampler, lambda mark: contextlib.nullcontext(started))
-            while not items.ended and items.count < max(steps.stop, state.yielded):
-                number, item = items.count, items.read(1)
-                if item and number in steps:
-                    found.append(of(item[0]))
-                is_back = items.count == state.yielded or (items.ended and items.count < state.yielded)
-                if is_back and state.rank == rank_of(sampler) and items.checksum != state.checksum:
-                    raise foreign.other_indices(sampler, begun.number)
-    return found
-
-
-def _check_by_number(sampler: object, epoch: int, begun: BegunEpoch | None) -> None:
-    """Refuse a sampler whose epochs do not have the loader's numbers: which order an epoch has is not known then."""
-    for one in nested(sampler):
-        draws = type(one) is ShuffleSampler and one.seed is None and one.generator is None
-        if draws and (begun is None or one._first is None):
-            raise ValueError(
-                f"epoch {epoch} cannot be looked up: shuffle=True draws the seed of its order with the first batch. "
-                f"Give the loader a seed=, or call next(iter(loader)) first"
-            )
-    if begun is None:
-        return
-    kept = zip(keep_epochs(sampler), begun.state.epochs or (), strict=False)
-    named = [epoch for one, epoch in kept if not isinstance(one, InOrderSampler)]
-    if (begun.state.shuffle or {}).get("told", begun.number) != begun.number or set(named) - {begun.number}:
-        raise ValueError(
-            f"only epoch {begun.number} is known, which was begun last: the order of the others is not decided by "
-            f"their numbers. Give the loader a seed=, or call loader.set_epoch(epoch) before each epoch"
-        )
 
 
 def _set_all(generators: Iterable[torch.Generator], states: Iterable[str] | None) -> None:

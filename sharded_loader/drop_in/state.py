@@ -17,6 +17,7 @@ Owns the position. A state of another loader is a ValueError. Iterable data and 
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -33,7 +34,7 @@ from sharded_loader.data.inspection import Known
 from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.drop_in import sampler as samplers
 from sharded_loader.drop_in.collate import batchify_fn_of
-from sharded_loader.drop_in.sampler import EpochCount, SamplerState, ShuffleSampler, TorchEpoch
+from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, SamplerState, ShuffleSampler, TorchEpoch
 from sharded_loader.drop_in.trainers import counted_by_fabric, fetched_by_lightning
 from sharded_loader.engine.epoch_requests import EpochRequest, EpochRequests
 from sharded_loader.engine.messages import Job, PartPoint
@@ -43,7 +44,7 @@ from sharded_loader.engine.split import plain_indices
 from sharded_loader.loader.arguments import action_and_limit, length
 from sharded_loader.loader.lookup import KnownSteps, in_epoch
 from sharded_loader.sampling.base import nested
-from sharded_loader.sampling.foreign import len_epoch
+from sharded_loader.sampling.foreign import len_epoch, read_twice, table_of, undisturbed
 from sharded_loader.sampling.order import LEFT_OUT, step_checksum
 from sharded_loader.sampling.state import Signature, arguments_of, dump, kind_of, seed_of
 from sharded_loader.streams.epoch import StreamEpoch
@@ -300,7 +301,8 @@ def at_named_epoch(state: LoaderState, sampler: Any, count: EpochCount) -> Loade
     kept = zip(samplers.keep_epochs(sampler), saved.epochs or (), strict=False)
     pairs += [(one.epoch, before) for one, before in kept if getattr(one, "epoch_request", before) is not None]
     if saved.shuffle is not None:
-        pairs += [one.named_and_saved(saved.shuffle) for one in nested(sampler) if isinstance(one, ShuffleSampler)]
+        shuffles = [one for one in nested(sampler) if isinstance(one, ShuffleSampler) and one.is_named]
+        pairs += [(one.epoch, saved.shuffle.get("epoch", state.epoch or 0)) for one in shuffles]
     named = next((now for now, before in pairs if now != before), None)
     if named is None:
         return state
@@ -415,10 +417,10 @@ class TorchSteps(KnownSteps):
         return replace(self.job, seed=seed, base_seed=None, keeps_state=False, tells_epoch=is_told)
 
     def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
-        progress, live = self._loader._progress, self._loader._live
-        count = progress.count
+        progress, count = self._loader._progress, self._loader._progress.count
+        live = None if progress.shown is None else progress.live.get(progress.shown.number)
         set_epoch = None if count.request is None else set_epoch_of(self.dataset)
-        reads = live is not None and live._pool.shares_dataset
+        reads = live is not None and not live._shutdown and live._num_workers and live._pool.shares_dataset
         back = lambda: 0 if count.request is None else count.request.epoch  # noqa: E731
         return in_epoch(set_epoch, epoch, back, [progress.epoch] if reads else ())
 
@@ -453,16 +455,34 @@ class TorchSteps(KnownSteps):
             raise TypeError(stream_order(loader, 0).text_of_step(epoch, steps.start))
         if len(steps) > 1:
             self.length(epoch)  # a sampler without an end would be read for ever
-        begun, run = None, loader._progress.shown
-        if loader._progress.pending is not None:
-            state = parsed(LoaderState, loader._progress.pending, ADVICE)
-            assert state.sampler is not None  # it is one of map-style data
-            begun = samplers.BegunEpoch(state.epoch or 0, state.sampler, {}, state.finished)
-        elif run is not None and isinstance(run.epoch, TorchEpoch):
-            begun = run.epoch.begun(run.delivered)
+        self._check_by_number(epoch)
         batched = loader._auto_collation
-        of_item = lambda item: of(plain_indices(item if batched else [item]))  # noqa: E731
-        return samplers.look_up(self._sampler, self.dataset, epoch, steps, begun, of_item)
+
+        def by_number(turn: int) -> list[Any]:
+            items = itertools.islice(table_of(self._sampler, epoch, turn).items(steps.start), len(steps))
+            return [of(plain_indices(item if batched else [item])) for item in items]
+
+        with undisturbed(nested(self._sampler), but=self.dataset):
+            return read_twice(by_number, self._sampler, epoch)
+
+    def _check_by_number(self, epoch: int) -> None:
+        """Refuse a sampler whose epochs do not have the loader's numbers: no order is known then."""
+        progress = self._loader._progress
+        if any(isinstance(one, ShuffleSampler) and one.seed is None for one in nested(self._sampler)):
+            drawn = "shuffle=True draws its order when the epoch begins. Give the loader a seed="
+            raise ValueError(f"epoch {epoch} cannot be looked up: {drawn}")
+        run, number, known = progress.shown, None, None
+        if progress.pending is not None:
+            loaded = parsed(LoaderState, progress.pending, ADVICE)
+            number, known = loaded.epoch, loaded.sampler
+        elif run is not None and isinstance(run.epoch, TorchEpoch):
+            number, known = run.epoch.number, run.epoch.start.state
+        kept = zip(samplers.keep_epochs(self._sampler), (known and known.epochs) or (), strict=False)
+        if {named for one, named in kept if not isinstance(one, InOrderSampler)} - {number}:
+            raise ValueError(
+                f"epoch {epoch} cannot be looked up: the sampler's epochs do not have the loader's numbers. Call "
+                f"loader.set_epoch(epoch) before each epoch"
+            )
 
     def length(self, epoch: int) -> int:
         return len_epoch(self._sampler, epoch)

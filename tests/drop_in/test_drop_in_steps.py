@@ -64,14 +64,14 @@ NAMED: dict[str, Callable[[], dict[str, Any]]] = {
     "distributed": lambda: {"sampler": DistributedSampler(DATA, 2, 1, seed=3)},  # type: ignore[arg-type]
     "by epoch": lambda: {"sampler": ByEpoch(LENGTH)},
     "batches by epoch": lambda: {"batch_size": 1, "batch_sampler": BatchSampler(ByEpoch(LENGTH), SIZE, False)},
-    "shuffle": lambda: {"shuffle": True},
 }
-NEWEST: dict[str, Callable[[], dict[str, Any]]] = {
+DRAWN: dict[str, Callable[[], dict[str, Any]]] = {
     "shuffle": lambda: {"shuffle": True},
     "generator": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(4)},
     "random": lambda: {"sampler": RandomSampler(DATA)},  # type: ignore[arg-type]
     "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * LENGTH, LENGTH)},
-    "distributed": lambda: {"sampler": DistributedSampler(DATA, 2, 1, seed=3)},  # type: ignore[arg-type]
+    "each drawn": lambda: {"sampler": EachFromGlobals()},
+    "from python": lambda: {"sampler": FromPython()},
 }
 
 
@@ -125,54 +125,30 @@ def test_any_step_of_any_epoch_is_known_where_its_number_decides(order: str) -> 
     assert plain([*loader][1]) == coming
 
 
-@pytest.mark.parametrize("order", NEWEST)
-def test_of_other_orders_the_newest_epoch_is_known_and_a_loaded_one(order: str) -> None:
-    loader, unknown = (
-        loader_of(NEWEST[order]),
-        "epoch . cannot be looked up|only epoch 1 is known.*call loader.set_epoch",
-    )
-    [*loader]
-    iterator = iter(loader)
-    read = [plain(next(iterator)), plain(next(iterator))]
-    before = torch.get_rng_state()
-    known = [loader.indices(1, step) for step in range(4)]
-    state = json.loads(json.dumps(loader.state_dict()))
-    assert torch.equal(torch.get_rng_state(), before)
-    read += [plain(batch) for batch in iterator]
-    assert known == read[:4]
-    assert [loader.indices(1, step) for step in range(len(read))] == read
-    for epoch in (0, 2):
-        with pytest.raises(ValueError, match=unknown):
-            loader.indices(epoch, 0)
-    other = loader_of(NEWEST[order])
-    other.load_state_dict(state)
-    assert [other.indices(1, step) for step in range(len(read))] == read
-    assert [plain(batch) for batch in other] == read[2:]
-    assert [other.indices(1, step) for step in range(len(read))] == read
+@pytest.mark.parametrize("order", DRAWN)
+def test_an_order_that_is_drawn_is_not_known_and_the_error_says_why(order: str) -> None:
+    loader, why = loader_of(DRAWN[order]), "Give the loader a seed=|yields other indices"
+    for step in range(2):
+        with pytest.raises(ValueError, match=f"epoch 0 cannot be looked up.*({why})"):
+            loader.indices(0, step)
+        next(iter(loader))
 
 
-def test_of_a_sampler_that_draws_each_batch_those_are_known_that_it_has_drawn() -> None:
-    torch.manual_seed(3)
-    loader = loader_of(lambda: {"sampler": EachFromGlobals()}, num_workers=2, thread_pool=True)
-    iterator = iter(loader)
-    read = [plain(next(iterator)) for _ in range(3)]
-    drawn = 3 + 4  # two for each worker
-    known = [loader.indices(0, step) for step in range(drawn)]
-    with pytest.raises(ValueError, match=f"step {drawn} of epoch 0 is not known yet.*has yielded {drawn} steps"):
-        loader.indices(0, drawn)
-    read += [plain(batch) for batch in iterator]
-    assert known == read[:drawn]
-    assert [loader.indices(0, step) for step in range(len(read))] == read
+def test_epochs_that_nobody_has_named_are_not_known() -> None:
+    loader = loader_of(NAMED["distributed"])
+    [*loader], next(iter(loader))
+    other = loader_of(NAMED["distributed"])
+    other.load_state_dict(loader.state_dict())
+    for one in (loader, other):
+        with pytest.raises(ValueError, match=r"epoch 1 cannot be looked up.*Call loader.set_epoch\(epoch\)"):
+            one.indices(1, 0)
 
 
-def test_a_sampler_that_draws_from_elsewhere_is_refused() -> None:
-    loader = loader_of(lambda: {"sampler": FromPython()})
-    with pytest.raises(ValueError, match="epoch 0 cannot be looked up: the sampler, a BatchSampler, yields other"):
-        loader.indices(0, 0)
-    iterator = iter(loader)
-    next(iterator), next(iterator), next(iterator)
-    with pytest.raises(ValueError, match="yields other indices when it is read again"):
-        loader.indices(0, 0)
+def test_a_loaded_state_brings_its_seed() -> None:
+    loader, other = seeded(), DataLoader(Augmented(LENGTH), SIZE, shuffle=True, seed=6)
+    next(iter(loader))
+    other.load_state_dict(loader.state_dict())
+    assert other.indices(0, 2) == loader.indices(0, 2)
 
 
 @covering(pool=POOLS)
