@@ -419,7 +419,7 @@ def _regrouped(order: MapOrder, position: Position, saved: Signature, cutter: An
     """
     sampling, number, has_steps = order.sampling, position.epoch, order.steps is not None
     ranks, step_ranks, own_ranks = saved.num_replicas or 1, saved.step_ranks or 1, order.replicas()[0]
-    before = now = 1  # so many batches of the state are so many of this sampler: ``before`` of b are ``now`` of B
+    before = now = 1  # the samples of ``now`` batches of the state are those of ``before`` batches of this sampler
     twin = cutter
     if position.done or has_steps:
         before, now = _sizes(saved, cutter) or (own_ranks, ranks)
