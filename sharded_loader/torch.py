@@ -26,7 +26,6 @@ from sharded_loader.base.checks import refuse_arguments
 from sharded_loader.base.described import an
 from sharded_loader.base.entries import anything, parsed, read_entry
 from sharded_loader.base.imports import leave_alone
-from sharded_loader.base.private import rebuilt_by_accelerate, refuse_skipping
 from sharded_loader.data.columns import as_dataset
 from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.data.seeding import told_in
@@ -35,6 +34,7 @@ from sharded_loader.drop_in import iterator as drop_in
 from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, TorchSteps
+from sharded_loader.drop_in.trainers import rebuilt_by_accelerate, refuse_skipping
 from sharded_loader.engine.messages import NOTHING, ErrorAction, Task
 from sharded_loader.engine.pipeline import Entry
 from sharded_loader.engine.pool import Pool

@@ -555,12 +555,15 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Two accelerators that do their work late, in the place of those that torch knows."""
     import simulated
 
+    from sharded_loader import resident
     from sharded_loader.devices import names, placement
 
     made = simulated.Machine()
     monkeypatch.setattr(names, "accelerators", lambda: made.devices)
     monkeypatch.setattr(placement, "streams_of", made.streams_of)
     monkeypatch.setattr(placement, "indexed", lambda device: device)
+    for name, function in made.of_rows().items():
+        monkeypatch.setattr(resident, name, function)
     yield made
     assert made.faults == []
 

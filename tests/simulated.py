@@ -162,7 +162,6 @@ class Machine:
         self.hangs = self.has_failed = False
         self.clock: Callable[[], float] = time.perf_counter
         self.memory_bytes: tuple[int, int] | None = (1 << 30, 1 << 30)
-        self.peak_bytes = 0
         self._random = random.Random(seed)
         self.contexts: set[torch.device] = set()
         self._recorded: dict[int, tuple[Stream, list[Stream]]] = {}
@@ -176,6 +175,19 @@ class Machine:
     def streams_of(self, device: torch.device) -> SimulatedStreams | None:
         """In the place of the library's function of this name."""
         return SimulatedStreams(self, device) if device.type == KIND else None
+
+    def of_rows(self) -> dict[str, Callable[..., Any]]:
+        """In the place of functions of `resident`."""
+
+        def beside(tensor: torch.Tensor) -> SimulatedStreams:
+            return SimulatedStreams(self, self._recorded[tensor.untyped_storage().data_ptr()][0].device)
+
+        return {
+            "load_rows": lambda streams, target, host: streams.load(target, host),
+            "take_rows": lambda column, rows: beside(column).take(column, rows),
+            "put_rows": lambda column, places, rows: beside(column).put(column, places, rows),
+            "memory_of": lambda streams: streams.memory(),
+        }
 
     # -- streams --------------------------------------------------------------------------------------------
 
@@ -381,6 +393,9 @@ class SimulatedStreams(Streams):
     def current(self) -> Any:
         return in_turn(torch.inference_mode(False), self.machine.current(self.device))
 
+    def current_device(self) -> int:
+        return -1  # so each call makes it current
+
     def new_stream(self) -> Stream:
         return self.machine.new_stream(self.device)
 
@@ -495,6 +510,3 @@ class SimulatedStreams(Streams):
 
     def memory(self) -> tuple[int, int] | None:
         return self.machine.memory_bytes
-
-    def peak(self) -> int:
-        return self.machine.peak_bytes

@@ -1,4 +1,4 @@
-"""Names of Python and of other libraries that are not public. They are used here and nowhere else.
+"""Names of Python and of other libraries that are not public. They are used here, and in `drop_in.trainers`.
 
 A new version of a library may drop such a name without notice. Each use says what happens then, and
 ``tests/base/test_private.py`` has a test for each name. Nothing here imports a library that is not imported already,
@@ -9,13 +9,12 @@ torch's loader stay with the pools and with the drop-in.
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import ctypes
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from types import FrameType, FunctionType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 try:
@@ -53,12 +52,6 @@ def posix_shared_memory() -> Any:
     import _posixshmem  # type: ignore[import-not-found]
 
     return _posixshmem
-
-
-def slot_names(kind: type) -> Iterable[str]:
-    """The attributes in the slots of a class and its bases."""
-    names: Iterable[str] = copyreg._slotnames(kind)  # type: ignore[attr-defined]
-    return names
 
 
 def is_thread_of_others(thread: threading.Thread) -> bool:
@@ -163,21 +156,6 @@ def change_preparation_data(change: Callable[[dict[str, Any]], dict[str, Any]]) 
     spawn.get_preparation_data = lambda name: change(original(name))
 
 
-def duplicated(fd: int) -> Any:
-    """A descriptor that a spawned process inherits, as an object that can be pickled."""
-    from multiprocessing.popen_spawn_posix import _DupFd
-
-    return _DupFd(fd)
-
-
-def reducer_of(kind: type) -> Callable[[Any], Any] | None:
-    """How ``multiprocessing`` pickles objects of a class. Without the name: it has no way of its own."""
-    from multiprocessing.reduction import ForkingPickler
-
-    reducers: Any = getattr(ForkingPickler, "_extra_reducers", {})
-    return reducers.get(kind)  # type: ignore[no-any-return]
-
-
 # -- cloudpickle -------------------------------------------------------------------------------------------------------
 
 
@@ -264,94 +242,6 @@ def set_worker_info(**fields: object) -> None:
 
 SEED_BYTES, WORD_BYTES = slice(0, 8), slice(24, 24 + 8 * 624)
 """Where torch keeps the seed and the words of a Mersenne Twister in the state of a CPU generator."""
-
-
-# -- Lightning and Accelerate ------------------------------------------------------------------------------------------
-
-
-def called_by(function: str, package: str) -> FrameType | None:
-    """The frame of a function, at most six calls above the caller; None if it is not there."""
-    if package not in sys.modules:
-        return None
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(6):
-        frame = None if frame is None else frame.f_back
-        if frame is None:
-            return None
-        if frame.f_code.co_name == function and str(frame.f_globals.get("__name__")).startswith(package):
-            return frame
-    return None
-
-
-def fetched_by_lightning(function: str = "on_save_checkpoint") -> tuple[int, bool]:
-    """How many batches Lightning has fetched but not trained on, and whether its epoch is over, if a function asks.
-
-    Lightning fetches one batch ahead where the loader has no length, and saves a position one batch later than the
-    batch that it trains on. With ``limit_train_batches``, and after the last batch of an epoch, only Lightning knows
-    that the next epoch begins. Without the names: no batch, and not over.
-    """
-    frame = called_by(function, "lightning") or called_by(function, "pytorch_lightning")
-    loop = None if frame is None else frame.f_locals.get("self")
-    fetcher = getattr(loop, "_data_fetcher", None)
-    ahead = getattr(fetcher, "batches", ())
-    is_over = getattr(getattr(loop, "epoch_loop", None), "_num_ready_batches_reached", bool)
-    return len(ahead), is_over() or (getattr(fetcher, "done", False) and not ahead)
-
-
-def counted_by_fabric(epoch: int) -> bool:
-    """Whether a loader of Lightning's Fabric begins an epoch. It goes on to count from this one.
-
-    It names the epoch to the sampler at each ``iter()``, from 0 on, also after a state of a later epoch was loaded.
-    Without the name: no.
-    """
-    frame = called_by("__iter__", "lightning.fabric") or called_by("__iter__", "lightning_fabric")
-    counting: Any = None if frame is None else frame.f_locals.get("self")
-    if not hasattr(counting, "_num_iter_calls"):
-        return False
-    counting._num_iter_calls = epoch + 1
-    return True
-
-
-def rebuilt_by_accelerate(function: str) -> bool:
-    """Return True if a function of Accelerate is about to turn our loader into one of torch's.
-
-    Where our class has replaced torch's, Accelerate builds one of ours instead.
-    """
-    theirs = getattr(sys.modules.get("accelerate.data_loader"), "DataLoader", None)
-    is_torchs = getattr(theirs, "__module__", "torch.").startswith("torch.")
-    return is_torchs and called_by(function, "accelerate") is not None
-
-
-def refuse_skipping(loader: object) -> None:
-    """Raise an error if Accelerate is about to read iterable data with torch's loader, in another order.
-
-    Accelerate builds torch's loader from the attributes of ours.
-
-    Raises:
-        TypeError: it is.
-    """
-    if rebuilt_by_accelerate("skip_first_batches"):
-        raise TypeError(
-            f"skip_first_batches() of Accelerate, which transformers' Trainer calls to resume, would read the iterable "
-            f"data of this {type(loader).__name__} with torch's loader, in another order: pass the loader through "
-            f"prepare() of sharded_loader.integrations.accelerate first"
-        )
-
-
-def begin_loader(gradient_state: Any, loader: Any) -> None:
-    """Say to Accelerate that a loader begins an epoch. It then knows the last batch, before which it accumulates."""
-    gradient_state._add_dataloader(loader)
-
-
-def end_loader(gradient_state: Any, loader: Any) -> None:
-    """Say to Accelerate that the epoch has ended."""
-    gradient_state._remove_dataloader(loader)
-
-
-def note_prepared(accelerator: Any, loader: Any) -> None:
-    """Add a loader to those that ``accelerator.save_state()`` saves."""
-    if loader not in accelerator._dataloaders:
-        accelerator._dataloaders.append(loader)
 
 
 # -- threadpoolctl -----------------------------------------------------------------------------------------------------

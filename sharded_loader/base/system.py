@@ -14,7 +14,6 @@
 
     integer("RANK", 0, least=0, advice="")   the number that an environment variable holds; an error names the variable
     is_on("SHARDED_LOADER_PORTABLE")         whether an environment variable switches something on
-    job_of_ranks()                           what the ranks of a job have in common
 
 A call is tried, and its twin is used when the call fails. ``hasattr`` tells only what Python was built with: an old
 kernel says ENOSYS, a seccomp profile of a container says EPERM, EACCES or what its author chose.
@@ -40,9 +39,6 @@ from pathlib import Path
 from typing import Any
 
 from sharded_loader.base.private import posix_shared_memory
-
-if sys.platform != "win32":
-    pass
 
 MAP_OPTIONS: dict[str, Any] = {} if sys.version_info < (3, 13) else {"trackfd": False}
 """For ``mmap.mmap``: it makes no duplicate of the descriptor, where that can be said."""
@@ -331,29 +327,8 @@ def integer(name: str, default: int, *, least: int, advice: str, environ: Mappin
     )
 
 
-JOB = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT")
-"""Environment variables that are the same for all ranks of a job, and differ between jobs."""
-
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 """Environment variables that number the ranks of a machine."""
-
-
-def job_of_ranks(environ: Mapping[str, str] = os.environ) -> str | None:
-    """A text that the ranks of a job have in common on this machine; None if this process does not seem to be a rank.
-
-    Ranks have variables of torchrun, SLURM or MPI, or are started by multiprocessing, as by ``torch``'s ``mp.spawn``.
-
-    Example:
-        >>> job_of_ranks({"RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
-        'localhost 29500'
-        >>> job_of_ranks({}) is None
-        True
-    """
-    parent_process: Any = getattr(sys.modules.get("multiprocessing.process"), "parent_process", None)
-    is_child = parent_process is not None and parent_process() is not None
-    if not is_child and not any(environ.get(name) for name in ("RANK", *LOCAL_RANKS)):
-        return None
-    return " ".join(environ[name] for name in JOB if environ.get(name)) or f"of {os.getppid()}"
 
 
 def is_on(name: str, environ: Mapping[str, str] = os.environ) -> bool:

@@ -403,22 +403,6 @@ def as_array(sample: Any) -> Array:
     return array
 
 
-def to_numpy_dtype(dtype: Any) -> Dtype | None:
-    """A dtype given in NumPy's, Python's or torch's way, as NumPy's; a TypeError if NumPy lacks it.
-
-    Example:
-        >>> import torch
-        >>> to_numpy_dtype("float16"), to_numpy_dtype(torch.int32), to_numpy_dtype(None)
-        (dtype('float16'), dtype('int32'), None)
-    """
-    if dtype is None:
-        return None
-    try:
-        return np.dtype(tree.dtype_name(dtype) if str(dtype).startswith("torch.") else dtype)
-    except TypeError:
-        raise TypeError(f"dtype {dtype!r} is unknown to NumPy: give one that is, or convert the batch after") from None
-
-
 # -- Python's numbers --------------------------------------------------------------------------------------------------
 
 _DTYPES = {complex: np.dtype(complex), float: np.dtype(float), int: np.dtype(np.int64), bool: np.dtype(bool)}

@@ -1,7 +1,6 @@
 """``sharded-loader bench module:dataset``: which pool, and how many workers, for the user's own dataset?
 
     target.find_dataset --> measure, for each pool --> a table, recommend
-    output.cores_of_others, before it --> a line, if other programs disturb the measurement
 
     measure(pool, seconds, arguments) -> a row: the number of workers that ``num_workers="auto"`` finds, and its speed
     recommend(rows) -> one sentence, a pure function
@@ -17,13 +16,11 @@ Exit code 0; 1 if a row failed, which is said below the table; 2 if the dataset 
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from warnings import catch_warnings, simplefilter
@@ -33,7 +30,7 @@ import click
 from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.base.notices import LoaderWarning
 from sharded_loader.cli import output
-from sharded_loader.cli.output import CannotRun, Steps, cores_of_others
+from sharded_loader.cli.output import CannotRun, Steps
 from sharded_loader.cli.target import find_dataset, find_function, kind_of, say_error
 
 if TYPE_CHECKING:
@@ -56,9 +53,8 @@ POOLS = {"inline": "", "process": "", "thread": ", thread_pool=True", "ray": ', 
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), default=3.0, help="Time for a row of the table.")
 @click.option("--pools", default="inline,thread,process", metavar="LIST", help="inline is the main process.")
 @click.option("--shuffle/--no-shuffle", default=None, help="Read in random order. Default: random if possible.")
-@output.json_option
 @output.quiet_option
-def bench(dataset: str, collate: str | None, pools: str, as_json: bool, quiet: bool, **options: Any) -> int:
+def bench(dataset: str, collate: str | None, pools: str, quiet: bool, **options: Any) -> int:
     """Measure how fast your dataset is read: inline, by threads and by processes.
 
     ``num_workers="auto"`` finds how many workers are measured: this takes five times as long as the row itself.
@@ -66,6 +62,7 @@ def bench(dataset: str, collate: str | None, pools: str, as_json: bool, quiet: b
     MODULE:DATASET is an object in a module, or path/to/file.py:DATASET. DATASET is a dataset, or a function that takes
     no arguments and returns one. Datasets with only __iter__ work too.
     """
+    from sharded_loader.base.described import table
     from sharded_loader.data.inspection import is_stream
 
     listed = sorted(dict.fromkeys(pools.split(",")), key="inline".__ne__)
@@ -76,12 +73,10 @@ def bench(dataset: str, collate: str | None, pools: str, as_json: bool, quiet: b
         raise CannotRun(f"{dataset} has only __iter__ and comes in its own order: leave out --shuffle")
     if options["shuffle"] is None:
         options["shuffle"] = not is_stream(data)
-    asked = {"dataset": dataset, "kind": kind_of(data), "seconds": seconds, **options}
     options |= {"dataset": data, "batchify_fn": None if collate is None else find_function(collate)}
-    if not quiet and not as_json:
+    if not quiet:
         order = "random order" if options["shuffle"] else "the dataset's own order"
-        click.echo(f"{dataset}: {asked['kind']}, in {order}; batches of {options['batch_size']}.")
-    others = cores_of_others()
+        click.echo(f"{dataset}: {kind_of(data)}, in {order}; batches of {options['batch_size']}.")
     with Steps("measuring", len(listed), quiet) as steps:
         rows = [measure(pool, seconds, options, partial(steps.update, done, pool)) for done, pool in enumerate(listed)]
     for row in rows:
@@ -89,15 +84,9 @@ def bench(dataset: str, collate: str | None, pools: str, as_json: bool, quiet: b
             row.times_inline = row.samples_per_second / rows[0].samples_per_second
     if all(row.error for row in rows):
         raise CannotRun(f"reading the dataset failed: {rows[0].error}")
-    if as_json:
-        found = {"rounds": ROUNDS, "cores_of_others": others, "recommendation": recommend(rows)}
-        click.echo(json.dumps({**asked, **found, "rows": [asdict(row) for row in rows]}, indent=2))
-    else:
-        cells = [[row.pool, str(row.workers), *_cells_of(row)] for row in rows]
-        output.show_table(["pool", "workers", "samples/s", "ms per batch", "spread", "x inline"], cells)
-        if (busy := output.busy_text(others, os.cpu_count() or 1, cores_for_workers())) is not None:
-            click.echo(f"{busy} The figures are lower than on a quiet machine, and vary more.")
-        click.echo(recommend(rows))
+    cells = [[row.pool, str(row.workers), *_cells_of(row)] for row in rows]
+    click.echo("\n".join(table(["pool", "workers", "samples/s", "ms per batch", "spread", "x inline"], cells)))
+    click.echo(recommend(rows))
     for row in rows:
         if row.error is not None:
             output.complain(f"{row.pool} with {row.workers} workers failed: {row.error}")

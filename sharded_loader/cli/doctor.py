@@ -46,7 +46,7 @@ SHM = "docker run --shm-size=8g; in Kubernetes, an emptyDir with medium: Memory 
 
 
 @click.command(short_help="Check this machine, and say what to change.")
-@output.json_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 @output.quiet_option
 def doctor(as_json: bool, quiet: bool) -> int:
     """Check versions, cores, memory, shared memory, limits, worker processes and GPUs, and say what to change.

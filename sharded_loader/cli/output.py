@@ -1,6 +1,5 @@
 """What the verbs share: results on stdout, progress and complaints on stderr, files to read and to write.
 
-    show_table(...)                                 --> stdout
     complain(text)                                  --> stderr
     with Steps("packing", total) as steps:
         steps.update(done)                          --> stderr: a line that changes in a terminal, lines in a pipe
@@ -19,7 +18,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -39,7 +38,6 @@ _TO_THE_END = "\x1b[K"
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print results only: no progress, no explanations.")
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 force_option = click.option("--force", is_flag=True, help="Replace files that exist.")
 
 
@@ -64,19 +62,6 @@ class CannotRun(click.UsageError):
 def complain(text: str) -> None:
     """Print a line about something that is wrong."""
     click.echo(f"{click.get_current_context().command_path}: {' '.join(text.split())}", err=True)
-
-
-def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table.
-
-    Args:
-        columns: the headings.
-        rows: the cells, as text. All but the first of a row are numbers.
-    """
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    form = "  ".join(f"{{:{'>' if place else '<'}{width}}}" for place, width in enumerate(widths))
-    for cells in (columns, *rows):
-        click.echo(form.format(*cells))
 
 
 def counted(number: int, noun: str) -> str:
@@ -173,12 +158,7 @@ class Steps(contextlib.AbstractContextManager["Steps"]):
 
 
 def check_output(*files: Path, force: bool) -> None:
-    """The output can be written to its folder, and replaces nothing by accident."""
-    folder = files[0].absolute().parent
-    if not folder.is_dir():
-        raise CannotRun(f"there is no folder {folder}: create it first")
-    if not os.access(folder, os.W_OK):
-        raise CannotRun(f"{folder} cannot be written to: choose another folder")
+    """The output replaces nothing by accident."""
     if not force and (existing := [str(file) for file in files if file.exists()]):
         raise CannotRun(f"there is already {' and '.join(existing)}: give another name, or --force to replace it")
 

@@ -7,8 +7,8 @@
 A record is MXNet's label header and the bytes of the file as they are. Output is written elsewhere and renamed at the
 end. So a full disk, Ctrl-C or a file that cannot be read leaves no half of a file.
 
-Exit code 0; 1 if the record file is damaged, and one line says where; 2 if the command cannot run: missing files, a
-name without a number, an output that exists, a folder that cannot be written to, a shard that cannot be indexed.
+Exit code 0; 1 if the record file is damaged, and one line says where; 2 if the command cannot run: missing files,
+an output that exists, a folder that cannot be written to, a shard that cannot be indexed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import json
 import os
 import tempfile
 import warnings
-from itertools import count
 from pathlib import Path
 
 import click
@@ -36,10 +35,9 @@ records = click.Group(
 @records.command(short_help="Pack the files of a folder.")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path), metavar="OUT.rec")
-@click.option("--labels", type=click.Path(path_type=Path), help="Numbers, name<TAB>number: read, or written if absent.")
 @output.force_option
 @output.quiet_option
-def pack(folder: Path, out: Path, labels: Path | None, force: bool, quiet: bool) -> None:
+def pack(folder: Path, out: Path, force: bool, quiet: bool) -> None:
     """Pack files into OUT.rec and OUT.idx. The bytes of the files do not change.
 
     Each sub-folder is a class. The classes get the numbers 0, 1, 2 ... in the order of their names.
@@ -50,8 +48,7 @@ def pack(folder: Path, out: Path, labels: Path | None, force: bool, quiet: bool)
         raise CannotRun(f"{out}: give a name that ends in .rec, so that readers find the index beside it")
     check_output(out, out.with_suffix(".idx"), force=force)
     with os_errors_in_one_line(out):
-        given = read_labels(labels) if labels is not None and labels.exists() else None
-        files, names = find_folder(folder, given)
+        files, classes = find_folder(folder)
         with (
             tempfile.TemporaryDirectory(prefix=".", dir=out.parent) as partial,
             Steps("packing", len(files), quiet) as steps,
@@ -66,24 +63,20 @@ def pack(folder: Path, out: Path, labels: Path | None, force: bool, quiet: bool)
                     steps.update(key + 1)
             for file in (idx, rec):
                 file.replace(out.with_name(file.name))
-        if labels is not None and given is None and names:
-            labels.write_text("".join(f"{name}\t{number}\n" for name, number in names.items()), "utf-8")
     if not quiet:
         size = output.size_text(out.stat().st_size)
         click.echo(f"{out}: {counted(len(files), 'record')}, {size}; index in {out.stem}.idx")
-        texts = [f"{number} {name}" for name, number in names.items()]
+        texts = [f"{number} {name}" for number, name in enumerate(classes)]
         click.echo(f"labels: {', '.join([*texts[:10], *['...'] * (len(texts) > 10)]) or 'none'}")
 
 
-def find_folder(folder: Path, given: dict[str, int] | None) -> tuple[list[tuple[Path, int]], dict[str, int]]:
-    """The files of a folder with their labels, and the number of each class. Files beside sub-folders are left out.
+def find_folder(folder: Path) -> tuple[list[tuple[Path, int]], list[str]]:
+    """The files of a folder, each with the number of its class, and the classes. Files beside sub-folders are left out.
 
-    Args:
-        folder: where to look. Names that begin with a dot are passed over.
-        given: the number of each class. None: 0, 1, 2 ... in the order of the names.
+    Names that begin with a dot are passed over.
 
     Raises:
-        CannotRun: there are no files, or a class has no number in ``given``.
+        CannotRun: there are no files.
     """
     walked = [Path(at, one).relative_to(folder) for at, _, files in os.walk(folder, followlinks=True) for one in files]
     paths = sorted(path for path in walked if not any(part.startswith(".") for part in path.parts))
@@ -91,25 +84,7 @@ def find_folder(folder: Path, given: dict[str, int] | None) -> tuple[list[tuple[
     if not paths:
         raise CannotRun(f"{folder} has no files: give a folder with a sub-folder of files for each class")
     classes = sorted({path.parts[0] for path in paths if len(path.parts) > 1})
-    numbers = dict(zip(classes, count())) if given is None else given
-    if unknown := [repr(name) for name in classes if name not in numbers]:
-        raise CannotRun(f"no number for {', '.join(unknown[:5])} in the file of --labels: add it there")
-    labelled = [(folder / path, numbers[path.parts[0]] if classes else 0) for path in paths]
-    return labelled, {name: numbers[name] for name in classes}
-
-
-def read_labels(file: Path) -> dict[str, int]:
-    """The number of each class name, from a file with ``name<TAB>number`` on each line.
-
-    Raises:
-        CannotRun: a line is not like that, or a name stands there twice.
-    """
-    names: dict[str, int] = {}
-    for number, line in enumerate(file.read_text("utf-8", "replace").splitlines(), 1):
-        name, _, label = line.rpartition("\t")
-        if line.strip() and (not name or not label.isdecimal() or names.setdefault(name, int(label)) != int(label)):
-            raise CannotRun(f"{file}, line {number}: {line[:80]!r} is not name<TAB>number with a new name")
-    return names
+    return [(folder / path, classes.index(path.parts[0]) if classes else 0) for path in paths], classes
 
 
 @records.command(short_help="Write the index of a record file.")

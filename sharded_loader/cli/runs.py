@@ -1,9 +1,9 @@
 """Runs: one that shows the library at work, and where two runs differ.
 
     demo                 `sharded_loader.demo.train.train_and_test` --> Report --> lines
-    diff A.json B.json   SavedRun.read --> first_difference, other_facts --> lines
+    diff A.json B.json   read_fingerprint --> first_difference, other_facts --> lines
 
-With ``--stop-resume`` and ``--kill``, the demo trains again, disturbed, and compares. A run is known by a state or a
+With ``--stop-resume`` and ``--kill``, the demo trains again, disturbed, and compares. A run is known by a
 fingerprint, saved as JSON. Exit code 0; 1 if two runs differ; 2 if the command cannot run, which one line says. What
 can go wrong: scikit-learn is not installed; a file is absent, damaged, or none of these.
 """
@@ -61,20 +61,21 @@ def demo(epochs: int, seed: int, stop_resume: bool, kill: bool, quiet: bool) -> 
 @click.argument("other", type=FILE, metavar="B.json")
 @output.quiet_option
 def diff(one: Path, other: Path, quiet: bool) -> int:
-    """Compare two runs by their states, or by the fingerprints of an epoch.
+    """Compare two runs by the fingerprints of an epoch.
 
-    A.json and B.json have json.dumps(loader.state_dict()), or json.dumps(loader.fingerprint(epoch).as_dict()). With
-    --quiet the exit code alone tells whether they differ.
+    A.json and B.json have json.dumps(loader.fingerprint(epoch).as_dict()). With --quiet the exit code alone tells
+    whether they differ.
     """
-    from sharded_loader.instruments.check import SavedRun, first_difference, other_facts
+    from sharded_loader.instruments.check import first_difference, other_facts, read_fingerprint
 
     try:
         with os_errors_in_one_line(one):
-            runs = SavedRun.read(one), SavedRun.read(other)
+            runs = read_fingerprint(one), read_fingerprint(other)
         step, facts = first_difference(*runs), other_facts(*runs)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise CannotRun(str(error)) from None
-    named = "No step differs" if step is None else f"The first step that differs is step {step[1]} of epoch {step[0]}"
+    named = f"The first step that differs is step {step} of epoch {runs[0].epoch}"
+    named = "No step differs" if step is None else named
     for fact in () if quiet else (named, *facts):
         click.echo(f"{fact[0].upper()}{fact[1:]}.")
     return 0 if step is None and not facts else DIFFERENT

@@ -133,8 +133,6 @@ def _import(where: str) -> ModuleType:
         name, folder = path.stem, str(path.parent)
         if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
             raise CannotRun(f"{path}: {name!r} is also the name of a module that Python has imported: rename the file")
-    elif "/" in name or os.sep in name:
-        raise CannotRun(f"{where!r} is a path without .py: write path/to/file.py:NAME")
     sys.path.insert(0, folder)  # as `python` and `python -m` have it
     try:
         return importlib.import_module(name)

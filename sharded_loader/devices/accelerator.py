@@ -5,7 +5,6 @@
                                            unless a device may still read it: undo() -> whether it was undone
     pinned_empty(streams, shape, dtype)    memory for the batches of threads and of the main process
     pinned_copy(streams, host, stride)     what lies elsewhere, on its way to a device
-    Pinner.begin(batch) -> PinnedCopy      ``pin_memory=True``: a thread copies, and `PinnedCopy.finish` waits for it
 
 `devices.copies` says when to copy and what waits for what. Tests replace `Streams` by a device that does the work of
 its streams late and in odd orders.
@@ -19,8 +18,6 @@ computing): one warning says so, and copies go through memory that torch pins, a
 runtime keeps the error of the rejected call and would report it in the next, unrelated call. So the error is cleared.
 Where torch itself can pin no more, one warning says so too, and batches lie in plain memory.
 
-The thread of a `Pinner` holds no batch while it waits, and no loader. It ends with `Pinner.close`.
-
 Source of the idea: vLLM and SGLang register their host pools this way, and their reports of how it fails.
 """
 
@@ -29,8 +26,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
-import queue
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,9 +51,6 @@ LATE_NOTE = (
 NOTHING: AbstractContextManager[Any] = nullcontext()
 """There is nothing to set up."""
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Rows are gathered as numbers of these types: not every torch has a kernel for unsigned numbers and 8-bit floats."""
-
 
 class Streams:
     """One accelerator, as far as copies to it are concerned.
@@ -71,6 +63,7 @@ class Streams:
 
     Attributes:
         device: as given.
+        current_device: ``current_device()``, the number of the device that is current in this thread.
         new_stream: ``new_stream()``, a stream of the device.
         caller_stream: ``caller_stream()``, the current stream of the calling thread.
         set_stream: ``set_stream(stream)`` gives this thread's work on the device to the stream from now on. (Torch's
@@ -92,6 +85,7 @@ class Streams:
         module: Any = torch.get_device_module(device)
         self.device = device
         self._module = module
+        self.current_device: Callable[[], int] = module.current_device
         self.new_stream: Callable[[], Any] = functools.partial(module.Stream, device)
         # By number: torch takes 3 us to look into a torch.device each time (on an H200's host).
         self.caller_stream: Callable[[], Any] = functools.partial(module.current_stream, device.index)
@@ -141,48 +135,6 @@ class Streams:
     def runtime(self) -> Any:
         """The CUDA runtime, which pins memory in place (``cudaHostRegister``); None elsewhere."""
         return torch.cuda.cudart() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def load(self, target: torch.Tensor, host: torch.Tensor) -> None:
-        """Copy to memory on the device, for use by any stream: the host waits for it."""
-        target.copy_(host)
-        self.caller_stream().record_event().synchronize()
-
-    def take(self, column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of a column on the device, gathered by the current stream.
-
-        Args:
-            column: on the device.
-            rows: their numbers, on the device.
-        """
-        words = _WORDS.get(column.itemsize, column.dtype)
-        if words == column.dtype:  # two views take 3 us
-            return column.index_select(0, rows)
-        return column.view(words).index_select(0, rows).view(column.dtype)
-
-    def put(self, column: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write rows into a tensor on the device, by the current stream.
-
-        Args:
-            column: the tensor.
-            places: the numbers of its rows that are written, on the device.
-            rows: what is written there, on the device.
-        """
-        words = _WORDS.get(column.itemsize, column.dtype)
-        column.view(words).index_copy_(0, places, rows.view(words))
-
-    def memory(self) -> tuple[int, int] | None:
-        """Bytes that torch can still use on the device, and all its bytes; None if the device does not tell."""
-        module = self._module
-        if not hasattr(module, "mem_get_info"):  # some accelerators, and old versions of torch
-            return None
-        free, total = module.mem_get_info(self.device)
-        unused = module.memory_reserved(self.device) - module.memory_allocated(self.device)
-        return int(free + unused), int(total)
-
-    def peak(self) -> int:
-        """Bytes that tensors have taken on the device at once, at most, beyond those that they take now."""
-        module = self._module
-        return int(module.max_memory_allocated(self.device) - module.memory_allocated(self.device))
 
 
 @contextmanager
@@ -387,7 +339,7 @@ def pinned_empty(streams: Streams, shape: Sequence[int], dtype: np.dtype[Any]) -
         try:
             raw = streams.pinned_bytes(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
         except RuntimeError as error:
-            _note_rejected(streams, error)
+            note_rejected(streams, error)
             return np.empty(shape, dtype)
     return raw.numpy().view(dtype).reshape(shape)
 
@@ -403,12 +355,12 @@ def pinned_copy(streams: Streams, host: torch.Tensor, stride: tuple[int, ...]) -
     try:
         return streams.pin(host, stride)
     except RuntimeError as error:
-        _note_rejected(streams, error)
+        note_rejected(streams, error)
     return torch.empty_strided(host.shape, stride, dtype=host.dtype, device="cpu").copy_(host)
 
 
-def _note_rejected(where: Streams | Pinner, error: RuntimeError) -> None:
-    """Warn, once for each, that memory cannot be pinned. An error of another cause is raised again."""
+def note_rejected(where: Any, error: RuntimeError) -> None:
+    """Warn that memory cannot be pinned, unless ``where.has_warned``. An error of another cause is raised again."""
     if not any(words in str(error) for words in ("out of memory", "not supported")):
         raise error
     if not where.has_warned:
@@ -421,137 +373,3 @@ _UNPINNED = (
     "Free host memory, or raise the memory limit of the container. WSL and confidential computing allow little pinned "
     "memory, or none"
 )
-
-
-# -- in the background ---------------------------------------------------------------------------------------
-
-CLOSING_SECONDS = 10.0
-"""How long `Pinner.close` waits for an object that pins itself, and does not come to an end."""
-
-LOOKS = 0.1
-"""Seconds between two looks of who waits for a copy: on Windows a Ctrl-C does not end the wait for a lock."""
-
-
-class PinnedCopy:
-    """A batch that is being copied into pinned memory.
-
-    Attributes:
-        event: None: no device has to be waited for.
-    """
-
-    event = None
-
-    def __init__(self, batch: object) -> None:
-        self._batch = batch
-        self._error: BaseException | None = None
-        self._done = threading.Event()
-
-    def make(self, pin: Callable[[Any], object]) -> bool:
-        """Copy; whether it has worked."""
-        try:
-            self._batch = pin(self._batch)
-        except BaseException as error:
-            self._error = error
-        self._done.set()
-        return self._error is None
-
-    def drop(self) -> None:
-        """Nothing is to be done: the memory goes with this object."""
-
-    def finish(self) -> Any:
-        """The batch in pinned memory.
-
-        Raises:
-            Exception: an object in it cannot be pinned.
-        """
-        while not self._done.wait(LOOKS):
-            pass
-        if self._error is not None:
-            error, self._error = self._error, None
-            try:
-                raise error
-            finally:
-                del error  # otherwise error -> traceback -> this frame -> error, and the batch waits for the collector
-        return self._batch
-
-
-class Pinner:
-    """Copies batches into pinned memory, in the order in which they come, in a thread.
-
-    Args:
-        pin: makes a pinned batch of a batch.
-        kind: of the accelerator, such as ``"cuda"``. The device that is current at the first batch is the one that
-            pins. In a new thread the first device would be, and would get a context.
-        in_thread: False: copies at once, in the thread that calls `begin`.
-
-    Attributes:
-        has_warned: a warning has said that torch cannot pin host memory.
-
-    Example:
-        >>> pinner = Pinner(lambda batch: [*batch, "pinned"], "cpu", in_thread=False)
-        >>> pinner.begin(["batch"]).finish()
-        ['batch', 'pinned']
-        >>> pinner.close()
-
-    Source of the idea: PyTorch's DataLoader, which has such a thread. The copy uses one core, because a copy on all
-    cores would slow down the program.
-    """
-
-    has_warned = False
-
-    def __init__(self, pin: Callable[[Any], object], kind: str, in_thread: bool = True) -> None:
-        self._pin, self._kind, self._in_thread = pin, kind, in_thread
-        self._tasks: queue.SimpleQueue[PinnedCopy | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def begin(self, batch: object) -> PinnedCopy:
-        """Have a batch copied."""
-        pending = PinnedCopy(batch)
-        if not self._in_thread:
-            pending.make(self.pin)
-            return pending
-        if self._thread is None:
-            module: Any = torch.get_device_module(self._kind)
-            set_device = functools.partial(module.set_device, module.current_device())
-            with uninterrupted():
-                self._thread = threading.Thread(
-                    target=_pin_all, args=(self, self._tasks, set_device), name="sharded_loader-pins", daemon=True
-                )
-                self._thread.start()
-        self._tasks.put(pending)
-        return pending
-
-    def pin(self, batch: object) -> Any:
-        """The batch in pinned memory, or as it is where torch cannot pin any more."""
-        try:
-            return self._pin(batch)
-        except RuntimeError as error:
-            _note_rejected(self, error)
-            return batch
-
-    def close(self) -> None:
-        """End the thread. A later `begin` starts another one."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._tasks.put(None)
-            if thread is not threading.current_thread():
-                thread.join(CLOSING_SECONDS)
-
-
-def _pin_all(pinner: Pinner, tasks: queue.SimpleQueue[PinnedCopy | None], set_device: Callable[[], object]) -> None:
-    """The thread of a `Pinner`. What goes wrong before the first copy is the error of a batch, too."""
-
-    def first(batch: object) -> Any:
-        import threadpoolctl
-
-        torch.get_num_threads()  # which sets the number for this thread, if nothing has done so before
-        # Not `torch.set_num_threads`: it counts for each thread that the program starts later, too.
-        threadpoolctl.threadpool_limits(1, user_api="openmp")
-        set_device()
-        return pinner.pin(batch)
-
-    pin: Callable[[Any], Any] = first
-    while (pending := tasks.get()) is not None:
-        if pending.make(pin):
-            pin = pinner.pin
-        del pending

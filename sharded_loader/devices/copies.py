@@ -71,8 +71,8 @@ from sharded_loader.base import host_clock
 from sharded_loader.base.errors import add_note, notes_of
 from sharded_loader.base.interrupts import program_ends, should_stop
 from sharded_loader.batching.protocol import BatchifyError
-from sharded_loader.batching.tree import ATOMS, TORCH_TAKES, children, has_method, has_own, map_leaves, to_torch
-from sharded_loader.devices.accelerator import Streams, note_late, pinned_copy, pinned_empty
+from sharded_loader.batching.tree import ATOMS, TORCH_TAKES, children, has_method, is_plain, map_leaves, to_torch
+from sharded_loader.devices.accelerator import NOTHING, Streams, note_late, pinned_copy, pinned_empty
 from sharded_loader.devices.transform import RAISED, OnHost, shown
 from sharded_loader.memory.codec import aligned
 
@@ -267,7 +267,8 @@ class CopyStream:
         """
         streams = self.streams
         # Not in the caller's inference mode: what is begun in it may be handed out after it.
-        with self._lock, streams.current():
+        is_current = streams.current_device() == streams.device.index and not torch.is_inference_mode_enabled()
+        with self._lock, NOTHING if is_current else streams.current():
             pending = PendingCopy(None, self, streams.caller_stream())
             self._let_go()
             if not (tensors := self._plan.tensors(batch)):
@@ -370,19 +371,18 @@ class CopyStream:
 
         No tensor of objects that move now, on the caller's stream, needs `used_on`.
         """
-        streams = self.streams
-        with streams.current():
-            current = streams.caller_stream()
-            if pending.event is not None:
-                current.wait_event(pending.event)
-                if current != pending.home:
-                    streams.used_on(pending.targets, current)
-                for made in pending.made:
-                    record(streams, made, current)
-                if self._clock.times is not None:
-                    self._note_ready(self._clock.times, current)
-                pending.targets.clear()
-            if pending.staged:
+        streams, current = self.streams, self.streams.caller_stream()
+        if pending.event is not None:
+            current.wait_event(pending.event)
+            if current != pending.home:
+                streams.used_on(pending.targets, current)
+            for made in pending.made:
+                record(streams, made, current)
+            if self._clock.times is not None:
+                self._note_ready(self._clock.times, current)
+            pending.targets.clear()
+        if pending.staged:
+            with streams.current():
                 self._move_late(pending, current)
 
     def _move_late(self, pending: PendingCopy, current: Any) -> None:
@@ -594,7 +594,7 @@ def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
             yield part
             continue
         parts += children(part) or ()
-        if has_own(part, "to"):
+        if has_method(part, "to"):
             parts += getattr(part, "__dict__", {}).values()
 
 
@@ -610,9 +610,4 @@ def _is_small(leaf: torch.Tensor) -> bool:
 
 def _is_plain(leaf: Any) -> bool:
     """Whether a leaf is a tensor in host memory whose values are all there is to it."""
-    return (
-        type(leaf) is torch.Tensor
-        and leaf.device.type == "cpu"
-        and leaf.layout is torch.strided
-        and not (leaf.is_quantized or leaf.is_nested or leaf.requires_grad)
-    )
+    return is_plain([leaf]) and not leaf.requires_grad

@@ -34,10 +34,11 @@ import torch
 
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import Location, as_batch_error
+from sharded_loader.base.imports import provided
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.batching.tree import ATOMS, TensorBatch, has_method, map_leaves, to_torch
 from sharded_loader.devices import accelerator
-from sharded_loader.devices.accelerator import Pinner, Registrar, Streams, streams_of
+from sharded_loader.devices.accelerator import Registrar, Streams, streams_of
 from sharded_loader.devices.copies import CLOSING_SECONDS, Clock, CopyStream, PendingCopy, note_device
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
 from sharded_loader.devices.transform import BatchTransform
@@ -94,7 +95,7 @@ class Placer:
         in_background: pin in a thread.
         transform: what each shard goes through on its device.
         in_host_memory: what each shard goes through that stays in host memory.
-        pinner: pins the batches, in the place of one of its own.
+        pinner: pins the batches, in the place of one of its own: `drop_in.pinning.Pinner`.
 
     Attributes:
         is_plain: batches stay in host memory that is not pinned: `to_torch` is all there is to do.
@@ -112,17 +113,18 @@ class Placer:
         in_background: bool = True,
         transform: BatchTransform | None = None,
         in_host_memory: Callable[[Any], object] = to_torch,
-        pinner: Pinner | None = None,
+        pinner: Any = None,
     ) -> None:
         self.devices, self._transform, self._in_host_memory, self._pinner = devices, transform, in_host_memory, pinner
         kinds = {one.type for one in accelerators()} if pin_memory else set()
         can_pin = sorted(kinds - {"mps"}) if devices is None else []
         if can_pin:
-            self._pinner = Pinner(_pinned, can_pin[0], in_background)
-        elif pin_memory and not kinds:
-            warnings.warn("pin_memory=True has no effect: this process sees no accelerator to copy to", stacklevel=3)
-        elif kinds and devices is None:
-            warnings.warn("pin_memory=True has no effect: torch has no pinned memory on mps (a Mac)", stacklevel=3)
+            self._pinner = provided("pinner", "thread")(can_pin[0], in_background)
+        elif pin_memory and (devices is None or not kinds):
+            why = (
+                "torch has no pinned memory on mps (a Mac)" if kinds else "this process sees no accelerator to copy to"
+            )
+            warnings.warn(f"pin_memory=True has no effect: {why}", stacklevel=3)
         self._on_host = all(one.type == "cpu" for one in devices or ())
         self._stays = self._on_host and self._pinner is None and transform is None
         self.is_plain = self._stays and in_host_memory is to_torch
@@ -263,7 +265,7 @@ class Placer:
             return
         self.make_room()  # not done above, as in `place`
 
-    def _begin(self, batch: Any, task: Task) -> list[PendingCopy] | list[accelerator.PinnedCopy]:
+    def _begin(self, batch: Any, task: Task) -> list[Any]:
         """Start to put a batch where it belongs. The copies of its shards may still be under way after this."""
         shards = batch if task.sharded else (batch,)
         if self._pinner is not None:
@@ -369,9 +371,7 @@ def not_placed(task: Task, raised: BaseException, where: str) -> Exception:
     return error
 
 
-def _close(
-    streams: dict[torch.device, CopyStream | None], reused: ReusedMemory, pinner: Pinner | None, pid: int
-) -> bool:
+def _close(streams: dict[torch.device, CopyStream | None], reused: ReusedMemory, pinner: Any, pid: int) -> bool:
     reused.clear()
     if os.getpid() != pid:  # a forked child has no device, and not the threads that may hold a lock
         return False
@@ -380,22 +380,6 @@ def _close(
     until = host_clock.now() + CLOSING_SECONDS
     done = [copies.close(max(0.0, until - host_clock.now())) for copies in list(streams.values()) if copies is not None]
     return all(done)
-
-
-def _pinned(batch: object) -> Any:
-    return map_leaves(_pin, batch, own="pin_memory", skip=ATOMS)
-
-
-def _pin(leaf: Any) -> Any:
-    # By torch, one copy. The user may copy from the batch and drop it at once: torch guards memory of its own only.
-    if not has_method(leaf, "pin_memory"):
-        return leaf
-    try:
-        return leaf.pin_memory()
-    except RuntimeError:
-        if isinstance(leaf, torch.Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
-            return leaf  # torch does not pin all layouts
-        raise
 
 
 def _move(device: torch.device, leaf: Any) -> Any:

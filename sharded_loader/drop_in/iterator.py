@@ -2,7 +2,7 @@
 
     check_arguments(loader)                           rejects what would otherwise fail at the first batch
     make_pool(loader) -> Pool                         the pool that the loader's arguments ask for
-    LoaderIterator(loader, state)._next_data() -> RunIterator -> Pipeline -> ProcessPool | InlinePool
+    LoaderIterator(loader, state)._next_data() -> EpochIterator -> Pipeline -> ProcessPool | InlinePool
     WorkerView(handle)                                a worker process as torch's iterator shows it
 
 An iterator owns its workers, as in torch. They start with the first ``next`` and end with the epoch. With
@@ -38,10 +38,10 @@ from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.batching.tree import TensorBatch
 from sharded_loader.data.inspection import is_stateful
-from sharded_loader.devices.accelerator import Pinner
 from sharded_loader.devices.names import accelerators, find_devices
 from sharded_loader.devices.placement import Placer
 from sharded_loader.drop_in import sampler as samplers
+from sharded_loader.drop_in.pinning import Pinner
 from sharded_loader.drop_in.sampler import SamplerStart, SamplerState, TorchEpoch
 from sharded_loader.drop_in.state import LoaderState, TorchRun, check_data, job_of, stream_epoch
 from sharded_loader.engine.messages import PartPoint, Task
@@ -49,8 +49,8 @@ from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool
 from sharded_loader.loader import arguments
 from sharded_loader.loader.arguments import length
-from sharded_loader.loader.epochs import warn_of_length
-from sharded_loader.loader.iterator import RunIterator, profiler_enabled
+from sharded_loader.loader.epochs import OneRun, warn_of_length
+from sharded_loader.loader.iterator import EpochIterator, profiler_enabled
 from sharded_loader.pools.local import InlinePool, ThreadPool
 from sharded_loader.pools.process.pool import ArenaInUse, ProcessPool
 from sharded_loader.sampling.base import nested
@@ -85,7 +85,11 @@ def check_arguments(loader: Loader) -> None:
             arguments.refuse_streams(loader.streams, loader.dataset)
     if loader.start_method and loader.multiprocessing_context is not None:
         raise ValueError("start_method and multiprocessing_context set the same thing: leave out one of them")
-    arguments.refuse_worker_memory(loader.max_worker_memory, loader.num_workers > 0 and not _uses_threads(loader))
+    if loader.max_worker_memory is not None and (loader.num_workers == 0 or _uses_threads(loader)):
+        raise ValueError(
+            f"max_worker_memory={loader.max_worker_memory!r} needs worker processes on this machine: give num_workers= "
+            f"without thread_pool and pool, or leave max_worker_memory out"
+        )
     _process_pool(loader, max(1, loader.num_workers))
     for one in () if isinstance(loader.dataset, IterableDataset) else nested(loader._index_sampler):
         if hasattr(one, "check_dataset") and hasattr(loader.dataset, "__len__"):
@@ -241,7 +245,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._pin_memory and devices is None:  # as torch does
             kind = torch.device(self._pin_memory_device or accelerators()[0]).type
             pin = functools.partial(_utils.pin_memory.pin_memory, device=self._pin_memory_device)
-            pinner = Pinner(pin, kind, in_thread=self._num_workers > 0)
+            pinner = Pinner(kind, self._num_workers > 0, pin)
         placement = as_collated(None, pinner) if devices is None else self._memory.placement(devices)
         self._placement, self._pool = placement, make_pool(loader)
         self._pool.notices = loader._meter.notices
@@ -340,7 +344,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         at: dict[str, Any] = {"points_at_start": self._points_at_start, "epoch_of_dataset": of_epoch}
         at |= {"base_seed": drawn, "yielded": self._num_yielded}
         self.run = TorchRun(next(_numbers), epoch=epoch, **at)
-        self._inner = RunIterator(self._pipeline, self._placement, loader._meter, self.run, job)
+        self._inner = EpochIterator(OneRun(self._pipeline, self._placement, self.run, job), loader._meter)
         if workers == 0:
             self._prime(epoch, is_new)
         # Until the first `next` the loader is what it was: an iterator that reads nothing changes nothing.

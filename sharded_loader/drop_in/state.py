@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -28,19 +29,18 @@ from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, RandomS
 
 from sharded_loader.base.checks import check_int, refuse_async_iterable, refuse_class
 from sharded_loader.base.entries import anything, dict_of, entry, integer, optional, parsed, true_or_false, written
-from sharded_loader.base.private import counted_by_fabric, fetched_by_lightning
 from sharded_loader.data.inspection import Known
 from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.drop_in import sampler as samplers
 from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.sampler import EpochCount, SamplerState, ShuffleSampler, TorchEpoch
+from sharded_loader.drop_in.trainers import counted_by_fabric, fetched_by_lightning
 from sharded_loader.engine.epoch_requests import EpochRequest, EpochRequests
 from sharded_loader.engine.messages import Job, PartPoint
 from sharded_loader.engine.order import Position
 from sharded_loader.engine.pipeline import Run
 from sharded_loader.engine.split import plain_indices
 from sharded_loader.loader.arguments import action_and_limit, length
-from sharded_loader.loader.epochs import Progress
 from sharded_loader.loader.lookup import KnownSteps, in_epoch
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.foreign import len_epoch
@@ -188,13 +188,14 @@ def _snapshot(position: Position, part: int) -> dict[str, Any]:
     return {"dataset_state": dataset, "fetcher_state": fetcher}
 
 
-class TorchProgress(Progress[dict[str, Any]]):
+class TorchProgress:
     """The position of a loader. ``pending`` is the state that was loaded: the next epoch begins there, whatever it is.
 
     An epoch begins when an iterator is asked for its first batch. Until then the iterator waits, with a plan. It plans
     again if a state was loaded since, or ``set_epoch`` was called.
 
     Attributes:
+        live: the iterator that has begun an epoch last, by the number of its run, as long as it is alive.
         shown: the run that began last.
         job: of the newest epoch.
         data: the dataset's fingerprint, once it was needed.
@@ -206,8 +207,8 @@ class TorchProgress(Progress[dict[str, Any]]):
         is_of_fabric: the loaded state is one for Lightning's Fabric, which names epochs from 0 on.
     """
 
-    count: EpochCount
     shown: TorchRun | None = None
+    pending: dict[str, Any] | None = None
     waiting: LoaderIterator | None = None
     is_promised = False
     rng_at_load: torch.Tensor | None = None
@@ -217,8 +218,8 @@ class TorchProgress(Progress[dict[str, Any]]):
     data: str | None = None
 
     def __init__(self, count: EpochCount) -> None:
-        super().__init__(count)
-        self.requests = EpochRequests()
+        self.count, self.requests = count, EpochRequests()
+        self.live: weakref.WeakValueDictionary[int, LoaderIterator] = weakref.WeakValueDictionary()
 
     def __reduce__(self) -> Any:  # a copy of the loader has its own iterators and states
         return TorchProgress, (copy.copy(self.count),), {"requests": self.requests, "data": self.data}
@@ -242,11 +243,11 @@ class TorchProgress(Progress[dict[str, Any]]):
         self.is_of_fabric = counted_by_fabric(state.epoch_to_begin)
         return state if self.is_of_fabric else at_named_epoch(state, sampler, self.count)
 
-    def begun(self, run: Run, iterator: object) -> None:
-        assert isinstance(run, TorchRun)
+    def begun(self, run: TorchRun, iterator: LoaderIterator) -> None:
+        """An epoch has begun, with its first batch: the one after it is next."""
         self.live.clear()  # an iterator with persistent workers has one run after the other
-        super().begun(run, iterator)
-        self.shown = run
+        self.live[run.number], self.pending, self.shown = iterator, None, run
+        self.count.set_epoch(run.epoch.number + 1)
         self._forget_waiting()
 
     def _forget_waiting(self) -> None:
@@ -267,8 +268,9 @@ class TorchProgress(Progress[dict[str, Any]]):
     @property
     def epoch(self) -> int:
         """The number of the epoch that is read, or of the one that begins next."""
-        run, coming = self.run(), self.count.next_epoch
-        return coming if run is None or run.epoch.number + 1 != coming else coming - 1
+        run, coming = self.shown, self.count.next_epoch
+        goes_on = self.pending is None and run is not None and not run.ended and run.epoch.number + 1 == coming
+        return coming - goes_on
 
     def asked(self) -> tuple[EpochRequest | None, dict[str, Any] | None]:
         """What decides a plan: the last call of ``set_epoch``, and the state that was loaded."""

@@ -7,20 +7,17 @@
 
     fingerprint_of_epoch(steps, number) -> Fingerprint     checksums of all steps, digests of three samples, a state
     Fingerprint.as_dict()                                  for a file of JSON: 8 bytes for each step
-    SavedRun.read(path) -> SavedRun                        such a file, or a state that was saved as JSON
-    first_difference(one, other) -> (epoch, step) | None   the first step that differs
+    read_fingerprint(path) -> Fingerprint                  from such a file
+    first_difference(one, other) -> step | None            the first step that differs
     other_facts(one, other) -> phrases                     what else does
 
 The worker of a check is of a pool of its own, which is closed at the end: the loader, its epoch and its state stay what
 they are. Random generators are watched: the global ones, and those that the dataset refers to. The time and
 ``os.urandom`` are held by replacing the functions for the moment of a read: only samples that differ are read so.
 
-The order of a loader without a sampler of the user's is a function of what a state says. So two states are enough to
-compare two runs of that kind, step by step.
-
 What can go wrong: the worker cannot start, or cannot read. That is a sentence of the result. An error of a sample
-counts as its value. What a library draws in C (``random.Random()``, ``datetime.now()``) is not found. A file is no
-JSON, or neither state nor fingerprint; two fingerprints are of different epochs; a state does not tell the order.
+counts as its value. What a library draws in C (``random.Random()``, ``datetime.now()``) is not found. A file
+has no fingerprint; two fingerprints are of different epochs.
 """
 
 from __future__ import annotations
@@ -55,8 +52,8 @@ from sharded_loader.memory.publish import publish
 from sharded_loader.pools.local import ThreadPool
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.randomness.rng import seeded_globals
-from sharded_loader.sampling.order import LEFT_OUT, MapOrder, checksums
-from sharded_loader.sampling.state import Signature, differences, other_arguments, parse
+from sharded_loader.sampling.order import LEFT_OUT
+from sharded_loader.sampling.state import differences, other_arguments, parse
 
 GLOBALS: dict[str, Callable[[], object]] = {
     "Python's random": random.getstate,
@@ -262,95 +259,44 @@ def fingerprint_of_epoch(known_steps: KnownSteps, number: int) -> Fingerprint:
 # -- two runs ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SavedRun:
-    """What a file says of a run.
-
-    Attributes:
-        name: of the file.
-        epoch: up to which epoch the order counts.
-        signature: in what.
-        state: of the loader.
-        steps: the checksums of a fingerprint; None: the file has a state alone.
-    """
-
-    name: str
-    epoch: int
-    signature: Signature
-    state: dict[str, Any]
-    steps: str | None
-
-    @classmethod
-    def read(cls, path: Path) -> SavedRun:
-        """Read a fingerprint or a state.
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: it is neither.
-        """
-        content: Any = None
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            kept = content if isinstance(content, dict) and "fingerprint" in content else {"state": content}
-            position, signature = parse(kept.get("state"))
-            steps = kept.get("steps")
-            if steps is not None and (type(steps) is not str or len(steps) % DIGITS):
-                raise ValueError(f"its 'steps' is {brief(steps)}")
-        except (TypeError, ValueError) as error:
-            advice = "give a file with json.dumps(loader.fingerprint().as_dict())"
-            if not (isinstance(content, dict) and "_num_yielded" in content):  # a state of the drop-in tells no order
-                advice += ", or json.dumps(loader.state_dict())"
-            raise ValueError(f"{path} has no state and no fingerprint ({error}): {advice}") from None
-        return cls(str(path), position.epoch, signature, kept["state"], steps)
-
-    def checksums(self, epoch: int) -> list[str]:
-        """Those of the steps of an epoch.
-
-        Raises:
-            ValueError: the file does not tell.
-        """
-        if self.steps is not None:
-            return [self.steps[i : i + DIGITS] for i in range(0, len(self.steps), DIGITS)]
-        one = self.signature
-        if one.sampler not in ("RandomSampler", "SequentialSampler") or one.sampler_seeds or one.batch_size is None:
-            raise ValueError(
-                f"{self.name}: a state does not tell the order of the {one.sampler}. Give a file with "
-                f"json.dumps(loader.fingerprint({epoch}).as_dict()) of each run"
-            )
-        given = {name: getattr(one, name) for name in ("batch_size", "seed", "num_replicas", "steps_per_epoch")}
-        given |= {"shuffle": one.sampler == "RandomSampler", "rank": None if one.num_replicas is None else 0}
-        given |= {"last_batch": None if one.steps_per_epoch else one.last_batch}
-        order = MapOrder(one.dataset_length, sampler=None, batch_sampler=None, **given)
-        order.load(self.state, strict=True)
-        return checksums(order, epoch)
-
-
-def first_difference(one: SavedRun, other: SavedRun) -> tuple[int, int] | None:
-    """The epoch and the number of the first step that differs; None: no step does.
-
-    Two states count up to the epoch that both have reached; a fingerprint counts for its epoch.
+def read_fingerprint(path: Path) -> Fingerprint:
+    """The fingerprint that was saved in a file as JSON.
 
     Raises:
-        ValueError: the files do not tell the order, or tell it of different epochs.
+        OSError: the file cannot be read.
+        ValueError: it has none.
     """
-    known = {run.epoch for run in (one, other) if run.steps is not None}
-    if len(known) > 1:
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        found = Fingerprint(int(kept["epoch"]), kept["steps"], kept["state"])
+        parse(found.state)
+        if type(found.steps) is not str or len(found.steps) % DIGITS:
+            raise ValueError(f"its 'steps' is {brief(found.steps)}")
+    except (KeyError, TypeError, ValueError) as error:
+        advice = "give a file with json.dumps(loader.fingerprint().as_dict())"
+        raise ValueError(f"{path} has no fingerprint ({type(error).__name__}: {error}): {advice}") from None
+    return found
+
+
+def first_difference(one: Fingerprint, other: Fingerprint) -> int | None:
+    """The number of the first step that differs; None: no step does.
+
+    Raises:
+        ValueError: the fingerprints are of different epochs.
+    """
+    if one.epoch != other.epoch:
         raise ValueError(
-            f"{one.name} has the fingerprint of epoch {one.epoch}, and {other.name} of epoch {other.epoch}: call "
+            f"one fingerprint is of epoch {one.epoch}, and the other of epoch {other.epoch}: call "
             f"loader.fingerprint(epoch) with the same epoch in both runs"
         )
-    for epoch in known or range(min(one.epoch, other.epoch) + 1):
-        for step, pair in enumerate(itertools.zip_longest(one.checksums(epoch), other.checksums(epoch))):
-            if pair[0] != pair[1]:
-                return epoch, step
-        if one.signature == other.signature:
-            break  # the order is a function of that
-    return None
+    pieces = ([run.steps[i : i + DIGITS] for i in range(0, len(run.steps), DIGITS)] for run in (one, other))
+    differs = (step for step, (was, now) in enumerate(itertools.zip_longest(*pieces)) if was != now)
+    return next(differs, None)
 
 
-def other_facts(one: SavedRun, other: SavedRun) -> list[str]:
+def other_facts(one: Fingerprint, other: Fingerprint) -> list[str]:
     """What else differs, one phrase each: the data, and the arguments of the loaders."""
-    was, now = one.signature, other.signature
+    (_, was), (_, now) = parse(one.state), parse(other.state)
     pairs = [(f"the {name}", getattr(was, name), getattr(now, name)) for name in ("seed", "sampler_seeds", "skip")]
     pairs.append(("the fingerprint of the dataset", one.state.get("data"), other.state.get("data")))
     if was.seed == now.seed:

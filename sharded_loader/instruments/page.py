@@ -1,20 +1,19 @@
 """What a report and a trace say: as text, as a page for a browser, as a Chrome trace; and what ranks say together.
 
     text_of(stats, arguments) -> text for a terminal
-    page_of(about, stats, arguments, rows) -> HTML with its style and its plots
+    page_of(about, stats, arguments, rows) -> HTML with its style and its plot
     compared({rank: told}) -> the slowest rank, and text for a terminal
     trace_of(rows, name) -> the content of a JSON file, for ui.perfetto.dev or chrome://tracing
 
-A page asks no network, has no script, and is light or dark as the reader's system is. A plot is SVG without text, which
-stretches to the width of the window. The table below it is its legend: a cause, or a stage, has one colour in both. A
-trace has lanes:
+A page asks no network, has no script, and is light or dark as the reader's system is. The plot is SVG without text, and
+stretches to the width of the window. The table below it is its legend: a cause has one colour in both. A trace has
+lanes:
 
     "next()"     a slice "next" for each batch
-    "tasks"      a slice "task" where tasks were given to the workers
     "worker 0"   the slices "read", "collate" and "write" of each batch
 
-An arrow leads from each task to the worker that read the batch, and from there to the ``next`` that returned it. The
-slices of a lane lie one behind the other, in whole nanoseconds: viewers drop those that overlap.
+Each slice has the epoch and the step of its batch. The slices of a lane lie one behind the other, in whole nanoseconds:
+viewers drop those that overlap.
 
 Nothing is counted or timed here: the loader's `Meter` has done that. What can go wrong: ranks tell of other times.
 
@@ -24,7 +23,6 @@ Source of the idea and the format of traces: "Trace Event Format", the document 
 from __future__ import annotations
 
 import html
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -34,7 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sharded_loader.base.described import brief
+from sharded_loader.base.described import brief, table
 from sharded_loader.engine.messages import BatchTimes
 from sharded_loader.instruments.stats import LoaderStats
 from sharded_loader.instruments.times import CAUSES, ENOUGH, STAGES, time_text
@@ -57,7 +55,7 @@ def text_of(stats: LoaderStats, given: Mapping[str, object]) -> str:
     """
     parts = [str(stats)]
     for title, about, headings, rows in _sections(stats, given):
-        parts.append(_table(f"{title}: {about}", headings, [cells for _, cells in rows]))
+        parts.append("\n  ".join([f"{title}: {about}", *table(headings, [cells for _, cells in rows])]))
     return "\n\n".join(parts)
 
 
@@ -90,13 +88,6 @@ def _sections(stats: LoaderStats, given: Mapping[str, object]) -> list[Section]:
 
 def _name(worker: int) -> str:
     return "main process" if worker < 0 else str(worker)
-
-
-def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    sides = "<" + (">" if len(widths) > 2 else "<") * (len(widths) - 1)  # numbers end below each other
-    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
-    return "\n  ".join([title, *(form.format(*cells).rstrip() for cells in (headings, *rows))])
 
 
 # -- the ranks of a job ------------------------------------------------------------------------------------------------
@@ -135,7 +126,7 @@ def compared(ranks: Mapping[int, Told], count: int) -> tuple[int | None, str]:
     text = f"{first.verdict}\n{first.advice}".strip()
     if len(ranks) > 1:
         slow, text = _judged(ranks)
-    return slow, f"{text}\n\n{_table(f'{len(ranks)} of {count} ranks', headings, rows)}"
+    return slow, "\n  ".join([f"{text}\n\n{len(ranks)} of {count} ranks", *table(headings, rows)])
 
 
 def _judged(ranks: Mapping[int, Told]) -> tuple[int | None, str]:
@@ -172,9 +163,6 @@ def _judged(ranks: Mapping[int, Told]) -> tuple[int | None, str]:
 COLUMNS = 120
 """Of the plot of waits."""
 
-SHOWN = 60
-"""The last batches whose way is drawn: more would be thinner than a pixel."""
-
 _HUES = ("#e4572e", "#2e86ab", "#7b5ea7", "#c94f7c", "#8d6e63", "#f2a93b", "#3a9d6e", "#5c7cfa", "#78909c")
 _COLOURS = dict(zip(STAGES, (_HUES[place] for place in (8, 7, 5, 6, 2, 4, 3)), strict=True))
 _COLOURS |= dict(zip(CAUSES, _HUES, strict=False))  # both have "placing"
@@ -193,7 +181,7 @@ def page_of(about: str, stats: LoaderStats, given: Mapping[str, object], rows: S
         stats, given: as of `text_of`.
         rows: the last batches.
     """
-    plots = {"Causes": _waits(rows), "Stages": _lanes(rows[-SHOWN:])} if rows else {}
+    plots = {"Causes": _waits(rows)} if rows else {}
     summary, verdict, advice = (html.escape(text) for text in (str(stats).split("\n")[0], stats.verdict, stats.advice))
     return Template((_FOLDER / "page.html").read_text("utf-8")).substitute(
         style=(_FOLDER / "page.css").read_text("utf-8"),
@@ -235,28 +223,8 @@ def _waits(rows: Sequence[BatchTimes]) -> str:
             bars += [(cause, x / COLUMNS, 1 - below[x] - share[x], 1 / COLUMNS, share[x]) for x in range(COLUMNS)]
             below += share
     about = f"The share of the time that was waiting, from 0 to 100%, over the last {len(rows)} batches."
-    return _p(about) + _svg(about, bars, "8rem") + _ends(edges[-1] - edges[0])
-
-
-def _lanes(rows: Sequence[BatchTimes]) -> str:
-    """What the main process and the workers did, over time."""
-    start, end = rows[0].asked, rows[-1].taken
-    lanes = {"next()": [(row.cause, row.asked, row.taken) for row in rows]}
-    for row in sorted((row for row in rows if row.began), key=lambda row: row.worker):
-        name = f"worker {row.worker}" if row.worker >= 0 else "main process"
-        lanes.setdefault(name, []).extend(stages_in_worker(row))
-    text = [_p(f"The last {len(rows)} batches: when next() waited, and what each worker did.")]
-    for name, spans in lanes.items():
-        cut = [(what, max(first, start), max(last, start)) for what, first, last in spans]
-        whole = end - start
-        bars = [(what, (first - start) / whole, 0.0, (last - first) / whole, 1.0) for what, first, last in cut]
-        text.append(f'<div class="lane"><span>{name}</span>{_svg(name, bars, "1.2rem")}</div>')
-    return "".join([*text, '<div class="lane"><span></span>', _ends(end - start), "</div>"])
-
-
-def _ends(seconds: float) -> str:
-    """The ends of an axis of time."""
-    return f'<p class="ends faint"><span>0 s</span><span>{time_text(seconds)}</span></p>'
+    axis = f'<p class="ends faint"><span>0 s</span><span>{time_text(edges[-1] - edges[0])}</span></p>'
+    return _p(about) + _svg(about, bars, "8rem") + axis
 
 
 def _svg(title: str, bars: Bars, size: str) -> str:
@@ -273,11 +241,8 @@ def _svg(title: str, bars: Bars, size: str) -> str:
 
 # -- a trace -----------------------------------------------------------------------------------------------------------
 
-NEXT, TASKS, FIRST_WORKER = 0, 1, 3
+NEXT, FIRST_WORKER = 0, 2
 """Numbers of the lanes. In the one before the first worker's the main process reads, if there are no workers."""
-
-TASK_SECONDS = 2e-5
-"""The length of the slice of a task: an arrow has to begin in a slice."""
 
 
 def stages_in_worker(row: BatchTimes) -> Iterable[tuple[str, float, float]]:
@@ -295,9 +260,9 @@ def trace_of(rows: Sequence[BatchTimes], name: str) -> dict[str, object]:
 
     Example:
         >>> [event["args"]["name"] for event in trace_of([], "rank 0")["traceEvents"]]
-        ['rank 0', 'next()', 'tasks']
+        ['rank 0', 'next()']
     """
-    start = min((stamp for row in rows for stamp in (row.asked, row.sent, row.began) if stamp), default=0.0)
+    start = min((stamp for row in rows for stamp in (row.asked, row.began) if stamp), default=0.0)
     events, ends = list[dict[str, object]](), dict[int, int]()
 
     def add(kind: str, name: str, lane: int, at: int = 0, **more: object) -> None:
@@ -305,36 +270,25 @@ def trace_of(rows: Sequence[BatchTimes], name: str) -> dict[str, object]:
         event = {"ph": kind, "name": name, "cat": "batch", "pid": os.getpid(), "tid": lane, "ts": at / 1000}
         events.append(event | more)
 
-    def add_slice(name: str, lane: int, began: float, ended: float, **args: object) -> tuple[int, int]:
-        """A slice, behind the one before in its lane. When it is, in nanoseconds."""
+    def add_slice(name: str, lane: int, began: float, ended: float, **args: object) -> None:
+        """A slice, behind the one before in its lane."""
         first, last = (round(1e9 * (stamp - start)) for stamp in (began, ended))
         first = max(first, ends.get(lane, first))
         ends[lane] = last = max(first, last)
         if first < last:
             add("X", name, lane, first, dur=(last - first) / 1000, args=args)
-        return first, last
 
     add("M", "process_name", NEXT, args={"name": name})
-    lanes = {NEXT: "next()", TASKS: "tasks"}
+    lanes = {NEXT: "next()"}
     for worker in sorted({row.worker for row in rows if row.began}):
         lanes[FIRST_WORKER + worker] = f"worker {worker}" if worker >= 0 else "main process"
     for lane, title in lanes.items():
         add("M", "thread_name", lane, args={"name": title})
-    stamps = [*sorted({row.sent for row in rows if row.sent}), math.inf]
-    tasks = {at: add_slice("task", TASKS, at, min(at + TASK_SECONDS, then))[0] for at, then in pairwise(stamps)}
-    calls = []
-    for number, row in enumerate(rows):
-        about = {"epoch": row.epoch, "step": row.step, "samples": max(0, row.samples)}
+    batches = [(row, {"epoch": row.epoch, "step": row.step, "samples": max(0, row.samples)}) for row in rows]
+    for row, about in batches:
         waited = {"waited_seconds": row.waited, "placing_seconds": row.placing, "cause": row.cause}
-        calls.append((row.began, number, about, add_slice("next", NEXT, row.asked, row.taken, **about, **waited)))
-    for _, number, about, (asked, taken) in sorted(calls, key=lambda call: call[0]):  # as the workers had them
-        row, lane = rows[number], FIRST_WORKER + rows[number].worker
-        read = [add_slice(stage, lane, *at, **about) for stage, *at in stages_in_worker(row)]
-        if not (row.sent and read):
-            continue
-        sent, began, came = tasks[row.sent], read[0][0], max(asked, min(read[-1][1], taken - 1))  # inside ``next``
-        if sent <= began <= came:  # clocks of other machines are not exact
-            add("s", "batch", TASKS, sent, id=number)
-            add("t", "batch", lane, began, id=number)
-            add("f", "batch", NEXT, came, id=number, bp="e")
+        add_slice("next", NEXT, row.asked, row.taken, **about, **waited)
+    for row, about in sorted(batches, key=lambda batch: batch[0].began):  # as the workers had them
+        for stage, *at in stages_in_worker(row):
+            add_slice(stage, FIRST_WORKER + row.worker, *at, **about)
     return {"traceEvents": events, "displayTimeUnit": "ms"}

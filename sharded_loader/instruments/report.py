@@ -125,8 +125,8 @@ class Instruments:
         Call it at any time, also in the middle of an epoch.
 
         Args:
-            path: None: it is printed. A name that ends in ``.html``: it is written to this file, with plots of the last
-                1,000 batches. The file needs no network. With several ranks, `stats_of_ranks` names the slow one.
+            path: None: it is printed. A name that ends in ``.html``: it is written to this file, with a plot of the
+                last 1,000 batches. The file needs no network. With several ranks, `stats_of_ranks` names the slow one.
 
         Raises:
             ValueError: the name of the file does not end in ``.html``.
@@ -191,8 +191,8 @@ class Instruments:
         """Write when each of the last 1,000 batches was read, waited for and handed out, as a Chrome trace.
 
         Open the file in https://ui.perfetto.dev, or in ``chrome://tracing``. The main process and each worker have a
-        lane. Arrows lead from a task to the worker that read the batch, and to the ``next`` that returned it. Of
-        batches that take less than 0.2 ms, only some are noted.
+        lane. Each slice has the epoch and the step of its batch. Of batches that take less than 0.2 ms, only some are
+        noted.
 
         Args:
             path: the file, such as ``trace.json``.

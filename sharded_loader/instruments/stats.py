@@ -30,14 +30,13 @@ import numpy.typing as npt
 
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.limits import cores_for_workers
-from sharded_loader.batching.tree import children, field_names, is_dataclass_instance
 from sharded_loader.data.datasets import counts_of, mixture_of, retries_of
 from sharded_loader.engine.messages import BatchTimes, Result
 from sharded_loader.engine.pipeline import Entry, Pipeline
 from sharded_loader.engine.reader import KEPT_SAMPLES, plain_indices
 from sharded_loader.instruments import times
 from sharded_loader.instruments.times import CAUSES, STAGES, Histograms, SlowSample, StageTimes, WorkerTimes
-from sharded_loader.loader.observer import Observer
+from sharded_loader.loader.observer import Observer, Stamps
 
 
 @dataclass(frozen=True)
@@ -342,7 +341,6 @@ class Meter(Observer):
     Attributes:
         epochs: the counts of the last epochs, by their numbers.
         mixture: the mixture whose samples are read, or None.
-        looks: what the first batch looked like; None before it.
         tune: called at the end of a step from `tune_at` on, a stamp of `host_clock.now`, with this object, the
             pipeline and the stamp.
     """
@@ -362,7 +360,6 @@ class Meter(Observer):
         self._last = deque([Counts()])  # of the last iterators
         self._sum, self._late = LoaderStats(), Counts()  # of those before them, and what these still add
         self._late.ended = LoaderStats()
-        self.looks: str | None = None
         self._rows: deque[BatchTimes] = deque(maxlen=KEPT_BATCHES)
         self._cores = cores_for_workers()
 
@@ -388,19 +385,9 @@ class Meter(Observer):
                 del self.epochs[old.number]
             old.__dict__ = self._late.__dict__  # its iterator may still be there, and add to it
 
-    def note(
-        self,
-        counts: Counts,
-        entry: Entry,
-        turn: float,
-        asked: float,
-        taken: float,
-        behind: float,
-        starts: bool,
-        pipeline: Pipeline,
-    ) -> None:
+    def note(self, counts: Counts, entry: Entry, stamps: Stamps, pipeline: Pipeline) -> None:
         """Count it. Unless it was cheap, keep how it was on its way."""
-        result, waited = entry.result, 0.0
+        (turn, asked, taken, behind, starts), result, waited = stamps, entry.result, 0.0
         assert result is not None  # it is handed out
         error, row = result.error, result.times
         if entry.waited is not None:
@@ -425,14 +412,14 @@ class Meter(Observer):
             counts.state[1].append(row)
             if len(counts.state[1]) >= KEPT_BATCHES:
                 counts.add_up()
-        if error is None and entry.task is not None and (self.looks is None or self.mixture is not None):
-            self.look(entry.batch, counts, entry.task.shards)
+        if self.mixture is not None and error is None and entry.task is not None:
+            self.add_sources(counts, entry.task.shards)
         if taken >= self.tune_at:
             self.tune(self, pipeline, taken)
 
     def _fill_in(self, row: BatchTimes, entry: Entry, result: Result, pipeline: Pipeline) -> None:
         """What is known of a batch beside the stamps of ``next``."""
-        error, pool, runs = result.error, pipeline.pool, pipeline.buffer.runs
+        error, pool, runs = result.error, pipeline.pool, pipeline.runs
         row.__dict__.update(sent=entry.sent, worker=result.worker, began=result.began, seconds=result.seconds)
         row.step, row.samples = entry.seq, result.samples if error is None else -1
         row.is_lost = result.rebuilt or isinstance(error, (WorkerDiedError, WorkerTimeoutError))
@@ -455,19 +442,11 @@ class Meter(Observer):
         times.name_causes(rows)
         return rows
 
-    def look(self, batch: object, counts: Counts, shards: Sequence[object]) -> None:
-        """Note what the first batch looks like, and of each batch of a mixture where its samples came from: 20 us."""
-        if self.looks is None:
-            try:
-                self.looks = describe(batch)
-            except Exception:  # a batch of the user's own class may not want to be looked at
-                self.looks = type(batch).__name__
-        if self.mixture is not None:
-            came = np.sum([self.mixture.sources_of(shard) for shard in shards], 0)
-            counts.sources = came if counts.sources is None else came + counts.sources
-
-    def words(self) -> list[str]:
-        return [f"batch: {self.looks or 'none read yet'}", *quiet_counts(self.totals())]
+    def add_sources(self, counts: Counts, shards: Sequence[object]) -> None:
+        """Count where the samples of a batch of a mixture came from: 20 us."""
+        assert self.mixture is not None  # it was asked before
+        came = np.sum([self.mixture.sources_of(shard) for shard in shards], 0)
+        counts.sources = came if counts.sources is None else came + counts.sources
 
     def totals(self) -> LoaderStats:
         """What has been counted so far: retried requests of this process for the dataset, the notices, the caches."""
@@ -482,29 +461,3 @@ class Meter(Observer):
             counts = self.epochs.get(epoch)
             return LoaderStats() if counts is None else counts.report(totals)
         return sum_of([self._sum, *(counts.report(totals) for counts in (self._late, *self._last))])
-
-
-def describe(batch: object) -> str:
-    """What a batch looks like, in one line: ``[float32[64, 1, 8, 8], int64[64]]``.
-
-    Example:
-        >>> import numpy as np
-        >>> describe({"x": np.zeros((2, 3), np.float32), "name": ["a", "b"]})
-        "{'x': float32[2, 3], 'name': [2 x str]}"
-    """
-    if hasattr(batch, "shape") and hasattr(batch, "dtype"):
-        device = getattr(batch, "device", None)
-        where = "" if str(device) in ("None", "cpu") else f" on {device}"
-        return f"{str(batch.dtype).removeprefix('torch.')}[{', '.join(map(str, batch.shape))}]{where}"
-    kind, parts = type(batch).__name__, children(batch)
-    if parts is None:
-        return kind
-    texts = list(map(describe, parts))
-    if isinstance(batch, Mapping):
-        return "{" + ", ".join(map("{!r}: {}".format, batch.keys(), texts)) + "}"
-    names = field_names(batch) if is_dataclass_instance(batch) else getattr(batch, "_fields", ())
-    if names:
-        return f"{kind}({', '.join(map('{}={}'.format, names, texts))})"
-    if len(set(texts)) == 1 and texts[0].isidentifier():  # the name of a type
-        return f"[{len(texts)} x {texts[0]}]"
-    return f"[{', '.join(texts)}]" if isinstance(batch, list) else f"({', '.join(texts)})"

@@ -32,9 +32,9 @@ from accelerate.utils import broadcast_object_list, find_batch_size, synchronize
 from torch.utils.data import IterableDataset, RandomSampler
 
 from sharded_loader.base.described import an
-from sharded_loader.base.private import begin_loader, called_by, end_loader, note_prepared
 from sharded_loader.data.inspection import is_stream
 from sharded_loader.drop_in.sampler import ShuffleSampler
+from sharded_loader.drop_in.trainers import begin_loader, called_by, end_loader, note_prepared
 from sharded_loader.loader.arguments import placement_given
 from sharded_loader.loader.loader import ShardedDataLoader
 from sharded_loader.sampling.base import nested, tell_epoch

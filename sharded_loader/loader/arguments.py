@@ -6,30 +6,25 @@ Each error says what was given, and what to write instead.
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from os import PathLike
 from typing import Any
 
-import numpy as np
 import torch
 
 from sharded_loader.base.checks import check_int, refuse_arguments, refuse_async_iterable, refuse_class
 from sharded_loader.base.described import an
-from sharded_loader.base.errors import add_note
 from sharded_loader.base.imports import names_of, provided
-from sharded_loader.base.notices import logger
 from sharded_loader.batching.default import Batchify, default_batchify_fn
 from sharded_loader.batching.protocol import some
-from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.columns import as_dataset, named_columns
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.inspection import has_own, is_stream, takes_named, takes_two
 from sharded_loader.devices.transform import BatchTransform
 from sharded_loader.engine.order import ranks_of_mesh
-from sharded_loader.engine.pipeline import PER_WORKER, Pipeline
+from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool, check_init_fn, owners
 from sharded_loader.engine.split import Split, check_shares
 from sharded_loader.loader.options import OnError, OtherNames, Placement
@@ -46,14 +41,10 @@ INSTEAD = {
     "try_nopython": "leave it out",
     "start_method": 'write pool=ProcessPool(n, start_method="spawn") instead',
     "shm_size": "leave it out: shared memory grows with the batches. ProcessPool(n, max_bytes=) limits it",
-    "use_shared_mem": "leave it out: worker processes always write batches into shared memory",
     "num_threads": "write num_workers= and thread_pool=True instead",
     "ctx_list": "write devices= instead",
     "ctx": "write device= or devices= instead",
     "world_size": "write num_replicas= instead",
-    "num_parts": "write num_replicas= instead",
-    "part_index": "write rank= instead",
-    "drop_remainder": "write drop_last= instead",
     "auto_reload": "leave it out, or set loader.prefetch_epochs: worker processes prefetch the next epoch",
     "prefetch_epochs": "set loader.prefetch_epochs instead",
     "max_skipped": 'write on_error=OnError("skip", limit=) instead',
@@ -99,10 +90,9 @@ def last_batch_of(last_batch: str | None, drop_last: object) -> str | None:
 
 def prefetch_of(prefetch: object, prefetch_factor: object, num_workers: int) -> Any:
     """``prefetch``, or what torch's ``prefetch_factor`` means: batches prefetched for each worker."""
-    if one_of("prefetch (which counts batches in all)", prefetch, "prefetch_factor", prefetch_factor) is None:
-        return None
+    given = one_of("prefetch (which counts batches in all)", prefetch, "prefetch_factor", prefetch_factor)
     if prefetch_factor is None:
-        return prefetch
+        return given
     factor = check_int("prefetch_factor", prefetch_factor, 1, "give the number of batches to prefetch per worker")
     if not num_workers:
         raise ValueError("prefetch_factor needs workers: give num_workers=, or leave prefetch_factor out")
@@ -128,12 +118,6 @@ def length(dataset: Any, *, needed: bool = False) -> int | None:
                 f"{error}. Correct it, or give the loader a sampler that knows the indices"
             ) from error
         return None
-    except Exception as error:
-        add_note(
-            error,
-            f"sharded_loader: raised by len(dataset), where the dataset is {an(type(dataset))}",
-        )
-        raise
 
 
 def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
@@ -160,12 +144,6 @@ def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
         raise TypeError(f"the dataset is {an(kind)}, whose order is not defined: give sorted(dataset)")
     if is_stream(dataset):
         return dataset
-    if kind is tuple and (rows := _rows_of_columns(dataset)):
-        warnings.warn(
-            f"the dataset is a tuple of {len(dataset)} arrays with {rows} rows each, and is read as {len(dataset)} "
-            f"samples. For {rows} samples give ArrayDataset(*arrays); if each array is a sample, list(arrays)",
-            stacklevel=3,
-        )
     if not has_own(kind, "__getitem__") or kind.__getitem__ is Dataset.__getitem__:
         raise TypeError(
             f"a dataset needs __getitem__ and __len__, or __iter__ for iterable data; {kind.__name__} has neither"
@@ -177,14 +155,6 @@ def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
             f"sampler=list(data)"
         )
     return as_dataset(dataset, "ShardedDataLoader", needs_length=not has_sampler)
-
-
-def _rows_of_columns(arrays: tuple[Any, ...]) -> int:
-    """The number of rows of each array, if all have as many, and more than there are arrays; otherwise 0."""
-    if not arrays or not all(isinstance(one, np.ndarray) or is_tensor(one) for one in arrays):
-        return 0
-    lengths = {len(one) if one.ndim else 0 for one in arrays}
-    return lengths.pop() if len(lengths) == 1 and min(lengths) > len(arrays) else 0
 
 
 def check_stream(dataset: object, **given: object) -> None:
@@ -216,15 +186,11 @@ def ranks_given(num_replicas: object, rank: object, mesh: object) -> tuple[Any, 
 
 def placement_given(device: object, devices: object) -> tuple[Any, Any, Placement]:
     """``device``, ``devices``, and the options of the `Placement` that one of them may be."""
-    given = [one for one in (device, devices) if isinstance(one, Placement)]
-    if len(given) > 1:
-        raise ValueError("device and devices are both a Placement: give one")
-    if not given:
-        return device, devices, Placement()
-    placement = given[0]
-    if placement is devices:
-        return device, placement.device, placement
-    return placement.device, devices, placement
+    if isinstance(device, Placement):
+        if isinstance(devices, Placement):
+            raise ValueError("device and devices are both a Placement: give one")
+        return device.device, devices, device
+    return (device, devices.device, devices) if isinstance(devices, Placement) else (device, devices, Placement())
 
 
 def check_evaluate(evaluate: object, on_error: object) -> None:
@@ -300,22 +266,18 @@ def action_and_limit(on_error: Any) -> tuple[Any, int | None]:
 
 def make_split(devices: list[Any] | None, sharded: bool, num_shards: Any, weights: Any = None) -> Split:
     """How batches become shards, by the loader's arguments. ``sharded``: shard i belongs to device i."""
-    split = _unweighted(devices, sharded, num_shards)
-    split.weights = check_shard_weights(weights, split)
-    return split
-
-
-def _unweighted(devices: list[Any] | None, sharded: bool, num_shards: object) -> Split:
-    if num_shards is not None:
+    most = None if devices is None else len(devices)
+    if num_shards is None:
+        num_shards = most if sharded else None
+    else:
         num_shards = check_int("num_shards", num_shards, 1, "give how many shards a batch is split into")
         if devices is not None and not sharded:
             raise ValueError("num_shards makes lists of shards, device makes plain batches: use devices=[...]")
-        if devices is not None and num_shards > len(devices):
-            raise ValueError(f"num_shards is {num_shards}, but there are only {len(devices)} devices")
-        return Split(num_shards, None if devices is None else len(devices))
-    if devices is None:
-        return Split()
-    return Split(len(devices) if sharded else None, len(devices))
+        if most is not None and num_shards > most:
+            raise ValueError(f"num_shards is {num_shards}, but there are only {most} devices")
+    split = Split(num_shards, most)
+    split.weights = check_shard_weights(weights, split)
+    return split
 
 
 def number_of_workers(num_workers: object) -> tuple[bool, Any]:
@@ -330,11 +292,7 @@ def number_of_workers(num_workers: object) -> tuple[bool, Any]:
 
 
 def make_pool(
-    pool: Any,
-    num_workers: Any,
-    thread_pool: bool,
-    worker_init_fn: Any = None,
-    timeout: float | None = None,
+    pool: Any, num_workers: Any, thread_pool: bool, worker_init_fn: Any = None, timeout: float | None = None
 ) -> Pool:
     """The pool that the arguments ask for. The last two are as the pools have them."""
     is_auto, num_workers = number_of_workers(num_workers)
@@ -343,12 +301,6 @@ def make_pool(
             f'num_workers="auto" is for threads and processes on this machine, and the pool is {pool!r}: leave out one'
         )
     count = max(0, num_workers)
-    if num_workers < 0:
-        logger.warning(
-            "num_workers is %d, which means 0, as in MXNet Gluon: the main process reads. Give the number of workers, "
-            "such as num_workers=os.cpu_count()",
-            num_workers,
-        )
     timeout = timeout or None  # 0 is torch's default, and means never
     given = {"worker_init_fn": worker_init_fn, "timeout": timeout}
     options = {name: value for name, value in given.items() if value is not None}
@@ -365,21 +317,8 @@ def make_pool(
         if timeout is not None:
             raise ValueError(f"timeout={timeout!r} needs workers: give num_workers=, or leave timeout out")
         return InlinePool()
-    if kind == "thread":
-        return ThreadPool(count, **options)
-    if kind == "process":
-        return ProcessPool(count, **options)
-    made: Pool = provided("pool", kind)(count, **options)
-    return made
-
-
-def refuse_worker_memory(limit: object, has_processes: bool) -> None:
-    """Reject ``max_worker_memory`` without worker processes."""
-    if limit is not None and not has_processes:
-        raise ValueError(
-            f"max_worker_memory={limit!r} needs worker processes on this machine: give num_workers= without "
-            f"thread_pool and pool, or leave max_worker_memory out"
-        )
+    make = {"thread": ThreadPool, "process": ProcessPool}.get(kind) or provided("pool", kind)
+    return make(count, **options)  # type: ignore[no-any-return]
 
 
 def _kind_of_pool(pool: object, count: int, thread_pool: bool) -> Any:
@@ -390,11 +329,9 @@ def _kind_of_pool(pool: object, count: int, thread_pool: bool) -> Any:
         raise ValueError(f"pool={pool!r} and thread_pool=True contradict each other: leave out one of them")
     known = ["inline", "thread", "process", *names_of("pool")]
     if pool not in known:
-        example = ": ProcessPool(2)" if isinstance(pool, type) else ""
-        if pool in ("fork", "forkserver", "spawn"):
-            example = f": ProcessPool({max(count, 1)}, start_method={pool!r})"
         names = ", ".join([f'"{name}"' for name in known])
-        raise ValueError(f"pool is {pool!r}; it must be {names}, or a pool object{example}")
+        example = f'ProcessPool({max(count, 1)}, start_method="spawn")'
+        raise ValueError(f"pool is {pool!r}; it must be {names}, or a pool object, such as {example}")
     if count == 0 and (thread_pool or pool != "inline"):
         asked = "thread_pool=True" if thread_pool else f"pool={pool!r}"
         raise ValueError(
@@ -425,24 +362,8 @@ def claim(pool: Pool, pipeline: Pipeline) -> None:
     owners[pool] = weakref.ref(pipeline)
 
 
-def check_prefetch(prefetch: object, num_workers: int) -> int:
-    """Batches in flight; None is twice the workers."""
-    return check_count("prefetch", PER_WORKER * num_workers if prefetch is None else prefetch)
-
-
-def check_prefetch_epochs(wanted: object, pool: Pool) -> bool:
-    """Whether the pool reads the next epoch ahead."""
-    if wanted is None:
-        return not pool.shares_dataset
-    if not isinstance(wanted, bool | np.bool_):
-        raise TypeError(f"prefetch_epochs is {wanted!r}; it must be True, False or None")
-    return bool(wanted)
-
-
 def check_count(name: str, count: object) -> int:
-    """A number of batches; a float that is whole is one, as in Gluon."""
-    if isinstance(count, float | np.floating) and count.is_integer():
-        count = int(count)
+    """A number of batches."""
     return max(0, check_int(name, count, -math.inf, "give the number of batches in flight"))
 
 

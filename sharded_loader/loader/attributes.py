@@ -1,7 +1,7 @@
 """What a loader tells about itself, and what can be set: attributes, its position as a state.
 
     loader.prefetch = 4       -> checked -> the loader's parts
-    loader.state_dict()       <- OrderProgress
+    loader.state_dict()       <- Progress
     loader.stats(), ...       <- `Instruments`, a base class that is asked for by name
 
 Many attributes have the names that other libraries look for. This module owns nothing: the parts are the loader's.
@@ -18,19 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ParamSpec
 
-from sharded_loader.base.described import an
 from sharded_loader.base.imports import provided
-from sharded_loader.base.private import refuse_skipping
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.engine.pipeline import PER_WORKER
 from sharded_loader.engine.pool import Pool
-from sharded_loader.loader.arguments import (
-    check_count,
-    check_prefetch,
-    check_prefetch_epochs,
-    check_shard_weights,
-    length,
-)
+from sharded_loader.loader import arguments
 from sharded_loader.loader.epochs import At, Epochs
 from sharded_loader.loader.lookup import LookUp
 from sharded_loader.sampling.state import has_weights
@@ -49,16 +41,10 @@ NO_WEIGHTS = (
     "with a schedule, weights=[(0, [...])]. Iterable data can only have a schedule that is given from the start"
 )
 
-_INSTEAD_OF_SETTING = {
-    "dataset": "make a new loader, or change it in place and call refresh()",
-    "epoch": "call set_epoch(epoch)",
-    "position": "load a state, load_state_dict(state)",
-}
-
 
 def _context(loader: Any) -> Any:
     if isinstance(loader._order, StreamOrder):
-        refuse_skipping(loader)
+        provided("trainer", "skipping")(loader)
     method = getattr(loader._workers, "start_method", None)
     return None if method is None else multiprocessing.get_context(method)
 
@@ -67,21 +53,9 @@ def _per_worker(loader: Any) -> int | None:
     return max(1, loader.prefetch // loader.num_workers) if loader.num_workers else None
 
 
-OF_TORCH: Mapping[str, Callable[[Any], Any]] = {
-    "batch_sampler": lambda loader: loader._order.batch_sampler,  # the one that was given, or this rank's
-    "collate_fn": lambda loader: loader._epochs.batchify_fn or default_batchify_fn,
-    "drop_last": lambda loader: loader._order.drops_last,
-    "generator": lambda loader: None,  # the order follows from `seed`
-    "in_order": lambda loader: True,
-    "multiprocessing_context": _context,
-    "persistent_workers": lambda loader: loader.num_workers > 0,  # they outlive an epoch
-    "pin_memory": lambda loader: loader._pin_memory,
-    "pin_memory_device": lambda loader: "",
-    "prefetch_factor": _per_worker,
-    "timeout": lambda loader: loader._workers.timeout or 0,
-    "worker_init_fn": lambda loader: loader._workers.worker_init_fn,
-}
-"""Attributes of PyTorch's ``DataLoader`` that other libraries read, as functions of this loader. All are read-only."""
+def shown(read: Callable[[Any], Any]) -> Any:
+    """An attribute of a loader that cannot be set, as a function of the loader."""
+    return property(read)
 
 
 def keeps_arguments(init: Callable[Given, None]) -> Callable[Given, None]:
@@ -107,18 +81,6 @@ class LoaderAttributes(Instruments):
     """
 
     _arguments: Mapping[str, Any] = MappingProxyType({})
-    batch_sampler: Any
-    collate_fn: Callable[[list[Any]], Any]
-    drop_last: bool
-    generator: None
-    in_order: bool
-    multiprocessing_context: Any
-    persistent_workers: bool
-    pin_memory: bool
-    pin_memory_device: str
-    prefetch_factor: int | None
-    timeout: float
-    worker_init_fn: Callable[[int], Any] | None
 
     def __init__(self, epochs: Epochs, observer: Any, batch_size: int | None, pin_memory: bool) -> None:
         self._meter = observer
@@ -128,19 +90,46 @@ class LoaderAttributes(Instruments):
         self._order, self._pipeline, self._placement = epochs.order, epochs.pipeline, epochs.placement
         self._workers, self._split = epochs.pipeline.pool, epochs.pipeline.split
 
-    if not TYPE_CHECKING:
+    dataset: Any = shown(lambda loader: loader._epochs.dataset)
+    """What is read."""
 
-        def __getattr__(self, name: str) -> Any:
-            if name not in OF_TORCH:
-                raise AttributeError(f"{an(type(self))} has no attribute {name!r}", name=name, obj=self)
-            return OF_TORCH[name](self)
+    sampler: Any = shown(lambda loader: loader._order.sampler)
+    """The sampler of single indices."""
 
-    def __setattr__(self, name: str, value: object) -> None:
-        known = getattr(type(self), name, None)
-        if name in OF_TORCH or (isinstance(known, property) and known.fset is None):
-            advice = _INSTEAD_OF_SETTING.get(name, "make a new loader")
-            raise AttributeError(f"{name} of {an(type(self))} cannot be set: {advice}", name=name, obj=self)
-        super().__setattr__(name, value)
+    batch_size: int | None = shown(lambda loader: loader._batch_size)
+    """Samples per step; None with a given ``batch_sampler``. Read-only: `rescale` changes it."""
+
+    num_workers: int = shown(lambda loader: loader._workers.num_workers)
+    """The number of workers that read at the same time; 0 if the main process reads."""
+
+    seed: int = shown(lambda loader: loader._order.seed)
+    """The seed of everything random."""
+
+    pool: Pool = shown(lambda loader: loader._workers)
+    """The pool: it runs the workers that read the samples."""
+
+    epoch: int = shown(lambda loader: loader._progress.at()[0])
+    """The epoch in progress, or the one that begins next."""
+
+    position: int = shown(lambda loader: loader._progress.at()[1])
+    """Batches delivered in `epoch`. Steps that were left out by ``skip`` count."""
+
+    skip: list[tuple[int, int]] = shown(lambda loader: list(loader._order.skip))
+    """The steps that are left out, as pairs (first, last): those that were given, and those of a loaded state."""
+
+    # Other libraries read these attributes of PyTorch's ``DataLoader``.
+    batch_sampler: Any = shown(lambda loader: loader._order.batch_sampler)  # the one that was given, or this rank's
+    collate_fn: Callable[[list[Any]], Any] = shown(lambda loader: loader._epochs.batchify_fn or default_batchify_fn)
+    drop_last: bool = shown(lambda loader: loader._order.drops_last)
+    generator: None = shown(lambda loader: None)  # the order follows from `seed`
+    in_order: bool = shown(lambda loader: True)
+    multiprocessing_context: Any = shown(_context)
+    persistent_workers: bool = shown(lambda loader: loader.num_workers > 0)  # they outlive an epoch
+    pin_memory: bool = shown(lambda loader: loader._pin_memory)
+    pin_memory_device: str = shown(lambda loader: "")
+    prefetch_factor: int | None = shown(_per_worker)
+    timeout: float = shown(lambda loader: loader._workers.timeout or 0)
+    worker_init_fn: Callable[[int], Any] | None = shown(lambda loader: loader._workers.worker_init_fn)
 
     @property
     def arguments(self) -> Mapping[str, Any]:
@@ -180,45 +169,15 @@ class LoaderAttributes(Instruments):
         self._arguments = MappingProxyType(given)
 
     @property
-    def dataset(self) -> Any:
-        """What is read."""
-        return self._epochs.dataset
-
-    @property
-    def sampler(self) -> Any:
-        """The sampler of single indices."""
-        return self._order.sampler
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples per step; None with a given ``batch_sampler``. Read-only: `rescale` changes it."""
-        return self._batch_size
-
-    @property
-    def num_workers(self) -> int:
-        """The number of workers that read at the same time; 0 if the main process reads."""
-        return self._workers.num_workers
-
-    @property
-    def seed(self) -> int:
-        """The seed of everything random."""
-        return self._order.seed
-
-    @property
-    def pool(self) -> Pool:
-        """The pool: it runs the workers that read the samples."""
-        return self._workers
-
-    @property
     def prefetch(self) -> int:
         """Batches in flight, from the next batch on."""
         return self._pipeline.scheduler.prefetch
 
     @prefetch.setter
     def prefetch(self, prefetch: int | None) -> None:
-        self._pipeline.scheduler.scale_by_group = prefetch is None
-        self._pipeline.scheduler.per_worker = PER_WORKER if prefetch is None else 0
-        self._pipeline.scheduler.prefetch = check_prefetch(prefetch, self.num_workers)
+        scheduler, is_own = self._pipeline.scheduler, prefetch is None
+        scheduler.scale_by_group, scheduler.per_worker = is_own, PER_WORKER * is_own
+        scheduler.prefetch = arguments.check_count("prefetch", PER_WORKER * self.num_workers if is_own else prefetch)
 
     @property
     def prefetch_epochs(self) -> bool:
@@ -227,7 +186,7 @@ class LoaderAttributes(Instruments):
 
     @prefetch_epochs.setter
     def prefetch_epochs(self, wanted: bool | None) -> None:
-        self._epochs.prefetch_epochs = check_prefetch_epochs(wanted, self._workers)
+        self._epochs.prefetch_epochs = not self._workers.shares_dataset if wanted is None else bool(wanted)
 
     @property
     def device_prefetch(self) -> int:
@@ -236,7 +195,7 @@ class LoaderAttributes(Instruments):
 
     @device_prefetch.setter
     def device_prefetch(self, ahead: int) -> None:
-        self._placement.copy_ahead(check_count("device_prefetch", ahead))
+        self._placement.copy_ahead(arguments.check_count("device_prefetch", ahead))
         # Not asking the pool for more would leave nothing to be copied ahead.
         self._pipeline.min_ready = max(2, 1 + self._placement.ahead)
 
@@ -264,22 +223,7 @@ class LoaderAttributes(Instruments):
 
     @shard_weights.setter
     def shard_weights(self, weights: Sequence[float] | None) -> None:
-        self._split.weights = check_shard_weights(weights, self._split)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch in progress, or the one that begins next."""
-        return self._progress.at()[0]
-
-    @property
-    def position(self) -> int:
-        """Batches delivered in `epoch`. Steps that were left out by ``skip`` count."""
-        return self._progress.at()[1]
-
-    @property
-    def skip(self) -> list[tuple[int, int]]:
-        """The steps that are left out, as pairs (first, last): those that were given, and those of a loaded state."""
-        return list(self._order.skip)
+        self._split.weights = arguments.check_shard_weights(weights, self._split)
 
     def set_weights(self, weights: Sequence[float] | None) -> None:
         """Mix the datasets of `interleave` by other weights, from the next batch on.
@@ -403,12 +347,9 @@ class LoaderAttributes(Instruments):
     def __repr__(self) -> str:
         if self._pipeline.closed:
             return "ShardedDataLoader(closed)"
-        try:
-            size = length(self.dataset)
-        except Exception:  # a repr must not raise
-            size = None
+        size = self._order.dataset_length
         parts = ["unknown number of samples" if size is None else f"{size} samples"]
-        try:
+        try:  # a repr must not raise
             if self._order.steps is None and getattr(self.batch_sampler, "counts_by_pass", False):
                 raise TypeError("it would take a pass over the data")
             parts.append(f"{len(self)} batches" + (f" of {self.batch_size}" if self.batch_size else ""))
@@ -422,6 +363,5 @@ class LoaderAttributes(Instruments):
         elif self._split.num_shards is not None:
             parts.append(f"{self._split.num_shards} shards")
         parts.append(repr(self.pool))
-        parts += self._meter.words()
         at = "resumes at" if self._progress.now is At.LOADED else "at"
         return f"ShardedDataLoader({', '.join(parts)}; epoch {self.epoch}, {at} batch {self.position})"

@@ -28,11 +28,12 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import Enum
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any
 
+from sharded_loader.base.imports import provided
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import Notices
-from sharded_loader.base.private import fetched_by_lightning, is_owned
+from sharded_loader.base.private import is_owned
 from sharded_loader.data.bulk import takes_arrays
 from sharded_loader.data.datasets import can_follow, follow
 from sharded_loader.data.inspection import Known
@@ -48,23 +49,6 @@ from sharded_loader.sampling.order import MapOrder
 from sharded_loader.sampling.state import has_weights
 from sharded_loader.streams.order import StreamOrder
 
-Pending = TypeVar("Pending")
-"""A loaded position in an epoch that has not begun."""
-
-
-class EpochCounter(Protocol):
-    """Counts the epochs of a loader.
-
-    Attributes:
-        next_epoch: the epoch that begins next.
-    """
-
-    @property
-    def next_epoch(self) -> int: ...
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one."""
-
 
 class At(Enum):
     """The state of a `Progress`."""
@@ -74,16 +58,12 @@ class At(Enum):
     RUN = "behind the batches that a run has delivered"
 
 
-class Mark(NamedTuple):
-    """What decides a position: with an equal mark, the same epoch begins at the same place."""
-
-    next_epoch: int
-    pending: Any
-    shown: Run | None
+Mark = tuple[int, Any, Run | None]
+"""What decides a position: the next epoch, `pending` and `shown`. With equal ones, it begins at the same place."""
 
 
-class Progress(ShownRun, Generic[Pending]):
-    """The position of a loader, as a state machine. `now` is its state.
+class Progress(ShownRun):
+    """The position of a loader in the batches of its order, as a state machine. `now` is its state.
 
                 set_epoch: another
             +-------------------------+
@@ -104,7 +84,8 @@ class Progress(ShownRun, Generic[Pending]):
      that were planned for one mark are those of the next epoch as long as the mark is the same.
 
      Args:
-         count: of the loader's epochs. ``set_epoch`` of samplers and of the dataset may count there, too.
+         order: the loader's. ``set_epoch`` of samplers and of the dataset may change which epoch is next, too.
+         entries: a function that returns what a state has of the data.
 
      Attributes:
          pending: the loaded position, or where the last epoch has left the next one.
@@ -112,27 +93,24 @@ class Progress(ShownRun, Generic[Pending]):
          live: the iterators that have begun an epoch and are alive, by the numbers of their runs.
     """
 
-    def __init__(self, count: EpochCounter) -> None:
-        self.count = count
+    def __init__(self, order: MapOrder | StreamOrder, entries: Callable[[], dict[str, Any]] = dict) -> None:
+        self._order, self._entries = order, entries
+        self._length: int | None = None  # of the dataset, when a position in it was loaded
         self.live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self.pending: Pending | None = None
+        self.pending: Position | None = None
 
     @property
     def now(self) -> At:
         """The state."""
         run = self.shown
         if self.pending is not None:
-            if self._is_next(self.pending):
+            if self.pending.epoch == self._order.next_epoch:
                 return At.LOADED
             self.pending = None  # it does not come back with its epoch
         if run is None or run.ended:
             return At.BEGINNING
-        is_last = run.epoch.number + 1 == self.count.next_epoch
+        is_last = run.epoch.number + 1 == self._order.next_epoch
         return At.RUN if is_last or self.live.get(run.number) is not None else At.BEGINNING
-
-    def _is_next(self, pending: Pending) -> bool:
-        """Whether a loaded position is where the next epoch begins. Otherwise it is dropped."""
-        return True
 
     def run(self) -> Run | None:
         """The run that is at the position, if one is."""
@@ -146,19 +124,19 @@ class Progress(ShownRun, Generic[Pending]):
 
     def mark(self) -> Mark:
         """What `roll_back` restores."""
-        return Mark(self.count.next_epoch, self.pending, self.shown)
+        return self._order.next_epoch, self.pending, self.shown
 
     def roll_back(self, mark: Mark, run: Run) -> None:
         """The first ``next`` of a run was interrupted: its epoch has not begun."""
         self.live.pop(run.number, None)
         epoch, self.pending, self.shown = mark
-        self.count.set_epoch(epoch)
+        self._order.set_epoch(epoch)
 
     def begun(self, run: Run, iterator: object) -> None:
         """An epoch has begun, with its first batch: the one after it is next."""
         self.live[run.number] = iterator
-        self.pending = None
-        self.count.set_epoch(run.epoch.number + 1)
+        self._order.set_epoch(run.epoch.number + 1)
+        self.pending = run.epoch.carry
 
     def replace(self, run: Run, by: Run, iterator: object) -> None:
         """An iterator goes on with another run of the same epoch."""
@@ -166,27 +144,6 @@ class Progress(ShownRun, Generic[Pending]):
         self.live[by.number] = iterator
         if self.shown is run:
             self.shown = by
-
-
-class OrderProgress(Progress[Position]):
-    """The position of a loader in the batches of its order.
-
-    Args:
-        order: the loader's.
-        entries: a function that returns what a state has of the data.
-    """
-
-    def __init__(self, order: MapOrder | StreamOrder, entries: Callable[[], dict[str, Any]] = dict) -> None:
-        super().__init__(order)
-        self._order, self._entries = order, entries
-        self._length: int | None = None  # of the dataset, when a position in it was loaded
-
-    def begun(self, run: Run, iterator: object) -> None:
-        super().begun(run, iterator)
-        self.pending = run.epoch.carry
-
-    def _is_next(self, pending: Position) -> bool:
-        return pending.epoch == self._order.next_epoch
 
     def was_over(self, run: Run) -> bool:
         """The end of a run was seen. Whether its epoch was over already where the loaded position was.
@@ -254,7 +211,7 @@ class OrderProgress(Progress[Position]):
         """The position as a state."""
         run = self.run()
         epoch = self.coming() if run is None else run.epoch
-        ahead, is_over = fetched_by_lightning()
+        ahead, is_over = provided("trainer", "fetched")()
         if run is not None and is_over and self._order.stream is not None:
             run, epoch = None, self._order.epoch(epoch.number + 1)
         position = epoch.position(epoch.first if run is None else max(epoch.first, run.delivered - ahead))
@@ -295,18 +252,6 @@ class OrderProgress(Progress[Position]):
 # -- epochs ------------------------------------------------------------------------------------------------------------
 
 
-class _KeptRun(NamedTuple):
-    """A run that has given no batch: its beginning was interrupted, or it is prefetched.
-
-    Attributes:
-        run: the run, perhaps opened, perhaps with batches in flight.
-        order: of a prefetched run, what decided its batches; None: they are what they are.
-    """
-
-    run: Run
-    order: Any = None
-
-
 def warn_of_length(dataset: object, known: int | None, notices: Notices, then: str) -> None:
     """Warn if a dataset has another length than is known. ``then`` says what that means, and what to do."""
     try:
@@ -328,7 +273,6 @@ class Epochs:
         pipeline: of the loader. Its pool is the one that reads where ``resident`` does not.
         placement: of the loader.
         resident: gathers batches on the devices, if they have room.
-        prefetch_epochs: read the next epoch's first batches while the last ones of an epoch are consumed.
 
     Attributes:
         dataset, batchify_fn: of the job.
@@ -336,29 +280,24 @@ class Epochs:
         known: what states have of the data.
         progress: the loader's position.
         stale: the dataset or the seed has changed since the workers were told.
-        prefetch_epochs: as above. May be set at any time.
+        prefetch_epochs: read the next epoch's first batches while the last ones of an epoch are consumed. May be set
+            at any time.
     """
 
     def __init__(
-        self,
-        job: Job,
-        order: MapOrder | StreamOrder,
-        pipeline: Pipeline,
-        placement: Placer,
-        *,
-        resident: Any = None,
-        prefetch_epochs: bool = False,
+        self, job: Job, order: MapOrder | StreamOrder, pipeline: Pipeline, placement: Placer, resident: Any = None
     ) -> None:
         self._job, self.dataset, self.batchify_fn = job, job.dataset, job.batchify_fn
         self.order, self.pipeline, self.placement, self.resident = order, pipeline, placement, resident
         self.known = Known(job.dataset)
-        self.progress = OrderProgress(order, self.known.entries)
+        self.progress = Progress(order, self.known.entries)
         self._workers, self._split = pipeline.pool, pipeline.split
-        self.prefetch_epochs = prefetch_epochs
+        self.prefetch_epochs = not pipeline.pool.shares_dataset
         self._numbers = itertools.count()
         order.arrays, order.max_shards = job.batchify_fn is None and takes_arrays(job.dataset), self._split.max_shards
         self._split.costs = order.shard_costs
-        self._kept: _KeptRun | None = None
+        # A run that has given no batch, and what decided its batches if it is prefetched; None: they are what they are.
+        self._kept: tuple[Run, Any] | None = None
         self.stale = False
 
     def choose(self) -> Run:
@@ -396,9 +335,9 @@ class Epochs:
     def keep(self, run: Run) -> None:
         """The first ``next`` of an iterator was interrupted: its epoch has not begun."""
         self.progress.roll_back(run.mark, run)
-        before, self._kept = self._kept, _KeptRun(run)
+        before, self._kept = self._kept, (run, None)
         if before is not None:
-            self._drop(before.run)
+            self._drop(before[0])
 
     def replan(self, change: Callable[[int, int], object]) -> None:
         """Change the order of the samples behind those that the user has received.
@@ -419,7 +358,7 @@ class Epochs:
             assert isinstance(order, MapOrder) and isinstance(epoch, MapEpoch)  # only its order can be changed
             change(*epoch.reached(epoch.first if shown is None else shown.delivered))
             if self._kept is not None:  # its batches were planned before
-                self._drop(self._kept.run)
+                self._drop(self._kept[0])
                 self._kept = None
             for iterator in list(progress.live.values()):
                 run = iterator.run
@@ -466,7 +405,7 @@ class Epochs:
                 raise
             return  # what cannot be asked now is an error when the epoch begins, if it is one then
         ahead.is_ahead, ahead.mark = True, mark
-        self._kept = _KeptRun(ahead, (facts, self._split.weights))
+        self._kept = ahead, (facts, self._split.weights)
         self.pipeline.open(ahead, self.job_now())
         run.next = ahead
 
@@ -475,9 +414,9 @@ class Epochs:
         kept, self._kept = self._kept, None
         if kept is None:
             return None
-        run = kept.run
+        run, order = kept
         is_wanted = run.mark == mark and not self.stale and run.dead is None
-        if is_wanted and kept.order in (None, (self.order.facts(run.epoch.number), self._split.weights)):
+        if is_wanted and order in (None, (self.order.facts(run.epoch.number), self._split.weights)):
             run.is_ahead = False
             return run
         self._drop(run)
@@ -523,7 +462,7 @@ class Epochs:
             self._job, self.stale = replace(self._job, keep_batch=True), True
 
     def load(self, state: Any, strict: bool, skip: Any, digest: Callable[..., str]) -> None:
-        """Continue at the position of a state; see `OrderProgress.load`.
+        """Continue at the position of a state; see `Progress.load`.
 
         Args:
             state, strict, skip: as given. Unless ``strict`` is False, the state has to be of these data.
@@ -597,3 +536,35 @@ class Epochs:
     def reading(self) -> list[Run]:
         """The runs that are under way. If they share a dataset with set_epoch, of one epoch."""
         return [run for run in self.progress.live_runs() if not run.ended and run.dead is None]
+
+
+class OneRun(ShownRun):
+    """What an iterator asks of `Epochs`, where its run is known from the start.
+
+    Args:
+        pipeline, placement: of the loader.
+        run: the run.
+        job: what the workers of the run read.
+    """
+
+    def __init__(self, pipeline: Pipeline, placement: Placer, run: Run, job: Job) -> None:
+        self.pipeline, self.placement, self._run, self._job = pipeline, placement, run, job
+
+    @property
+    def progress(self) -> OneRun:
+        """No attribute: an object that holds itself waits for the garbage collector."""
+        return self
+
+    def choose(self) -> Run:
+        return self._run
+
+    def open(self, run: Run, iterator: object) -> None:
+        self.pipeline.open(run, self._job)
+
+    def was_over(self, run: Run) -> bool:
+        return False
+
+    def begun(self, *_: object) -> None:
+        pass
+
+    keep = read_ahead = begun

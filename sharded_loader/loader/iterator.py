@@ -16,22 +16,21 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sharded_loader.base import host_clock
-from sharded_loader.base.errors import LoaderClosedError, text_of
+from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.private import find_profiler_enabled, is_owned
 from sharded_loader.batching.tree import to_torch
-from sharded_loader.devices.placement import Placer, not_placed
-from sharded_loader.engine.messages import NOTHING, Job, Result
-from sharded_loader.engine.pipeline import Entry, Pipeline, Run, ShownRun
-from sharded_loader.loader.epochs import Epochs
+from sharded_loader.devices.placement import not_placed
+from sharded_loader.engine.messages import NOTHING, Result
+from sharded_loader.engine.pipeline import Entry, Run
+from sharded_loader.loader.epochs import Epochs, OneRun
 from sharded_loader.loader.observer import Observer
 from sharded_loader.loader.options import Batch
 from sharded_loader.streams.epoch import StreamEpoch
@@ -43,13 +42,13 @@ profiler_enabled = find_profiler_enabled()
 """Whether torch's profiler runs. It is looked up once, because each ``next`` asks."""
 
 
-class BatchIterator(Iterator[Batch]):
-    """Batches of one run, in order. How the run begins and ends is said by those that inherit from this.
+class EpochIterator(Iterator[Batch]):
+    """Batches of one epoch, in order.
 
     Args:
-        pipeline, placement, observer: of the loader.
-        progress: which run of the loader has handed out a batch most recently.
-        name: what torch's profiler calls a ``next``; "": nothing.
+        epochs: say which run it is, and have the pool read it.
+        observer: of the loader.
+        owner: the loader, where it is to live as long as this iterator: a temporary one lives as long as its loop.
 
     Attributes:
         run: this iterator's run of the pipeline; None before the first batch is asked for.
@@ -57,44 +56,17 @@ class BatchIterator(Iterator[Batch]):
 
     run: Run | None = None
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        placement: Placer,
-        observer: Observer,
-        progress: ShownRun | None = None,
-        name: str = "",
-    ) -> None:
-        self._pipeline, self._placement, self._observer = pipeline, placement, observer
-        pipeline.scheduler.is_timed = observer.times
-        self._progress = progress or ShownRun()
+    def __init__(self, epochs: Epochs | OneRun, observer: Observer, owner: Sized | None = None) -> None:
+        self._epochs, self._observer, self._owner = epochs, observer, owner
+        self._pipeline, self._placement, self._progress = epochs.pipeline, epochs.placement, epochs.progress
+        self._pipeline.scheduler.is_timed = observer.times
         self._last_ended: float | None = None  # when it has handed out a batch, or an error in its place
         self._counts: Any = None  # the observer's
         self._skipped = 0  # samples of this epoch
         self._is_new = self._is_first = True  # the run is not open; nothing of it was handed out
         self._starts = False  # its first batch waits for workers that start
-        self._range = name
-
-    @abstractmethod
-    def _choose(self) -> Run:
-        """The first batch is asked for: the run that it is of. Changes nothing else."""
-
-    @abstractmethod
-    def _open(self, run: Run) -> None:
-        """Have the pool read the run. The pipeline's step has begun."""
-
-    def _keep(self, run: Run) -> None:
-        """The first ``next`` was interrupted: the epoch of this run has not begun. It is chosen again."""
-
-    def _begun(self, run: Run) -> None:
-        """The first batch, or the end, of a run is handed out: its epoch has begun."""
-
-    def _read_ahead(self, run: Run) -> None:
-        """All batches of the run are planned: workers may read those of the next epoch."""
-
-    def _was_over(self, run: Run) -> bool:
-        """The end was seen. Whether the epoch was over when its state was saved: then another run takes its place."""
-        return False
+        # For torch.profiler, as torch names that of its own loader.
+        self._range = "" if owner is None else f"enumerate({type(owner).__name__})#{type(self).__name__}.__next__"
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # Not weakref.finalize: that registry is a root, and would keep alive what the pipeline leads to.
@@ -103,6 +75,15 @@ class BatchIterator(Iterator[Batch]):
 
     def __iter__(self) -> Self:
         return self
+
+    def __len__(self) -> int:
+        """Batches in the epoch, those that were delivered included, as torch's iterators count.
+
+        Raises:
+            TypeError: the sampler has no length.
+        """
+        assert self._owner is not None  # it has a length where a user sees it
+        return len(self._owner) if self.run is None else self.run.epoch.length()
 
     def __bool__(self) -> bool:
         """True, as for other iterators, whatever ``len`` says."""
@@ -170,10 +151,10 @@ class BatchIterator(Iterator[Batch]):
             self._is_new, first = False, self._take_up
         elif run.epoch.keeps:  # not before: an interrupted `next` goes back over the empty batches that it has passed
             run.epoch.forget(run.delivered)
-        found = self._pipeline.next(run, self._deliver, is_nested, first, self._read_ahead)
+        found = self._pipeline.next(run, self._deliver, is_nested, first, self._epochs.read_ahead)
         while found is None and (following := self._end(run)) is not None:
             run = following
-            found = self._pipeline.next(run, self._deliver, is_nested, self._take_up, self._read_ahead)
+            found = self._pipeline.next(run, self._deliver, is_nested, self._take_up, self._epochs.read_ahead)
         try:
             if type(found) is not Entry:
                 return None, found or StopIteration()  # type: ignore[return-value]
@@ -183,31 +164,30 @@ class BatchIterator(Iterator[Batch]):
                 observer.begin(run.epoch.number, self._counts)
             self._last_ended = taken
             if observer.times:
-                behind = clock.behind - behind
-                observer.note(self._counts, found, turn, asked, taken, behind, self._starts, self._pipeline)
+                stamps = turn, asked, taken, clock.behind - behind, self._starts
+                observer.note(self._counts, found, stamps, self._pipeline)
             return found.batch, found.result and found.result.error
         finally:
             del found  # as in `__next__`
 
     def _take_up(self, run: Run) -> None:
-        self._open(run)
+        self._epochs.open(run, self)
         self._starts = not run.window and self._pipeline.pool.num_workers > 0
 
     def _choose_run(self) -> Run:
-        self.run, self._is_new, self._is_first = self._choose(), True, True
+        self.run, self._is_new, self._is_first = self._epochs.choose(), True, True
         return self.run
 
     def _end(self, run: Run) -> Run | None:
         """The run has no more batches: the run that takes its place, if its epoch was over when its state was saved."""
         self._check_parts(run, at_end=True)
-        self._check_skipped(run)
         self._check_discarded(run)
         # Without a chain run -> next run. Otherwise one iterator that is kept keeps every later run alive.
         run.ended, run.next = True, None
         if self._is_first:
-            self._begun(run)
+            self._progress.begun(run, self)
         self._progress.shown = run
-        if self._was_over(run):
+        if self._progress.was_over(run):
             self._pipeline.drop(run.number)
             following = self._choose_run()  # as if nothing had come before, not even empty batches
             following.mark, self._is_new = run.mark, False
@@ -244,7 +224,7 @@ class BatchIterator(Iterator[Batch]):
         run.delivered = entry.seq + 1
         if self._is_first:
             self._is_first = False
-            self._begun(run)
+            self._progress.begun(run, self)
         self._progress.shown = run
         if result.skipped:
             entry.result = result = self._note_skipped(f"epoch {run.epoch.number}, batch {entry.seq}", result)
@@ -269,17 +249,6 @@ class BatchIterator(Iterator[Batch]):
                 f"the iterable data is read in {parts} parts, but its __iter__ has not asked which part to read. So "
                 f"each part gives all samples, and you get each sample {parts} times{but}. Call get_worker_info() in "
                 f"__iter__, and yield only part .id of .num_workers; or give streams=1",
-            )
-
-    def _check_skipped(self, run: Run) -> None:
-        """Warn if an epoch is over, and ``on_error`` has left no batch of it."""
-        if self._skipped and self._last_ended is None and not run.epoch.resumed:
-            _, error = self._observer.skipped[-1]
-            name = f"epoch {run.epoch.number}"
-            self._observer.notices.warn(
-                name,
-                f"{name} has no batches: on_error has skipped all of its {self._skipped} samples. Look at "
-                f"loader.skipped. The last error is {type(error).__name__}: {text_of(error)}",
             )
 
     def _check_discarded(self, run: Run) -> None:
@@ -313,7 +282,7 @@ class BatchIterator(Iterator[Batch]):
     def _go_back_to_choose(self) -> None:
         run, self.run = self.run, None
         if run is not None:
-            self._keep(run)
+            self._epochs.keep(run)
 
     def _note_skipped(self, where: str, result: Result) -> Result:
         """Count what ``on_error`` left out, and warn of the first whole batch or shard.
@@ -340,65 +309,4 @@ class BatchIterator(Iterator[Batch]):
         return result if error is None else result._replace(batch=None, error=error)
 
 
-class EpochIterator(BatchIterator[Batch]):
-    """Batches of one epoch of a loader, in order.
-
-    Args:
-        owner: the loader. It is held, so that a temporary one lives as long as its loop.
-        epochs, observer: the loader's.
-    """
-
-    def __init__(self, owner: Sized, epochs: Epochs, observer: Observer) -> None:
-        # For torch.profiler, as torch names that of its own loader.
-        name = f"enumerate({type(owner).__name__})#{type(self).__name__}.__next__"
-        super().__init__(epochs.pipeline, epochs.placement, observer, epochs.progress, name)
-        self._owner, self._epochs = owner, epochs
-
-    def __len__(self) -> int:
-        """Batches in the epoch, those that were delivered included, as torch's iterators count.
-
-        Raises:
-            TypeError: the sampler has no length.
-        """
-        return len(self._owner) if self.run is None else self.run.epoch.length()
-
-    def _choose(self) -> Run:
-        return self._epochs.choose()
-
-    def _open(self, run: Run) -> None:
-        self._epochs.open(run, self)
-
-    def _keep(self, run: Run) -> None:
-        self._epochs.keep(run)
-
-    def _begun(self, run: Run) -> None:
-        self._epochs.progress.begun(run, self)
-
-    def _read_ahead(self, run: Run) -> None:
-        self._epochs.read_ahead(run)
-
-    def _was_over(self, run: Run) -> bool:
-        return self._epochs.progress.was_over(run)
-
-
-class RunIterator(BatchIterator[Any]):
-    """The batches of one run that is known from the start.
-
-    Args:
-        pipeline, placement, observer: what reads it, where its batches belong, and what is told of them.
-        run: the run.
-        job: what the workers of the run read.
-    """
-
-    def __init__(self, pipeline: Pipeline, placement: Placer, observer: Observer, run: Run, job: Job) -> None:
-        super().__init__(pipeline, placement, observer)
-        self._only, self._job = run, job
-
-    def _choose(self) -> Run:
-        return self._only
-
-    def _open(self, run: Run) -> None:
-        self._pipeline.open(run, self._job)
-
-
-leave_alone(BatchIterator.__next__, BatchIterator.__del__)
+leave_alone(EpochIterator.__next__, EpochIterator.__del__)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn
 
 import numpy.typing as npt
@@ -32,25 +31,7 @@ from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.messages import ErrorAction, Job
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool
-from sharded_loader.loader.arguments import (
-    action_and_limit,
-    check_dataset,
-    check_evaluate,
-    check_stream,
-    claim,
-    collate_function,
-    last_batch_of,
-    length,
-    make_pool,
-    make_split,
-    number_of_workers,
-    placement_given,
-    prefetch_of,
-    ranks_given,
-    refuse_names,
-    refuse_streams,
-    transform_of,
-)
+from sharded_loader.loader import arguments
 from sharded_loader.loader.attributes import LoaderAttributes, keeps_arguments
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.iterator import EpochIterator
@@ -63,7 +44,7 @@ from sharded_loader.streams.order import NO_SKIP, StreamOrder
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
 
 class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
@@ -197,19 +178,19 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         steps_per_epoch: int | None = None,
         **names: Unpack[OtherNames[Batch]],
     ) -> None:
-        refuse_names(names, type(self).__init__)
-        dataset = check_dataset(dataset, sampler is not None or batch_sampler is not None)
-        action, limit = action_and_limit(on_error)
-        batchify_fn = collate_function(batchify_fn, names.get("collate_fn"))
-        workers = make_pool(pool, num_workers, thread_pool, names.get("worker_init_fn"), names.get("timeout"))
+        arguments.refuse_names(names, type(self).__init__)
+        dataset = arguments.check_dataset(dataset, sampler is not None or batch_sampler is not None)
+        action, limit = arguments.action_and_limit(on_error)
+        batchify_fn = arguments.collate_function(batchify_fn, names.get("collate_fn"))
+        workers = arguments.make_pool(pool, num_workers, thread_pool, names.get("worker_init_fn"), names.get("timeout"))
         factor = names.get("prefetch_factor")
-        prefetch = prefetch_of(prefetch, factor, workers.num_workers)
-        num_replicas, rank = ranks_given(num_replicas, rank, names.get("mesh"))
-        device, devices, options = placement_given(device, devices)
-        check_evaluate(evaluate, action)
+        prefetch = arguments.prefetch_of(prefetch, factor, workers.num_workers)
+        num_replicas, rank = arguments.ranks_given(num_replicas, rank, names.get("mesh"))
+        device, devices, options = arguments.placement_given(device, devices)
+        arguments.check_evaluate(evaluate, action)
         common: dict[str, Any] = {
             "batch_size": batch_size,
-            "last_batch": last_batch_of(last_batch, names.get("drop_last")),
+            "last_batch": arguments.last_batch_of(last_batch, names.get("drop_last")),
             "num_replicas": num_replicas,
             "rank": rank,
             "seed": seed,
@@ -218,13 +199,13 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         order: MapOrder | StreamOrder
         if is_stream(dataset):
             given = {"shuffle": shuffle, "sampler": sampler, "batch_sampler": batch_sampler, "costs": costs}
-            check_stream(dataset, **given, evaluate=evaluate)
+            arguments.check_stream(dataset, **given, evaluate=evaluate)
             if skip is not None:
                 raise TypeError(NO_SKIP)
             order = StreamOrder(dataset, streams=streams, num_workers=workers.num_workers, **common)
         else:
-            refuse_streams(streams, dataset)
-            size = length(dataset, needed=sampler is None and batch_sampler is None)
+            arguments.refuse_streams(streams, dataset)
+            size = arguments.length(dataset, needed=sampler is None and batch_sampler is None)
             if has_mixture(dataset):
                 is_given = bool(shuffle) or not takes_order(sampler) or batch_sampler is not None or costs is not None
                 rolls_over = steps_per_epoch is not None or last_batch == "rollover"
@@ -232,22 +213,22 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             common |= {"sampler": sampler, "batch_sampler": batch_sampler, "skip": skip}
             order = MapOrder(size, dataset, shuffle=shuffle, costs=costs, evaluate=evaluate, **common)
         found, sharded = find_devices(device, devices)
-        pipeline = Pipeline(workers, make_split(found, sharded, num_shards, options.shard_weights))
-        transform = transform_of(options, lambda: order.seed, devices=found, pin_memory=pin_memory)
+        pipeline = Pipeline(workers, arguments.make_split(found, sharded, num_shards, options.shard_weights))
+        transform = arguments.transform_of(options, lambda: order.seed, devices=found, pin_memory=pin_memory)
         placement, kept = Placer(found, pin_memory, workers.num_workers > 0, transform), None
         if options.resident is not False:
             make = provided("pool on devices", "resident")
             kept = make(options.resident, dataset, batchify_fn, placement, bool(workers.num_workers))
         job = Job(dataset, batchify_fn, order.seed, action, order.replicated)
         observer = provided("observer", "instruments")(dataset, limit)
-        epochs = Epochs(job, order, pipeline, placement, resident=kept, prefetch_epochs=not workers.shares_dataset)
+        epochs = Epochs(job, order, pipeline, placement, kept)
         super().__init__(epochs, observer, batch_size, bool(pin_memory))
         self.prefetch = prefetch
         if factor is not None:
             pipeline.scheduler.per_worker = pipeline.scheduler.prefetch // workers.num_workers
-        if number_of_workers(num_workers)[0] and workers.num_workers:
+        if arguments.number_of_workers(num_workers)[0] and workers.num_workers:
             provided("num_workers", "auto")().follow(observer)
-        claim(workers, pipeline)
+        arguments.claim(workers, pipeline)
         workers.use_memory(placement.empty, placement.register, pinned=placement.pinned)
         self.device_prefetch = placement.ahead
         workers.notices = observer.notices
@@ -263,7 +244,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         It changes nothing in the loader: the epoch begins when its first batch is asked for. Workers start then.
         """
         self._pipeline.check_open()
-        return EpochIterator(self, self._epochs, self._meter)
+        return EpochIterator(self._epochs, self._meter, self)
 
     # -- single batches and samples -------------------------------------------------------------------------
 
@@ -460,12 +441,10 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         self._epochs.forget()
         self._closer.detach()
 
-    def __enter__(self) -> ShardedDataLoader[Batch]:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -18,6 +18,9 @@ from sharded_loader.base.errors import HAS_ENDED, TooManySkippedError, notes_of,
 from sharded_loader.base.notices import Notices
 from sharded_loader.engine.pipeline import Entry, Pipeline
 
+Stamps = tuple[float, float, float, float, bool]
+"""The ``turn``, ``asked``, ``taken``, ``behind`` and ``starts`` of a batch: see `BatchTimes`."""
+
 
 class Observer:
     """Knows what ``on_error`` has left out of one loader, and what went wrong quietly.
@@ -45,29 +48,15 @@ class Observer:
     def begin(self, epoch: int, counts: Any) -> None:
         """An iterator delivers its first batch of an epoch, and will add to these counts."""
 
-    def note(
-        self,
-        counts: Any,
-        entry: Entry,
-        turn: float,
-        asked: float,
-        taken: float,
-        behind: float,
-        starts: bool,
-        pipeline: Pipeline,
-    ) -> None:
+    def note(self, counts: Any, entry: Entry, stamps: Stamps, pipeline: Pipeline) -> None:
         """A batch, or an error in its place, is handed out.
 
         Args:
             counts: what `begin` was given.
             entry: the batch.
-            turn, asked, taken, behind, starts: see `BatchTimes`.
+            stamps: when.
             pipeline: that has read it.
         """
-
-    def words(self) -> list[str]:
-        """What a loader's repr says of what was read."""
-        return []
 
     def skip(self, skipped: Sequence[tuple[Any, BaseException]], where: str = "", before: int = 0) -> Exception | None:
         """Samples were skipped or replaced.

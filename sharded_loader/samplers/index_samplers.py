@@ -61,7 +61,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.limits import check_fits
 from sharded_loader.data.columns import as_dataset
 from sharded_loader.randomness import shuffle as shuffles
-from sharded_loader.randomness.shuffle import Bijections, IndexView, Indices, Selection, shuffle
+from sharded_loader.randomness.shuffle import Bijections, Indices, Selection, shuffle
 from sharded_loader.sampling.base import Sampler, resolve_seed, underscored
 from sharded_loader.sampling.own import IndexSampler, check_length
 from sharded_loader.sampling.tables import Table, checksum_of
@@ -96,8 +96,7 @@ class SubsetRandomSampler(IndexSampler):
     Two samplers over different indices have different orders, also with the same seed.
 
     Args:
-        indices: 1-D sequence of integers. A range costs no memory, however long it is; nor does a part of
-            `Dataset.split` (``part.indices``).
+        indices: 1-D sequence of integers. A range costs no memory, however long it is.
         seed: with the epoch it decides the order. None draws one from torch's default generator.
 
     Raises:
@@ -119,7 +118,7 @@ class SubsetRandomSampler(IndexSampler):
             raise ValueError(f"SubsetRandomSampler shuffles up to 2**62 samples, got {indices}: give a shorter range")
         advice = "give a list of sample indices (np.flatnonzero(mask) for a mask)"
         self._indices: Selection
-        if isinstance(indices, range | IndexView):
+        if isinstance(indices, range):
             self._indices = indices
         else:
             self._indices = integers("indices", indices, "a 1-D sequence of integers", advice).astype(np.int64)

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import an
+from sharded_loader.base.imports import provided
 from sharded_loader.base.notices import warn
-from sharded_loader.base.private import fetched_by_lightning
 from sharded_loader.data.inspection import known_parts
 from sharded_loader.data.seeding import told_in
 from sharded_loader.engine.messages import Stream
@@ -82,7 +82,7 @@ class StreamOrder(Order[StreamSignature]):
 
     def _note_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one. Lightning says so after the first batch, without a length."""
-        ahead, _ = fetched_by_lightning("on_advance_start")
+        ahead, _ = provided("trainer", "fetched")("on_advance_start")
         begun = self._last
         if not ahead or begun is None:
             self.set_epoch(epoch)

@@ -87,7 +87,7 @@ def test_samples_that_are_left_out_are_said_once_and_counted(
     assert "skipped or replaced sample 1 in epoch 0, batch 0: ValueError: sample 1 is damaged" in said
     if kind == "ours":
         assert loader.stats().as_dict("skipped_samples") == {"skipped_samples": 4.0}
-        assert "4 samples skipped or replaced" in str(loader.stats()) and "4 samples skipped" in repr(loader)
+        assert "4 samples skipped or replaced" in str(loader.stats())
         list(loader)
         assert [loader.stats(epoch).skipped_samples for epoch in (0, 1)] == [4, 4]
         loader.close()
@@ -120,12 +120,8 @@ def test_an_epoch_that_loses_all_samples_is_one_clear_warning(made: Any, workers
     loader = made(Broken(), 4, num_workers=workers, on_error="skip", persistent_workers=workers > 0)
     with pytest.warns(LoaderWarning) as caught:
         assert list(loader) == []
-    first, second = [str(one.message) for one in caught]
-    assert first.startswith("epoch 0, batch 0 was left out: no sample of it could be read")
-    assert second.startswith("epoch 0 has no batches: on_error has skipped all of its 16 samples")
-    assert second.endswith("The last error is ValueError: sample 15 is damaged")
-    with pytest.warns(LoaderWarning, match="epoch 1 has no batches"):
-        assert list(loader) == []
+    [warning] = [str(one.message) for one in caught]
+    assert warning.startswith("epoch 0, batch 0 was left out: no sample of it could be read")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -155,7 +151,7 @@ def test_a_killed_worker_is_told_and_counted(method: str, caplog: pytest.LogCapt
         os.kill(loader.pool.pids[0], signal.SIGKILL)
         assert len(list(batches)) == 15
         assert loader.stats().replaced_workers == 1 and "1 worker replaced" in str(loader.stats())
-        assert "1 worker replaced" in repr(loader)
+        assert "1 worker replaced" in str(loader.stats())
     [said] = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
     assert said.startswith("worker 0 (pid ") and "SIGKILL" in said and "Another worker has its place" in said
 
@@ -310,8 +306,7 @@ def test_where_warnings_are_errors_the_warning_of_parts_costs_no_batch() -> None
     assert got + [batch.tolist() for batch in batches] == [[i, i + 1, i + 2] for i in (0, 0, 3, 3, 6, 6, 9, 9)]
 
 
-def test_a_negative_number_of_workers_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_negative_number_of_workers_means_none() -> None:
     assert ShardedDataLoader(range(4), 2, num_workers=-1).num_workers == 0
-    assert levels(caplog, "num_workers is -1, which means 0") == [logging.WARNING]
     with pytest.raises(ValueError, match="non-negative"):
         sharded_loader.torch.DataLoader(range(4), 2, num_workers=-1)

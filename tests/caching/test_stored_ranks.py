@@ -19,7 +19,7 @@ import pytest
 from conftest import until
 
 from sharded_loader import CacheMismatchError, SimpleDataset
-from sharded_loader.base.system import JOB, job_of_ranks
+from sharded_loader.caching.dataset import JOB, job_of_ranks
 from sharded_loader.caching.shared import HAS_LINKS, links_of
 
 pytestmark = pytest.mark.skipif(not HAS_LINKS, reason="elsewhere each rank has its own")

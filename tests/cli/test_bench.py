@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -18,7 +17,6 @@ import pytest
 from torch.utils.data import get_worker_info
 
 from sharded_loader import SimpleDataset
-from sharded_loader.cli import bench
 from sharded_loader.cli.bench import ROUNDS, Row, measure, recommend
 from sharded_loader.cli.main import main
 from sharded_loader.cli.output import CannotRun
@@ -83,16 +81,6 @@ def test_samples_of_different_lengths_are_measured_with_the_users_collate_functi
     assert "benched_data:numbers is a list, not a function" in capsys.readouterr().err
 
 
-def test_json_has_the_numbers_and_nothing_else_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--pools", "inline,thread", "--batch-size", "8", "--json"]
-    assert main(["bench", "benched_data:stream", *QUICK, *options]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["kind"], found["shuffle"], found["batch_size"]) == ("Stream, iterable data", False, 8)
-    assert [(row["pool"], row["workers"]) for row in found["rows"]] == [("inline", 0), ("thread", 2)]
-    assert all(row["samples_per_second"] > 0 and row["times_inline"] > 0 for row in found["rows"])
-    assert found["recommendation"].endswith(".")
-
-
 def test_a_sample_that_raises_is_named_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "benched_data:bad", "-q", "--no-shuffle", *QUICK]) == 2
     shown = capsys.readouterr()
@@ -155,18 +143,6 @@ def test_more_processes_than_cores_are_no_warning_where_auto_finds_them(monkeypa
 def test_where_auto_finds_no_number_it_is_that_to_begin_with() -> None:
     found = measure("thread", 9.0, arguments(_Divides()))
     assert found.workers == START and found.error is not None and found.error.startswith("ZeroDivisionError")
-
-
-@pytest.mark.parametrize(("others", "said"), [(1.7, True), (0.0, False)])
-def test_bench_says_that_the_machine_is_busy(
-    others: float, said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench, "cores_of_others", lambda: others)
-    monkeypatch.setattr(bench, "cores_for_workers", lambda: 2)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    arguments = ["bench", "keyword:kwlist", "--pools", "inline", "--seconds", "0.01"]
-    assert main(arguments) == 0
-    assert ("Other programs use 1.7 of 2 cores. The figures are lower" in capsys.readouterr().out) == said
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from sharded_loader.cli.output import Steps, show_table
+from sharded_loader.cli.output import Steps
 
 
 class Clock:
@@ -70,8 +70,3 @@ def test_a_job_of_unknown_length_shows_its_note(capsys: pytest.CaptureFixture[st
         clock.now += 3
         progress.update(0, "training")
     assert capsys.readouterr().err == "resuming: training\n"
-
-
-def test_a_table_in_a_pipe_has_aligned_columns_and_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
-    show_table(["pool", "samples/s"], [["inline", "1,000"], ["[red]x[/red]", "20"]])
-    assert capsys.readouterr().out == ("pool          samples/s\ninline            1,000\n[red]x[/red]         20\n")

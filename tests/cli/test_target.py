@@ -88,7 +88,7 @@ def test_a_dataset_is_found(place: str, name: str, kind: str, folder: Path) -> N
         ("nowhere_at_all:x", r"there is no module 'nowhere_at_all' in .*: change to the folder that contains it"),
         ("users_data.inner:x", r"there is no module 'users_data.inner'"),
         ("nowhere.py:x", r"there is no file nowhere.py: write the path of a Python file"),
-        ("some/where:x", r"'some/where' is a path without .py"),
+        ("some/where:x", "or write path/to/file.py:NAME"),
         (
             "users_broken:x",
             r"ModuleNotFoundError: No module named 'not_installed_anywhere' \(users_broken.py, line 3\)",

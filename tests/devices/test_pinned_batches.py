@@ -18,8 +18,8 @@ from conftest import until
 from sharded_loader import ShardedDataLoader
 from sharded_loader.base.errors import notes_of
 from sharded_loader.devices import names, placement
-from sharded_loader.devices.accelerator import PinnedCopy, Pinner
 from sharded_loader.drop_in import iterator as drop_in
+from sharded_loader.drop_in.pinning import PinnedCopy, Pinner
 from sharded_loader.engine.pool import Pool
 from sharded_loader.torch import DataLoader
 
@@ -146,7 +146,7 @@ def test_batches_are_pinned_while_the_loop_works(pins: Pins, worker_pool: Pool) 
         batches = iter(loader)
         next(batches)
         while any(entry.result is None for entry in list(batches.run.window)[:3]):
-            loader._pipeline.buffer.file(loader._pipeline.pool.wait(True))
+            loader._pipeline.file(loader._pipeline.pool.wait(True))
         next(batches)
         pinned = threading.Event()
         pins.before = lambda value: pinned.set() if value == 12.0 else None  # type: ignore[method-assign]
@@ -193,7 +193,7 @@ def test_nothing_holds_a_batch_that_was_pinned_and_dropped(pins: Pins) -> None:
             raise ValueError("not this one")
         return batch
 
-    pinner = Pinner(pin, "cuda")
+    pinner = Pinner("cuda", pin=pin)
     gc.disable()  # what goes only with the collector keeps memory for a long time
     try:
         for size in (0, 3):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,26 +36,6 @@ def test_an_accelerator_that_captures_nothing_has_no_probe(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", probe)
     assert capture_probe("cuda") is probe
     assert capture_probe("no such kind") is None
-
-
-DTYPES = ["float32", "float64", "bool", "complex64", "complex128", "uint16", "uint32", "uint64", "float8_e4m3fn"]
-
-
-@pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("shape", [(12,), (12, 3)])
-def test_rows_of_every_dtype_are_gathered(name: str, shape: tuple[int, ...]) -> None:
-    """On the CPU, which has no kernels for some of them either."""
-    dtype: torch.dtype = getattr(torch, name)
-    column = (torch.arange(36)[: math.prod(shape)] % 7).reshape(shape).to(dtype)
-    taken = Streams.take(None, column, torch.tensor([11, 0, 3]))  # type: ignore[arg-type]
-    assert taken.dtype == dtype
-    assert taken.tolist() == [column.tolist()[row] for row in (11, 0, 3)]
-
-
-def test_rows_of_columns_in_another_layout_are_gathered() -> None:
-    column = torch.arange(12.0).reshape(3, 4).T
-    taken = Streams.take(None, column, torch.tensor([3, 1]))  # type: ignore[arg-type]
-    assert taken.tolist() == [[3.0, 7.0, 11.0], [1.0, 5.0, 9.0]]
 
 
 # -- what is asked of torch: stand-ins say how they were called -------------------------------------------------
@@ -103,39 +82,6 @@ def test_pinned_memory_is_torchs_with_the_values_and_strides(cuda: Streams, monk
     assert (copied.tolist(), copied.stride()) == ([[0, 1, 2], [3, 4, 5]], (1, 2))
     assert cuda.pinned_bytes(5).shape == (5,)
     assert pinned == [True, True]
-
-
-def test_what_is_loaded_is_there_before_anybody_uses_it(cuda: Streams) -> None:
-    log: list[Any] = []
-    event = SimpleNamespace(synchronize=lambda: log.append("waited"))
-    cuda.caller_stream = lambda: SimpleNamespace(record_event=lambda: log.append("recorded") or event)
-    target: Any = SimpleNamespace(copy_=lambda host: log.append(("copied", host)))
-    host: Any = "rows"
-    cuda.load(target, host)
-    assert log == [("copied", "rows"), "recorded", "waited"]
-
-
-WORDS = ["bool", "uint8", "uint16", "uint32", "uint64", "bfloat16", "float8_e5m2", "float32", "complex64", "complex128"]
-
-
-@pytest.mark.parametrize("shape", [(6,), (6, 3), (6, 0), (6, 2, 2)], ids=str)
-@pytest.mark.parametrize("name", WORDS)
-def test_rows_of_every_dtype_are_taken_and_put(cuda: Streams, name: str, shape: tuple[int, ...]) -> None:
-    column = torch.arange(1, math.prod(shape) + 1).reshape(shape).to(getattr(torch, name))
-    taken = cuda.take(column, torch.tensor([5, 0, 0]))
-    assert (taken.dtype, taken.tolist()) == (column.dtype, [column.tolist()[row] for row in (5, 0, 0)])
-    cuda.put(column, torch.tensor([1, 4, 3]), taken)
-    assert [column.tolist()[row] for row in (1, 4, 3)] == taken.tolist()
-    assert column.tolist()[2] == torch.arange(1, math.prod(shape) + 1).reshape(shape).to(column.dtype).tolist()[2]
-
-
-def test_the_memory_that_torch_has_cached_can_be_used(cuda: Streams) -> None:
-    asked: dict[str, Any] = {"memory_reserved": lambda device: 30, "memory_allocated": lambda device: 20}
-    cuda._module = SimpleNamespace(mem_get_info=lambda device: (100, 200), **asked)
-    assert cuda.memory() == (110, 200)
-    cuda._module = SimpleNamespace(max_memory_allocated=lambda device: 25, **asked)
-    assert cuda.peak() == 5
-    assert cuda.memory() is None
 
 
 def test_only_cuda_pins_memory_in_place(cuda: Streams, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,14 +73,14 @@ def write_reports(folder: Path) -> None:
 
 
 async def draw(folder: Path) -> None:
-    """Take a picture of each report in each scheme: from its top to the end of the lanes."""
+    """Take a picture of each report in each scheme: from its top to the end of the causes."""
     async with render.browser() as running:
         for scheme in render.SCHEMES:
             context = await running.new_context(color_scheme=scheme, viewport={"width": WIDTH, "height": 1200})
             tab = await context.new_page()
             for name in JOBS:
                 await tab.goto((folder / f"{name}.html").as_uri())
-                end = await tab.evaluate("document.querySelector('.stages').getBoundingClientRect().top")
+                end = await tab.evaluate("document.querySelector('.causes').getBoundingClientRect().bottom + 12")
                 shot = await tab.screenshot(clip={"x": 0, "y": 0, "width": WIDTH, "height": int(end)})
                 picture = Image.open(io.BytesIO(shot)).convert("RGB").quantize(COLOURS)
                 picture.save(FOLDER / f"{name}-{scheme}.png", optimize=True)

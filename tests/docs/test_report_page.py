@@ -86,7 +86,7 @@ def test_a_report_fits_every_window_in_both_schemes_and_asks_no_network(
         assert found["faults"] == []
         assert set(found["asked"]) == {path.as_uri()}
         assert found["titles"] == ["Causes", "Stages", "Workers", "Slowest samples", "Arguments"]
-        assert len(found["plots"]) == 1 + 3  # the waits, next(), two workers
+        assert len(found["plots"]) == 1
         assert all(wide > width / 3 and high > 10 for wide, high in found["plots"])
         assert found["cut"] == 0
         dark = brightness(found["paper"]) < 60 and brightness(found["ink"]) > 180

@@ -1,15 +1,13 @@
-"""Where the time of a training loop goes, and what a batch looks like."""
+"""Where the time of a training loop goes."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from conftest import ahead
@@ -20,27 +18,17 @@ from sharded_loader.engine.messages import Result
 from sharded_loader.engine.pipeline import Entry, Pipeline
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.split import Split
-from sharded_loader.instruments.stats import Counts, LoaderStats, Meter, describe
+from sharded_loader.instruments.stats import Counts, LoaderStats, Meter
 from sharded_loader.instruments.times import CAUSES, STAGES, StageTimes, WorkerTimes
 from sharded_loader.torch import DataLoader
 from tests.failures import Fails, kill
 from tests.samples import Drawing
 
 
-class Pair(NamedTuple):
-    x: Any
-    y: Any
-
-
-@dataclass
-class Fields:
-    x: Any
-
-
 def note(meter: Meter, counts: Counts, result: Result) -> None:
     """A batch that took 2.5 s, of which 1.5 in ``next``, 0.5 for its placement, and 0.25 behind a device."""
     pipeline, entry = Pipeline(InlinePool(), Split()), Entry(result.seq, None, result, placing=0.5)
-    meter.note(counts, entry, turn=1.0, asked=2.0, taken=3.5, behind=0.25, starts=False, pipeline=pipeline)
+    meter.note(counts, entry, (1.0, 2.0, 3.5, 0.25, False), pipeline)
 
 
 def test_counts_report_what_was_noted() -> None:
@@ -67,40 +55,6 @@ def test_a_meter_keeps_the_last_samples_that_were_skipped_and_counts_all() -> No
         meter.skip([(index, KeyError(index))])
     assert meter.notices.counts["skipped_samples"] == Meter.KEPT + 5
     assert [index for index, _ in meter.skipped] == list(range(5, Meter.KEPT + 5))
-
-
-def test_a_meter_remembers_what_the_first_batch_looked_like() -> None:
-    meter = Meter()
-    meter.look(np.zeros((2, 3)), Counts(), [])
-    assert meter.looks == "float64[2, 3]"
-
-
-def test_a_batch_that_does_not_want_to_be_looked_at_is_told_by_its_class() -> None:
-    class Shy(tuple):
-        def __iter__(self) -> Any:
-            raise RuntimeError
-
-    meter = Meter()
-    meter.look(Shy((1,)), Counts(), [])
-    assert meter.looks == "Shy"
-
-
-@pytest.mark.parametrize(
-    ("batch", "text"),
-    [
-        (torch.zeros(2, 3), "float32[2, 3]"),
-        (torch.zeros(2, device="meta"), "float32[2] on meta"),
-        ([torch.zeros(2), torch.zeros(2)], "[float32[2], float32[2]]"),
-        ((np.zeros(1, "i8"),), "(int64[1])"),
-        ({"x": np.zeros(1, bool), "n": ["a", "b"]}, "{'x': bool[1], 'n': [2 x str]}"),
-        (Pair(np.zeros(1), [1, 2]), "Pair(x=float64[1], y=[2 x int])"),
-        (Fields(np.zeros(1)), "Fields(x=float64[1])"),
-        (3, "int"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_batch_is_described_in_one_line(batch: Any, text: str) -> None:
-    assert describe(batch) == text
 
 
 # -- as numbers by name ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sharded_loader.engine.pipeline import Run
-from sharded_loader.loader.epochs import At, OrderProgress
+from sharded_loader.loader.epochs import At, Progress
 from sharded_loader.sampling.order import MapOrder
 
 NUMBERS = itertools.count()
@@ -20,12 +20,12 @@ class Iterator:
     run: Run | None = None
 
 
-def progress_of(**given: Any) -> OrderProgress:
+def progress_of(**given: Any) -> Progress:
     arguments: dict[str, Any] = dict.fromkeys(("sampler", "last_batch", "batch_sampler", "num_replicas", "rank"))
-    return OrderProgress(MapOrder(10, **{**arguments, "batch_size": 3, "shuffle": False, "seed": 1, **given}))
+    return Progress(MapOrder(10, **{**arguments, "batch_size": 3, "shuffle": False, "seed": 1, **given}))
 
 
-def begin(progress: OrderProgress) -> tuple[Run, Iterator]:
+def begin(progress: Progress) -> tuple[Run, Iterator]:
     """An iterator has been given its first batch."""
     run, iterator = Run(next(NUMBERS), progress.begin()), Iterator()
     iterator.run = run
@@ -34,7 +34,7 @@ def begin(progress: OrderProgress) -> tuple[Run, Iterator]:
     return run, iterator
 
 
-def deliver(progress: OrderProgress, run: Run, count: int = 1) -> None:
+def deliver(progress: Progress, run: Run, count: int = 1) -> None:
     run.delivered += count
     progress.shown = run
 

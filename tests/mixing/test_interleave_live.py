@@ -219,7 +219,7 @@ def test_many_changes_leave_nothing_behind_and_each_adds_to_the_plan_that_is_the
     [loader] = Ranks(mixture(1200), 1).loaders
     for number, _ in enumerate(loader):
         loader.set_weights([1, number % 3, 1])
-        assert len(loader._progress.live) == len(loader._pipeline.buffer.runs) == 1
+        assert len(loader._progress.live) == len(loader._pipeline.runs) == 1
     assert len(json.loads(loader.state_dict()["sampler_arguments"]["MixtureSampler.set_weights"])) == 100
     assert len(made) <= 1 + 2 * 100
 
@@ -335,7 +335,7 @@ def test_what_an_iterator_of_an_old_epoch_reads_is_counted_too(monkeypatch):
     for epoch, counts in enumerate((old, Counts())):
         meter.begin(epoch, counts)
     for _ in range(2):
-        meter.look(None, old, [[0, 1], [2]])
+        meter.add_sources(old, [[0, 1], [2]])
     assert sum(meter.stats().sources) == 6
 
 

@@ -452,15 +452,13 @@ def test_stats_count_samples_and_waiting() -> None:
     assert "10 samples in 3 batches" in str(stats)
 
 
-def test_repr_tells_what_a_batch_looks_like_and_where_it_is() -> None:
+def test_repr_tells_what_is_read_and_where_the_loader_is() -> None:
     dataset = ArrayDataset(image=np.zeros((10, 3), np.float32), label=np.arange(10))
     loader = ShardedDataLoader(dataset, 4, devices=["cpu", "cpu"])
-    assert "none read yet" in repr(loader)
     next(iter(loader))
     text = repr(loader)
     for part in ("10 samples", "3 batches of 4", "on cpu, cpu", "InlinePool()", "epoch 0, at batch 1"):
         assert part in text
-    assert "{'image': float32[2, 3], 'label': int64[2]}" in text
 
 
 def test_the_attributes_that_other_libraries_read() -> None:

@@ -35,7 +35,7 @@ from sharded_loader.randomness.rng import (
     reading,
 )
 
-MAKERS = ("derive_key", "philox", "key_parts", "shuffle", "shuffled", "shuffled_parts", "Bijections", "_order")
+MAKERS = ("derive_key", "philox", "key_parts", "shuffle", "shuffled", "Bijections", "_order")
 
 # `SplitSampler` says "order", `ShardShuffleSampler` "short", and `CostSampler` "mixed", behind the label that all their
 # keys have.

@@ -80,7 +80,7 @@ def test_those_that_are_replaced_are_counted_for_their_epoch_and_are_no_deaths(c
             assert [int(index) for batch in loader for index in batch[:, 0]] == list(range(40))
             assert loader.stats(epoch).recycled_workers > 0
         assert loader.stats().recycled_workers == sum(loader.stats(epoch).recycled_workers for epoch in range(2))
-        assert loader.stats().replaced_workers == 0 and "replaced" not in repr(loader)
+        assert loader.stats().replaced_workers == 0 and "replaced" not in str(loader.stats())
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 

@@ -10,13 +10,13 @@ import pytest
 
 from sharded_loader import WorkerDiedError
 from sharded_loader.engine.board import IN_BATCH, UNUSED
-from sharded_loader.engine.messages import Job, NewJob, Task
+from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.ray import cluster
 from sharded_loader.ray.actor import Begun
 from sharded_loader.ray.cluster import Wanted
 from sharded_loader.ray.pool import RayPool
-from sharded_loader.ray.transport import ActorWorker, Call, Followed, RayTransport
+from sharded_loader.ray.transport import ActorWorker, Call, RayTransport
 
 NODE, HOST = "node", "10.0.0.1"
 KILLED = Exception("Worker exit type: SYSTEM_ERROR Worker exit detail: It exited.")
@@ -25,7 +25,7 @@ KILLED = Exception("Worker exit type: SYSTEM_ERROR Worker exit detail: It exited
 class Transport(RayTransport):
     """Actors that are only pretended: ready at once, with nothing behind them."""
 
-    def launch(self, number: int, new: NewJob) -> ActorWorker:
+    def launch(self, number: int, job: Job) -> ActorWorker:
         worker = ActorWorker(number, object(), self.listen)
         worker.begun, worker.ready = Begun(70 + number, NODE, HOST), True
         return worker
@@ -49,7 +49,7 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> Transport:
 def supervised(transport: Transport, restarts: int, timeout: float | None = None) -> RayPool:
     pool = RayPool(transport.num_workers, restarts=restarts, timeout=timeout)
     pool._transport = transport
-    pool._start(NewJob(Job([1], None, 0), None))
+    pool._start(Job([1], None, 0))
     return pool
 
 
@@ -132,7 +132,7 @@ def test_one_actor_of_each_node_fetches_ahead_and_another_one_if_it_dies(
         worker.actor = Actor()
     first, second, elsewhere = transport.workers
     elsewhere.begun = Begun(73, "another node", HOST)
-    transport.ahead.follow(Followed(7, "the order", lambda: position[0]))
+    transport.ahead.follow((7, "the order", lambda: position[0]))
 
     def sent(worker: ActorWorker) -> list[tuple[Any, ...]]:
         transport.send(worker, [(task(1), ())], alone=False)
@@ -164,7 +164,7 @@ def test_an_order_that_cannot_be_sent_is_told_once_and_the_batches_come(
     monkeypatch.setattr(cluster, "put", put)
     worker = transport.workers[0]
     worker.actor = Actor()
-    transport.ahead.follow(Followed(7, "the order", lambda: 0))
+    transport.ahead.follow((7, "the order", lambda: 0))
     for _ in range(2):
         transport.send(worker, [(task(1), ())], alone=False)
     assert [call[0] for call in worker.actor.calls] == ["read", "read"]

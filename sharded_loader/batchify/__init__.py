@@ -12,6 +12,11 @@ Each can be called, and has ``assemble(samples, empty)``, which writes into memo
 `NamedTuple`.
 
 What can go wrong: samples that do not fit the functions: a `BatchifyError` (a ValueError) that names the field.
+
+For: samples whose fields are not just stacked: of different lengths, or left apart.
+Costs: about 340 lines. The core imports nothing of this.
+Tests: tests/batchify.
+It goes when: programs write these functions themselves.
 """
 
 from __future__ import annotations
@@ -21,8 +26,8 @@ from itertools import repeat
 from typing import Any, Literal
 
 from sharded_loader.base.described import an
-from sharded_loader.batching.default import Batchify, default_batchify_fn, is_numbers, stack, to_numpy_dtype, unlike
-from sharded_loader.batching.pad import Pad
+from sharded_loader.batchify.pad import Pad, to_numpy_dtype
+from sharded_loader.batching.default import Batchify, default_batchify_fn, is_numbers, stack, unlike
 from sharded_loader.batching.protocol import (
     Assemble,
     BatchifyError,

@@ -23,11 +23,35 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import call_of
 from sharded_loader.batching import default
 from sharded_loader.batching.protocol import Array, BatchifyError, Dtype, Empty, Samples, check_not_empty, ragged
-from sharded_loader.batching.tree import are_tensors, check_no_grad, dtype_of, empty_tensor, is_plain, numpy_can
+from sharded_loader.batching.tree import (
+    are_tensors,
+    check_no_grad,
+    dtype_name,
+    dtype_of,
+    empty_tensor,
+    is_plain,
+    numpy_can,
+)
 
 _SMALL_ROW = 16 * 1024  # bytes
 
 _ndim_of = attrgetter("ndim")
+
+
+def to_numpy_dtype(dtype: Any) -> Dtype | None:
+    """A dtype given in NumPy's, Python's or torch's way, as NumPy's; a TypeError if NumPy lacks it.
+
+    Example:
+        >>> import torch
+        >>> to_numpy_dtype("float16"), to_numpy_dtype(torch.int32), to_numpy_dtype(None)
+        (dtype('float16'), dtype('int32'), None)
+    """
+    if dtype is None:
+        return None
+    try:
+        return np.dtype(dtype_name(dtype) if str(dtype).startswith("torch.") else dtype)
+    except TypeError:
+        raise TypeError(f"dtype {dtype!r} is unknown to NumPy: give one that is, or convert the batch after") from None
 
 
 class Pad(default.Batchify):
@@ -102,7 +126,7 @@ class Pad(default.Batchify):
         # Gluon's own default is None, which meant 0 and a warning.
         self._pad_val = 0 if pad_val is None else pad_val
         self._ret_length = ret_length
-        self._dtype = default.to_numpy_dtype(dtype)
+        self._dtype = to_numpy_dtype(dtype)
         self._fills: dict[Dtype, Any] = {}
 
     def assemble(self, samples: Samples, empty: Empty) -> Any:
@@ -153,16 +177,15 @@ class Pad(default.Batchify):
         if self._max_length is None:
             return samples
         kept = slice(self._max_length) if self._truncate == "end" else slice(-self._max_length, None)
-        before: Any = (slice(None),) * (self._axis or 0)
-        after: Any = ()
-        if self._axis is not None and self._axis < 0:
-            before, after = (...,), (slice(None),) * (-1 - self._axis)
-        try:
-            return [
-                sample[(kept,) * sample.ndim if self._axis is None else (*before, kept, *after)] for sample in samples
-            ]
-        except IndexError:  # one has no such axis: `_plan` says so
-            return samples
+        cut = []
+        for sample in samples:
+            where = [slice(None) if self._axis is not None else kept] * sample.ndim
+            if self._axis is not None:
+                if not -sample.ndim <= self._axis < sample.ndim:
+                    return samples  # `_plan` says so
+                where[self._axis] = kept
+            cut.append(sample[tuple(where)])
+        return cut
 
     def _plan(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], int | None, Sequence[Any]]:
         """The padded shape of one sample, the axis from 0, and each sample's length along it (all, with axis=None)."""
@@ -255,10 +278,7 @@ def _write(out: Any, samples: Samples, fill: Any, axis: int | None, lengths: Seq
         out[...] = fill
     head = (slice(None),) * (axis or 0)
     for row, sample, length in zip(out, samples, lengths, strict=True):
-        if axis == 0:
-            row[:length] = sample
-        else:
-            row[tuple(map(slice, length)) if axis is None else (*head, slice(length))] = sample
+        row[tuple(map(slice, sample.shape))] = sample
         if not small:
             row[(*head, slice(length, None))] = fill
 

@@ -1,0 +1,104 @@
+"""Lightning and Accelerate: what they do to a loader, seen from the functions that have called it, and what they note.
+
+    called_by("skip_first_batches", "accelerate")    the frame of a function above the caller
+    fetched_by_lightning()                           what Lightning has fetched and not trained on
+    refuse_skipping(loader)                          Accelerate would read the data in another order
+
+The names are not public, as in `base.private`: each use says what happens without them, and the same tests look at
+them. The loader of the core asks for two of these functions by kind and name, where it gives a state away or is about
+to be rebuilt. Neither library is imported here.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+
+def called_by(function: str, package: str) -> FrameType | None:
+    """The frame of a function, at most six calls above the caller; None if it is not there."""
+    if package not in sys.modules:
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(6):
+        frame = None if frame is None else frame.f_back
+        if frame is None:
+            return None
+        if frame.f_code.co_name == function and str(frame.f_globals.get("__name__")).startswith(package):
+            return frame
+    return None
+
+
+def fetched_by_lightning(function: str = "on_save_checkpoint") -> tuple[int, bool]:
+    """How many batches Lightning has fetched but not trained on, and whether its epoch is over, if a function asks.
+
+    Lightning fetches one batch ahead where the loader has no length, and saves a position one batch later than the
+    batch that it trains on. With ``limit_train_batches``, and after the last batch of an epoch, only Lightning knows
+    that the next epoch begins. Without the names: no batch, and not over.
+    """
+    frame = called_by(function, "lightning") or called_by(function, "pytorch_lightning")
+    loop = None if frame is None else frame.f_locals.get("self")
+    fetcher = getattr(loop, "_data_fetcher", None)
+    ahead = getattr(fetcher, "batches", ())
+    is_over = getattr(getattr(loop, "epoch_loop", None), "_num_ready_batches_reached", bool)
+    return len(ahead), is_over() or (getattr(fetcher, "done", False) and not ahead)
+
+
+def counted_by_fabric(epoch: int) -> bool:
+    """Whether a loader of Lightning's Fabric begins an epoch. It goes on to count from this one.
+
+    It names the epoch to the sampler at each ``iter()``, from 0 on, also after a state of a later epoch was loaded.
+    Without the name: no.
+    """
+    frame = called_by("__iter__", "lightning.fabric") or called_by("__iter__", "lightning_fabric")
+    counting: Any = None if frame is None else frame.f_locals.get("self")
+    if not hasattr(counting, "_num_iter_calls"):
+        return False
+    counting._num_iter_calls = epoch + 1
+    return True
+
+
+def rebuilt_by_accelerate(function: str) -> bool:
+    """Return True if a function of Accelerate is about to turn our loader into one of torch's.
+
+    Where our class has replaced torch's, Accelerate builds one of ours instead.
+    """
+    theirs = getattr(sys.modules.get("accelerate.data_loader"), "DataLoader", None)
+    is_torchs = getattr(theirs, "__module__", "torch.").startswith("torch.")
+    return is_torchs and called_by(function, "accelerate") is not None
+
+
+def refuse_skipping(loader: object) -> None:
+    """Raise an error if Accelerate is about to read iterable data with torch's loader, in another order.
+
+    Accelerate builds torch's loader from the attributes of ours.
+
+    Raises:
+        TypeError: it is.
+    """
+    if rebuilt_by_accelerate("skip_first_batches"):
+        raise TypeError(
+            f"skip_first_batches() of Accelerate, which transformers' Trainer calls to resume, would read the iterable "
+            f"data of this {type(loader).__name__} with torch's loader, in another order: pass the loader through "
+            f"prepare() of sharded_loader.integrations.accelerate first"
+        )
+
+
+# -- what Accelerate is told -------------------------------------------------------------------------------------------
+
+
+def begin_loader(gradient_state: Any, loader: Any) -> None:
+    """Say to Accelerate that a loader begins an epoch. It then knows the last batch, before which it accumulates."""
+    gradient_state._add_dataloader(loader)
+
+
+def end_loader(gradient_state: Any, loader: Any) -> None:
+    """Say to Accelerate that the epoch has ended."""
+    gradient_state._remove_dataloader(loader)
+
+
+def note_prepared(accelerator: Any, loader: Any) -> None:
+    """Add a loader to those that ``accelerator.save_state()`` saves."""
+    if loader not in accelerator._dataloaders:
+        accelerator._dataloaders.append(loader)
