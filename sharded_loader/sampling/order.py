@@ -419,7 +419,7 @@ def _regrouped(order: MapOrder, position: Position, saved: Signature, cutter: An
     """
     sampling, number, has_steps = order.sampling, position.epoch, order.steps is not None
     ranks, step_ranks, own_ranks = saved.num_replicas or 1, saved.step_ranks or 1, order.replicas()[0]
-    before = now = 1  # so many batches of the state are so many of this sampler: ``before`` of b are ``now`` of B
+    before = now = 1  # the samples of ``now`` batches of the state are those of ``before`` batches of this sampler
     twin = cutter
     if position.done or has_steps:
         before, now = _sizes(saved, cutter) or (own_ranks, ranks)
@@ -432,8 +432,9 @@ def _regrouped(order: MapOrder, position: Position, saved: Signature, cutter: An
         if rest or is_other or (step_ranks > 1 and sampling.evaluate):
             raise _other_batches(saved, sampling)
     own = order.signature(number, _Rest(number, step_ranks, None))
+    own_items = for_ranks(sampling.items, 1 if sampling.evaluate else step_ranks)
     (done, rest), (shift, shifted_rest) = divmod(position.done * before, now), divmod(saved.shift * before, now)
-    length = known_length(for_ranks(sampling.items, 1 if sampling.evaluate else step_ranks), number)
+    was_length, length = known_length(twin, number), known_length(own_items, number)
     if not has_steps:
         is_over = position.done == saved.sampler_length or (position.mark is not None and position.mark.finished)
         # At its end an epoch may have fewer rows than batches, and rows that were left out are not read now.
@@ -443,9 +444,7 @@ def _regrouped(order: MapOrder, position: Position, saved: Signature, cutter: An
             length = cutter.len_epoch(number) if is_over else None
         if is_over:
             done, rest = done + (rest > 0) if length is None else length, 0
-    elif (
-        ranks * before % now or shifted_rest or (length and length * now != (known_length(twin, number) or 0) * before)
-    ):
+    elif ranks * before % now or shifted_rest or (was_length and was_length * before != (length or 0) * now):
         raise _other_batches(saved, sampling)  # passes over the sampler would end in other steps
     if rest:
         size = cutter.samples_in_batch
