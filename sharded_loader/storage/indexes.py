@@ -159,7 +159,7 @@ def dumped(index: Index) -> bytes:
         {'length': array(2)}
     """
     file = io.BytesIO()
-    np.savez_compressed(file, **index)
+    np.savez_compressed(file, **index)  # type: ignore[arg-type]  # no array is called allow_pickle
     return file.getvalue() + hashlib.sha256(file.getvalue()).digest()
 
 
