@@ -162,7 +162,6 @@ class Machine:
         self.hangs = self.has_failed = False
         self.clock: Callable[[], float] = time.perf_counter
         self.memory_bytes: tuple[int, int] | None = (1 << 30, 1 << 30)
-        self.peak_bytes = 0
         self._random = random.Random(seed)
         self.contexts: set[torch.device] = set()
         self._recorded: dict[int, tuple[Stream, list[Stream]]] = {}
@@ -495,6 +494,3 @@ class SimulatedStreams(Streams):
 
     def memory(self) -> tuple[int, int] | None:
         return self.machine.memory_bytes
-
-    def peak(self) -> int:
-        return self.machine.peak_bytes

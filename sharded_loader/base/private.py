@@ -9,7 +9,6 @@ torch's loader stay with the pools and with the drop-in.
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import ctypes
 import os
 import sys
@@ -53,12 +52,6 @@ def posix_shared_memory() -> Any:
     import _posixshmem  # type: ignore[import-not-found]
 
     return _posixshmem
-
-
-def slot_names(kind: type) -> Iterable[str]:
-    """The attributes in the slots of a class and its bases."""
-    names: Iterable[str] = copyreg._slotnames(kind)  # type: ignore[attr-defined]
-    return names
 
 
 def is_thread_of_others(thread: threading.Thread) -> bool:
@@ -161,21 +154,6 @@ def change_preparation_data(change: Callable[[dict[str, Any]], dict[str, Any]]) 
 
     original = spawn.get_preparation_data
     spawn.get_preparation_data = lambda name: change(original(name))
-
-
-def duplicated(fd: int) -> Any:
-    """A descriptor that a spawned process inherits, as an object that can be pickled."""
-    from multiprocessing.popen_spawn_posix import _DupFd
-
-    return _DupFd(fd)
-
-
-def reducer_of(kind: type) -> Callable[[Any], Any] | None:
-    """How ``multiprocessing`` pickles objects of a class. Without the name: it has no way of its own."""
-    from multiprocessing.reduction import ForkingPickler
-
-    reducers: Any = getattr(ForkingPickler, "_extra_reducers", {})
-    return reducers.get(kind)  # type: ignore[no-any-return]
 
 
 # -- cloudpickle -------------------------------------------------------------------------------------------------------

@@ -179,11 +179,6 @@ class Streams:
         unused = module.memory_reserved(self.device) - module.memory_allocated(self.device)
         return int(free + unused), int(total)
 
-    def peak(self) -> int:
-        """Bytes that tensors have taken on the device at once, at most, beyond those that they take now."""
-        module = self._module
-        return int(module.max_memory_allocated(self.device) - module.memory_allocated(self.device))
-
 
 @contextmanager
 def in_turn(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:

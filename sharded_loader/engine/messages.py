@@ -29,8 +29,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from sharded_loader.base.errors import Location, as_batch_error, leave_frames
 from sharded_loader.batching.tree import TensorBatch
-from sharded_loader.memory.codec import IN_BAND_BYTES, IN_SLOT_BYTES, Encoded, EncodedError, SlotWriter, is_plain
+from sharded_loader.memory.codec import IN_BAND_BYTES, IN_SLOT_BYTES, Encoded, SlotWriter, is_plain
 
 
 class Stream(NamedTuple):
@@ -214,12 +215,8 @@ class BatchTimes(SimpleNamespace):
         return self.taken - self.asked - self.behind
 
 
-# Run, seq, wanted, buffers, slow samples; the size of the pickle last: with strings in it, it may exceed 4 GiB.
-_REPLY = struct.Struct("!qqqIhQ")
-_TIMES = struct.Struct("!5dII?")
-_MEASURED = ("idle", "processor", "queued", "collate", "write", "retries", "weight", "is_first")
-_SLOW = struct.Struct("!Id")
-_NO_TIMES = -1  # in the place of the number of slow samples
+# Run, seq, wanted, buffers, size of the times; the size of the pickle last: with strings in it, it may exceed 4 GiB.
+_REPLY = struct.Struct("!qqqIIQ")
 
 
 def task_of(fields: Any) -> Task:
@@ -243,25 +240,17 @@ def pack_reply(run: int, seq: int, wanted: int, encoded: Encoded, times: BatchTi
         encoded: the reply; its buffers and places are part of the message's.
         times: of the batch. They are beside the pickle: only when it is made it is known how long that took.
     """
-    buffers, size = len(encoded.places), len(encoded.head)
-    if times is None:
-        return _REPLY.pack(run, seq, wanted, buffers, _NO_TIMES, size) + encoded.head
-    slow, numbers = times.slow, [getattr(times, name) for name in _MEASURED]
-    head = _REPLY.pack(run, seq, wanted, buffers, len(slow), size) + _TIMES.pack(*numbers)
-    return b"".join([head, *[_SLOW.pack(*one) for one in slow], encoded.head])
+    told = b"" if times is None else pickle.dumps(times, protocol=5)
+    head = _REPLY.pack(run, seq, wanted, len(encoded.places), len(told), len(encoded.head))
+    return head + told + encoded.head
 
 
 def unpack_reply(content: memoryview) -> tuple[int, int, int, int, memoryview, memoryview, BatchTimes | None]:
     """The first result in the content: run, seq, wanted, how many buffers, pickle; the rest of it; the times."""
-    run, seq, wanted, buffers, count, size = _REPLY.unpack_from(content)
-    begin, times = _REPLY.size, None
-    if count != _NO_TIMES:
-        numbers = _TIMES.unpack_from(content, begin)
-        begin += _TIMES.size + count * _SLOW.size
-        slow = tuple(_SLOW.iter_unpack(content[begin - count * _SLOW.size : begin]))
-        times = BatchTimes(**dict(zip(_MEASURED, numbers, strict=True)), slow=slow)
-    end = begin + size
-    return run, seq, wanted, buffers, content[begin:end], content[end:], times
+    run, seq, wanted, buffers, told, size = _REPLY.unpack_from(content)
+    begin = _REPLY.size + told
+    times = pickle.loads(content[_REPLY.size : begin]) if told else None
+    return run, seq, wanted, buffers, content[begin : begin + size], content[begin + size :], times
 
 
 ErrorAction = Literal["raise", "skip", "replace"] | Callable[[Any], Any]
@@ -300,6 +289,13 @@ class Task(NamedTuple):
         """What the batch's own random numbers are keyed by. The seq of iterable data depends on what is known."""
         return self.seq if self.part is None else self.position
 
+    def error(self, raised: Exception, where: str) -> Exception:
+        """What stands in the place of the batch, because the main process could not begin it; see `as_batch_error`."""
+        error = as_batch_error(raised, where)
+        Location(self.epoch, self.seq).note(error, samples=self.shards[0])
+        leave_frames(error)
+        return error
+
 
 class Result(NamedTuple):
     """What became of one task: a batch (a list of batches if sharded), or an error.
@@ -308,7 +304,8 @@ class Result(NamedTuple):
         run, seq: of the task.
         batch: the finished batch; `NOTHING` if ``on_error`` left no sample of it.
         samples: how many samples are in it.
-        error: raised at the batch's place, instead of a batch.
+        error: raised at the batch's place, instead of a batch. On its way between two processes it is encoded
+            (`codec.EncodedError`), and so are those of ``skipped``.
         skipped: ``(index, error)`` of the samples that ``on_error`` left out or replaced.
         lost_shards: numbers of the shards that ``on_error`` left no sample of.
         seconds: how long the worker took.
@@ -349,7 +346,7 @@ NOTHING = Nothing()
 
 @dataclass(frozen=True)
 class Job:
-    """What all workers of a pool are told once.
+    """What all workers of a pool are told once. Worker processes inherit it under fork; otherwise it is published.
 
     Attributes:
         dataset: the dataset, as the user gave it.
@@ -363,6 +360,9 @@ class Job:
         in_bulk: read several samples at once where the dataset can.
         keeps_state: the dataset has a state that each worker keeps; it is part of the results.
         tells_epoch: process workers call the dataset's ``set_epoch``.
+        worker_init_fn: the pool's, for workers that are processes.
+        notes_samples: note each sample on the board before it is read, not only those of careful tasks.
+        max_memory: bytes of its own that a worker process may have; None: any number.
     """
 
     dataset: Any
@@ -375,42 +375,20 @@ class Job:
     in_bulk: bool = True
     keeps_state: bool = False
     tells_epoch: bool = True
-
-
-@dataclass(frozen=True)
-class NewJob:
-    """What a worker process is to read: inherited under fork, else published.
-
-    Attributes:
-        job: what all workers are told.
-        worker_init_fn: the user's.
-        notes_samples: see `Reader`.
-        max_memory: bytes of its own that a worker may have; None: any number.
-    """
-
-    job: Job
-    worker_init_fn: Callable[[int], Any] | None
+    worker_init_fn: Callable[[int], Any] | None = None
     notes_samples: bool = False
     max_memory: int | None = None
 
     @property
     def parts(self) -> dict[str, Any]:
         """The user's objects in it, by the names that the user knows."""
-        job = self.job
-        mine = {"dataset": job.dataset, "batchify_fn": job.batchify_fn, "on_error": job.on_error}
-        return mine | {"worker_init_fn": self.worker_init_fn}
-
-
-class Reply(NamedTuple):
-    """A result whose exceptions are encoded. One without any, of plain arrays, travels as `pack_result` makes it."""
-
-    result: Result
-    error: EncodedError | None = None
-    skipped: tuple[tuple[Any, EncodedError], ...] = ()
+        return {name: getattr(self, name) for name in ("dataset", "batchify_fn", "on_error", "worker_init_fn")}
 
 
 def pack_result(result: Result, slot: SlotWriter) -> Encoded | None:
     """A result without errors whose batch is an array of numbers or a list of such arrays; None for others.
+
+    The others are pickled, their exceptions encoded.
 
     It takes 5 us, where pickling the classes and the array's own reduction takes 25.
 

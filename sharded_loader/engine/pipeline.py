@@ -1,8 +1,8 @@
 """Keeps batches in flight and hands them out in order. The consumer's own thread does all of it.
 
-    Scheduler.tasks      Epoch -> entries at the end of a run's window -> the tasks that the pool is given now
-    ReorderBuffer.file   what comes from the pool -> the entries it is of, in any order
-    Pipeline.next        the head of the window, once it is finished -> the user
+    Scheduler.tasks   Epoch -> entries at the end of a run's window -> the tasks that the pool is given now
+    Pipeline.file     what comes from the pool -> the entries it is of, in any order
+    Pipeline.next     the head of the window, once it is finished -> the user
 
 No background thread competes for the main process's GIL: planning, dispatch and reordering happen inside `next`, under
 one lock. Iterators in several threads take turns at that lock.
@@ -25,10 +25,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from sharded_loader.base import host_clock
-from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error, leave_frames
+from sharded_loader.base.errors import LoaderClosedError, leave_frames
 from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
 from sharded_loader.engine.order import Epoch
@@ -164,45 +165,12 @@ class Run:
         self.planned = self.delivered
 
 
-class ReorderBuffer:
-    """What is in flight, of all runs of a pipeline. Results go to their places here, in whatever order they come.
-
-    Attributes:
-        runs: by their numbers.
-        dropped: the numbers of those whose iterators are gone.
-    """
-
-    def __init__(self) -> None:
-        self.runs: dict[int, Run] = {}
-        self.dropped: deque[int] = deque()
-
-    def file(self, results: Sequence[Result]) -> None:
-        """Put results into their places. Left out: those of a run that is gone, and second ones of a batch."""
-        for result in results:
-            run = self.runs.get(result.run)
-            if run is not None and (entry := run.awaited.pop(result.seq, None)) is not None:
-                is_of_part = entry.task is not None and entry.task.part is not None
-                entry.result = run.epoch.came(entry.seq, result) if is_of_part else result
-
-    def fail(self, error: Exception) -> None:
-        """The pool is broken: that ends all runs."""
-        for run in self.runs.values():
-            run.dead = error
-            run.forget_window()
-        self.runs.clear()
-
-    def forget(self) -> None:
-        """Throw away what is in flight."""
-        for run in self.runs.values():
-            run.forget_window()
-
-
 class Scheduler:
     """Decides what is read next, and when the pool is given more. It calls no pool, and changes nothing but windows.
 
     Args:
         split: how batches become shards, when they are planned.
-        runs: all runs that are open; those of a `ReorderBuffer`.
+        runs: all runs that are open; those of the `Pipeline`.
 
     Attributes:
         split: as given.
@@ -252,7 +220,10 @@ class Scheduler:
                 run.exhausted = True
                 break
             if isinstance(planned, Task) and self.split.num_shards is not None:
-                planned = self._sharded(planned)
+                try:
+                    planned = self.split.sharded(planned)
+                except Exception as raised:
+                    planned = planned.error(raised, "while the batch was split into shards")
             if isinstance(planned, Task):
                 entry = Entry(seq, planned)
                 run.waiting.append(entry)
@@ -280,16 +251,6 @@ class Scheduler:
                 entry.sent = now
         return tasks
 
-    def _sharded(self, task: Task) -> Task | Exception:
-        """The task with shards, or the error of its batch."""
-        try:
-            return self.split.sharded(task)
-        except Exception as raised:
-            error = as_batch_error(raised, "while the batch was split into shards")
-            Location(task.epoch, task.seq).note(error, samples=task.shards[0])
-            leave_frames(error)
-            return error
-
 
 class Pipeline:
     """The windows of all live iterators of one loader, over one pool.
@@ -301,7 +262,8 @@ class Pipeline:
     Attributes:
         pool, split: as given.
         scheduler: decides what is read next.
-        buffer: what is in flight.
+        runs: those that are open, by their numbers, with what is in flight of each.
+        dropped: the numbers of those whose iterators are gone.
         lock: one for all iterators. A thread holds it during `next`, and until it has called `fail` if that was
             interrupted. It is reentrant: a signal handler may use the loader in the middle of a step.
         min_ready: poll the pool only while fewer than this many finished batches wait.
@@ -311,8 +273,10 @@ class Pipeline:
     """
 
     def __init__(self, pool: Pool, split: Split) -> None:
-        self.pool, self.split, self.buffer = pool, split, ReorderBuffer()
-        self.scheduler = Scheduler(split, self.buffer.runs)
+        self.pool, self.split = pool, split
+        self.runs: dict[int, Run] = {}
+        self.dropped: deque[int] = deque()
+        self.scheduler = Scheduler(split, self.runs)
         self.min_ready = 2
         self.lock = threading.RLock()
         self.is_open_step = self.closed = self.is_shut = False
@@ -340,7 +304,7 @@ class Pipeline:
                 )
             self._recover()
         self.is_open_step = True
-        if self.buffer.dropped:
+        if self.dropped:
             self._drop()
         if self.pool.unsettled:
             self.pool.settle()
@@ -362,13 +326,12 @@ class Pipeline:
 
         Workers start and end in steps only. `close` does not wait for another thread that starts some.
         """
-
-        def adopt() -> None:
-            pool.adopt()
-            self.scheduler.follow(pool)
-
-        if pool.started or not self._between_steps(adopt):
+        if pool.started or not self._between_steps(partial(self._adopt, pool)):
             pool.wake()
+
+    def _adopt(self, pool: Pool) -> None:
+        pool.adopt()
+        self.scheduler.follow(pool)
 
     def _between_steps(self, do: Callable[[], None]) -> bool:
         """Do something now, unless a step is under way in any thread, or was interrupted; whether it was done."""
@@ -385,9 +348,9 @@ class Pipeline:
             self.lock.release()
 
     def _recover(self) -> None:
-        self.buffer.forget()
+        self.forget()
         self.pool.close()
-        if self._job is not None and self.buffer.runs:
+        if self._job is not None and self.runs:
             self.pool.start(self._job)
 
     # -- runs -----------------------------------------------------------------------------------------------
@@ -396,7 +359,6 @@ class Pipeline:
         """Start the pool before the first step."""
         with self.lock:
             self._settle(is_nested=False)
-            self.is_open_step = True
             self.pool.start(job)
             self.is_open_step = False
 
@@ -411,34 +373,39 @@ class Pipeline:
         """
         note_handlers()
         if pool is not None and pool is not self.pool:
-            self.buffer.forget()
+            self.forget()
             self.pool.close()
             self.pool = pool
         if renew or not self.pool.started:
             self._job = job
             self.pool.start(job)
-        self.buffer.runs[run.number] = run
+        self.runs[run.number] = run
 
     def replace(self, run: Run, by: Run) -> None:
         """Read another run in the place of one. The batches of the old one that are in flight are dropped."""
         self.drop(run.number)
-        self.buffer.runs[by.number] = by
+        self.runs[by.number] = by
 
     def drop(self, number: int) -> None:
         """A run's iterator is gone. Called while it is collected, so it must not wait for the lock.
 
         If a step is under way, or was interrupted, the next step drops the run."""
-        self.buffer.dropped.append(number)
+        self.dropped.append(number)
         if os.getpid() == self.pid:
             self._between_steps(self._drop)
 
     def _drop(self) -> None:
-        while self.buffer.dropped:
-            run = self.buffer.runs.pop(self.buffer.dropped.popleft(), None)
+        while self.dropped:
+            run = self.runs.pop(self.dropped.popleft(), None)
             if run is not None:
                 run.forget_window()
                 if self.pool.started:
                     self.pool.cancel(run.number)
+
+    def forget(self) -> None:
+        """Throw away what is in flight."""
+        for run in self.runs.values():
+            run.forget_window()
 
     # -- batches --------------------------------------------------------------------------------------------
 
@@ -467,7 +434,7 @@ class Pipeline:
             LoaderClosedError: the loader was closed in the middle of the step.
         """
         inside = False
-        if self.is_open_step or self.buffer.dropped or self.pool.unsettled:
+        if self.is_open_step or self.dropped or self.pool.unsettled:
             inside = self._settle(is_nested)
         self.is_open_step, self.pool.waiting = True, False
         if first is not None:
@@ -493,10 +460,9 @@ class Pipeline:
                     self.pool.submit(tasks)
                 if run.exhausted and run.next is None and ahead is not None:
                     ahead(run)
-                if run.next is not None and run.next.is_ahead:
-                    tasks = self.scheduler.tasks(run.next, self.pool, before=len(window))
-                    if tasks:
-                        self.pool.submit(tasks)
+                coming = run.next if run.next is not None and run.next.is_ahead else None
+                if coming and (tasks := self.scheduler.tasks(coming, self.pool, before=len(window))):
+                    self.pool.submit(tasks)
         if self.closed:
             self.fail()
             raise LoaderClosedError()
@@ -516,8 +482,7 @@ class Pipeline:
             if self.closed:
                 return LoaderClosedError()
             if pool.wanted is not None and pool.wanted != pool.num_workers:
-                pool.adopt()
-                self.scheduler.follow(pool)
+                self._adopt(pool)
             if isinstance(failure := run.dead, Exception):
                 run.dead = f"{type(failure).__name__}: {failure}"
                 return failure
@@ -530,16 +495,17 @@ class Pipeline:
             if not pool.started:
                 self._recover()  # the pool itself was closed
                 continue
-            blocks = window[0].result is None
-            if blocks and run.epoch.any_order:
-                blocks = all(one.result is None for one in window)
+            blocks = all(one.result is None for one in (window if run.epoch.any_order else (window[0],)))
             if blocks and not run.waits_since and pool.num_workers:
                 run.waits_since = host_clock.now()
                 due = run.waits_since + PATIENCE
             try:
-                self.buffer.file(pool.wait(blocks))
+                self.file(pool.wait(blocks))
             except PoolBroken as broken:
-                self.buffer.fail(broken.error)
+                for one in self.runs.values():
+                    one.dead = broken.error
+                    one.forget_window()
+                self.runs.clear()
             if not window:
                 continue
             if run.epoch.any_order:
@@ -552,6 +518,14 @@ class Pipeline:
                 due, entry = math.inf, window[0]
                 text = f"sharded_loader: next() has waited {now - run.waits_since:.0f} s for epoch {run.epoch.number}, "
                 pool.tell_of_wait(f"{text}batch {entry.seq}", entry.task)
+
+    def file(self, results: Sequence[Result]) -> None:
+        """Put results into their places. Left out: those of a run that is gone, and second ones of a batch."""
+        for result in results:
+            run = self.runs.get(result.run)
+            if run is not None and (entry := run.awaited.pop(result.seq, None)) is not None:
+                is_of_part = entry.task is not None and entry.task.part is not None
+                entry.result = run.epoch.came(entry.seq, result) if is_of_part else result
 
     # -- life -----------------------------------------------------------------------------------------------
 
@@ -573,7 +547,7 @@ class Pipeline:
 
     def shut(self) -> None:
         """Give back what the pool owns. Also at the end of a step in which the loader was closed."""
-        self.buffer.runs.clear()
+        self.runs.clear()
         self.pool.close()
         self.is_shut = True
 

@@ -170,11 +170,7 @@ class Pool(ABC):
         For finalizers, which are roots of the garbage collector: a job leads to the user's dataset, and that
         often to the loader.
         """
-        return _nothing
-
-
-def _nothing() -> None:
-    """There is nothing to close."""
+        return lambda: None
 
 
 owners: weakref.WeakKeyDictionary[Pool, weakref.ref[Any]] = weakref.WeakKeyDictionary()

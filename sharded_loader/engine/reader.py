@@ -130,22 +130,18 @@ class Reader:
         job: dataset, batchify function, seed, what to do about bad samples.
         tells_epoch: call the dataset's ``set_epoch`` when a task's epoch differs from the last one's (where
             the dataset is this reader's own).
-        notes_samples: note each sample on the board before it is read, not only those of careful tasks.
         in_bulk: read several samples at once where the dataset and the job can.
 
     Attributes:
         timing: what measures its batches.
     """
 
-    def __init__(
-        self, job: Job, *, tells_epoch: bool = False, notes_samples: bool = False, in_bulk: bool = True
-    ) -> None:
+    def __init__(self, job: Job, *, tells_epoch: bool = False, in_bulk: bool = True) -> None:
         self._job = job
         self._policy = ErrorPolicy(job)
         self._way = _way_of(job, self._policy, in_bulk and job.in_bulk)
         self._set_epoch: Any = set_epoch_of(job.dataset) if tells_epoch else None
         self._epoch: int | None = None
-        self._notes_samples = notes_samples
         self.timing = Timing()
 
     def read(
@@ -170,7 +166,7 @@ class Reader:
         """
         at, timing, tried, before = BatchScope(self._job.seed, task.epoch), self.timing, len(RETRIES), reading.get()
         at.task, at.worker, at.empty, at.board = task, worker, empty, list(UNUSED) if board is None else board
-        at.notes, at.indices = self._notes_samples or task.careful, task.shards[0]
+        at.notes, at.indices = self._job.notes_samples or task.careful, task.shards[0]
         timing.batches += 1
         at.is_timed, at.measure = timing.spare <= 0, core_seconds() if timing.batches > timing.next else None
         at.began = host_clock.now()

@@ -432,7 +432,7 @@ class Meter(Observer):
 
     def _fill_in(self, row: BatchTimes, entry: Entry, result: Result, pipeline: Pipeline) -> None:
         """What is known of a batch beside the stamps of ``next``."""
-        error, pool, runs = result.error, pipeline.pool, pipeline.buffer.runs
+        error, pool, runs = result.error, pipeline.pool, pipeline.runs
         row.__dict__.update(sent=entry.sent, worker=result.worker, began=result.began, seconds=result.seconds)
         row.step, row.samples = entry.seq, result.samples if error is None else -1
         row.is_lost = result.rebuilt or isinstance(error, (WorkerDiedError, WorkerTimeoutError))

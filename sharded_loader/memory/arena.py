@@ -140,11 +140,6 @@ class ReusedMemory:
         """Give back what is not held; what is held goes with its last holder."""
         self._leases, self._free = Leases(), {}
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that are kept for later batches, and not lent."""
-        return sum(len(block) for blocks in list(self._free.values()) for _, block in blocks)
-
     def _lend(self, size: int) -> Array:
         self._calls += 1
         self._find_ended()
@@ -181,9 +176,6 @@ def _rounded(nbytes: int) -> int:
 PAGE = 4096
 FIRST_SEGMENT = 4 << 20
 """Enough for the batches in flight of most small datasets; allocating it takes 1 ms."""
-
-HELD_LONG = 32
-"""A batch is held, not in flight, if it stays lent while 32 others are begun: 16 workers have that many in flight."""
 
 PAUSE = 256
 """Batches before the system is asked again for what it has denied: to ask takes 0.2 ms."""
@@ -253,10 +245,10 @@ class Arena:
         self._max_bytes = max_bytes
         self._free: list[list[tuple[int, int]]] = []
         self._taken = 0
-        self._out: dict[Slot, tuple[Lease, int]] = {}  # of each slot that is lent how many had been taken then
+        self._out: dict[Slot, Lease] = {}  # of each slot that is lent
         self._shared: set[Slot] = set()  # a process that the user has forked can read these
         self._returned: deque[Lease] = deque()
-        self._warned = self._warned_of_refusal = False
+        self._warned = False
         self._paused_until = 0
 
     @property
@@ -316,7 +308,7 @@ class Arena:
         whole = np.frombuffer(segment.mapping, np.uint8, slot.nbytes, slot.offset)
         lease = Lease(whole, self._returned.append)
         lease.held = slot
-        self._out[slot] = lease, self._taken
+        self._out[slot] = lease
         buffers = []
         for place in places:
             if type(place) is tuple:
@@ -334,7 +326,7 @@ class Arena:
 
     def retire_lent(self) -> None:
         """Never use the slots again that are lent now: the user is about to fork. Any thread may call this."""
-        self._shared.update(slot for slot, (lease, _) in list(self._out.items()) if lease() is not None)
+        self._shared.update(slot for slot, lease in list(self._out.items()) if lease() is not None)
 
     def close_descriptors(self) -> None:
         """In a forked child: the descriptors belong to the main process."""
@@ -370,7 +362,6 @@ class Arena:
         room = _pages(self._max_bytes - have)
         least = _pages(nbytes + PAGE - 1)
         if room < least:
-            self._warn_of_bound(have)
             return False
         size = min(_pages(max(FIRST_SEGMENT, 4 * nbytes, have) + PAGE - 1), room)
         free = limits.free_bytes()
@@ -410,22 +401,10 @@ class Arena:
                 # With segments of its own the arena may be what fills the machine, and goes on with those.
                 if full and not have and error.filename is None:
                     raise MemoryError(text) from error
-                if not self._warned_of_refusal:
-                    self._warned_of_refusal = True
+                if not self._warned:
+                    self._warned = True
                     warnings.warn(f"{text}. Until then batches go through the pipe, which is slower", stacklevel=2)
                 return None
-
-    def _warn_of_bound(self, have: int) -> None:
-        # Not the batches in flight, however many: those that stay while others come and go.
-        held = sum(self._taken - since >= HELD_LONG for _, since in self._out.values())
-        if not self._warned and held and 2 * held >= len(self._out):
-            self._warned = True
-            warnings.warn(
-                f"{len(self._out)} batches are held, and with them all of the {have:,} bytes of shared memory that "
-                f"this pool may use: batches are copied out from here on, which is slower. If they are not meant to be "
-                f"held, look for a list or a graph that keeps them; otherwise raise ProcessPool(max_bytes=)",
-                stacklevel=2,
-            )
 
 
 def _pages(nbytes: int) -> int:

@@ -14,7 +14,6 @@ Each class arrives as the very class that the user holds: otherwise ``except MyE
 
     class_reference(cls) -> a reduction that names it       in the worker
     resolve_class(...) -> cls                               in the main process
-    classes_of_main() -> classes                            when a pool starts, and as long as it runs
 
 A worker that was sent its dataset by value has copies of the classes of ``__main__`` and of functions' bodies. A forked
 one has the originals, but under names that cannot be looked up. So a class is named by cloudpickle's tracker, by its
@@ -37,16 +36,15 @@ import math
 import pickle
 import re
 import sys
-import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from sharded_loader.base import errors
-from sharded_loader.base.private import slot_names, tracked_class, tracker_of
+from sharded_loader.base.private import tracked_class, tracker_of
 from sharded_loader.batching.tree import ATOMS, dtype_name, has_method, is_tensor, map_leaves, torch_has
 from sharded_loader.batching.tree import is_plain as is_plain_host
 
@@ -230,11 +228,6 @@ class ReplyPickler(pickle.Pickler):
             # A notebook's cell that is run again gives the name of a class in it to another class.
             if obj.__module__ == "__main__" or not is_findable(obj):
                 return class_reference(obj)
-        elif isinstance(obj, types.FunctionType):
-            if not is_findable(obj):
-                import cloudpickle  # 3 ms that few workers need
-
-                return cloudpickle.loads, (cloudpickle.dumps(obj),)
         elif type(obj) is np.ndarray:
             return reduce_array(obj)
         elif is_plain_tensor(obj):
@@ -427,10 +420,6 @@ def resolve_class(module: str, qualname: str, tracker: str | None, address: int)
     tracked = tracked_class(tracker)
     if tracked is not None:
         return tracked
-    older = _of_main.get(address)
-    # Not an error's: the user's loop is to catch it by the name that it has now.
-    if older is not None and older.__qualname__ == qualname and not issubclass(older, BaseException):
-        return older
     found = _look_up(sys.modules.get(module), qualname)
     if not isinstance(found, type):
         found = _nameless.get((module, qualname, address))
@@ -449,37 +438,15 @@ def resolve_class(module: str, qualname: str, tracker: str | None, address: int)
 _nameless: weakref.WeakValueDictionary[tuple[str, str, int], type] = weakref.WeakValueDictionary()
 """Classes that `resolve_class` had to look for: without it each batch of such a class takes 15 ms, instead of 0.15."""
 
-_of_main: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()
-"""Classes of ``__main__`` by address, as they were when a pool was started."""
 
-
-def classes_of_main() -> list[type]:
-    """The classes that ``__main__`` defines now; as long as they are kept, `resolve_class` finds them.
-
-    Workers go on with these, whatever the user defines under their names afterwards.
-    """
-    todo: list[Any] = [sys.modules.get("__main__")]
-    classes: dict[int, type] = {}
-    while todo:
-        for value in list(getattr(todo.pop(), "__dict__", {}).values()):
-            if isinstance(value, type) and value.__module__ == "__main__" and id(value) not in classes:
-                classes[id(value)] = value
-                todo.append(value)
-    _of_main.update(classes)
-    return list(classes.values())
-
-
-def _all_classes() -> Iterator[type]:
+def _all_classes() -> set[type]:
     """Every class of this process (10 ms with torch loaded; walked only for classes that have no name)."""
-    seen: set[type] = set()
-    todo: list[type] = [object]
+    classes, todo = set[type](), [object]
     while todo:
-        subclasses: list[type] = type.__subclasses__(todo.pop())
-        for cls in subclasses:
-            if cls not in seen:
-                seen.add(cls)
-                todo.append(cls)
-                yield cls
+        found = set(type.__subclasses__(todo.pop())) - classes
+        classes |= found
+        todo += found
+    return classes
 
 
 # -- exceptions --------------------------------------------------------------------------------------------------------
@@ -506,8 +473,7 @@ def encode_error(error: BaseException) -> EncodedError:
     errors.shorten(error)
     text = errors.format_traceback(error, whole=False)
     payload, said = None, errors.text_of(error)
-    # An exception's own reduction knows nothing of slots.
-    for pickler in (_ByParts, ReplyPickler) if slot_names(type(error)) else (ReplyPickler, _ByParts):
+    for pickler in (ReplyPickler, _ByParts):
         with contextlib.suppress(BaseException):  # a __reduce__ may call sys.exit
             # All in band: it has to be read twice, here and there.
             stream = io.BytesIO()
@@ -550,18 +516,6 @@ def decode_error(encoded: EncodedError) -> BaseException:
     return error
 
 
-def _attributes(error: BaseException) -> dict[str, object]:
-    """What the exception carries beside its args; not its notes, which travel by themselves."""
-    found: dict[str, object] = {}
-    for name in slot_names(type(error)):
-        with contextlib.suppress(Exception):  # it is not set, or private
-            found[name] = getattr(error, name)
-    with contextlib.suppress(Exception):  # a __dict__ of the user's
-        found |= vars(error)
-    found.pop("__notes__", None)
-    return found
-
-
 class _ByParts(ReplyPickler):
     """Pickles an exception as class, args and attributes; those that it refers to have their own reductions."""
 
@@ -572,10 +526,11 @@ class _ByParts(ReplyPickler):
             return super().reducer_override(obj)
         self.begun = True
         attributes = {}
-        for name, value in _attributes(obj).items():
+        for name, value in vars(obj).items():
             with contextlib.suppress(BaseException):  # a __reduce__ again
-                encode(value)
-                attributes[name] = value
+                if name != "__notes__":  # they travel by themselves
+                    encode(value)
+                    attributes[name] = value
         return _rebuild, (type(obj), obj.args, attributes)
 
 

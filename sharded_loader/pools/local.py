@@ -36,6 +36,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sharded_loader.base import host_clock
@@ -243,7 +244,8 @@ class ThreadPool(WorkerPool):
         return bool(self._running)
 
     def start(self, job: Job) -> None:
-        self._job, self._reader = job, reader_for(job, notes_samples=self.timeout is not None)
+        self._job = replace(job, notes_samples=self.timeout is not None)
+        self._reader = reader_for(self._job)
         if self.started:
             return
         if self.num_workers > 1:

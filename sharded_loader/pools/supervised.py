@@ -1,6 +1,6 @@
 """Pools whose workers are other processes, and the one place where those are started, replaced and given up.
 
-    _start(new_job)           every worker has the job, or is sent it; those that are lacking are launched
+    _start(job)               every worker has the job, or is sent it; those that are lacking are launched
     replace(worker)           a worker has ended: it is buried, blamed or not, and another gets its number and its tasks
     renew(worker)             a worker lives, but another gets its number; that one answers what it has, and ends
     resize(num_workers)       more are launched; those that are too many answer what they have, and end
@@ -31,9 +31,7 @@ Workers belong to the transport, which a finalizer may close without the pool.
 
 from __future__ import annotations
 
-import io
 import pickle
-import types
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -43,15 +41,15 @@ import cloudpickle
 import numpy as np
 
 from sharded_loader.base.checks import check_int
-from sharded_loader.base.errors import Location, as_batch_error, leave_frames
+from sharded_loader.base.errors import Location
 from sharded_loader.base.interrupts import is_from_outside, uninterrupted
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.engine.board import is_at
 from sharded_loader.engine.grouping import Grouping
-from sharded_loader.engine.messages import NOTHING, BatchTimes, NewJob, Result, Task, unpack_result
+from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, Result, Task, unpack_result
 from sharded_loader.engine.pool import PoolBroken, WorkerPool
 from sharded_loader.memory.arena import RecentSizes
-from sharded_loader.memory.codec import SetApart, classes_of_main, decode_error, is_findable
+from sharded_loader.memory.codec import SetApart, decode_error
 from sharded_loader.memory.publish import script_by_value
 from sharded_loader.pools.deaths import Death, Deaths, Watch
 
@@ -116,28 +114,28 @@ class Transport(ABC, Generic[W]):
     leaving: list[W]
 
     @abstractmethod
-    def start(self, new: NewJob) -> list[Task]:
+    def start(self, job: Job) -> list[Task]:
         """Launch the workers that are lacking, and send the job to those that run.
 
         Returns:
             Tasks of workers that could not take another job, and were launched again.
         """
 
-    def launch_all(self, new: NewJob) -> None:
+    def launch_all(self, job: Job) -> None:
         """Launch those that are lacking."""
         while len(self.workers) < self.num_workers:
             with uninterrupted():
-                self.launch_as(len(self.workers), new)
+                self.launch_as(len(self.workers), job)
 
-    def launch_as(self, number: int, new: NewJob) -> None:
+    def launch_as(self, number: int, job: Job) -> None:
         """Launch the worker of this number, and put it into the list.
 
         If another thread has closed the transport meanwhile, that is its new list, which the end of the step closes.
         """
-        self.workers[number : number + 1] = [self.launch(number, new)]
+        self.workers[number : number + 1] = [self.launch(number, job)]
 
     @abstractmethod
-    def launch(self, number: int, new: NewJob) -> W:
+    def launch(self, number: int, job: Job) -> W:
         """Start one worker, which has the job, or is sent it."""
 
     @abstractmethod
@@ -202,17 +200,16 @@ class SupervisedPool(WorkerPool, Generic[W]):
         self.deaths = Deaths(self.restarts)
         self.rebuilt: set[tuple[int, int]] = set()
         self._rejected: list[Result] = []  # of tasks that could not be sent
-        self._new: NewJob | None = None  # what the workers start with
-        self._classes: list[type] = []
+        self._job: Job | None = None  # what the workers start with
         self._cancelled: set[int] = set()
         self.room = 0
 
-    def _start(self, new: NewJob) -> None:
+    def _start(self, job: Job) -> None:
         """Start the workers. Those that run already get the new job before any later task."""
-        self._new, self._classes = new, classes_of_main()
+        self._job = job
         self.deaths.begin_starts(proven=False)
         try:
-            self.take_back(self._transport.start(new))
+            self.take_back(self._transport.start(job))
         except BaseException:
             self.close()
             raise
@@ -232,19 +229,19 @@ class SupervisedPool(WorkerPool, Generic[W]):
         self.deaths.begin_starts(proven=True)
 
     def _have(self, num_workers: int) -> None:
-        transport, new, before = self._transport, self._new, self._transport.num_workers
+        transport, job, before = self._transport, self._job, self._transport.num_workers
         transport.num_workers = num_workers
         try:
-            if new is None or not transport.workers:
+            if job is None or not transport.workers:
                 return
             while len(transport.workers) > num_workers:
                 with uninterrupted():
                     self._retire(transport.workers.pop())
-            if new.job.stream is not None and num_workers < new.job.stream.parts <= before:
+            if job.stream is not None and num_workers < job.stream.parts <= before:
                 # Each of them reads one part, of the dataset itself. To read several it needs copies of a new one.
                 for worker in list(transport.workers):
                     self.renew(worker)
-            transport.launch_all(new)
+            transport.launch_all(job)
         except Exception:
             transport.num_workers = len(transport.workers)
             raise
@@ -254,9 +251,9 @@ class SupervisedPool(WorkerPool, Generic[W]):
 
     def renew(self, worker: W) -> None:
         """Another worker takes the number of one that lives."""
-        assert self._new is not None  # its workers run
+        assert self._job is not None  # its workers run
         with uninterrupted():
-            self._transport.launch_as(worker.number, self._new)
+            self._transport.launch_as(worker.number, self._job)
             self._retire(worker)
 
     def _retire(self, worker: W) -> None:
@@ -299,7 +296,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
             return []
         with uninterrupted():
             death = transport.last_words(worker, error)
-        if self._new is None:
+        if self._job is None:
             return []  # a signal handler, or another thread, has closed the pool
         results: list[Result] = []
         if death.is_of_machine or (is_leaving and not worker.tasks):
@@ -319,7 +316,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
             if is_leaving:
                 transport.leaving.remove(worker)
             else:
-                transport.launch_as(worker.number, self._new)
+                transport.launch_as(worker.number, self._job)
             self.take_back(worker.tasks.values())
         if not is_leaving:
             self.notices.happened("replaced_workers", f"{death.fate}. Another worker has its place")
@@ -345,7 +342,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
         lost = []
         # To reach later batches of the same part, a worker would have to read this one again. The lanes of a map-style
         # dataset with a state are no parts.
-        if self._new is not None and self._new.job.stream is not None and task.part is not None:
+        if self._job is not None and self._job.stream is not None and task.part is not None:
             waiting = [*self.requeued, *worker.tasks.values()]
             lost = [other for other in waiting if task.part.is_same(other.part) and other is not task]
         results = [Result(task.run, task.seq, error=death.error_over(task, max(1, self.restarts), self.timeout))]
@@ -362,12 +359,9 @@ class SupervisedPool(WorkerPool, Generic[W]):
         workers, key = [*self._transport.leaving, *self._transport.workers], task and (task.run, task.seq)
         has = next((one for one in workers if key in one.tasks), None)
         worker = has or max(workers, key=lambda one: len(one.tasks))  # while it waits there are some
-        at = _task_at(worker.where(), worker.tasks.values())
         text += f", which {worker.who} has" if has else f". No worker has it yet: all are busy, such as {worker.who}"
         if not worker.ready:
             text += ". It is not ready: it imports modules, unpickles the dataset, or runs worker_init_fn"
-        elif at is not None and (at.run, at.seq) != key:
-            text += f". It is still at epoch {at.epoch}, batch {at.seq}"
         write_to_stderr(f"{text}. Its stack:\n")
         worker.tell()
 
@@ -388,9 +382,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
 
     def _reject(self, task: Task, raised: Exception) -> None:
         """A task cannot be sent to a worker: that is the error of its batch."""
-        error = as_batch_error(raised, "while the batch was sent to a worker")
-        Location(task.epoch, task.seq).note(error, samples=task.shards[0])
-        leave_frames(error)  # as in `Pipeline._fill`
+        error = task.error(raised, "while the batch was sent to a worker")
         self._rejected.append(Result(task.run, task.seq, error=error))
 
     def _result(self, reply: tuple[Any, ...], buffers: list[Any], task: Task | None) -> Result:
@@ -415,13 +407,6 @@ def _task_at(board: Sequence[int] | None, tasks: Iterable[Task]) -> Task | None:
     return next((task for task in tasks if is_at(board, task)), None) if board else None
 
 
-class _ToForked(cloudpickle.Pickler):  # type: ignore[misc]
-    def reducer_override(self, obj: object) -> Any:
-        if isinstance(obj, (type, types.FunctionType)) and is_findable(obj):
-            return NotImplemented  # by name, those of ``__main__`` too
-        return super().reducer_override(obj)
-
-
 def fields_of(task: Task, *, forked: bool) -> bytes | tuple[Any, ...]:
     """What a worker is sent of a task, for `messages.task_of`: its pickle, if it holds keys of the user's own classes.
 
@@ -437,9 +422,7 @@ def fields_of(task: Task, *, forked: bool) -> bytes | tuple[Any, ...]:
         return tuple(task)
     try:
         if forked:
-            stream = io.BytesIO()
-            _ToForked(stream, protocol=5).dump(task)
-            return stream.getvalue()
+            return pickle.dumps(task, protocol=5)
         with script_by_value():
             return bytes(cloudpickle.dumps(task, protocol=5))
     except Exception as error:
@@ -468,10 +451,7 @@ def decode_result(
         if task is not None:
             Location(task.epoch, seq).note(failure, samples=task.shards[0])
         return Result(run, seq, error=failure)
-    if type(reply) is SetApart:
-        reply = reply.reply
-    return reply.result._replace(  # type: ignore[no-any-return]
-        error=None if reply.error is None else decode_error(reply.error),
-        skipped=tuple((index, decode_error(error)) for index, error in reply.skipped),
-        times=times,
-    )
+    result: Any = reply.reply if type(reply) is SetApart else reply
+    failed = None if result.error is None else decode_error(result.error)
+    skipped = tuple((index, decode_error(encoded)) for index, encoded in result.skipped)
+    return result._replace(error=failed, skipped=skipped, times=times)  # type: ignore[no-any-return]

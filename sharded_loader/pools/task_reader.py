@@ -30,7 +30,7 @@ from sharded_loader.base.imports import call_after_import
 from sharded_loader.base.notices import is_ours
 from sharded_loader.base.system import is_on, write_to_stderr
 from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board, phase
-from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pack_reply, pack_result, task_of
+from sharded_loader.engine.messages import Job, Result, Task, pack_reply, pack_result, task_of
 from sharded_loader.engine.reader import Reader, plain_indices
 from sharded_loader.memory.codec import (
     Array,
@@ -46,27 +46,24 @@ from sharded_loader.memory.codec import (
 from sharded_loader.randomness.rng import derive_key, seed_as_torch, seed_globals, seeded_globals
 
 
-def reader_for(
-    job: Job, *, notes_samples: bool = False, readers: int = 1, seed: Callable[[int, int], None] | None = None
-) -> Reader:
+def reader_for(job: Job, *, readers: int = 1, seed: Callable[[int, int], None] | None = None) -> Reader:
     """The reader of a job.
 
     Args:
         job: what is read.
-        notes_samples: see `Reader`.
         readers: how many readers share the parts of iterable data; see `StreamReader`.
         seed: of a process that reads for others, see `StreamReader`.
     """
     if job.stream is None and not job.keeps_state:
-        return Reader(job, tells_epoch=seed is not None and job.tells_epoch, notes_samples=notes_samples)
+        return Reader(job, tells_epoch=seed is not None and job.tells_epoch)
     from sharded_loader.data.inspection import keeps_place
     from sharded_loader.streams.reader import StatefulReader, StreamReader
 
     if job.stream is None:
-        return StatefulReader(job, notes_samples=notes_samples)
+        return StatefulReader(job)
     # The drop-in (which tells no epoch) has one iterator at a time, and reads the user's own object, as torch does.
     several = job.stream.parts > readers or (job.stream.tells_epoch and keeps_place(job.dataset))
-    return StreamReader(job, notes_samples=notes_samples, several=several, alone=seed is not None, seed=seed)
+    return StreamReader(job, several=several, alone=seed is not None, seed=seed)
 
 
 def _globals_key(seed: int, epoch: int, position: int) -> int:
@@ -151,7 +148,7 @@ class TaskReader:
     def explain(self, error: BaseException, *, in_start: bool) -> None:
         """Add to an error what is known of its cause here."""
 
-    def begin(self, load: Callable[[], NewJob]) -> bytes | None:
+    def begin(self, load: Callable[[], Job]) -> bytes | None:
         """Read the job that `load` returns from now on. An encoded error, if it cannot be taken."""
         try:
             self.take(load())
@@ -162,26 +159,25 @@ class TaskReader:
             return encode(encode_error(failure)).head
         return None
 
-    def take(self, new: NewJob) -> None:
+    def take(self, job: Job) -> None:
         """Read this job from now on.
 
         Raises:
             BaseException: of ``worker_init_fn``, which is called with the first job.
         """
-        first, self.job = self.job is None, new.job
-        key = derive_key(new.job.seed, "worker_init_fn", self._number)
-        base, number = new.job.base_seed, self._number
+        first, self.job = self.job is None, job
+        base, number = job.base_seed, self._number
+        key = derive_key(job.seed, "worker_init_fn", number)
         # Not seed + number where we choose: worker 1 of one run would have the numbers of worker 0 of the next.
         seed = key & 0x7FFFFFFFFFFFFFFF if base is None else base + number
-        call_after_import("torch", lambda: _tell_torch(number, self._num_workers, seed, new.job))
+        call_after_import("torch", lambda: _tell_torch(number, self._num_workers, seed, job))
         if first and base is not None:
             seed_as_torch(base, number)
-        if first and new.worker_init_fn is not None:
+        if first and job.worker_init_fn is not None:
             if base is None:
                 seed_globals(key)
-            new.worker_init_fn(number)
-        notes, readers = new.notes_samples, self._num_workers
-        self._reader = reader_for(new.job, notes_samples=notes, readers=readers, seed=self._seed_globals)
+            job.worker_init_fn(number)
+        self._reader = reader_for(job, readers=self._num_workers, seed=self._seed_globals)
 
     def answer(self, run: int, seq: int, fields: object, memory: Array | None) -> tuple[bytes, Encoded, SlotWriter]:
         """Read one task, unless its run is cancelled.
@@ -258,7 +254,7 @@ def _encode(result: Result, slot: SlotWriter) -> Encoded:
     """A result that `pack_result` does not take."""
     skipped = tuple((index, encode_error(error)) for index, error in result.skipped)
     error = None if result.error is None else encode_error(result.error)
-    reply = Reply(result._replace(error=None, skipped=(), times=None), error, skipped)  # they lie beside it
+    reply = result._replace(error=error, skipped=skipped, times=None)  # type: ignore[arg-type]  # these lie beside it
     objects, movers = set_apart(result.batch)
     if objects or movers or skipped:
         return encode(SetApart([*objects, skipped], Moving, movers, End, reply), slot)

@@ -262,7 +262,7 @@ def put(value: object, parts: dict[str, Any]) -> Any:
     """Pickle something and put it into the object store, once for all actors.
 
     Args:
-        value: a `NewJob`, or the order of an epoch.
+        value: a `Job`, or the order of an epoch.
         parts: the user's objects in it, by the names that the user knows.
 
     Raises:
@@ -271,7 +271,7 @@ def put(value: object, parts: dict[str, Any]) -> Any:
     """
     import ray
 
-    encoded = publish.publish(value, elsewhere=True, **parts)
+    encoded = publish.publish(value, **parts)
     buffers = [np.frombuffer(buffer, np.uint8) for buffer in encoded.buffers]
     try:
         return ray.put((encoded.head, buffers))

@@ -29,6 +29,7 @@ import queue
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sharded_loader.base import host_clock
@@ -36,7 +37,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import Location, add_note, as_batch_error
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.engine.grouping import HELD, Grouping
-from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
+from sharded_loader.engine.messages import Job, Result, Task, unpack_reply
 from sharded_loader.engine.pool import PoolBroken, check_timeout
 from sharded_loader.memory.arena import Register
 from sharded_loader.memory.codec import decode, decode_error
@@ -172,7 +173,7 @@ class RayPool(SupervisedPool[ActorWorker]):
         cluster.connect(self.address)
         self._lent.notices = self.notices
         self._lent.max_bytes = cluster.store_bytes() // STORE_SHARE if self.max_bytes is None else self.max_bytes
-        self._start(NewJob(job, self.worker_init_fn, self.timeout is not None))
+        self._start(replace(job, worker_init_fn=self.worker_init_fn, notes_samples=self.timeout is not None))
 
     def submit(self, tasks: Sequence[Task]) -> None:
         transport, suspects = self._transport, self.deaths.suspects

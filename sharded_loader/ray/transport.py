@@ -1,6 +1,6 @@
 """Actors of Ray, as `pools.supervised` reaches them: asked for, given the job, sent tasks, killed; why they ended.
 
-    start(new_job)            the dataset lies in the object store once; actors are asked for, or sent the new job
+    start(job)                the dataset lies in the object store once; actors are asked for, or sent the new job
     choose(task), send(...)   a group of tasks is one call; when it has ended, however it has, that is an event
     follow(order)             one actor of each node fetches shards in this order; each group of its tasks says how far
     last_words(worker, error) what Ray says about its end, and what it read
@@ -38,7 +38,7 @@ from sharded_loader.base.errors import add_note
 from sharded_loader.base.notices import logger
 from sharded_loader.engine.board import IN_BATCH, UNUSED, is_at
 from sharded_loader.engine.grouping import HELD
-from sharded_loader.engine.messages import Job, NewJob, Task
+from sharded_loader.engine.messages import Job, Task
 from sharded_loader.pools.deaths import Death
 from sharded_loader.pools.supervised import Transport, Worker
 from sharded_loader.ray import cluster
@@ -239,7 +239,7 @@ class RayTransport(Transport[ActorWorker]):
         """The actors that any task may be sent to."""
         return [worker for worker in self.workers if worker.ready and not worker.is_alone]
 
-    def start(self, new: NewJob) -> list[Task]:
+    def start(self, job: Job) -> list[Task]:
         begun: list[Task] = []
         self._pid = os.getpid()
         if self.workers and (not self.actors or self._session != cluster.session()):
@@ -247,14 +247,14 @@ class RayTransport(Transport[ActorWorker]):
             begun = [task for worker in self.workers for task in worker.tasks.values()]
             self.close()
         self._session = cluster.session()
-        self._published = cluster.put(new, new.parts)
-        self.ahead.begin(new.job)
+        self._published = cluster.put(job, job.parts)
+        self.ahead.begin(job)
         for worker in self.workers:
             self._begin(worker)
-        self.launch_all(new)
+        self.launch_all(job)
         return begun
 
-    def launch(self, number: int, new: NewJob) -> ActorWorker:
+    def launch(self, number: int, job: Job) -> ActorWorker:
         import ray
 
         if not any(worker.ready for worker in self.workers if worker.number != number):

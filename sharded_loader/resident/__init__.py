@@ -14,16 +14,14 @@ part's own rows: a device of each rank, or of each fold, then holds no rows that
 no other numbers on the device.
 
 Owns the rows on the devices. They stay while the loader is open, also after an interruption; `load` copies them again
-after a refresh, `forget` gives their memory back. With ``"auto"``, room is looked for twice: before the first batch,
-and after the program's first step, when its model is on the device. If far fewer or far more rows fit, they are copied
-again.
+after a refresh, `forget` gives their memory back. Room is looked for once, before the first batch.
 
 What can go wrong: a device cannot hold a column (strings, objects, a list), or the dataset reads no columns. This is a
 TypeError; with ``"auto"`` the dataset is read as always. If a device has no room, there is a warning, and the device is
 sent batches, from any moment on. If it has no memory for a batch that is sent, that is the batch's error.
 
 For: data that fits into the memory of the device, or a large part of it.
-Costs: one module of about 200 lines. The core asks for it by name where it is given.
+Costs: one module of about 180 lines. The core asks for it by name where it is given.
 Tests: tests/resident, and tests/gpu where there is one.
 It goes when: reading rows from host memory is as fast as gathering them on a device.
 
@@ -50,7 +48,7 @@ from sharded_loader.data.datasets import Rows, as_rows
 from sharded_loader.devices.accelerator import OUT_OF_MEMORY, Streams, pinned_copy
 from sharded_loader.devices.copies import CopyStream, PendingCopy
 from sharded_loader.devices.placement import Placer, not_placed
-from sharded_loader.engine.messages import Result, Task
+from sharded_loader.engine.messages import Result
 from sharded_loader.pools.local import InlinePool
 
 RESERVE = 0.25
@@ -59,10 +57,6 @@ RESERVE = 0.25
 LEAST = 0.5
 """Of the rows. If fewer fit, ``"auto"`` leaves the reading to the workers, which do it in the background: rows that a
 device does not keep are gathered by the main process, and sent inside ``next``. The number was not measured."""
-
-TOLERANCE = 0.125
-"""Of the rows. If fewer more, or fewer less, fit after the first step, they stay: to copy all of them again takes
-seconds. The number was not measured."""
 
 LOADED_AT_ONCE = 64 << 20
 """Bytes of rows that lie in host memory once more while they are copied to a device."""
@@ -118,20 +112,6 @@ def _check_rows(this: str, dataset: object, devices: object, batchify_fn: object
             )
 
 
-def room_for_rows(free: int, total: int, needed: int = 0) -> int:
-    """Bytes of a device that rows may take.
-
-    Args:
-        free, total: bytes that are free, or kept as rows, and all.
-        needed: bytes, at least, that the program needs beside those that it has now.
-
-    Example:
-        >>> room_for_rows(70, 100), room_for_rows(70, 100, needed=40), room_for_rows(10, 100)
-        (45, 30, 0)
-    """
-    return max(0, free - max(int(total * RESERVE), needed))
-
-
 class _OnDevice(NamedTuple):
     """The first ``kept`` rows of each column on one device, in memory of the stream ``home``."""
 
@@ -148,7 +128,7 @@ class ResidentPool(InlinePool):
         dataset: one that `make_resident` allows.
         placement: of the loader.
         share: of the rows, to be kept on each device.
-        insists: warn where there is no room (the user asked for it). Otherwise look for room again after a step.
+        insists: warn where there is no room (the user asked for it).
         least: of those rows. If fewer fit, none are kept.
     """
 
@@ -158,8 +138,6 @@ class ResidentPool(InlinePool):
         self._share, self._insists, self._least = share, insists, least
         self._rows = as_rows(dataset)
         self._on: dict[torch.device, _OnDevice | None] = {}
-        self._before = -1, -1  # run and number of the batch that was gathered last
-        self._looks_again = not insists
         self.empty = placement.empty
 
     # -- the rows -------------------------------------------------------------------------------------------
@@ -194,20 +172,14 @@ class ResidentPool(InlinePool):
         """Give the devices' memory back."""
         self._on = {}
 
-    def _fitting(self, rows: Rows, streams: Streams, held: int | None = None) -> int:
-        """How many rows a device is to keep.
-
-        Args:
-            rows: of the dataset.
-            streams: of the device.
-            held: how many it has now, after the program's first step; None: before that.
-        """
+    def _fitting(self, rows: Rows, streams: Streams) -> int:
+        """How many rows a device is to keep."""
         nbytes = sum(math.prod(column.shape[1:]) * column.itemsize for column in rows.columns.values())
         wanted, memory = min(rows.length, max(1, round(self._share * rows.length))), streams.memory()
         if memory is None:  # the device does not tell
             return wanted if self._insists else 0
         free, total = memory
-        room = room_for_rows(free + (held or 0) * nbytes, total, 0 if held is None else streams.peak())
+        room = max(0, free - int(total * RESERVE))
         count = min(wanted, room // nbytes) if nbytes else wanted
         if count < wanted and self._insists:
             _warn(streams, f"{wanted * nbytes:,} bytes of columns, room for {room:,}", count)
@@ -234,21 +206,6 @@ class ResidentPool(InlinePool):
         _give_up(streams, reason)  # not done above: the error's traceback holds the columns that have found room
         return None
 
-    def _look_again(self, rows: Rows, task: Task) -> None:
-        """Look for room once more, if the program has done its first step: the one before the second batch of a run."""
-        (run, seq), self._before = self._before, (task.run, task.seq)
-        if run != task.run or seq == task.seq:
-            return
-        on = self._on
-        for device, held in self.counts.items():  # one that had no room, or no memory, is not asked again
-            copies = self._placement.copies[device]
-            assert copies is not None  # it holds rows
-            count = self._fitting(rows, copies.streams, held)
-            if abs(count - held) > TOLERANCE * max(count, held):
-                del on[device]  # first: there may be no room for both
-                on[device] = self._load(rows, copies, count)
-        self._looks_again = False
-
     # -- batches --------------------------------------------------------------------------------------------
 
     def wait(self, block: bool = True) -> Sequence[Result]:
@@ -264,8 +221,6 @@ class ResidentPool(InlinePool):
             return super().wait(block)  # the reader finds the sample, or knows what to do about it
         self._tasks.popleft()
         try:
-            if self._looks_again:
-                self._look_again(rows, task)
             shards = [self._gather(rows, *shard) for shard in zip(self._devices, found, strict=False)]
         except Exception as raised:
             return (Result(task.run, task.seq, error=not_placed(task, raised, "while the batch was gathered")),)

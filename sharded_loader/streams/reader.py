@@ -198,7 +198,7 @@ class StreamReader(Reader):
     """Makes batches of iterable data.
 
     Args:
-        job, notes_samples: see `Reader`.
+        job: see `Reader`.
         several: several parts may be open here at a time, or one for several iterators, and the dataset would mix them
             up. Each then has a copy of the dataset to itself.
         alone: no other thread of this process reads samples.
@@ -209,12 +209,11 @@ class StreamReader(Reader):
         self,
         job: Job,
         *,
-        notes_samples: bool = False,
         several: bool = True,
         alone: bool = False,
         seed: Seed = None,
     ) -> None:
-        super().__init__(job, notes_samples=notes_samples, in_bulk=False)
+        super().__init__(job, in_bulk=False)
         assert job.stream is not None  # see `reader_for`
         self._stream: Stream = job.stream
         self._several, self._alone, self._seed = several, alone, seed or (lambda epoch, position: None)

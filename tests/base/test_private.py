@@ -12,7 +12,6 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ NAMES = {
     "_signal": "getsignal",
     "_thread": "RLock._is_owned",
     "importlib.machinery": "ModuleSpec._initializing",
-    "copyreg": "_slotnames",
     "threading": "_DummyThread",
     "multiprocessing.popen_spawn_posix": "_DupFd",
     "multiprocessing.reduction": "ForkingPickler._extra_reducers",
@@ -147,12 +145,7 @@ def test_without_the_faster_functions_the_public_ones_serve(monkeypatch: pytest.
     assert again.blake2b(b"x").digest() == private.blake2b(b"x").digest()
 
 
-class Slotted(Exception):
-    __slots__ = ("_hidden", "shown")
-
-
-def test_slots_and_threads_of_others_are_known() -> None:
-    assert {"shown"} <= set(private.slot_names(Slotted))
+def test_threads_of_others_are_known() -> None:
     assert not private.is_thread_of_others(threading.current_thread())
 
 
@@ -165,11 +158,9 @@ def test_multiprocess_without_the_names_has_its_own_ways(monkeypatch: pytest.Mon
     monkeypatch.delattr(multiprocess.resource_tracker, "_resource_tracker")
     monkeypatch.delattr(multiprocess.util, "_args_from_interpreter_flags")
     monkeypatch.setattr(multiprocess.forkserver, "_forkserver", object())
-    monkeypatch.delattr(ForkingPickler, "_extra_reducers")
     private.forget_child(object())
     assert private.tracker_descriptor() is None and private.interpreter_flags() == []
     assert private.has_forkserver_preload() and private.forget_forkserver() is None
-    assert private.reducer_of(int) is None
 
 
 def test_torch_without_the_names_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

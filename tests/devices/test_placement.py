@@ -208,9 +208,9 @@ def test_memory_that_batches_were_made_in_goes_with_the_loader() -> None:
     placed.empty((LEAST_BYTES,), np.dtype(np.uint8))  # comes back at once
     placed.empty((LEAST_BYTES,), np.dtype(np.uint8))
     placed._reused._find_ended()
-    assert placed._reused.free_bytes
+    assert placed._reused._free
     assert placed.closer()()
-    assert placed._reused.free_bytes == 0
+    assert not placed._reused._free
 
 
 @pytest.mark.parametrize("hangs", [0, 1])

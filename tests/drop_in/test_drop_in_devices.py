@@ -116,7 +116,7 @@ def test_two_batches_are_copied_ahead(machine: Machine, kind: str) -> None:
     assert isinstance(batches, LoaderIterator)
     assert batches._pipeline.min_ready > AHEAD  # the pool is asked for those too
     for _ in batches:
-        (run,) = batches._pipeline.buffer.runs.values()
+        (run,) = batches._pipeline.runs.values()
         ahead.append(sum(entry.begun is not None for entry in run.window))
         machine.finish()
     assert max(ahead) == AHEAD

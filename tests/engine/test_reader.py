@@ -30,7 +30,7 @@ def task_of(*shards: Any, sharded: bool = False, epoch: int = 0, seq: int = 4) -
 def read(
     dataset: Any, *shards: Any, worker: str | None = WORKER, board: Any = None, notes: bool = False, **job: Any
 ) -> Result:
-    reader = Reader(Job(dataset, job.pop("batchify_fn", None), 7, **job), notes_samples=notes)
+    reader = Reader(Job(dataset, job.pop("batchify_fn", None), 7, notes_samples=notes, **job))
     return reader.read(task_of(*shards), worker, board=board)
 
 

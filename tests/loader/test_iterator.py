@@ -204,7 +204,7 @@ def test_an_error_of_the_epoch_that_is_prefetched_does_not_keep_the_iterator_bef
         iterator = iter(loader)
         with pytest.raises(IndexError, match="the sampler yielded index 9"):
             next(iterator)
-        assert any(run.is_ahead and run.window for run in loader._pipeline.buffer.runs.values())
+        assert any(run.is_ahead and run.window for run in loader._pipeline.runs.values())
         loader.set_epoch(0)
         gc.disable()
         try:

@@ -26,7 +26,7 @@ from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.base.limits import Limit
 from sharded_loader.engine.messages import Result, pack_result, unpack_result
 from sharded_loader.memory import arena as arena_module
-from sharded_loader.memory.arena import FIRST_SEGMENT, HELD_LONG, PAGE, PAUSE, WINDOW, Arena, RecentSizes
+from sharded_loader.memory.arena import FIRST_SEGMENT, PAGE, PAUSE, WINDOW, Arena, RecentSizes
 from sharded_loader.memory.codec import SlotWriter, decode
 from sharded_loader.memory.segments import Slot
 
@@ -339,18 +339,6 @@ def test_what_comes_back_after_close_is_no_slot_of_a_later_segment() -> None:
     assert arena.take(1 << 16) != Slot(0, 0, 1 << 16)
     assert arena.lent == 1
     del again
-    arena.close()
-
-
-@pytest.mark.parametrize("batches", [3, 40])
-def test_held_batches_at_the_bound_are_warned_of_once(batches: int) -> None:
-    arena = Arena(batches * 4096)
-    held = [lend(arena, take(arena, 4096)) for _ in range(batches)]
-    with pytest.warns(UserWarning, match=rf"{batches} batches are held.* {batches * 4096:,} bytes.*max_bytes") as seen:
-        for _ in range(HELD_LONG + 100):
-            assert arena.take(4096) is None
-    assert len(seen) == 1
-    held.clear()
     arena.close()
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
-import types
-from collections.abc import Iterator
 
 import cloudpickle
 import pytest
 
 from sharded_loader.memory import codec as classes
-from sharded_loader.memory.codec import class_reference, classes_of_main, is_findable, resolve_class
+from sharded_loader.memory.codec import class_reference, is_findable, resolve_class
 
 
 class Outer:
@@ -25,14 +23,6 @@ def make_class(name: str = "Local") -> type:
 
     Local.__name__ = name
     return Local
-
-
-@pytest.fixture
-def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
-    """An empty ``__main__``."""
-    module = types.ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", module)
-    yield module
 
 
 def resolved(cls: type) -> type:
@@ -96,20 +86,3 @@ def test_a_class_that_was_looked_for_is_remembered_as_long_as_it_lives(monkeypat
     del cls
     gc.collect()
     assert key not in classes._nameless
-
-
-def test_workers_go_on_with_the_classes_that_main_had_when_they_started(main: types.ModuleType) -> None:
-    def define(base: type) -> type:
-        cls = type("Cell", (base,), {"__module__": "__main__", "__qualname__": "Cell"})
-        main.Cell = cls  # type: ignore[attr-defined]
-        return cls
-
-    first = define(object)
-    kept = classes_of_main()
-    second = define(object)
-    assert kept == [first]
-    assert resolved(first) is first and resolved(second) is second
-    error = define(Exception)
-    kept += classes_of_main()
-    later = define(Exception)
-    assert resolved(error) is later  # the loop catches it by the name that it has now

@@ -464,9 +464,8 @@ def test_a_tensor_that_requires_grad_is_refused_with_advice(tensor: Any) -> None
         encode({"x": [tensor]})
 
 
-@pytest.mark.parametrize("obj", [lambda: None, Plain(open)], ids=["lambda", "builtin"])
-def test_functions_travel(obj: Any) -> None:
-    assert type(through(obj, None)) is type(obj)
+def test_functions_travel_by_name() -> None:
+    assert through(Plain(open), None).x is open
 
 
 @pytest.mark.parametrize("fails", [False, True])

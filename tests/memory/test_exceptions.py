@@ -22,18 +22,6 @@ class TwoArguments(Exception):
         self.right = right
 
 
-class Slotted(Exception):
-    __slots__ = ("__private", "first", "unset")
-
-    def __init__(self, first: int) -> None:
-        super().__init__(first)
-        self.first = first
-        self.__private = first + 1
-
-    def private(self) -> int:
-        return self.__private
-
-
 class OwnNew(Exception):
     def __new__(cls, *, code: int) -> OwnNew:
         error = super().__new__(cls)
@@ -95,12 +83,6 @@ def test_an_exception_arrives_as_itself(error: BaseException) -> None:
     assert type(got) is type(error)
     assert (str(got), [repr(arg) for arg in got.args]) == (str(error), [repr(arg) for arg in error.args])
     assert vars(got) == vars(error)
-
-
-def test_what_it_has_in_slots_arrives_too() -> None:
-    got = through(Slotted(4))
-    assert isinstance(got, Slotted)
-    assert (got.first, got.private(), hasattr(got, "unset")) == (4, 5, False)
 
 
 def test_one_whose_new_takes_arguments_of_its_own_arrives() -> None:

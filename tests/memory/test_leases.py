@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -235,22 +236,16 @@ def test_values_are_right_at_any_bound(method: str, max_bytes: int | None) -> No
 @pytest.mark.costly(2)
 @METHODS
 @pytest.mark.parametrize("fit", [1, 4, 20])
-def test_a_leak_ends_in_a_warning_and_never_in_a_stall(method: str, fit: int) -> None:
+def test_a_leak_ends_in_a_line_of_the_log_and_never_in_a_stall(
+    method: str, fit: int, caplog: pytest.LogCaptureFixture
+) -> None:
     bound = fit * (BATCH * SHAPE * 17 // 16 + 4096)
     leaked = []
     with loader_over(ProcessPool(2, start_method=method, max_bytes=bound), 480) as loader:
-        with pytest.warns(UserWarning, match=r"batches are held.* bytes of shared memory.*max_bytes") as seen:
-            for batch in loader:
-                leaked.append(batch)
-        assert len(seen) == 1
+        leaked += loader
+    (record,) = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert re.search(r"finds no room in shared memory .*max_bytes.*your program holds \d+ batches", record.getMessage())
     assert all(is_batch(batch, BATCH * number) for number, batch in enumerate(leaked))
-
-
-@pytest.mark.slow
-def test_batches_that_are_let_go_at_the_bound_are_not_warned_of() -> None:
-    # One slot for a window of four: most batches are copied out, and nobody holds any.
-    with loader_over(ProcessPool(2, start_method="fork", max_bytes=80_000), 800) as loader:
-        assert sum(is_batch(batch, BATCH * number) for number, batch in enumerate(loader)) == 200
 
 
 # -- growth ---------------------------------------------------------------------------------------------------

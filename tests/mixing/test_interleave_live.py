@@ -219,7 +219,7 @@ def test_many_changes_leave_nothing_behind_and_each_adds_to_the_plan_that_is_the
     [loader] = Ranks(mixture(1200), 1).loaders
     for number, _ in enumerate(loader):
         loader.set_weights([1, number % 3, 1])
-        assert len(loader._progress.live) == len(loader._pipeline.buffer.runs) == 1
+        assert len(loader._progress.live) == len(loader._pipeline.runs) == 1
     assert len(json.loads(loader.state_dict()["sampler_arguments"]["MixtureSampler.set_weights"])) == 100
     assert len(made) <= 1 + 2 * 100
 

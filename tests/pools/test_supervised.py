@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sharded_loader.engine.messages import Reply, Result, Task
+from sharded_loader.engine.messages import Result, Task
 from sharded_loader.memory.codec import encode, encode_error
 from sharded_loader.pools.supervised import decode_result, fields_of
 
@@ -47,14 +47,14 @@ def read(reply: Any, sent: Task | None = None) -> Result:
 
 
 def test_exceptions_of_a_reply_are_exceptions_again() -> None:
-    result = read(Reply(Result(1, 2), encode_error(KeyError("k")), ((7, encode_error(ValueError("v"))),)))
+    result = read(Result(1, 2, error=encode_error(KeyError("k")), skipped=((7, encode_error(ValueError("v"))),)))  # type: ignore[arg-type]
     assert isinstance(result.error, KeyError)
     ((index, skipped),) = result.skipped
     assert (index, type(skipped)) == (7, ValueError)
 
 
 def test_a_reply_without_exceptions_is_the_result() -> None:
-    result = read(Reply(Result(1, 2, {"x": 3}, 1, lost_shards=(1,))))
+    result = read(Result(1, 2, {"x": 3}, 1, lost_shards=(1,)))
     assert (result.batch, result.samples, result.error, result.lost_shards) == ({"x": 3}, 1, None, (1,))
 
 
@@ -63,7 +63,7 @@ def test_a_batch_that_cannot_be_unpickled_here_is_the_error_of_its_batch() -> No
         def __reduce__(self) -> Any:
             return int, ("no number",)
 
-    result = read(Reply(Result(1, 2, Breaks())), task(5))
+    result = read(Result(1, 2, Breaks()), task(5))
     assert isinstance(result.error, TypeError)
     assert "cannot be unpickled in this process (ValueError" in str(result.error)
     assert any("epoch 3, batch 2" in note for note in result.error.__notes__)

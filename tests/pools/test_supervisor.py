@@ -11,12 +11,12 @@ from sharded_loader import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.notices import Notices
 from sharded_loader.engine.board import BEGINNING, IDLE, IN_BULK, ONE_BY_ONE, UNUSED
 from sharded_loader.engine.grouping import Grouping
-from sharded_loader.engine.messages import NOTHING, Job, NewJob, PartBatch, PartPoint, Result, Stream, Task
+from sharded_loader.engine.messages import NOTHING, Job, PartBatch, PartPoint, Result, Stream, Task
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.pools.deaths import IDLE_DEATHS, Death
 from sharded_loader.pools.supervised import SupervisedPool, Transport, Worker
 
-NEW_JOB = NewJob(Job([1, 2, 3], None, 0), None)
+JOB = Job([1, 2, 3], None, 0)
 
 
 class Pretended(Worker):
@@ -53,11 +53,11 @@ class PretendedTransport(Transport[Pretended]):
         self.needs_all = True
         self.launched = 0
 
-    def start(self, new: NewJob) -> list[Task]:
-        self.launch_all(new)
+    def start(self, job: Job) -> list[Task]:
+        self.launch_all(job)
         return []
 
-    def launch(self, number: int, new: NewJob) -> Pretended:
+    def launch(self, number: int, job: Job) -> Pretended:
         self.launched += 1
         worker = Pretended(number, 100 + self.launched)
         worker.said = self.said
@@ -90,7 +90,7 @@ class Supervisor(SupervisedPool[Pretended]):
     started = True
 
     def start(self, job: Job) -> None:
-        self._start(NewJob(job, None))
+        self._start(job)
 
     def submit(self, tasks: Sequence[Task]) -> None:
         raise NotImplementedError
@@ -105,10 +105,10 @@ class Supervisor(SupervisedPool[Pretended]):
 class Pool:
     """A pool of two pretended workers, of which a batch may kill some."""
 
-    def __init__(self, restarts: int = 2, timeout: float | None = None, new: NewJob = NEW_JOB) -> None:
+    def __init__(self, restarts: int = 2, timeout: float | None = None, job: Job = JOB) -> None:
         self.transport = PretendedTransport(2)
         self.supervisor = Supervisor(self.transport, restarts, timeout)
-        self.supervisor._start(new)
+        self.supervisor._start(job)
 
     def give(self, number: int, *tasks: Task, board: Sequence[int] | None = UNUSED) -> None:
         worker = self.transport.workers[number]
@@ -176,9 +176,9 @@ def test_a_worker_that_is_launched_while_the_pool_is_closed_is_in_the_list_that_
     pool = Pool()
     launch = pool.transport.launch
 
-    def launch_while_another_thread_closes(number: int, new: NewJob) -> Pretended:
+    def launch_while_another_thread_closes(number: int, job: Job) -> Pretended:
         pool.supervisor.close()
-        return launch(number, new)
+        return launch(number, job)
 
     pool.transport.launch = launch_while_another_thread_closes  # type: ignore[method-assign]
     pool.kill(1)
@@ -210,7 +210,7 @@ def test_after_a_death_each_sample_is_noted(at: int) -> None:
 def test_a_part_of_iterable_data_ends_with_a_batch_that_is_given_up_and_all_its_deaths_are_settled() -> None:
     stream = Stream(2, 4)
     parts = [PartBatch(0, 0, number, 0, PartPoint()) for number in range(2)]
-    pool = Pool(restarts=1, new=NewJob(Job([1], None, 0, stream=stream), None))
+    pool = Pool(restarts=1, job=Job([1], None, 0, stream=stream))
     pool.give(0, *(task(seq, part=parts[seq % 2]) for seq in range(4)), board=reading(0))
     pool.supervisor.requeued.extend(task(seq, part=parts[seq % 2]) for seq in (6, 7))
     pool.supervisor.deaths.suspect([(0, 2)])
@@ -292,7 +292,7 @@ def test_closed_it_has_neither_workers_nor_tasks_and_may_be_started_again() -> N
     pool.kill(0)
     pool.supervisor.close()
     assert (pool.transport.workers, pool.requeued, pool.supervisor.deaths.suspects) == ([], [], set())
-    pool.supervisor._start(NEW_JOB)
+    pool.supervisor._start(JOB)
     assert len(pool.transport.workers) == 2
 
 
@@ -349,7 +349,7 @@ def test_another_worker_gets_the_number_of_one_that_lives() -> None:
 
 @pytest.mark.parametrize(("parts", "renewed"), [(2, True), (1, False), (3, False)])
 def test_workers_that_read_one_part_each_are_replaced_before_they_read_several(parts: int, renewed: bool) -> None:
-    pool = Pool(new=NewJob(Job([1], None, 0, stream=Stream(parts, 1)), None))
+    pool = Pool(job=Job([1], None, 0, stream=Stream(parts, 1)))
     pool.supervisor._have(1)
     assert (pool.transport.workers[0].pid != 101) == renewed
 
@@ -368,10 +368,10 @@ def test_if_another_one_cannot_be_launched_there_are_those_that_could_be() -> No
     pool = Pool()
     launch = pool.transport.launch
 
-    def one_more(number: int, new: NewJob) -> Pretended:
+    def one_more(number: int, job: Job) -> Pretended:
         if number == 3:
             raise OSError("no processes")
-        return launch(number, new)
+        return launch(number, job)
 
     pool.transport.launch = one_more  # type: ignore[method-assign]
     with pytest.raises(OSError, match="no processes"):
@@ -386,25 +386,14 @@ def test_before_it_is_started_and_after_close_only_the_number_changes() -> None:
     assert (pool.supervisor.num_workers, pool.transport.workers) == (5, [])
 
 
-TOLD: dict[str, tuple[list[int], str, int]] = {
-    "it reads the batch": (reading(3), "waits, which worker 1 has. Its stack:\n", 1),
-    "it reads another first": (
-        reading(4),
-        "waits, which worker 1 has. It is still at epoch 0, batch 4. Its stack:\n",
-        1,
-    ),
-}
-
-
-@pytest.mark.parametrize("case", TOLD)
 def test_who_has_a_batch_that_is_waited_for_is_told_and_asked_for_its_stack(
-    case: str, capfd: pytest.CaptureFixture[str]
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    board, text, number = TOLD[case]
     pool = Pool()
-    pool.give(1, task(3), task(4), board=board)
+    pool.give(1, task(3), task(4), board=reading(4))
     assert pool.supervisor.tell_of_wait("waits", task(3)) is None
-    assert (capfd.readouterr().err, pool.transport.said) == (text, [("tell", number)])
+    text = "waits, which worker 1 has. Its stack:\n"
+    assert (capfd.readouterr().err, pool.transport.said) == (text, [("tell", 1)])
 
 
 def test_a_worker_that_is_busy_is_told_where_none_has_the_batch_and_one_that_starts(
@@ -413,7 +402,7 @@ def test_a_worker_that_is_busy_is_told_where_none_has_the_batch_and_one_that_sta
     pool = Pool()
     pool.give(1, task(4), board=reading(4))
     pool.supervisor.tell_of_wait("waits", task(9))
-    busy = "waits. No worker has it yet: all are busy, such as worker 1. It is still at epoch 0, batch 4. Its stack:\n"
+    busy = "waits. No worker has it yet: all are busy, such as worker 1. Its stack:\n"
     assert capfd.readouterr().err == busy
     pool.give(0, task(9), board=())
     pool.transport.workers[0].ready = False

@@ -12,7 +12,7 @@ import pytest
 
 from sharded_loader import sample_rng
 from sharded_loader.engine.board import SAMPLE, SENDING
-from sharded_loader.engine.messages import Job, NewJob, Stream, Task
+from sharded_loader.engine.messages import Job, Stream, Task
 from sharded_loader.engine.reader import Reader
 from sharded_loader.memory.codec import decode, decode_error
 from sharded_loader.pools import task_reader
@@ -37,7 +37,7 @@ class Drawn:
 
 def reader(dataset: Any, **options: Any) -> TaskReader:
     made = TaskReader(0, 2, "worker 0")
-    made.take(NewJob(Job(dataset, None, 7), **{"worker_init_fn": None, **options}))
+    made.take(Job(dataset, None, 7, **options))
     return made
 
 
@@ -66,7 +66,7 @@ def test_the_batch_lies_in_the_memory_that_is_given() -> None:
 def test_worker_init_fn_is_called_with_the_first_job_only() -> None:
     called: list[int] = []
     made = reader(range(3), worker_init_fn=called.append)
-    made.take(NewJob(Job(range(4), None, 7), called.append))
+    made.take(Job(range(4), None, 7, worker_init_fn=called.append))
     assert called == [0]
     assert made.read(0, 0, fields(3), None)[0].batch.tolist() == [3]
 

@@ -48,7 +48,7 @@ def test_an_iterator_may_be_collected_while_another_one_is_dropped(new_pool: Cal
     with ShardedDataLoader(range(40), 2, prefetch=2, pool=pool) as loader:
         first, second = iter(loader), iter(loader)
         next(first), next(second)
-        loader._pipeline.buffer.runs[first.run.number].window.append(Collects())  # type: ignore[arg-type]
+        loader._pipeline.runs[first.run.number].window.append(Collects())  # type: ignore[arg-type]
         second.itself = second  # type: ignore[attr-defined]
         gc.disable()
         try:
@@ -56,7 +56,7 @@ def test_an_iterator_may_be_collected_while_another_one_is_dropped(new_pool: Cal
             loader._pipeline.drop(first.run.number)
         finally:
             gc.enable()
-        assert not loader._pipeline.buffer.dropped
+        assert not loader._pipeline.dropped
         assert len(list(loader)) == 20
 
 

@@ -60,7 +60,7 @@ def lists(batches: Any) -> list[Any]:
 
 def run_ahead(loader: ShardedDataLoader) -> Run | None:
     """The run that is read ahead."""
-    return next((run for run in loader._pipeline.buffer.runs.values() if run.is_ahead), None)
+    return next((run for run in loader._pipeline.runs.values() if run.is_ahead), None)
 
 
 ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -120,7 +120,7 @@ def test_no_more_is_in_flight_than_prefetch_says(prefetch: int) -> None:
         for _ in range(10):
             gate.opened.release()
         next(iterator)
-        in_flight = sum(len(run.window) for run in loader._pipeline.buffer.runs.values())
+        in_flight = sum(len(run.window) for run in loader._pipeline.runs.values())
         assert in_flight <= prefetch, number
     found = run_ahead(loader)
     assert found is not None and len(found.window) == prefetch
@@ -175,7 +175,7 @@ def test_another_epoch_is_another_epoch(pool: str) -> None:
         loader.sampler.set_epoch(3)
         assert lists(loader) == shuffled(3)
         assert lists(loader) == shuffled(4)
-        assert len(loader._pipeline.buffer.runs) <= 1
+        assert len(loader._pipeline.runs) <= 1
 
 
 @pytest.mark.parametrize("pool", ["thread", PROCESS_POOLS[0]])
@@ -346,7 +346,7 @@ def test_what_was_dropped_is_not_read_on_by_the_epoch_before_it() -> None:
         second = lists([next(other)])
         assert not dropped.window and not dropped.is_ahead
         first += lists(one)
-        assert not dropped.window and dropped.number not in loader._pipeline.buffer.runs
+        assert not dropped.window and dropped.number not in loader._pipeline.runs
         assert first == second + lists(other)
 
 

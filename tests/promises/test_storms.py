@@ -21,7 +21,7 @@ from samples import Random
 from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError
 from sharded_loader.memory import segments
 from sharded_loader.pools.deaths import IDLE_DEATHS
-from sharded_loader.pools.process import link, start, transport
+from sharded_loader.pools.process import link, transport
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes by signals")
 
@@ -131,7 +131,7 @@ def test_half_a_message_from_a_worker_that_has_died_is_made_again(method: str, h
 
 def test_a_batch_whose_sending_always_fails_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the portable pipes, whose receiving end blocks."""
-    for module in (link, start, segments):
+    for module in (link, transport, segments):
         monkeypatch.setattr(module, "PORTABLE", True)
     fail = Fails(kill, tmp_path / "count", times=3)
     pool = make_pool("fork", 1, worker_init_fn=DiesWhileSending(fail))

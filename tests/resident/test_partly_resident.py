@@ -21,10 +21,8 @@ from sharded_loader import ArrayDataset, Placement, ShardedDataLoader, SimpleDat
 from sharded_loader import resident as module
 from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.devices.copies import HOST_AHEAD
-from sharded_loader.devices.placement import Placer
-from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pool import Pool
-from sharded_loader.resident import ResidentPool, room_for_rows
+from sharded_loader.resident import ResidentPool
 
 N = 60
 
@@ -134,7 +132,6 @@ def test_batches_are_those_that_are_sent_to_the_last_bit(
     dataset = make(tmp_path)
     if share == "auto":
         machine.memory_bytes = enough_for(dataset, 20)
-        monkeypatch.setattr(module, "TOLERANCE", 10)  # the device keeps what it keeps first
     kept = {0.6: round(0.6 * len(dataset)), 0.01: 1, "auto": 20}.get(share, len(dataset))
     for options in ({"devices": machine.devices}, {"device": machine.devices[0]}):
         on_host = {name: ["cpu", "cpu"] if name == "devices" else "cpu" for name in options}
@@ -405,12 +402,6 @@ def test_a_loader_that_is_closed_while_rows_are_copied_keeps_none(
 # -- how much fits --------------------------------------------------------------------------------------------
 
 
-def test_room_leaves_a_reserve_and_what_the_program_needs() -> None:
-    assert room_for_rows(100, 100) == 75
-    assert room_for_rows(100, 100, needed=40) == 60
-    assert room_for_rows(20, 100) == room_for_rows(50, 100, needed=60) == 0
-
-
 @pytest.mark.parametrize(("share", "asked"), [(True, 480), (0.5, 240)])
 def test_rows_that_do_not_fit_are_sent_with_a_warning(machine: Machine, share: Any, asked: int) -> None:
     machine.memory_bytes = 1080, 4000
@@ -426,7 +417,6 @@ def test_rows_that_do_not_fit_are_sent_with_a_warning(machine: Machine, share: A
 def test_each_device_keeps_what_it_has_room_for(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     rooms = dict(zip(machine.devices, (1240, 900), strict=True))
     monkeypatch.setattr(SimulatedStreams, "memory", lambda self: (rooms[self.device], 4000))
-    monkeypatch.setattr(module, "TOLERANCE", 10)
     loader, sent = both(machine, SubsetDataset(np.arange(N), range(N)[::-1]), "auto", batch_size=7, shuffle=True)
     with loader, sent:
         assert list(seen(machine, loader)) == list(seen(None, sent))
@@ -456,154 +446,9 @@ def test_an_empty_dataset_and_empty_rows_need_no_room(machine: Machine) -> None:
         assert "resident" in repr(loader)
 
 
-# -- after the first step -------------------------------------------------------------------------------------
-
-
-class Steps:
-    """A loader of `N` rows, and how many the device keeps in each step."""
-
-    def __init__(self, machine: Machine, rows: int, **options: Any) -> None:
-        self.machine = machine
-        self.set_room(rows)
-        options = {"resident": "auto"} | options
-        self.loader = made(np.arange(N), 10, device=machine.devices[0], **options)
-        self.batches, self.number = iter(self.loader), 0
-
-    def set_room(self, rows: int) -> None:
-        """Room for so many rows beside the reserve, if the device keeps none."""
-        self.machine.memory_bytes = 1000 + 8 * rows - 8 * self.kept, 4000
-
-    kept = 0
-
-    def step(self) -> int:
-        """The next batch is right. How many rows are kept then."""
-        (batch,) = seen(self.machine, [next(self.batches)])
-        assert batch == described(torch.arange(10 * self.number, 10 * self.number + 10))
-        self.number += 1
-        assert self.loader._epochs.resident is not None
-        self.kept = self.loader._epochs.resident.counts.get(self.machine.devices[0], 0)
-        return self.kept
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "kept"),
-    [(40, 20, 20), (20, 40, 40), (40, 39, 40), (40, 44, 40), (20, 500, N), (40, 0, 0), (40, -50, 0)],
-)
-def test_room_is_looked_for_again_after_the_first_step_only(
-    machine: Machine, first: int, second: int, kept: int
-) -> None:
-    steps = Steps(machine, first)
-    with steps.loader:
-        assert steps.step() == first
-        steps.set_room(second)
-        assert steps.step() == kept
-        steps.set_room(30)
-        assert [steps.step() for _ in range(4)] == [kept] * 4
-        list(steps.batches)
-    assert machine.faults == []
-
-
-def test_the_step_is_one_between_two_batches_of_an_epoch(machine: Machine) -> None:
-    steps = Steps(machine, 40)
-    with steps.loader:
-        next(iter(steps.loader))  # before there is a model
-        steps.batches = iter(steps.loader)
-        steps.kept = 40
-        steps.set_room(20)
-        assert [steps.step(), steps.step()] == [40, 20]
-
-
-def test_what_the_program_has_needed_at_once_is_left_to_it(machine: Machine) -> None:
-    steps = Steps(machine, 20)
-    with steps.loader:
-        steps.step()
-        steps.set_room(50)
-        machine.peak_bytes = 1000 + 8 * 10
-        assert steps.step() == 40
-
-
-@pytest.mark.parametrize("share", [True, 0.5])
-def test_rows_that_were_asked_for_stay(machine: Machine, share: Any) -> None:
-    steps = Steps(machine, N, resident=share)
-    with steps.loader:
-        kept = steps.step()
-        steps.set_room(10)
-        assert steps.step() == steps.step() == kept == share * N
-
-
 def free_blocks(machine: Machine) -> list[int]:
     """The addresses of device memory that nothing holds."""
     return [block.ctypes.data for blocks in machine._free.values() for block in blocks]
-
-
-def test_memory_is_given_back_before_rows_are_copied_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    load, was_free = SimulatedStreams.load, list[bool]()
-    steps = Steps(machine, 40)
-    with steps.loader:
-        steps.step()
-        steps.set_room(20)
-        pool = steps.loader._epochs.resident
-        assert pool is not None
-        at = pool._on[machine.devices[0]]
-        assert at is not None
-        address, at = at.columns[0].data_ptr(), None
-
-        def watched(streams: SimulatedStreams, *arguments: Any) -> None:
-            was_free.append(address in free_blocks(machine))
-            load(streams, *arguments)
-
-        monkeypatch.setattr(SimulatedStreams, "load", watched)
-        assert steps.step() == 20
-    assert was_free == [True]
-
-
-def test_a_batch_that_is_gathered_again_is_no_step(machine: Machine) -> None:
-    machine.memory_bytes = 1000 + 8 * 40, 4000
-    placement = Placer(machine.devices[:1], pin_memory=False)
-    pool = ResidentPool(np.arange(N), placement, share=1.0, insists=False, least=0.0)
-    assert pool.load(again=False)
-    machine.memory_bytes = 1000 - 8 * 20, 4000
-    for seq, kept in ((0, 40), (0, 40), (1, 20)):  # the first one was interrupted, and is read again
-        pool.start(Job(np.arange(N), None, 0))
-        pool.submit([Task(0, seq, 0, seq, ([seq],), False)])
-        (result,) = pool.wait()
-        machine.finish()
-        assert result.batch.finish().tolist() == [seq]
-        assert list(pool.counts.values()) == [kept]
-        pool.close()
-
-
-def test_where_no_rows_are_left_the_workers_read_the_next_epoch(machine: Machine, worker_pool: Pool) -> None:
-    steps = Steps(machine, 40, pool=worker_pool)
-    with steps.loader:
-        steps.step()
-        steps.set_room(20)  # less than half
-        assert [steps.step(), steps.step()] == [0, 0]
-        assert not steps.loader.pool.started
-        list(steps.batches)
-        assert next(seen(machine, steps.loader)) == described(torch.arange(10))
-        assert steps.loader.pool.started
-
-
-def test_an_interrupted_second_look_costs_the_rows_for_an_epoch(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*arguments: Any) -> None:
-        raise KeyboardInterrupt
-
-    steps = Steps(machine, 40)
-    with steps.loader:
-        steps.step()
-        steps.set_room(20)
-        with monkeypatch.context() as patch:
-            patch.setattr(SimulatedStreams, "load", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                next(steps.batches)
-        steps.kept = 0
-        steps.set_room(20)
-        assert [steps.step() for _ in range(5)] == [0] * 5
-        steps.batches, steps.number = iter(steps.loader), 0
-        assert steps.step() == 20
 
 
 # -- no memory ------------------------------------------------------------------------------------------------
@@ -631,7 +476,6 @@ def test_a_device_without_memory_is_sent_batches_from_then_on(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str, share: Any
 ) -> None:
     machine.memory_bytes = 1000 + 8 * 50, 4000
-    monkeypatch.setattr(module, "TOLERANCE", 10)
     if share is True:
         machine.memory_bytes = 5000, 4000
     loader, sent = both(machine, np.arange(N), share, batch_size=12, shuffle=True)
@@ -660,21 +504,6 @@ def test_a_device_without_memory_is_sent_batches_from_then_on(
             assert list(loader._epochs.resident.counts) == machine.devices[1:]  # type: ignore[union-attr]
             assert machine.caches_emptied == 1
         assert list(seen(machine, loader)) == list(seen(None, sent))
-    assert machine.faults == []
-
-
-def test_no_memory_at_the_second_look_ends_no_epoch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(machine, 40)
-    with steps.loader:
-        steps.step()
-        steps.set_room(20)
-        with (
-            no_memory_in(monkeypatch, "load", machine.devices[0]),
-            pytest.warns(UserWarning, match="does not keep the data") as caught,
-        ):
-            assert steps.step() == 0
-        assert len(caught) == 1
-        assert [steps.step() for _ in range(4)] == [0] * 4
     assert machine.faults == []
 
 

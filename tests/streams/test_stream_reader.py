@@ -230,7 +230,8 @@ def test_the_board_says_where_the_reader_is() -> None:
 
     for notes in (False, True):  # False: the first batch, whose samples are timed
         seen.clear()
-        reader = StreamReader(Job(Parts((4, 0), before=look), list, 7, stream=Stream(2, SIZE)), notes_samples=notes)
+        parts = Parts((4, 0), before=look)
+        reader = StreamReader(Job(parts, list, 7, stream=Stream(2, SIZE), notes_samples=notes))
         read(reader, 0, 0, board=board, shards=(0, 2, 4))
         assert seen == list(zip((0, 0, 1, 1), (0, 1, 0, 1), strict=True)) and board[SAMPLE] == IN_BATCHIFY
 

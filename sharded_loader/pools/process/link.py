@@ -11,7 +11,7 @@
     FLUSH            send what is finished now: the consumer waits for it, and the worker still reads what comes after
     LEAVE            end when the tasks that came before are done
     SEGMENT          number, size, name     shared memory; likewise
-    JOB              pickled NewJob; its buffers lie in the segment that came before, or follow. To a forked worker,
+    JOB              pickled Job; its buffers lie in the segment that came before, or follow. To a forked worker,
                      which has it: begin
     READY                                                         worker -> main process: it has its dataset
     FAILED           pickled EncodedError   it could not take the job
@@ -102,14 +102,6 @@ def send_descriptors(end: socket.socket, data: bytes | memoryview, descriptors: 
     return end.sendmsg([data], [rights] if descriptors else [], NO_SIGNAL)
 
 
-def _taken_over(conn: Any, blocks: bool) -> socket.socket:
-    """The socket of a ``Connection``."""
-    end = socket.socket(fileno=os.dup(conn.fileno()))
-    conn.close()
-    end.setblocking(blocks)  # whatever the user's socket.setdefaulttimeout says
-    return end
-
-
 class Link:
     """One end of the pipe to a worker.
 
@@ -127,7 +119,7 @@ class Link:
     live: ClassVar[weakref.WeakSet[Link]] = weakref.WeakSet()
     """Every open link of this process."""
 
-    def __init__(self, conn: object, *, blocks: bool = False) -> None:
+    def __init__(self, conn: Any, *, blocks: bool = False) -> None:
         self.inbox: deque[Message] = deque()
         self.outbox: deque[tuple[memoryview, int | None]] = deque()
         self.ended = False
@@ -140,7 +132,12 @@ class Link:
         self._parser = _parse(self.inbox)
         self._wanted = next(self._parser)
         self._descriptors: deque[int] = deque()
-        self._socket: Any = PortableSocket(conn, blocks) if PORTABLE else _taken_over(conn, blocks)
+        if PORTABLE:
+            self._socket: Any = PortableSocket(conn, blocks)
+        else:
+            self._socket = socket.socket(fileno=os.dup(conn.fileno()))
+            conn.close()
+            self._socket.setblocking(blocks)  # whatever the user's socket.setdefaulttimeout says
         Link.live.add(self)
 
     @property

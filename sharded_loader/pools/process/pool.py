@@ -33,6 +33,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -44,7 +45,7 @@ from sharded_loader.base.notices import logger
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.inspection import warn_of_open_file
 from sharded_loader.engine.grouping import HELD, Grouping
-from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
+from sharded_loader.engine.messages import Job, Result, Task, unpack_reply
 from sharded_loader.engine.pool import check_num_workers
 from sharded_loader.memory.arena import Arena, RecentSizes, Register
 from sharded_loader.memory.codec import decode, decode_error
@@ -164,14 +165,15 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
     def start(self, job: Job) -> None:
         if self.start_method == "fork" and self.num_workers > 1:
             warn_of_open_file(job.dataset, "forked processes")
-        notes_samples = self.timeout is not None or self.restarts <= 1  # otherwise a task is read a second time
-        self._start(NewJob(job, self.worker_init_fn, notes_samples, self.max_worker_memory))
+        notes = self.timeout is not None or self.restarts <= 1  # otherwise a task is read a second time
+        init, most = self.worker_init_fn, self.max_worker_memory
+        self._start(replace(job, worker_init_fn=init, notes_samples=notes, max_memory=most))
         self.unsettled = self.start_method == "fork" and self.workers_last
 
     def settle(self) -> None:
         super().settle()
-        if self._new and self.started:
-            self._transport.make_template(self._new)
+        if self._job and self.started:
+            self._transport.make_template(self._job)
 
     def resize(self, num_workers: int) -> None:
         if check_num_workers(num_workers) > self.num_workers:
@@ -184,8 +186,8 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             super().adopt()
 
     def _have(self, num_workers: int) -> None:
-        if self.start_method == "fork" and self.num_workers == 1 < num_workers and self._new:
-            warn_of_open_file(self._new.job.dataset, "forked processes")
+        if self.start_method == "fork" and self.num_workers == 1 < num_workers and self._job:
+            warn_of_open_file(self._job.dataset, "forked processes")
         super()._have(num_workers)
 
     def submit(self, tasks: Sequence[Task]) -> None:
@@ -207,7 +209,13 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 else:
                     fields = fields_of(task, forked=self.start_method == "fork")
                 if wanted >= SLOT_BYTES and (slot := arena.take(wanted)) is None:
-                    self._note_no_room(wanted)
+                    self.notices.happened(
+                        "slow_batches",
+                        f"a batch of {wanted:,} bytes finds no room in shared memory (max_bytes={self.max_bytes}, "
+                        f"{arena.nbytes:,} bytes in use, your program holds {arena.lent} batches), and goes through "
+                        f"the pipe, which is slower: look for a list or a graph that keeps batches, use smaller ones "
+                        f"or a smaller prefetch, or raise ProcessPool(max_bytes=)",
+                    )
             except Exception as raised:
                 self._reject(task, raised)
                 continue
@@ -220,14 +228,6 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             self.room -= 1
         for worker, packed in unsent.items():
             worker.link.send(TASKS, content=pickle.dumps(packed, protocol=5))
-
-    def _note_no_room(self, wanted: int) -> None:
-        self.notices.happened(
-            "slow_batches",
-            f"a batch of {wanted:,} bytes finds no room in shared memory (max_bytes={self.max_bytes}, "
-            f"{self._transport.arena.nbytes:,} bytes in use), and goes through the pipe, which is slower: use "
-            f"smaller batches or a smaller prefetch, or raise ProcessPool(max_bytes=)",
-        )
 
     def wait(self, block: bool = True) -> Sequence[Result]:
         transport = self._transport

@@ -1,11 +1,10 @@
-"""How worker processes start, and how all of them end with the main process.
+"""How worker processes start.
 
     choose_start_method(None) -> "fork"
-    Template(new_job) .fork(number, ...) -> process        fork: a copy of the main process that does nothing else
+    Template(job) .fork(number, ...) -> process        fork: a copy of the main process that does nothing else
     start_forked(name, target, ...) -> process             fork: that itself, and the first workers
-    spawn_worker(number, ..., conn, fds) -> process        spawn: `SpawnedProcess`; forkserver: forked from that
+    spawn_worker(number, ..., conn) -> process             spawn: `SpawnedProcess`; forkserver: forked from that
     start_forkserver(modules)                              it has them imported before it forks
-    Lifeline() .tie(link) .close()                         the only writing end of a pipe
 
     main process                       template                          worker
     Template.fork(number, conn) -----> forks; the descriptor goes along -> worker.main(conn, ...)
@@ -31,12 +30,6 @@ Exit codes of the dead one's workers are unknown from then on (None).
 so are taken out of what it sends, for this thread and only while it starts a worker. So a script needs no
 ``if __name__ == "__main__"``, and nothing imports torch by accident.
 
-The kernel closes the main process's end of a lifeline when that process ends, also by SIGKILL, and then kills the
-workers (`worker.die_with`). So a worker ends that holds the GIL, in which none of its own threads can notice anything.
-Processes that a worker starts are the user's: they live on. The kernel may refuse the signal (a sandbox), and elsewhere
-than on Linux there is none. Then the worker's receiver thread ends the process, which it cannot while code in C holds
-the GIL.
-
 No process, no descriptor is an OSError everywhere.
 """
 
@@ -55,7 +48,7 @@ import struct
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -67,10 +60,10 @@ from multiprocess.context import SpawnProcess
 from sharded_loader.base import private
 from sharded_loader.base.errors import describe_exit
 from sharded_loader.base.interrupts import python_handlers, should_stop, uninterrupted
-from sharded_loader.base.system import PORTABLE, can_pass_descriptors
-from sharded_loader.engine.messages import NewJob
+from sharded_loader.base.system import can_pass_descriptors
+from sharded_loader.engine.messages import Job
 from sharded_loader.pools.process import spawned, worker
-from sharded_loader.pools.process.link import DEATH, Link, send_descriptors
+from sharded_loader.pools.process.link import send_descriptors
 
 NAME = "sharded_loader-worker"
 """How the processes of workers are named, before their numbers."""
@@ -203,7 +196,7 @@ class Template:
     """The main process's end.
 
     Args:
-        new_job: what the workers are to read.
+        job: what the workers are to read.
 
     Attributes:
         finished: whether it has been told to end: it reaps its workers when it likes.
@@ -213,13 +206,11 @@ class Template:
         OSError: the process cannot be forked.
     """
 
-    def __init__(self, new_job: NewJob) -> None:
+    def __init__(self, job: Job) -> None:
         self._control, theirs = socket.socketpair()
         self._control.settimeout(STEP)
         try:
-            self._process = start_forked(
-                "sharded_loader-template", _serve, theirs, self._control, new_job, daemon=False
-            )
+            self._process = start_forked("sharded_loader-template", _serve, theirs, self._control, job, daemon=False)
         except BaseException:
             self._control.close()
             raise
@@ -351,13 +342,13 @@ class ForkedWorker:
         os.close(self.sentinel)
 
 
-def _serve(control: socket.socket, theirs: socket.socket, new_job: NewJob) -> None:
+def _serve(control: socket.socket, theirs: socket.socket, job: Job) -> None:
     """The template, from its first line to its last.
 
     Args:
         control: its end of the pipe to the main process.
         theirs: the other end.
-        new_job: for the workers.
+        job: for the workers.
     """
     theirs.close()
     control.setblocking(True)  # whatever the user's socket.setdefaulttimeout says
@@ -368,7 +359,7 @@ def _serve(control: socket.socket, theirs: socket.socket, new_job: NewJob) -> No
         control.close()
         for signal_number, handler in handlers.items():
             signal.signal(signal_number, handler)
-        worker.main(Connection(fd), number, num_workers, new_job, held=held)
+        worker.main(Connection(fd), number, num_workers, job, held=held)
 
     def fork(number: int, num_workers: int, descriptors: list[int]) -> int:
         """The pid of a new worker, or an error number below 0."""
@@ -436,14 +427,13 @@ _PROGRAM = (
 )
 
 
-def spawn_worker(number: int, num_workers: int, start_method: str, conn: Any, fds: Sequence[int]) -> Any:
+def spawn_worker(number: int, num_workers: int, start_method: str, conn: Any) -> Any:
     """Start a worker in an interpreter of its own, or from the forkserver.
 
     Args:
         number, num_workers: of the worker, and of the pool.
         start_method: ``"spawn"`` or ``"forkserver"``.
         conn: the worker's end of its pipe; the caller closes its own copy.
-        fds: other descriptors that a spawned worker gets, with the numbers that they have here.
 
     Returns:
         The process, as ``multiprocess`` has it.
@@ -451,7 +441,7 @@ def spawn_worker(number: int, num_workers: int, start_method: str, conn: Any, fd
     name = f"{NAME}-{number}"
     started: Any
     if start_method == "spawn" and _HAS_INTERPRETER:
-        started = SpawnedProcess(name, {"number": number, "num_workers": num_workers}, conn, fds)
+        started = SpawnedProcess(name, {"number": number, "num_workers": num_workers}, conn)
     else:
         context = multiprocess.get_context(start_method)
         started = context.Process(name=name, target=worker.main, args=(conn, number, num_workers, None), daemon=True)
@@ -520,7 +510,7 @@ if _HAS_INTERPRETER:
                 command = [spawn.get_executable(), *private.interpreter_flags()]
                 # The last argument is how ``multiprocess`` marks what it spawns.
                 command += ["-c", _PROGRAM.format(pipe=source), "--multiprocessing-fork"]
-                inherited = [fd, source, alive, *([] if tracker is None else [tracker]), *started.fds]
+                inherited = [fd, source, alive, *([] if tracker is None else [tracker])]
                 self.pid = util.spawnv_passfds(command[0], command, inherited)
                 with open(orders, "wb", closefd=False) as stream:
                     data = spawn.get_preparation_data(started.name)
@@ -542,43 +532,13 @@ class SpawnedProcess(SpawnProcess):  # type: ignore[misc]
         name: of the process.
         orders: what `spawned.main` gets beside what ``multiprocess`` tells its children.
         conn: the worker's end of the pipe; closed by the caller when the process has started.
-        fds: other descriptors that it gets, with the numbers that they have here.
     """
 
-    def __init__(self, name: str, orders: dict[str, Any], conn: Any, fds: Sequence[int] = ()) -> None:
+    def __init__(self, name: str, orders: dict[str, Any], conn: Any) -> None:
         super().__init__(name=name, daemon=True)
         self.orders = orders
         self.conn = conn
-        self.fds = fds
 
     @staticmethod
     def _Popen(started: SpawnedProcess) -> Any:
         return _SpawnedPopen(started)
-
-
-# -- the end of the main process ---------------------------------------------------------------------------------------
-
-
-class Lifeline:
-    """The main process's end of what ends its workers: of a pipe. Elsewhere than on Linux there is none.
-
-    Raises:
-        OSError: no descriptors.
-    """
-
-    def __init__(self) -> None:
-        self._ends: tuple[int, ...] = os.pipe() if sys.platform == "linux" else ()
-
-    def tie(self, link: Link) -> None:
-        """Have a worker end with this process."""
-        if self._ends and not PORTABLE:
-            if can_pass_descriptors():
-                link.send(DEATH, descriptor=self._ends[0])
-            else:
-                link.send(DEATH, content=f"/proc/{os.getpid()}/fd/{self._ends[0]}".encode())
-
-    def close(self) -> None:
-        """End the workers that live. In a forked child this ends no worker: its copy must not keep them alive."""
-        ends, self._ends = self._ends, ()
-        for end in ends:
-            os.close(end)

@@ -1,6 +1,6 @@
 """Worker processes, as `pools.supervised` reaches them, and all that a process pool owns in the system.
 
-    start(new_job)     fork: workers are launched with the job. spawn, forkserver: it is published once, and sent
+    start(job)         fork: workers are launched with the job. spawn, forkserver: it is published once, and sent
     retire(worker)     it is told to end when it has answered
     last_words(worker) reaped: its exit code, its board
     close()            workers end (end-of-file, then SIGKILL), and their links, slots and memory are given back
@@ -13,6 +13,12 @@ and that often to the loader.
 A slot is free only when its writer has ended: never, if that is left behind (`KILLED_GRACE`). In a process that the
 user forks `close` does nothing: the workers belong to the main process.
 
+The lifeline is a pipe. The kernel closes the main process's end of it when that process ends, also by SIGKILL, and then
+kills the workers (`worker.die_with`). So a worker ends that holds the GIL, in which none of its own threads can notice
+anything. Processes that a worker starts are the user's: they live on. The kernel may refuse the signal (a sandbox), and
+elsewhere than on Linux there is none. Then the worker's receiver thread ends the process, which it cannot while code in
+C holds the GIL.
+
 What can go wrong: no process, descriptor or memory (OSError, MemoryError), a job that cannot be pickled. If the
 template is dead, the worker is forked from the main process, and the next one from another template.
 """
@@ -20,6 +26,7 @@ template is dead, the worker is forked from the main process, and the next one f
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -34,16 +41,15 @@ from multiprocess import connection
 from sharded_loader.base import host_clock
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.limits import oom_kills
-from sharded_loader.base.system import can_pass_descriptors, open_pidfd, write_to_stderr
+from sharded_loader.base.system import PORTABLE, can_pass_descriptors, open_pidfd, write_to_stderr
 from sharded_loader.engine.board import IDLE, SAMPLE, WORDS, Board, board_in, new_board
-from sharded_loader.engine.messages import NewJob, Task
+from sharded_loader.engine.messages import Job, Task
 from sharded_loader.memory import publish
 from sharded_loader.memory.arena import Arena
-from sharded_loader.memory.publish import Inherited
 from sharded_loader.memory.segments import Segment, Slot, create
 from sharded_loader.pools.deaths import Death
 from sharded_loader.pools.process import start
-from sharded_loader.pools.process.link import BOARD, CANCEL, JOB, LEAVE, STACKS, Link
+from sharded_loader.pools.process.link import BOARD, CANCEL, DEATH, JOB, LEAVE, STACKS, Link
 from sharded_loader.pools.process.worker import STACKS_SIGNAL, find_libraries
 from sharded_loader.pools.process.worker import main as work
 from sharded_loader.pools.supervised import Transport, Worker
@@ -155,10 +161,8 @@ class ProcessWorker(Worker):
                 self.wait(max(0.0, self._killed_at + KILLED_GRACE - host_clock.now()))
                 if self.is_alive():
                     self.slots.clear()  # it may still write there
-                    text = (
-                        f"{self.who} was killed and does not end: it waits inside the kernel, for a disk or a network"
-                    )
-                    print(f"sharded_loader: {text} file system, say. It is left behind", file=sys.stderr, flush=True)
+                    fate = "waits inside the kernel, for a disk or a network file system, say. It is left behind"
+                    write_to_stderr(f"sharded_loader: {self.who} was killed and does not end: it {fate}\n")
                     self.process.close()  # what it can be waited for with
                     return
             self.process.join()
@@ -191,18 +195,16 @@ class _Publication:
 
     Attributes:
         published: its pickle and its memory; None: it was not published.
-        inherited: descriptors that spawned workers are started with.
     """
 
     def __init__(self) -> None:
         self.published: publish.Published | None = None
-        self.inherited: Inherited | None = None
         # Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a row.
         self._numbers = itertools.count(-1, -1)
 
-    def publish(self, new: NewJob, inherited: Inherited | None = None) -> frozenset[str]:
+    def publish(self, job: Job) -> frozenset[str]:
         """Pickle the job; the modules that workers need for it."""
-        encoded = publish.publish(new, inherited, **new.parts)
+        encoded = publish.publish(job, **job.parts)
         with uninterrupted():
             before, self.published = self.published, publish.share(encoded, next(self._numbers))
             if before is not None:
@@ -219,10 +221,8 @@ class _Publication:
     def close(self) -> None:
         """Give the memory back."""
         published, self.published = self.published, None
-        inherited, self.inherited = self.inherited, None
-        for one in (published, inherited):
-            if one is not None:
-                one.close()
+        if published is not None:
+            published.close()
 
 
 class ProcessTransport(Transport[ProcessWorker]):
@@ -246,7 +246,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         self.arena = Arena(max_bytes)
         self.waker: tuple[connection.Connection, connection.Connection] | None = None
         self.board: Segment | None = None
-        self.lifeline: start.Lifeline | None = None
+        self.lifeline: tuple[int, int] | None = None
         self.template: start.Template | None = None
         self.publication = _Publication()
         self._oom_kills: int | None = None
@@ -256,15 +256,15 @@ class ProcessTransport(Transport[ProcessWorker]):
 
     # -- start ----------------------------------------------------------------------------------------------
 
-    def start(self, new: NewJob) -> list[Task]:
+    def start(self, job: Job) -> list[Task]:
         post = self.publication
         if self.workers and self.start_method != "fork":
-            post.publish(new)
+            post.publish(job)
             for worker in self.workers:
                 post.send(worker.link)
             return []
         if self.start_method == "forkserver":
-            start.start_forkserver(post.publish(new))
+            start.start_forkserver(post.publish(job))
         elif self.start_method == "fork":
             find_libraries()
         # Forked workers hold the dataset as it was: new ones are born with the new one, and do what was begun.
@@ -272,29 +272,21 @@ class ProcessTransport(Transport[ProcessWorker]):
         with uninterrupted():
             self.stop_workers()
             self.open()
-            self.launch_all(new)
+            self.launch_all(job)
         if self.start_method == "spawn":
-            try:
-                post.publish(new)  # while they start: that takes as long as to publish 150 MB
-            except publish.NeedsInheritanceError:
-                # Again, with the descriptors of the locks and shared values in the job.
-                with uninterrupted():
-                    self.stop_workers()
-                    post.inherited = Inherited()
-                    post.publish(new, post.inherited)
-                    self.launch_all(new)
+            post.publish(job)  # while they start: that takes as long as to publish 150 MB
         if self.start_method != "fork":
             for worker in self.workers:
                 post.send(worker.link)
         self._is_up = True
         return begun
 
-    def make_template(self, new: NewJob) -> None:
+    def make_template(self, job: Job) -> None:
         """Fork the template, if there is none."""
         try:
             with uninterrupted():
                 if self.template is None and can_pass_descriptors():
-                    self.template = start.Template(new)
+                    self.template = start.Template(job)
         except OSError as error:
             start.warn(f"the process that workers are forked from could not be forked ({error}); {_AS_IT_IS_NOW}")
 
@@ -308,10 +300,10 @@ class ProcessTransport(Transport[ProcessWorker]):
             self.board = create(0, ROWS * WORDS * 8)
         except OSError as error:
             raise MemoryError(f"no shared memory to start workers with ({error}): free some, or files") from error
-        self.lifeline = start.Lifeline()
+        self.lifeline = os.pipe() if sys.platform == "linux" else None
         self._oom_kills = oom_kills()
 
-    def launch(self, number: int, new: NewJob) -> ProcessWorker:
+    def launch(self, number: int, job: Job) -> ProcessWorker:
         if multiprocess.current_process().daemon:
             raise RuntimeError(
                 "this is a worker process, which may have none of its own: give the loader that the dataset makes "
@@ -321,13 +313,13 @@ class ProcessTransport(Transport[ProcessWorker]):
             # The template could not be given the worker's end of the pipe, so there is none.
             start.warn(f"this system does not pass descriptors between processes; {_AS_IT_IS_NOW}")
         try:
-            process, link = self._start_process(number, new)
+            process, link = self._start_process(number, job)
         except start.TemplateGone as error:
             if (gone := self.template) is not None:
                 self.template = None
                 gone.close()
             start.warn(f"{error}; {_AS_IT_IS_NOW}")
-            process, link = self._start_process(number, new, directly=True)
+            process, link = self._start_process(number, job, directly=True)
         worker = ProcessWorker(number, process, link)
         with contextlib.ExitStack() as undo:  # another thread may close the transport in the middle of this
             undo.callback(worker.release)
@@ -339,8 +331,11 @@ class ProcessTransport(Transport[ProcessWorker]):
                 worker.board = board_in(self.board.mapping, worker.row)
                 worker.board[SAMPLE] = IDLE
                 link.send_segment(self.board, BOARD, worker.row)
-            if self.lifeline is not None:
-                self.lifeline.tie(link)
+            if (lifeline := self.lifeline) is not None and not PORTABLE:
+                if can_pass_descriptors():
+                    link.send(DEATH, descriptor=lifeline[0])
+                else:
+                    link.send(DEATH, content=f"/proc/{os.getpid()}/fd/{lifeline[0]}".encode())
             # A forked worker has its job, but begins when a message tells it to. It has then taken the lifeline, which
             # comes before: it ends with the main process even if the user's code holds the GIL from its first line on.
             if self.start_method == "fork":
@@ -350,12 +345,12 @@ class ProcessTransport(Transport[ProcessWorker]):
             undo.pop_all()
         return worker
 
-    def _start_process(self, number: int, new: NewJob, *, directly: bool = False) -> tuple[Any, Link]:
+    def _start_process(self, number: int, job: Job, *, directly: bool = False) -> tuple[Any, Link]:
         """The process of a worker, and the link to it."""
         forks = self.start_method == "fork"
         if forks and self._is_up and self.template is None and can_pass_descriptors() and not directly:
             # Before the pipe is made: it would keep the worker's end, and hide that the worker has died.
-            self.template = start.Template(new)
+            self.template = start.Template(job)
         # A pipe for every try: a template that is killed may have forked a worker before, which holds its end.
         ours, theirs = multiprocess.Pipe(duplex=True)
         link = Link(ours)
@@ -364,10 +359,8 @@ class ProcessTransport(Transport[ProcessWorker]):
                 return self.template.fork(number, self.num_workers, theirs), link
             if forks:
                 name = f"{start.NAME}-{number}"
-                return start.start_forked(name, work, theirs, number, self.num_workers, new), link
-            inherited = self.publication.inherited
-            fds = [] if inherited is None else inherited.fds
-            return start.spawn_worker(number, self.num_workers, self.start_method, theirs, fds), link
+                return start.start_forked(name, work, theirs, number, self.num_workers, job), link
+            return start.spawn_worker(number, self.num_workers, self.start_method, theirs), link
         except BaseException:
             link.close()
             raise
@@ -420,7 +413,8 @@ class ProcessTransport(Transport[ProcessWorker]):
         steps += [worker.slots.clear for worker in workers]
         # Meanwhile: to give 150 MB back takes as long as a process takes to end. Workers have mappings of their own.
         steps += [self.publication.close, self.arena.close, self.stop_workers]
-        steps += [one.close for one in (*(self.waker or ()), self.lifeline, self.board) if one is not None]
+        steps += [one.close for one in (*(self.waker or ()), self.board) if one is not None]
+        steps += [functools.partial(os.close, end) for end in self.lifeline or ()]
         with uninterrupted(), contextlib.ExitStack() as stack:  # each step is done, whatever another one raises
             self.waker = self.lifeline = self.board = None
             self._new_arena()
@@ -493,8 +487,9 @@ def _after_fork_in_child() -> None:
     for arena in arenas:
         arena.close_descriptors()
     for transport in transports:
-        if transport.lifeline is not None:
-            transport.lifeline.close()
+        ends, transport.lifeline = transport.lifeline, None
+        for end in ends or ():  # its copy must not keep the workers alive
+            os.close(end)
         if transport.board is not None:
             transport.board.close_descriptor()
         if transport.template is not None:

@@ -42,7 +42,7 @@ from sharded_loader.base.private import end_compiling, limit_to_one_thread
 from sharded_loader.base.system import ONE_THREAD, is_readable, why_refused
 from sharded_loader.engine.board import IDLE, SAMPLE, board_in
 from sharded_loader.engine.grouping import GROUP_SECONDS
-from sharded_loader.engine.messages import NewJob
+from sharded_loader.engine.messages import Job
 from sharded_loader.memory.codec import Array, decode
 from sharded_loader.memory.segments import attach
 from sharded_loader.pools.process import link as wire
@@ -59,7 +59,7 @@ LOOK_SECONDS = 0.1
 
 LOOK_SHARE = 50
 """A look at `private_bytes` takes 17 ms in a process of 740 MB. The next one comes after this many times as long, which
-is 2 % of the worker's time. It comes sooner if `own_bytes` has grown by what was left."""
+is 2 % of the worker's time."""
 
 GRACE = 0.3
 """Seconds between end-of-file and the end of a worker that is in the user's code."""
@@ -82,7 +82,6 @@ class _MemoryWatch:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.batches, self._next_look = -1, 0.0
-        self._enough, self._next_exact = 0, 0.0
 
     def look(self) -> int | None:
         """The memory that it takes, if that is too much."""
@@ -92,13 +91,12 @@ class _MemoryWatch:
             return None
         from sharded_loader.base import limits  # which few workers need
 
-        self._next_look, nbytes = began + LOOK_SECONDS, limits.own_bytes()
-        if nbytes <= self._limit or (nbytes <= self._enough and began < self._next_exact):
-            return None
-        private = limits.private_bytes()
-        self._enough, now = nbytes + self._limit - private, host_clock.now()
-        self._next_exact = now + LOOK_SHARE * (now - began)
-        return private if private > self._limit else None
+        nbytes = limits.own_bytes()
+        if nbytes > self._limit:
+            nbytes = limits.private_bytes()
+        now = host_clock.now()
+        self._next_look = now + max(LOOK_SECONDS, LOOK_SHARE * (now - began))
+        return nbytes if nbytes > self._limit else None
 
 
 class WorkerThreads:
@@ -186,7 +184,7 @@ class WorkerThreads:
 
     # -- main thread ----------------------------------------------------------------------------------------
 
-    def run(self, inherited: NewJob | None) -> None:
+    def run(self, inherited: Job | None) -> None:
         """Do what comes, until the pipe ends or the job cannot be taken."""
         try:
             threading.Thread(target=self.receive, name="sharded_loader-receiver", daemon=True).start()
@@ -213,8 +211,8 @@ class WorkerThreads:
         finally:
             self._finished.set()
 
-    def _take_job(self, message: Message, inherited: NewJob | None) -> bool:
-        def load() -> NewJob:
+    def _take_job(self, message: Message, inherited: Job | None) -> bool:
+        def load() -> Job:
             # Its own segment has a number below 0; those of batches may be there already.
             memory = self._segments.pop(message.run, None) if message.run < 0 else None
             buffers = list(message.buffers)
@@ -222,9 +220,9 @@ class WorkerThreads:
                 raise OSError(memory.errno, f"the dataset cannot be mapped: {why_refused(memory)}") from memory
             if memory is not None:
                 buffers = [memory[place[0] : sum(place)] if isinstance(place, tuple) else place for place in buffers]
-            new: NewJob = inherited or decode(message.content, buffers)
-            self._memory = None if new.max_memory is None else _MemoryWatch(new.max_memory)
-            return new
+            job: Job = inherited or decode(message.content, buffers)
+            self._memory = None if job.max_memory is None else _MemoryWatch(job.max_memory)
+            return job
 
         failure = self._reading.begin(load)
         with self._sending:
@@ -265,7 +263,7 @@ class WorkerThreads:
 
 
 def main(
-    conn: object, number: int, num_workers: int, new: NewJob | None, *, limited: bool = False, held: int | None = None
+    conn: object, number: int, num_workers: int, job: Job | None, *, limited: bool = False, held: int | None = None
 ) -> None:
     """Run a worker process until its pipe is closed.
 
@@ -273,7 +271,7 @@ def main(
         conn: the worker's end of the pipe.
         number: number of the worker, from 0.
         num_workers: how many there are.
-        new: the job under fork; otherwise None, and it comes as the first message.
+        job: the job under fork; otherwise None, and it comes as the first message.
         limited: libraries have been limited to one thread, before any was loaded.
         held: the other end of the process object's sentinel, if the worker knows it.
     """
@@ -298,7 +296,7 @@ def main(
                 faulthandler.unregister(STACKS_SIGNAL)
                 signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
                 faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=True)
-        WorkerThreads(link, number, num_workers).run(new)
+        WorkerThreads(link, number, num_workers).run(job)
     except BaseException:  # this process may have no more threads
         _crash()
     _leave(0)

@@ -14,7 +14,7 @@ import pytest
 from conftest import METHODS
 from multiprocess import spawn
 
-from sharded_loader.engine.messages import Job, NewJob
+from sharded_loader.engine.messages import Job
 from sharded_loader.pools.process import start, transport
 from sharded_loader.pools.process.link import BOARD, DEATH, JOB
 from sharded_loader.pools.process.start import TemplateGone, is_starting_worker, starting_worker
@@ -48,7 +48,7 @@ def test_a_start_is_known_in_its_own_thread_alone() -> None:
 def test_a_worker_process_may_have_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(multiprocess.current_process()._config, "daemon", True)
     with pytest.raises(RuntimeError, match="num_workers=0, or threads"):
-        ProcessTransport(1, "spawn", None).launch(0, NewJob(Job(range(3), None, 0), None))
+        ProcessTransport(1, "spawn", None).launch(0, Job(range(3), None, 0))
 
 
 @unix
@@ -71,7 +71,7 @@ def test_if_the_template_is_gone_the_worker_is_forked_directly(monkeypatch: pyte
     owner._is_up = True  # the first workers do not come from a template
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        owner.workers.append(owner.launch(0, NewJob(Job(range(3), None, 0), None)))
+        owner.workers.append(owner.launch(0, Job(range(3), None, 0)))
     assert [one.closed for one in made] == [True]
     assert len(caught) == 1 and "as it is now" in str(caught[0].message)
     assert owner.workers[0].is_alive() and owner.template is None
@@ -95,7 +95,7 @@ def test_what_a_worker_is_sent_first(method: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(transport, "Link", watched)
     owner = ProcessTransport(1, method, None)
     owner.open()
-    owner.workers.append(owner.launch(0, NewJob(Job(range(3), None, 0), None)))
+    owner.workers.append(owner.launch(0, Job(range(3), None, 0)))
     lifeline = [DEATH] if sys.platform == "linux" else []
     assert sent == [BOARD, *lifeline, *([JOB] if method == "fork" else [])]
     owner.close()

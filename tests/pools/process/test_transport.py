@@ -21,23 +21,23 @@ import pytest
 
 from sharded_loader import WorkerDiedError
 from sharded_loader.engine.board import IDLE, RUN, SAMPLE, SEQ, SHARD
-from sharded_loader.engine.messages import Job, NewJob, Task
+from sharded_loader.engine.messages import Job, Task
 from sharded_loader.pools.process import start
 from sharded_loader.pools.process import transport as transport_module
+from sharded_loader.pools.process.link import Link
 from sharded_loader.pools.process.pool import ProcessPool
-from sharded_loader.pools.process.start import Lifeline
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills by signals")
 
-NEW_JOB = NewJob(Job([1, 2, 3], None, 0), None)
+JOB = Job([1, 2, 3], None, 0)
 
 
 @pytest.fixture
 def supervisor() -> Iterator[ProcessPool]:
     """Two forked workers, of which a batch may kill both."""
     made = ProcessPool(2, start_method="fork", restarts=2)
-    made._start(NEW_JOB)
+    made._start(JOB)
     yield made
     made.close()
 
@@ -89,7 +89,7 @@ def test_a_new_job_finds_new_forked_workers_which_do_what_was_begun(
 ) -> None:
     transport.workers[0].tasks[0, 5] = Task(0, 5, 0, 0, ([10],), False)
     before = {worker.pid for worker in transport.workers}
-    supervisor._start(NEW_JOB)
+    supervisor._start(JOB)
     assert before.isdisjoint(worker.pid for worker in transport.workers)
     assert [task.seq for task in supervisor.requeued] == [5]
 
@@ -127,8 +127,8 @@ STEPS = {
     "before the process is known": (transport_module, "open_pidfd", True),
     "when it is known": (transport_module, "open_pidfd", False),
     "before the board": (transport_module, "board_in", True),
-    "before the lifeline": (Lifeline, "tie", True),
-    "behind the lifeline": (Lifeline, "tie", False),
+    "before it is told": (Link, "send_segment", True),
+    "when it is told": (Link, "send_segment", False),
 }
 
 
@@ -142,15 +142,15 @@ def fail() -> None:
     "step, event",
     [
         *itertools.product(STEPS, ["closed", "template killed"]),
-        *itertools.product(["before the template forks", "before the board", "before the lifeline"], ["no memory"]),
+        *itertools.product(["before the template forks", "before the board", "before it is told"], ["no memory"]),
     ],
 )
 def test_whatever_happens_in_a_launch_it_leaves_nothing(step: str, event: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, children = open_descriptors(), set(psutil.Process().children())
     supervisor = ProcessPool(2, start_method="fork", restarts=2)
     owner = supervisor._transport
-    supervisor._start(NEW_JOB)
-    owner.make_template(NEW_JOB)
+    supervisor._start(JOB)
+    owner.make_template(JOB)
     made = owner.template
     assert made is not None
     kill(owner.workers[1])
@@ -190,7 +190,7 @@ def test_a_ctrl_c_while_the_system_is_asked_for_descriptors_leaves_none(monkeypa
     before, owner = open_descriptors(), ProcessTransport(2, "fork", None)
     monkeypatch.setattr(socket, "recv_fds", strike)
     with pytest.raises(KeyboardInterrupt):
-        owner.make_template(NEW_JOB)
+        owner.make_template(JOB)
     owner.close()
     assert open_descriptors() == before
 
@@ -203,9 +203,9 @@ def test_a_process_that_cannot_be_forked_leaves_no_descriptors(monkeypatch: pyte
     before, pool = open_descriptors(), ProcessPool(2, start_method="fork")
     monkeypatch.setattr(os, "fork", fork)
     with pytest.warns(RuntimeWarning, match="too many processes"):
-        pool._transport.make_template(NEW_JOB)
+        pool._transport.make_template(JOB)
     with pytest.raises(BlockingIOError):
-        pool._start(NEW_JOB)
+        pool._start(JOB)
     assert open_descriptors() == before
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from sharded_loader.engine.board import IDLE, SAMPLE
-from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
+from sharded_loader.engine.messages import Job, Result, Task, unpack_reply
 from sharded_loader.memory.codec import decode_error, encode
 from sharded_loader.memory.segments import Slot
 from sharded_loader.pools import task_reader
@@ -49,8 +49,7 @@ class Trainer:
         self.link, self._theirs = Link(ours, blocks=True), Link(theirs, blocks=True)
         self.worker = WorkerThreads(self._theirs, 4, 5)
         self.worker._finished.set()  # otherwise the end of the pipe may end this process
-        new_job = None if job is None else NewJob(job, None)
-        self._thread = threading.Thread(target=self.worker.run, args=(new_job,))
+        self._thread = threading.Thread(target=self.worker.run, args=(job,))
         self._thread.start()
 
     def send(self, kind: bytes, run: int = 0, seq: int = 0, content: bytes = b"") -> None:
@@ -172,7 +171,7 @@ def test_a_job_that_cannot_be_unpickled_is_the_answer() -> None:
 
 def test_a_job_that_comes_in_a_message_is_read() -> None:
     trainer = Trainer()
-    trainer.send(link.JOB, content=encode(NewJob(Job(range(8), None, 0), None)).head)
+    trainer.send(link.JOB, content=encode(Job(range(8), None, 0)).head)
     assert trainer.answer()[0] == link.READY
     trainer.send_tasks(task(0, 6, 7))
     assert np.asarray(trainer.results(1)[0].batch).tolist() == [6, 7]

@@ -10,7 +10,7 @@ import pytest
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.engine.board import IDLE
-from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
+from sharded_loader.engine.messages import Job, Result, Task, unpack_reply
 from sharded_loader.memory.codec import decode, decode_error, encode
 from sharded_loader.pools import task_reader
 from sharded_loader.pools.supervised import decode_result
@@ -44,7 +44,7 @@ def this_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def begun(dataset: Any = None) -> LoaderActor:
     made = LoaderActor(1, 2, 1)
-    encoded = encode(NewJob(Job(dataset or Images(), None, 0), None))
+    encoded = encode(Job(dataset or Images(), None, 0))
     buffers = [np.frombuffer(bytes(buffer), np.uint8) for buffer in encoded.buffers]  # read-only, as Ray's
     assert made.begin((encoded.head, buffers)).failure is None
     return made
@@ -66,7 +66,7 @@ def read(made: LoaderActor, *tasks: tuple[int, int, tuple[Any, ...]]) -> tuple[l
 
 
 def test_it_says_where_it_is() -> None:
-    encoded = encode(NewJob(Job(range(3), None, 0), None))
+    encoded = encode(Job(range(3), None, 0))
     said = LoaderActor(1, 2, 1).begin((encoded.head, []))
     assert (said.node, said.host) == ("node", "10.0.0.1")
 
@@ -143,7 +143,7 @@ def test_a_module_that_the_node_lacks_is_told_with_the_remedy() -> None:
         def __reduce__(self) -> Any:
             return __import__, ("a_module_that_is_not_there",)
 
-    encoded = encode(NewJob(Job(Lost(), None, 0), None))
+    encoded = encode(Job(Lost(), None, 0))
     said = LoaderActor(0, 1, 1).begin((encoded.head, []))
     assert said.failure is not None
     error = decode_error(decode(said.failure))

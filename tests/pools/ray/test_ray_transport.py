@@ -10,7 +10,7 @@ import pytest
 
 from sharded_loader import WorkerDiedError
 from sharded_loader.engine.board import IN_BATCH, UNUSED
-from sharded_loader.engine.messages import Job, NewJob, Task
+from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.ray import cluster
 from sharded_loader.ray.actor import Begun
@@ -25,7 +25,7 @@ KILLED = Exception("Worker exit type: SYSTEM_ERROR Worker exit detail: It exited
 class Transport(RayTransport):
     """Actors that are only pretended: ready at once, with nothing behind them."""
 
-    def launch(self, number: int, new: NewJob) -> ActorWorker:
+    def launch(self, number: int, job: Job) -> ActorWorker:
         worker = ActorWorker(number, object(), self.listen)
         worker.begun, worker.ready = Begun(70 + number, NODE, HOST), True
         return worker
@@ -49,7 +49,7 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> Transport:
 def supervised(transport: Transport, restarts: int, timeout: float | None = None) -> RayPool:
     pool = RayPool(transport.num_workers, restarts=restarts, timeout=timeout)
     pool._transport = transport
-    pool._start(NewJob(Job([1], None, 0), None))
+    pool._start(Job([1], None, 0))
     return pool
 
 
