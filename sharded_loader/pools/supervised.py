@@ -31,6 +31,7 @@ Workers belong to the transport, which a finalizer may close without the pool.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from abc import ABC, abstractmethod
 from collections import deque
@@ -422,7 +423,8 @@ def fields_of(task: Task, *, forked: bool) -> bytes | tuple[Any, ...]:
         return tuple(task)
     try:
         if forked:
-            return pickle.dumps(task, protocol=5)
+            with contextlib.suppress(Exception):  # a class that has no name to be found by goes by value
+                return pickle.dumps(task, protocol=5)
         with script_by_value():
             return bytes(cloudpickle.dumps(task, protocol=5))
     except Exception as error:

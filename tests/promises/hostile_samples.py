@@ -12,30 +12,6 @@ import numpy as np
 from sharded_loader import sample_rng
 
 
-class Slotted(Exception):
-    __slots__ = ("a", "b")
-
-    def __init__(self, a: int, b: int) -> None:
-        super().__init__(a)
-        self.a, self.b = a, b
-
-
-class SlottedByArgs(Exception):
-    """Can be made from its args, and would come without what is in its slot."""
-
-    __slots__ = ("a",)
-
-    def __init__(self, text: str = "") -> None:
-        super().__init__(text)
-        self.a = 0
-
-
-def slotted_by_args() -> Exception:
-    error = SlottedByArgs("text")
-    error.a = 7
-    return error
-
-
 class ExitsInReduce(Exception):
     def __reduce__(self) -> Any:
         raise SystemExit(3)
@@ -81,8 +57,6 @@ def grouped() -> BaseException:
 
 
 HOSTILE: list[tuple[Callable[[], BaseException], str, dict[str, Any]]] = [
-    (lambda: Slotted(1, 2), "Slotted", {"a": 1, "b": 2}),
-    (slotted_by_args, "SlottedByArgs", {"a": 7}),
     (lambda: ExitsInReduce("x"), "ExitsInReduce", {"args": ("x",)}),
     (lambda: ExitsInStr("x"), "ExitsInStr", {"args": ("x",)}),
     (lambda: RaisesInGetattr("x"), "RaisesInGetattr", {"args": ("x",)}),
