@@ -419,6 +419,10 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     # -- batches --------------------------------------------------------------------------------------------
 
+    def next(self) -> Any:
+        """``next(iterator)``, as scripts for PyTorch before 1.13 write it."""
+        return self.__next__()
+
     def __next__(self) -> Any:
         # torch's method records each batch for a profiler (5 to 9 us), and warns if iterable data has a wrong length.
         if self._is_stream or profiler_enabled():
