@@ -20,8 +20,6 @@ from benchmarks.ranks_plans import SIZE, planned
 from sharded_loader import (
     ClassBalancedBatchSampler,
     GroupedBatchSampler,
-    GrowingBatchSampler,
-    RandomSampler,
     RepeatedSampler,
     ShuffleBuffer,
 )
@@ -35,12 +33,10 @@ def rows(quick: bool) -> Iterable[dict[str, object]]:
     """One row for each sampler, then one for each stream."""
     count = 1_000_000 if quick else 16_000_000
     labels = np.random.default_rng(0).integers(0, KINDS, count)
-    schedule = [(0, SIZE), (100, 2 * SIZE)]
     samplers: dict[str, Callable[[], dict[str, Any]]] = {
         "RepeatedSampler(3)": lambda: {"batch_size": SIZE, "shuffle": True, "sampler": RepeatedSampler(3)},
         f"GroupedBatchSampler, {KINDS:,} kinds": lambda: {"batch_sampler": GroupedBatchSampler(labels, SIZE, seed=0)},
         "ClassBalancedBatchSampler, 4 x 2": lambda: {"batch_sampler": ClassBalancedBatchSampler(labels, 4, 2, seed=0)},
-        "GrowingBatchSampler": lambda: {"batch_sampler": GrowingBatchSampler(RandomSampler(count, seed=0), schedule)},
     }
     for name, make in samplers.items():
         steps, first, each = planned(count, **make())

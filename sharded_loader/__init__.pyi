@@ -11,9 +11,7 @@ from sharded_loader.base.errors import WorkerTimeoutError as WorkerTimeoutError
 from sharded_loader.base.notices import LoaderWarning as LoaderWarning
 from sharded_loader.batching.default import default_batchify_fn as default_batchify_fn
 from sharded_loader.batching.protocol import empty as empty
-from sharded_loader.caching.shared import share as share
 from sharded_loader.caching.store import CacheMismatchError as CacheMismatchError
-from sharded_loader.data.columns import PackedList as PackedList
 from sharded_loader.data.datasets import ArrayDataset as ArrayDataset
 from sharded_loader.data.datasets import ConcatDataset as ConcatDataset
 from sharded_loader.data.datasets import Dataset as Dataset
@@ -35,12 +33,10 @@ from sharded_loader.pools.process.pool import ProcessPool as ProcessPool
 from sharded_loader.randomness.rng import sample_generator as sample_generator
 from sharded_loader.randomness.rng import sample_rng as sample_rng
 from sharded_loader.randomness.rng import sample_seed as sample_seed
-from sharded_loader.randomness.shuffle import IndexView as IndexView
 from sharded_loader.ray.pool import RayPool as RayPool
 from sharded_loader.recordio import RecordFileDataset as RecordFileDataset
 from sharded_loader.samplers.batch_samplers import BoundedBudgetSampler as BoundedBudgetSampler
 from sharded_loader.samplers.batch_samplers import ClassBalancedBatchSampler as ClassBalancedBatchSampler
-from sharded_loader.samplers.batch_samplers import GrowingBatchSampler as GrowingBatchSampler
 from sharded_loader.samplers.batch_samplers import ShardedBatchSampler as ShardedBatchSampler
 from sharded_loader.samplers.batch_samplers import SortedBucketSampler as SortedBucketSampler
 from sharded_loader.samplers.bucket_samplers import BucketScheme as BucketScheme
@@ -58,10 +54,10 @@ from sharded_loader.samplers.index_samplers import SplitSampler as SplitSampler
 from sharded_loader.samplers.index_samplers import SubsetRandomSampler as SubsetRandomSampler
 from sharded_loader.samplers.index_samplers import WeightedRandomSampler as WeightedRandomSampler
 from sharded_loader.samplers.packing import PackSampler as PackSampler
+from sharded_loader.samplers.repeated import RepeatedSampler as RepeatedSampler
 from sharded_loader.sampling.base import Sampler as Sampler
 from sharded_loader.sampling.own import BatchSampler as BatchSampler
 from sharded_loader.sampling.own import RandomSampler as RandomSampler
-from sharded_loader.sampling.own import RepeatedSampler as RepeatedSampler
 from sharded_loader.sampling.own import SequentialSampler as SequentialSampler
 from sharded_loader.storage.cache import ShardCache as ShardCache
 from sharded_loader.storage.dataset import ShardDataset as ShardDataset

@@ -374,7 +374,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         if skip and isinstance(self.dataset, IterableDataset | IterDataPipe | MapDataPipe):
             raise TypeError(NO_SKIP)
         try:
-            self._steps.check(skip, partial(len_epoch, self._index_sampler))
+            self._steps.within(skip, 1, partial(len_epoch, self._index_sampler))
         except TypeError as error:
             raise ValueError(f"skip counts the steps of all epochs: {error}") from error
 

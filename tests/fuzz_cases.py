@@ -457,7 +457,7 @@ def _draw_items(rng: random.Random, n: int) -> Order:
         Order("SubsetRandomSampler", lambda: SubsetRandomSampler(some, seed=seed)),
         Order("SortedSampler", lambda: SortedSampler([i * 7 % 11 for i in range(n)])),
         Order("FilterSampler", lambda: FilterSampler(is_even, range(n))),
-        Order("SplitSampler", lambda: SplitSampler(n, parts, parts - 1, repeat=2, seed=seed)),
+        Order("SplitSampler", lambda: SplitSampler(n, parts, parts - 1, seed=seed)),
         Order("a list", lambda: list(negative), of_list),
         Order("an array", lambda: np.array(some, np.int64), of_list),
         Order("Showing", lambda: Showing(some), of_told),

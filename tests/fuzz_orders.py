@@ -25,7 +25,6 @@ from sharded_loader import (
     ClassBalancedBatchSampler,
     FixedBucketSampler,
     GroupedBatchSampler,
-    GrowingBatchSampler,
     PackSampler,
     RandomSampler,
     RepeatedSampler,
@@ -78,7 +77,6 @@ class Job:
         steps, endless: ``steps_per_epoch``; the items of all epochs, by the ranks and the batch size.
         step_size: the samples of all ranks in a step, if that must not change. Of batches: then ranks that change have
             batches of another size.
-        by_state: batches of another size come by a state alone, not by `rescale`.
         divides: the ranks must divide it.
         fixed: the ranks and the batch size must not change.
         shards: ``num_shards``.
@@ -102,7 +100,6 @@ class Job:
     steps: int | None = None
     endless: Callable[[int, int], Iterator[Any]] | None = None
     step_size: int | None = None
-    by_state: bool = False
     divides: int = 0
     fixed: bool = False
     shards: int | None = None
@@ -234,7 +231,7 @@ def windows(drawn: Drawn) -> Job:
 
     return Job(
         "token windows",
-        lambda: TokenWindows(tokens, length, stride, documents=np.array(sizes) if inside else False),
+        lambda: TokenWindows(tokens, length, stride, documents=np.array(sizes) if inside else None),
         lambda size: {"batch_size": size, "sampler": sampler()},
         lambda epoch, ranks, size: [wanted[n] for n in sampler().iter_epoch(epoch)],
         evaluate=drawn.evaluate,
@@ -272,9 +269,8 @@ def endless(drawn: Drawn) -> Job:
 
 def batches(drawn: Drawn) -> Job:
     """A sampler of batches."""
-    rng, length, seed, lengths, size = drawn.rng, drawn.length, drawn.seed, drawn.lengths, drawn.size
+    rng, length, seed, lengths = drawn.rng, drawn.length, drawn.seed, drawn.lengths
     keys, kinds = sorted({min(lengths), max(lengths)}), [f"kind {n % 3}" for n in lengths]
-    schedule = [(0, size), (rng.randint(1, 4), rng.randint(1, 4)), (rng.randint(5, 20), rng.randint(1, 8))]
     step_size = None if drawn.evaluate or rng.random() < 0.4 else rng.choice([4, 8, 12])
     last = rng.choice(["keep", "keep", "discard"])
     number = rng.randint(1, 12)
@@ -287,9 +283,6 @@ def batches(drawn: Drawn) -> Job:
         "sorted buckets": lambda size: SortedBucketSampler(lengths, size, mult=3, shuffle=True, seed=seed),
         "budget": lambda size: BoundedBudgetSampler(lengths, max_num_tokens=120, seed=seed),
         "one kind": lambda size: GroupedBatchSampler(kinds, size, seed=seed, last_batch=last),
-        "growing": lambda size: GrowingBatchSampler(
-            RandomSampler(length, seed=seed), [(step, many * size) for step, many in schedule], last
-        ),
         "classes": lambda size: ClassBalancedBatchSampler(labels, classes=3, samples=2, batches=number, seed=seed),
     }
     name = rng.choice(sorted(makers))
@@ -297,14 +290,11 @@ def batches(drawn: Drawn) -> Job:
         step_size = None
 
     def make(size: int) -> Any:
-        return makers[name](size if step_size is not None else 1 if name == "growing" else drawn.size)
+        return makers[name](size if step_size is not None else drawn.size)
 
     def sequence(epoch: int, ranks: int, size: int) -> list[Any]:
         ranks = 1 if drawn.evaluate else ranks
         found = list(make(size).for_ranks(ranks).iter_epoch(epoch))
-        for step in range(0, len(found), ranks):
-            if name == "growing" and len(set(map(len, found[step : step + ranks]))) > 1:
-                raise Difference(f"epoch {epoch}: a step of {ranks} ranks has {found[step : step + ranks]}")
         for batch in found:
             if name == "one kind" and len({kinds[n] for n in batch}) > 1:
                 raise Difference(f"epoch {epoch}: {batch} are of several kinds")
@@ -312,7 +302,7 @@ def batches(drawn: Drawn) -> Job:
                 raise Difference(f"epoch {epoch}: {batch} are not two of three classes")
         return found
 
-    has_last = name in ("fixed buckets", "one kind", "growing")
+    has_last = name in ("fixed buckets", "one kind")
     return Job(
         name,
         lambda: range(len(labels) if name == "classes" else length),
@@ -320,7 +310,6 @@ def batches(drawn: Drawn) -> Job:
         sequence,
         in_batches=True,
         step_size=step_size,
-        by_state=name == "growing",
         evaluate=drawn.evaluate,
         whole=None if name == "classes" else drawn.all,
         discards=has_last and last == "discard",
@@ -510,7 +499,7 @@ def varied(job: Job, drawn: Drawn) -> Job:
     if not job.in_batches and chance < 0.15:
         return replace(with_arguments(job, last_batch="discard"), discards=True)
     length = min(len(job.sequence(0, ranks, 1)) for ranks in (range(1, 7) if job.in_batches else [1]))
-    if chance < 0.15 or job.name == "growing" or not length or (job.name == "packed" and job.endless is None):
+    if chance < 0.15 or not length or (job.name == "packed" and job.endless is None):
         return job
     if job.by_step and job.step_size > length:
         return job

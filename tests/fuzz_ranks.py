@@ -325,9 +325,6 @@ class Run:
     def rescale(self) -> None:
         """Ranks leave or join between two steps."""
         track, is_sized = self.track, not self.track.job.in_batches or self.track.job.step_size is not None
-        if track.job.by_state and track.job.step_size is not None:
-            self.resume()
-            return
         state, stayed = self.state(), list(self.ranks)
         self.draw_ranks()
         for owner, _ in stayed[self.replicas :]:

@@ -163,21 +163,6 @@ def change_preparation_data(change: Callable[[dict[str, Any]], dict[str, Any]]) 
     spawn.get_preparation_data = lambda name: change(original(name))
 
 
-def duplicated(fd: int) -> Any:
-    """A descriptor that a spawned process inherits, as an object that can be pickled."""
-    from multiprocessing.popen_spawn_posix import _DupFd
-
-    return _DupFd(fd)
-
-
-def reducer_of(kind: type) -> Callable[[Any], Any] | None:
-    """How ``multiprocessing`` pickles objects of a class. Without the name: it has no way of its own."""
-    from multiprocessing.reduction import ForkingPickler
-
-    reducers: Any = getattr(ForkingPickler, "_extra_reducers", {})
-    return reducers.get(kind)  # type: ignore[no-any-return]
-
-
 # -- cloudpickle -------------------------------------------------------------------------------------------------------
 
 

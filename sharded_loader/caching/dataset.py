@@ -15,9 +15,11 @@ error when the cache is made or filled; a dataset that has another length than w
 from __future__ import annotations
 
 import os
+import random
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -40,9 +42,8 @@ from sharded_loader.data.bulk import (
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import Translate, Wrapper
 from sharded_loader.data.inspection import exact, fingerprint_of
-from sharded_loader.data.seeding import held_generators, set_epoch_of
+from sharded_loader.data.seeding import generators, set_epoch_of
 from sharded_loader.randomness import rng
-from sharded_loader.randomness.rng import global_states
 
 _KEPT = rng.SampleScope(0, 0, is_cached=True)
 
@@ -85,7 +86,7 @@ class StoredDataset(Wrapper):
             moved.append([name for name, state in global_states().items() if state != before.get(name, state)])
         drawn = ", ".join(name for name in moved[0] if name in moved[1])
         if not drawn and exact(samples[0]) != exact(samples[1]):
-            held = ", ".join(held_generators(self._dataset)[:3])
+            held = ", ".join(path for path, _ in islice(generators(self._dataset, "dataset"), 3))
             drawn = f"the generator of {held}" if held else "something of its own: two reads give two samples"
         if drawn:
             raise ValueError(
@@ -201,3 +202,22 @@ def job_of_ranks(environ: Mapping[str, str] = os.environ) -> str | None:
     if not is_child and not any(environ.get(name) for name in ("RANK", *LOCAL_RANKS)):
         return None
     return " ".join(environ[name] for name in JOB if environ.get(name)) or f"of {os.getppid()}"
+
+
+def global_states() -> dict[str, bytes]:
+    """What each generator would draw next, by the name that users know it by: equal if nothing was drawn in between.
+
+    Example:
+        >>> before = global_states()
+        >>> _ = random.random()
+        >>> [name for name, state in global_states().items() if state != before[name]]
+        ['random']
+    """
+    found = {"random": repr(random.getstate()).encode()}
+    if "numpy.random" in sys.modules:  # to import it takes 8 ms
+        of_numpy = np.random.get_state(legacy=False)["state"]
+        found["numpy.random"] = repr(of_numpy["pos"]).encode() + of_numpy["key"].tobytes()
+    generator = getattr(sys.modules.get("torch"), "default_generator", None)
+    if generator is not None:
+        found["torch"] = generator.get_state().numpy().tobytes()
+    return found

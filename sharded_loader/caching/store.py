@@ -76,8 +76,7 @@ from sharded_loader.base.private import blake2b
 from sharded_loader.base.system import read_at, write_at
 from sharded_loader.batching.protocol import Array
 from sharded_loader.batching.tree import NUMPY_NAMES, as_numpy, dtype_name, is_plain, is_tensor
-from sharded_loader.caching.locks import close_locked, locked
-from sharded_loader.caching.shared import Opened, is_private, meet, name_of, open_named, open_nameless
+from sharded_loader.caching.shared import Opened, close_locked, is_own, locked, meet, name_of, open_named, open_nameless
 from sharded_loader.data.inspection import exact
 from sharded_loader.memory.codec import aligned
 
@@ -706,7 +705,7 @@ def open_file(path: str, header: Header, max_bytes: int) -> Store:
         found = os.fstat(fd)
         if not modes.S_ISREG(found.st_mode):
             raise CacheMismatchError(f"{path} is no file: give another path for the cache")
-        if not is_private(found):
+        if not is_own(found):
             raise PermissionError(
                 f"the cache file {path} belongs to another user, or other users may write to it: give a path in a "
                 "folder of your own"

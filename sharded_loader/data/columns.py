@@ -1,33 +1,29 @@
-"""Columns that are no arrays: those of other libraries, read by position, and lists of strings in two arrays.
+"""Columns that are no arrays: those of other libraries, read by position.
 
     pandas, polars: a Series               --as_column-->     NumPy array, no copy where there need be none
     pyarrow: an Array, a ChunkedArray      --as_column-->     NumPy array, or a list of Python values
     a DataFrame, a pyarrow Table, a dict   --named_columns--> {name: column}
     zarr, tensorstore, h5py, xarray, dask  --ArrayRows-->     rows as NumPy arrays, read when they are asked for
-    many strings, bytes or paths           --PackedList-->    uint8 buffer + int64 offsets
 
 A pandas Series is indexed by its labels: after a shuffle or a split, ``series[3]`` is not the fourth value. Arrow's
 scalars are objects of their own. So such a column becomes an array once, when the dataset is made. Later changes of
 the Series are not seen. Nothing is imported: the objects are known by their methods.
 
 What can go wrong: missing values in a column of numbers, which an array of its dtype cannot hold (ValueError), a table
-where one column is expected (TypeError). Both errors say what to write instead. A `PackedList` of items of different
-kinds is a TypeError that names the first.
+where one column is expected (TypeError). Both errors say what to write instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from sharded_loader.base.described import an
 from sharded_loader.base.interrupts import is_from_outside
-from sharded_loader.batching.protocol import Array
 from sharded_loader.batching.tree import is_masked, is_tensor, reads_rows
-from sharded_loader.data.bulk import checked_index, checked_indices
+from sharded_loader.data.bulk import checked_indices
 
 _NUMBERS = "biufc"
 
@@ -268,110 +264,3 @@ def check_dataset(value: object, owner: str) -> Any:
             "read a stream into a list, or give a dataset that can be indexed"
         )
     return as_dataset(value, owner)
-
-
-# -- strings, bytes and paths in two arrays ----------------------------------------------------------------------------
-
-Item = TypeVar("Item", str, bytes, Path)
-
-
-def _decoded(raw: memoryview) -> str:
-    return str(raw, "utf-8", "surrogatepass")
-
-
-_FROM_BYTES: dict[type, Callable[[memoryview], Any]] = {
-    str: _decoded,
-    bytes: bytes,
-    Path: lambda raw: Path(_decoded(raw)),
-}
-
-
-class PackedList(Sequence[Item], Generic[Item]):
-    """A read-only list of strings, bytes or `pathlib.Path`, as one buffer and offsets.
-
-    A list of a million paths is a million objects. A forked worker that reads one writes to its reference count, and so
-    copies its page: each worker ends up with a copy of nearly all of them. A spawned worker is sent each by pickle. Two
-    arrays have no reference counts inside, and are published once, for all workers.
-
-    Args:
-        items: all of one kind. Subclasses of ``str`` and ``bytes`` come back as plain ones, paths as ``Path``. Strings
-            and paths are kept as UTF-8, with the surrogates of undecodable file names as they are.
-
-    Attributes:
-        nbytes: how much memory the items take, in bytes.
-
-    Raises:
-        TypeError: an item is of no such kind, or of another kind than the first.
-
-    Example:
-        >>> names = PackedList(["cat.jpg", "dog.jpg", "élan.jpg"])
-        >>> names[-1], names[:2], len(names), names.nbytes
-        ('élan.jpg', PackedList(2 str, 38 bytes: ['cat.jpg', 'dog.jpg']), 3, 55)
-        >>> names == ["cat.jpg", "dog.jpg", "élan.jpg"], "cow.jpg" in names
-        (True, False)
-
-    Source of the idea: detectron2's ``_TorchSerializedList``.
-    """
-
-    # 300,000 paths of 50 characters, one core: made in 70 ms from strings, 0.3 s from Path objects (which make their
-    # strings then); one access 0.3 us (Path: 2 us; a list's: 0.02 us); 17.4 MB against 32.3 MB as a list.
-
-    __slots__ = ("_buffer", "_data", "_ends", "_kind", "_offsets")
-
-    def __init__(self, items: Iterable[Item]) -> None:
-        held: list[Any] = list(items)
-        kind = _kind_of(held)
-        if kind is not bytes:
-            held = [text.encode("utf-8", "surrogatepass") for text in (held if kind is str else map(str, held))]
-        offsets = np.zeros(len(held) + 1, np.int64)
-        np.cumsum(list(map(len, held)), out=offsets[1:])
-        self.__setstate__((kind, np.frombuffer(b"".join(held), np.uint8), offsets))
-
-    def __getstate__(self) -> tuple[type, Array, Array]:
-        return self._kind, self._data, self._offsets
-
-    def __setstate__(self, state: tuple[type, Array, Array]) -> None:
-        self._kind, self._data, self._offsets = state
-        # Indexing a memoryview gives a plain int in 40 ns, an array a NumPy scalar in 100.
-        self._buffer, self._ends = self._data.data.toreadonly(), self._offsets.data.toreadonly()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffer and the offsets."""
-        return int(self._data.nbytes + self._offsets.nbytes)
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-    @overload
-    def __getitem__(self, index: slice) -> PackedList[Item]: ...
-    def __getitem__(self, index: object) -> Any:
-        if isinstance(index, slice):
-            return PackedList([self[number] for number in range(*index.indices(len(self)))])
-        number = checked_index(index, len(self._ends) - 1)
-        return _FROM_BYTES[self._kind](self._buffer[self._ends[number] : self._ends[number + 1]])
-
-    def __eq__(self, other: object) -> bool:
-        return list(self) == list(other) if isinstance(other, (PackedList, list)) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # equal to a list, which has none
-
-    def __repr__(self) -> str:
-        shown = ", ".join(map(repr, self[:3])) + (", ..." if len(self) > 3 else "")
-        return f"PackedList({len(self):,} {self._kind.__name__}, {self.nbytes:,} bytes: [{shown}])"
-
-
-def _kind_of(items: Sequence[object]) -> type:
-    """str, bytes or Path: what all items are; str if there are none."""
-    known = {kind: next((k for k in _FROM_BYTES if issubclass(kind, k)), None) for kind in set(map(type, items))}
-    first = known[type(items[0])] if items else str
-    if first is not None and set(known.values()) <= {first}:
-        return first
-    position = next(n for n, item in enumerate(items) if first is None or known[type(item)] is not first)
-    beside = f", item 0 {an(type(items[0]))}" if position else ""
-    raise TypeError(
-        "PackedList holds items of one kind: strings, bytes or pathlib.Path; "
-        f"item {position} is {an(type(items[position]))}{beside}: convert them, or keep a list"
-    )

@@ -62,9 +62,9 @@ from sharded_loader.data.bulk import (
     read_many,
 )
 from sharded_loader.data.columns import as_column, check_dataset, is_dataset, named_columns
-from sharded_loader.data.splits import split_sizes, stratified_parts
+from sharded_loader.data.splits import split_sizes
 from sharded_loader.randomness import rng
-from sharded_loader.randomness.shuffle import IndexView, Selection, bound_of, composed, shuffled_parts, taken
+from sharded_loader.randomness.shuffle import Selection, composed, shuffle, taken
 
 if TYPE_CHECKING:
     from sharded_loader.caching.dataset import StoredDataset
@@ -180,48 +180,40 @@ class Dataset:
         except TypeError:
             raise TypeError(f"{type(sampler).__name__} yields no single indices: give a sampler of samples") from None
 
-    def split(
-        self, sizes_or_ratios: Sequence[float], seed: int | None = None, stratify: object = None
-    ) -> list[SubsetDataset]:
-        """Random parts, disjoint and together complete. They take no memory beyond 2**24 (16 M) samples.
+    def split(self, sizes_or_ratios: Sequence[float], seed: int | None = None) -> list[SubsetDataset]:
+        """Random parts, disjoint and together complete.
+
+        For parts with equal shares of each class, let scikit-learn choose the indices, and take them:
+        ``train, test = train_test_split(np.arange(len(labels)), test_size=0.2, stratify=labels)``, and then
+        ``SubsetDataset(dataset, train)`` and ``SubsetDataset(dataset, test)``.
 
         Args:
             sizes_or_ratios: ints that sum to ``len(self)``, or ratios that sum to 1 (sizes then by largest
                 remainder).
             seed: the same seed gives the same parts; None draws one from torch's default generator.
-            stratify: The class of each sample, so that all parts have the classes in the same shares. Give a sequence
-                with one label per sample (a list, an array, a tensor, a Series), the name of a field of the samples,
-                or a function of a sample. Functions read every sample once, now. So do names, except those of the
-                columns of an `ArrayDataset`.
 
         Returns:
-            The parts. With ``stratify``, each part has its share of each class to within one sample. Example: with
-            ``[0.8, 0.2]``, 10 samples of a class are 8 and 2, and 11 are 9 and 2, or 8 and 3. A class with fewer
-            samples than parts is missing in some parts: a single sample goes to the part that lacks most, which is
-            mostly the largest one. The seed decides which samples a part gets.
+            The parts. Their indices take 8 bytes each. Parts that are cut by ``take``, ``shard`` or a slice take no
+            memory.
 
         Raises:
-            ValueError: The sizes or ratios do not sum to the whole, or there is not one label per sample.
-            TypeError: Labels that cannot be compared, such as arrays.
+            ValueError: The sizes or ratios do not sum to the whole.
+            MemoryError: There is no room for the indices.
 
         Example:
             >>> train, test = SimpleDataset(range(10)).split([0.8, 0.2], seed=1)
             >>> len(train), len(test), sorted([*train, *test]) == list(range(10))
             (8, 2, True)
-            >>> data = SimpleDataset(range(100))
-            >>> train, test = data.split([0.8, 0.2], seed=1, stratify=lambda x: x < 10)
-            >>> sum(x < 10 for x in train), sum(x < 10 for x in test)
-            (8, 2)
 
-        Source of the idea: ``torch.utils.data.random_split``; ``stratify`` of scikit-learn's ``train_test_split``.
+        Source of the idea: ``torch.utils.data.random_split``.
         """
         if isinstance(sizes_or_ratios, str) or not isinstance(sizes_or_ratios, Iterable):
             raise TypeError(f"split({sizes_or_ratios!r}): give a list of sizes or ratios, such as [0.8, 0.2]")
         sizes = split_sizes(len(self), list(sizes_or_ratios))
-        key = rng.draw_seed() if seed is None else operator.index(seed)
-        if stratify is not None:
-            return [SubsetDataset(self, part) for part in stratified_parts(self, stratify, sizes, key)]
-        return [SubsetDataset(self, part) for part in shuffled_parts(len(self), sizes, key, "split")]
+        check_fits(8 * len(self), f"split() keeps all {len(self):,} indices", "cut it by take(), shard() or a slice")
+        order = shuffle(len(self), rng.draw_seed() if seed is None else operator.index(seed), "split")
+        ends = accumulate(sizes)
+        return [SubsetDataset(self, order(np.arange(end - size, end))) for size, end in zip(sizes, ends, strict=True)]
 
     def cache(
         self, max_bytes: int | str | None = None, path: str | os.PathLike[str] | None = None, key: str | None = None
@@ -414,7 +406,7 @@ class SubsetDataset(View):
 
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``.
-        indices: integers in 0..len(dataset)-1. A range costs no memory, nor does a part that `Dataset.split` has made.
+        indices: integers in 0..len(dataset)-1. A range costs no memory.
 
     Raises:
         IndexError: an index is out of range.
@@ -434,9 +426,9 @@ class SubsetDataset(View):
     def __init__(self, dataset: Any, indices: Selection | Sequence[int]) -> None:
         dataset = check_dataset(dataset, "SubsetDataset")
         chosen: Selection
-        if isinstance(indices, range | IndexView):
+        if isinstance(indices, range):
             if len(indices):
-                checked_indices([indices[0], indices[-1], bound_of(indices) - 1], len(dataset))
+                checked_indices([indices[0], indices[-1]], len(dataset))
             chosen = indices
         else:
             # A copy: the caller may shuffle an array of indices again, for another subset.
@@ -463,7 +455,7 @@ class SubsetDataset(View):
 
     @property
     def indices(self) -> Selection:
-        """Where the samples are in `dataset`: a range, an array of int64, or an `IndexView`. All are read-only.
+        """Where the samples are in `dataset`: a range, or an array of int64. Both are read-only.
 
         The samples are ``[dataset[index] for index in indices]``. So the labels of a part are ``labels[part.indices]``,
         if ``labels`` is an array of the labels of the whole dataset.

@@ -1,4 +1,4 @@
-"""What can be known of a dataset before it is read: what it can do, which files it holds open, who reads it.
+"""What can be known of a dataset before it is read: what it can do, and which files it holds open.
 
     is_indexed(dataset)         it is read by index, as torch's map-style datasets
     is_stream(dataset)          it is read in its own order only: iterable data
@@ -8,7 +8,6 @@
     takes_two(function)         a function needs two arguments, such as the part that it is to read
     iterable_of(dataset, part)  the dataset, or what a function of its part returns
     open_file(dataset)          the first open file that is found, as "dataset.f"
-    this_worker()               which of how many workers, or parts, reads here
 
 No sample is read. Of the user's own code only what a file class defines is called. What cannot be found
 out counts as missing.
@@ -63,7 +62,7 @@ from sharded_loader.base.limits import private_bytes
 from sharded_loader.base.notices import warn
 from sharded_loader.base.private import blake2b
 from sharded_loader.batching import tree
-from sharded_loader.data.columns import PackedList, is_dataset
+from sharded_loader.data.columns import is_dataset
 from sharded_loader.data.seeding import set_epoch_of
 
 DEPTH, ENTRIES, OBJECTS = 4, 8, 4000
@@ -257,33 +256,6 @@ def _has_position(file: io.IOBase) -> bool:
         return file.readable() and file.seekable()  # not a log
     except Exception:  # it is closed, or a class of the user's cannot say: no reason to end the epoch
         return False
-
-
-# -- who reads ---------------------------------------------------------------------------------------------------------
-
-_asked_first: list[Callable[[], tuple[int, int] | None]] = []
-
-
-def ask_first(function: Callable[[], tuple[int, int] | None]) -> None:
-    """Let `this_worker` ask a function before it asks torch."""
-    _asked_first.append(function)
-
-
-def this_worker() -> tuple[int, int] | None:
-    """The number of this worker, and how many there are, as torch's ``get_worker_info`` says; None outside workers.
-
-    A worker of this library that has not imported torch cannot ask torch, but knows its part.
-
-    Example:
-        >>> this_worker() is None
-        True
-    """
-    for asked in _asked_first:
-        if (found := asked()) is not None:
-            return found
-    torchs: Any = sys.modules.get("torch.utils.data")
-    info = None if torchs is None else torchs.get_worker_info()
-    return None if info is None else (info.id, info.num_workers)
 
 
 # -- what states have of the data --------------------------------------------------------------------------------------
@@ -482,7 +454,7 @@ def _of_data(data: Any, depth: int) -> bytes:
         return b""
     if isinstance(data, np.ndarray) or tree.is_tensor(data):
         return sampled(data).encode()
-    if isinstance(data, list | tuple | PackedList):
+    if isinstance(data, list | tuple):
         return b"|".join(_of_item(data[i], depth + 1) for i in some(len(data)))
     found = []
     for name, value in sorted(getattr(data, "__dict__", {}).items()):

@@ -190,18 +190,6 @@ def owners(fn: object) -> list[Seedable]:
     return [Seedable(path, seed) for path, seed in found if seed is not None]
 
 
-def held_generators(dataset: object) -> list[str]:
-    """How a dataset refers to the objects inside it that own a generator.
-
-    Example:
-        >>> held_generators([1, np.random.default_rng(0)])
-        ['dataset[1]']
-    """
-    kinds: Any = (np.random.Generator, np.random.RandomState)
-    found = reachable(dataset, _children, "dataset")
-    return [path for path, obj in found if isinstance(obj, kinds) or _seeder(obj) is not None]
-
-
 def next_level(dataset: Any, kind: Any) -> int:
     """A number above the levels of all seeded transforms that a sample of ``dataset`` may have passed.
 

@@ -3,7 +3,6 @@
     publish(job) -> Encoded                cloudpickle, protocol 5: lambdas, classes of ``__main__`` and of notebooks by
                                            value (`script_by_value`), arrays and tensors out of band, arrays over files
                                            by name (`MappedFiles`)
-    Inherited().fds                        descriptors that the workers have to be started with
     share(encoded, number) -> Published    its large buffers in one segment, for all workers
 
 A worker reads it with `codec.decode`, over a private mapping of the segment: what a dataset writes into its own arrays
@@ -15,22 +14,13 @@ goes by name only if the worker would find the same bytes. By value go a file th
 was mapped, and an array in mode ``"c"`` that this process has written to: all of it is compared. A tensor over a memmap
 also goes by value: torch does not say where its memory is from.
 
-*Memory of `shared.share`* is such a file, in mode ``"c"``. Tensors and Arrow's buffers over it are found by their
-addresses (`over_shared`), so they go by name too. Its name ends with this process. So it goes by value to other
-machines, and into other shared memory (`Lasting`).
-
-*Locks.* ``multiprocessing`` pickles a ``Value``, a ``Lock`` or a ``Queue`` only while it starts a process, because the
-process inherits the descriptors behind them. Our workers get the dataset after their start. So such a dataset is
-pickled before that, inside a ``with`` block of `Inherited`, which stands in the place of the process that is being
-started. It keeps the descriptors.
-
 dill, which ``multiprocess`` uses by itself, pickles in pure Python and puts arrays in band: 0.92 s for a
 154 MB dataset with a lambda in it, against 2 ms. Under fork nothing is published: the worker is born with it.
 
 What can go wrong: an object that cannot be pickled. It is looked for and named, because "cannot pickle '_thread.lock'
 object" alone does not help. Without room for a segment the buffers go through the pipe to each worker. If a file goes
-before a worker has opened it, that is the error with which the worker cannot start. Locks that were made for forked
-processes raise a RuntimeError, as with ``multiprocessing``.
+before a worker has opened it, that is the error with which the worker cannot start. A ``Value`` or a ``Lock`` of
+``multiprocessing`` cannot be pickled: only forked workers inherit it.
 """
 
 from __future__ import annotations
@@ -42,11 +32,9 @@ import os
 import sys
 import threading
 import types
-import weakref
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import context
 from typing import Any
 
 import cloudpickle
@@ -54,7 +42,6 @@ import numpy as np
 
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.limits import free_bytes
-from sharded_loader.base.private import duplicated, reducer_of
 from sharded_loader.batching.tree import dtype_name, parts
 from sharded_loader.memory import codec
 from sharded_loader.memory.segments import Segment, create
@@ -99,18 +86,13 @@ class Publisher(cloudpickle.Pickler):  # type: ignore[misc]
     """Tensors go as views of their storage, which goes once: views of one tensor stay views of one tensor.
 
     Arrays over files likewise, as views of the file.
-
-    Attributes:
-        lasting: by name goes only what has a name that lasts longer than this process.
     """
-
-    lasting = False
 
     def __init__(self, *arguments: object, **options: object) -> None:
         super().__init__(*arguments, **options)
         self.modules: set[str] = set()
         self._storages: dict[tuple[int, int], codec.Array] = {}
-        self._files = MappedFiles(self.lasting)
+        self._files = MappedFiles()
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.ModuleType) and obj is sys.modules.get(SCRIPT):
@@ -121,10 +103,6 @@ class Publisher(cloudpickle.Pickler):  # type: ignore[misc]
         if reduced is NotImplemented and codec.is_plain_tensor(obj):
             self.modules.add("torch")
             reduced = self._reduce_view(obj.resolve_conj().resolve_neg())
-        if reduced is NotImplemented and SHARED and type(obj).__module__ == "pyarrow.lib":
-            reduced = _reduce_arrow(obj)
-        if reduced is NotImplemented:
-            reduced = reduced_lock(obj)
         if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
             if reduced is NotImplemented:
@@ -148,43 +126,29 @@ class Publisher(cloudpickle.Pickler):  # type: ignore[misc]
         key = storage.data_ptr(), storage.nbytes()
         if key not in self._storages:  # the array keeps the storage alive, and so the address its own
             raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
-            self._storages[key] = over_shared(raw, raw)
+            self._storages[key] = raw
         layout = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         return codec.rebuild_tensor, (self._storages[key], dtype_name(tensor.dtype), *layout)
 
 
-class Lasting(Publisher):
-    """Pickles for processes that cannot open what only this process holds, or may live longer."""
-
-    lasting = True
-
-
-class NeedsInheritanceError(TypeError):
-    """The job has objects that a worker can only inherit when it is started."""
-
-
-def publish(job: object, inherited: Inherited | None = None, elsewhere: bool = False, **parts: object) -> codec.Encoded:
+def publish(job: object, **parts: object) -> codec.Encoded:
     """Pickle ``job`` for all workers.
 
     Args:
         job: what the workers get.
-        inherited: takes what the workers have to be started with.
-        elsewhere: whether workers may be on other machines.
         **parts: the user's objects in it, by the name that the user knows, for the error message.
 
     Raises:
         TypeError: it cannot be pickled; names the attribute and the ways out.
     """
     try:
-        with contextlib.nullcontext() if inherited is None else inherited:
-            return dump(job, Lasting if elsewhere else Publisher)
+        return dump(job)
     except Exception as error:
         if is_from_outside(error):
             raise
-        kind = NeedsInheritanceError if inherited is None and needs_inheritance(error) else TypeError
         culprit = culprit_in(parts)
         fork = "" if sys.platform == "win32" else ' and forked workers (ProcessPool(start_method="fork"))'
-        raise kind(
+        raise TypeError(
             f"cannot send the dataset to worker processes: {culprit} cannot be pickled ({error}). "
             f"What to do: open it lazily in the worker (in __getitem__, or in __setstate__). Threads (thread_pool=True)"
             f"{fork} need no pickle, but they share an open file or a connection, and read each other's data"
@@ -237,37 +201,36 @@ def share(encoded: codec.Encoded, number: int) -> Published:
     return Published(encoded.head, encoded.places, encoded.buffers, number)
 
 
-def dump(obj: object, pickler: type[Publisher] = Publisher) -> codec.Encoded:
+def dump(obj: object) -> codec.Encoded:
     """Pickle an object, its arrays and tensors out of band."""
     with script_by_value():
-        return codec.encode(obj, pickler=pickler)
+        return codec.encode(obj, pickler=Publisher)
 
 
-def culprit_in(parts: abc.Mapping[str, Any], pickler: type[Publisher] = Publisher) -> str:
+def culprit_in(parts: abc.Mapping[str, Any]) -> str:
     """The first of the innermost parts of these objects that cannot be pickled, as the user would write it.
 
     Args:
         parts: the objects, by their names.
-        pickler: see `dump`.
 
     Example:
         >>> culprit_in({"dataset": {"x": 1, "stop": threading.Event()}})
         "dataset['stop']._cond._lock (lock)"
     """
     try:
-        return next(filter(None, (_culprit(part, name, set(), pickler) for name, part in parts.items())), "it")
+        return next(filter(None, (_culprit(part, name, set()) for name, part in parts.items())), "it")
     except RecursionError:  # too deep for pickle, and so for us
         return "it"
 
 
-def _culprit(obj: object, path: str, seen: set[int], pickler: type[Publisher]) -> str | None:
+def _culprit(obj: object, path: str, seen: set[int]) -> str | None:
     if id(obj) in seen:
         return None
     seen.add(id(obj))
     try:
-        dump(obj, pickler)
+        dump(obj)
     except Exception:
-        below = (_culprit(child, where, seen, pickler) for where, child in children(obj, path))
+        below = (_culprit(child, where, seen) for where, child in children(obj, path))
         return next(filter(None, below), f"{path} ({type(obj).__name__})")
     return None
 
@@ -298,14 +261,9 @@ class Mapping:
 
 
 class MappedFiles:
-    """The files under the arrays of one dataset, each described once, so that views of one stay views of one.
+    """The files under the arrays of one dataset, each described once, so that views of one stay views of one."""
 
-    Args:
-        lasting: see `Publisher`.
-    """
-
-    def __init__(self, lasting: bool = False) -> None:
-        self._lasting = lasting
+    def __init__(self) -> None:
         # By id of the mapping, which is kept beside its description, so that its id stays its own.
         self._known: dict[int, tuple[Mapping | None, Any, Any]] = {}
 
@@ -319,8 +277,7 @@ class MappedFiles:
         whole, start, span = found
         key = id(whole._mmap)
         if key not in self._known:
-            ends = self._lasting and any(whole._mmap is shared._mmap for shared in SHARED.values())
-            self._known[key] = *((None, None) if ends else _describe(whole)), whole._mmap
+            self._known[key] = *_describe(whole), whole._mmap
         mapping, again, _ = self._known[key]
         if mapping is not None and (whole.mode != "c" or _is_same(whole, again, span)):
             layout = array.shape, array.dtype, start, array.strides
@@ -377,78 +334,3 @@ def memmap_of(array: codec.Array) -> tuple[Any, int, range] | None:
     low = start + sum(step for step in reach if step < 0)
     high = start + sum(step for step in reach if step > 0) + array.itemsize
     return (base, start, range(low, high)) if low >= 0 and high <= len(memory) else None
-
-
-SHARED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-"""The memory that this process shares with others of its machine, by label (`shared.share`)."""
-
-
-def over_shared(raw: codec.Array, default: object) -> Any:
-    """Bytes as an array over the shared memory that they lie in; otherwise the default."""
-    for whole in SHARED.values():
-        start = codec.array_address(raw) - codec.array_address(whole)
-        if 0 <= start <= whole.nbytes - raw.nbytes:
-            return whole[start : start + raw.nbytes].view(np.ndarray)
-    return default
-
-
-def _reduce_arrow(obj: object) -> Any:
-    arrow = sys.modules["pyarrow"]
-    if not isinstance(obj, arrow.Buffer) or not obj.is_cpu:
-        return NotImplemented
-    raw = over_shared(np.frombuffer(obj, np.uint8), None)
-    return NotImplemented if raw is None else (arrow.py_buffer, (raw,))
-
-
-# -- locks and shared values -------------------------------------------------------------------------------------------
-
-
-def needs_inheritance(error: BaseException | None) -> bool:
-    """Whether pickling has failed because a process would have to inherit something."""
-    while error is not None:
-        if isinstance(error, RuntimeError) and "through inheritance" in str(error):
-            return sys.platform != "win32"
-        error = error.__cause__ or error.__context__
-    return False
-
-
-class Inherited:
-    """What workers inherit.
-
-    Attributes:
-        fds: descriptors of the objects that were pickled inside a ``with`` block. This object owns them.
-    """
-
-    def __init__(self) -> None:
-        self.fds: list[int] = []
-        self._before: Any = None
-
-    def __enter__(self) -> Inherited:
-        self._before = context.get_spawning_popen()
-        context.set_spawning_popen(self)  # type: ignore[arg-type]  # it has their methods
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        context.set_spawning_popen(self._before)
-
-    def DupFd(self, fd: int) -> Any:
-        """A descriptor as an object that can be pickled."""
-        return duplicated(fd)
-
-    def duplicate_for_child(self, fd: int) -> int:
-        """The number that a descriptor has in the workers: the same as here."""
-        self.fds.append(os.dup(fd))
-        return self.fds[-1]
-
-    def close(self) -> None:
-        """Close the descriptors; workers that run have their own."""
-        while self.fds:
-            os.close(self.fds.pop())
-
-
-def reduced_lock(obj: object) -> Any:
-    """How ``multiprocessing`` pickles an object, inside a ``with`` block of `Inherited`; otherwise NotImplemented."""
-    if not isinstance(context.get_spawning_popen(), Inherited):
-        return NotImplemented
-    reduce = reducer_of(type(obj))
-    return NotImplemented if reduce is None else reduce(obj)

@@ -6,7 +6,7 @@
     tokens.py            windows of files of token ids
 
 For: pretraining, and data from several sources.
-Costs: about 950 lines. The core knows a mixture by its base class, and asks for its order by name.
+Costs: about 900 lines. The core knows a mixture by its base class, and asks for its order by name.
 Tests: tests/mixing.
 It goes when: the data sets of a training are mixed before they are stored.
 """

@@ -41,10 +41,11 @@ from sharded_loader.base.imports import call_after_import
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import tell_epoch
-from sharded_loader.data.inspection import is_indexed, is_stateful, iterable_of, known_parts, takes_two, this_worker
+from sharded_loader.data.inspection import is_indexed, is_stateful, iterable_of, known_parts, takes_two
 from sharded_loader.mixing.schedule import ALL, EACH, FIRST, Plan
 from sharded_loader.randomness import rng
 from sharded_loader.randomness.shuffle import shuffled
+from sharded_loader.streams.worker_info import this_worker
 
 # -- one dataset -------------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,9 @@ workers as its paths, and its tables.
 The time, size and inode of a file are compared before and after each read. So windows of two versions never mix. If
 another program cuts a file during a read, the system ends the process (SIGBUS). A cut before the read is an error.
 
-What can go wrong: a file that is cut or has no tokens, an index of another file (ValueError when the dataset is made).
-A file that has changed (OSError when it is read). Token ids beyond ``vocab_size`` (ValueError that names the id).
+What can go wrong: a file that is cut or has no tokens, lengths of documents that do not add up (ValueError when the
+dataset is made). A file that has changed (OSError when it is read). Token ids beyond ``vocab_size`` (ValueError that
+names the id).
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ import os
 import platform
 import stat
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -44,12 +44,6 @@ OPEN = 64
 """Mapped arrays that a process keeps. Each holds a descriptor."""
 
 ADVICE = "give a number of tokens, such as 1024"
-
-MAGIC = b"MMIDIDX\0\0"
-HEAD = np.dtype([("magic", "V9"), ("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("documents", "<u8")])
-DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-"""The head of an index of Megatron, and its codes of dtypes. After the head it has the sizes of sequences (int32), the
-bytes at which they begin (int64), and the sequences at which documents begin (int64)."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +93,14 @@ class TokenWindows(Dataset):
 
     Args:
         tokens: A file of token ids, an array of them, or a list of files or arrays. A name that ends in ``.npy`` is
-            NumPy's format. A file with an ``.idx`` of the same name beside it is Megatron's ``.bin``; you may leave
-            out ``.bin``. Any other file has nothing but tokens, as nanoGPT writes it. Files are mapped, arrays stay in
-            memory.
+            NumPy's format. Any other file has nothing but tokens, as nanoGPT and Megatron-LM write it. Files are
+            mapped, arrays stay in memory.
         length: The number of tokens in the inputs, and in the targets. A window reads ``length + 1`` tokens.
         stride: The number of tokens from the beginning of a window to the next one. None: ``length``, so that each
             token but the first of a file is a target once.
         dtype: The dtype of a file that has nothing but tokens, such as ``"uint16"``. Other files say their own.
-        documents: Whether windows stay inside documents. False: they go across. True: the ``.idx`` says where
-            documents end. Or the number of tokens of each document, as an array; for a list of files, a list of arrays.
+        documents: The number of tokens of each document, as an array; for a list of files, a list of arrays. Windows
+            then stay inside documents. None: they go across.
         vocab_size: The number of token ids. If you give it, each batch is checked: a wrong ``dtype`` then is an error.
 
     A window never reaches into a second file. Tokens after the last whole window of a file, or with ``documents`` of a
@@ -115,8 +108,8 @@ class TokenWindows(Dataset):
 
     Raises:
         TypeError: The tokens are no integers, or a file needs ``dtype``.
-        ValueError: ``length`` or ``stride`` is below 1. A file is empty, cut, or shorter than a window. Its ``.idx``
-            is damaged or of another file. The lengths of documents do not add up. Token ids do not fit the dtype.
+        ValueError: ``length`` or ``stride`` is below 1. A file is empty, cut, or shorter than a window. The lengths
+            of documents do not add up. Token ids do not fit the dtype.
         FileNotFoundError: A file is missing.
         OSError: A file was changed after the dataset was made.
 
@@ -128,7 +121,7 @@ class TokenWindows(Dataset):
         >>> inputs, targets
         (array([[3, 4, 5, 6]]), array([[4, 5, 6, 7]]))
 
-    Source of the idea: the data loop of nanoGPT; the file format of Megatron-LM's ``IndexedDataset``.
+    Source of the idea: the data loop of nanoGPT.
     """
 
     def __init__(
@@ -137,7 +130,7 @@ class TokenWindows(Dataset):
         length: int,
         stride: int | None = None,
         dtype: DTypeLike | None = None,
-        documents: object = False,
+        documents: object = None,
         vocab_size: int | None = None,
         **unknown: NoReturn,
     ) -> None:
@@ -148,8 +141,8 @@ class TokenWindows(Dataset):
         self._maps: dict[_TokenFile, Array] = {}
         given = tokens if isinstance(tokens, (list, tuple)) else [tokens]
         ends = documents if given is tokens and isinstance(documents, (list, tuple)) else [documents]
-        if documents is None or isinstance(documents, bool):
-            ends = [bool(documents)] * len(given)
+        if documents is None:
+            ends = [None] * len(given)
         if not given or len(given) != len(ends):
             raise ValueError(f"{len(given)} files and documents of {len(ends)}: give files, and an array for each")
         self._parts = [self._part_of(one, dtype, lengths) for one, lengths in zip(given, ends, strict=True)]
@@ -214,7 +207,7 @@ class TokenWindows(Dataset):
 
     # -- one part -------------------------------------------------------------------------------------------------
 
-    def _part_of(self, given: object, dtype: DTypeLike | None, documents: ArrayLike) -> _TokenPart:
+    def _part_of(self, given: object, dtype: DTypeLike | None, documents: ArrayLike | None) -> _TokenPart:
         """A part, which has at least one window, of token ids below ``vocab_size``."""
         name, tokens, bounds = _tokens_of(given, dtype, documents)
         counts = np.maximum(0, (np.diff(bounds) - 1 - self._length) // self._stride + 1)
@@ -222,7 +215,7 @@ class TokenWindows(Dataset):
         begins = bounds[:-1] - (ends - counts) * self._stride
         part = _TokenPart(name, tokens, ends[counts > 0], begins[counts > 0])
         if not len(part.ends):
-            what = f"only {len(tokens):,} tokens" if documents is False else "no document that is long enough"
+            what = f"only {len(tokens):,} tokens" if documents is None else "no document that is long enough"
             raise ValueError(f"{name} has {what}; a window needs {self._length + 1:,}. Give a smaller length")
         if self._vocab_size is not None:
             if np.iinfo(tokens.dtype).max < self._vocab_size - 1:
@@ -275,19 +268,18 @@ def _check(file: _TokenFile | Array) -> None:
 
 # -- what a user gives -------------------------------------------------------------------------------------------------
 
-Bounds = Callable[[], Int64s]
-"""Reads the tokens at which documents begin, and the last one ends."""
 
-
-def _tokens_of(given: object, dtype: DTypeLike | None, documents: ArrayLike) -> tuple[str, _TokenFile | Array, Int64s]:
+def _tokens_of(
+    given: object, dtype: DTypeLike | None, documents: ArrayLike | None
+) -> tuple[str, _TokenFile | Array, Int64s]:
     """A file or an array, checked: its name, its tokens, and where documents begin, and the last one ends.
 
     Args:
         given: path or array.
         dtype: as the user gave it.
-        documents: False, True, or the lengths of the documents.
+        documents: their lengths; None: the tokens are one.
     """
-    tokens, index = _file(os.path.abspath(given), dtype) if isinstance(given, (str, os.PathLike)) else (given, None)
+    tokens = _file(os.path.abspath(given), dtype) if isinstance(given, (str, os.PathLike)) else given
     if not isinstance(tokens, (_TokenFile, np.ndarray)):
         raise TypeError(f"tokens is {an(type(given))}: give a path, a NumPy array of integers, or a list of them")
     if isinstance(tokens, np.ndarray) and tokens.ndim != 1:
@@ -298,12 +290,8 @@ def _tokens_of(given: object, dtype: DTypeLike | None, documents: ArrayLike) -> 
         raise TypeError(f"{name} is of {found}: token ids are uint16, uint32, int32 or int64. Write it as one")
     if dtype is not None and np.dtype(dtype) != found:
         raise ValueError(f"{name} is of {found}, and dtype={dtype!r} was given: leave dtype out")
-    if documents is False:
+    if documents is None:
         return name, tokens, np.array([0, len(tokens)])
-    if (documents is True) != (index is not None):
-        raise ValueError(f"{name}: give documents=True if there is an .idx, otherwise the lengths of documents")
-    if index is not None:
-        return name, tokens, index()
     lengths = np.asarray(documents)
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or lengths.min(initial=0) < 0:
         raise ValueError(f"documents of {name} must be a flat list of lengths, integers of at least 0")
@@ -313,10 +301,7 @@ def _tokens_of(given: object, dtype: DTypeLike | None, documents: ArrayLike) -> 
     return name, tokens, bounds
 
 
-def _file(path: str, dtype: DTypeLike | None) -> tuple[_TokenFile, Bounds | None]:
-    if not os.path.exists(path) and os.path.exists(path + ".bin"):  # Megatron's programs take the name without it
-        path += ".bin"
-    beside = os.path.splitext(path)[0] + ".idx"
+def _file(path: str, dtype: DTypeLike | None) -> _TokenFile:
     if path.endswith(".npy"):
         try:
             array = np.load(path, mmap_mode="r")
@@ -324,12 +309,10 @@ def _file(path: str, dtype: DTypeLike | None) -> tuple[_TokenFile, Bounds | None
             raise ValueError(f"{path} is no whole .npy file of numbers ({error}): copy or write it again") from None
         if array.ndim != 1:
             raise ValueError(f"{path} has the shape {array.shape}: give one dimension, tokens.reshape(-1)")
-        return _described(path, array.dtype, array.offset, len(array)), None
-    if os.path.exists(beside):
-        return _of_megatron(path, beside)
+        return _described(path, array.dtype, array.offset, len(array))
     if dtype is None:
         raise TypeError(f"{path} does not say the dtype of its tokens: give dtype=, such as dtype='uint16'")
-    return _described(path, np.dtype(dtype)), None
+    return _described(path, np.dtype(dtype))
 
 
 def _described(path: str, dtype: np.dtype[Any], offset: int = 0, length: int | None = None) -> _TokenFile:
@@ -341,37 +324,3 @@ def _described(path: str, dtype: np.dtype[Any], offset: int = 0, length: int | N
         raise ValueError(f"{path} has {found.st_size:,} bytes, no whole number of {dtype}: it was cut. Copy it again")
     length = (found.st_size - offset) // dtype.itemsize if length is None else length
     return _TokenFile(path, dtype.str, offset, length, found.st_size, tag_of(found), platform.node())
-
-
-def _of_megatron(path: str, beside: str) -> tuple[_TokenFile, Bounds]:
-    """A ``.bin``, and where documents begin by its ``.idx``."""
-    read = partial(np.fromfile, beside)
-    size, head = os.stat(beside).st_size, read(HEAD, 1)
-    if not len(head) or head[0]["magic"].tobytes() != MAGIC:
-        raise ValueError(f"{beside} is no index of Megatron: if {path} is without an index, move the .idx elsewhere")
-    _, version, code, sequences, documents = head[0].tolist()
-    begins = HEAD.itemsize + 4 * sequences
-    firsts, end = begins + 8 * sequences, begins + 8 * (sequences + documents)
-    if version != 1 or code not in DTYPES or size not in (end, end + sequences) or not sequences or not documents:
-        raise ValueError(
-            f"{beside} was cut or damaged: it has {size:,} bytes, version {version}, dtype {code}, {sequences:,} "
-            f"sequences and {documents:,} documents, which do not fit together. Copy or write it again"
-        )
-    tokens = _described(path, np.dtype(DTYPES[code]))
-    itemsize = np.dtype(tokens.dtype).itemsize
-    described = int(read("<i8", 1, offset=firsts - 8)[0]) + int(read("<i4", 1, offset=begins - 4)[0]) * itemsize
-    if described != tokens.nbytes:
-        raise ValueError(
-            f"{path} has {tokens.nbytes:,} bytes, and its .idx describes {described:,}: the .bin was cut, or the .idx "
-            "is of another file. Copy both again"
-        )
-
-    def bounds() -> Int64s:
-        tokens_at = np.append(read("<i8", sequences, offset=begins) // itemsize, tokens.length)
-        at = np.append(read("<i8", documents, offset=firsts), sequences)  # some writers leave out where the last ends
-        found: Int64s = tokens_at[np.clip(at, 0, sequences)]
-        if found.min() < 0 or np.diff(found).min() < 0 or found[-1] > tokens.length:
-            raise ValueError(f"{path}: the .idx has documents that do not lie in the .bin: copy both again")
-        return found
-
-    return tokens, bounds

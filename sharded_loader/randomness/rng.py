@@ -29,8 +29,6 @@ random numbers. A test compares this table with the code.
     foreign sampler                the global generators while another library's sampler starts
     foreign generator              the generator that another library's sampler owns
     split                          Dataset.split
-    stratified split               Dataset.split with stratify
-    stratified classes             and which class gets a part's extra sample first
     shuffle buffer                 ShuffleBuffer: the samples of a block
     interleave                     interleave(): which dataset comes first where several may
     interleave shuffle             interleave(shuffle=True): the samples of each dataset, in each pass
@@ -232,29 +230,6 @@ def lent() -> Iterator[None]:
     finally:
         for _ in range(count):
             lock.acquire()
-
-
-def global_states() -> dict[str, bytes]:
-    """What each generator would draw next, by the name that users know it by: equal if nothing was drawn in between.
-
-    Example:
-        >>> before = global_states()
-        >>> _ = random.random()
-        >>> [name for name, state in global_states().items() if state != before[name]]
-        ['random']
-    """
-    found = {"random": repr(random.getstate()).encode()}
-    if "numpy.random" in sys.modules:  # to import it takes 8 ms
-        of_numpy = np.random.get_state(legacy=False)["state"]
-        found["numpy.random"] = repr(of_numpy["pos"]).encode() + of_numpy["key"].tobytes()
-    generator = getattr(sys.modules.get("torch"), "default_generator", None)
-    if generator is not None:
-        found["torch"] = generator.get_state().numpy().tobytes()
-    return found
-
-
-if TYPE_CHECKING:
-    import torch
 
 
 reading: ContextVar[SampleScope | None] = ContextVar("reading", default=None)
@@ -459,9 +434,9 @@ def sample_rng(index: Hashable | None = None) -> np.random.Generator:
 
     The numbers depend on the seed, the epoch and the index that the loader's sampler yielded. They are the same in
     every pool, with any number of workers, and when the batch is built again. If an index comes several times in an
-    epoch (`WeightedRandomSampler` with replacement, `SplitSampler` with ``repeat``), the sample draws the same numbers
-    each time. `RepeatedSampler` gives each copy numbers of its own. In ``batchify_fn`` the numbers depend on the seed,
-    the epoch, the batch and the shard. Outside a loader the generator is fresh and unpredictable.
+    epoch (`WeightedRandomSampler` with replacement), the sample draws the same numbers each time. `RepeatedSampler`
+    gives each copy numbers of its own. In ``batchify_fn`` the numbers depend on the seed, the epoch, the batch and the
+    shard. Outside a loader the generator is fresh and unpredictable.
 
     Args:
         index: only in ``get_batch(indices)``, which reads several samples at once: the index in question. Under a

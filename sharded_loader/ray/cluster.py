@@ -271,7 +271,7 @@ def put(value: object, parts: dict[str, Any]) -> Any:
     """
     import ray
 
-    encoded = publish.publish(value, elsewhere=True, **parts)
+    encoded = publish.publish(value, **parts)
     buffers = [np.frombuffer(buffer, np.uint8) for buffer in encoded.buffers]
     try:
         return ray.put((encoded.head, buffers))

@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import add_note
@@ -138,12 +138,8 @@ class ActorWorker(Worker):
         return call.tasks
 
 
-class Followed(NamedTuple):
-    """An order that is read, for datasets that fetch ahead; see `Pool.follow`."""
-
-    run: int
-    ahead: object
-    position: Callable[[], int | None]
+Followed = tuple[int, object, Callable[[], "int | None"]]
+"""An order that is read, for datasets that fetch ahead: what `Pool.follow` is given."""
 
 
 class FetchAhead:
@@ -161,9 +157,8 @@ class FetchAhead:
 
     def begin(self, job: Job | None) -> None:
         """The actors are new, or have another job. None: there are none, and they may come again."""
-        if (
-            job is not None and job is not self._job
-        ):  # otherwise an interrupted step has closed the pool: the run goes on
+        # The same job: an interrupted step has closed the pool, and the run goes on.
+        if job is not None and job is not self._job:
             self._job, self._followed = job, None
         self.follow(self._followed)
 
@@ -174,7 +169,7 @@ class FetchAhead:
 
     def leave(self, run: int, workers: Sequence[ActorWorker]) -> None:
         """A run is not read any more."""
-        if self._followed is not None and self._followed.run == run:
+        if self._followed is not None and self._followed[0] == run:
             for worker in self.readers.values():
                 if worker in workers:
                     worker.cancel(run)
@@ -182,39 +177,25 @@ class FetchAhead:
 
     def progress_for(self, worker: ActorWorker, workers: Sequence[ActorWorker]) -> tuple[int, ...]:
         """The run and its position, for the actor that fetches ahead on its node. If none lives, it is this one."""
-        followed = self._followed
-        position = None if followed is None else followed.position()
-        if followed is None or position is None or worker.begun is None:
+        if self._followed is None or worker.begun is None:
+            return ()
+        run, ahead, position_of_user = self._followed
+        if (position := position_of_user()) is None:
             return ()
         if self.readers.get(worker.begun.node) not in workers:
             try:
-                self._order = self._order or cluster.put(followed.ahead, {})
+                self._order = self._order or cluster.put(ahead, {})
             except (TypeError, MemoryError) as error:
                 logger.warning("RayPool: no actor fetches shards ahead, as the order cannot be sent: %s", error)
                 self._followed = None
                 return ()
             self.readers[worker.begun.node] = worker
-            worker.actor.follow.remote(followed.run, position, self._order)
-        return (followed.run, position) if self.readers[worker.begun.node] is worker else ()
+            worker.actor.follow.remote(run, position, self._order)
+        return (run, position) if self.readers[worker.begun.node] is worker else ()
 
 
 Event = tuple[ActorWorker, "Call | str", "Future[Any]"]
 """A call that has ended: of which actor, the call (or its name, if it was no group), and how."""
-
-
-@dataclass
-class Absence:
-    """That no actor is ready.
-
-    Attributes:
-        since: when that began.
-        is_told: the user knows.
-        had_one: one was ready before.
-    """
-
-    since: float = 0.0
-    is_told: bool = False
-    had_one: bool = False
 
 
 class RayTransport(Transport[ActorWorker]):
@@ -245,7 +226,7 @@ class RayTransport(Transport[ActorWorker]):
         self._holders: dict[int, ActorWorker] = {}  # by lane, the actor that reads its tasks
         self._published: Any = None
         self._session: str | None = None
-        self._absence = Absence()
+        self._absent_since, self._is_told, self._had_one = 0.0, False, False  # as long as no actor is ready
         self._pid = os.getpid()
 
     @property
@@ -277,7 +258,7 @@ class RayTransport(Transport[ActorWorker]):
         import ray
 
         if not any(worker.ready for worker in self.workers if worker.number != number):
-            self._absence.since = host_clock.now()
+            self._absent_since = host_clock.now()
         threads = max(1, int(self._wanted.num_cpus))
         actor = ray.remote(**self._wanted.options())(LoaderActor).remote(number, self.num_workers, threads)
         self.actors.append(actor)
@@ -294,7 +275,7 @@ class RayTransport(Transport[ActorWorker]):
 
     def has_begun(self, worker: ActorWorker, said: Begun) -> None:
         """An actor has its job. It gets its share of the lanes."""
-        worker.begun, self._absence = said, Absence(self._absence.since, had_one=True)
+        worker.begun, self._is_told, self._had_one = said, False, True
         ready = self.ready
         share = -(-len(self._holders) // max(1, len(ready)))
         for one in ready:
@@ -312,7 +293,7 @@ class RayTransport(Transport[ActorWorker]):
         # Calls that are under way may end yet: no event tells of it any more. Who waits in an outer step goes on.
         self.bell.put(None)
         self.events, self.bell = deque(), queue.SimpleQueue()
-        self._absence = Absence(host_clock.now())
+        self._absent_since, self._is_told, self._had_one = host_clock.now(), False, False
 
     def closer(self) -> Callable[[], None]:
         """Stops the actors, without a reference to this object."""
@@ -397,15 +378,15 @@ class RayTransport(Transport[ActorWorker]):
             return RuntimeError("Ray was shut down while the loader read: make the loader after ray.init()")
         if self.ready:
             return None
-        passed = host_clock.now() - self._absence.since
-        if passed > PATIENCE and not self._absence.is_told:
-            self._absence.is_told = True
+        passed = host_clock.now() - self._absent_since
+        if passed > PATIENCE and not self._is_told:
+            self._is_told = True
             fate = f"after {PATIENCE:g} s no worker has begun, perhaps for want of room (start_timeout="
             fate += f"{self.start_timeout:g})"
-            if self._absence.had_one:
+            if self._had_one:
                 fate = "all workers have ended, and there is no room for others. The loader goes on when there is"
             logger.warning("RayPool: %s: %s", fate, cluster.what_there_is(self._wanted.amounts))
-        if passed > self.start_timeout and not self._absence.had_one:
+        if passed > self.start_timeout and not self._had_one:
             return TimeoutError(
                 f"no worker could start within {self.start_timeout:g} s (start_timeout=): "
                 f"{cluster.what_there_is(self._wanted.amounts)}. Ask for less (num_cpus=, resources=), or add nodes"

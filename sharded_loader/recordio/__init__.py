@@ -19,7 +19,7 @@ import io
 import os
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.bulk import Indices, bulk, checked_index, checked_indices
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.recordio import files
-from sharded_loader.recordio.files import MAX_LENGTH, Closable, RecordFile, RecordIOError, Records, Writer
+from sharded_loader.recordio.files import MAX_LENGTH, Closable, RecordFile, RecordIOError, Writer
 from sharded_loader.recordio.images import IRHeader, pack, pack_img, unpack, unpack_img
 
 __all__ = [
@@ -348,7 +348,7 @@ class RecordFileDataset(Closable, Dataset):
         ...     for record in (b"a", b"b", b"c"):
         ...         file.write(record)
         >>> with RecordFileDataset(path) as dataset:
-        ...     len(dataset), dataset[0], dataset[-1], list(dataset.get_batch([2, 0]))
+        ...     len(dataset), dataset[0], dataset[-1], dataset.get_batch([2, 0])
         (3, b'a', b'c', [b'c', b'a'])
         >>> folder.cleanup()
 
@@ -382,10 +382,10 @@ class RecordFileDataset(Closable, Dataset):
     @bulk
     def __getitems__(self, indices: Iterable[int]) -> list[bytes]:
         """Many records, as `get_batch` reads them."""
-        return list(self._read(list(indices)))
+        return self._read(list(indices))
 
     @bulk
-    def get_batch(self, indices: Indices, empty: Empty | None = None) -> Sequence[bytes]:
+    def get_batch(self, indices: Indices, empty: Empty | None = None) -> list[bytes]:
         """Many records, read together: for records of a few hundred bytes several times as fast as one by one.
 
         Args:
@@ -393,8 +393,7 @@ class RecordFileDataset(Closable, Dataset):
             empty: given by a loader, whose batch is a list, as of any bytes. It is not used.
 
         Returns:
-            The same as ``[dataset[i] for i in indices]``, to be read only. Small records lie in one buffer, and the
-            ``bytes`` objects are made when they are asked for.
+            The same as ``[dataset[i] for i in indices]``.
 
         Raises:
             RecordIOError: the first damaged record, with its file and offset.
@@ -402,10 +401,9 @@ class RecordFileDataset(Closable, Dataset):
 
         A subclass that has a ``__getitem__`` of its own has no ``get_batch``, unless it writes one.
         """
-        records = self._read(indices)
-        return records if empty is None else list(records)
+        return self._read(indices)
 
-    def _read(self, indices: Indices) -> Records | list[bytes]:
+    def _read(self, indices: Indices) -> list[bytes]:
         numbers = checked_indices(indices, len(self))
         guesses = self._sizes[numbers]
         records, sizes = files.read_records(self._file, self._offsets[numbers], guesses)

@@ -37,14 +37,14 @@ import os
 import stat
 import struct
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from sharded_loader.data.bulk import Int64s, checked_index
+from sharded_loader.data.bulk import Int64s
 from sharded_loader.data.files import BINARY, PositionedFile, checksums, settled
 
 MAGIC_NUMBER = 0xCED7230A
@@ -57,7 +57,7 @@ MAX_LENGTH = (1 << _LENGTH_BITS) - 1
 Key = TypeVar("Key")
 
 GAP = 256
-"""Bytes between two records that are read in vain: a read costs 0.6 us, but what is read is kept with the batch."""
+"""Bytes between two records that are read in vain: a read costs 0.6 us."""
 
 LARGE = 1 << 18
 """A record that reaches further is read by itself: an index may list only a few records of a file."""
@@ -321,46 +321,6 @@ def _seen(found: os.stat_result) -> tuple[int, ...]:
 # -- many records at once ----------------------------------------------------------------------------------------------
 
 
-class Records(Sequence[bytes]):
-    """Records in one buffer: a read-only sequence of ``bytes``, each made when it is asked for.
-
-    Args:
-        buffer: holds them all, in any order, with anything between them.
-        starts, ends: int64, where in the buffer each lies.
-
-    Example:
-        >>> records = Records(b"..one.two", np.array([6, 2]), np.array([9, 5]))
-        >>> records[0], records[-1], len(records), records == [b"two", b"one"], records[:1]
-        (b'two', b'one', 2, True, Records(1 records, 3 bytes))
-    """
-
-    __slots__ = ("_buffer", "_ends", "_starts")
-
-    def __init__(self, buffer: bytes, starts: Int64s, ends: Int64s) -> None:
-        self._buffer, self._starts, self._ends = buffer, starts, ends
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: object) -> Any:
-        if isinstance(index, slice):
-            return Records(self._buffer, self._starts[index], self._ends[index])
-        number = checked_index(index, len(self._starts))
-        return self._buffer[self._starts[number] : self._ends[number]]
-
-    def __iter__(self) -> Iterator[bytes]:
-        buffer, places = self._buffer, zip(self._starts.tolist(), self._ends.tolist(), strict=True)
-        return iter([buffer[start:end] for start, end in places])
-
-    def __eq__(self, other: object) -> bool:
-        return list(self) == list(other) if isinstance(other, Records | list) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # equal to a list, which has none
-
-    def __repr__(self) -> str:
-        return f"Records({len(self):,} records, {int((self._ends - self._starts).sum()):,} bytes)"
-
-
 def guessed_sizes(offsets: Int64s) -> Int64s:
     """How many bytes to read for each record: up to the next one of the index, at most `LARGE`.
 
@@ -374,7 +334,7 @@ def guessed_sizes(offsets: Int64s) -> Int64s:
     return gaps[np.searchsorted(begins, offsets)]
 
 
-def read_records(file: RecordFile, offsets: Int64s, sizes: Int64s) -> tuple[Records | list[bytes], Int64s]:
+def read_records(file: RecordFile, offsets: Int64s, sizes: Int64s) -> tuple[list[bytes], Int64s]:
     """The records at these offsets, and how many bytes each takes in the file.
 
     Args:
@@ -383,8 +343,8 @@ def read_records(file: RecordFile, offsets: Int64s, sizes: Int64s) -> tuple[Reco
         sizes: int64, how many bytes to read for each; a guess.
 
     Returns:
-        The records in the order of ``offsets`` (large ones as a list), and their sizes with header and padding:
-        ``sizes`` itself where the guesses were right.
+        The records in the order of ``offsets``, and their sizes with header and padding: ``sizes`` itself where the
+        guesses were right.
 
     Raises:
         RecordIOError: the first that is damaged or is no record.
@@ -408,9 +368,10 @@ def read_records(file: RecordFile, offsets: Int64s, sizes: Int64s) -> tuple[Reco
     starts = begins + HEAD_SIZE
     if order is not None:
         starts, lengths = _scattered(starts, order, len(offsets)), _scattered(lengths, order, len(offsets))
+    records = [buffer[start:end] for start, end in zip(starts.tolist(), (starts + lengths).tolist(), strict=True)]
     if all_as_guessed and len(begins) == len(offsets):
-        return Records(buffer, starts, starts + lengths), sizes
-    records, sizes = list(Records(buffer, starts, starts + lengths)), padded(lengths) + HEAD_SIZE
+        return records, sizes
+    sizes = padded(lengths) + HEAD_SIZE
     for number in np.flatnonzero(lengths < 0).tolist():
         records[number], following = file.read(int(offsets[number]))
         sizes[number] = following - offsets[number]

@@ -12,6 +12,7 @@ a ValueError, with the header's ``id`` where there is one. Damaged EXIF data is 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import struct
@@ -196,11 +197,12 @@ def unpack_img(s: bytes, iscolor: int = -1) -> tuple[IRHeader, Pixels]:
     Returns:
         (IRHeader, array of shape (height, width), or (height, width, channels) in the order RGB; MXNet: BGR). With
         ``iscolor`` 0 or 1 it is uint8, and of 16 bits the upper 8 are kept, as OpenCV does. With -1 it has what is
-        stored: uint16 of 16-bit grey, int32 and float32 of such images, alpha as the last channel.
+        stored: uint16 of 16-bit grey, int32 and float32 of such images, alpha as the last channel. Of several channels
+        of 16 bits, Pillow reads the upper 8.
 
     Raises:
-        ValueError: the payload does not decode (the message has the header's id), or an unknown `iscolor`. With -1, an
-            image of several channels of 16 bits, of which Pillow reads 8. With 0 or 1, values of more than 16 bits.
+        ValueError: the payload does not decode (the message has the header's id), or an unknown `iscolor`. With 0 or 1,
+            values of more than 16 bits.
         ImportError: Pillow is not installed.
 
     Example:
@@ -216,44 +218,24 @@ def unpack_img(s: bytes, iscolor: int = -1) -> tuple[IRHeader, Pixels]:
     pillow = _pillow()
     try:
         image = pillow.open(io.BytesIO(payload))
-        loses_bits = iscolor == -1 and _loses_bits(image)
         image.load()
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error, ... on bad bytes
         text = f"its {len(payload)} bytes do not decode as an image ({error}). Was it written by pack_img()?"
         raise ValueError(f"record with id {header.id}: {text}") from error
-    name = f"record with id {header.id}: the {image.format} image"
-    if loses_bits:
-        advice = "give iscolor=1 for those 8 bits, or decode what unpack() returns with another library, such as OpenCV"
-        raise ValueError(f"{name} has several channels of 16 bits, of which Pillow reads the upper 8: {advice}")
-    pixels = _pixels(image, iscolor, name)
-    return header, pixels if iscolor == -1 else _upright(pixels, _orientation(image, pillow))
-
-
-def _orientation(image: Any, pillow: Any) -> int:
-    """The EXIF orientation, 1 to 8; 1 where none can be read. XMP does not count: OpenCV does not read it."""
-    exif = pillow.Exif()
-    try:
-        exif.load(image.info.get("exif"))
-        return int(exif.get(0x0112, 1))
-    except Exception:  # damaged EXIF data is no damage of the image
-        return 1
-
-
-def _upright(pixels: Pixels, orientation: int) -> Pixels:
-    """Pixels that are turned and mirrored as an EXIF orientation says; unknown ones say nothing."""
-    if not 2 <= orientation <= 8:
-        return pixels
-    turned = pixels.swapaxes(0, 1) if orientation > 4 else pixels
-    down, right = (-1 if orientation in flipped else 1 for flipped in ((3, 4, 7, 8), (2, 3, 6, 7)))
-    return np.ascontiguousarray(turned[::down, ::right])
+    return header, _pixels(image, iscolor, f"record with id {header.id}: the {image.format} image")
 
 
 def _pixels(image: Any, iscolor: int, name: str) -> Pixels:
     """The pixels of an image that Pillow has loaded."""
-    mode = image.mode
+    from PIL import ImageOps
+
+    mode, is_png = image.mode, image.format == "PNG"
+    if iscolor >= 0:
+        with contextlib.suppress(Exception):  # damaged EXIF data is no damage of the image
+            image = ImageOps.exif_transpose(image)
     if mode.startswith("I") or mode == "F":  # more than 8 bits: Pillow's convert() clips them
         pixels = np.array(image)
-        if mode == "I" and image.format == "PNG":  # as Pillow before 11 opens 16 bits
+        if mode == "I" and is_png:  # as Pillow before 11 opens 16 bits
             pixels = pixels.astype(np.uint16)
         pixels = pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
         if iscolor == -1:
@@ -269,15 +251,3 @@ def _pixels(image: Any, iscolor: int, name: str) -> Pixels:
         has_alpha = mode in ("PA", "La", "RGBa") or (mode == "P" and "transparency" in image.info)
         image = image.convert("RGBA" if has_alpha else "RGB")
     return np.array(image)
-
-
-def _loses_bits(image: Any) -> bool:
-    """Whether Pillow reads several channels of 16 bits as 8. Its tiles tell how the pixels are stored."""
-    if image.mode.startswith("I") or image.mode == "F":
-        return False
-    stored = [tile[3] if isinstance(tile[3], tuple) else (tile[3],) for tile in image.tile]
-    return any(
-        (isinstance(arg, str) and ";16" in arg) or (tile[0] == "ppm" and isinstance(arg, int) and arg > 255)
-        for tile, args in zip(image.tile, stored, strict=True)
-        for arg in args
-    )

@@ -1,4 +1,4 @@
-"""Batches of indices: of growing size, split into shards, of samples of similar length, or of some classes each.
+"""Batches of indices: split into shards, of samples of similar length, or of some classes each.
 
     ShardedBatchSampler    each batch of another batch sampler, split into shards (`sharded_loader.engine.split`)
     SortedBucketSampler    sorted within large random buckets
@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
-from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +24,12 @@ from sharded_loader.base.described import brief
 from sharded_loader.engine.split import check_shares, is_sharded, split_batch
 from sharded_loader.randomness.shuffle import Bijections, Indices, shuffled
 from sharded_loader.samplers.index_samplers import Numbers, integers, sort_order, sortable
-from sharded_loader.sampling.base import Sampler, WrapperSampler, check_choice, resolve_seed, underscored
+from sharded_loader.sampling.base import Sampler, WrapperSampler, resolve_seed, underscored
 from sharded_loader.sampling.foreign import len_epoch, table_of
-from sharded_loader.sampling.own import LAST_BATCH
-from sharded_loader.sampling.tables import BATCHES, Table, in_step, parts
+from sharded_loader.sampling.tables import Table, parts
+
+BATCHES = 64
+"""How many batches a batch sampler of ours makes at once: to ask for one takes 12 us, whatever its size."""
 
 # Any count of tokens fits below.
 MAX_TOKENS = 2**62
@@ -72,117 +73,30 @@ class NumberedBatches(Sampler[Any]):
         return shuffled(count, self.seed, *key) if self._shuffle else np.arange(count)
 
 
-class GrowingBatchSampler(WrapperSampler[list[int]]):
-    """Batches whose size changes at given steps, such as small ones at the beginning of a training.
-
-    Steps count from the beginning of epoch 0, over all epochs. Under ``num_replicas`` all ranks change in the same
-    step, and a batch is that of one rank. They count as if there had always been as many ranks as there are now.
+def in_step(count: int, ranks: int, order: Callable[[int], Indices]) -> tuple[int, Callable[[Indices], Indices]]:
+    """Put neighbours into one step: groups of as many items as there are ranks, and the groups in any order.
 
     Args:
-        sampler: any sampler of single indices, with a length.
-        schedule: pairs (step, batch size), or a dict of them, by ascending steps, the first of them 0.
-        last_batch: what to do with the samples of an epoch that do not fill a step of all ranks. ``"keep"``: a smaller
-            step, in which samples from the beginning of the epoch fill up the ranks; ``"discard"``: left out.
-        seed: starts ``sampler`` if another library made it. None draws one if it is needed.
+        count: the number of items.
+        ranks: the size of a group. The items before fill the last group, so that it has items of its kind.
+        order: how many groups there are -> the order of them.
 
-    Raises:
-        TypeError, ValueError: for a schedule that does not begin with step 0, goes back, or has a size below 1; an
-            unknown ``last_batch``. The loader raises it with ``steps_per_epoch``, which needs batches of one size.
+    Returns:
+        The number of positions, which ``ranks`` divides; and a function from positions to items.
 
     Example:
-        >>> from sharded_loader import SequentialSampler
-        >>> list(GrowingBatchSampler(SequentialSampler(9), [(0, 1), (2, 3)]))
-        [[0], [1], [2, 3, 4], [5, 6, 7], [8]]
-
-    Source of the idea: "Don't decay the learning rate, increase the batch size" (Smith et al., 2018).
+        >>> length, item = in_step(5, 2, lambda groups: np.arange(groups)[::-1])
+        >>> item(np.arange(length))
+        array([3, 4, 2, 3, 0, 1])
     """
+    groups = parts(count, ranks, cut=False)
+    numbers = order(groups)
 
-    decided_by = (("schedule", "_schedule"), ("last_batch", "last_batch"))
-    shown = decided_by
-    cut_by, sized_by = ("schedule",), ("_sizes",)
-    grows = True
-    ranks = 1
-    for_ranks = NumberedBatches.for_ranks
-    sampler: Iterable[Any]
+    def at(positions: Indices) -> Indices:
+        first = np.minimum(numbers[positions // ranks] * ranks, count - ranks)
+        return (first + positions % ranks) % count
 
-    def __init__(
-        self,
-        sampler: Iterable[object],
-        schedule: Sequence[tuple[int, int]] | Mapping[int, int],
-        last_batch: str = "keep",
-        *,
-        seed: int | None = None,
-    ) -> None:
-        self.last_batch = check_choice("last_batch", last_batch, LAST_BATCH[:2], "GrowingBatchSampler")
-        self._starts, self._sizes = _checked_schedule(schedule)
-        super().__init__(sampler, seed)
-
-    @property
-    def _schedule(self) -> str:
-        return str(list(zip(self._starts.tolist(), self._sizes, strict=True)))
-
-    def _before(self, steps: Any) -> Any:
-        """The number of samples before a step, of all ranks."""
-        piece = np.searchsorted(self._starts, steps, side="right") - 1
-        sizes = np.array(self._sizes)
-        whole = np.cumsum(np.append(0, np.diff(self._starts) * sizes[:-1]))
-        return (whole[piece] + (steps - self._starts[piece]) * sizes[piece]) * self.ranks
-
-    def _after(self, step: int, length: int) -> int:
-        """The step in which the next epoch begins, of an epoch that begins in a step and has ``length`` samples."""
-        end, changes = int(self._before(step)) + length, self._before(self._starts)
-        piece = int(np.searchsorted(changes, end, side="right")) - 1
-        size = self._sizes[piece] * self.ranks
-        return int(self._starts[piece]) + parts(end - int(changes[piece]), size, self.last_batch == "discard")
-
-    def _span(self, epoch: int) -> tuple[int, int]:
-        """The first step of an epoch, and that of the next one."""
-        step, length = 0, len_epoch(self.sampler, epoch)
-        for number in range(epoch):
-            following = self._after(step, length)
-            if step >= self._starts[-1]:  # from here on all epochs have as many
-                step += (epoch - number) * (following - step)
-                break
-            step = following
-        return step, self._after(step, length)
-
-    def len_epoch(self, epoch: int) -> int:
-        first, end = self._span(epoch)
-        return (end - first) * self.ranks
-
-    def epoch_table(self, epoch: int) -> Table:
-        items, length = table_of(self.sampler, epoch, self.seed), len_epoch(self.sampler, epoch)
-        first, _ = self._span(epoch)
-        begin = int(self._before(first))
-
-        def batch(position: int) -> Any:
-            step, rank = divmod(position, self.ranks)
-            low, high = (int(self._before(first + step + more)) - begin for more in (0, 1))
-            size = parts(min(high, length) - low, self.ranks, cut=False)
-            # In order, also where the last rank goes round.
-            found = items.at(np.sort(np.arange(low + rank * size, low + (rank + 1) * size) % length))
-            return found.tolist() if isinstance(found, np.ndarray) else found
-
-        return Table(self.len_epoch(epoch), lambda at: list(map(batch, at.tolist())), min(items.block, BATCHES))
-
-
-def _checked_schedule(schedule: Any) -> tuple[Indices, list[int]]:
-    """The steps at which the batch size changes, and the sizes."""
-    advice = "give pairs (step, batch size): [(0, 8), (1000, 16)]"
-    try:
-        pairs = [(step, size) for step, size in (schedule.items() if isinstance(schedule, Mapping) else schedule)]
-        if not pairs:
-            raise TypeError
-    except (TypeError, ValueError):
-        raise TypeError(f"schedule is {schedule!r}: {advice}") from None
-    steps = [check_int("a step of the schedule", step, 0, advice) for step, _ in pairs]
-    sizes = [check_int("a batch size of the schedule", size, 1, advice) for _, size in pairs]
-    if steps[0]:
-        raise ValueError(f"the schedule begins with step {steps[0]}: it must begin with 0: {advice}")
-    for before, after in pairwise(steps):
-        if after <= before:
-            raise ValueError(f"the schedule goes back, from step {before} to step {after}: give ascending steps")
-    return np.array(steps, np.int64), sizes
+    return groups * ranks, at
 
 
 class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
@@ -459,7 +373,7 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
 
     _numbers = (("classes", "classes"), ("samples", "samples"), ("batches", "_batches"), ("repeat", "_repeat"))
     decided_by = (("labels", "_members"), ("sizes of the classes", "_counts"), *_numbers)
-    cut_by, sized_by = ("classes", "samples", "batches"), ("classes",)
+    cut_by = ("classes", "samples", "batches")
     order_version = 2
     shown = (("labels", "dataset_length"), *_numbers)
     of_each = "label"
@@ -516,18 +430,6 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
 
     def len_epoch(self, epoch: int) -> int:
         return self._batches
-
-    def resized(self, size: int, before: int) -> Any:
-        twin, kinds = cast(Any, super().resized(size, before)), len(self._counts)
-        # Batches in the same places of the rounds: both numbers of classes divide that of all.
-        if twin is None or kinds % self.classes or kinds % twin.classes or self._batches * before % size:
-            return None
-        twin._batches = self._batches * before // size
-        return twin
-
-    @property
-    def samples_in_batch(self) -> int:
-        return self.classes * self.samples
 
 
 def kinds_of(labels: Any, name: str) -> tuple[list[Any], Indices]:

@@ -5,8 +5,7 @@ indices per epoch, a pure function of (seed, epoch). Any position takes the same
 are made whole when the epoch is opened.
 
 With replacement each draw by weight is a random number that depends on its position alone, and nothing is kept but the
-weights. So a rank computes its own draws only. A draw among groups takes two numbers: for the group, and for the sample
-in it. Without replacement the epoch's draws are made when it is opened.
+weights. So a rank computes its own draws only. Without replacement the epoch's draws are made when it is opened.
 
 `CostSampler`: in each step all ranks have samples of nearly the same cost in all.
 
@@ -53,7 +52,6 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -63,7 +61,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.limits import check_fits
 from sharded_loader.data.columns import as_dataset
 from sharded_loader.randomness import shuffle as shuffles
-from sharded_loader.randomness.shuffle import Bijections, IndexView, Indices, Selection, shuffle
+from sharded_loader.randomness.shuffle import Bijections, Indices, Selection, shuffle
 from sharded_loader.sampling.base import Sampler, resolve_seed, underscored
 from sharded_loader.sampling.own import IndexSampler, check_length
 from sharded_loader.sampling.tables import Table, checksum_of
@@ -98,8 +96,7 @@ class SubsetRandomSampler(IndexSampler):
     Two samplers over different indices have different orders, also with the same seed.
 
     Args:
-        indices: 1-D sequence of integers. A range costs no memory, however long it is; nor does a part of
-            `Dataset.split` (``part.indices``).
+        indices: 1-D sequence of integers. A range costs no memory, however long it is.
         seed: with the epoch it decides the order. None draws one from torch's default generator.
 
     Raises:
@@ -121,7 +118,7 @@ class SubsetRandomSampler(IndexSampler):
             raise ValueError(f"SubsetRandomSampler shuffles up to 2**62 samples, got {indices}: give a shorter range")
         advice = "give a list of sample indices (np.flatnonzero(mask) for a mask)"
         self._indices: Selection
-        if isinstance(indices, range | IndexView):
+        if isinstance(indices, range):
             self._indices = indices
         else:
             self._indices = integers("indices", indices, "a 1-D sequence of integers", advice).astype(np.int64)
@@ -206,21 +203,18 @@ class IntervalSampler(IndexSampler):
 class SplitSampler(IndexSampler):
     """One of ``num_parts`` contiguous parts of the dataset, shuffled within itself, each part in an order of its own.
 
+    For parts of equal size, one for each rank, give the loader ``num_replicas`` instead.
+
     Args:
         length: number of samples of the whole dataset.
-        num_parts: the number of parts.
+        num_parts: the number of parts. The first ones may have one sample more.
         part_index: which of them, from 0.
-        even_size: make all parts equally long: parts of ceil(length / num_parts), and where the last ones
-            are short, random samples of other parts are added.
-        repeat: how many times the part comes in one epoch, in another order each time. A sample that comes again in
-            the epoch has the same `sample_rng`, so it is augmented in the same way.
         shuffle: whether to shuffle.
-        seed: with the epoch it decides the order and the added samples. None draws one from torch's default
-            generator (only if something is random).
+        seed: with the epoch it decides the order. None draws one from torch's default generator (only to shuffle).
 
     Raises:
         TypeError, ValueError: for ``part_index`` outside 0 .. num_parts - 1, more parts than samples, and
-            ``repeat`` or ``num_parts`` below 1.
+            ``num_parts`` below 1.
 
     Example:
         >>> [list(SplitSampler(7, 3, part, shuffle=False)) for part in range(3)]
@@ -229,72 +223,31 @@ class SplitSampler(IndexSampler):
     Source of the idea: `gluonnlp.data.SplitSampler`.
     """
 
-    decided_by = underscored("num_parts", "even_size", "repeat", "shuffle")
+    decided_by = underscored("num_parts", "shuffle")
     is_part = True
     shown = (*underscored("total", "part_index"), *decided_by)
 
     def __init__(
-        self,
-        length: int,
-        num_parts: int = 1,
-        part_index: int = 0,
-        even_size: bool = False,
-        repeat: int = 1,
-        shuffle: bool = True,
-        seed: int | None = None,
+        self, length: int, num_parts: int = 1, part_index: int = 0, *, shuffle: bool = True, seed: int | None = None
     ) -> None:
         self._total = check_length(length)
         parts = check_int("num_parts", num_parts, 1, "give how many parts the dataset is split into")
         part = check_int("part_index", part_index, 0, "parts count from 0")
-        self._repeat = check_int("repeat", repeat, 1, "give how many times the part comes in an epoch")
         if part >= parts:
             raise ValueError(f"part_index is {part}, but there are {parts} parts: give 0 to {parts - 1}")
         if 0 < self._total < parts:
             raise ValueError(f"{self._total} samples cannot fill {parts} parts: give fewer parts")
-        if even_size:
-            self._size = -(-self._total // parts)
-            self._begin = min(self._size * part, self._total)
-            self._own = min(self._size, self._total - self._begin)
-        else:
-            size, longer = divmod(self._total, parts)
-            self._begin = size * part + min(part, longer)
-            self._own = self._size = size + (part < longer)
-        self._length = self._size * self._repeat
-        self._num_parts, self._part_index, self._even_size = parts, part, bool(even_size)
-        self._shuffle = bool(shuffle)
-        self.seed = resolve_seed(seed) if shuffle or self._own < self._size or seed is not None else None
+        size, longer = divmod(self._total, parts)
+        self._begin, self._length = size * part + min(part, longer), size + (part < longer)
+        self._num_parts, self._part_index, self._shuffle = parts, part, bool(shuffle)
+        self.seed = resolve_seed(seed) if shuffle or seed is not None else None
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
+        if not self._shuffle:
+            return lambda positions: positions + self._begin
         # The part belongs to the key: parts of one size would otherwise be shuffled alike.
-        key = (self.seed, "split sampler", self._part_index, epoch)
-
-        @lru_cache(maxsize=2)
-        def once(number: int) -> tuple[Callable[[Indices], Indices] | None, Indices]:
-            """One round of the part: positions in it -> slots, and the samples of other parts in the last slots."""
-            order = shuffle(self._size, *key, "order", number) if self._shuffle else None
-            return order, self._extra((*key, "extra", number))
-
-        def at(positions: Indices) -> Indices:
-            rounds, slots = np.divmod(positions, max(self._size, 1))
-            indices = np.empty_like(positions)
-            for number in np.unique(rounds).tolist():
-                (order, extra), here = once(number), rounds == number
-                slot = slots[here] if order is None else order(slots[here])
-                indices[here] = np.minimum(slot, self._own - 1) + self._begin
-                if len(extra):
-                    other = extra[np.maximum(slot - self._own, 0)]
-                    indices[here] = np.where(slot < self._own, indices[here], other)
-            return indices
-
-        return at
-
-    def _extra(self, key: tuple[int | str | None, ...]) -> Indices:
-        """Samples of other parts, each at most once, that fill a short part (fewer than num_parts)."""
-        missing = self._size - self._own
-        if not missing:
-            return np.zeros(0, dtype=np.int64)
-        others = shuffle(self._total - self._own, *key)(np.arange(missing))
-        return others + np.where(others >= self._begin, self._own, 0)
+        order = shuffle(self._length, self.seed, "split sampler", self._part_index, epoch, "order", 0)
+        return lambda positions: order(positions) + self._begin
 
 
 # -- sorted by keys ----------------------------------------------------------------------------------------------------
@@ -363,47 +316,30 @@ class WeightedRandomSampler(IndexSampler):
     """Indices drawn with given probabilities.
 
     Args:
-        weights: 1-D, one non-negative number per sample, or per group of samples; they need not sum to one.
+        weights: 1-D, one non-negative number per sample; they need not sum to one.
         num_samples: the number of samples to draw in each epoch.
         replacement: whether an index may be drawn more than once in an epoch. A sample that is drawn again in the
             epoch has the same `sample_rng`, so it is augmented in the same way.
         seed: with the epoch it decides what is drawn. None draws one from torch's default generator.
-        lengths: of groups of samples, in the order of the dataset's indices, such as the shards of a dataset. Each
-            sample of group i then has the weight ``weights[i]``, as with ``np.repeat(weights, lengths)``, which takes
-            8 bytes per sample. Only with replacement.
 
     Raises:
-        TypeError: ``lengths`` are no integers.
-        ValueError: if weights are negative, not finite or all zero, if fewer than ``num_samples`` of them are positive
-            with ``replacement=False``, or if ``lengths`` do not go with ``weights``.
-            With ``replacement=False`` also if a positive weight is not between 1e-300 and 1e290.
+        ValueError: if weights are negative, not finite or all zero. With ``replacement=False`` also if fewer than
+            ``num_samples`` of them are positive, or a positive one is not between 1e-300 and 1e290.
         MemoryError: there are more weights than fit into memory.
 
     Example:
         >>> set(WeightedRandomSampler([0, 1, 0, 3], 50, seed=7))
         {1, 3}
-        >>> rare, common = 2.0, 0.5
-        >>> sampler = WeightedRandomSampler([rare, common], 1000, seed=7, lengths=[10, 10**12])
-        >>> drawn = list(sampler)
-        >>> len(drawn), max(drawn) < 10**12 + 10
-        (1000, True)
 
     Source of the idea: `torch.utils.data.WeightedRandomSampler`; without replacement, exponential races
     (Efraimidis and Spirakis, 2006).
     """
 
-    decided_by = (("weights", "_signature"), ("replacement", "_replacement"))
-    shown = (("weights", "_weights"), ("replacement", "_replacement"), ("lengths", "_lengths"))
+    decided_by = underscored("weights", "replacement")
+    shown = decided_by
 
-    def __init__(
-        self,
-        weights: Numbers,
-        num_samples: int,
-        replacement: bool = True,
-        seed: int | None = None,
-        lengths: Numbers | None = None,
-    ) -> None:
-        count, advice = operator.length_hint(weights), "give one weight per group of samples, with lengths="
+    def __init__(self, weights: Numbers, num_samples: int, replacement: bool = True, seed: int | None = None) -> None:
+        count, advice = operator.length_hint(weights), "mix groups of samples by weight, with interleave"
         check_fits(16 * count, f"there are {count:,} weights", advice)
         array = np.asarray(weights, dtype=np.float64)
         if array.ndim != 1:
@@ -412,18 +348,7 @@ class WeightedRandomSampler(IndexSampler):
         if bad.size:
             raise ValueError(f"weights[{bad[0]}] is {array[bad[0]]}: give finite numbers, 0 for what is not drawn")
         self._length = check_int("num_samples", num_samples, 0, "give how many indices an epoch draws")
-        if lengths is not None and not replacement:
-            raise ValueError("lengths need replacement=True: otherwise give np.repeat(weights, lengths) as weights")
-        self._lengths = None if lengths is None else lengths_of(lengths)
-        if self._lengths is not None and len(self._lengths) != len(array):
-            text = f"there are {len(array)} weights and {len(self._lengths)} lengths"
-            raise ValueError(f"{text}: give one of each per group of samples")
-        # How likely each sample, or group, is. Weights go up to 1.8e308: divided first, no product overflows.
-        self._shares = array / (array.max() if array.size and array.max() else 1.0)
-        if self._lengths is not None:
-            self._shares = self._shares * self._lengths
-        can_be_drawn = array > 0 if self._lengths is None else (array > 0) & (self._lengths > 0)
-        positive = int(np.count_nonzero(can_be_drawn))
+        positive = int(np.count_nonzero(array))
         if self._length and not positive:
             raise ValueError("weights are all zero, nothing can be drawn: give a positive weight to some sample")
         if not replacement and self._length > positive:
@@ -433,9 +358,8 @@ class WeightedRandomSampler(IndexSampler):
         if len(extreme) and not replacement:
             text = f"weights[{extreme[0]}] is {array[extreme[0]]}: with replacement=False, positive weights lie between"
             raise ValueError(f"{text} {LEAST} and {GREATEST}. Multiply all weights by one number")
-        self._weights = array
-        self._signature = array if self._lengths is None else [array, self._lengths]
-        self._replacement = bool(replacement)
+        self._weights, self._replacement = array, bool(replacement)
+        self._shares = array / (array.max(initial=0) or 1.0)  # weights go up to 1.8e308: no sum of these overflows
         self.order_version = 2 if replacement else 1
         self.seed = resolve_seed(seed)
 
@@ -443,23 +367,16 @@ class WeightedRandomSampler(IndexSampler):
         key = (self.seed, "weighted", epoch)
         if not self._replacement:
             return self._without_replacement(key).take
-        bounds, lengths = np.cumsum(self._shares), self._lengths
+        bounds = np.cumsum(self._shares)
         # Rounding may put a draw on the very end: it belongs to the last index that can be drawn.
-        last = np.flatnonzero(self._weights if lengths is None else self._shares)[-1:]
-        firsts = None if lengths is None else np.cumsum(lengths) - lengths
-        draw, draw_inside = shuffles.uniforms_at(*key, "choice"), shuffles.uniforms_at(*key, "inside")
+        last, draw = np.flatnonzero(self._weights)[-1:], shuffles.uniforms_at(*key, "choice")
 
         def at(positions: Indices) -> Indices:
             draws = draw(positions) * bounds[-1]
             # In ascending order they are found four times as fast among a million bounds.
             ascending = np.argsort(draws)
-            chosen = np.minimum(np.searchsorted(bounds, draws[ascending], side="right"), last)
-            if lengths is not None and firsts is not None:
-                # A second draw inside the group: one number of 53 bits would not reach each of 10**16 samples.
-                inside = (draw_inside(positions[ascending]) * lengths[chosen]).astype(np.int64)
-                chosen = firsts[chosen] + np.minimum(inside, lengths[chosen] - 1)
             found = np.empty(len(positions), np.int64)
-            found[ascending] = chosen
+            found[ascending] = np.minimum(np.searchsorted(bounds, draws[ascending], side="right"), last)
             return found
 
         return at

@@ -117,7 +117,6 @@ class Sampler(Described, Generic[Item_co]):
         seed: the integer that, with the epoch, decides the order; None where nothing is random.
         counts_by_pass: `len_epoch` takes a pass over the data, so loaders do without the length. Epochs differ in
             length. Under ``steps_per_epoch`` loaders read ``epoch_table(EVERY)``, which has no end.
-        grows: batches have more samples in later steps, so ``steps_per_epoch`` does not go with it.
         is_part: it yields the samples of one rank.
         yields_batches: it can be a ``batch_sampler=`` only.
 
@@ -133,7 +132,7 @@ class Sampler(Described, Generic[Item_co]):
 
     # Class attributes, because Gluon's users write subclasses that never call ``super().__init__()``.
     _epoch: int = 0
-    counts_by_pass = grows = is_part = yields_batches = False
+    counts_by_pass = is_part = yields_batches = False
     epoch_request: EpochRequest | None = None  # the last call of `set_epoch`, for the loaders
     seed: int | None = None
     ranks: int | None = None

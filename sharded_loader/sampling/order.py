@@ -22,12 +22,10 @@ seeds, each reads its own order, and no rank can notice it.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -202,7 +200,7 @@ class MapOrder(Order[Signature]):
         is_other = saved.sampler != kind_of(sampling.items) or saved.dataset_length != self.dataset_length
         if cutter is None or saved.batch_size is not None or is_other or _is_cut_as(saved, cutter):
             return position, saved
-        return _Regrouping(saved, sampling, cutter, self.replicas()[0]).regrouped(position)
+        return _regrouped(self, position, saved, cutter)
 
     def _differences(self, saved: Signature, position: Position, strict: bool) -> list[str]:
         sampling, was, now = self.sampling, saved.dataset_length, self.dataset_length
@@ -222,11 +220,11 @@ class MapOrder(Order[Signature]):
             phrases.append(f"a step of all ranks had {saved.step} samples, and has {own.step}: costs= needs it to stay")
         if saved.skip and self.steps is None and _counts_others(saved, own):
             phrases.append("skip= counts steps, and the ranks or the batch size were others then")
-        if not phrases and own.sampler_length is None and own.last_batch == "rollover":
-            outside = states.out_of_epoch(
-                saved, foreign.len_epoch(self.sampler, position.epoch), position.epoch, position.done
-            )
-            phrases += [] if outside is None else [f"the state has {outside}"]
+        length = own.sampler_length
+        if length is None and self.rolls_over:
+            length = known_length(sampling.items, position.epoch)
+        if self.steps is None and length is not None and not -length * position.epoch <= position.done <= length:
+            phrases.append(f"it has {saved.unit} {position.done}, but the epoch has only {length}")
         if strict and position.done:
             phrases += other_arguments(saved, own)
         if phrases:
@@ -371,9 +369,6 @@ class MapOrder(Order[Signature]):
         if self.given_skip and self.steps is None and known_length(sampling.items, 0) is None:
             text = "skip counts the steps of all epochs, and the sampler has no length that is known without a pass"
             raise ValueError(f"{text} over it: give steps_per_epoch=")
-        # They must fit the epochs. The seed of a state may give other lengths, and "auto" other ranks.
-        if self.steps is not None or not (any(sampling.takes_seed) or "auto" in (self._replicas or ())):
-            self._count.check(self.given_skip, self._whole_length)
 
 
 def warn_of_done_steps(given: Ranges, saved: Ranges, done: int) -> None:
@@ -412,82 +407,74 @@ def _text_of_step(size: object, before: int, ranks: int) -> str:
 # -- batches of another size -------------------------------------------------------------------------------------------
 
 
-class _Regrouping:
-    """How positions in batches of another size count in those of a batch sampler.
+def _regrouped(order: MapOrder, position: Position, saved: Signature, cutter: Any) -> tuple[Position, Signature]:
+    """A position in other batches, and the signature of its state, as they count in those of a batch sampler.
 
     R ranks with batches of B samples read the same steps as R * B / b ranks with batches of b samples.
 
     Args:
-        saved: of the state.
-        sampling: as the loader reads it.
-        cutter: the sampler among its samplers that cuts the order into batches.
-        ranks: how many there are now.
+        order: that of the batch sampler.
+        position, saved: of the state.
+        cutter: the sampler among its samplers that cuts it into batches.
     """
+    sampling, number, has_steps = order.sampling, position.epoch, order.steps is not None
+    ranks, step_ranks, own_ranks = saved.num_replicas or 1, saved.step_ranks or 1, order.replicas()[0]
+    before = now = 1  # so many batches of the state are so many of this sampler: ``before`` of b are ``now`` of B
+    twin = cutter
+    if position.done or has_steps:
+        before, now = _sizes(saved, cutter) or (own_ranks, ranks)
+        step_ranks, rest = divmod(step_ranks * before, now)
+        if ranks_of(sampling.items) is None:
+            step_ranks, rest = 1, 0
+        cut = for_ranks(cutter, step_ranks)
+        twin = for_ranks(cut.resized(before, now), saved.step_ranks or 1)
+        is_other = twin is None or not _is_cut_as(saved, twin) or twin.plan != cut.plan
+        if rest or is_other or (step_ranks > 1 and sampling.evaluate):
+            raise _other_batches(saved, sampling)
+    own = order.signature(number, _Rest(number, step_ranks, None))
+    (done, rest), (shift, shifted_rest) = divmod(position.done * before, now), divmod(saved.shift * before, now)
+    length = known_length(for_ranks(sampling.items, 1 if sampling.evaluate else step_ranks), number)
+    if not has_steps:
+        is_over = position.done == saved.sampler_length or (position.mark is not None and position.mark.finished)
+        # At its end an epoch may have fewer rows than batches, and rows that were left out are not read now.
+        if twin.counts_by_pass and (rest or twin.last_batch == "discard"):
+            twin.note_landmark(number, position.landmark or twin.known(number)[0])
+            is_over = twin.epoch_table(number).upto(position.done, position.done + 1) <= position.done
+            length = cutter.len_epoch(number) if is_over else None
+        if is_over:
+            done, rest = done + (rest > 0) if length is None else length, 0
+    elif ranks * before % now or shifted_rest or (length and length * now != known_length(twin, number) * before):
+        raise _other_batches(saved, sampling)  # passes over the sampler would end in other steps
+    if rest:
+        size = cutter.samples_in_batch
+        again = f"{rest * size // now} samples, or rows," if isinstance(size, int) else None
+        raise _other_batches(saved, sampling, again)
+    keeps_step = ranks * before == own_ranks * now or not position.done
+    return replace(position, done=done), replace(
+        saved,
+        sampler_length=own.sampler_length,
+        num_replicas=saved.num_replicas and max(ranks * before // now, 1),
+        step_ranks=step_ranks if step_ranks > 1 else None,
+        shift=shift,
+        sampler_arguments=own.sampler_arguments if keeps_step else saved.sampler_arguments,
+    )
 
-    def __init__(self, saved: Signature, sampling: Sampling, cutter: Any, ranks: int) -> None:
-        self._saved, self._sampling, self._cutter, self._ranks = saved, sampling, cutter, ranks
 
-    def regrouped(self, position: Position) -> tuple[Position, Signature]:
-        """The position, and the signature of its state, with batches of this sampler."""
-        saved, items, cutter, number = self._saved, self._sampling.items, self._cutter, position.epoch
-        factor, ranks, twin, has_steps = (
-            Fraction(1),
-            saved.num_replicas or 1,
-            cutter,
-            self._sampling.steps_per_epoch is not None,
-        )
-        if position.done or has_steps:
-            factor, twin = self._factor()
-        done, step_ranks, shift = (one * factor for one in (position.done, saved.step_ranks or 1, saved.shift))
-        items_then = for_ranks(items, 1 if self._sampling.evaluate else max(int(step_ranks), 1))
-        before, length = known_length(twin, number), known_length(items_then, number)
-        if not has_steps:
-            is_over = position.done == saved.sampler_length or (position.mark is not None and position.mark.finished)
-            # At its end an epoch may have fewer rows than batches, and rows that were left out are not read now.
-            if twin.counts_by_pass and (twin.last_batch == "discard" or done.denominator > 1):
-                twin.note_landmark(number, position.landmark or twin.known(number)[0])
-                is_over = twin.epoch_table(number).upto(position.done, position.done + 1) <= position.done
-                length = cutter.len_epoch(number) if is_over else None
-            if is_over:
-                done = Fraction(math.ceil(done) if length is None else length)
-        elif (ranks * factor).denominator * shift.denominator > 1 or (before and length != before * factor):
-            raise self._error()  # passes over the sampler would end in other steps
-        if done.denominator > 1:
-            raise self._error(f"{done % 1 * cutter.samples_in_batch} samples, or rows,")
-        keeps_step = ranks * factor == self._ranks or not position.done
-        return replace(position, done=int(done)), replace(
-            saved,
-            sampler_length=None if twin.counts_by_pass or find_foreign(items, 0)[0] is not None else length,
-            num_replicas=saved.num_replicas and max(int(ranks * factor), 1),
-            step_ranks=int(step_ranks) if step_ranks > 1 else None,
-            shift=int(shift),
-            sampler_arguments=self._sampling.arguments if keeps_step else saved.sampler_arguments,
-        )
+def _sizes(saved: Signature, cutter: Any) -> tuple[int, int] | None:
+    """The size of a batch in a state and of one of this sampler; None: they have several."""
+    size = next((name for name, attribute in cutter.decided_by if (attribute,) == cutter.sized_by[:1]), None)
+    before = dict(saved.sampler_arguments).get(f"{type(cutter).__name__}.{size}")
+    return (before, getattr(cutter, cutter.sized_by[0])) if isinstance(before, int) and before > 0 else None
 
-    def _factor(self) -> tuple[Fraction, Any]:
-        """How many batches of this sampler are one of the state's, and a sampler with those."""
-        saved, cutter, was = self._saved, self._cutter, dict(self._saved.sampler_arguments)
-        factor = Fraction(self._ranks, saved.num_replicas or 1)  # of steps with as many samples as before
-        size = next((name for name, attribute in cutter.decided_by if (attribute,) == cutter.sized_by[:1]), None)
-        if isinstance(before := was.get(f"{type(cutter).__name__}.{size}"), int) and before > 0:
-            factor = Fraction(before, getattr(cutter, cutter.sized_by[0]))
-        is_for_ranks = ranks_of(self._sampling.items) is not None
-        ranks = (saved.step_ranks or 1) * factor if is_for_ranks else Fraction(1)
-        if ranks.denominator == 1 and (ranks == 1 or not self._sampling.evaluate):
-            own = for_ranks(cutter, int(ranks))
-            twin = for_ranks(own.resized(factor.numerator, factor.denominator), saved.step_ranks or 1)
-            if twin is not None and _is_cut_as(saved, twin) and twin.plan == own.plan:
-                return factor, twin
-        raise self._error()
 
-    def _error(self, again: str | None = None) -> ValueError:
-        """The error for a state of other batches. ``again``: what comes again; None: that is not known."""
-        found = other_arguments(self._saved, replace(self._saved, sampler_arguments=self._sampling.arguments))
-        return ValueError(
-            f"load_state_dict: the state was saved with other batches: {', '.join(found)}. Here "
-            f"{again or f'up to {self._saved.dataset_length} samples'} would come again, or be lost. Make the sampler "
-            "as it was then, or with batches with which all ranks together read as many samples in a step as before"
-        )
+def _other_batches(saved: Signature, sampling: Sampling, again: str | None = None) -> ValueError:
+    """The error for a state of other batches. ``again``: what comes again; None: that is not known."""
+    found = other_arguments(saved, replace(saved, sampler_arguments=sampling.arguments))
+    return ValueError(
+        f"load_state_dict: the state was saved with other batches: {', '.join(found)}. Here "
+        f"{again or f'up to {saved.dataset_length} samples'} would come again, or be lost. Make the sampler as it was "
+        "then, or with batches with which all ranks together read as many samples in a step as before"
+    )
 
 
 def _is_cut_as(saved: Signature, cutter: Any) -> bool:

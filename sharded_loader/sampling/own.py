@@ -1,6 +1,6 @@
 """The samplers of a loader: those that it makes, and how they go with those that the user gave (`Sampling`).
 
-It makes samplers of indices in turn or shuffled, of each index several times, of the share of a rank, and of batches.
+It makes samplers of indices in turn or shuffled, of the share of a rank, and of batches.
 In: how many samples there are, and a seed where order is random. Out: a table per epoch, a pure function of (seed,
 epoch). Any position takes the same time. Shuffles of up to 16 M indices are made whole when the epoch is opened.
 
@@ -22,12 +22,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
 from sharded_loader.base.checks import check_int
-from sharded_loader.base.described import brief
 from sharded_loader.base.imports import provided
-from sharded_loader.randomness.rng import repeated_index
 from sharded_loader.randomness.shuffle import MAX_LENGTH, Indices, shuffle
 from sharded_loader.sampling import base
 from sharded_loader.sampling.base import DrawnSeed, Sampler, WrapperSampler, is_own, nested, resolve_seed
@@ -117,90 +113,6 @@ class RandomSampler(IndexSampler):
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
         return shuffle(self._length, self.seed, "order", epoch)
-
-
-# -- each sample several times -----------------------------------------------------------------------------------------
-
-
-class RepeatedSampler(WrapperSampler[int]):
-    """Each index of another order ``copies`` times, one behind the other, and each copy with its own random numbers.
-
-    This is repeated augmentation: the copies of a sample are augmented differently, because `sample_rng`,
-    `sample_generator` and ``transform(fn, seeded=True)`` know the copy. Under ``num_replicas`` the copies go to
-    different ranks. On one rank they lie in one batch.
-
-    Without ``sampler`` it repeats the loader's own order: ``ShardedDataLoader(dataset, 64, shuffle=True,
-    sampler=RepeatedSampler(3))``. That is the only sampler that may come with ``shuffle``.
-
-    Args:
-        copies: how many times each sample comes in an epoch.
-        sampler: any sampler of single indices. None: the order that the loader would have without a sampler.
-        seed: starts ``sampler`` if another library made it. None draws one if it is needed.
-
-    Raises:
-        TypeError, ValueError: ``copies`` is no integer of at least 1, or ``sampler`` is no sampler.
-
-    Example:
-        >>> from sharded_loader import SequentialSampler, ShardedDataLoader
-        >>> list(RepeatedSampler(2, SequentialSampler(3)))
-        [0, 0, 1, 1, 2, 2]
-        >>> loader = ShardedDataLoader(range(3), 4, sampler=RepeatedSampler(2))
-        >>> [batch.tolist() for batch in loader]
-        [[0, 0, 1, 1], [2, 2]]
-
-    Source of the idea: Hoffer et al., "Augment your batch" (2019), MultiGrain (2019), timm's ``RepeatAugSampler``.
-    """
-
-    decided_by = (("copies", "copies"),)
-    fixed = ("copies",)
-    sampler: Any
-
-    def __init__(self, copies: int, sampler: Iterable[object] | None = None, *, seed: int | None = None) -> None:
-        self.copies = check_int("copies", copies, 1, "give how many times each sample comes in an epoch")
-        if sampler is None:  # until a loader has put its own order inside
-            self.sampler, self._shares_epoch, self.seed = None, False, 0
-        else:
-            super().__init__(sampler, seed)
-
-    def epoch_table(self, epoch: int) -> Table:
-        self._check()
-        return _Copied(table_of(self.sampler, epoch, self.seed), self.copies)
-
-    def len_epoch(self, epoch: int) -> int:
-        self._check()
-        return self.copies * len_epoch(self.sampler, epoch)
-
-    def _check(self) -> None:
-        if self.sampler is None:
-            advice = "give it to a loader as sampler=, or give it a sampler as its second argument"
-            raise ValueError(f"RepeatedSampler({self.copies}) has no order to repeat: {advice}")
-
-
-class _Copied(Table):
-    """The items of another table, each of them several times. The first copy is a plain int."""
-
-    def __init__(self, table: Table, copies: int) -> None:
-        self._table, self._copies = table, copies
-        self._block = min(table.block, 1024)
-        self._last: tuple[int, Any] = -1, None  # an iterator is not read twice for copies in two batches
-
-    def upto(self, begin: int, end: int) -> int:
-        copies = self._copies
-        return min(end, copies * self._table.upto(begin // copies, parts(end, copies, cut=False)))
-
-    def at(self, positions: Indices) -> list[Any]:
-        places, which = np.unique(positions // self._copies, return_inverse=True)
-        held, item = self._last
-        known = [item] if held == places[0] else []
-        found = self._table.at(places[len(known) :]) if len(places) > len(known) else []
-        items = known + (found.tolist() if isinstance(found, np.ndarray) else found)
-        self._last = int(places[-1]), items[-1]
-        kinds, copies = [int, *map(repeated_index, range(1, self._copies))], positions % self._copies
-        try:
-            return [kinds[copy](items[place]) for place, copy in zip(which.tolist(), copies.tolist(), strict=True)]
-        except (TypeError, ValueError):
-            text = f"RepeatedSampler repeats single integer indices, and its sampler yields {brief(items[0])}"
-            raise TypeError(f"{text}: put the RepeatedSampler inside the batch sampler") from None
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -441,8 +353,8 @@ class Sampling:
 
 
 def takes_order(sampler: object) -> bool:
-    """Whether the loader makes the order: without a sampler, or with one that repeats the loader's order."""
-    return sampler is None or (isinstance(sampler, RepeatedSampler) and sampler.sampler is None)
+    """Whether the loader makes the order: without a sampler, or with one that has to wrap the loader's order."""
+    return sampler is None or (base.is_wrapper(sampler) and sampler.inner is None)
 
 
 def _of_first(sampler: Any, length: int, now: int | None) -> Any:
@@ -495,9 +407,6 @@ def _check(given: Sampling) -> None:
             text = "batch_size, shuffle, sampler and last_batch must not be specified if batch_sampler is specified"
             raise ValueError(f"{text}: it decides all of that. drop_last is torch's name for last_batch")
         base.check_sampler(batch_sampler, "batch_sampler")
-        if getattr(batch_sampler, "grows", False) and given.steps_per_epoch is not None:
-            kind = type(batch_sampler).__name__
-            raise ValueError(f"steps_per_epoch needs epochs of equally many batches: leave it out, a {kind} has others")
     elif getattr(sampler, "yields_batches", False):
         kind = type(sampler).__name__
         raise TypeError(f"sampler is a {kind}, which yields batches: give it as batch_sampler=, without batch_size")

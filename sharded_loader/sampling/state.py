@@ -171,15 +171,9 @@ def parse(state: Any) -> tuple[Position, Signature]:
     entries.check_version(state, _ADVICE)
     signature = entries.parsed(Signature, state, _ADVICE)
     unit = signature.unit
-    if unit not in state:
-        raise ValueError(f"the state has no {unit!r}, and its 'batch_size' is {signature.batch_size}: {_ADVICE}")
     epoch = entries.read_entry(state, "epoch", integer(0), _ADVICE)
-    done = entries.read_entry(state, unit, integer(), _ADVICE)
-    if done < 0 and signature.last_batch != "rollover":
-        text = f"the state's {unit!r} must be at least 0, got {brief(done)}"
-        raise ValueError(f"{text}: only with 'last_batch' \"rollover\" it may be less: {_ADVICE}")
-    if (outside := out_of_epoch(signature, signature.sampler_length, epoch, done)) is not None:
-        raise ValueError(f"the state has {outside}: {_ADVICE}")
+    may_be_early = signature.last_batch == "rollover"  # an epoch may begin with samples of the one before
+    done = entries.read_entry(state, unit, integer() if may_be_early else integer(0), _ADVICE)
     landmark = None if "landmark" not in state else entries.read_entry(state, "landmark", list_of(integer(0)), _ADVICE)
     if landmark is not None and len(landmark) != 2:
         raise ValueError(f"the state's 'landmark' must have two numbers, got {brief(landmark)}: {_ADVICE}")
@@ -249,27 +243,6 @@ def shifted(position: Position, saved: Signature, own: Signature, endless: bool)
     if rest or length is None or length % ranks or length % (saved.num_replicas or 1) or shift % ranks:
         return None
     return shift
-
-
-def out_of_epoch(saved: Signature, length: int | None, epoch: int, done: int) -> str | None:
-    """Why a position lies outside of its epoch, in words; None if it does not.
-
-    With rollover an epoch may begin with samples of the epochs before it. How many they are depends on the batch sizes
-    and ranks of those epochs, which the state does not tell: at most all samples of them.
-
-    Example:
-        >>> saved = Signature(7, 10, "SequentialSampler", 10, (), 3, "rollover")
-        >>> out_of_epoch(saved, 10, 5, -2), out_of_epoch(saved, 10, 0, -2)
-        (None, 'samples -2, but epoch 0 begins at 0 at the earliest (sampler_length 10)')
-    """
-    if length is None or saved.steps_per_epoch is not None:
-        return None
-    if done > length:
-        return f"{saved.unit} {done}, but the epoch has only {length} (sampler_length)"
-    first = -length * epoch if saved.last_batch == "rollover" else 0
-    if done >= first:
-        return None
-    return f"{saved.unit} {done}, but epoch {epoch} begins at {first} at the earliest (sampler_length {length})"
 
 
 def other_arguments(saved: Signature, own: Signature) -> list[str]:

@@ -23,7 +23,7 @@ says how many batches that is. Where it begins follows from the lengths alone, s
 before it.
 
 What can go wrong: an iterator of another library raises an error, or yields more or fewer items than its length says
-(ValueError). Ranges of steps are reversed, overlap, or reach beyond the end of an epoch.
+(ValueError). Ranges of steps are reversed, or overlap.
 """
 
 from __future__ import annotations
@@ -40,12 +40,10 @@ import numpy as np
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import an
 from sharded_loader.engine.split import are_plain, plain_index
-from sharded_loader.randomness.shuffle import IN_MEMORY, Indices, is_computed, recipe_of
+from sharded_loader.randomness.shuffle import IN_MEMORY, Indices
 
 BLOCK = 2**15
 """How many indices are made at once. 256 KB of indices and their temporaries stay in the second-level cache."""
-BATCHES = 64
-"""How many batches a batch sampler of ours makes at once: to ask for one takes 12 us, whatever its size."""
 
 
 def parts(count: int, size: int, cut: bool) -> int:
@@ -61,7 +59,7 @@ def parts(count: int, size: int, cut: bool) -> int:
 def checksum_of(numbers: Any, before: int = 0) -> int:
     """The same for equal numbers of any dtype, in a list, an array or a range; 3 ms for a million.
 
-    Of a range, or a part of a shuffle, that is too long to be looked at: the same where it is made in the same way.
+    Of a range that is too long to be looked at: the same where it is made in the same way.
 
     Args:
         numbers: the numbers.
@@ -71,8 +69,8 @@ def checksum_of(numbers: Any, before: int = 0) -> int:
         >>> checksum_of(range(3)) == checksum_of(np.array([0, 1, 2], np.uint8)) != checksum_of([0, 1, 3])
         True
     """
-    if is_computed(numbers) and len(numbers) > IN_MEMORY:
-        return zlib.crc32(recipe_of(numbers).encode(), before)
+    if isinstance(numbers, range) and len(numbers) > IN_MEMORY:
+        return zlib.crc32(repr(numbers).encode(), before)
     array = np.asarray(numbers)
     return zlib.crc32(array.astype("<f8" if array.dtype.kind == "f" else "<i8", copy=False).tobytes(), before)
 
@@ -240,32 +238,6 @@ class Filled(Table):
             self._last = items[-1:]
         fillers = [self._last] * (len(positions) - len(within))
         return joined([items, *fillers] if len(within) else fillers)
-
-
-def in_step(count: int, ranks: int, order: Callable[[int], Indices]) -> tuple[int, Callable[[Indices], Indices]]:
-    """Put neighbours into one step: groups of as many items as there are ranks, and the groups in any order.
-
-    Args:
-        count: the number of items.
-        ranks: the size of a group. The items before fill the last group, so that it has items of its kind.
-        order: how many groups there are -> the order of them.
-
-    Returns:
-        The number of positions, which ``ranks`` divides; and a function from positions to items.
-
-    Example:
-        >>> length, item = in_step(5, 2, lambda groups: np.arange(groups)[::-1])
-        >>> item(np.arange(length))
-        array([3, 4, 2, 3, 0, 1])
-    """
-    groups = parts(count, ranks, cut=False)
-    numbers = order(groups)
-
-    def at(positions: Indices) -> Indices:
-        first = np.minimum(numbers[positions // ranks] * ranks, count - ranks)
-        return (first + positions % ranks) % count
-
-    return groups * ranks, at
 
 
 class Dealt(Table):
@@ -581,8 +553,6 @@ Ranges = tuple[tuple[int, int], ...]
 Length = Callable[[int], int]
 
 _ADVICE = "give pairs of steps (first, last), counted from 0 since the first epoch: skip=[(41700, 41720)]"
-_EMPTY = 1000
-"""Epochs without a step, after which none is looked for."""
 
 
 def check_skip(skip: Any) -> Ranges:
@@ -660,27 +630,3 @@ class StepCount:
         """The batches that an epoch leaves out, by their numbers in it. They may reach beyond its end."""
         begin = self.before(epoch, length) if ranges else 0
         return tuple(range(max(0, first - begin), last + 1 - begin) for first, last in ranges if last >= begin)
-
-    def place_of(self, step: int, length: Length) -> tuple[int, int]:
-        """The epoch of a step that is counted since the first epoch, and its number there.
-
-        Raises:
-            ValueError: the epochs have no batches.
-        """
-        epoch = 0 if self._steps is None else step // self._steps
-        while (end := self.before(epoch + 1, length)) <= step:
-            epoch += 1
-            if not end and epoch > _EMPTY:
-                raise ValueError(f"there is no step {step}: the first {_EMPTY} epochs have no batch")
-        return epoch, step - self.before(epoch, length)
-
-    def check(self, ranges: Ranges, length: Length) -> None:
-        """Refuse a range that reaches beyond the end of the epoch that it begins in."""
-        for first, last in ranges:
-            epoch, _ = self.place_of(first, length)
-            end = self.before(epoch + 1, length)
-            if last >= end:
-                text = f"skip has {first, last}, which reaches beyond epoch {epoch}: its last step is {end - 1}"
-                raise ValueError(
-                    f"{text}. Leave out a part of each epoch: skip=[({first}, {end - 1}), ({end}, {last})]"
-                )

@@ -124,7 +124,7 @@ def _entries_beside(store: ObjectStore, urls: Sequence[str]) -> dict[str, ShardE
 
 
 def named_by(url: str) -> list[str]:
-    """The names and patterns that a name with braces means, as in a shell: ``{000..012}``, ``{train,test}``.
+    """The names and patterns that a name with numbers in braces means, such as ``{000..012}``.
 
     On this machine, braces that are part of an existing name are that name.
     """
@@ -135,38 +135,24 @@ def named_by(url: str) -> list[str]:
 MOST_NAMES = 1_000_000
 """That braces may mean: more are a mistake, and would fill the memory."""
 
-_BRACES = re.compile(r"\{((?:-?\d+\.\.-?\d+|[a-z]\.\.[a-z]|[A-Z]\.\.[A-Z])(?:\.\.-?\d+)?|[^{}]*,[^{}]*)\}")
-
 
 def expanded(text: str) -> list[str]:
-    """A text with each choice that its braces name.
+    """A text with each number that its braces name; the first number has as many digits as all.
 
     Raises:
         ValueError: they are more than `MOST_NAMES`.
 
     Example:
-        >>> expanded("{train,test}-{08..10}.tar")[2:4], expanded("{a..e..2}{x}")
-        (['train-10.tar', 'test-08.tar'], ['a{x}', 'c{x}', 'e{x}'])
+        >>> expanded("{08..10}.tar"), expanded("{0..1}{0..1}"), expanded("{a}")
+        (['08.tar', '09.tar', '10.tar'], ['00', '01', '10', '11'], ['{a}'])
     """
-    parts = _BRACES.split(text)
-    choices = [_choices(part) if number % 2 else [part] for number, part in enumerate(parts)]
-    if math.prod(map(len, choices)) > MOST_NAMES:
+    parts = re.split(r"\{(\d+\.\.\d+)\}", text)
+    ranges = [part.split("..") for part in parts[1::2]]
+    if math.prod(max(0, int(last) - int(first) + 1) for first, last in ranges) > MOST_NAMES:
         raise ValueError(f"the braces of {shown(text)} mean more than {MOST_NAMES:,} names: check their numbers")
-    names = map("".join, product(*choices))
-    is_nested = len(parts) > 1 and "{" in "".join(parts[::2])
-    return [one for name in names for one in expanded(name)] if is_nested else list(names)
-
-
-def _choices(inside: str) -> list[str]:
-    """What is between two braces, as its choices; of too many, one more than are allowed."""
-    if "," in inside:
-        return inside.split(",")
-    first, last, step = f"{inside}..1".split("..")[:3]
-    is_number, by = first[-1].isdigit(), abs(int(step)) or 1
-    begin, end = map(int if is_number else ord, (first, last))
-    numbers = (range(begin, end + 1, by) if begin <= end else range(begin, end - 1, -by))[: MOST_NAMES + 1]
-    width = max(map(len, (first, last))) if re.search(r"\b0\d", f"{first} {last}") else 0
-    return [f"{number:0{width}}" if is_number else chr(number) for number in numbers]
+    choices = [[f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)] for first, last in ranges]
+    texts = [[part] for part in parts[::2]]
+    return list(map("".join, product(*chain.from_iterable(zip(texts, [*choices, [""]], strict=True)))))
 
 
 def absolute(url: str) -> str:

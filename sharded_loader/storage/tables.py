@@ -16,13 +16,8 @@ is Python's list.
 pyarrow's readers crash if two threads use one. So one thread at a time decodes a shard, and the others take the group
 that it has decoded. Files are read, and not mapped: a mapped file that is cut ends the process with SIGBUS.
 
-pyarrow counts the rows of an Arrow file by reading all of it, so this module finds the messages of the file by itself:
-
-    messages(_Pieces(file)) -> rows of kind, begin, end, number, adds: one for each message
-    needed(messages, batch) -> the rows that decode a record batch: the schema, its dictionaries, the batch
-
-An IPC file is an IPC stream between a mark and a footer. A message is a marker, the size of its head, the head (a
-FlatBuffer) and a body of buffers.
+To count the rows of an Arrow file, pyarrow reads its footer and one small column. A stream has no footer: it is read
+once, and the index notes where each batch lies. A batch with dictionaries may need those of all batches before it.
 
 What can go wrong: pyarrow is not installed, the file is of another format or damaged. All are a `ShardError`, which
 names the rows.
@@ -32,7 +27,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,8 +51,8 @@ groups, of 64 MB each."""
 OBJECT_BYTES = 64
 """About what Python adds to each string or list of a decoded column."""
 
-SCHEMA, DICTIONARY, BATCH = 1, 2, 3
-MARK, MAGIC = b"\xff\xff\xff\xff", b"ARROW1"
+MAGIC = b"ARROW1"
+"""How an Arrow file begins that is no stream."""
 
 Columns = dict[str, Any]
 """Arrays and lists of the same length, by name."""
@@ -187,7 +181,7 @@ class Parquet(TableFormat):
     def _counted(self, file: ShardFile) -> tuple[Any, Index]:
         from pyarrow import parquet  # first: without it, no byte is read
 
-        tail = footer(file, b"PAR1")
+        tail = _footer(file)
         metadata = parquet.read_metadata(io.BytesIO(b"PAR1" + tail))
         counts = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         if sum(counts) != metadata.num_rows or min(counts, default=0) < 0:
@@ -207,33 +201,61 @@ class Parquet(TableFormat):
         return file.kept["table"].read_row_group(number, self.columns, use_threads=False)
 
 
+def _footer(file: ShardFile) -> bytes:
+    """The end of a Parquet file: a footer, its length in four bytes, and a mark."""
+    [tail] = file.ranges([file.size - file.guess], [file.size])
+    length = int.from_bytes(tail[-8:-4], "little") + 8
+    if not tail.endswith(b"PAR1") or length > file.size:
+        raise ValueError(f"its end is missing at byte {file.size}")
+    return tail[-length:] if length <= len(tail) else file.ranges([file.size - length], [file.size])[0]
+
+
 class Arrow(TableFormat):
     """The format of ``.arrow`` and ``.feather`` shards: Arrow's IPC files (version 2) and IPC streams."""
 
     name = "arrow"
     suffixes: tuple[str, ...] = (".arrow", ".feather")
+    scans = True
 
     def _counted(self, file: ShardFile) -> tuple[Any, Index]:
         import pyarrow
 
-        pieces = _Pieces(file)
-        found = messages(pieces)
-        schema = pyarrow.ipc.read_schema(pyarrow.py_buffer(pieces.at(*found[0, 1:3].tolist())))
-        if pieces.is_file:
-            whole = pyarrow.ipc.open_file(pyarrow.py_buffer(MAGIC.ljust(8, b"\0") + pieces.footer))
-            if whole.schema != schema or whole.num_record_batches != (found[:, 0] == BATCH).sum():
-                raise ValueError("its footer does not fit")
-        counts = found[found[:, 0] == BATCH, 3]
-        for number in np.flatnonzero(counts == 0).tolist():  # they are not read later: a damaged length may be 0
-            self._take(file, {"messages": found}, number).validate(full=True)
-        return counts, {"messages": found}
+        stream, index = file.stream(), Index()
+        if stream.read(len(MAGIC)) == MAGIC:
+            schema = pyarrow.ipc.open_file(stream).schema
+            small = [number for number, kind in enumerate(schema.types) if pyarrow.types.is_primitive(kind)]
+            options = pyarrow.ipc.IpcReadOptions(included_fields=(small or [0])[:1], use_threads=False)
+            opened = pyarrow.ipc.open_file(stream, options=options)
+            counts = [opened.get_batch(number).num_rows for number in range(opened.num_record_batches)]
+        else:
+            stream.seek(0)
+            opened = pyarrow.ipc.open_stream(stream)
+            counts, ends = [], [stream.tell()]
+            for batch in opened:
+                counts.append(batch.num_rows)
+                ends.append(stream.tell())
+            if not ends[-1] < stream.tell() == file.size or any(file.ranges([file.size - 4], [file.size])[0]):
+                raise ValueError(f"there is no whole batch, and no end, at byte {ends[-1]}")
+            needs_all = "dictionary<" in str(opened.schema.types)
+            index = {"begins": np.array([ends[0]] * len(counts) if needs_all else ends[:-1]), "stops": np.array(ends)}
+        for number in np.flatnonzero(np.array(counts) == 0).tolist():  # not read later: a damaged length may be 0
+            self._take(file, index, number).validate(full=True)
+        return np.array(counts, np.int64), index
 
     def _take(self, file: ShardFile, index: Index, number: int) -> Any:
         import pyarrow
 
-        where = needed(index["messages"], number)
-        parts = file.ranges(where[:, 1].tolist(), where[:, 2].tolist())
-        batch = pyarrow.ipc.open_stream(b"".join(parts)).read_next_batch()
+        if "begins" in index:
+            begins, stops = index["begins"].tolist(), index["stops"].tolist()
+            parts = file.ranges([0, begins[number]], [stops[0], stops[number + 1]])
+            batches = pyarrow.ipc.open_stream(b"".join(parts))
+            for _ in range(number if begins[number] == begins[0] else 0):
+                batches.read_next_batch()
+            batch = batches.read_next_batch()
+        else:
+            if "table" not in file.kept:
+                file.kept["table"] = pyarrow.ipc.open_file(file.stream().detach())
+            batch = file.kept["table"].get_batch(number)
         self._check_names(file, batch.schema.names)
         return batch if self.columns is None else batch.select(self.columns)
 
@@ -306,138 +328,3 @@ def _in_place(where: Int64s, parts: Sequence[Any], empty: Empty) -> Any:
         out[where] = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return out
     return default_batchify_fn.assemble(in_order(where, chain.from_iterable(parts)), empty)
-
-
-# -- heads and footers -------------------------------------------------------------------------------------------------
-
-
-def footer(file: ShardFile, mark: bytes) -> bytes:
-    """The end of a file: a footer, its length in four bytes, and a mark."""
-    [tail] = file.ranges([file.size - file.guess], [file.size])
-    length = int.from_bytes(tail[-4 - len(mark) : -len(mark)], "little") + 4 + len(mark)
-    if not tail.endswith(mark) or length > file.size:
-        raise ValueError(f"its end is missing at byte {file.size}")
-    return tail[-length:] if length <= len(tail) else file.ranges([file.size - length], [file.size])[0]
-
-
-class _Pieces:
-    """The heads of the messages of an Arrow file, without what lies between them.
-
-    Of an IPC file, the footer says where they are, so they are read at once. In a stream, each message says where the
-    next one begins.
-
-    Attributes:
-        is_file: whether it is an IPC file; otherwise a stream.
-        begin, end: where the messages lie.
-        footer: of an IPC file, with its length and mark.
-    """
-
-    def __init__(self, file: ShardFile) -> None:
-        self._file, self.begin, self.end, self.footer = file, 0, file.size, b""
-        self._known = {0: file.ranges([0], [file.guess])[0]}
-        self.is_file = self._known[0].startswith(MAGIC)
-        if self.is_file:
-            self.footer = footer(file, MAGIC)
-            self.begin, self.end = 8, file.size - len(self.footer)
-            spans = [(begin, end) for begin, end in _blocks(self.footer) if 0 <= begin < end <= self.end]
-            begins, ends = [begin for begin, _ in spans], [end for _, end in spans]
-            self._known.update(zip(begins, file.ranges(begins, ends), strict=True))
-
-    def at(self, begin: int, end: int) -> bytes:
-        """These bytes, as far as they lie before the end of the messages."""
-        end = min(end, self.end)
-        for known in (begin, 0):
-            piece = self._known.get(known, b"")
-            if end <= known + len(piece):
-                return piece[begin - known : end - known]
-        return self._file.ranges([begin], [end])[0]
-
-
-def _blocks(tail: bytes) -> list[tuple[int, int]]:
-    """Where the heads of batches and dictionaries lie, as the footer of an IPC file says."""
-    (root,) = struct.unpack_from("<I", tail)
-    found: list[tuple[int, int]] = []
-    for field in (2, 3):
-        if _field(tail, root, field):
-            vector = _inside(tail, root, field)
-            (count,) = struct.unpack_from("<I", tail, vector)
-            kind = [("begin", "<i8"), ("head", "<i4"), ("", "<i4"), ("body", "<i8")]
-            rows = np.frombuffer(tail, kind, count, vector + 4)
-            found += zip(rows["begin"].tolist(), (rows["begin"] + rows["head"]).tolist(), strict=True)
-    return found
-
-
-# -- messages of Arrow files -------------------------------------------------------------------------------------------
-
-
-def messages(pieces: _Pieces) -> Int64s:
-    """One row for each message: kind, begin, end, number, adds.
-
-    The number is that of the rows of a batch, or the id of a dictionary. ``adds`` is 1 if it adds to the dictionary.
-    """
-    offset, end, guess = pieces.begin, pieces.end, 512
-    found: list[tuple[int, ...]] = []
-    while offset < end:
-        head = pieces.at(offset, offset + guess)
-        begin, length = _head(head)
-        if found and length == 0 and offset + begin == end:
-            return np.array(found, np.int64).reshape(-1, 5)
-        if 0 < length < end - offset and begin + length > len(head):
-            head = pieces.at(offset, offset + begin + length)
-        guess = begin + max(0, min(length, 1 << 16))  # the heads of most batches are equally long
-        head = head[begin : begin + max(0, length)]
-        if len(head) != length or not head:
-            break
-        kind, table, body = _message(head)
-        number, adds = _number(head, table, 0, "<q"), _number(head, table, 2, "<?") if kind == DICTIONARY else 0
-        after = offset + begin + length + body
-        if not SCHEMA <= kind <= BATCH or (kind == SCHEMA) == bool(found) or min(body, number, end - after) < 0:
-            break
-        found.append((kind, offset, after, number if kind != SCHEMA else 0, int(adds)))
-        offset = after
-    if found and pieces.is_file and offset == end:  # old writers end without a mark
-        return np.array(found, np.int64).reshape(-1, 5)
-    raise ValueError(f"there is no whole message at byte {offset}")
-
-
-def needed(rows: Int64s, batch: int) -> Int64s:
-    """The rows of `messages` that decode a record batch, in their order."""
-    last = int(np.flatnonzero(rows[:, 0] == BATCH)[batch])
-    kept: dict[int, list[int]] = {}
-    for position in np.flatnonzero(rows[:last, 0] == DICTIONARY).tolist():
-        _, _, _, number, adds = rows[position].tolist()
-        kept[number] = [*(kept.get(number, []) if adds else []), position]
-    return rows[[0, *sorted(position for chain in kept.values() for position in chain), last]]
-
-
-def _head(message: bytes) -> tuple[int, int]:
-    """Where the head of a message begins, and how long it is. Writers before 2019 leave the mark out."""
-    begin = 8 if message[:4] == MARK else 4
-    return begin, struct.unpack_from("<i", message, begin - 4)[0]
-
-
-def _message(head: bytes) -> tuple[int, int, int]:
-    """The kind of a message, where its table lies, and the length of its body."""
-    (root,) = struct.unpack_from("<I", head)
-    return _number(head, root, 1, "<B"), _inside(head, root, 2), _number(head, root, 3, "<q")
-
-
-def _field(head: bytes, table: int, field: int) -> int:
-    """Where a field of a FlatBuffer's table lies; 0 if the table has none."""
-    start = table - struct.unpack_from("<i", head, table)[0]
-    (size,) = struct.unpack_from("<H", head, start)
-    offset = struct.unpack_from("<H", head, start + 4 + 2 * field)[0] if 4 + 2 * field < size else 0
-    return table + offset if offset else 0
-
-
-def _number(head: bytes, table: int, field: int, kind: str) -> Any:
-    offset = _field(head, table, field)
-    return struct.unpack_from(kind, head, offset)[0] if offset else 0
-
-
-def _inside(head: bytes, table: int, field: int) -> int:
-    """Where the table or vector begins that a field points to."""
-    offset = _field(head, table, field)
-    if not offset:
-        raise ValueError("a part of its head is missing")
-    return offset + int(struct.unpack_from("<I", head, offset)[0])

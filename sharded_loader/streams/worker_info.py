@@ -3,6 +3,7 @@
     before = tell(Part(...))    this thread is told of the part
     here.part = before          and no more
     told()                      the part of this thread, also where torch is not imported
+    this_worker()               its number, or that of torch's worker, and how many there are
     tell_of_worker(number, ...)     this process is a worker of torch's kind
 
 torch keeps one answer for the whole process. Threads that read different parts need one each. So torch's function gets
@@ -16,11 +17,11 @@ function any more. Then parts get torch's own answer.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from typing import Any
 
 from sharded_loader.base.private import answer_for_torch, set_worker_info, worker_info
-from sharded_loader.data.inspection import ask_first
 from sharded_loader.engine.messages import Job
 
 
@@ -104,7 +105,20 @@ def told() -> Part | None:
     return part
 
 
-ask_first(lambda: None if (part := told()) is None else part.place)
+def this_worker() -> tuple[int, int] | None:
+    """The number of this part, or of this worker, and how many there are; None outside workers.
+
+    A worker of this library that has not imported torch cannot ask torch, but knows its part.
+
+    Example:
+        >>> this_worker() is None
+        True
+    """
+    if (part := told()) is not None:
+        return part.place
+    torchs: Any = sys.modules.get("torch.utils.data")
+    info = None if torchs is None else torchs.get_worker_info()
+    return None if info is None else (info.id, info.num_workers)
 
 
 def tell_of_worker(number: int, num_workers: int, seed: int, job: Job) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sharded_loader import InlinePool, PackedList, ProcessPool, RandomSampler, SimpleDataset, ThreadPool
+from sharded_loader import InlinePool, ProcessPool, RandomSampler, SimpleDataset, ThreadPool
 from sharded_loader.base.described import brief, call_of
 
 
@@ -25,13 +25,12 @@ from sharded_loader.base.described import brief, call_of
         ({1: 2}, "<dict of length 1>"),
         (torch.zeros(3), "<torch.Tensor of length 3>"),
         (RandomSampler(3, seed=1), "RandomSampler(length=3, seed=1)"),
-        (PackedList(["a"]), "PackedList(1 str, 17 bytes: ['a'])"),
         (SimpleDataset("abc"), "SimpleDataset(3 samples of str)"),
         (object(), "<object>"),
         (print, "<print>"),
         (RandomSampler, "<RandomSampler>"),
     ],
-    ids=range(15),
+    ids=range(14),
 )
 def test_a_value_is_told_in_a_few_words(value: Any, text: str) -> None:
     assert brief(value) == text

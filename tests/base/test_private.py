@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import types
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import multiprocess.forkserver
@@ -160,11 +159,9 @@ def test_multiprocess_without_the_names_has_its_own_ways(monkeypatch: pytest.Mon
     monkeypatch.delattr(multiprocess.resource_tracker, "_resource_tracker")
     monkeypatch.delattr(multiprocess.util, "_args_from_interpreter_flags")
     monkeypatch.setattr(multiprocess.forkserver, "_forkserver", object())
-    monkeypatch.delattr(ForkingPickler, "_extra_reducers")
     private.forget_child(object())
     assert private.tracker_descriptor() is None and private.interpreter_flags() == []
     assert private.has_forkserver_preload() and private.forget_forkserver() is None
-    assert private.reducer_of(int) is None
 
 
 def test_torch_without_the_names_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from sharded_loader import CacheMismatchError
 from sharded_loader.base.limits import Limit
 from sharded_loader.base.system import write_at
 from sharded_loader.caching import store as stores
-from sharded_loader.caching.locks import locked
+from sharded_loader.caching.shared import locked
 from sharded_loader.caching.store import MAGIC, MISSING, UNFINISHED, Store, open_store
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="forks")

@@ -432,9 +432,9 @@ def test_a_copy_that_outlives_the_memory_reads_uncached(tmp_path: Path) -> None:
 def test_a_program_may_end_with_a_cache(tmp_path: Path) -> None:
     """The interpreter clears modules before the last objects: here what the lock of files is made of."""
     program = (
-        "from sharded_loader import SimpleDataset\nfrom sharded_loader.caching import locks\n"
+        "from sharded_loader import SimpleDataset\nfrom sharded_loader.caching import shared\n"
         f"caches = [SimpleDataset([1, 2]).cache(99), SimpleDataset([1]).cache(path={str(tmp_path / 'it')!r})]\n"
-        "print(caches[0][1])\nlocks._file_lock = None\n"
+        "print(caches[0][1])\nshared._file_lock = None\n"
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("2\n", "")

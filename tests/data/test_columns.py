@@ -589,9 +589,3 @@ def test_what_has_a_shape_and_a_sampler_keeps_its_samples() -> None:
         assert [batch.tolist() for batch in loader(Lazy(NUMBERS), 2, sampler=[3, 1])] == [NUMBERS[[3, 1]].tolist()]
     with pytest.raises(TypeError, match="without a length"):
         ArrayDataset(Lazy(np.array(3)))
-
-
-@pytest.mark.parametrize("kind", [Lazy, WithLength])
-def test_labels_may_be_an_array_of_another_library(kind: Any) -> None:
-    one, other = SimpleDataset(range(8)).split([4, 4], seed=0, stratify=kind(np.arange(8) % 2))
-    assert sorted(index % 2 for index in one) == [0, 0, 1, 1] and len(other) == 4

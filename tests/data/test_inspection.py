@@ -27,7 +27,6 @@ import sharded_loader.torch
 from sharded_loader import (
     ArrayDataset,
     LoaderWarning,
-    PackedList,
     ProcessPool,
     ShardDataset,
     ShardedDataLoader,
@@ -248,7 +247,7 @@ MAKERS: dict[str, Any] = {
     "list": lambda k: list(range(k, k + 40)),
     "pairs": lambda k: [(f"/data{k}/{i}.jpg", i + k) for i in range(40)],
     "dicts": lambda k: [{"text": f"number {i + k}"} for i in range(40)],
-    "packed": lambda k: PackedList([f"number {i + k}" for i in range(40)]),
+    "strings": lambda k: np.array([f"number {i + k}" for i in range(40)]),
     "wrapped": lambda k: SimpleDataset(ROWS + k).transform(abs).take(30).cache(),
     "chosen": lambda k: SubsetDataset(ROWS, [k, *range(20)]),
     "torch's": lambda k: ConcatDataset([Subset(TensorDataset(torch.arange(40) + k), range(9))]),

@@ -14,7 +14,6 @@ from sharded_loader import (
     ArrayDataset,
     ConcatDataset,
     Dataset,
-    PackedList,
     Placement,
     ProcessPool,
     SequentialSampler,
@@ -292,16 +291,6 @@ def test_torchs_stack_dataset_does_not_bring_an_ignored_override_back() -> None:
     assert [int(x) for x in next(iter(ShardedDataLoader(stacked, 3)))[0]] == [-1, -2, -3]
     others = StackDataset(x=NegativeOthers(), y=TensorDataset(torch.arange(N)))
     assert next(iter(ShardedDataLoader(others, 3)))["x"].tolist() == [-1, -2, -3]
-
-
-def test_a_packed_list_reads_its_override() -> None:
-    class Upper(PackedList):  # type: ignore[type-arg]
-        def __getitem__(self, index: Any) -> Any:
-            return super().__getitem__(index).upper()
-
-    names = Upper(["a", "b", "c"])
-    assert next(iter(ShardedDataLoader(names, 3))) == ["A", "B", "C"]
-    assert next(iter(ShardedDataLoader(ArrayDataset(names), 3))) == ["A", "B", "C"]
 
 
 class DoubledStack(Stack):

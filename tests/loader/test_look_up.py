@@ -18,7 +18,6 @@ from sharded_loader import (
     BatchSampler,
     Dataset,
     FixedBucketSampler,
-    GrowingBatchSampler,
     LoaderWarning,
     PackSampler,
     Placement,
@@ -72,7 +71,6 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "repeated": lambda: {"batch_size": 4, "shuffle": True, "sampler": RepeatedSampler(2)},
     "list": lambda: {"batch_size": 3, "sampler": [4, 8, 1, 10, 2]},
     "buckets": lambda: {"batch_sampler": FixedBucketSampler(list(range(1, LENGTH + 1)), 3, num_buckets=2, seed=4)},
-    "growing": lambda: {"batch_sampler": GrowingBatchSampler(RandomSampler(LENGTH, seed=4), [(0, 1), (4, 3)])},
     "shards": lambda: {
         "batch_sampler": ShardedBatchSampler(BatchSampler(RandomSampler(LENGTH, seed=4), 4), num_shards=2)
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -24,6 +25,8 @@ from sharded_loader.memory.codec import decode
 from sharded_loader.memory.publish import SHARED_BYTES, publish, share
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
+# multiprocessing keeps the memory of its first value, and a process that looks after names, until the program ends.
+KEPT = multiprocessing.get_context("spawn").Value("i", 0)
 MEMORY = pytest.mark.parametrize("memory", ["memfd", "shm", "named"])
 
 
@@ -151,6 +154,11 @@ def test_the_same_array_stays_one() -> None:
     assert a is b and c.size == 5000
     a[0] = 1
     assert b[0] == 1
+
+
+def test_a_value_that_workers_would_have_to_inherit_is_an_error_that_names_it() -> None:
+    with pytest.raises(TypeError, match=r"dataset\['count'\].*through inheritance.*start_method=\"fork\""):
+        publish({"count": KEPT}, dataset={"count": KEPT})
 
 
 def test_the_segment_is_aligned_and_small_jobs_need_none() -> None:

@@ -16,6 +16,7 @@ import pytest
 from sharded_loader import ShardedDataLoader, TokenWindows
 from sharded_loader.engine.pool import Pool
 from sharded_loader.mixing import tokens as module
+from tests.pages import blocks
 
 Ids = np.ndarray[Any, Any]
 
@@ -38,33 +39,17 @@ def listed(samples: Any) -> list[tuple[list[int], list[int]]]:
     return [(inputs.tolist(), targets.tolist()) for inputs, targets in samples]
 
 
-def write_megatron(
-    prefix: Path, documents: list[Ids], sentences: list[int] | None = None, ended: bool = True, modes: bool = False
-) -> Path:
-    """A ``.bin`` and its ``.idx``, as their description says.
-
-    Args:
-        prefix: of their names.
-        documents: sequences of tokens.
-        sentences: how many sequences each document has; None: one.
-        ended: whether the index says where the last document ends.
-        modes: whether a byte for each sequence follows, as in multimodal data.
-    """
-    counts = [1] * len(documents) if sentences is None else sentences
+def write_megatron(prefix: Path, documents: list[Ids], sentences: list[int]) -> None:
+    """A ``.bin`` and its ``.idx``, as Megatron-LM describes them. Each document has a number of sequences."""
     sizes = [len(one) for one in documents]
-    itemsize = documents[0].itemsize
-    code = {"uint8": 1, "int32": 4, "int64": 5, "float64": 6, "uint16": 8}[str(documents[0].dtype)]
-    firsts = np.cumsum([0, *counts])
-    firsts = firsts if ended else firsts[:-1]
-    head = module.MAGIC + np.array([1], "<u8").tobytes() + bytes([code])
+    code = {"int32": 4, "uint16": 8}[str(documents[0].dtype)]
+    firsts = np.cumsum([0, *sentences])
+    head = b"MMIDIDX\0\0" + np.array([1], "<u8").tobytes() + bytes([code])
     head += np.array([len(sizes), len(firsts)], "<u8").tobytes()
-    begins = (np.cumsum([0, *sizes])[:-1] * itemsize).astype("<i8")
-    tail = bytes(len(sizes)) if modes else b""
-    index = head + np.array(sizes, "<i4").tobytes() + begins.tobytes() + firsts.astype("<i8").tobytes() + tail
+    begins = (np.cumsum([0, *sizes])[:-1] * documents[0].itemsize).astype("<i8")
+    index = head + np.array(sizes, "<i4").tobytes() + begins.tobytes() + firsts.astype("<i8").tobytes()
     prefix.with_suffix(".idx").write_bytes(index)
-    path = prefix.with_suffix(".bin")
-    path.write_bytes(np.concatenate(documents).tobytes())
-    return path
+    prefix.with_suffix(".bin").write_bytes(np.concatenate(documents).tobytes())
 
 
 def in_documents(documents: list[Ids], length: int, stride: int) -> list[tuple[list[int], list[int]]]:
@@ -102,19 +87,19 @@ def test_a_window_never_reaches_into_a_second_file(tmp_path: Path) -> None:
     assert listed(TokenWindows(parts, 8)) == listed(dataset)
 
 
-@pytest.mark.parametrize("sentences", [None, [2, 1, 3, 1]])
-@pytest.mark.parametrize("ended", [True, False])
-def test_megatrons_files_are_read_across_and_inside_documents(
-    tmp_path: Path, sentences: list[int] | None, ended: bool
-) -> None:
-    sequences = [ids(count, "int32", count) for count in (12, 3, 25, 0, 8, 1, 6)]
-    path = write_megatron(tmp_path / "corpus", sequences, sentences, ended, modes=ended)
-    assert listed(TokenWindows(path, 4)) == naive(np.concatenate(sequences), 4, 4)
-    assert len(TokenWindows(tmp_path / "corpus", 4)) == len(TokenWindows(path, 4))
-    firsts = np.cumsum([0, *(sentences or [1] * 7)]).tolist()
-    documents = [np.concatenate(sequences[a:b]) for a, b in itertools.pairwise(firsts)]
-    for stride in (1, 4, 9):
-        assert listed(TokenWindows(path, 4, stride, documents=True)) == in_documents(documents, 4, stride)
+@pytest.mark.parametrize("dtype", ["int32", "uint16"])
+def test_megatrons_files_are_read_by_the_function_of_the_page(tmp_path: Path, dtype: str) -> None:
+    scope: dict[str, Any] = {}
+    page = Path(__file__).parents[2] / "docs" / "guides" / "pretraining.md"
+    [code] = [block for block in blocks(page, "python") if "def megatron" in block]
+    exec(code, scope)
+    sequences = [ids(count, dtype, count) for count in (12, 3, 25, 0, 8, 1, 6)]
+    write_megatron(tmp_path / "corpus", sequences, [2, 1, 3, 1])
+    documents = [np.concatenate(sequences[a:b]) for a, b in itertools.pairwise([0, 2, 3, 6, 7])]
+    arguments = scope["megatron"](tmp_path / "corpus")
+    assert listed(TokenWindows(length=4, **arguments)) == in_documents(documents, 4, 4)
+    del arguments["documents"]
+    assert listed(TokenWindows(length=4, **arguments)) == naive(np.concatenate(sequences), 4, 4)
 
 
 def test_windows_inside_many_documents_are_those_of_a_loop() -> None:
@@ -140,8 +125,9 @@ def test_documents_of_several_files_are_given_as_a_list() -> None:
 @pytest.mark.also_spawned
 def test_every_pool_gives_the_same_batches(pool: Pool, tmp_path: Path) -> None:
     parts = [ids(200, seed=1), ids(90, seed=2)]
-    paths = [write_megatron(tmp_path / "a", [parts[0][:120], parts[0][120:]]), tmp_path / "b.npy"]
-    np.save(paths[1], parts[1])
+    paths = [tmp_path / "a.npy", tmp_path / "b.npy"]
+    for path, part in zip(paths, parts, strict=True):
+        np.save(path, part)
     dataset = TokenWindows(paths, 8)
     expected = [window for part in parts for window in naive(part, 8, 8)]
     with ShardedDataLoader(dataset, 5, shuffle=True, seed=0, pool=pool) as loader:
@@ -214,8 +200,8 @@ def test_a_million_million_tokens_need_no_memory(tmp_path: Path) -> None:
 
 
 def test_the_table_of_documents_goes_with_the_pickle(tmp_path: Path) -> None:
-    path = write_megatron(tmp_path / "corpus", [ids(6)] * 50_000)
-    pickled = pickle.dumps(TokenWindows(path, 4, documents=True))
+    np.save(path := tmp_path / "corpus.npy", np.tile(ids(6), 50_000))
+    pickled = pickle.dumps(TokenWindows(path, 4, documents=[6] * 50_000))
     assert len(pickled) < 50_000 * 16 + 2_000
     assert pickle.loads(pickled)[49_999][0].tolist() == ids(6)[:4].tolist()
 
@@ -252,7 +238,7 @@ def test_more_files_than_stay_mapped_are_read(tmp_path: Path, monkeypatch: pytes
         ([], {"length": 2}, ValueError, "0 files"),
         ([1, 2, 3], {"length": 2}, TypeError, "tokens is an int: give a path"),
         (None, {"length": 2}, TypeError, "give a path"),
-        (np.arange(9), {"length": 2, "documents": True}, ValueError, "otherwise the lengths of documents"),
+        (np.arange(9), {"length": 2, "documents": True}, ValueError, "must be a flat list of lengths"),
         (
             np.arange(9),
             {"length": 2, "documents": [4, 4]},
@@ -305,39 +291,6 @@ def test_bad_files_are_errors_when_the_dataset_is_made(tmp_path: Path) -> None:
             TokenWindows(tmp_path / name, 4, **more)  # type: ignore[arg-type]
 
 
-def test_a_bin_and_an_idx_that_do_not_fit_are_an_error(tmp_path: Path) -> None:
-    path = write_megatron(tmp_path / "corpus", [ids(40), ids(60)])
-    index, content = path.with_suffix(".idx"), path.read_bytes()
-    good = index.read_bytes()
-    assert len(TokenWindows(path, 9)) == 11
-
-    def error(text: str, **more: Any) -> None:
-        with pytest.raises((ValueError, TypeError), match=text):
-            TokenWindows(path, 9, **more)
-
-    error("corpus.bin is of uint16, and dtype='int32' was given", dtype="int32")
-    error("give documents=True if there is an .idx", documents=[40, 60])
-    path.write_bytes(content[:-2])
-    error("corpus.bin has 198 bytes, and its .idx describes 200: the .bin was cut, or the .idx is of another file")
-    path.write_bytes(content[:-1])
-    error("corpus.bin has 199 bytes, no whole number of uint16")
-    path.write_bytes(content)
-    write_megatron(tmp_path / "other", [ids(41), ids(60)])
-    index.write_bytes((tmp_path / "other.idx").read_bytes())
-    error("its .idx describes 202")
-    for cut in (0, 5, len(module.MAGIC), 33, len(good) - 1, len(good) - 8):
-        index.write_bytes(good[:cut])
-        error("corpus.idx (is no index of Megatron|was cut or damaged)")
-    index.write_bytes(good[:17] + bytes([6]) + good[18:])
-    error("describes|float64")
-    index.write_bytes(good[:17] + bytes([77]) + good[18:])
-    error("was cut or damaged")
-    index.write_bytes(good[:-24] + np.array([0, 2, 1], "<i8").tobytes())
-    error("documents that do not lie in the .bin", documents=True)
-    index.write_bytes(b"0\t0\n1\t20\n" * 9)
-    error("is no index of Megatron: if .*corpus.bin is without an index, move the .idx elsewhere")
-
-
 def test_token_ids_of_another_dtype_are_an_error_in_any_window() -> None:
     tokens = np.arange(100, dtype=np.uint32)
     tokens[80] = 70_000
@@ -349,12 +302,12 @@ def test_token_ids_of_another_dtype_are_an_error_in_any_window() -> None:
 
 @pytest.mark.parametrize("how", ["cut", "longer", "replaced", "written"])
 def test_a_file_that_changes_while_it_is_open_is_an_error(tmp_path: Path, how: str) -> None:
-    path = write_megatron(tmp_path / "corpus", [ids(40), ids(60)])
-    dataset = TokenWindows(path, 9, documents=True)
+    (path := tmp_path / "corpus.bin").write_bytes(ids(100).tobytes())
+    dataset = TokenWindows(path, 9, dtype="uint16", documents=[40, 60])
     dataset.get_batch([0, 3])
     if sys.platform == "win32":
         dataset.close()  # a mapped file cannot be changed there
-    changed, content = path.with_suffix(".bin"), path.with_suffix(".bin").read_bytes()
+    changed, content = path, path.read_bytes()
     if how == "cut":
         os.truncate(changed, len(content) // 2)
     elif how == "longer":

@@ -450,8 +450,6 @@ def test_methods_that_read_all_samples_await_them() -> None:
     assert list(dataset) == list(range(8)) and list(map(int, dataset.transform(str, lazy=False))) == list(range(8))
     kept = dataset.filter(lambda index: index % 2 == 0)
     assert list(kept.indices) == [0, 2, 4, 6]
-    parts = dataset.split([0.5, 0.5], seed=1, stratify=lambda index: index < 4)
-    assert [sum(index < 4 for index in part) for part in parts] == [2, 2]
 
 
 class Plain(Store):

@@ -309,7 +309,7 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "filter": lambda: {"sampler": FilterSampler(lambda x: x % 2 == 0, range(23)), "batch_size": 4},
     "interval": lambda: {"sampler": IntervalSampler(23, 3), "batch_size": 4},
     "sorted": lambda: {"sampler": SortedSampler(LENGTHS), "batch_size": 4},
-    "split": lambda: {"sampler": SplitSampler(23, 2, 1, even_size=True, repeat=2, seed=1), "batch_size": 4},
+    "split": lambda: {"sampler": SplitSampler(23, 2, 1, seed=1), "batch_size": 4},
     "list": lambda: {"sampler": [3, 1, 4, 1, 5, 9, 2, 6], "batch_size": 3},
     "discard": lambda: {"sampler": RandomSampler(23, seed=1), "batch_size": 4, "last_batch": "discard"},
     "rollover": lambda: {"sampler": RandomSampler(23, seed=1), "batch_size": 4, "last_batch": "rollover"},

@@ -35,11 +35,11 @@ from sharded_loader.randomness.rng import (
     reading,
 )
 
-MAKERS = ("derive_key", "philox", "key_parts", "shuffle", "shuffled", "shuffled_parts", "Bijections", "_order")
+MAKERS = ("derive_key", "philox", "key_parts", "shuffle", "shuffled", "Bijections", "_order")
 
-# `SplitSampler` says "order" and "extra", `ShardShuffleSampler` "short", and `CostSampler` "mixed", behind the label
-# that all their keys have.
-INNER = {"order": 1, "extra": 1, "short": 1, "mixed": 1}
+# `SplitSampler` says "order", `ShardShuffleSampler` "short", and `CostSampler` "mixed", behind the label that all their
+# keys have.
+INNER = {"order": 1, "short": 1, "mixed": 1}
 
 
 def labels_in_the_code() -> Iterator[str]:

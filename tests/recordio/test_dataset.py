@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import warnings
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from sharded_loader import RecordFileDataset, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
 from sharded_loader.recordio import RecordIOError
 from sharded_loader.recordio import files as recordfile
-from sharded_loader.recordio.files import LARGE, LARGE_MEAN, Records
+from sharded_loader.recordio.files import LARGE, LARGE_MEAN
 from tests import reference_recordio as reference
 from tests.damaged_records import reads_within
 
@@ -91,15 +90,6 @@ def test_a_batch_is_what_one_by_one_gives(
                 assert dataset.get_batch(order) == wanted
                 assert dataset.__getitems__(order) == wanted
                 assert list(map(dataset.__getitem__, order)) == wanted
-
-
-def test_a_record_that_is_in_a_batch_many_times_lies_in_memory_once(tmp_path: Path) -> None:
-    write(tmp_path / "a.rec", [b"other", b"plain" * 50])
-    with RecordFileDataset(tmp_path / "a.rec") as dataset:
-        records = dataset.get_batch([0, 1] * 500)
-        assert records == [b"other", b"plain" * 50] * 500
-        assert isinstance(records, Records)
-        assert len(records._buffer) < 2 * os.path.getsize(tmp_path / "a.rec")
 
 
 def test_indices_out_of_range_are_refused(tmp_path: Path) -> None:
@@ -350,22 +340,3 @@ def test_a_closed_dataset_refuses_batches(tmp_path: Path) -> None:
 
 
 # -- what it gives -----------------------------------------------------------------------------------------------------
-
-
-def test_records_are_a_sequence_of_bytes_and_survive_what_happens_to_the_file(tmp_path: Path) -> None:
-    written = [b"one", b"", b"three"]
-    write(tmp_path / "a.rec", written)
-    with RecordFileDataset(tmp_path / "a.rec") as dataset:
-        records = dataset.get_batch([2, 0, 1])
-    (tmp_path / "a.rec").write_bytes(b"")
-    wanted = [b"three", b"one", b""]
-    assert isinstance(records, Records)
-    for each in (records, pickle.loads(pickle.dumps(records, 5))):
-        assert each == wanted == list(each) == [each[0], each[1], each[-1]]
-        assert all(type(record) is bytes for record in (*each, each[0]))
-        assert (each[1:], each[::-1], len(each), b"one" in each) == (wanted[1:], wanted[::-1], 3, True)
-        assert each != [b"three", b"one"]
-        assert each != (b"three", b"one", b"")
-        with pytest.raises(IndexError, match="out of range"):
-            each[3]
-    assert repr(records) == "Records(3 records, 8 bytes)"

@@ -86,20 +86,6 @@ def test_of_16_grey_bits_the_upper_8_are_kept_if_the_user_asks_for_8() -> None:
     assert (grey == pixels >> 8).all() and (color == grey[..., None]).all()
 
 
-@pytest.mark.parametrize("color, channels", [(RGB, 3), (GREY_ALPHA, 2), (RGBA, 4)])
-def test_several_channels_of_16_bits_are_refused_where_pillow_reads_8(color: int, channels: int) -> None:
-    pixels = numbers(3, 4, channels)
-    with pytest.raises(ValueError, match="record with id 7: the PNG image has several channels of 16 bits.*iscolor=1"):
-        unpacked(png(pixels, color))
-    if color == RGB:
-        assert (unpacked(png(pixels, color), 1) == pixels >> 8).all()
-
-
-def test_other_formats_of_16_bit_channels_are_refused_too() -> None:
-    with pytest.raises(ValueError, match="several channels of 16 bits"):
-        unpacked(b"P6\n2 1\n65535\n" + numbers(6).astype(">u2").tobytes())
-
-
 @pytest.mark.parametrize("iscolor", [0, 1])
 @pytest.mark.parametrize("name", ["grey of 32 bits", "float"])
 def test_pixels_that_do_not_fit_8_bits_are_refused_rather_than_clipped(name: str, iscolor: int) -> None:

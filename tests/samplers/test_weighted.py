@@ -86,7 +86,7 @@ def test_weighted_epoch_jumps_across_blocks() -> None:
         assert list(sampler.iter_epoch(0, start)) == whole[start:]
 
 
-@pytest.mark.parametrize("options", [{}, {"lengths": [7, 10**12, 30]}, {"replacement": False}])
+@pytest.mark.parametrize("options", [{}, {"replacement": False}])
 def test_ranks_together_read_the_draws_of_one_rank(options: dict[str, Any]) -> None:
     sampler = WeightedRandomSampler([1, 2, 3], 3 if "replacement" in options else 1000, seed=5, **options)
     whole = list(sampler.iter_epoch(2))
@@ -96,16 +96,15 @@ def test_ranks_together_read_the_draws_of_one_rank(options: dict[str, Any]) -> N
         assert together[: len(whole)] == whole
 
 
-@pytest.mark.parametrize("options", [{}, {"lengths": [7, 10**12, 30]}])
-def test_a_rank_computes_its_own_draws_only(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+def test_a_rank_computes_its_own_draws_only(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     draw = Bijection.__call__
     monkeypatch.setattr(
         Bijection, "__call__", lambda self, positions: asked.append(len(positions)) or draw(self, positions)
     )
-    table = Dealt(WeightedRandomSampler([1, 2, 3], 10**12, seed=5, **options).epoch_table(0), 4096, 4095)
+    table = Dealt(WeightedRandomSampler([1, 2, 3], 10**12, seed=5).epoch_table(0), 4096, 4095)
     assert len(table.at(np.arange(10**6, 10**6 + 256))) == 256
-    assert asked == [256] * (2 if options else 1)
+    assert asked == [256]
 
 
 def test_draws_of_ranks_and_epochs_do_not_resemble_each_other() -> None:
@@ -122,53 +121,12 @@ def test_draws_of_ranks_and_epochs_do_not_resemble_each_other() -> None:
 
 def test_the_draws_are_the_same_in_every_release() -> None:
     assert list(WeightedRandomSampler([1, 2, 3], 8, seed=7)) == PINNED
-    assert list(WeightedRandomSampler([1, 2, 3], 3, seed=7, lengths=[5, 10**15, 2])) == PINNED_GROUPS
-
-
-# -- groups of samples -------------------------------------------------------------------------------------------------
-
-
-def test_a_weight_for_a_group_is_the_weight_of_each_of_its_samples() -> None:
-    weights, lengths = [3.0, 0.0, 1.0, 2.0], [2, 5, 4, 0]
-    count = 40_000
-    drawn = Counter(WeightedRandomSampler(weights, count, seed=5, lengths=lengths))
-    of_each = np.repeat(weights, lengths)
-    assert set(drawn) == set(np.flatnonzero(of_each).tolist())
-    for index, weight in enumerate(of_each):
-        assert drawn[index] / count == pytest.approx(weight / of_each.sum(), abs=0.01)
-
-
-def test_groups_of_any_size_take_no_memory() -> None:
-    lengths = [10**15, 1, 10**6]
-    sampler = WeightedRandomSampler([1e-9, 0, 1.0], 1000, seed=1, lengths=lengths)
-    drawn = list(sampler)
-    rare = [index for index in drawn if index < 10**15]
-    # Half of 2 * 10**6; every digit of the large group is drawn.
-    assert 400 < len(rare) < 600 and len(set(rare)) == len(rare) and len({index % 1000 for index in rare}) > 300
-    assert all(10**15 + 1 <= index < 10**15 + 1 + 10**6 for index in drawn if index >= 10**15)
-    assert list(sampler.iter_epoch(0, 900)) == drawn[900:]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"lengths": [1, 2]}, ValueError, "3 weights and 2 lengths"),
-        ({"lengths": [1, 2, -3]}, ValueError, r"lengths\[2\] is -3"),
-        ({"lengths": [1.5, 2, 3]}, TypeError, "flat sequence of integers"),
-        ({"lengths": [0, 0, 0]}, ValueError, "nothing can be drawn"),
-        ({"lengths": [1, 1, 1], "replacement": False}, ValueError, "np.repeat"),
-    ],
-)
-def test_lengths_that_do_not_fit_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        WeightedRandomSampler([1, 2, 3], 5, seed=1, **arguments)
 
 
 def test_more_weights_than_fit_into_memory_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "free_bytes", lambda: Limit(10**9, "the machine's memory"))
-    with pytest.raises(MemoryError, match="1,000,000,000 weights.*lengths="):
+    with pytest.raises(MemoryError, match="1,000,000,000 weights.*interleave"):
         WeightedRandomSampler(range(10**9), 5, seed=1)
 
 
 PINNED = [0, 1, 1, 2, 1, 2, 1, 1]
-PINNED_GROUPS = [975303329364038, 364412869467593, 589562212809623]

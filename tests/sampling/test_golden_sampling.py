@@ -61,14 +61,10 @@ def test_gluonnlp_samplers_answer_as_gluonnlp_does(case: dict[str, Any]) -> None
     cls = params.pop("cls")
     if cls == "SplitSampler":
         for part, expected in enumerate(case["expected"]):
-            sampler = sharded_loader.SplitSampler(
-                params["length"], params["num_parts"], part, even_size=params["even_size"], shuffle=False
-            )
+            sampler = sharded_loader.SplitSampler(params["length"], params["num_parts"], part, shuffle=False)
             wanted = expected["__dict__"]
-            items = list(sampler)
-            own = wanted.get("items", wanted.get("own"))
-            assert items[: len(own)] == own
-            assert len(items) == len(own) + wanted.get("n_extra_random", 0) == wanted["len"] == len(sampler)
+            # With even_size, GluonNLP adds random samples of other parts. A loader does that for ranks.
+            assert list(sampler) == wanted.get("items", wanted.get("own"))
         return
     wanted = case["expected"]["__dict__"]
     if cls == "SortedSampler":

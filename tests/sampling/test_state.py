@@ -26,7 +26,6 @@ from sharded_loader import (
     ClassBalancedBatchSampler,
     FixedBucketSampler,
     GroupedBatchSampler,
-    GrowingBatchSampler,
     IntervalSampler,
     LoaderClosedError,
     PackSampler,
@@ -344,7 +343,6 @@ ALL_KINDS: dict[str, Callable[[], ShardedDataLoader]] = {
             "buckets": lambda: FixedBucketSampler(LENGTHS[:20], 2, 3, shuffle=True, seed=1),
             "kinds": lambda: GroupedBatchSampler([n % 2 for n in range(20)], 2, seed=1),
             "budget": lambda: BoundedBudgetSampler(LENGTHS[:20], 18, seed=1),
-            "growing": lambda: GrowingBatchSampler(RandomSampler(20, seed=1), [(0, 1), (3, 2)]),
             "classes": lambda: ClassBalancedBatchSampler([n % 4 for n in range(20)], 2, 1, 6, seed=1),
             "packed": lambda: PackSampler(LENGTHS[:20], 10, 2, seed=1, last_batch="discard"),
         }.items()

@@ -14,15 +14,26 @@ from typing import Any
 
 import pytest
 from mutations import Subject, assert_noticed, damaged, read_shards, verdicts
-from test_shard_tables import InMemory
 
 from sharded_loader import RecordFileDataset, ShardDataset
 from sharded_loader.recordio import RecordIOError
 from sharded_loader.recordio.files import MAGIC_NUMBER, framed
-from sharded_loader.storage.files import ShardError
+from sharded_loader.storage.files import ShardError, ShardFile
 from sharded_loader.storage.tar import Tar
 
 DIALECTS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
+
+
+class InMemory(ShardFile):
+    """A shard of these bytes."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__()
+        self.name, self.size, self.content = "in memory", len(content), content
+
+    def ranges(self, begins: Any, ends: Any) -> list[bytes]:
+        return [self.content[begin:end] for begin, end in zip(begins, ends, strict=True)]
+
 
 # -- tar --------------------------------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ def table(path: Path, numbers: range) -> None:
 WRITE: dict[str, Callable[[Path, range], None]] = {
     ".tar": tar, ".rec": rec, ".txt": txt, ".mds": mds, ".parquet": table, ".arrow": table, ".feather": table
 }  # fmt: skip
-SCANNED = (".tar", ".rec", ".txt")
+SCANNED = (".tar", ".rec", ".txt", ".arrow", ".feather")
 
 
 def content(sample: Any) -> bytes:
@@ -415,7 +415,8 @@ CRAFTED: dict[str, Callable[[Any], Any]] = {
     [(None, name) for name in ("format", "names", "tags", "lengths", "ends")]
     + [(".txt", "offsets"), (".txt", "length"), (".txt", "checksums"), (".tar", "offsets"), (".tar", "sizes")]
     + [(".tar", "keys"), (".tar", "headers"), (".mds", "offsets"), (".mds", "encodings"), (".rec", "offsets")]
-    + [(".parquet", "ends"), (".parquet", "footer"), (".arrow", "messages")],
+    + [(".parquet", "ends"), (".parquet", "footer"), (".arrow", "ends")]
+    + [(".feather", "begins"), (".feather", "stops")],
 )
 def test_an_index_file_that_lies_is_named(tmp_path: Path, suffix: str | None, array: str, crafted: str) -> None:
     """Its hashes are right. What it says is impossible."""

@@ -13,19 +13,9 @@ from mutations import Subject, assert_noticed
 from served import serving
 
 from sharded_loader import ShardDataset, ShardedDataLoader
-from sharded_loader.storage.files import LocalFile, ShardError, ShardFile
+from sharded_loader.storage.files import LocalFile, ShardError
 from sharded_loader.storage.stores import ObjectStore, RemoteFile
-from sharded_loader.storage.tables import (
-    BATCH,
-    DICTIONARY,
-    SCHEMA,
-    Arrow,
-    Parquet,
-    _column,
-    _Pieces,
-    messages,
-    needed,
-)
+from sharded_loader.storage.tables import Arrow, Parquet, _column
 
 KINDS = {"parquet": Parquet, "arrow": Arrow, "stream": Arrow}
 
@@ -217,22 +207,6 @@ def other_reader(content: bytes) -> list[Any] | None:
         return None
 
 
-class InMemory(ShardFile):
-    """A shard of these bytes."""
-
-    def __init__(self, content: bytes) -> None:
-        super().__init__()
-        self.name, self.size, self.content = "in memory", len(content), content
-
-    def ranges(self, begins: Any, ends: Any) -> list[bytes]:
-        return [self.content[begin:end] for begin, end in zip(begins, ends, strict=True)]
-
-
-def found_in(content: bytes) -> Any:
-    """The messages of an Arrow file or stream."""
-    return messages(_Pieces(InMemory(content)))
-
-
 def subject(folder: Path, kind: str, has_checksums: bool) -> Subject:
     path = folder / f"a.{KINDS[kind].name}"
     write(path, kind, rows=40, group=10, has_checksums=has_checksums)
@@ -240,9 +214,19 @@ def subject(folder: Path, kind: str, has_checksums: bool) -> Subject:
     if kind == "parquet":
         footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
         return Subject(path.name, content, [] if has_checksums else [(4, footer)], other_reader)
-    rows = found_in(content)
-    bodies = [(at + 8 + int.from_bytes(content[at + 4 : at + 8], "little"), end) for _, at, end, _, _ in rows]
-    return Subject(path.name, content, bodies, other_reader)
+    return Subject(path.name, content, bodies_of(content), other_reader)
+
+
+def bodies_of(content: bytes) -> list[tuple[int, int]]:
+    """Where the values of the messages of an Arrow file lie."""
+    import pyarrow
+
+    source, found = io.BytesIO(content), []
+    begin = source.seek(8 if content.startswith(b"ARROW1") else 0)
+    for _ in pyarrow.ipc.MessageReader.open_stream(source):
+        found.append((begin + 8 + int.from_bytes(content[begin + 4 : begin + 8], "little"), source.tell()))
+        begin = source.tell()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -255,37 +239,18 @@ def test_damage_is_noticed(tmp_path: Path, kind: str, has_checksums: bool, seeds
     assert_noticed(subject(tmp_path, kind, has_checksums), seeds, tmp_path)
 
 
-# -- messages of Arrow files -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("content", [b"", b"ARROW1\0\0", b"nonsense" * 20, b"\xff" * 4 + b"\0" * 4, b"ARROW1" * 20])
-def test_what_is_no_arrow_file_is_an_error_with_a_place(content: bytes) -> None:
-    with pytest.raises(ValueError, match=r"byte \d+"):
-        found_in(content)
+def test_what_is_no_arrow_file_is_an_error(tmp_path: Path, content: bytes) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "a.arrow").write_bytes(content)
+    with pytest.raises(ShardError, match=r"a\.arrow is no arrow file, or is damaged within bytes 0 to \d+"):
+        ShardDataset(tmp_path / "a.arrow", index_folder=tmp_path)
 
 
-def test_a_batch_needs_the_schema_and_its_dictionaries() -> None:
-    rows = [(SCHEMA, 0, 1, 0, 0)]
-    rows += [(DICTIONARY, 1, 2, 7, 0), (DICTIONARY, 2, 3, 8, 0), (BATCH, 3, 4, 5, 0)]
-    rows += [(DICTIONARY, 4, 5, 7, 1), (DICTIONARY, 5, 6, 8, 0), (BATCH, 6, 7, 5, 0)]  # one grows, one is replaced
-    found = np.array(rows, np.int64)
-    assert needed(found, 0)[:, 1].tolist() == [0, 1, 2, 3]
-    assert needed(found, 1)[:, 1].tolist() == [0, 1, 4, 5, 6]
-
-
-def stream() -> tuple[Any, bytes]:
-    pyarrow = pytest.importorskip("pyarrow")
-    sink, batch = io.BytesIO(), pyarrow.record_batch({"x": list(range(20)), "s": ["a"] * 20})
-    with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-        writer.write_batch(batch[:7])
-    return batch, sink.getvalue()
-
-
-def test_messages_are_found_with_their_rows() -> None:
-    _, content = stream()
-    found = found_in(content)
-    assert found[:, 0].tolist() == [SCHEMA, BATCH, BATCH] and found[1:, 3].tolist() == [20, 7]
-    assert found[1:, 1].tolist() == found[:-1, 2].tolist() and found[-1, 2] == len(content) - 8
-    with pytest.raises(ValueError, match=f"no whole message at byte {found[-1, 2]}"):
-        found_in(content[:-8])
+@pytest.mark.parametrize("cut", [8, 300])
+def test_a_stream_without_its_end_is_an_error(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "a.arrow"
+    write(path, "stream")
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(ShardError, match=r"a\.arrow is no arrow file, or is damaged"):
+        ShardDataset(path, index_folder=tmp_path)

@@ -81,23 +81,20 @@ def test_a_name_that_exists_is_a_name(tmp_path: Path, monkeypatch: pytest.Monkey
 
 BRACES = {
     "{000..002}": ["000", "001", "002"], "{8..10}": ["8", "9", "10"], "{08..10}": ["08", "09", "10"],
-    "{2..0}": ["2", "1", "0"], "{a,b}{1..2}": ["a1", "a2", "b1", "b2"], "{a,}x": ["ax", "x"],
-    "{a{1,2},b}": ["a1", "b", "a2"], "{8..0..4}": ["8", "4", "0"], "{0..10..5}": ["0", "5", "10"],
-    "{00..10..-5}": ["00", "05", "10"], "{a..c}": ["a", "b", "c"], "{C..A..2}": ["C", "A"], "{1..2..0}": ["1", "2"],
-    "{-1..1}": ["-1", "0", "1"], "{-01..0}": ["-01", "000"], "{a..3}": ["{a..3}"], "{a..c..}": ["{a..c..}"],
-    "{x}": ["{x}"], "a": ["a"], "{}": ["{}"], "{1..}": ["{1..}"],
+    "{0..1}-{1..2}": ["0-1", "0-2", "1-1", "1-2"], "{a..c}": ["{a..c}"], "{a,b}": ["{a,b}"], "{x}": ["{x}"],
+    "a": ["a"], "{}": ["{}"], "{1..}": ["{1..}"],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("braces", BRACES)
-def test_braces_are_expanded_as_webdataset_does(tmp_path: Path, braces: str) -> None:
-    assert sorted(set(expanded(braces))) == sorted(BRACES[braces])
+def test_numbers_in_braces_are_expanded_as_webdataset_does(tmp_path: Path, braces: str) -> None:
+    assert expanded(braces) == BRACES[braces]
     for name in BRACES[braces]:
         (tmp_path / f"{name}.txt").write_text(f"{name}\n")
         fsspec.filesystem("memory").pipe_file(f"/braces/{name}.txt", f"{name}\n".encode())
     for place in (str(tmp_path), "memory://braces", f"file://{tmp_path}"):
         dataset = ShardDataset(f"{place}/{braces}.txt", index_folder=tmp_path / "indexes")
-        assert list(dict.fromkeys(dataset)) == list(dict.fromkeys(expanded(braces)))
+        assert list(dataset) == BRACES[braces]
     fsspec.filesystem("memory").rm("/braces", recursive=True)
 
 
@@ -153,8 +150,7 @@ def test_a_url_that_no_file_system_can_be_made_for_is_named(url: str) -> None:
 
 
 def test_braces_with_too_many_names_are_an_error_and_no_hang() -> None:
-    numbers = ("{000..99999999999}", "{99999999999..0}", "{0..1000000}", "{-9..9999999..2}", "{0..999}x{0..1000}")
-    for braces in (*numbers, "{a,b}" * 30, "{a..z}" * 9, "{0..999}{a..z}{A..Z}{x,y}"):
+    for braces in ("{000..99999999999}", "{0..1000000}", "{0..999}x{0..1000}", "{0..9}" * 30):
         with pytest.raises(ValueError, match=r"braces of a-{.*}-{0\.\.0}\.tar mean more than 1,000,000 names"):
             expanded(f"a-{braces}-{{0..0}}.tar")
 

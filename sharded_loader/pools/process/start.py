@@ -3,7 +3,7 @@
     choose_start_method(None) -> "fork"
     Template(new_job) .fork(number, ...) -> process        fork: a copy of the main process that does nothing else
     start_forked(name, target, ...) -> process             fork: that itself, and the first workers
-    spawn_worker(number, ..., conn, fds) -> process        spawn: `SpawnedProcess`; forkserver: forked from that
+    spawn_worker(number, ..., conn) -> process             spawn: `SpawnedProcess`; forkserver: forked from that
     start_forkserver(modules)                              it has them imported before it forks
     Lifeline() .tie(link) .close()                         the only writing end of a pipe
 
@@ -55,7 +55,7 @@ import struct
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -436,14 +436,13 @@ _PROGRAM = (
 )
 
 
-def spawn_worker(number: int, num_workers: int, start_method: str, conn: Any, fds: Sequence[int]) -> Any:
+def spawn_worker(number: int, num_workers: int, start_method: str, conn: Any) -> Any:
     """Start a worker in an interpreter of its own, or from the forkserver.
 
     Args:
         number, num_workers: of the worker, and of the pool.
         start_method: ``"spawn"`` or ``"forkserver"``.
         conn: the worker's end of its pipe; the caller closes its own copy.
-        fds: other descriptors that a spawned worker gets, with the numbers that they have here.
 
     Returns:
         The process, as ``multiprocess`` has it.
@@ -451,7 +450,7 @@ def spawn_worker(number: int, num_workers: int, start_method: str, conn: Any, fd
     name = f"{NAME}-{number}"
     started: Any
     if start_method == "spawn" and _HAS_INTERPRETER:
-        started = SpawnedProcess(name, {"number": number, "num_workers": num_workers}, conn, fds)
+        started = SpawnedProcess(name, {"number": number, "num_workers": num_workers}, conn)
     else:
         context = multiprocess.get_context(start_method)
         started = context.Process(name=name, target=worker.main, args=(conn, number, num_workers, None), daemon=True)
@@ -520,7 +519,7 @@ if _HAS_INTERPRETER:
                 command = [spawn.get_executable(), *private.interpreter_flags()]
                 # The last argument is how ``multiprocess`` marks what it spawns.
                 command += ["-c", _PROGRAM.format(pipe=source), "--multiprocessing-fork"]
-                inherited = [fd, source, alive, *([] if tracker is None else [tracker]), *started.fds]
+                inherited = [fd, source, alive, *([] if tracker is None else [tracker])]
                 self.pid = util.spawnv_passfds(command[0], command, inherited)
                 with open(orders, "wb", closefd=False) as stream:
                     data = spawn.get_preparation_data(started.name)
@@ -542,14 +541,12 @@ class SpawnedProcess(SpawnProcess):  # type: ignore[misc]
         name: of the process.
         orders: what `spawned.main` gets beside what ``multiprocess`` tells its children.
         conn: the worker's end of the pipe; closed by the caller when the process has started.
-        fds: other descriptors that it gets, with the numbers that they have here.
     """
 
-    def __init__(self, name: str, orders: dict[str, Any], conn: Any, fds: Sequence[int] = ()) -> None:
+    def __init__(self, name: str, orders: dict[str, Any], conn: Any) -> None:
         super().__init__(name=name, daemon=True)
         self.orders = orders
         self.conn = conn
-        self.fds = fds
 
     @staticmethod
     def _Popen(started: SpawnedProcess) -> Any:

@@ -39,7 +39,6 @@ from sharded_loader.engine.board import IDLE, SAMPLE, WORDS, Board, board_in, ne
 from sharded_loader.engine.messages import NewJob, Task
 from sharded_loader.memory import publish
 from sharded_loader.memory.arena import Arena
-from sharded_loader.memory.publish import Inherited
 from sharded_loader.memory.segments import Segment, Slot, create
 from sharded_loader.pools.deaths import Death
 from sharded_loader.pools.process import start
@@ -191,18 +190,16 @@ class _Publication:
 
     Attributes:
         published: its pickle and its memory; None: it was not published.
-        inherited: descriptors that spawned workers are started with.
     """
 
     def __init__(self) -> None:
         self.published: publish.Published | None = None
-        self.inherited: Inherited | None = None
         # Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a row.
         self._numbers = itertools.count(-1, -1)
 
-    def publish(self, new: NewJob, inherited: Inherited | None = None) -> frozenset[str]:
+    def publish(self, new: NewJob) -> frozenset[str]:
         """Pickle the job; the modules that workers need for it."""
-        encoded = publish.publish(new, inherited, **new.parts)
+        encoded = publish.publish(new, **new.parts)
         with uninterrupted():
             before, self.published = self.published, publish.share(encoded, next(self._numbers))
             if before is not None:
@@ -219,10 +216,8 @@ class _Publication:
     def close(self) -> None:
         """Give the memory back."""
         published, self.published = self.published, None
-        inherited, self.inherited = self.inherited, None
-        for one in (published, inherited):
-            if one is not None:
-                one.close()
+        if published is not None:
+            published.close()
 
 
 class ProcessTransport(Transport[ProcessWorker]):
@@ -274,15 +269,7 @@ class ProcessTransport(Transport[ProcessWorker]):
             self.open()
             self.launch_all(new)
         if self.start_method == "spawn":
-            try:
-                post.publish(new)  # while they start: that takes as long as to publish 150 MB
-            except publish.NeedsInheritanceError:
-                # Again, with the descriptors of the locks and shared values in the job.
-                with uninterrupted():
-                    self.stop_workers()
-                    post.inherited = Inherited()
-                    post.publish(new, post.inherited)
-                    self.launch_all(new)
+            post.publish(new)  # while they start: that takes as long as to publish 150 MB
         if self.start_method != "fork":
             for worker in self.workers:
                 post.send(worker.link)
@@ -365,9 +352,7 @@ class ProcessTransport(Transport[ProcessWorker]):
             if forks:
                 name = f"{start.NAME}-{number}"
                 return start.start_forked(name, work, theirs, number, self.num_workers, new), link
-            inherited = self.publication.inherited
-            fds = [] if inherited is None else inherited.fds
-            return start.spawn_worker(number, self.num_workers, self.start_method, theirs, fds), link
+            return start.spawn_worker(number, self.num_workers, self.start_method, theirs), link
         except BaseException:
             link.close()
             raise

@@ -16,7 +16,7 @@ from sharded_loader.ray import cluster
 from sharded_loader.ray.actor import Begun
 from sharded_loader.ray.cluster import Wanted
 from sharded_loader.ray.pool import RayPool
-from sharded_loader.ray.transport import ActorWorker, Call, Followed, RayTransport
+from sharded_loader.ray.transport import ActorWorker, Call, RayTransport
 
 NODE, HOST = "node", "10.0.0.1"
 KILLED = Exception("Worker exit type: SYSTEM_ERROR Worker exit detail: It exited.")
@@ -132,7 +132,7 @@ def test_one_actor_of_each_node_fetches_ahead_and_another_one_if_it_dies(
         worker.actor = Actor()
     first, second, elsewhere = transport.workers
     elsewhere.begun = Begun(73, "another node", HOST)
-    transport.ahead.follow(Followed(7, "the order", lambda: position[0]))
+    transport.ahead.follow((7, "the order", lambda: position[0]))
 
     def sent(worker: ActorWorker) -> list[tuple[Any, ...]]:
         transport.send(worker, [(task(1), ())], alone=False)
@@ -164,7 +164,7 @@ def test_an_order_that_cannot_be_sent_is_told_once_and_the_batches_come(
     monkeypatch.setattr(cluster, "put", put)
     worker = transport.workers[0]
     worker.actor = Actor()
-    transport.ahead.follow(Followed(7, "the order", lambda: 0))
+    transport.ahead.follow((7, "the order", lambda: 0))
     for _ in range(2):
         transport.send(worker, [(task(1), ())], alone=False)
     assert [call[0] for call in worker.actor.calls] == ["read", "read"]
