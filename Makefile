@@ -76,7 +76,7 @@ test-ray:
 RAY_PROMISES = $(addprefix tests/promises/test_,promises.py randomness.py resume.py failing_samples.py iterable.py \
 	iterable_resume.py iteration.py)
 
-# A server of S3 on this machine, and s3fs; the examples with Lance and ArrayRecord.
+# A server of S3 on this machine, s3fs and obstore; the examples with Lance and ArrayRecord.
 STORES = .venv-stores
 
 test-stores:

@@ -2,8 +2,8 @@
 
     ShardCache(folder, "100 GB").open(url, stat, fetch) -> LocalFile
 
-    <hash>-<size>.shard    a shard; the hash is of its URL, size and tag, so another file has another name. The time of
-                           this file says when it is needed
+    <hash>-<size>.shard    a shard; the hash is of its URL, size and tag, so another file has another name
+    <hash>-<size>.sum      its checksum; the time of this file says when the shard is needed
     <hash>-<size>.part     a shard that a process fetches; its whole size counts
     locks/                 one lock for a few shards each, and one for the room: who dies loses his locks
     readers/               who fetches ahead (`read_ahead`)
@@ -14,7 +14,11 @@ as a loader has said so (`ShardCache.let_go`). Then it deletes the one that was 
 part that no process locks. A shard whose time is in the future is needed now: it goes last, and a line of the logger
 says so. A shard that is fetched ahead takes the place of no shard that is needed. The cache never touches files with
 other names. A shard that is open somewhere can be read to its end after it has gone (on Windows it cannot go). A
-shard that was cut is deleted and fetched again. Its bytes are the disk's, as those of shards that you keep yourself.
+damaged shard is deleted and fetched again.
+
+`seal` gives a new shard its name, and notes its checksum. `is_sound` compares. A shard has the time `UNTOUCHED`, so
+each write to it leaves another time. The time of its last change is noted too: no program can set that one back. The
+whole file is compared only if it has other times: that takes 0.3 s for 1 GB.
 
 What can go wrong: a shard that is larger than ``max_bytes``, a folder that cannot be written to, a full disk, a file
 that must not be deleted. All are a `ShardError` that names the folder or the file.
@@ -23,11 +27,14 @@ that must not be deleted. All are a `ShardError` that names the folder or the fi
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
 import shutil
+import stat as modes
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -48,8 +55,8 @@ TRIES = 10
 STUCK = 30.0 if os.name == "nt" else 0.0
 """Seconds to wait for a file that cannot be deleted. Windows deletes a file when no process has it open any more."""
 
-PASSED = 10**9
-"""The time of a shard that was let go, in the year 2001: earlier than that of any other."""
+UNTOUCHED = 10**9
+"""The time of each shard, in the year 2001: older than the time of a checksum, except of shards that were let go."""
 
 HELD = 10.0
 """Seconds for which a shard is needed after a reader has said so. Readers say it each second. On a machine that runs
@@ -69,9 +76,10 @@ class ShardCache:
     Attributes:
         fetched: the number of shards that this object has fetched.
         evicted: the number of shards that it has deleted to make room.
+        read_only: whether this process cannot write to the folder. Then each shard must be there already.
 
     Raises:
-        ShardError: the folder cannot be written to.
+        ShardError: the folder cannot be written to, and has no shards.
         TypeError: ``max_bytes`` is missing, or there is no such argument.
         ValueError: ``max_bytes`` is no number of bytes.
 
@@ -89,14 +97,18 @@ class ShardCache:
             raise TypeError('ShardCache needs max_bytes, the limit of disk space: ShardCache(folder, "100 GB")')
         self.folder, self.max_bytes = Path(folder).absolute(), bytes_of_text(max_bytes)
         self.fetched = self.evicted = 0
+        self.read_only = False
         self._has_warned = False
         try:
             (self.folder / "locks").mkdir(parents=True, exist_ok=True)
             with self._lock("room"):
                 pass
         except (OSError, NotImplementedError) as error:  # the second one: a file system without locks
-            text = f"the cache folder {self.folder} cannot be written to ({error}): give another one"
-            raise ShardError(text) from None
+            refused = getattr(error, "errno", 0) in (errno.EACCES, errno.EPERM, errno.EROFS)
+            self.read_only = refused and bool(self._files())
+            if not self.read_only:
+                text = f"the cache folder {self.folder} cannot be written to ({error}): give another one"
+                raise ShardError(text) from None
 
     def __repr__(self) -> str:
         return f"ShardCache({str(self.folder)!r}, {self.max_bytes})"
@@ -119,20 +131,23 @@ class ShardCache:
             fetch: writes its bytes into a file.
 
         Raises:
-            ShardError: there is no room for it.
+            ShardError: there is no room for it, or it is missing in a folder that is read-only.
             OSError: what ``fetch`` raises.
         """
         path = self._path(url, stat)
-        for _ in range(TRIES):
+        for _ in range(1 if self.read_only else TRIES):
             with self._named(url):
-                found = self._found(path, url, stat, is_locked=False)
-                if found is None:
+                found = self._found(path, url, stat, is_locked=self.read_only)
+                if found is None and not self.read_only:
                     with self._lock(_lock_of(path.name)):
                         found = self._found(path, url, stat, is_locked=True)  # another process may have fetched it
                         if found is None:
                             self._fetch(path, url, stat, fetch)
                 if found is not None:
                     return found
+        if self.read_only:
+            text = f"{shown(url)} is missing or damaged in the cache folder {self.folder}, which is read-only"
+            raise ShardError(f"{text}: fill the folder where it can be written to, or give another one")
         advice = "give a larger max_bytes, or a folder that no other program cleans"
         raise ShardError(f"{shown(url)} was deleted from {self.folder} at once, by others: {advice}")
 
@@ -149,7 +164,7 @@ class ShardCache:
             OSError: as `open`.
         """
         path = self._path(url, stat)
-        if not path.exists():
+        if not path.exists() and not self.read_only:  # `open` raises the error
             with self._named(url), self._lock(_lock_of(path.name)):
                 if is_wanted() and not path.exists():
                     self._fetch(path, url, stat, fetch, is_ahead=True)
@@ -173,25 +188,27 @@ class ShardCache:
             url, stat: of the shard.
             batches: after how many batches it is needed again. None: perhaps never.
         """
-        self._touch(self._path(url, stat), 0 if batches is None else max(1, PASSED - batches))
+        self._touch(self._path(url, stat), 0 if batches is None else max(1, UNTOUCHED - batches))
 
     def _touch(self, path: Path, seconds: float) -> bool:
         try:
-            os.utime(path, (seconds, seconds))
+            os.utime(beside(path), (seconds, seconds))
         except OSError:
             return False
-        return True
+        return path.exists()
 
     def _path(self, url: str, stat: Stat) -> Path:
         name = hashlib.sha256("\0".join((url, str(stat.size), stat.tag)).encode()).hexdigest()[:40]
         return self.folder / f"{name}-{stat.size}.shard"
 
     def _found(self, path: Path, url: str, stat: Stat, is_locked: bool) -> LocalFile | None:
-        """A shard that is there and whole. Who holds its lock deletes one that was cut."""
+        """A shard that is there and sound. Who holds its lock compares the checksum, and deletes a damaged one."""
         try:
-            if os.stat(path).st_size != stat.size:
-                if is_locked:
-                    path.unlink()
+            if not modes.S_ISREG(os.stat(path).st_mode):
+                raise ShardError(f"{shown(url)}: {path} is in its place in the cache, and is not a file: delete it")
+            if not is_sound(path, stat.size, is_locked):
+                if is_locked and not self.read_only:
+                    _delete(path)
                 return None
             file = LocalFile(str(path), f"{shown(url)} (cached as {path})")
         except FileNotFoundError:
@@ -203,35 +220,38 @@ class ShardCache:
     def _fetch(
         self, path: Path, url: str, stat: Stat, fetch: Callable[[BinaryIO], None], is_ahead: bool = False
     ) -> None:
-        """Fetch a shard, under its lock."""
+        """Fetch a shard, under its lock. If the disk is full by then, delete others and try again."""
         (self.folder / "locks").mkdir(parents=True, exist_ok=True)  # another program may have deleted the folder
         part = path.with_suffix(".part")
-        try:
-            if not self._make_room(part, url, stat.size, is_ahead):
+        for may_try_again in (True, False):
+            try:
+                if not self._make_room(part, url, stat.size, is_ahead):
+                    return
+                # Not "wb", which empties the file: where locks keep nobody out, another machine may be writing the same
+                # bytes into it. Bytes of a process that has died are written over.
+                with open(part, "r+b") as file:
+                    fetch(file)
+                    written = file.tell()
+                    file.flush()
+                    os.fsync(file.fileno())
+                    if written != stat.size:
+                        text = f"{shown(url)} has {written:,} bytes, and had {stat.size:,}: make the dataset again"
+                        raise ShardError(text)
+                    if not os.path.samestat(os.fstat(file.fileno()), os.stat(part)):
+                        return  # the locks were deleted, and another process fetches this shard too
+                seal(part, path)
+                self.fetched += 1
                 return
-            # Not "wb", which empties the file: where locks keep nobody out, another machine may be writing the same
-            # bytes into it. Bytes of a process that has died are written over.
-            with open(part, "r+b") as file:
-                fetch(file)
-                written = file.tell()
-                file.flush()
-                os.fsync(file.fileno())
-                if written != stat.size:
-                    text = f"{shown(url)} has {written:,} bytes, and had {stat.size:,}: make the dataset again"
-                    raise ShardError(text)
-                if not os.path.samestat(os.fstat(file.fileno()), os.stat(part)):
-                    return  # the locks were deleted, and another process fetches this shard too
-            os.replace(part, path)
-            self.fetched += 1
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                part.unlink()
-            if isinstance(error, FileNotFoundError) and self._is_inside(error):
-                return  # the part or the folder was deleted: `open` tries again
-            if type(error) is OSError:  # of the disk, and none of ours
-                said = f"{shown(url)} cannot be written to {self.folder} ({error}): free some space"
-                raise ShardError(said) from None
-            raise
+            except BaseException as error:
+                with contextlib.suppress(OSError):
+                    part.unlink()
+                if isinstance(error, FileNotFoundError) and self._is_inside(error):
+                    return  # the part or the folder was deleted: `open` tries again
+                if not isinstance(error, OSError) or type(error) is not OSError:  # one of ours, and not of the disk
+                    raise
+                if error.errno != errno.ENOSPC or not may_try_again or not self._files():
+                    said = f"{shown(url)} cannot be written to {self.folder} ({error}): free some space"
+                    raise ShardError(said) from None
 
     def _make_room(self, part: Path, url: str, size: int, is_ahead: bool) -> bool:
         """Delete shards until one of this size fits, and take its place; False: there is no room for one ahead."""
@@ -255,7 +275,7 @@ class ShardCache:
                         if not self._may_go(name, part):
                             is_waiting = True
                             continue
-                        (self.folder / name).unlink(missing_ok=True)
+                        _delete(self.folder / name)
                     except OSError as error:
                         stuck = f"{self.folder / name} cannot be deleted ({error})"
                         continue
@@ -326,8 +346,69 @@ def _lock_of(name: str) -> str:
 
 
 def _used(path: Path) -> float:
-    """When a shard is needed, or was opened last."""
+    """When a shard, or a part of one, was opened last."""
     try:
-        return os.stat(path).st_mtime
+        return os.stat(beside(path) if path.suffix == ".shard" else path).st_mtime
     except FileNotFoundError:
         return 0.0
+
+
+def _delete(path: Path) -> None:
+    """Delete a shard or a part."""
+    path.unlink(missing_ok=True)  # first: if it must stay, its checksum stays too
+    if not path.exists():  # no process has fetched it again
+        beside(path).unlink(missing_ok=True)
+
+
+# -- whether a shard still has the content that was fetched ------------------------------------------------------------
+
+
+def beside(path: Path) -> Path:
+    """Where the checksum of a shard is kept."""
+    return path.with_suffix(".sum")
+
+
+def seal(part: Path, path: Path) -> None:
+    """Make ``part`` the shard ``path``, and note its content as the right one."""
+    checksum = _checksum(part)
+    beside(path).touch()  # a shard without this file is the first to go
+    os.replace(part, path)
+    _note(path, checksum)
+
+
+def _note(path: Path, checksum: int) -> None:
+    with contextlib.suppress(OSError):  # some file systems keep no times: then each opening compares the checksum
+        os.utime(path, (UNTOUCHED, UNTOUCHED))
+    beside(path).write_text(f"{checksum:08x} {os.stat(path).st_ctime_ns}")
+
+
+def is_sound(path: Path, size: int, may_read: bool) -> bool:
+    """Whether a shard has the content that was sealed; False also if that cannot be told without ``may_read``.
+
+    Args:
+        path: of the shard.
+        size: that it must have, in bytes.
+        may_read: compare the checksum, if another program may have changed the file.
+    """
+    try:
+        checksum, changed = beside(path).read_text().split()
+        found = os.stat(path)
+        if found.st_size != size:
+            return False
+        if (found.st_mtime, found.st_ctime_ns) == (UNTOUCHED, int(changed)):
+            return True
+        if not may_read or _checksum(path) != int(checksum, 16):
+            return False
+    except (FileNotFoundError, ValueError):
+        return False
+    with contextlib.suppress(OSError):  # of another user
+        _note(path, int(checksum, 16))
+    return True
+
+
+def _checksum(path: Path) -> int:
+    found = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(4 << 20):
+            found = zlib.crc32(chunk, found)
+    return found

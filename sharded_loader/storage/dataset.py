@@ -48,7 +48,7 @@ from sharded_loader.data.bulk import NOT_IN_BULK, Int64s, bulk, bulk_method, che
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.files import checked_parts, is_rewritten
 from sharded_loader.storage import indexes
-from sharded_loader.storage.cache import ShardCache
+from sharded_loader.storage.cache import TRIES, ShardCache
 from sharded_loader.storage.files import LocalFile, Options, ShardError, ShardFile, Stat, local_path, local_stat, shown
 from sharded_loader.storage.indexes import Format, Index, Indexes, by_part, in_order
 from sharded_loader.storage.lists import FORMATS, FoundShards, absolute, find_shards, places_of
@@ -400,15 +400,23 @@ class Shards:
         """What a method of the format reads at rows of shards, one shard after the other."""
         in_parts = self.excess([shard for shard, _ in parts]) > 0
         for shard, rows in parts:
-            file, index = self._opened(shard, in_parts)
-            try:
-                found = read(file, index, rows)
-            except Exception as error:
-                self._check(shard, file, index)  # first: what a changed shard raises, or gives, says nothing
-                self._blame(shard, error)
-                raise
-            self._check(shard, file, index)
-            yield from found
+            for _ in range(TRIES):
+                file, index = self._opened(shard, in_parts)
+                try:
+                    found = read(file, index, rows)
+                except Exception as error:
+                    if self._check(shard, file, index):  # first: what a changed shard raises, or gives, says nothing
+                        self._blame(shard, error)
+                        raise
+                else:
+                    if self._check(shard, file, index):
+                        yield from found
+                        break
+                with self._lock:
+                    self._open.pop((shard, in_parts), None)
+            else:
+                advice = "give another cache folder"
+                raise ShardError(f"{file.name} is written to again and again by another program: {advice}")
 
     def _blame(self, shard: int, error: Exception) -> None:
         """Raise an error of a format as one that names the index file too, if the shard was read by one."""
@@ -490,17 +498,27 @@ class Shards:
 
     # -- files --------------------------------------------------------------------------------------------------------
 
-    def _check(self, shard: int, file: ShardFile, index: Index | None = None) -> None:
-        """Check that a shard of this machine is still the one of this index; None: of the one that is being made."""
+    def _check(self, shard: int, file: ShardFile, index: Index | None = None) -> bool:
+        """Check that a shard of this machine is still the one of this index; None: of the one that is being made.
+
+        Returns:
+            False if it is a file in the cache that was written to: it must be opened again.
+        """
         stat = self.stats[shard]
-        if self.paths[shard] is None or not isinstance(file, LocalFile) or (now := file.stat()) == stat:
-            return
+        if not isinstance(file, LocalFile):
+            return True
+        if self.paths[shard] is None:
+            return not file.is_touched()
+        now = file.stat()
+        if now == stat:
+            return True
         if now.size != stat.size:
             raise ShardError(f"{file.name} has {now.size:,} bytes, and had {stat.size:,} {_SINCE}")
         has_other_bytes = index is not None and not np.array_equal(_content(file), index["checksums"])
         if has_other_bytes or is_rewritten(stat.tag, now.tag):
             raise ShardError(f"{file.name} was replaced or written again: it had another time or other bytes {_SINCE}")
         self.stats[shard] = now
+        return True
 
     def _file(self, shard: int, in_parts: bool) -> ShardFile:
         url, stat, path = self.urls[shard], self.stats[shard], self.paths[shard]

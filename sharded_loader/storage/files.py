@@ -105,7 +105,8 @@ class LocalFile(ShardFile):
             if found is None:
                 raise
             raise found from error
-        self.size = self._file.stat().st_size
+        self._found = self._file.stat()
+        self.size = self._found.st_size
 
     def ranges(self, begins: Sequence[int], ends: Sequence[int]) -> list[bytes]:
         return list(map(self._part, begins, ends))
@@ -116,6 +117,12 @@ class LocalFile(ShardFile):
             return _stat_of(os.stat(str(self.path)))
         except FileNotFoundError:
             return _stat_of(self._file.stat())
+
+    def is_touched(self) -> bool:
+        """Whether another program has written to the open file. Only that it was deleted does not count."""
+        now, then = self._file.stat(), self._found
+        is_other = (now.st_mtime_ns, now.st_size) != (then.st_mtime_ns, then.st_size)
+        return is_other or (now.st_nlink > 0 and now.st_ctime_ns != then.st_ctime_ns)
 
     @property
     def is_deleted(self) -> bool:

@@ -1,10 +1,23 @@
 """Reads a part of a remote file, and sees of which version the answer is.
 
     tag_of(info)                                      -> "abc", or "last-modified Wed, 21 Oct ...", or ""
-    part(system, path, begin, end, stat, seconds)     -> the bytes and the tag of the answer
+    part(system, path, begin, end, stat, seconds)     -> the bytes and the tag of the answer, through fsspec
+    FastS3(options).read(path, begin, end, seconds)   -> the same through obstore; None: ask fsspec
 
-The tag is the ETag, otherwise the time of the last change; each file system of fsspec has names of its own for them.
-Servers of http send the tag with each answer. Others are asked for the tag after reading.
+The tag is the ETag, otherwise the time of the last change; each file system has names of its own for them. Servers of
+http send the tag with each answer, and so does obstore. Others are asked for the tag after reading.
+
+obstore needs a fifth of the processor time that s3fs needs: one request, against a server in another process, median of
+5: 0.74 ms for 1,000 bytes (s3fs: 3.6), 3.7 ms for 4 MB (s3fs: 6.6). In these cases `FastS3` answers None:
+
+- obstore is not installed, or it does not know an option.
+- The process was forked after its parent had used obstore. A request would never be answered there.
+- The first request for a bucket failed: obstore may look for credentials or a region in fewer places than s3fs. After a
+  first success, errors are those of the bucket, and go to the caller.
+
+obstore does not read http: after a redirect it would send the headers of the user to the other host.
+
+Names, sizes and tags of files come from fsspec.
 
 What can go wrong: `Changed` if the file is another one now, `Unfit` for an answer that is not what was asked for, and
 what the file system raises.
@@ -12,6 +25,7 @@ what the file system raises.
 
 from __future__ import annotations
 
+import os
 import re
 import uuid
 from collections.abc import Mapping
@@ -174,3 +188,75 @@ def check_answer(status: int, headers: Mapping[str, str], begin: int, end: int, 
             raise Unfit(text)
         if stat is not None and match[3] not in ("*", str(stat.size)):
             raise Changed(f"it has {int(match[3]):,} bytes, and had {stat.size:,}")
+
+
+# -- through obstore ---------------------------------------------------------------------------------------------------
+
+
+_SETTINGS = {"anon": "skip_signature", "key": "access_key_id", "secret": "secret_access_key", "region_name": "region"}
+"""What obstore calls the options of s3fs, if it calls them otherwise."""
+
+
+class FastS3:
+    """Buckets of S3, read with obstore where that works.
+
+    Args:
+        options: for fsspec's file system of S3.
+
+    Example:
+        >>> FastS3({"requester_pays": True}).read("bucket/a.tar", 0, 4, 30.0) is None
+        True
+    """
+
+    _used_in: int | None = None  # the process that has used obstore
+
+    def __init__(self, options: Options) -> None:
+        self._settings = settings_of(options)
+        self._buckets: dict[str, Any] = {}  # None: fsspec reads it
+
+    def read(self, path: str, begin: int, end: int, seconds: float) -> tuple[bytes, str] | None:
+        """A part of a file and the tag of the answer, or None if fsspec has to read it.
+
+        Args:
+            path: bucket and key, ``"bucket/folder/file"``.
+            begin, end: the part, in bytes.
+            seconds: after which the request fails.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            Exception: what obstore raises.
+        """
+        bucket, _, key = path.partition("/")
+        is_first = bucket not in self._buckets
+        store: Any = self._buckets.get(bucket)
+        if FastS3._used_in not in (None, os.getpid()) or (store is None and not is_first):
+            return None
+        try:
+            store = self._opened(bucket, seconds) if is_first else store
+            answer = store.get(key, options={"range": (begin, end)})
+            found = bytes(answer.bytes()), tag_of(answer.meta)
+        except Exception as error:
+            if not is_first or isinstance(error, FileNotFoundError):
+                raise
+            found, store = None, None
+        self._buckets[bucket] = store
+        return found
+
+    def _opened(self, name: str, seconds: float) -> Any:
+        from obstore.store import S3Store
+
+        FastS3._used_in = os.getpid()
+        plain = str(self._settings.get("endpoint_url", "")).startswith("http://")
+        limits = {"timeout": f"{seconds:.0f}s", "connect_timeout": f"{min(seconds, 5):.0f}s", "allow_http": plain}
+        return S3Store(name, client_options=limits, retry_config={"max_retries": 0}, **self._settings)
+
+
+def settings_of(options: Options) -> dict[str, Any]:
+    """The options of s3fs as settings of obstore, which does not open a bucket with a setting that it does not know.
+
+    Example:
+        >>> settings_of({"key": "k", "secret": "s", "client_kwargs": {"region_name": "eu-west-1"}})
+        {'access_key_id': 'k', 'secret_access_key': 's', 'region': 'eu-west-1'}
+    """
+    given = {**options, **options.get("client_kwargs", {})}
+    return {_SETTINGS.get(name, name): value for name, value in given.items() if name != "client_kwargs"}

@@ -36,7 +36,7 @@ import time
 import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -262,7 +262,7 @@ class ReadAhead:
 
     def _walk(self) -> None:
         try:
-            with reading(self._cache.folder / "readers") as count:
+            with nullcontext(lambda: 1) if self._cache.read_only else reading(self._cache.folder / "readers") as count:
                 self._walk_on(count)
         except Exception as error:  # an order that cannot be read twice: each shard is fetched when it is needed
             self.error = error

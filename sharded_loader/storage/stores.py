@@ -46,7 +46,7 @@ from sharded_loader.base.private import close_session, path_of
 from sharded_loader.base.system import write_whole
 from sharded_loader.storage import files
 from sharded_loader.storage.files import Options, ShardError, ShardFile, Stat, Trust, local_path, shown
-from sharded_loader.storage.parts import UNKNOWN, Changed, Unfit, bound, is_same, part, tag_of
+from sharded_loader.storage.parts import UNKNOWN, Changed, FastS3, Unfit, bound, is_same, part, tag_of
 
 TRIES = 6
 PAUSE, LONGEST_PAUSE = 0.2, 10.0
@@ -110,6 +110,7 @@ class ObjectStore:
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._systems: dict[object, Any] = {}
+        self._fast: dict[object, FastS3] = {}
         self._lock = threading.Lock()
         self._places, self._turns = CONNECTIONS, threading.Semaphore(CONNECTIONS)
         self.retries = 0
@@ -296,9 +297,11 @@ class ObjectStore:
         if begin == end:  # which no request can say
             return b"", True
         system, path = self._open(url)
+        fast_s3 = self._fast[self._access(url)[0]]
 
         def read() -> tuple[bytes, bool]:
-            found, tag = part(system, path, begin, end, stat, STALL)
+            fast = fast_s3.read(path, begin, end, STALL) if url.startswith("s3://") else None
+            found, tag = fast or part(system, path, begin, end, stat, STALL)
             same = None if stat is None else is_same(stat.tag, tag)
             if same is False:
                 raise Changed("another version is there now")
@@ -322,6 +325,7 @@ class ObjectStore:
         key, options = self._access(url)
         with self._lock:
             if key not in self._systems:
+                self._fast.setdefault(key, FastS3(options))
                 if url.startswith("s3://"):
                     config = {"retries": {"total_max_attempts": 1}, **options.get("config_kwargs", {})}
                     options = {**options, "config_kwargs": config}

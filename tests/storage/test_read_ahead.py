@@ -41,10 +41,6 @@ def until(true: Callable[[], bool], seconds: float = 120.0) -> None:
         time.sleep(0.005)
 
 
-NOWHERE = Path(__file__) / "no folder"
-"""Where no register can be: this reader is the only one."""
-
-
 class Walk:
     """A `ReadAhead` over batches that need the given shards, of size 1. What it lets go is deleted at once."""
 
@@ -53,7 +49,7 @@ class Walk:
     def __init__(
         self, batches: list[list[int]], room: int, later: Sequence[list[int]] = (), register: Path | None = None
     ) -> None:
-        self.max_bytes, self.folder = room, register or NOWHERE
+        self.max_bytes, self.folder, self.read_only = room, register, register is None
         self.fetched: list[int] = []
         self.there: set[int] = set()
         self.said: list[tuple[int, int | None]] = []  # of shards that are not needed now: the batch that needs them
@@ -186,7 +182,7 @@ def test_the_cache_learns_when_a_shard_is_needed_again_in_this_epoch_or_the_next
 
 def test_the_next_epoch_is_not_looked_at_if_the_cache_has_room_for_all_shards() -> None:
     asked: list[int] = []
-    cache = types.SimpleNamespace(max_bytes=3, folder=NOWHERE, keep=lambda url, stat: True, let_go=lambda *_: None)
+    cache = types.SimpleNamespace(max_bytes=3, read_only=True, keep=lambda url, stat: True, let_go=lambda *_: None)
     needs = lambda number: [number] if number < 3 else None  # noqa: E731
     ahead = ReadAhead(pretended(cache, 3), needs, lambda: 0, asked.append)
     ahead.start()
@@ -268,7 +264,7 @@ def test_a_cache_fetches_about_as_little_as_the_best_rule(
 def test_its_threads_end(end: str) -> None:
     before = set(threading.enumerate())
     if end == "an order that fails":
-        cache = types.SimpleNamespace(max_bytes=1, folder=NOWHERE)
+        cache = types.SimpleNamespace(max_bytes=1, read_only=True)
         ahead = ReadAhead(pretended(cache, 0), lambda number: [][number], lambda: 0, lambda number: None)
         ahead.start()
         until(lambda: type(ahead.error) is IndexError)

@@ -8,18 +8,19 @@ import shutil
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
 import fsspec
 import pytest
+from mutations import damaged
 from shards import write_tar
 
 from sharded_loader import ShardDataset
 from sharded_loader.storage import cache as cache_module
 from sharded_loader.storage.cache import ShardCache
-from sharded_loader.storage.files import ShardError, Stat
+from sharded_loader.storage.files import LocalFile, ShardError, Stat
 
 CONTENT = random.Random(0).randbytes(5000)
 URL = "s3://b/1.tar"
@@ -65,10 +66,10 @@ def shard_in(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "damage",
-    [b"", CONTENT[:-1], CONTENT + b"x"],
-    ids=["empty", "short", "long"],
+    [b"", CONTENT[:-1], CONTENT + b"x", bytes(len(CONTENT)), CONTENT[:-1] + bytes([CONTENT[-1] ^ 1])],
+    ids=["empty", "short", "long", "zeros", "one bit"],
 )
-def test_a_shard_of_another_size_is_fetched_again(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_shard_is_fetched_again(tmp_path: Path, damage: bytes) -> None:
     source = Source()
     read(tmp_path, source)
     shard_in(tmp_path).write_bytes(damage)
@@ -76,8 +77,33 @@ def test_a_shard_of_another_size_is_fetched_again(tmp_path: Path, damage: bytes)
     assert source.fetches == 2
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="the time of the last change is not kept there")
+def test_a_damaged_shard_whose_time_was_set_back_is_fetched_again(tmp_path: Path) -> None:
+    source = Source()
+    read(tmp_path, source)
+    path = shard_in(tmp_path)
+    path.write_bytes(bytes(len(CONTENT)))
+    changed = path.stat().st_ctime_ns
+    while path.stat().st_ctime_ns == changed:  # until the file system's clock ticks
+        os.utime(path, (cache_module.UNTOUCHED, cache_module.UNTOUCHED))
+    assert [read(tmp_path, source) for _ in range(2)] == [CONTENT, CONTENT]
+    assert source.fetches == 2
+
+
+def zeros(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.write(bytes(path.stat().st_size))
+
+
+def half(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="what is open cannot be deleted there")
-def test_a_shard_that_is_deleted_while_it_is_open_is_read_to_its_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [zeros, half, os.unlink])
+def test_a_shard_that_is_damaged_while_it_is_open_is_fetched_again(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
     values = {f"{i:04}.txt": str(i).encode() * 100 for i in range(20)}
     write_tar(tmp_path / "a.tar", values)
     store = fsspec.filesystem("memory")
@@ -85,10 +111,70 @@ def test_a_shard_that_is_deleted_while_it_is_open_is_read_to_its_end(tmp_path: P
     cache = ShardCache(tmp_path / "cache", "1 MB")
     dataset = ShardDataset("memory://damaged/a.tar", cache=cache)
     assert dataset[0]["txt"] == values["0000.txt"]
-    shard_in(tmp_path / "cache").unlink()
+    damage(shard_in(tmp_path / "cache"))
     assert [sample["txt"] for sample in dataset] == [*values.values()]
-    assert cache.fetched == 1
+    assert cache.fetched == 1 + (damage is not os.unlink)  # what was deleted can be read while it is open
     store.rm("/damaged", recursive=True)
+
+
+def test_a_shard_that_is_written_to_again_and_again_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tar(tmp_path / "a.tar", {"0.txt": b"0"})
+    store = fsspec.filesystem("memory")
+    store.pipe_file("/damaged/a.tar", (tmp_path / "a.tar").read_bytes())
+    dataset = ShardDataset("memory://damaged/a.tar", cache=ShardCache(tmp_path / "cache", "1 MB"))
+    monkeypatch.setattr(LocalFile, "is_touched", lambda file: True)
+    with pytest.raises(ShardError, match=r"a\.tar .*is written to again and again"):
+        dataset[0]
+    store.rm("/damaged", recursive=True)
+
+
+@pytest.mark.parametrize("text", [None, "", "nonsense", "00000000 1", "00000000 1 2 3", "zz 1 2", "\0" * 13])
+def test_a_shard_without_its_checksum_is_fetched_again(tmp_path: Path, text: str | None) -> None:
+    source = Source()
+    read(tmp_path, source)
+    beside = cache_module.beside(shard_in(tmp_path))
+    if text is None:
+        beside.unlink()
+    else:
+        beside.write_text(text)
+    assert [read(tmp_path, source) for _ in range(2)] == [CONTENT, CONTENT]
+    assert source.fetches == 2
+
+
+def assert_healed(folder: Path, seeds: Iterable[int]) -> None:
+    source = Source()
+    read(folder, source)
+    for seed in seeds:
+        told, mutant = damaged(CONTENT, seed)
+        fetches = source.fetches
+        shard_in(folder).write_bytes(mutant)
+        assert read(folder, source) == CONTENT, (seed, told)
+        assert source.fetches - fetches == (mutant != CONTENT), (seed, told)
+
+
+@pytest.mark.slow
+def test_mutants_of_a_shard_are_never_read(tmp_path: Path) -> None:
+    assert_healed(tmp_path, range(100))
+
+
+@pytest.mark.slow
+def test_many_mutants_of_a_shard_are_never_read(tmp_path: Path) -> None:
+    assert_healed(tmp_path, range(100, 2100))
+
+
+def test_a_file_system_that_keeps_no_times_compares_the_checksum_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "utime", refused)
+    source = Source()
+    assert [read(tmp_path, source) for _ in range(2)] == [CONTENT, CONTENT] and source.fetches == 1
+    shard_in(tmp_path).write_bytes(bytes(len(CONTENT)))
+    assert read(tmp_path, source) == CONTENT and source.fetches == 2
 
 
 def test_the_disk_has_a_shard_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +225,7 @@ def test_another_shard_goes_in_place_of_one_that_may_not_be_deleted(
     assert read(tmp_path, source, 11_000) == CONTENT and source.fetches == 0  # it is still there, and sound
 
 
-@pytest.mark.parametrize("suffix", [".shard", ".part"])
+@pytest.mark.parametrize("suffix", [".shard", ".part", ".sum"])
 def test_a_folder_in_a_place_of_the_cache_is_named(tmp_path: Path, suffix: str) -> None:
     cache = ShardCache(tmp_path, "20 kB")
     path = cache._path(URL, STAT).with_suffix(suffix)
@@ -167,7 +253,7 @@ def test_a_folder_that_was_deleted_is_made_again(tmp_path: Path) -> None:
 def test_a_folder_that_is_deleted_while_a_shard_is_fetched(tmp_path: Path, what: str) -> None:
     folder = tmp_path / "cache"
     assert read(folder, Source(lambda: shutil.rmtree(folder / what))) == CONTENT
-    assert [path.suffix for path in sorted(folder.glob("*-*"))] == [".shard"]
+    assert [path.suffix for path in sorted(folder.glob("*-*"))] == [".shard", ".sum"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="what is open cannot be deleted there")
