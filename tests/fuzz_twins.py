@@ -161,8 +161,11 @@ class Twins(Disturbed):
         return made
 
     def pool(self, pair: Pair) -> Any:
-        live = pair.loader._live if self.drop_in else pair.loader
-        return None if live is None else live._pool if self.drop_in else live.pool
+        if not self.drop_in:
+            return pair.loader.pool
+        run = pair.loader._progress.shown
+        newest = None if run is None else pair.loader._progress.live.get(run.number)
+        return None if newest is None or newest._shutdown or not pair.loader.num_workers else newest._pool
 
     # -- both -----------------------------------------------------------------------------------------------
 

@@ -171,6 +171,8 @@ def parse(state: Any) -> tuple[Position, Signature]:
     entries.check_version(state, _ADVICE)
     signature = entries.parsed(Signature, state, _ADVICE)
     unit = signature.unit
+    if unit not in state:
+        raise ValueError(f"the state has no {unit!r}, and its 'batch_size' is {signature.batch_size}: {_ADVICE}")
     epoch = entries.read_entry(state, "epoch", integer(0), _ADVICE)
     may_be_early = signature.last_batch == "rollover"  # an epoch may begin with samples of the one before
     done = entries.read_entry(state, unit, integer() if may_be_early else integer(0), _ADVICE)

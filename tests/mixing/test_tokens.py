@@ -16,7 +16,7 @@ import pytest
 from sharded_loader import ShardedDataLoader, TokenWindows
 from sharded_loader.engine.pool import Pool
 from sharded_loader.mixing import tokens as module
-from tests.pages import blocks
+from tests.pages import blocks, promised
 
 Ids = np.ndarray[Any, Any]
 
@@ -88,11 +88,15 @@ def test_a_window_never_reaches_into_a_second_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint16"])
-def test_megatrons_files_are_read_by_the_function_of_the_page(tmp_path: Path, dtype: str) -> None:
+def test_megatrons_files_are_read_by_the_function_of_the_page(
+    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {}
     page = Path(__file__).parents[2] / "docs" / "guides" / "pretraining.md"
     [code] = [block for block in blocks(page, "python") if "def megatron" in block]
     exec(code, scope)
+    assert promised(code) == [capsys.readouterr().out.strip()]
     sequences = [ids(count, dtype, count) for count in (12, 3, 25, 0, 8, 1, 6)]
     write_megatron(tmp_path / "corpus", sequences, [2, 1, 3, 1])
     documents = [np.concatenate(sequences[a:b]) for a, b in itertools.pairwise([0, 2, 3, 6, 7])]
