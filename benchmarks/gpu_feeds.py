@@ -185,7 +185,7 @@ class Feed:
         if (run := getattr(ours, "run", None)) is not None:
             with ours._pipeline.lock:
                 if unfinished := any(entry.result is None for entry in run.window):
-                    ours._pipeline.file(ours._pipeline.pool.wait(False))
+                    ours._pipeline.runs.file(ours._pipeline.pool.wait(False))
             return not unfinished
         try:
             return bool(self._epoch._data_queue.qsize() >= self._epoch._tasks_outstanding)

@@ -27,7 +27,7 @@ _HOMES = {
     "mixing.interleave": "interleave",
     "mixing.tokens": "TokenWindows",
     "loader.loader": "ShardedDataLoader",
-    "loader.options": "OnError Placement",
+    "loader.arguments": "OnError Placement",
     "instruments.report": "RankStats",
     "instruments.stats": "LoaderStats",
     "caching.store": "CacheMismatchError",

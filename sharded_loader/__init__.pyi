@@ -19,9 +19,9 @@ from sharded_loader.data.datasets import SimpleDataset as SimpleDataset
 from sharded_loader.data.datasets import SubsetDataset as SubsetDataset
 from sharded_loader.instruments.report import RankStats as RankStats
 from sharded_loader.instruments.stats import LoaderStats as LoaderStats
+from sharded_loader.loader.arguments import OnError as OnError
+from sharded_loader.loader.arguments import Placement as Placement
 from sharded_loader.loader.loader import ShardedDataLoader as ShardedDataLoader
-from sharded_loader.loader.options import OnError as OnError
-from sharded_loader.loader.options import Placement as Placement
 from sharded_loader.mixing.in_order import ShuffleBuffer as ShuffleBuffer
 from sharded_loader.mixing.interleave import interleave as interleave
 from sharded_loader.mixing.tokens import TokenWindows as TokenWindows

@@ -32,8 +32,7 @@ from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.data.seeding import told_in
 from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in import iterator as drop_in
-from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator
-from sharded_loader.drop_in.order import is_sharded, make_sharded, need_sharded
+from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, is_sharded, make_sharded, need_sharded
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, TorchSteps
 from sharded_loader.drop_in.trainers import rebuilt_by_accelerate, refuse_skipping
@@ -43,10 +42,17 @@ from sharded_loader.engine.pool import Pool
 from sharded_loader.instruments.auto import Tuner
 from sharded_loader.instruments.report import Instruments
 from sharded_loader.instruments.stats import Meter
-from sharded_loader.loader.arguments import INSTEAD, action_and_limit, length, make_split, number_of_workers
+from sharded_loader.loader.arguments import (
+    INSTEAD,
+    Batch,
+    OnError,
+    action_and_limit,
+    length,
+    make_split,
+    number_of_workers,
+)
 from sharded_loader.loader.loader import ShardedDataLoader
 from sharded_loader.loader.lookup import KnownSteps, shown_indices
-from sharded_loader.loader.options import Batch, OnError
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
 from sharded_loader.sampling.base import nested, tell_epoch
 from sharded_loader.sampling.foreign import len_epoch, text_if_ranks_repeat

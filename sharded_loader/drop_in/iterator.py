@@ -2,6 +2,7 @@
 
     check_arguments(loader)                           rejects what would otherwise fail at the first batch
     make_pool(loader) -> Pool                         the pool that the loader's arguments ask for
+    make_sharded(loader) -> ShardedDataLoader         reads in its stead, if an argument asks for another order
     LoaderIterator(loader, state)._next_data() -> EpochIterator -> Pipeline -> ProcessPool | InlinePool
     WorkerView(handle)                                a worker process as torch's iterator shows it
 
@@ -41,6 +42,7 @@ from sharded_loader.data.inspection import is_stateful
 from sharded_loader.devices.names import accelerators, find_devices
 from sharded_loader.devices.placement import Placer
 from sharded_loader.drop_in import sampler as samplers
+from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.pinning import Pinner
 from sharded_loader.drop_in.sampler import SamplerStart, SamplerState, TorchEpoch
 from sharded_loader.drop_in.state import LoaderState, TorchRun, check_data, job_of, stream_epoch
@@ -51,6 +53,7 @@ from sharded_loader.loader import arguments
 from sharded_loader.loader.arguments import length
 from sharded_loader.loader.epochs import OneRun, warn_of_length
 from sharded_loader.loader.iterator import EpochIterator, profiler_enabled
+from sharded_loader.loader.loader import ShardedDataLoader
 from sharded_loader.pools.local import InlinePool, ThreadPool
 from sharded_loader.pools.process.pool import ArenaInUse, ProcessPool
 from sharded_loader.sampling.base import nested
@@ -532,3 +535,52 @@ def in_torchs_words(error: WorkerDiedError | WorkerTimeoutError, timeout: float)
 
 
 leave_alone(LoaderIterator.__next__)
+
+
+# -- the order of `ShardedDataLoader` -----------------------------------------------------------------------------------
+
+SHARDED = ("num_replicas", "rank", "mesh", "costs", "evaluate", "steps_per_epoch")
+"""Arguments of `ShardedDataLoader` that torch's order cannot have."""
+
+KEPT = ("pin_memory", "drop_last", "device", "devices", "num_shards", "seed", "on_error", "streams")
+
+
+def is_sharded(loader: Loader) -> bool:
+    """Whether a loader was given one of `SHARDED`."""
+    return any(getattr(loader, name) is not None and getattr(loader, name) is not False for name in SHARDED)
+
+
+def need_sharded(inner: ShardedDataLoader[Any] | None, method: str) -> ShardedDataLoader[Any]:
+    """What reads in a loader's stead; a TypeError where nothing does."""
+    if inner is None:
+        raise TypeError(f"{method} needs the order of ShardedDataLoader, and this is torch's: give num_replicas=1")
+    return inner
+
+
+def make_sharded(loader: Loader) -> ShardedDataLoader[Any]:
+    """A `ShardedDataLoader` with the arguments of a drop-in.
+
+    Raises:
+        TypeError, ValueError: they contradict each other.
+    """
+    shuffle, sampler, batch_sampler = loader._given_order
+    wrong = {"generator": loader.generator is not None, "in_order": not loader.in_order}
+    for name in (name for name, is_wrong in wrong.items() if is_wrong):
+        text = f"{name} goes with torch's order, and {' and '.join(SHARDED)} with another"
+        raise ValueError(f"{text}: {arguments.INSTEAD[name]}")
+    if batch_sampler is None and loader.batch_size is None:
+        raise ValueError("batch_size=None gives single samples, and this order is one of batches: give a batch_size")
+    options = {name: getattr(loader, name) for name in (*SHARDED, *KEPT)}
+    return ShardedDataLoader(
+        loader.dataset,
+        batch_size=loader.batch_size if batch_sampler is None else None,
+        shuffle=shuffle or False,
+        sampler=sampler,
+        batch_sampler=batch_sampler,
+        collate_fn=batchify_fn_of(loader.collate_fn, batched=True),
+        num_workers=0 if loader._tuner is None else "auto",
+        pool=make_pool(loader),
+        prefetch_factor=None if loader._scales_prefetch else loader.prefetch_factor,
+        skip=loader._given_skip or None,
+        **options,
+    )

@@ -1,8 +1,8 @@
 """Keeps batches in flight and hands them out in order. The consumer's own thread does all of it.
 
-    Scheduler.tasks   Epoch -> entries at the end of a run's window -> the tasks that the pool is given now
-    Pipeline.file     what comes from the pool -> the entries it is of, in any order
-    Pipeline.next     the head of the window, once it is finished -> the user
+    Scheduler.tasks      Epoch -> entries at the end of a run's window -> the tasks that the pool is given now
+    ReorderBuffer.file   what comes from the pool -> the entries it is of, in any order
+    Pipeline.next        the head of the window, once it is finished -> the user
 
 No background thread competes for the main process's GIL: planning, dispatch and reordering happen inside `next`, under
 one lock. Iterators in several threads take turns at that lock.
@@ -165,12 +165,36 @@ class Run:
         self.planned = self.delivered
 
 
+class ReorderBuffer(dict[int, Run]):
+    """The runs that are open, by their numbers, with what is in flight of each. Results go to their places here."""
+
+    def file(self, results: Sequence[Result]) -> None:
+        """Put results into their places. Left out: those of a run that is gone, and second ones of a batch."""
+        for result in results:
+            run = self.get(result.run)
+            if run is not None and (entry := run.awaited.pop(result.seq, None)) is not None:
+                is_of_part = entry.task is not None and entry.task.part is not None
+                entry.result = run.epoch.came(entry.seq, result) if is_of_part else result
+
+    def fail(self, error: Exception) -> None:
+        """The pool is broken: that ends all runs."""
+        self.forget()
+        for run in self.values():
+            run.dead = error
+        self.clear()
+
+    def forget(self) -> None:
+        """Throw away what is in flight."""
+        for run in self.values():
+            run.forget_window()
+
+
 class Scheduler:
     """Decides what is read next, and when the pool is given more. It calls no pool, and changes nothing but windows.
 
     Args:
         split: how batches become shards, when they are planned.
-        runs: all runs that are open; those of the `Pipeline`.
+        runs: all runs that are open.
 
     Attributes:
         split: as given.
@@ -182,7 +206,7 @@ class Scheduler:
         is_timed: note when tasks are given to the pool.
     """
 
-    def __init__(self, split: Split, runs: dict[int, Run]) -> None:
+    def __init__(self, split: Split, runs: ReorderBuffer) -> None:
         self.split, self._runs = split, runs
         self.prefetch = self.per_worker = 0
         self.scale_by_group = self.one_by_one = self.is_timed = False
@@ -262,7 +286,7 @@ class Pipeline:
     Attributes:
         pool, split: as given.
         scheduler: decides what is read next.
-        runs: those that are open, by their numbers, with what is in flight of each.
+        runs: those that are open, with what is in flight of each.
         dropped: the numbers of those whose iterators are gone.
         lock: one for all iterators. A thread holds it during `next`, and until it has called `fail` if that was
             interrupted. It is reentrant: a signal handler may use the loader in the middle of a step.
@@ -274,7 +298,7 @@ class Pipeline:
 
     def __init__(self, pool: Pool, split: Split) -> None:
         self.pool, self.split = pool, split
-        self.runs: dict[int, Run] = {}
+        self.runs = ReorderBuffer()
         self.dropped: deque[int] = deque()
         self.scheduler = Scheduler(split, self.runs)
         self.min_ready = 2
@@ -348,7 +372,7 @@ class Pipeline:
             self.lock.release()
 
     def _recover(self) -> None:
-        self.forget()
+        self.runs.forget()
         self.pool.close()
         if self._job is not None and self.runs:
             self.pool.start(self._job)
@@ -373,7 +397,7 @@ class Pipeline:
         """
         note_handlers()
         if pool is not None and pool is not self.pool:
-            self.forget()
+            self.runs.forget()
             self.pool.close()
             self.pool = pool
         if renew or not self.pool.started:
@@ -401,11 +425,6 @@ class Pipeline:
                 run.forget_window()
                 if self.pool.started:
                     self.pool.cancel(run.number)
-
-    def forget(self) -> None:
-        """Throw away what is in flight."""
-        for run in self.runs.values():
-            run.forget_window()
 
     # -- batches --------------------------------------------------------------------------------------------
 
@@ -500,12 +519,9 @@ class Pipeline:
                 run.waits_since = host_clock.now()
                 due = run.waits_since + PATIENCE
             try:
-                self.file(pool.wait(blocks))
+                self.runs.file(pool.wait(blocks))
             except PoolBroken as broken:
-                for one in self.runs.values():
-                    one.dead = broken.error
-                    one.forget_window()
-                self.runs.clear()
+                self.runs.fail(broken.error)
             if not window:
                 continue
             if run.epoch.any_order:
@@ -518,14 +534,6 @@ class Pipeline:
                 due, entry = math.inf, window[0]
                 text = f"sharded_loader: next() has waited {now - run.waits_since:.0f} s for epoch {run.epoch.number}, "
                 pool.tell_of_wait(f"{text}batch {entry.seq}", entry.task)
-
-    def file(self, results: Sequence[Result]) -> None:
-        """Put results into their places. Left out: those of a run that is gone, and second ones of a batch."""
-        for result in results:
-            run = self.runs.get(result.run)
-            if run is not None and (entry := run.awaited.pop(result.seq, None)) is not None:
-                is_of_part = entry.task is not None and entry.task.part is not None
-                entry.result = run.epoch.came(entry.seq, result) if is_of_part else result
 
     # -- life -----------------------------------------------------------------------------------------------
 

@@ -32,10 +32,10 @@ from sharded_loader.engine.messages import ErrorAction, Job
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool
 from sharded_loader.loader import arguments
+from sharded_loader.loader.arguments import Batch, OnError, OtherNames, Placement
 from sharded_loader.loader.attributes import LoaderAttributes, keeps_arguments
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.iterator import EpochIterator
-from sharded_loader.loader.options import Batch, OnError, OtherNames, Placement
 from sharded_loader.parallel import gather
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.sampling.order import MapOrder

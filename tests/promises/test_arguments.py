@@ -30,7 +30,7 @@ from sharded_loader.batchify import Pad, Stack
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.devices import placement
 from sharded_loader.engine.pool import Pool
-from sharded_loader.loader.options import OtherNames
+from sharded_loader.loader.arguments import OtherNames
 
 
 def make(**arguments: Any) -> ShardedDataLoader:
