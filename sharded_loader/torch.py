@@ -512,9 +512,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         if isinstance(self.sampler, ShuffleSampler):
             self.sampler.is_named, sampler = False, state.sampler
             self.sampler.seed = ((sampler and sampler.shuffle) or {}).get("seed", self.sampler.seed)
-        tell = getattr(self.dataset, "set_epoch", None)
-        if state.epoch_of_dataset is not None and callable(tell):
-            tell(state.epoch_of_dataset)
+        for one in told_in(self.dataset, nearest=True) if state.epoch_of_dataset is not None else ():
+            one.set_epoch(state.epoch_of_dataset)
         self._end_persistent_workers()  # they have datasets and generators of another time
 
     # -- the order of `ShardedDataLoader` -------------------------------------------------------------------

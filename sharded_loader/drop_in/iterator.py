@@ -39,6 +39,7 @@ from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.batching.tree import TensorBatch
 from sharded_loader.data.inspection import is_stateful
+from sharded_loader.data.seeding import told_in
 from sharded_loader.devices.names import accelerators, find_devices
 from sharded_loader.devices.placement import Placer
 from sharded_loader.drop_in import sampler as samplers
@@ -326,13 +327,14 @@ class LoaderIterator(_BaseDataLoaderIter):
         seed = drawn if loader.seed is None else int(loader.seed)
         job = replace(job_of(loader, self._collate_fn), seed=seed, base_seed=base)
         epoch: TorchEpoch | StreamEpoch
-        of_dataset: object = None
+        of_epoch = None
         if start is None:
             unread = {part: self._points_at_start[part] for part in self._unread & set(self._points_at_start)}
             epoch = stream_epoch(loader, seed, state, unread)
             self._unread = {part for part, point in epoch.at_beginning().points.items() if point.ended}
             job = replace(job, stream=epoch.stream._replace(tells_epoch=False))
-            of_dataset = getattr(loader.dataset, "epoch", None)
+            epochs = (getattr(one, "epoch", None) for one in told_in(loader.dataset, nearest=True))
+            of_epoch = next((number for number in epochs if isinstance(number, int)), None)
         else:
             # As in torch, a worker has the dataset as it was when the worker started.
             job = replace(job, keeps_state=is_stateful(self._dataset))
@@ -343,7 +345,6 @@ class LoaderIterator(_BaseDataLoaderIter):
         epoch.number = number  # the random numbers of an epoch depend on it, also in persistent workers
         epoch.any_order = not loader.in_order and workers > 0
         self._job, self._num_yielded = job, 0 if state is None or is_new else state.yielded
-        of_epoch = of_dataset if isinstance(of_dataset, int) else None
         at: dict[str, Any] = {"points_at_start": self._points_at_start, "epoch_of_dataset": of_epoch}
         at |= {"base_seed": drawn, "yielded": self._num_yielded}
         self.run = TorchRun(next(_numbers), epoch=epoch, **at)

@@ -72,7 +72,7 @@ class LoaderState:
         finished: the user has seen the end of the epoch.
         base_seed: what the workers' generators were seeded with.
         epoch: number of the epoch.
-        epoch_of_dataset: the attribute ``epoch`` of an iterable dataset.
+        epoch_of_dataset: the attribute ``epoch`` of an iterable dataset, or of one inside it.
         generator: the state of the loader's generator.
         next_draws: after the last batch, what the next epoch would draw: for the loader and for its sampler.
         sampler: of map-style data.

@@ -203,7 +203,7 @@ def test_a_loader_of_fabric_is_saved_and_loaded(lightning: Any, tmp_path: Path) 
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("options", [OPTIONS, OPTIONS | {"seed": None}], ids=["a seed", "no seed"])
 def test_fabric_goes_on_in_a_later_epoch(lightning: Any, options: Any, ends: bool, tmp_path: Path) -> None:
-    """It saves no count of epochs, and begins with epoch 0 again."""
+    """It saves no count of epochs, and begins with epoch 0 again. Without a seed, later epochs are drawn anew."""
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
     loader, other = (fabric.setup_dataloaders(DataLoader(Numbered(), num_workers=1, **options)) for _ in range(2))
     seen(loader)
@@ -216,7 +216,8 @@ def test_fabric_goes_on_in_a_later_epoch(lightning: Any, options: Any, ends: boo
     rest = [seen(loader) if ends else seen(batches), seen(loader), seen(loader)]
     torch.manual_seed(7)
     fabric.load(tmp_path / "state.ckpt", {"loader": other})
-    assert [seen(other) for _ in rest] == rest
+    again = [seen(other) for _ in rest]
+    assert again == rest if options["seed"] is not None else again[0] == rest[0]
 
 
 def test_loaders_that_are_not_of_torch_are_refused_by_fabric_and_overfit_batches(

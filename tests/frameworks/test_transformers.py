@@ -164,7 +164,8 @@ def test_iterable_data_is_resumed_exactly(
     transformers: Any, make: Any, num_workers: int, stop_at: int, tmp_path: Path
 ) -> None:
     def train(**how: Any) -> Any:
-        loader = make(LongStream(), batch_size=4, num_workers=num_workers, streams=2 if num_workers else 1)
+        # One part: the length of a loader of several is not known, and Trainer resumes by the length.
+        loader = make(LongStream(), batch_size=4, num_workers=num_workers, streams=1)
         return run(transformers, tmp_path, loader, prepared=True, **how)
 
     whole, killed = train(), train(stop_at=stop_at, **SAVING)
