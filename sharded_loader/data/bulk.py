@@ -319,8 +319,7 @@ def takes_arrays(dataset: object) -> bool:
         >>> takes_arrays(np.arange(5)), takes_arrays([1, 2, 3])
         (True, False)
     """
-    is_torchs = is_tensor(dataset) or _reads_like(dataset, "torch.utils.data", "TensorDataset")
-    if is_torchs or isinstance(dataset, np.ndarray):
+    if arrays_of(dataset) is not None:
         return as_bulk(dataset) is not None
     return hasattr(batch_reader(dataset), "takes_empty")
 

@@ -71,9 +71,7 @@ def keys_of(indices: Sequence[object]) -> Sequence[rng.SampleScope] | None:
     return [rng.SampleScope(scope.seed, scope.epoch, index, owners=scope.owners) for index in indices]
 
 
-def translated(
-    inner: Iterable[int], outer: Sequence[object], positions: Sequence[int] | None = None
-) -> list[int] | KeyedIndices:
+def translated(inner: Iterable[int], outer: Sequence[object], positions: Sequence[int] | None = None) -> list[int]:
     """The inner indices of the samples that the caller knows by the outer ones.
 
     ``positions`` says which of the samples ``inner`` are, if not all.

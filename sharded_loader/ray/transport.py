@@ -259,8 +259,8 @@ class RayTransport(Transport[ActorWorker]):
 
         if not any(worker.ready for worker in self.workers if worker.number != number):
             self._absent_since = host_clock.now()
-        threads = max(1, int(self._wanted.num_cpus))
-        actor = ray.remote(**self._wanted.options())(LoaderActor).remote(number, self.num_workers, threads)
+        threads = max(1, int(self._wanted["num_cpus"]))
+        actor = ray.remote(**self._wanted)(LoaderActor).remote(number, self.num_workers, threads)
         self.actors.append(actor)
         worker = ActorWorker(number, actor, self.listen)
         self._begin(worker)
@@ -385,11 +385,11 @@ class RayTransport(Transport[ActorWorker]):
             fate += f"{self.start_timeout:g})"
             if self._had_one:
                 fate = "all workers have ended, and there is no room for others. The loader goes on when there is"
-            logger.warning("RayPool: %s: %s", fate, cluster.what_there_is(self._wanted.amounts))
+            logger.warning("RayPool: %s: %s", fate, cluster.what_there_is(self._wanted))
         if passed > self.start_timeout and not self._had_one:
             return TimeoutError(
                 f"no worker could start within {self.start_timeout:g} s (start_timeout=): "
-                f"{cluster.what_there_is(self._wanted.amounts)}. Ask for less (num_cpus=, resources=), or add nodes"
+                f"{cluster.what_there_is(self._wanted)}. Ask for less (num_cpus=, resources=), or add nodes"
             )
         return None
 

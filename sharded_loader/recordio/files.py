@@ -45,7 +45,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 
 from sharded_loader.data.bulk import Int64s
-from sharded_loader.data.files import BINARY, PositionedFile, checksums, settled
+from sharded_loader.recordio.positioned import BINARY, PositionedFile, checksums, settled
 
 MAGIC_NUMBER = 0xCED7230A
 _MAGIC = struct.pack("<I", MAGIC_NUMBER)
