@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.base.described import an
-from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.base.interrupts import pass_on
 from sharded_loader.batching.tree import is_masked, is_tensor, reads_rows
 from sharded_loader.data.bulk import checked_indices
 
@@ -153,8 +153,7 @@ class ArrayRows:
             if rows.shape == (len(where), *self.array.shape[1:]):
                 return list(rows[places])
         except Exception as error:  # it takes no arrays of indices; another error comes again with its row
-            if is_from_outside(error):
-                raise
+            pass_on(error)
         return [np.asarray(self.array[index])[()] for index in where[places].tolist()]
 
 

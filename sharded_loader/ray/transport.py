@@ -85,13 +85,11 @@ class ActorWorker(Worker):
 
     def __init__(self, number: int, actor: Any, listen: Callable[[Any, ActorWorker, Call | str], None]) -> None:
         super().__init__(number)
-        self.actor = actor
-        self._listen = listen
+        self.actor, self._listen = actor, listen
         self.calls: list[Call] = []
         self.begun: Begun | None = None
         self.board: Sequence[int] = UNUSED
-        self.asked = False
-        self.failed = False
+        self.asked = self.failed = False
 
     @property
     def who(self) -> str:
@@ -214,15 +212,13 @@ class RayTransport(Transport[ActorWorker]):
     """
 
     def __init__(self, num_workers: int, wanted: cluster.Wanted, start_timeout: float) -> None:
-        self.num_workers = num_workers
-        self.start_timeout = start_timeout
+        self.num_workers, self.start_timeout, self._wanted = num_workers, start_timeout, wanted
         self.events: deque[Event] = deque()
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.actors: list[Any] = []
         self.workers: list[ActorWorker] = []
         self.leaving: list[ActorWorker] = []  # none: an actor is stopped at once
         self.ahead = FetchAhead()
-        self._wanted = wanted
         self._holders: dict[int, ActorWorker] = {}  # by lane, the actor that reads its tasks
         self._published: Any = None
         self._session: str | None = None

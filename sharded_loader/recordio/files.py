@@ -87,9 +87,7 @@ class RecordIOError(ValueError):
 
     def __init__(self, path: str, offset: int, problem: str) -> None:
         super().__init__(path, offset, problem)
-        self.path = path
-        self.offset = offset
-        self.problem = problem
+        self.path, self.offset, self.problem = path, offset, problem
 
     def __str__(self) -> str:
         return f"{self.path}, offset {self.offset}: {self.problem}"

@@ -41,7 +41,7 @@ import torch
 
 from sharded_loader.base import host_clock
 from sharded_loader.base.described import an, brief
-from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.base.interrupts import pass_on
 from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.batching.tree import is_column, to_torch, torch_has
 from sharded_loader.data.bulk import Int64s, are_rows, arrays_of, checked_indices, gather_rows, is_gathered, part_of
@@ -261,8 +261,7 @@ class ResidentPool(InlinePool):
         try:
             found = [checked_indices(shard, rows.length) for shard in task.shards]
         except Exception as error:
-            if is_from_outside(error):
-                raise
+            pass_on(error)
             return super().wait(block)  # the reader finds the sample, or knows what to do about it
         self._tasks.popleft()
         try:

@@ -237,11 +237,8 @@ class ObjectStore:
             with ThreadPoolExecutor(min(len(spans), IN_ALL)) as threads:
                 answers = list(threads.map(lambda span: self._part(url, span[0], span[1], stat), spans))
         self._compare(url, stat, all(is_sure for _, is_sure in answers))
-        found = []
-        for number, begin, end in zip(where, begins, ends, strict=True):
-            first = spans[number][0]
-            found.append(answers[number][0][begin - first : end - first])
-        return found
+        parts = [(answers[number][0], spans[number][0]) for number in where]
+        return [content[begin - at : end - at] for (content, at), begin, end in zip(parts, begins, ends, strict=True)]
 
     def fetch(self, url: str, file: BinaryIO, stat: Stat, *, is_waited_for: bool = False) -> None:
         """Write a whole file into another one. Each piece is written when it comes, and the next one is asked for.

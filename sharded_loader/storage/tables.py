@@ -65,9 +65,6 @@ class DecodedGroups:
         self._lock, self._bytes = threading.Lock(), 0
         self._groups: OrderedDict[object, tuple[Columns, int]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._groups)
-
     def find(self, key: object) -> Columns | None:
         """A group; None if it is not kept."""
         with self._lock:
