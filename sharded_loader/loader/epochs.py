@@ -293,7 +293,8 @@ class Epochs:
         self._workers = pipeline.pool
         self.prefetch_epochs = not pipeline.pool.shares_dataset
         self._numbers = itertools.count()
-        order.arrays, order.max_shards = job.batchify_fn is None and takes_arrays(job.dataset), pipeline.split.max_shards
+        order.arrays = job.batchify_fn is None and takes_arrays(job.dataset)
+        order.max_shards = pipeline.split.max_shards
         pipeline.split.costs = order.shard_costs
         # A run that has given no batch, and what decided its batches if it is prefetched; None: they are what they are.
         self._kept: tuple[Run, Any] | None = None

@@ -192,6 +192,8 @@ class FetchAhead:
         return (run, position) if self.readers[worker.begun.node] is worker else ()
 
 
+Bell = queue.SimpleQueue[None]
+
 Event = tuple[ActorWorker, "Call | str", "Future[Any]"]
 """A call that has ended: of which actor, the call (or its name, if it was no group), and how."""
 
@@ -214,7 +216,7 @@ class RayTransport(Transport[ActorWorker]):
     def __init__(self, num_workers: int, wanted: cluster.Wanted, start_timeout: float) -> None:
         self.num_workers, self.start_timeout, self._wanted = num_workers, start_timeout, wanted
         self.events: deque[Event] = deque()
-        self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.bell: Bell = queue.SimpleQueue()
         self.actors: list[Any] = []
         self.workers: list[ActorWorker] = []
         self.leaving: list[ActorWorker] = []  # none: an actor is stopped at once
@@ -390,9 +392,7 @@ class RayTransport(Transport[ActorWorker]):
         return None
 
 
-def _note(
-    events: deque[Event], bell: queue.SimpleQueue[None], worker: ActorWorker, what: Call | str, future: Future[Any]
-) -> None:
+def _note(events: deque[Event], bell: Bell, worker: ActorWorker, what: Call | str, future: Future[Any]) -> None:
     """In a thread of Ray's: a call has ended."""
     events.append((worker, what, future))
     if bell.empty():
