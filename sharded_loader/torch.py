@@ -42,15 +42,8 @@ from sharded_loader.engine.pool import Pool
 from sharded_loader.instruments.auto import Tuner
 from sharded_loader.instruments.report import Instruments
 from sharded_loader.instruments.stats import Meter
-from sharded_loader.loader.arguments import (
-    INSTEAD,
-    Batch,
-    OnError,
-    action_and_limit,
-    length,
-    make_split,
-    number_of_workers,
-)
+from sharded_loader.loader import arguments
+from sharded_loader.loader.arguments import Batch, OnError, action_and_limit, length, make_split, number_of_workers
 from sharded_loader.loader.loader import ShardedDataLoader
 from sharded_loader.loader.lookup import KnownSteps, shown_indices
 from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
@@ -169,7 +162,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         snapshot_every_n_steps: int = 1,
         **unknown: NoReturn,
     ) -> None:
-        refuse_arguments("DataLoader", unknown, type(self).__init__, {"max_skipped": INSTEAD["max_skipped"]})
+        refuse_arguments("DataLoader", unknown, type(self).__init__, {"max_skipped": arguments.INSTEAD["max_skipped"]})
         if not hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):  # an array that has a shape
             dataset = as_dataset(dataset, "DataLoader", needs_length=sampler is None and batch_sampler is None)
         is_auto, workers = number_of_workers(num_workers)

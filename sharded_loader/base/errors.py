@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.base.interrupts import pass_on
 from sharded_loader.base.notices import is_ours
 from sharded_loader.base.system import is_on
 
@@ -241,8 +241,7 @@ def as_batch_error(error: BaseException, where: str) -> Exception:
         error: an exception that was caught just now.
         where: by what it was raised.
     """
-    if is_from_outside(error):
-        raise error
+    pass_on(error)
     return as_exception(error, where)
 
 

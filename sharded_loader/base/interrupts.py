@@ -111,6 +111,12 @@ def is_from_outside(error: BaseException, *, reads: bool = False) -> bool:
     return False
 
 
+def pass_on(error: BaseException) -> None:
+    """Raise an error again that belongs to no batch, because it `is_from_outside`."""
+    if is_from_outside(error):
+        raise error
+
+
 def _code_of(handler: object) -> CodeType | None:
     """The code of a function, a method, a partial object or an object that can be called."""
     while isinstance(handler, functools.partial):

@@ -21,17 +21,9 @@ import numpy as np
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import call_of
-from sharded_loader.batching import default
+from sharded_loader.batching import default, tree
 from sharded_loader.batching.protocol import Array, BatchifyError, Dtype, Empty, Samples, check_not_empty, ragged
-from sharded_loader.batching.tree import (
-    are_tensors,
-    check_no_grad,
-    dtype_name,
-    dtype_of,
-    empty_tensor,
-    is_plain,
-    numpy_can,
-)
+from sharded_loader.batching.tree import are_tensors, check_no_grad, dtype_of, empty_tensor, is_plain
 
 _SMALL_ROW = 16 * 1024  # bytes
 
@@ -49,7 +41,7 @@ def to_numpy_dtype(dtype: Any) -> Dtype | None:
     if dtype is None:
         return None
     try:
-        return np.dtype(dtype_name(dtype) if str(dtype).startswith("torch.") else dtype)
+        return np.dtype(tree.dtype_name(dtype) if str(dtype).startswith("torch.") else dtype)
     except TypeError:
         raise TypeError(f"dtype {dtype!r} is unknown to NumPy: give one that is, or convert the batch after") from None
 
@@ -139,7 +131,7 @@ class Pad(default.Batchify):
                 f"samples are tuples of {len(samples[0])} fields, and Pad takes bare sequences",
                 "say what to do with each field: Tuple(Pad(), Stack()) for sequences and labels",
             )
-        if are_tensors(set(map(type, samples))) and not numpy_can(samples):
+        if are_tensors(set(map(type, samples))) and not tree.numpy_can(samples):
             _check_tensors(samples)
             samples = self._cut(samples)
             shape, axis, lengths = self._plan([tuple(tensor.shape) for tensor in samples])

@@ -26,19 +26,8 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.base.described import an
-from sharded_loader.batching import tree
-from sharded_loader.batching.protocol import (
-    Array,
-    BatchifyError,
-    Dtype,
-    Empty,
-    Samples,
-    check_not_empty,
-    new_array,
-    ragged,
-    refuse_async,
-    some,
-)
+from sharded_loader.batching import protocol, tree
+from sharded_loader.batching.protocol import Array, BatchifyError, Dtype, Empty, Samples, check_not_empty, new_array
 
 
 class Batchify:
@@ -102,7 +91,7 @@ class DefaultBatchify(Batchify):
         if kind in _VALUES:
             return stack(samples, empty)
         if kind not in _TRAITS:
-            refuse_async(samples, "a field of the samples")
+            protocol.refuse_async(samples, "a field of the samples")
             return list(samples)
         for trait, what, advice in _TRAITS[kind]:
             if len(set(map(trait, samples))) > 1:
@@ -219,7 +208,7 @@ def unlike(samples: Samples, trait: Callable[[Any], object], what: str, advice: 
 
 def _shown(trait: object) -> str:
     if isinstance(trait, frozenset):
-        return "{" + some(sorted(map(repr, trait)), 8) + "}"
+        return "{" + protocol.some(sorted(map(repr, trait)), 8) + "}"
     return trait.__name__ if isinstance(trait, type) else str(trait)
 
 
@@ -302,7 +291,7 @@ def stack_arrays(arrays: Sequence[Array], empty: Empty, dtype: Dtype | None = No
         np.concatenate(arrays, out=out.reshape((count * shape[0], *shape[1:])), casting="unsafe")
     except (TypeError, ValueError):
         if any(array.shape != shape for array in arrays):
-            raise ragged([array.shape for array in arrays]) from None
+            raise protocol.ragged([array.shape for array in arrays]) from None
         raise
     return out
 
@@ -353,7 +342,7 @@ def common_dtype(arrays: Sequence[Array]) -> Dtype:
     try:
         joint = dtypes.pop() if len(dtypes) == 1 else np.result_type(*dtypes)
     except TypeError:
-        shown = some(sorted(map(str, dtypes)))
+        shown = protocol.some(sorted(map(str, dtypes)))
         raise BatchifyError(
             f"samples of dtypes that have no common one: {shown}", "convert them to one dtype in the dataset"
         ) from None
@@ -466,7 +455,7 @@ def stack_numbers(numbers: Samples, types: set[type], empty: Empty, dtype: Dtype
     except (ValueError, TypeError) as error:
         shapes = list(map(_shape_of, numbers))
         if len(set(shapes)) > 1:
-            raise ragged(shapes) from None
+            raise protocol.ragged(shapes) from None
         raise BatchifyError(
             f"nested lists that are no rectangular array ({error})",
             "pad them with sharded_loader.batchify.Pad, or leave them apart with List",

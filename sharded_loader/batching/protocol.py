@@ -61,9 +61,7 @@ class BatchifyError(ValueError):
 
     def __init__(self, problem: str, advice: str, field: str = "") -> None:
         super().__init__(problem, advice, field)
-        self.problem = problem
-        self.advice = advice
-        self.field = field
+        self.problem, self.advice, self.field = problem, advice, field
 
     def within(self, label: str) -> BatchifyError:
         """Say that the field lies inside another one; returns itself."""

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.base.interrupts import is_from_outside, pass_on
 from sharded_loader.batching.protocol import Array, BatchifyError, Dtype, Empty, Samples, ragged
 
 # kind and size of the dtypes that torch.from_numpy takes; keyed so because np.longlong and np.int64 are two
@@ -198,8 +198,7 @@ def rebuild(template: Any, parts: Samples) -> Any:
                 again[position] = part
         return again
     except Exception as error:  # the user's class
-        if is_from_outside(error):
-            raise
+        pass_on(error)
         return plain
 
 
@@ -475,8 +474,7 @@ def stack_tensors(tensors: Samples, empty: Empty, dtype: Dtype | None = None) ->
             torch.stack(tuple(tensors), out=tensor_out)
             return tensor_out if out is None else out
         except RuntimeError as error:
-            if is_from_outside(error):
-                raise
+            pass_on(error)
     check_no_grad(tensors)
     if dtype is not None:
         target = torch.from_numpy(np.empty(0, dtype)).dtype

@@ -27,18 +27,9 @@ import numpy as np
 from sharded_loader.base.described import brief
 from sharded_loader.base.system import LOCAL_RANKS
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.protocol import Empty, new_array
+from sharded_loader.batching.protocol import Array, Empty, new_array
 from sharded_loader.caching.store import MISSING, Node, Path, batched, open_store
-from sharded_loader.data.bulk import (
-    NOT_IN_BULK,
-    Indices,
-    Int64s,
-    bulk,
-    checked_index,
-    checked_indices,
-    gather_rows,
-    read_many,
-)
+from sharded_loader.data.bulk import NOT_IN_BULK, Indices, bulk, checked_index, checked_indices, gather_rows, read_many
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import Translate
 from sharded_loader.data.inspection import exact, fingerprint_of
@@ -174,9 +165,9 @@ class StoredDataset(Cache):
     def _routes(self) -> Iterable[tuple[Any, Translate]]:
         return [(self._dataset, self._missing)]
 
-    def _missing(self, indices: Indices) -> Int64s:
+    def _missing(self, indices: Indices) -> Array:
         where = checked_indices(indices, self._length)
-        missing: Int64s = where[self._store.places[where] == 0]
+        missing: Array = where[self._store.places[where] == 0]
         return missing
 
     def __repr__(self) -> str:

@@ -70,8 +70,8 @@ from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Empty, call_with_empty, in_fields, known_to
 from sharded_loader.batching.tree import as_numpy, check_no_grad, empty_tensor, is_column, is_tensor
-from sharded_loader.data.seeding import each_by_its_key, handed_out, keys_of, translated
-from sharded_loader.randomness.rng import SampleScope, lent, reading
+from sharded_loader.data.seeding import Keys, each_by_its_key, handed_out, keys_of, translated
+from sharded_loader.randomness.rng import lent, reading
 
 Indices = Sequence[int] | np.ndarray[Any, Any]
 """The positions of samples in a dataset: a sequence of integers, or an array of integers."""
@@ -319,8 +319,7 @@ def takes_arrays(dataset: object) -> bool:
         >>> takes_arrays(np.arange(5)), takes_arrays([1, 2, 3])
         (True, False)
     """
-    is_torchs = is_tensor(dataset) or _reads_like(dataset, "torch.utils.data", "TensorDataset")
-    if is_torchs or isinstance(dataset, np.ndarray):
+    if arrays_of(dataset) is not None:
         return as_bulk(dataset) is not None
     return hasattr(batch_reader(dataset), "takes_empty")
 
@@ -434,7 +433,7 @@ def _field(column: Any, empty: Empty) -> Any:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 _ARRAYS = (np.ndarray, np.memmap)
-_NUMBERS = "biufc"
+NUMBERS = "biufc"
 
 
 def is_gathered(array: Any) -> bool:
@@ -446,7 +445,7 @@ def is_gathered(array: Any) -> bool:
         >>> is_gathered(np.zeros(3)), is_gathered(np.array(["a"])), is_gathered(np.ma.array([1, 2]))
         (True, False, False)
     """
-    return type(array) in _ARRAYS and array.ndim > 0 and array.dtype.kind in _NUMBERS
+    return type(array) in _ARRAYS and array.ndim > 0 and array.dtype.kind in NUMBERS
 
 
 def gather_rows(columns: Sequence[Any], where: Int64s, empty: Empty) -> list[Any]:
@@ -463,7 +462,7 @@ def gather_rows(columns: Sequence[Any], where: Int64s, empty: Empty) -> list[Any
         rows = slice(int(where[0]), int(where[-1]) + 1)
     fields = []
     for column in columns:
-        if type(column) in _ARRAYS and column.ndim and column.dtype.kind in _NUMBERS:  # `is_gathered`, without a call
+        if type(column) in _ARRAYS and column.ndim and column.dtype.kind in NUMBERS:  # `is_gathered`, without a call
             out: Any = empty((count, *column.shape[1:]), column.dtype.newbyteorder("="))
             fields.append(out)
         elif is_column(column):
@@ -655,9 +654,7 @@ def resolved(found: object) -> Any:
         del future, error  # otherwise error -> traceback -> this frame -> error
 
 
-def each(
-    fn: Callable[[Any], Any], items: Sequence[Any], keys: Sequence[SampleScope] | None, limit: int = CONCURRENCY
-) -> list[Any]:
+def each(fn: Callable[[Any], Any], items: Sequence[Any], keys: Keys, limit: int = CONCURRENCY) -> list[Any]:
     """``fn(item)`` of each item, awaited together. Blocks.
 
     Args:

@@ -21,11 +21,9 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.base.described import an
-from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.base.interrupts import pass_on
 from sharded_loader.batching.tree import is_masked, is_tensor, reads_rows
-from sharded_loader.data.bulk import checked_indices
-
-_NUMBERS = "biufc"
+from sharded_loader.data.bulk import NUMBERS, checked_indices
 
 
 def is_table(value: object) -> bool:
@@ -153,8 +151,7 @@ class ArrayRows:
             if rows.shape == (len(where), *self.array.shape[1:]):
                 return list(rows[places])
         except Exception as error:  # it takes no arrays of indices; another error comes again with its row
-            if is_from_outside(error):
-                raise
+            pass_on(error)
         return [np.asarray(self.array[index])[()] for index in where[places].tolist()]
 
 
@@ -188,7 +185,7 @@ def as_dataset(value: object, owner: str, needs_length: bool = True) -> Any:
 def _of_pandas(series: Any, name: str) -> Any:
     # Nullable and Arrow dtypes have a NumPy dtype beside them, which to_numpy() uses only where nothing is missing.
     known = getattr(getattr(series, "dtype", None), "numpy_dtype", None)
-    if known is None or np.dtype(known).kind not in _NUMBERS:
+    if known is None or np.dtype(known).kind not in NUMBERS:
         return series.to_numpy()
     _check_complete(name, int(series.isna().sum()), np.dtype(known), "series.fillna(0)")
     return series.to_numpy(known)
@@ -199,7 +196,7 @@ def _of_polars(series: Any, name: str) -> Any:
     if hasattr(dtype, "is_nested") and dtype.is_nested():
         return series.to_list()
     array = series.to_numpy()
-    if array.dtype.kind in _NUMBERS:
+    if array.dtype.kind in NUMBERS:
         _check_complete(name, series.null_count(), dtype, "series.fill_null(0)")
     return array
 
@@ -211,7 +208,7 @@ def _of_arrow(column: Any, name: str) -> Any:
     if getattr(kind, "num_fields", 0):
         return _of_arrow_lists(column)
     array = column.to_numpy(zero_copy_only=False)
-    if array.dtype.kind in _NUMBERS:
+    if array.dtype.kind in NUMBERS:
         _check_complete(name, column.null_count, kind, "column.fill_null(0)")
     return array
 

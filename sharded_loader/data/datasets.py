@@ -34,7 +34,7 @@ from functools import partial
 from inspect import iscoroutinefunction
 from itertools import accumulate
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -47,8 +47,6 @@ from sharded_loader.data import seeding
 from sharded_loader.data.bulk import (
     Indices,
     Int64s,
-    are_rows,
-    arrays_of,
     bulk,
     bulk_method,
     check_one_index,
@@ -58,7 +56,6 @@ from sharded_loader.data.bulk import (
     each_sample,
     gather,
     gather_rows,
-    part_of,
     read_many,
 )
 from sharded_loader.data.columns import as_column, check_dataset, is_dataset, named_columns
@@ -865,48 +862,3 @@ def _describe(column: object) -> str:
     if hasattr(column, "shape") and hasattr(column, "dtype"):
         return f"{str(column.dtype).removeprefix('torch.')}{list(column.shape[1:])}"
     return type(column).__name__
-
-
-class Rows(NamedTuple):
-    """A dataset whose samples are rows of arrays and tensors.
-
-    Attributes:
-        length: the number of samples.
-        columns: the arrays and tensors, by name or by number.
-        find: the rows of many samples in the columns.
-        as_batch: the batch whose fields are these, in the order of the columns.
-    """
-
-    length: int
-    columns: dict[Any, Any]
-    find: Callable[[Any], Int64s]
-    as_batch: Callable[[list[Any]], Any]
-
-
-def as_rows(dataset: Any) -> Rows | None:
-    """The columns that a dataset reads by index, through any stack of parts; None if it does anything else.
-
-    Args:
-        dataset: any. Columns of an `ArrayDataset` may be of any kind, other columns are as for `is_gathered` and
-            `is_column`.
-
-    Example:
-        >>> import numpy as np
-        >>> from sharded_loader import SubsetDataset
-        >>> rows = as_rows(SubsetDataset(ArrayDataset(x=np.arange(5) * 10), [4, 2]))
-        >>> rows.columns["x"][rows.find([0, -1])], rows.as_batch(["xs"])
-        (array([40, 20]), {'x': 'xs'})
-        >>> as_rows(ArrayDataset([1, 2]).transform(str)) is None
-        True
-    """
-    if (inside := part_of(dataset)) is not None:
-        rows, translate = as_rows(inside[0]), inside[1]
-        return rows and rows._replace(length=len(dataset), find=lambda indices: rows.find(translate(indices)))
-    if type(dataset) is ArrayDataset and "get_batch" not in vars(dataset):
-        arrays, as_batch = dataset.columns, dataset.as_batch
-    elif (found := arrays_of(dataset)) is not None and are_rows(arrays := tuple(found[0]())):
-        as_batch = (lambda fields: fields[0]) if found[1] else (lambda fields: fields)
-    else:
-        return None
-    columns = arrays if isinstance(arrays, dict) else dict(enumerate(arrays))
-    return Rows(len(dataset), columns, partial(checked_indices, length=len(dataset)), as_batch)

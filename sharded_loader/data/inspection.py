@@ -57,7 +57,7 @@ import numpy as np
 
 from sharded_loader.base.described import brief
 from sharded_loader.base.errors import text_of
-from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.base.interrupts import pass_on
 from sharded_loader.base.limits import private_bytes
 from sharded_loader.base.notices import warn
 from sharded_loader.base.private import blake2b
@@ -306,8 +306,7 @@ def sampled(sample: object) -> str:
     try:
         return _hash(sample, {}, False).hex()
     except Exception as error:  # a class of the user's
-        if is_from_outside(error):
-            raise
+        pass_on(error)
         return type(sample).__qualname__
 
 
@@ -391,8 +390,7 @@ def digest_of_read(read: Callable[[], object]) -> str:
     try:
         return exact(read())
     except Exception as error:
-        if is_from_outside(error):
-            raise
+        pass_on(error)
         return text_with_type(error)
 
 
@@ -424,8 +422,7 @@ def fingerprint_of(dataset: object) -> str | None:
     try:
         found = _of_data(dataset, 0)
     except Exception as error:  # the user's class
-        if is_from_outside(error):
-            raise
+        pass_on(error)
         return None
     return f"{zlib.crc32(found):08x}" if found else None
 

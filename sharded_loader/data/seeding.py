@@ -46,6 +46,9 @@ from sharded_loader.randomness.rng import seeded_globals
 TOLD = 1000
 """Of a search for datasets with ``set_epoch``: objects, and the entries of a list or dict. It takes 1 ms at most."""
 
+Keys = Sequence[rng.SampleScope] | None
+"""Which sample each one is, by its scope; None outside a loader, where nothing is keyed."""
+
 T = TypeVar("T")
 
 
@@ -61,8 +64,8 @@ class KeyedIndices(list[int]):
         self.made = tuple(self)
 
 
-def keys_of(indices: Sequence[object]) -> Sequence[rng.SampleScope] | None:
-    """The keys of these samples, each the scope of one; None outside a loader, where nothing is keyed."""
+def keys_of(indices: Sequence[object]) -> Keys:
+    """The keys of these samples."""
     if isinstance(indices, KeyedIndices) and tuple(indices) == indices.made:  # it was not sorted or cut
         return indices.keys
     scope = rng.reading.get()
@@ -71,9 +74,7 @@ def keys_of(indices: Sequence[object]) -> Sequence[rng.SampleScope] | None:
     return [rng.SampleScope(scope.seed, scope.epoch, index, owners=scope.owners) for index in indices]
 
 
-def translated(
-    inner: Iterable[int], outer: Sequence[object], positions: Sequence[int] | None = None
-) -> list[int] | KeyedIndices:
+def translated(inner: Iterable[int], outer: Sequence[object], positions: Sequence[int] | None = None) -> list[int]:
     """The inner indices of the samples that the caller knows by the outer ones.
 
     ``positions`` says which of the samples ``inner`` are, if not all.

@@ -35,7 +35,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.entries import anything, entry, integer, written
-from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.base.interrupts import is_from_outside, pass_on
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.engine.epoch_requests import EpochRequest, note
 from sharded_loader.engine.messages import NOTHING, Nothing, PartBatch, PartPoint, Result, RowIndices, Task
@@ -391,8 +391,7 @@ class SamplerStart:
         try:
             items = foreign.first_of(self._of_named_epoch(items))[1]
         except Exception as error:
-            if is_from_outside(error):
-                raise
+            pass_on(error)
             items = raising(error)
         if not self.resumes:
             for one, epoch in self._counted:
@@ -584,8 +583,7 @@ class TorchEpoch(Epoch):
                 try:
                     self._ended = items.is_over()
                 except Exception as error:  # it is the one of the next batch
-                    if is_from_outside(error):
-                        raise
+                    pass_on(error)
                     items.rest = raising(error)
         return self._planned.get(seq)
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sharded_loader.base import errors, host_clock
-from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.base.interrupts import is_from_outside, pass_on
 from sharded_loader.base.notices import RETRIES
 from sharded_loader.base.system import core_seconds
 from sharded_loader.batching.default import default_batchify_fn
@@ -341,8 +341,7 @@ class OneByOne:
                 at.indices = indices.taken(positions := sorted({*positions}))
             self._assemble([samples[position] for position in positions], np.empty)
         except Exception as error:  # perhaps of a function of the user's that wants whole batches
-            if is_from_outside(error):
-                raise
+            pass_on(error)
             return not isinstance(error, BatchifyError)
         finally:
             at.indices = indices

@@ -31,7 +31,7 @@ from enum import Enum
 from typing import Any
 
 from sharded_loader.base.imports import provided
-from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.base.interrupts import pass_on
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import is_owned
 from sharded_loader.data.bulk import takes_arrays
@@ -257,8 +257,7 @@ def warn_of_length(dataset: object, known: int | None, notices: Notices, then: s
     try:
         now = None if known is None else length(dataset)
     except Exception as error:  # what reads it will say so
-        if is_from_outside(error):
-            raise
+        pass_on(error)
         return
     if now is not None and now != known:
         notices.warn("length", f"the dataset has {now} samples, and had {known} when the loader last looked. {then}")
@@ -294,7 +293,8 @@ class Epochs:
         self._workers = pipeline.pool
         self.prefetch_epochs = not pipeline.pool.shares_dataset
         self._numbers = itertools.count()
-        order.arrays, order.max_shards = job.batchify_fn is None and takes_arrays(job.dataset), pipeline.split.max_shards
+        order.arrays = job.batchify_fn is None and takes_arrays(job.dataset)
+        order.max_shards = pipeline.split.max_shards
         pipeline.split.costs = order.shard_costs
         # A run that has given no batch, and what decided its batches if it is prefetched; None: they are what they are.
         self._kept: tuple[Run, Any] | None = None
@@ -401,8 +401,7 @@ class Epochs:
                 return
             ahead = self.new_run(self.progress.begin())
         except Exception as error:
-            if is_from_outside(error):
-                raise
+            pass_on(error)
             return  # what cannot be asked now is an error when the epoch begins, if it is one then
         ahead.is_ahead, ahead.mark = True, mark
         self._kept = ahead, (facts, self.pipeline.split.weights)

@@ -234,10 +234,7 @@ class Arena:
     """
 
     def __init__(
-        self,
-        max_bytes: int | None = None,
-        register: Register | None = None,
-        pinned: Empty | None = None,
+        self, max_bytes: int | None = None, register: Register | None = None, pinned: Empty | None = None
     ) -> None:
         self.register = register
         self.pinned = pinned

@@ -40,7 +40,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.base.interrupts import pass_on
 from sharded_loader.base.limits import free_bytes
 from sharded_loader.batching.tree import dtype_name, parts
 from sharded_loader.memory import codec
@@ -144,8 +144,7 @@ def publish(job: object, **parts: object) -> codec.Encoded:
     try:
         return dump(job)
     except Exception as error:
-        if is_from_outside(error):
-            raise
+        pass_on(error)
         culprit = culprit_in(parts)
         fork = "" if sys.platform == "win32" else ' and forked workers (ProcessPool(start_method="fork"))'
         raise TypeError(

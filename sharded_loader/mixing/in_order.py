@@ -38,7 +38,7 @@ from sharded_loader.base.checks import check_int, refuse_class
 from sharded_loader.base.described import an, brief
 from sharded_loader.base.entries import anything, dict_of, differing, entry, instance, integer, list_of, parsed, written
 from sharded_loader.base.imports import call_after_import
-from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.base.interrupts import pass_on
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import tell_epoch
 from sharded_loader.data.inspection import is_indexed, is_stateful, iterable_of, known_parts, takes_two
@@ -507,8 +507,7 @@ class ShuffledIterator(Iterator[Any]):
                 try:
                     sample = self._source.read()
                 except Exception as error:
-                    if is_from_outside(error):
-                        raise
+                    pass_on(error)
                     sample = _FailedRead(error)
                 if sample is END:
                     return

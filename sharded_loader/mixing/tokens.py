@@ -38,7 +38,7 @@ from sharded_loader.base.described import an
 from sharded_loader.batching.protocol import Array, Empty, new_array
 from sharded_loader.data.bulk import Indices, Int64s, bulk, checked_index, checked_indices
 from sharded_loader.data.datasets import Dataset
-from sharded_loader.data.files import is_rewritten, settled, tag_of
+from sharded_loader.recordio.positioned import is_rewritten, settled, tag_of
 
 OPEN = 64
 """Mapped arrays that a process keeps. Each holds a descriptor."""

@@ -43,7 +43,7 @@ import numpy as np
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import Location
-from sharded_loader.base.interrupts import is_from_outside, uninterrupted
+from sharded_loader.base.interrupts import pass_on, uninterrupted
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.engine.board import is_at
 from sharded_loader.engine.grouping import Grouping
@@ -443,8 +443,7 @@ def decode_result(
         if type(reply) is tuple:
             return unpack_result(run, seq, reply, buffers, times)
     except Exception as error:
-        if is_from_outside(error):
-            raise
+        pass_on(error)
         failure = TypeError(
             f"the batch left its worker, but cannot be unpickled in this process ({type(error).__name__}: {error}): "
             f"return arrays, tensors and plain objects, or read with threads (thread_pool=True)"

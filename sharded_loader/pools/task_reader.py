@@ -29,20 +29,11 @@ from sharded_loader.base.errors import FULL_TRACEBACKS, Location, add_note, as_e
 from sharded_loader.base.imports import call_after_import
 from sharded_loader.base.notices import is_ours
 from sharded_loader.base.system import is_on, write_to_stderr
+from sharded_loader.batching.protocol import Array
 from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board, phase
 from sharded_loader.engine.messages import Job, Result, Task, pack_reply, pack_result, task_of
 from sharded_loader.engine.reader import Reader, plain_indices
-from sharded_loader.memory.codec import (
-    Array,
-    Encoded,
-    End,
-    Moving,
-    SetApart,
-    SlotWriter,
-    encode,
-    encode_error,
-    set_apart,
-)
+from sharded_loader.memory.codec import Encoded, End, Moving, SetApart, SlotWriter, encode, encode_error, set_apart
 from sharded_loader.randomness.rng import derive_key, seed_as_torch, seed_globals, seeded_globals
 
 

@@ -3,7 +3,7 @@
     check_address(address)      what no pool can use is rejected at once
     connect(address)            the instance that runs, or one that is started on this machine
     what_there_is(wanted)       a sentence for a user who waits for room
-    Wanted.options()            arguments of ``ray.remote``
+    check_wanted(...)           arguments of ``ray.remote``
     stop(actors)                kill them
     cause_of(error) -> text     what Ray says about a death, in one line
     is_of_node, is_of_call, is_lost(error)  whether a node has gone, a call has failed, or a reply has gone
@@ -32,7 +32,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -43,8 +43,10 @@ from sharded_loader.memory import publish
 from sharded_loader.memory.arena import Leases
 from sharded_loader.memory.codec import APART, SIZE, Array
 
-CLIENT = "ray://"
+Wanted = dict[str, Any]
+"""What an actor is asked for with: arguments of ``ray.remote``."""
 
+CLIENT = "ray://"
 
 _CAUSE_CHARACTERS = 400
 """Of what Ray says about a death."""
@@ -123,7 +125,7 @@ def alive() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
-def what_there_is(wanted: dict[str, float]) -> str:
+def what_there_is(wanted: Wanted) -> str:
     """What a worker asks for, and what the cluster has of it, free and in all.
 
     Example:
@@ -133,9 +135,10 @@ def what_there_is(wanted: dict[str, float]) -> str:
     import ray
 
     total, free = ray.cluster_resources(), ray.available_resources()
-    has, left = ({name: some.get(name, 0.0) for name in wanted} for some in (total, free))
+    amounts = {"CPU": wanted["num_cpus"], **wanted["resources"]}
+    has, left = ({name: some.get(name, 0.0) for name in amounts} for some in (total, free))
     nodes = len(alive())
-    text = f"a worker asks for {_amounts(wanted)}; the cluster has {_amounts(has)} on {nodes} node{'s' * (nodes != 1)}"
+    text = f"a worker asks for {_amounts(amounts)}; the cluster has {_amounts(has)} on {nodes} node{'s' * (nodes != 1)}"
     return f"{text}, and {_amounts(left)} of that is free"
 
 
@@ -144,27 +147,6 @@ def _amounts(resources: dict[str, float]) -> str:
 
 
 # -- actors ------------------------------------------------------------------------------------------------------------
-
-
-class Wanted(NamedTuple):
-    """What an actor is asked for with; see `RayPool`."""
-
-    num_cpus: float
-    resources: dict[str, float]
-    runtime_env: dict[str, Any] | None
-    scheduling_strategy: Any
-
-    @property
-    def amounts(self) -> dict[str, float]:
-        """The resources, with the CPUs."""
-        return {"CPU": self.num_cpus, **self.resources}
-
-    def options(self) -> dict[str, Any]:
-        """As Ray has them. Each call is made once: who does it again is decided here."""
-        options = {"num_cpus": self.num_cpus, "resources": self.resources, "runtime_env": self.runtime_env}
-        options |= {"scheduling_strategy": self.scheduling_strategy, "concurrency_groups": {"control": 1}}
-        options |= {"max_restarts": 0, "max_task_retries": 0}
-        return {name: value for name, value in options.items() if value is not None}
 
 
 def stop(actors: list[Any], only: object = None) -> None:
@@ -230,7 +212,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 def check_wanted(num_cpus: Any, resources: Any, runtime_env: Any, scheduling_strategy: Any) -> Wanted:
-    """What each actor is asked for with, or an error that says what is wrong."""
+    """What each actor is asked for with, or an error that says what is wrong. Ray repeats no call: the pool does."""
     if isinstance(num_cpus, bool) or not isinstance(num_cpus, int | float):
         raise TypeError(f"num_cpus is {num_cpus!r}; it must be a number of CPUs for each worker")
     if not 0 <= num_cpus < float("inf"):
@@ -243,7 +225,10 @@ def check_wanted(num_cpus: Any, resources: Any, runtime_env: Any, scheduling_str
             "scheduling_strategy is None. Inside a placement group that captures, Ray would then place no worker: give "
             '"SPREAD", "DEFAULT" or a strategy object'
         )
-    return Wanted(float(num_cpus), dict(resources or {}), runtime_env, scheduling_strategy)
+    wanted = {"num_cpus": float(num_cpus), "resources": dict(resources or {}), "runtime_env": runtime_env}
+    wanted |= {"scheduling_strategy": scheduling_strategy, "concurrency_groups": {"control": 1}}
+    wanted |= {"max_restarts": 0, "max_task_retries": 0}
+    return {name: value for name, value in wanted.items() if value is not None}
 
 
 # -- the object store --------------------------------------------------------------------------------------------------

@@ -129,9 +129,8 @@ class RayPool(SupervisedPool[ActorWorker]):
         max_bytes: int | None = None,
         start_timeout: float = 600,
     ) -> None:
-        super().__init__(
-            num_workers, worker_init_fn, timeout, restarts, Grouping(GROUP_SECONDS, MAX_GROUP, patient=True)
-        )
+        grouping = Grouping(GROUP_SECONDS, MAX_GROUP, patient=True)
+        super().__init__(num_workers, worker_init_fn, timeout, restarts, grouping)
         self.address = cluster.check_address(address)
         if max_bytes is not None:
             max_bytes = check_int("max_bytes", max_bytes, 0, "bytes of the object store, or None")
@@ -140,7 +139,8 @@ class RayPool(SupervisedPool[ActorWorker]):
             raise TypeError("start_timeout is None; it must be a number of seconds")
         self.start_timeout = check_timeout(start_timeout) or start_timeout
         wanted = cluster.check_wanted(num_cpus, resources, runtime_env, scheduling_strategy)
-        self.num_cpus, self.resources, self.runtime_env, self.scheduling_strategy = wanted
+        self.num_cpus, self.resources = wanted["num_cpus"], wanted["resources"]
+        self.runtime_env, self.scheduling_strategy = runtime_env, scheduling_strategy
         cluster.check_installed()
         self._transport = RayTransport(self.num_workers, wanted, self.start_timeout)
         self._lent = cluster.Lent(0)

@@ -85,13 +85,11 @@ class ActorWorker(Worker):
 
     def __init__(self, number: int, actor: Any, listen: Callable[[Any, ActorWorker, Call | str], None]) -> None:
         super().__init__(number)
-        self.actor = actor
-        self._listen = listen
+        self.actor, self._listen = actor, listen
         self.calls: list[Call] = []
         self.begun: Begun | None = None
         self.board: Sequence[int] = UNUSED
-        self.asked = False
-        self.failed = False
+        self.asked = self.failed = False
 
     @property
     def who(self) -> str:
@@ -194,6 +192,8 @@ class FetchAhead:
         return (run, position) if self.readers[worker.begun.node] is worker else ()
 
 
+Bell = queue.SimpleQueue[None]
+
 Event = tuple[ActorWorker, "Call | str", "Future[Any]"]
 """A call that has ended: of which actor, the call (or its name, if it was no group), and how."""
 
@@ -214,15 +214,13 @@ class RayTransport(Transport[ActorWorker]):
     """
 
     def __init__(self, num_workers: int, wanted: cluster.Wanted, start_timeout: float) -> None:
-        self.num_workers = num_workers
-        self.start_timeout = start_timeout
+        self.num_workers, self.start_timeout, self._wanted = num_workers, start_timeout, wanted
         self.events: deque[Event] = deque()
-        self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.bell: Bell = queue.SimpleQueue()
         self.actors: list[Any] = []
         self.workers: list[ActorWorker] = []
         self.leaving: list[ActorWorker] = []  # none: an actor is stopped at once
         self.ahead = FetchAhead()
-        self._wanted = wanted
         self._holders: dict[int, ActorWorker] = {}  # by lane, the actor that reads its tasks
         self._published: Any = None
         self._session: str | None = None
@@ -259,8 +257,8 @@ class RayTransport(Transport[ActorWorker]):
 
         if not any(worker.ready for worker in self.workers if worker.number != number):
             self._absent_since = host_clock.now()
-        threads = max(1, int(self._wanted.num_cpus))
-        actor = ray.remote(**self._wanted.options())(LoaderActor).remote(number, self.num_workers, threads)
+        threads = max(1, int(self._wanted["num_cpus"]))
+        actor = ray.remote(**self._wanted)(LoaderActor).remote(number, self.num_workers, threads)
         self.actors.append(actor)
         worker = ActorWorker(number, actor, self.listen)
         self._begin(worker)
@@ -385,18 +383,16 @@ class RayTransport(Transport[ActorWorker]):
             fate += f"{self.start_timeout:g})"
             if self._had_one:
                 fate = "all workers have ended, and there is no room for others. The loader goes on when there is"
-            logger.warning("RayPool: %s: %s", fate, cluster.what_there_is(self._wanted.amounts))
+            logger.warning("RayPool: %s: %s", fate, cluster.what_there_is(self._wanted))
         if passed > self.start_timeout and not self._had_one:
             return TimeoutError(
                 f"no worker could start within {self.start_timeout:g} s (start_timeout=): "
-                f"{cluster.what_there_is(self._wanted.amounts)}. Ask for less (num_cpus=, resources=), or add nodes"
+                f"{cluster.what_there_is(self._wanted)}. Ask for less (num_cpus=, resources=), or add nodes"
             )
         return None
 
 
-def _note(
-    events: deque[Event], bell: queue.SimpleQueue[None], worker: ActorWorker, what: Call | str, future: Future[Any]
-) -> None:
+def _note(events: deque[Event], bell: Bell, worker: ActorWorker, what: Call | str, future: Future[Any]) -> None:
     """In a thread of Ray's: a call has ended."""
     events.append((worker, what, future))
     if bell.empty():

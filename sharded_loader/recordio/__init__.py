@@ -382,7 +382,7 @@ class RecordFileDataset(Closable, Dataset):
     @bulk
     def __getitems__(self, indices: Iterable[int]) -> list[bytes]:
         """Many records, as `get_batch` reads them."""
-        return self._read(list(indices))
+        return RecordFileDataset.get_batch(self, list(indices))
 
     @bulk
     def get_batch(self, indices: Indices, empty: Empty | None = None) -> list[bytes]:
@@ -401,9 +401,6 @@ class RecordFileDataset(Closable, Dataset):
 
         A subclass that has a ``__getitem__`` of its own has no ``get_batch``, unless it writes one.
         """
-        return self._read(indices)
-
-    def _read(self, indices: Indices) -> list[bytes]:
         numbers = checked_indices(indices, len(self))
         guesses = self._sizes[numbers]
         records, sizes = files.read_records(self._file, self._offsets[numbers], guesses)

@@ -45,7 +45,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 
 from sharded_loader.data.bulk import Int64s
-from sharded_loader.data.files import BINARY, PositionedFile, checksums, settled
+from sharded_loader.recordio.positioned import BINARY, PositionedFile, checksums, settled
 
 MAGIC_NUMBER = 0xCED7230A
 _MAGIC = struct.pack("<I", MAGIC_NUMBER)
@@ -87,9 +87,7 @@ class RecordIOError(ValueError):
 
     def __init__(self, path: str, offset: int, problem: str) -> None:
         super().__init__(path, offset, problem)
-        self.path = path
-        self.offset = offset
-        self.problem = problem
+        self.path, self.offset, self.problem = path, offset, problem
 
     def __str__(self) -> str:
         return f"{self.path}, offset {self.offset}: {self.problem}"

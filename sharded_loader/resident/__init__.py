@@ -32,7 +32,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,11 +41,11 @@ import torch
 
 from sharded_loader.base import host_clock
 from sharded_loader.base.described import an, brief
-from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.base.interrupts import pass_on
 from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.batching.tree import is_column, to_torch, torch_has
-from sharded_loader.data.bulk import Int64s, checked_indices, gather_rows, is_gathered
-from sharded_loader.data.datasets import Rows, as_rows
+from sharded_loader.data.bulk import Int64s, are_rows, arrays_of, checked_indices, gather_rows, is_gathered, part_of
+from sharded_loader.data.datasets import ArrayDataset
 from sharded_loader.devices.accelerator import OUT_OF_MEMORY, Streams, pinned_copy
 from sharded_loader.devices.copies import CopyStream, PendingCopy
 from sharded_loader.devices.placement import Placer, not_placed
@@ -60,6 +61,50 @@ device does not keep are gathered by the main process, and sent inside ``next``.
 
 LOADED_AT_ONCE = 64 << 20
 """Bytes of rows that lie in host memory once more while they are copied to a device."""
+
+
+class Rows(NamedTuple):
+    """A dataset whose samples are rows of arrays and tensors.
+
+    Attributes:
+        length: the number of samples.
+        columns: the arrays and tensors, by name or by number.
+        find: the rows of many samples in the columns.
+        as_batch: the batch whose fields are these, in the order of the columns.
+    """
+
+    length: int
+    columns: dict[Any, Any]
+    find: Callable[[Any], Int64s]
+    as_batch: Callable[[list[Any]], Any]
+
+
+def as_rows(dataset: Any) -> Rows | None:
+    """The columns that a dataset reads by index, through any stack of parts; None if it does anything else.
+
+    Args:
+        dataset: any. Columns of an `ArrayDataset` may be of any kind, other columns are as for `is_gathered` and
+            `is_column`.
+
+    Example:
+        >>> from sharded_loader import SubsetDataset
+        >>> rows = as_rows(SubsetDataset(ArrayDataset(x=np.arange(5) * 10), [4, 2]))
+        >>> rows.columns["x"][rows.find([0, -1])], rows.as_batch(["xs"])
+        (array([40, 20]), {'x': 'xs'})
+        >>> as_rows(ArrayDataset([1, 2]).transform(str)) is None
+        True
+    """
+    if (inside := part_of(dataset)) is not None:
+        rows, translate = as_rows(inside[0]), inside[1]
+        return rows and rows._replace(length=len(dataset), find=lambda indices: rows.find(translate(indices)))
+    if type(dataset) is ArrayDataset and "get_batch" not in vars(dataset):
+        arrays, as_batch = dataset.columns, dataset.as_batch
+    elif (found := arrays_of(dataset)) is not None and are_rows(arrays := tuple(found[0]())):
+        as_batch = (lambda fields: fields[0]) if found[1] else (lambda fields: fields)
+    else:
+        return None
+    columns = arrays if isinstance(arrays, dict) else dict(enumerate(arrays))
+    return Rows(len(dataset), columns, partial(checked_indices, length=len(dataset)), as_batch)
 
 
 def make_resident(
@@ -216,8 +261,7 @@ class ResidentPool(InlinePool):
         try:
             found = [checked_indices(shard, rows.length) for shard in task.shards]
         except Exception as error:
-            if is_from_outside(error):
-                raise
+            pass_on(error)
             return super().wait(block)  # the reader finds the sample, or knows what to do about it
         self._tasks.popleft()
         try:

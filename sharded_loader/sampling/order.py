@@ -39,15 +39,7 @@ from sharded_loader.sampling.base import find_foreign, for_ranks, is_own, nested
 from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
 from sharded_loader.sampling.foreign import Found, known_length
 from sharded_loader.sampling.own import Sampling, with_seeds
-from sharded_loader.sampling.state import (
-    Signature,
-    arguments_of,
-    has_weights,
-    kind_of,
-    other_arguments,
-    seed_of,
-    shifted,
-)
+from sharded_loader.sampling.state import Signature, arguments_of, has_weights, other_arguments, seed_of, shifted
 from sharded_loader.sampling.tables import Ranges, StepCount, bytes_of, check_skip, merged
 
 LEFT_OUT = "--------"
@@ -160,7 +152,7 @@ class MapOrder(Order[Signature]):
         return Signature(
             seed=self.seed,
             dataset_length=length,
-            sampler=kind_of(sampling.items),
+            sampler=states.kind_of(sampling.items),
             # Samplers of other libraries may have another length when they are read.
             sampler_length=known_length(items, epoch) if find_foreign(sampling.items, 0)[0] is None else None,
             sampler_seeds=tuple(map(seed_of, sampling.samplers)),
@@ -197,7 +189,7 @@ class MapOrder(Order[Signature]):
         """
         sampling = self.sampling
         cutter = next((one for one in sampling.samplers if is_own(one) and one.cut_by), None)
-        is_other = saved.sampler != kind_of(sampling.items) or saved.dataset_length != self.dataset_length
+        is_other = saved.sampler != states.kind_of(sampling.items) or saved.dataset_length != self.dataset_length
         if cutter is None or saved.batch_size is not None or is_other or _is_cut_as(saved, cutter):
             return position, saved
         return _regrouped(self, position, saved, cutter)

@@ -20,17 +20,7 @@ import numpy as np
 
 from sharded_loader.base import entries
 from sharded_loader.base.described import brief
-from sharded_loader.base.entries import (
-    anything,
-    dict_of,
-    entry,
-    instance,
-    integer,
-    list_of,
-    optional,
-    string,
-    true_or_false,
-)
+from sharded_loader.base.entries import anything, entry, instance, integer, list_of, optional, string, true_or_false
 from sharded_loader.engine.order import Position
 from sharded_loader.sampling.base import Sampler, is_own, nested
 from sharded_loader.sampling.tables import Ranges, check_skip, checksum_of
@@ -181,7 +171,7 @@ def parse(state: Any) -> tuple[Position, Signature]:
         raise ValueError(f"the state's 'landmark' must have two numbers, got {brief(landmark)}: {_ADVICE}")
     if state.get("passed") is None:
         return Position(epoch, done, landmark=landmark), signature
-    mark: Checkpoint = entries.read_entry(state, "passed", dict_of(Checkpoint), _ADVICE)
+    mark: Checkpoint = entries.read_entry(state, "passed", entries.dict_of(Checkpoint), _ADVICE)
     if mark.epoch > epoch and signature.steps_per_epoch is None:
         raise ValueError(f"the state's 'passed' has epoch {mark.epoch}, but the state has epoch {epoch}: {_ADVICE}")
     return Position(epoch, done, mark), signature

@@ -62,6 +62,9 @@ HELD = 10.0
 """Seconds for which a shard is needed after a reader has said so. Readers say it each second. On a machine that runs
 far more than it has cores for, it was up to 6 seconds. The shards of a reader that was killed stay needed as long."""
 
+Fetch = Callable[[BinaryIO], None]
+"""Writes the bytes of a shard into a file."""
+
 _NAME = re.compile(r"[0-9a-f]{40}-(\d+)\.(shard|part)")
 
 
@@ -123,7 +126,7 @@ class ShardCache:
         """What the shards take, those included that are being fetched."""
         return sum(self._files().values())
 
-    def open(self, url: str, stat: Stat, fetch: Callable[[BinaryIO], None]) -> LocalFile:
+    def open(self, url: str, stat: Stat, fetch: Fetch) -> LocalFile:
         """A shard, which is fetched if it is not there.
 
         Args:
@@ -151,7 +154,7 @@ class ShardCache:
         advice = "give a larger max_bytes, or a folder that no other program cleans"
         raise ShardError(f"{shown(url)} was deleted from {self.folder} at once, by others: {advice}")
 
-    def prepare(self, url: str, stat: Stat, fetch: Callable[[BinaryIO], None], is_wanted: Callable[[], bool]) -> None:
+    def prepare(self, url: str, stat: Stat, fetch: Fetch, is_wanted: Callable[[], bool]) -> None:
         """Fetch a shard that is not there, if it is still wanted when no other process fetches it any more.
 
         If there is no room without the shards that others need now, the shard is not fetched.
@@ -217,9 +220,7 @@ class ShardCache:
             self._touch(path, time.time())  # the shard with the oldest time goes first
         return file
 
-    def _fetch(
-        self, path: Path, url: str, stat: Stat, fetch: Callable[[BinaryIO], None], is_ahead: bool = False
-    ) -> None:
+    def _fetch(self, path: Path, url: str, stat: Stat, fetch: Fetch, is_ahead: bool = False) -> None:
         """Fetch a shard, under its lock. If the disk is full by then, delete others and try again."""
         (self.folder / "locks").mkdir(parents=True, exist_ok=True)  # another program may have deleted the folder
         part = path.with_suffix(".part")
@@ -247,7 +248,7 @@ class ShardCache:
                     part.unlink()
                 if isinstance(error, FileNotFoundError) and self._is_inside(error):
                     return  # the part or the folder was deleted: `open` tries again
-                if not isinstance(error, OSError) or type(error) is not OSError:  # one of ours, and not of the disk
+                if type(error) is not OSError:  # one of ours, and not of the disk
                     raise
                 if error.errno != errno.ENOSPC or not may_try_again or not self._files():
                     said = f"{shown(url)} cannot be written to {self.folder} ({error}): free some space"

@@ -46,12 +46,12 @@ from sharded_loader.base.notices import warn
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.bulk import NOT_IN_BULK, Int64s, bulk, bulk_method, checked_index, checked_indices
 from sharded_loader.data.datasets import Dataset
-from sharded_loader.data.files import checked_parts, is_rewritten
+from sharded_loader.recordio.positioned import checked_parts, is_rewritten
 from sharded_loader.storage import indexes
 from sharded_loader.storage.cache import TRIES, ShardCache
 from sharded_loader.storage.files import LocalFile, Options, ShardError, ShardFile, Stat, local_path, local_stat, shown
 from sharded_loader.storage.indexes import Format, Index, Indexes, by_part, in_order
-from sharded_loader.storage.lists import FORMATS, FoundShards, absolute, find_shards, places_of
+from sharded_loader.storage.lists import FORMATS, FoundShards, Place, absolute, find_shards, places_of
 from sharded_loader.storage.parts import UNKNOWN, is_same, with_tags
 from sharded_loader.storage.read_ahead import ReadAhead
 from sharded_loader.storage.stores import ObjectStore, RemoteFile
@@ -71,6 +71,9 @@ COSTLY = 32 << 20
 """Bytes that are read to count samples, above which a warning says so: a second on a usual connection."""
 
 Made = TypeVar("Made")
+
+Read = Callable[[ShardFile, Index, Any], list[Any]]
+"""A method of a format: what it makes of rows of a shard."""
 
 
 class ShardDataset(Dataset):
@@ -118,13 +121,13 @@ class ShardDataset(Dataset):
 
     def __init__(
         self,
-        urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        urls: Place | Iterable[Place],
         format: str | Format | None = None,
         storage_options: Options | None = None,
         cache: ShardCache | None = None,
-        index_folder: str | os.PathLike[str] | None = None,
+        index_folder: Place | None = None,
         columns: Iterable[str] | None = None,
-        trust: bool | str | os.PathLike[str] | Iterable[str] | Mapping[str, Options] = False,
+        trust: bool | Place | Iterable[str] | Mapping[str, Options] = False,
         **unknown: NoReturn,
     ) -> None:
         refuse_arguments("ShardDataset", unknown, type(self).__init__)
@@ -262,9 +265,7 @@ class ShardDataset(Dataset):
         self._stop_following()
         self._shards.close()
 
-    def write_index(
-        self, url: str | os.PathLike[str] | None = None, progress: Callable[[int], None] = lambda done: None
-    ) -> str:
+    def write_index(self, url: Place | None = None, progress: Callable[[int], None] = lambda done: None) -> str:
         """Write one file with the indexes of all shards, which later datasets open with one small request.
 
         A dataset finds the file if it lies beside its shards, as ``shards.index``. You can also make a dataset from the
@@ -394,9 +395,7 @@ class Shards:
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
-    def read(
-        self, parts: Sequence[tuple[int, object]], read: Callable[[ShardFile, Index, Any], list[Any]]
-    ) -> Iterator[Any]:
+    def read(self, parts: Sequence[tuple[int, object]], read: Read) -> Iterator[Any]:
         """What a method of the format reads at rows of shards, one shard after the other."""
         in_parts = self.excess([shard for shard, _ in parts]) > 0
         for shard, rows in parts:

@@ -31,7 +31,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from sharded_loader.data.files import PositionedFile, settled, tag_of
+from sharded_loader.recordio.positioned import PositionedFile, settled, tag_of
 
 
 class Stat(NamedTuple):

@@ -44,7 +44,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sharded_loader.base.notices import logger, warn
+from sharded_loader.base.notices import Notices, logger
 from sharded_loader.base.system import lock_at, write_whole
 from sharded_loader.data.bulk import Int64s
 from sharded_loader.storage.files import ShardError, ShardFile, Stat, joined, local_path, shown
@@ -99,7 +99,7 @@ class Indexes:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.expanduser().absolute()  # the process may go to another one
-        self._has_warned = False
+        self._notices = Notices()
         self._unkept: dict[Path, Index] = {}  # of shards without a tag; it goes to the workers
 
     def path(self, name: str, url: str, stat: Stat) -> Path:
@@ -130,11 +130,9 @@ class Indexes:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, content)
         except OSError as error:
-            if not self._has_warned:
-                self._has_warned = True
-                advice = "give ShardDataset(index_folder=...) a folder that can be written to"
-                where = f"the indexes of shards cannot be kept in {self._folder} ({error})"
-                warn(f"{where}, so each process makes them again: {advice}")
+            advice = "give ShardDataset(index_folder=...) a folder that can be written to"
+            where = f"the indexes of shards cannot be kept in {self._folder} ({error})"
+            self._notices.warn("index_folder", f"{where}, so each process makes them again: {advice}")
 
 
 def default_folder() -> Path:
@@ -322,25 +320,23 @@ def index_of(store: ObjectStore, entry: ShardEntry) -> Index | None:
     return found
 
 
-def content(
-    url: str, format: str, urls: Sequence[str], stats: Sequence[Stat], indexes: Sequence[tuple[int, bytes]]
-) -> bytes:
+def content(url: str, format: str, urls: Sequence[str], stats: Sequence[Stat], found: list[tuple[int, bytes]]) -> bytes:
     """The bytes of an index file.
 
     Args:
         url: where it will lie.
         format: of the shards.
         urls, stats: of each shard.
-        indexes: of each shard: how many samples it has, and its index as `dumped` has made it.
+        found: of each shard: how many samples it has, and its index as `dumped` has made it.
     """
-    folder, parts = url.rpartition("/")[0] + "/", [part for _, part in indexes]
+    folder, parts = url.rpartition("/")[0] + "/", [part for _, part in found]
     table = dumped(
         {
             "format": packed([format]),
             "names": packed([url.removeprefix(folder) for url in urls]),
             "tags": packed(["" if local_path(url) else stat.tag for url, stat in zip(urls, stats, strict=True)]),
             "sizes": np.array([stat.size for stat in stats], np.int64),
-            "lengths": np.array([length for length, _ in indexes], np.int64),
+            "lengths": np.array([length for length, _ in found], np.int64),
             "ends": np.cumsum(list(map(len, parts)), dtype=np.int64),
         }
     )

@@ -38,6 +38,9 @@ from sharded_loader.storage.stores import ObjectStore, existing, is_pattern
 from sharded_loader.storage.tables import Arrow, Parquet
 from sharded_loader.storage.tar import Tar
 
+Place = str | os.PathLike[str]
+"""A URL or a path."""
+
 LIST_SUFFIX = ".json"
 
 UNCOUNTED = -1
@@ -60,9 +63,7 @@ class FoundShards(NamedTuple):
     entries: dict[str, ShardEntry]
 
 
-def find_shards(
-    store: ObjectStore, patterns: Iterable[str | os.PathLike[str]], format: str | Format | None
-) -> FoundShards:
+def find_shards(store: ObjectStore, patterns: Iterable[Place], format: str | Format | None) -> FoundShards:
     """The shards that patterns, names and lists mean.
 
     Raises:

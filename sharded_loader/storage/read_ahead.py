@@ -235,9 +235,7 @@ class ReadAhead:
         def is_wanted() -> bool:
             return shard in self._plan.needed and not self._stopped.is_set()
 
-        self._cache.prepare(
-            url, stat, lambda file: fetch(url, file, stat, is_waited_for=not self._has_first), is_wanted
-        )
+        self._cache.prepare(url, stat, lambda to: fetch(url, to, stat, is_waited_for=not self._has_first), is_wanted)
 
     def _let_go(self, shard: int, again: int | None) -> None:
         self._cache.let_go(*self._facts[shard], again)
@@ -284,9 +282,8 @@ class ReadAhead:
                 plan.room = self._cache.max_bytes // max(before, readers, processes_here())
                 plan.give_back()
                 self._ask_for(list(plan.needed))  # others may have deleted it
-            self._has_first = self._has_first or bool(
-                plan.window and plan.window[0].number < now
-            )  # a worker fetched it
+            if plan.window and plan.window[0].number < now:  # a worker fetched it
+                self._has_first = True
             if (back_to := plan.pass_by(now)) is not None:
                 self._warn_of_returns(back_to)
             for _ in range(LOOKS):
@@ -312,10 +309,9 @@ class ReadAhead:
         """Say that the cache is too small for the order, which comes back to the shards of this batch."""
         between = {shard for batch in self._plan.looked if batch.number <= number for shard in batch.shards}
         needs = f"{self._plan.size_of(between | self._plan.needed):,} bytes of shards at once"
-        text = f"the order returns to shards that had to go: it needs {needs}, and {self._cache.limit_text}. So shards"
-        warn(
-            f"{text} are fetched again and again. Give a larger max_bytes, or give ShardShuffleSampler a smaller window"
-        )
+        text = f"the order returns to shards that had to go: it needs {needs}, and {self._cache.limit_text}"
+        advice = "Give a larger max_bytes, or give ShardShuffleSampler a smaller window"
+        warn(f"{text}. So shards are fetched again and again. {advice}")
 
 
 # -- who reads ahead into one cache, in all processes ------------------------------------------------------------------

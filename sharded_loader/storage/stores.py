@@ -105,7 +105,6 @@ class ObjectStore:
         self._options, self.trust = dict(options or {}), trust
         self._given: set[str | None] | None = None
         self._begin()
-        _live.add(self)
 
     def _begin(self) -> None:
         self._pid = os.getpid()
@@ -113,8 +112,8 @@ class ObjectStore:
         self._fast: dict[object, FastS3] = {}
         self._lock = threading.Lock()
         self._places, self._turns = CONNECTIONS, threading.Semaphore(CONNECTIONS)
-        self.retries = 0
-        self.requests = 0
+        self.retries = self.requests = 0
+        _live.add(self)
 
     def __getstate__(self) -> dict[str, object]:
         return {"_options": self._options, "trust": self.trust, "_given": self._given}
@@ -122,7 +121,6 @@ class ObjectStore:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._begin()
-        _live.add(self)
 
     def close(self) -> None:
         """Close the connections. The store may be used again, and opens new ones."""
@@ -204,7 +202,7 @@ class ObjectStore:
 
     def beginning(self, url: str, nbytes: int) -> bytes:
         """The first bytes of a file of any version; fewer if it is shorter. One request."""
-        return self._part(url, 0, nbytes, None, may_be_shorter=True)[0]
+        return self._part(url, 0, nbytes, None, may_end=True)[0]
 
     def write(self, url: str, content: bytes) -> None:
         """Write a file whole, or not at all.
@@ -239,11 +237,8 @@ class ObjectStore:
             with ThreadPoolExecutor(min(len(spans), IN_ALL)) as threads:
                 answers = list(threads.map(lambda span: self._part(url, span[0], span[1], stat), spans))
         self._compare(url, stat, all(is_sure for _, is_sure in answers))
-        found = []
-        for number, begin, end in zip(where, begins, ends, strict=True):
-            first = spans[number][0]
-            found.append(answers[number][0][begin - first : end - first])
-        return found
+        parts = [(answers[number][0], spans[number][0]) for number in where]
+        return [content[begin - at : end - at] for (content, at), begin, end in zip(parts, begins, ends, strict=True)]
 
     def fetch(self, url: str, file: BinaryIO, stat: Stat, *, is_waited_for: bool = False) -> None:
         """Write a whole file into another one. Each piece is written when it comes, and the next one is asked for.
@@ -290,9 +285,7 @@ class ObjectStore:
         if now.size != stat.size or is_same(stat.tag, now.tag) is False:
             raise _changed(url, "another version is there now")
 
-    def _part(
-        self, url: str, begin: int, end: int, stat: Stat | None, may_be_shorter: bool = False
-    ) -> tuple[bytes, bool]:
+    def _part(self, url: str, begin: int, end: int, stat: Stat | None, may_end: bool = False) -> tuple[bytes, bool]:
         """A part, and whether its answer said that it is of this version."""
         if begin == end:  # which no request can say
             return b"", True
@@ -307,7 +300,7 @@ class ObjectStore:
                 raise Changed("another version is there now")
             if len(found) > end - begin:  # a file system that does not know requests for parts
                 found = found[begin:end]
-            if len(found) != end - begin and not may_be_shorter:
+            if len(found) != end - begin and not may_end:
                 said = f"{len(found):,} bytes came where {end - begin:,} were asked for"
                 raise Unfit(f"{said}: the file may have been cut")
             return found, bool(same)

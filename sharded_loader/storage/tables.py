@@ -29,7 +29,7 @@ import contextlib
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial
 from itertools import chain, repeat
@@ -65,9 +65,6 @@ class DecodedGroups:
         self._lock, self._bytes = threading.Lock(), 0
         self._groups: OrderedDict[object, tuple[Columns, int]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._groups)
-
     def find(self, key: object) -> Columns | None:
         """A group; None if it is not kept."""
         with self._lock:
@@ -96,6 +93,8 @@ class TableFormat:
     suffixes: tuple[str, ...] = ()
     scans = False
     columns: tuple[str, ...] | None = None
+    _counted: Callable[[ShardFile], tuple[Any, Index]]  # how many rows each group has, and what else the index keeps
+    _take: Callable[[ShardFile, Index, int], Any]  # a group as a table of Arrow
 
     def with_columns(self, names: Iterable[str]) -> TableFormat:
         """The format that decodes only these columns."""
@@ -163,13 +162,6 @@ class TableFormat:
                 known = some(sorted(one for one in set(names) if names.count(one) == 1), 20)
                 advice = f"give columns= names of its columns, {known}"
                 raise ShardError(f"{file.name} has {found} {name!r}: {advice}")
-
-    def _counted(self, file: ShardFile) -> tuple[Any, Index]:
-        """How many rows each group has, and what else the index keeps."""
-        raise NotImplementedError
-
-    def _take(self, file: ShardFile, index: Index, number: int) -> Any:
-        raise NotImplementedError
 
 
 class Parquet(TableFormat):

@@ -205,14 +205,7 @@ class StreamReader(Reader):
         seed: see `Seed`.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        *,
-        several: bool = True,
-        alone: bool = False,
-        seed: Seed = None,
-    ) -> None:
+    def __init__(self, job: Job, *, several: bool = True, alone: bool = False, seed: Seed = None) -> None:
         super().__init__(job, in_bulk=False)
         assert job.stream is not None  # see `reader_for`
         self._stream: Stream = job.stream

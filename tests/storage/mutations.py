@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader import ShardDataset
-from sharded_loader.data import files
+from sharded_loader.recordio import positioned
 from sharded_loader.storage.files import ShardError
 
 PATIENCE = 120.0
@@ -167,7 +167,7 @@ def assert_noticed(subject: Subject, seeds: Iterable[int], folder: Path) -> None
 
 
 def _child(subject: Subject, seeds: list[int], folder: str, pipe: Any) -> None:
-    files.TICK = files.LONG_TICK = 0  # no mutant is changed while it is read
+    positioned.TICK = positioned.LONG_TICK = 0  # no mutant is changed while it is read
     right = _read(subject, Path(folder) / "whole", subject.content)
     for seed in seeds:
         pipe.send(_verdict(subject, Path(folder) / str(seed), damaged(subject.content, seed)[1], right))

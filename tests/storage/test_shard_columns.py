@@ -246,7 +246,7 @@ def test_groups_are_kept_up_to_a_number_of_bytes(tmp_path: Path, monkeypatch: py
     for limit, kept in ((1 << 20, 10), (4 * 800, 4), (1, tables.KEPT)):
         monkeypatch.setattr(tables, "KEPT_BYTES", limit)
         assert read(range(999, -1, -1), np.empty)["x"].tolist() == list(range(999, -1, -1))
-        assert len(dataset._shards._shared["groups"]) == kept
+        assert len(dataset._shards._shared["groups"]._groups) == kept
         dataset.close()
 
 

@@ -10,11 +10,11 @@ import types
 import pytest
 
 from sharded_loader.ray import cluster as actors_module
-from sharded_loader.ray.cluster import Wanted, cause_of, stop, stop_from_anywhere
+from sharded_loader.ray.cluster import cause_of, check_wanted, stop, stop_from_anywhere
 
 
 def test_a_scheduling_strategy_is_always_given_and_ray_repeats_nothing() -> None:
-    options = Wanted(0.5, {"reader": 1}, None, "SPREAD").options()
+    options = check_wanted(0.5, {"reader": 1}, None, "SPREAD")
     assert options["scheduling_strategy"] == "SPREAD"
     assert options["max_restarts"] == options["max_task_retries"] == 0
     assert (options["num_cpus"], options["resources"]) == (0.5, {"reader": 1})
@@ -22,7 +22,7 @@ def test_a_scheduling_strategy_is_always_given_and_ray_repeats_nothing() -> None
 
 
 def test_a_runtime_env_is_passed_on() -> None:
-    assert Wanted(1, {}, {"working_dir": "."}, "SPREAD").options()["runtime_env"] == {"working_dir": "."}
+    assert check_wanted(1, {}, {"working_dir": "."}, "SPREAD")["runtime_env"] == {"working_dir": "."}
 
 
 def test_the_cause_of_a_death_is_one_line() -> None:

@@ -14,7 +14,7 @@ from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.ray import cluster
 from sharded_loader.ray.actor import Begun
-from sharded_loader.ray.cluster import Wanted
+from sharded_loader.ray.cluster import check_wanted
 from sharded_loader.ray.pool import RayPool
 from sharded_loader.ray.transport import ActorWorker, Call, RayTransport
 
@@ -43,7 +43,7 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> Transport:
     monkeypatch.setattr(cluster, "put", lambda value, parts: value)
     monkeypatch.setattr("sharded_loader.ray.cluster.check_installed", lambda: None)
     monkeypatch.setattr(Transport, "listen", lambda *_: None)
-    return Transport(2, Wanted(0, {}, None, "SPREAD"), 600)
+    return Transport(2, check_wanted(0, {}, None, "SPREAD"), 600)
 
 
 def supervised(transport: Transport, restarts: int, timeout: float | None = None) -> RayPool:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharded_loader.data import files
-from sharded_loader.data.files import checksums, settled, tag_of
+from sharded_loader.recordio import positioned
+from sharded_loader.recordio.positioned import checksums, settled, tag_of
 
 
 def test_a_change_in_the_tick_of_the_clock_is_seen(tmp_path: Path) -> None:
@@ -30,16 +30,18 @@ def test_a_clock_of_whole_seconds_is_waited_for(monkeypatch: pytest.MonkeyPatch)
         now[0] += int(seconds * 1e9)
 
     written = SimpleNamespace(st_mtime_ns=1_700_000_000 * 10**9, st_ctime_ns=1_700_000_000 * 10**9)
-    monkeypatch.setattr(files, "os", SimpleNamespace(stat=lambda path: written))
-    monkeypatch.setattr(files, "time", SimpleNamespace(time_ns=lambda: now[0], sleep=sleep))
-    files.settled("a.tar")
+    monkeypatch.setattr(positioned, "os", SimpleNamespace(stat=lambda path: written))
+    monkeypatch.setattr(positioned, "time", SimpleNamespace(time_ns=lambda: now[0], sleep=sleep))
+    positioned.settled("a.tar")
     assert slept == [1.5]
 
 
 def test_a_file_that_is_always_written_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "os", SimpleNamespace(stat=lambda path: SimpleNamespace(st_mtime_ns=7, st_ctime_ns=7)))
-    monkeypatch.setattr(files, "time", SimpleNamespace(time_ns=lambda: 7, sleep=lambda seconds: None))
-    assert files.settled("a.tar").st_mtime_ns == 7
+    monkeypatch.setattr(
+        positioned, "os", SimpleNamespace(stat=lambda path: SimpleNamespace(st_mtime_ns=7, st_ctime_ns=7))
+    )
+    monkeypatch.setattr(positioned, "time", SimpleNamespace(time_ns=lambda: 7, sleep=lambda seconds: None))
+    assert positioned.settled("a.tar").st_mtime_ns == 7
 
 
 @given(content=st.binary(min_size=1, max_size=40_000), data=st.data())
