@@ -80,7 +80,6 @@ class Facts:
         versions: of Python, the platform, this library and the installed packages.
         torch_error: why torch cannot be imported; None if it can.
         cores, usable_cores: of the machine; those that its affinity and its cgroup allow.
-        others: how many cores other programs use.
         free_memory: what this process may still use, in bytes, and what sets that limit.
         shared_memory: where batches lie: ``memfd``, ``shm``, ``file``, ``named``; None: nowhere.
         shared_memory_error: why there is none.
@@ -96,7 +95,6 @@ class Facts:
     torch_error: str | None = None
     cores: int = 8
     usable_cores: float = 8
-    others: float = 0.0
     free_memory: tuple[int, str] = 32 * GIB, "the machine's memory"
     shared_memory: str | None = "memfd"
     shared_memory_error: str | None = None
@@ -116,7 +114,7 @@ def collect() -> Facts:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             facts.versions[name] = importlib.metadata.version(name)
     facts.cores, facts.usable_cores = os.cpu_count() or 1, min(usable_cores(), core_limit() or math.inf)
-    facts.others, facts.free_memory = output.cores_of_others(0.3), free_bytes()
+    facts.free_memory = free_bytes()
     with _noting_error(facts, "shared_memory_error"):
         facts.shared_memory = _shared_memory()
     with contextlib.suppress(OSError):
@@ -186,13 +184,11 @@ def find(facts: Facts) -> list[Finding]:
         >>> [finding.what for finding in find(Facts(descriptors=100))]
         ['A process may open 100 files at a time, and each worker takes about four.']
     """
-    busy = output.busy_text(facts.others, facts.cores, facts.usable_cores)
     (size, free), (memory, memory_limit) = facts.shm or (0, GIB), facts.free_memory
     limit, kind, torch = facts.descriptors or FEW_DESCRIPTORS, facts.shared_memory, facts.versions.get("torch")
     table = [
         (facts.torch_error, True, f"torch cannot be imported: {facts.torch_error}.",
          "Install torch again in this environment."),
-        (busy, False, f"{busy} Workers get what is left.", "Stop programs that you do not need."),
         (facts.usable_cores < 2, facts.cores > 1,
          f"Workers and training share {facts.usable_cores:g} of {facts.cores} cores.",
          "Give more: docker run --cpus 4, resources.limits.cpu in Kubernetes, --cpus-per-task=4 for Slurm, taskset."),

@@ -23,9 +23,6 @@ from pathlib import Path
 
 import click
 
-BUSY = 0.3
-"""Cores. Measurements vary visibly if workers lack more than this."""
-
 PATIENCE = 2.0
 """Seconds without any progress shown."""
 
@@ -93,32 +90,6 @@ def size_text(nbytes: float) -> str:
     """
     power = min(max(0, int(nbytes).bit_length() - 1) // 10, 3)
     return f"{nbytes / 1024**power:,.{min(power, 1)}f} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
-
-
-def cores_of_others(seconds: float = 0.1) -> float:
-    """The number of cores that other programs use.
-
-    Args:
-        seconds: how long to look. This process must do nothing meanwhile.
-    """
-    import psutil
-
-    return float(psutil.cpu_percent(interval=seconds)) / 100 * (os.cpu_count() or 1)
-
-
-def busy_text(others: float, cores: int, usable: float) -> str | None:
-    """A sentence about other programs, if they use cores that workers need; otherwise None.
-
-    Args:
-        others: as `cores_of_others` returns it.
-        cores: the cores of the machine.
-        usable: how many of them workers may use.
-
-    Example:
-        >>> busy_text(1.7, cores=2, usable=2), busy_text(1.7, cores=64, usable=8)
-        ('Other programs use 1.7 of 2 cores.', None)
-    """
-    return f"Other programs use {others:.1f} of {cores} cores." if others + usable >= cores + BUSY else None
 
 
 class Steps(contextlib.AbstractContextManager["Steps"]):
