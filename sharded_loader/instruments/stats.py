@@ -141,7 +141,7 @@ class LoaderStats:
     @property
     def advice(self) -> str:
         """What to do about the `verdict`, in one sentence. Empty if that is not known."""
-        return times.advice(self)
+        return times.ADVICE.get(times.limit_of(self), "")
 
     @property
     def shares(self) -> tuple[float, ...]:
