@@ -31,7 +31,7 @@ from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.base.notices import LoaderWarning
 from sharded_loader.cli import output
 from sharded_loader.cli.output import CannotRun, Steps
-from sharded_loader.cli.target import find_dataset, find_function, kind_of, say_error
+from sharded_loader.cli.target import find_dataset, find_function, say_error
 
 if TYPE_CHECKING:
     from sharded_loader import ShardedDataLoader
@@ -76,7 +76,8 @@ def bench(dataset: str, collate: str | None, pools: str, quiet: bool, **options:
     options |= {"dataset": data, "batchify_fn": None if collate is None else find_function(collate)}
     if not quiet:
         order = "random order" if options["shuffle"] else "the dataset's own order"
-        click.echo(f"{dataset}: {kind_of(data)}, in {order}; batches of {options['batch_size']}.")
+        kind = f"{type(data).__name__}, {'iterable data' if is_stream(data) else f'{len(data):,} samples'}"
+        click.echo(f"{dataset}: {kind}, in {order}; batches of {options['batch_size']}.")
     with Steps("measuring", len(listed), quiet) as steps:
         rows = [measure(pool, seconds, options, partial(steps.update, done, pool)) for done, pool in enumerate(listed)]
     if all(row.error for row in rows):

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
-import json
 import math
 import os
 import platform
@@ -46,9 +45,8 @@ SHM = "docker run --shm-size=8g; in Kubernetes, an emptyDir with medium: Memory 
 
 
 @click.command(short_help="Check this machine, and say what to change.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 @output.quiet_option
-def doctor(as_json: bool, quiet: bool) -> int:
+def doctor(quiet: bool) -> int:
     """Check versions, cores, memory, shared memory, limits, worker processes and GPUs, and say what to change.
 
     The exit code is 1 if there is a problem. With --quiet it prints only problems and notes.
@@ -57,10 +55,7 @@ def doctor(as_json: bool, quiet: bool) -> int:
     findings = find(facts)
     problems = sum(finding.is_problem for finding in findings)
     said = [f"{'problem' if one.is_problem else 'note'}: {one.what}\n  change: {one.change}" for one in findings]
-    if as_json:
-        found = {"facts": dataclasses.asdict(facts), "findings": [finding._asdict() for finding in findings]}
-        said = [json.dumps(found, indent=2)]
-    elif not quiet:
+    if not quiet:
         count = f"{counted(problems, 'problem')}, {counted(len(findings) - problems, 'note')}."
         said = [*(f"{name:15} {text}" for name, text in lines(facts)), "", *said]
         said.append(count if findings else "No problem found.")

@@ -18,7 +18,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -99,14 +99,11 @@ class Steps(contextlib.AbstractContextManager["Steps"]):
         what: what is being done, such as ``packing``.
         total: how many steps there are. None: unknown.
         quiet: print nothing.
-        clock: tells the time in seconds; another one in tests.
     """
 
-    def __init__(
-        self, what: str, total: int | None, quiet: bool = False, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._what, self._total, self._quiet, self._clock = what, total, quiet, clock
-        self._next = clock() + PATIENCE
+    def __init__(self, what: str, total: int | None, quiet: bool = False) -> None:
+        self._what, self._total, self._quiet = what, total, quiet
+        self._next = time.monotonic() + PATIENCE
         self._in_place = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def update(self, done: int, note: str = "") -> None:
@@ -116,7 +113,7 @@ class Steps(contextlib.AbstractContextManager["Steps"]):
             done: the number of steps.
             note: a few words beside it.
         """
-        now = self._clock()
+        now = time.monotonic()
         if not self._quiet and now >= self._next:
             self._next = now + (FRAMES_EVERY if self._in_place else LINES_EVERY)
             of = "" if self._total is None else f"{done:,} of {self._total:,}"

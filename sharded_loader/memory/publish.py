@@ -164,7 +164,7 @@ def share(encoded: codec.Encoded, number: int) -> tuple[codec.Encoded, Segment |
         with contextlib.suppress(OSError):  # a pipe takes longer, and gets it there
             segment = create(number, end)
             for (start, _), buffer in zip(places, encoded.buffers, strict=True):
-                segment.write(start, buffer)
+                segment.mapping[start : start + buffer.nbytes] = buffer
             return encoded._replace(places=tuple(places), buffers=()), segment
     return encoded, None
 

@@ -329,9 +329,8 @@ class ProcessTransport(Transport[ProcessWorker]):
     def _start_process(self, number: int, job: Job, *, directly: bool = False) -> tuple[Any, Link]:
         """The process of a worker, and the link to it."""
         forks = self.start_method == "fork"
-        if forks and self._is_up and self.template is None and can_pass_descriptors() and not directly:
-            # Before the pipe is made: it would keep the worker's end, and hide that the worker has died.
-            self.template = start.Template(job)
+        if forks and self._is_up and not directly:
+            self.make_template(job)  # before the pipe is made, whose end it would keep: that would hide a death
         # A pipe for every try: a template that is killed may have forked a worker before, which holds its end.
         ours, theirs = multiprocess.Pipe(duplex=True)
         link = Link(ours)
@@ -473,7 +472,7 @@ def _after_fork_in_child() -> None:
         if transport.board is not None:
             transport.board.close_descriptor()
         if transport.template is not None:
-            transport.template.close_descriptors()
+            transport.template.control.close()
 
 
 if hasattr(os, "register_at_fork"):
