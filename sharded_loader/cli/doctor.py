@@ -103,13 +103,12 @@ class Facts:
 
 def collect() -> Facts:
     """Look at this machine. It takes a second or two, most of it for torch."""
-    facts = Facts(shared_memory=None, shm=None, descriptors=None)
+    facts = Facts(shared_memory=None, shm=None, descriptors=None, free_memory=free_bytes())
     facts.versions.update(python=platform.python_version(), platform=platform.platform())
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             facts.versions[name] = importlib.metadata.version(name)
     facts.cores, facts.usable_cores = os.cpu_count() or 1, min(usable_cores(), core_limit() or math.inf)
-    facts.free_memory = free_bytes()
     with _noting_error(facts, "shared_memory_error"):
         facts.shared_memory = _shared_memory()
     with contextlib.suppress(OSError):
