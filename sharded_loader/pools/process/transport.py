@@ -245,8 +245,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         encoded = publish.publish(job, **job.parts)
         with uninterrupted():
             self._unpublish()
-            number = next(self._numbers)
-            self.published = number, *publish.share(encoded, number)
+            self.published = (number := next(self._numbers)), *publish.share(encoded, number)
         return encoded.modules
 
     def _unpublish(self) -> None:
@@ -256,11 +255,12 @@ class ProcessTransport(Transport[ProcessWorker]):
 
     def _send_job(self, *workers: ProcessWorker) -> None:
         """Send workers the job, if it is published."""
-        for worker in workers if self.published is not None else ():
+        if self.published is not None:
             number, job, segment = self.published
-            if segment is not None:
-                worker.link.send_segment(segment)
-            worker.link.send(JOB, number, content=job.head, buffers=job.buffers, places=job.places)
+            for worker in workers:
+                if segment is not None:
+                    worker.link.send_segment(segment)
+                worker.link.send(JOB, number, content=job.head, buffers=job.buffers, places=job.places)
 
     def make_template(self, job: Job) -> None:
         """Fork the template, if there is none."""
