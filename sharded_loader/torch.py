@@ -168,7 +168,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         is_auto, workers = number_of_workers(num_workers)
         self.seed, self.on_error = seed, on_error
         self._meter = Meter(dataset, action_and_limit(on_error)[1])
-        self._tuner = Tuner().follow(self._meter) if is_auto else None  # it finds the number of workers
+        self._tuner = Tuner(self._meter) if is_auto else None  # it finds the number of workers
         self.device, self.devices, self.num_shards = device, devices, num_shards
         self.start_method, self.thread_pool = start_method, thread_pool
         self.restarts, self.max_bytes, self.max_worker_memory = restarts, max_bytes, max_worker_memory
@@ -561,7 +561,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             return self.__dict__
         meter = Meter(self.dataset, action_and_limit(self.on_error)[1])
         own: dict[str, Any] = {"_meter": meter, "_memory": DeviceMemory(), "_iterator": None}
-        own |= {"_tuner": self._tuner and Tuner().follow(meter), "_progress": copy.copy(self._progress)}
+        own |= {"_tuner": self._tuner and Tuner(meter), "_progress": copy.copy(self._progress)}
         if self._inner is not None:
             own |= {"_sharded": self._inner.epoch, "seed": self._inner.seed}
         return {**self.__dict__, **own}

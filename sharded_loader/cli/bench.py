@@ -31,7 +31,7 @@ from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.base.notices import LoaderWarning
 from sharded_loader.cli import output
 from sharded_loader.cli.output import CannotRun, Steps
-from sharded_loader.cli.target import find_dataset, find_function, kind_of, say_error
+from sharded_loader.cli.target import find_dataset, find_function, say_error
 
 if TYPE_CHECKING:
     from sharded_loader import ShardedDataLoader
@@ -76,15 +76,14 @@ def bench(dataset: str, collate: str | None, pools: str, quiet: bool, **options:
     options |= {"dataset": data, "batchify_fn": None if collate is None else find_function(collate)}
     if not quiet:
         order = "random order" if options["shuffle"] else "the dataset's own order"
-        click.echo(f"{dataset}: {kind_of(data)}, in {order}; batches of {options['batch_size']}.")
+        kind = f"{type(data).__name__}, {'iterable data' if is_stream(data) else f'{len(data):,} samples'}"
+        click.echo(f"{dataset}: {kind}, in {order}; batches of {options['batch_size']}.")
     with Steps("measuring", len(listed), quiet) as steps:
         rows = [measure(pool, seconds, options, partial(steps.update, done, pool)) for done, pool in enumerate(listed)]
-    for row in rows:
-        if rows[0].pool == "inline" and row.error is None:
-            row.times_inline = row.samples_per_second / rows[0].samples_per_second
     if all(row.error for row in rows):
         raise CannotRun(f"reading the dataset failed: {rows[0].error}")
-    cells = [[row.pool, str(row.workers), *_cells_of(row)] for row in rows]
+    inline = rows[0].samples_per_second if rows[0].pool == "inline" else None
+    cells = [[row.pool, str(row.workers), *_cells_of(row, inline)] for row in rows]
     click.echo("\n".join(table(["pool", "workers", "samples/s", "ms per batch", "spread", "x inline"], cells)))
     click.echo(recommend(rows))
     for row in rows:
@@ -93,10 +92,10 @@ def bench(dataset: str, collate: str | None, pools: str, quiet: bool, **options:
     return int(any(row.error for row in rows))
 
 
-def _cells_of(row: Row) -> list[str]:
-    times = "-" if row.times_inline is None else f"{row.times_inline:.2f}"
+def _cells_of(row: Row, inline: float | None) -> list[str]:
     if row.error is not None:
-        return ["failed", "-", "-", times]
+        return ["failed", "-", "-", "-"]
+    times = f"{row.samples_per_second / inline:.2f}" if inline else "-"
     spread = (row.highest - row.lowest) / 2 / row.samples_per_second  # half the way between the extremes
     return [f"{row.samples_per_second:,.0f}", ms_text(row.ms_per_batch), f"±{spread:.0%}", times]
 
@@ -112,7 +111,6 @@ class Row:
         samples_per_second: the median over the rounds; 0 if the row failed.
         ms_per_batch: milliseconds from one batch to the next, the median over the rounds.
         lowest, highest: samples per second of the slowest and of the fastest round.
-        times_inline: how many times as fast as inline; None if one of the two was not measured.
         error: why the row failed; None if it did not.
     """
 
@@ -122,7 +120,6 @@ class Row:
     ms_per_batch: float = 0.0
     lowest: float = 0.0
     highest: float = 0.0
-    times_inline: float | None = None
     error: str | None = None
 
     @property

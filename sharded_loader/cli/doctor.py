@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
-import json
 import math
 import os
 import platform
@@ -46,9 +45,8 @@ SHM = "docker run --shm-size=8g; in Kubernetes, an emptyDir with medium: Memory 
 
 
 @click.command(short_help="Check this machine, and say what to change.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 @output.quiet_option
-def doctor(as_json: bool, quiet: bool) -> int:
+def doctor(quiet: bool) -> int:
     """Check versions, cores, memory, shared memory, limits, worker processes and GPUs, and say what to change.
 
     The exit code is 1 if there is a problem. With --quiet it prints only problems and notes.
@@ -57,10 +55,7 @@ def doctor(as_json: bool, quiet: bool) -> int:
     findings = find(facts)
     problems = sum(finding.is_problem for finding in findings)
     said = [f"{'problem' if one.is_problem else 'note'}: {one.what}\n  change: {one.change}" for one in findings]
-    if as_json:
-        found = {"facts": dataclasses.asdict(facts), "findings": [finding._asdict() for finding in findings]}
-        said = [json.dumps(found, indent=2)]
-    elif not quiet:
+    if not quiet:
         count = f"{counted(problems, 'problem')}, {counted(len(findings) - problems, 'note')}."
         said = [*(f"{name:15} {text}" for name, text in lines(facts)), "", *said]
         said.append(count if findings else "No problem found.")
@@ -80,7 +75,6 @@ class Facts:
         versions: of Python, the platform, this library and the installed packages.
         torch_error: why torch cannot be imported; None if it can.
         cores, usable_cores: of the machine; those that its affinity and its cgroup allow.
-        others: how many cores other programs use.
         free_memory: what this process may still use, in bytes, and what sets that limit.
         shared_memory: where batches lie: ``memfd``, ``shm``, ``file``, ``named``; None: nowhere.
         shared_memory_error: why there is none.
@@ -96,7 +90,6 @@ class Facts:
     torch_error: str | None = None
     cores: int = 8
     usable_cores: float = 8
-    others: float = 0.0
     free_memory: tuple[int, str] = 32 * GIB, "the machine's memory"
     shared_memory: str | None = "memfd"
     shared_memory_error: str | None = None
@@ -110,13 +103,12 @@ class Facts:
 
 def collect() -> Facts:
     """Look at this machine. It takes a second or two, most of it for torch."""
-    facts = Facts(shared_memory=None, shm=None, descriptors=None)
+    facts = Facts(shared_memory=None, shm=None, descriptors=None, free_memory=free_bytes())
     facts.versions.update(python=platform.python_version(), platform=platform.platform())
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             facts.versions[name] = importlib.metadata.version(name)
     facts.cores, facts.usable_cores = os.cpu_count() or 1, min(usable_cores(), core_limit() or math.inf)
-    facts.others, facts.free_memory = output.cores_of_others(0.3), free_bytes()
     with _noting_error(facts, "shared_memory_error"):
         facts.shared_memory = _shared_memory()
     with contextlib.suppress(OSError):
@@ -186,13 +178,11 @@ def find(facts: Facts) -> list[Finding]:
         >>> [finding.what for finding in find(Facts(descriptors=100))]
         ['A process may open 100 files at a time, and each worker takes about four.']
     """
-    busy = output.busy_text(facts.others, facts.cores, facts.usable_cores)
     (size, free), (memory, memory_limit) = facts.shm or (0, GIB), facts.free_memory
     limit, kind, torch = facts.descriptors or FEW_DESCRIPTORS, facts.shared_memory, facts.versions.get("torch")
     table = [
         (facts.torch_error, True, f"torch cannot be imported: {facts.torch_error}.",
          "Install torch again in this environment."),
-        (busy, False, f"{busy} Workers get what is left.", "Stop programs that you do not need."),
         (facts.usable_cores < 2, facts.cores > 1,
          f"Workers and training share {facts.usable_cores:g} of {facts.cores} cores.",
          "Give more: docker run --cpus 4, resources.limits.cpu in Kubernetes, --cpus-per-task=4 for Slurm, taskset."),

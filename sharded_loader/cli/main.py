@@ -3,7 +3,7 @@
     main(argv) --click--> the function of the verb -> exit code
 
 A new verb is a click command in a module, and a name in `make_command`. Each verb imports what it needs when it runs,
-so ``--help`` and ``--version`` wait neither for torch nor for psutil.
+so ``--help`` and ``--version`` do not wait for torch.
 
 Exit code 0: done. 1: the command ran and found something wrong, or its output was closed. 2: the command cannot run as
 typed, and one line on stderr says why. 130: Ctrl-C. Any other exception is a bug and keeps its traceback.
@@ -11,7 +11,6 @@ typed, and one line on stderr says why. 130: Ctrl-C. Any other exception is a bu
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 CANNOT_RUN = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
-NEEDED = ("click", "psutil")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,13 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sharded-loader ...
         0
     """
-    if any(importlib.util.find_spec(name) is None for name in NEEDED):
-        print(
-            f"sharded-loader: the command needs {' and '.join(NEEDED)}: pip install {' '.join(NEEDED)}", file=sys.stderr
-        )
+    try:
+        import click
+    except ImportError:
+        print("sharded-loader: the command needs click: pip install click", file=sys.stderr)
         return CANNOT_RUN
-    import click
-
     try:
         return make_command().main(argv, prog_name="sharded-loader", standalone_mode=False) or 0
     except (KeyboardInterrupt, click.Abort):

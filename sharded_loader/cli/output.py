@@ -18,13 +18,10 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
-
-BUSY = 0.3
-"""Cores. Measurements vary visibly if workers lack more than this."""
 
 PATIENCE = 2.0
 """Seconds without any progress shown."""
@@ -95,32 +92,6 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes / 1024**power:,.{min(power, 1)}f} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def cores_of_others(seconds: float = 0.1) -> float:
-    """The number of cores that other programs use.
-
-    Args:
-        seconds: how long to look. This process must do nothing meanwhile.
-    """
-    import psutil
-
-    return float(psutil.cpu_percent(interval=seconds)) / 100 * (os.cpu_count() or 1)
-
-
-def busy_text(others: float, cores: int, usable: float) -> str | None:
-    """A sentence about other programs, if they use cores that workers need; otherwise None.
-
-    Args:
-        others: as `cores_of_others` returns it.
-        cores: the cores of the machine.
-        usable: how many of them workers may use.
-
-    Example:
-        >>> busy_text(1.7, cores=2, usable=2), busy_text(1.7, cores=64, usable=8)
-        ('Other programs use 1.7 of 2 cores.', None)
-    """
-    return f"Other programs use {others:.1f} of {cores} cores." if others + usable >= cores + BUSY else None
-
-
 class Steps(contextlib.AbstractContextManager["Steps"]):
     """Progress of one long job.
 
@@ -128,14 +99,11 @@ class Steps(contextlib.AbstractContextManager["Steps"]):
         what: what is being done, such as ``packing``.
         total: how many steps there are. None: unknown.
         quiet: print nothing.
-        clock: tells the time in seconds; another one in tests.
     """
 
-    def __init__(
-        self, what: str, total: int | None, quiet: bool = False, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._what, self._total, self._quiet, self._clock = what, total, quiet, clock
-        self._next = clock() + PATIENCE
+    def __init__(self, what: str, total: int | None, quiet: bool = False) -> None:
+        self._what, self._total, self._quiet = what, total, quiet
+        self._next = time.monotonic() + PATIENCE
         self._in_place = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def update(self, done: int, note: str = "") -> None:
@@ -145,7 +113,7 @@ class Steps(contextlib.AbstractContextManager["Steps"]):
             done: the number of steps.
             note: a few words beside it.
         """
-        now = self._clock()
+        now = time.monotonic()
         if not self._quiet and now >= self._next:
             self._next = now + (FRAMES_EVERY if self._in_place else LINES_EVERY)
             of = "" if self._total is None else f"{done:,} of {self._total:,}"

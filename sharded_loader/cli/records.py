@@ -24,8 +24,6 @@ import click
 from sharded_loader.cli import output
 from sharded_loader.cli.output import CannotRun, Steps, check_output, complain, counted, os_errors_in_one_line
 
-DAMAGED = 1
-
 records = click.Group(
     "records", callback=output.print_help, invoke_without_command=True, help="RecordIO files.",
     short_help="Pack files into RecordIO, write the index of a record file.",
@@ -110,7 +108,7 @@ def index(file: Path, force: bool, quiet: bool) -> int:
                     steps.update(offset := records_in_file.tell())
         except RecordIOError as error:
             complain(f"no index was written, the file is damaged after {counted(len(lines), 'record')}: {error}")
-            return DAMAGED
+            return 1
         write_whole(idx, "".join(lines).encode())
     if not quiet:
         click.echo(f"{idx}: {counted(len(lines), 'key')}")

@@ -84,18 +84,6 @@ def find_function(target: str) -> Callable[..., Any]:
     return named  # type: ignore[no-any-return]
 
 
-def kind_of(dataset: Any) -> str:
-    """What kind of dataset it is, in words.
-
-    Example:
-        >>> kind_of([1, 2, 3]), kind_of(iter)
-        ('list, 3 samples', 'builtin_function_or_method, iterable data')
-    """
-    from sharded_loader.data.inspection import is_stream
-
-    return f"{type(dataset).__name__}, {'iterable data' if is_stream(dataset) else f'{len(dataset):,} samples'}"
-
-
 def say_error(error: BaseException) -> str:
     """An exception of the user's code in one line, with what the loader has noted: epoch, batch, sample.
 
@@ -127,8 +115,6 @@ def _import(where: str) -> ModuleType:
     if where.endswith(".py"):
         if not path.is_file():
             raise CannotRun(f"there is no file {path}: write the path of a Python file, from {folder}")
-        if "." in path.stem:
-            raise CannotRun(f"{path}: a module has no dot in its name: rename the file")
         path = path.resolve()
         name, folder = path.stem, str(path.parent)
         if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):

@@ -190,13 +190,13 @@ class DeviceMemory:
         """End the workers of a pool, and keep its memory, if a device reads it."""
         if isinstance(pool, ProcessPool) and placement is self._placement and placement.asynchronous:
             left = pool.hand_over()
-            if left.arena.segments:
+            if left[0].segments:
                 self._left.append(left)
 
 
 def _close_arenas(left: list[ArenaInUse]) -> None:
     while left:
-        left.pop().arena.close()
+        left.pop()[0].close()
 
 
 # -- the iterator ------------------------------------------------------------------------------------------------------

@@ -421,7 +421,7 @@ class TorchSteps(KnownSteps):
         live = None if progress.shown is None else progress.live.get(progress.shown.number)
         set_epoch = None if count.request is None else set_epoch_of(self.dataset)
         reads = live is not None and not live._shutdown and live._num_workers and live._pool.shares_dataset
-        back = lambda: 0 if count.request is None else count.request.epoch  # noqa: E731
+        back = lambda: 0 if count.request is None else count.request[1]  # noqa: E731
         return in_epoch(set_epoch, epoch, back, [progress.epoch] if reads else ())
 
     def samples_of(self, epoch: int, step: int) -> list[Any]:

@@ -18,24 +18,19 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from sharded_loader.base.described import an
 
-
-class EpochRequest(NamedTuple):
-    """One call of ``set_epoch``: its number is greater than those of all calls before in this process."""
-
-    number: int
-    epoch: int
-
+EpochRequest = tuple[int, int]
+"""One call of ``set_epoch``: a number that is greater than those of all calls before in this process, and the epoch."""
 
 _numbers = count(1)
 
 
 def note(epoch: int) -> EpochRequest:
     """What a sampler keeps after ``set_epoch(epoch)``."""
-    return EpochRequest(next(_numbers), epoch)
+    return next(_numbers), epoch
 
 
 def noted(samplers: Iterable[object]) -> list[tuple[Any, EpochRequest | None]]:
@@ -156,7 +151,7 @@ class EpochRequests:
         if not new:
             return None
         self.drop()
-        return max(new).epoch
+        return max(new)[1]
 
     def drop(self) -> None:
         """The calls up to now do not count: the loader itself was given an epoch."""

@@ -358,7 +358,9 @@ class Order(ABC, Generic[Signature]):
         position, saved = self._parsed(state)
         found = self._differences(saved, position, strict)
         if found:
-            hint = "; strict=False allows another batch size" if _only_batch_size(found, strict) else ""
+            alone = found[0] if strict and len(found) == 1 else ""
+            is_size = alone.startswith("batch_size") and "None" not in alone and "stay" not in alone
+            hint = "; strict=False allows another batch size" if is_size else ""
             ways = [one for one in found if one.endswith(".")] or [advice + hint]
             raise ValueError(f"{doing}{', '.join(one for one in found if one not in ways)}. {' '.join(ways)}")
         check()
@@ -393,11 +395,6 @@ def _check_steps(steps: object, last_batch: object) -> int | None:
             f"steps_per_epoch no batch is short, and the samples go on from epoch to epoch"
         )
     return check_int("steps_per_epoch", steps, 1, "give the number of batches in an epoch, or None")
-
-
-def _only_batch_size(found: list[str], strict: bool) -> bool:
-    wrong = found[0]
-    return strict and len(found) == 1 and wrong.startswith("batch_size") and "None" not in wrong and "stay" not in wrong
 
 
 def resolve_replicas(

@@ -183,18 +183,14 @@ class Tuner:
 
     workers = START
 
-    def __init__(self) -> None:
+    def __init__(self, meter: Meter) -> None:
+        meter.tune, meter.tune_at = self.look, 0.0
         self._setting: Setting | None = None
         self._seen: deque[Observed] = deque(maxlen=KEPT)
         self._before = LoaderStats()
         self._looked = self._since = 0.0  # the last look; the one that `_before` is of
         self._starts = math.inf  # until when workers may start; infinite: they have started
         self._memory, self._each = (0, 1 << 30), SMALL  # bytes that were free, with how many workers; bytes of one
-
-    def follow(self, meter: Meter) -> Tuner:
-        """Set the number of workers of the loader that has the meter."""
-        meter.tune, meter.tune_at = self.look, 0.0
-        return self
 
     def look(self, meter: Meter, pipeline: Pipeline | None, now: float) -> None:
         """A step has ended, at ``now``. The next step makes the change."""
@@ -227,11 +223,8 @@ class Tuner:
             if wanted != setting:
                 logger.info('num_workers="auto": %s, so %s', observed, wanted)
                 self.workers = wanted.workers
-                pool.wanted, pipeline.scheduler.per_worker = (
-                    wanted.workers,
-                    wanted.depth or pipeline.scheduler.per_worker,
-                )
-                pipeline.scheduler.follow(pool)
+                pool.wanted, scheduler.per_worker = wanted.workers, wanted.depth or scheduler.per_worker
+                scheduler.follow(pool)
 
     def _most(self, setting: Setting, cores: int) -> int:
         """How many worker processes there is memory for. Those that started last tell how much one takes."""

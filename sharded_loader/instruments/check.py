@@ -12,12 +12,10 @@
     other_facts(one, other) -> phrases                     what else does
 
 The worker of a check is of a pool of its own, which is closed at the end: the loader, its epoch and its state stay what
-they are. Random generators are watched: the global ones, and those that the dataset refers to. The time and
-``os.urandom`` are held by replacing the functions for the moment of a read: only samples that differ are read so.
+they are. Random generators are watched: the global ones, and those that the dataset refers to.
 
 What can go wrong: the worker cannot start, or cannot read. That is a sentence of the result. An error of a sample
-counts as its value. What a library draws in C (``random.Random()``, ``datetime.now()``) is not found. A file
-has no fingerprint; two fingerprints are of different epochs.
+counts as its value. A file has no fingerprint; two fingerprints are of different epochs.
 """
 
 from __future__ import annotations
@@ -25,14 +23,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -60,14 +55,6 @@ GLOBALS: dict[str, Callable[[], object]] = {
     "NumPy's global generator": np.random.get_state,
     "torch's global generator": torch.get_rng_state,
 }
-
-HELD: dict[str, list[tuple[ModuleType, str, Callable[..., object]]]] = {
-    "the time": [(time, "time", lambda: 1.5), (time, "time_ns", lambda: 1)],
-    "os.urandom, from which new generators are seeded": [(os, "urandom", bytes), (random, "_urandom", bytes)],
-}
-"""Functions that are replaced while a sample is read. The engine needs none of them."""
-
-ADVICE = "Draw from sample_rng(), or use dataset.transform(fn, seeded=True)"
 
 DIGITS = len(LEFT_OUT)
 
@@ -188,18 +175,12 @@ def _why(steps: KnownSteps, index: object, number: int, same_here: bool) -> str:
         drawn = [name for name, state in (GLOBALS | own).items() if exact(state()) != before[name]]
     is_random = first != steps.digest(index, number)
     if sources := [name for name in drawn if (name in own) is is_random]:
-        return f"Each draws from {' and '.join(sources)}. {ADVICE}"
+        advice = "Draw from sample_rng(), or use dataset.transform(fn, seeded=True)"
+        return f"Each draws from {' and '.join(sources)}. {advice}"
     if not is_random and same_here:
         return "The worker reads others. They depend on the process: its number, hash() of a text, the environment"
-    from unittest import mock  # 30 ms
-
-    for name, functions in HELD.items() if is_random else ():
-        with contextlib.ExitStack() as replaced:
-            for module, function, held in functions:
-                replaced.enter_context(mock.patch.object(module, function, held))
-            if steps.digest(index, number) == steps.digest(index, number):
-                return f"Each depends on {name}. {ADVICE}"
-    return "Each depends on what was read before it, or on something that changes: a counter, datetime.now(), a file"
+    what = "a new generator without a seed, the time, a counter, a file"
+    return f"Each depends on what was read before it, or on something that changes: {what}"
 
 
 def _state_of(generator: Any) -> object:

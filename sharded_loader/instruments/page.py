@@ -2,7 +2,7 @@
 
     text_of(stats, arguments) -> text for a terminal
     page_of(about, stats, arguments, rows) -> HTML with its style and its plot
-    compared({rank: told}) -> the slowest rank, and text for a terminal
+    compared({rank: (stats, host)}) -> the slowest rank, and text for a terminal
     trace_of(rows, name) -> the content of a JSON file, for ui.perfetto.dev or chrome://tracing
 
 A page asks no network, has no script, and is light or dark as the reader's system is. The plot is SVG without text, and
@@ -15,7 +15,7 @@ lanes:
 Each slice has the epoch and the step of its batch. The slices of a lane lie one behind the other, in whole nanoseconds:
 viewers drop those that overlap.
 
-Nothing is counted or timed here: the loader's `Meter` has done that. What can go wrong: ranks tell of other times.
+Nothing is counted or timed here: the loader's `Meter` has done that. Nothing can go wrong.
 
 Source of the idea and the format of traces: "Trace Event Format", the document of Chrome's trace viewer.
 """
@@ -24,11 +24,10 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from string import Template
-from typing import NamedTuple
 
 import numpy as np
 
@@ -93,69 +92,28 @@ def _name(worker: int) -> str:
 # -- the ranks of a job ------------------------------------------------------------------------------------------------
 
 
-class Told(NamedTuple):
-    """What a rank tells the others.
-
-    Attributes:
-        stats: its numbers.
-        host: its machine.
-        waits: of each of its last batches the epoch, the step, the seconds waited, when the batch before was handed
-            out, and when this one was.
-    """
-
-    stats: LoaderStats
-    host: str
-    waits: Sequence[tuple[int, int, float, float, float]]
-
-
-def compared(ranks: Mapping[int, Told], count: int) -> tuple[int | None, str]:
+def compared(ranks: Mapping[int, tuple[LoaderStats, str]]) -> tuple[int | None, str]:
     """Which rank holds up the others, and a text that says why and has a row of each. None: no rank does.
 
     Args:
-        ranks: what they have told.
-        count: how many there are in the job.
-
-    Raises:
-        ValueError: they tell of other times.
+        ranks: the numbers of each, and its machine.
     """
-    rows, slow, first = [], None, next(iter(ranks.values())).stats
-    for rank, (of, host, _) in sorted(ranks.items()):
+    rows, slow, (worst, *others) = [], None, sorted(ranks, key=lambda rank: -ranks[rank][0].waiting_share)
+    for rank, (of, host) in sorted(ranks.items()):
         sample, cause = time_text(of.reading_seconds / (of.samples or 1)), max(CAUSES, key=of.causes.__getitem__)
         rows.append((str(rank), host, f"{of.samples_per_second:,.0f}", f"{of.waiting_share:.1%}", sample, cause))
     headings = ("rank", "host", "samples/s", "waiting", "to read a sample", "waits for")
-    text = f"{first.verdict}\n{first.advice}".strip()
-    if len(ranks) > 1:
-        slow, text = _judged(ranks)
-    return slow, "\n  ".join([f"{text}\n\n{len(ranks)} of {count} ranks", *table(headings, rows)])
-
-
-def _judged(ranks: Mapping[int, Told]) -> tuple[int | None, str]:
-    """Which rank holds up the others, if one does, and why they wait.
-
-    All ranks end a step together, so the step waits for the slowest one.
-    """
-    noted = [{(epoch, step): times for epoch, step, *times in told.waits} for told in ranks.values()]
-    first, last = max(min(of, default=(0, 0)) for of in noted), min(max(of, default=(0, 0)) for of in noted)
-    steps = [step for step in set[tuple[int, int]]().union(*noted) if first <= step <= last]
-    if not steps:
-        raise ValueError("no batch is in all reports: let all ranks report after the same step")
-    waited = np.array([[of.get(step, [0.0])[0] for step in steps] for of in noted])  # cheap batches are not noted
-    spans = [[stamp for step in steps for stamp in of.get(step, ())[1:]] for of in noted]
-    seconds = max(max(span, default=0.0) - min(span, default=0.0) for span in spans) or 1.0
-    second, most = np.sort(waited, axis=0)[-2:]
-    # How much less the job would wait if a rank were like the second slowest. Of cheap batches, the sums tell it.
-    alone = np.bincount(waited.argmax(0), most - second, len(ranks)) / seconds
-    shares = np.array([told.stats.waiting_share for told in ranks.values()])
-    alone[shares.argmax()] = max(alone[shares.argmax()], shares.max() - np.sort(shares)[-2])
-    together = max(min(1.0, most.sum() / seconds), shares.max())
-    if together < ENOUGH and alone.max() < ENOUGH:
-        return None, "No rank waits for data: the training loop is the limit."
-    slow, about = None, list(ranks)[shares.argmax()]
-    text = f"No rank is much slower than the others. In each step all wait for the slowest: {together:.0%} of the time."
-    if alone.max() >= max(ENOUGH, together / 2):
-        slow = about = list(ranks)[alone.argmax()]
-        text = f"Rank {slow} is slow: the others wait for it for {alone.max():.0%} of the time."
-    return slow, "\n".join(filter(None, [text, ranks[about].stats.verdict, ranks[about].stats.advice]))
+    stats, text = ranks[worst][0], ""
+    if others:  # all ranks end a step together, so the step waits for the slowest one
+        share = stats.waiting_share
+        alone = share - ranks[others[0]][0].waiting_share
+        text = f"No rank is much slower than the others. The slowest waits for data for {share:.0%} of the time."
+        if share < ENOUGH:
+            text = "No rank waits for data: the training loop is the limit."
+        elif alone >= max(ENOUGH, share / 2):
+            slow, text = worst, f"Rank {worst} is slow: the others wait for it for {alone:.0%} of the time."
+    told = [text, stats.verdict, stats.advice] if not others or stats.waiting_share >= ENOUGH else [text]
+    return slow, "\n  ".join(["\n".join(filter(None, [*told, f"\nRanks: {len(ranks)}"])), *table(headings, rows)])
 
 
 # -- a page ------------------------------------------------------------------------------------------------------------
@@ -168,9 +126,6 @@ _COLOURS = dict(zip(STAGES, (_HUES[place] for place in (8, 7, 5, 6, 2, 4, 3)), s
 _COLOURS |= dict(zip(CAUSES, _HUES, strict=False))  # both have "placing"
 
 _FOLDER = Path(__file__).parent
-
-Bars = Iterable[tuple[str, float, float, float, float]]
-"""Rectangles: what each shows, left, top, width and height; the whole plot has the size 1."""
 
 
 def page_of(about: str, stats: LoaderStats, given: Mapping[str, object], rows: Sequence[BatchTimes]) -> str:
@@ -212,43 +167,28 @@ def _section(section: Section, plot: str) -> str:
 def _waits(rows: Sequence[BatchTimes]) -> str:
     """How much of the time was waiting, over time, by causes."""
     edges = np.linspace(rows[0].asked, rows[-1].taken, COLUMNS + 1)
-    below, bars = np.zeros(COLUMNS), []
+    below, paths, width = np.zeros(COLUMNS), [], 1000 / COLUMNS
     for cause in CAUSES:
         waits = np.array([(row.asked, row.waited) for row in rows if row.cause == cause])
         if len(waits):
             ends = waits[:, 1].cumsum()
             stamps = np.maximum.accumulate(np.stack([waits[:, 0], waits.sum(1)], 1).ravel())
             reached = np.interp(edges, stamps, np.stack([ends - waits[:, 1], ends], 1).ravel())
-            share = np.diff(reached) / np.diff(edges)
-            bars += [(cause, x / COLUMNS, 1 - below[x] - share[x], 1 / COLUMNS, share[x]) for x in range(COLUMNS)]
-            below += share
+            tall = 1000 * np.diff(reached) / np.diff(edges)
+            below += tall
+            tops = [(width * x, 1000 - below[x], tall[x]) for x in range(COLUMNS) if tall[x] > 0]
+            bars = "".join(f"M{x:.1f} {y:.1f}h{width:.1f}v{h:.1f}h-{width:.1f}z" for x, y, h in tops)
+            paths.append(f'<path fill="{_COLOURS[cause]}" d="{bars}"/>')
     about = f"The share of the time that was waiting, from 0 to 100%, over the last {len(rows)} batches."
     axis = f'<p class="ends faint"><span>0 s</span><span>{time_text(edges[-1] - edges[0])}</span></p>'
-    return _p(about) + _svg(about, bars, "8rem") + axis
-
-
-def _svg(title: str, bars: Bars, size: str) -> str:
-    """A plot: one path for all rectangles of a colour."""
-    paths: dict[str, str] = {}
-    for what, *place in bars:
-        x, y, w, h = (f"{1000 * one:.1f}" for one in place)
-        if min(place[2:]) > 0:
-            paths[what] = paths.get(what, "") + f"M{x} {y}h{w}v{h}h-{w}z"
-    drawn = "".join(f'<path fill="{_COLOURS.get(what, _HUES[-1])}" d="{path}"/>' for what, path in paths.items())
-    box = f'viewBox="0 0 1000 1000" preserveAspectRatio="none" style="height: {size}"'
-    return f'<svg {box} role="img" aria-label="{html.escape(title)}">{drawn}</svg>'
+    box = 'viewBox="0 0 1000 1000" preserveAspectRatio="none" style="height: 8rem" role="img"'
+    return f'{_p(about)}<svg {box} aria-label="{html.escape(about)}">{"".join(paths)}</svg>{axis}'
 
 
 # -- a trace -----------------------------------------------------------------------------------------------------------
 
 NEXT, FIRST_WORKER = 0, 2
 """Numbers of the lanes. In the one before the first worker's the main process reads, if there are no workers."""
-
-
-def stages_in_worker(row: BatchTimes) -> Iterable[tuple[str, float, float]]:
-    """The name, the beginning and the end of what its worker did with a batch; nothing if no worker had it."""
-    cuts = (row.began, row.ended - row.collate, row.ended, row.written)
-    return ((name, *cut) for name, cut in zip(("read", "collate", "write"), pairwise(cuts), strict=True) if row.began)
 
 
 def trace_of(rows: Sequence[BatchTimes], name: str) -> dict[str, object]:
@@ -289,6 +229,7 @@ def trace_of(rows: Sequence[BatchTimes], name: str) -> dict[str, object]:
         waited = {"waited_seconds": row.waited, "placing_seconds": row.placing, "cause": row.cause}
         add_slice("next", NEXT, row.asked, row.taken, **about, **waited)
     for row, about in sorted(batches, key=lambda batch: batch[0].began):  # as the workers had them
-        for stage, *at in stages_in_worker(row):
+        cuts = (row.began, row.ended - row.collate, row.ended, row.written)
+        for stage, at in zip(("read", "collate", "write"), pairwise(cuts), strict=True) if row.began else ():
             add_slice(stage, FIRST_WORKER + row.worker, *at, **about)
     return {"traceEvents": events, "displayTimeUnit": "ms"}

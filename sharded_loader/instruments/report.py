@@ -3,7 +3,7 @@
     loader.report()               -> `page.text_of`, printed
     loader.report("rank0.html")   -> `page.page_of`, one file
     loader.trace("trace.json")    -> `page.trace_of`, one file
-    loader.stats_of_ranks()       -> `page.Told` of all ranks of the process group -> `page.compared` -> `RankStats`
+    loader.stats_of_ranks()       -> those of all ranks of the process group -> `page.compared` -> `RankStats`
 
 Reports are made when they are asked for: no batch is slower for them. What can go wrong: no batch was delivered, or a
 file cannot be written. Each is an error that says what to do. A file is written whole or not at all, so an older one of
@@ -45,7 +45,7 @@ class RankStats(NamedTuple):
         >>> from sharded_loader import ShardedDataLoader
         >>> loader = ShardedDataLoader(range(10), 4)
         >>> for batch in loader: pass
-        >>> "1 of 1 ranks" in str(loader.stats_of_ranks())
+        >>> "Ranks: 1" in str(loader.stats_of_ranks())
         True
     """
 
@@ -154,8 +154,8 @@ class Instruments:
     def stats_of_ranks(self, group: object = None) -> RankStats:
         """The numbers of all ranks, and which rank holds up the others, over the process group.
 
-        **Every rank of the group must call it**, after the same step: it is a collective call, such as a barrier, and a
-        rank that calls it waits for the others. Each rank gets the same result. Each sends about 0.2 MB.
+        **Every rank of the group must call it**: it is a collective call, such as a barrier, and a rank that calls it
+        waits for the others. Each rank gets the same result. Each sends 20 KB for each of its workers.
 
         Args:
             group: a process group of ``torch.distributed``. None: the default one. NCCL needs ``torch.cuda.set_device``
@@ -163,7 +163,6 @@ class Instruments:
 
         Raises:
             RuntimeError: a rank has delivered no batch yet. All ranks raise it, and it names the rank.
-            ValueError: the ranks have no step in common among their last 1,000. All ranks raise it.
 
         Example:
             >>> from sharded_loader import ShardedDataLoader
@@ -175,17 +174,16 @@ class Instruments:
         """
         distributed, stats = process_group(), self.stats()
         ranks, rank = (distributed.get_world_size(group), distributed.get_rank()) if distributed else (1, 0)
-        waits = [(row.epoch, row.step, row.waited, row.turn, row.taken) for row in self._meter.rows()]
-        found: list[Any] = [(rank, page.Told(stats, platform.node(), waits))]
+        found: list[Any] = [(rank, (stats, platform.node()))]
         if distributed:
             own, found = found[0], [None] * ranks
             distributed.all_gather_object(found, own, group)
-        for rank, told in found:
-            if not told.stats.batches:
+        for rank, (stats, _) in found:
+            if not stats.batches:
                 raise RuntimeError(
                     f"stats_of_ranks: rank {rank} has delivered no batch yet: iterate over its loader first"
                 )
-        return RankStats({rank: told.stats for rank, told in found}, *page.compared(dict(found), ranks))
+        return RankStats({rank: stats for rank, (stats, _) in found}, *page.compared(dict(found)))
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write when each of the last 1,000 batches was read, waited for and handed out, as a Chrome trace.
@@ -259,8 +257,8 @@ class Instruments:
 
         Returns:
             A `LoaderCheck`, which ``print`` shows: the samples that differ, the size of the pickled dataset, and the
-            memory of the worker. Of each sample it names the source of the randomness: a global generator, one of the
-            dataset, the time, or ``os.urandom``. What the samples raise is no error here.
+            memory of the worker. Of each sample it names the source of the randomness, if that is a global generator or
+            one of the dataset. What the samples raise is no error here.
 
         Raises:
             TypeError: The dataset is iterable data.

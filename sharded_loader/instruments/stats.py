@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import nlargest
@@ -140,7 +140,7 @@ class LoaderStats:
     @property
     def advice(self) -> str:
         """What to do about the `verdict`, in one sentence. Empty if that is not known."""
-        return times.advice(self)
+        return times.ADVICE.get(times.limit_of(self), "")
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -266,21 +266,18 @@ def sum_of(parts: Sequence[LoaderStats]) -> LoaderStats:
     )
 
 
-def _slow_samples(row: BatchTimes) -> Iterator[SlowSample]:
-    indices = list(chain.from_iterable(map(plain_indices, row.shards)))
-    return (SlowSample(indices[place], seconds, row.epoch, row.worker) for place, seconds in row.slow if indices)
-
-
 def with_rows(stats: LoaderStats, rows: Sequence[BatchTimes]) -> LoaderStats:
     """With the causes, stages and slow samples of some more batches."""
     if not rows:
         return stats
-    share, causes = times.compute_share(rows, stats._share), dict.fromkeys(CAUSES, 0.0)
+    share, causes, slowest = times.compute_share(rows, stats._share), dict.fromkeys(CAUSES, 0.0), list[SlowSample]()
     for row in rows:
+        indices = list(chain.from_iterable(map(plain_indices, row.shards)))
+        slowest += [SlowSample(indices[at], took, row.epoch, row.worker) for at, took in row.slow if indices]
         for cause, seconds in times.causes_of(row, share):
             causes[cause] += seconds
-    slowest = tuple(chain.from_iterable(map(_slow_samples, rows)))
-    return sum_of([stats, LoaderStats(causes=causes, slowest=slowest, _timed=Histograms().adding(rows), _share=share)])
+    timed = Histograms().adding(rows)
+    return sum_of([stats, LoaderStats(causes=causes, slowest=tuple(slowest), _timed=timed, _share=share)])
 
 
 class Counts:

@@ -327,7 +327,7 @@ _VERDICTS = {
     "start": "Training waits for workers to start{also}, and for the first batches of epochs.",
 }
 
-_ADVICE = {
+ADVICE = {
     "loop": "Leave the loader as it is, and make the training step cheaper.",
     "device": "Leave the loader as it is, and make the step cheaper on the device.",
     "worker": "Look at what this worker shares with no other one: its core, its disk, its part of the data.",
@@ -361,11 +361,6 @@ def verdict(stats: LoaderStats) -> str:
     elif limit == "late":
         facts |= {"index": stats.slowest[0].index, "took": time_text(stats.slowest[0].seconds)}
     return _VERDICTS[limit].format(**facts)
-
-
-def advice(stats: LoaderStats) -> str:
-    """What to do about the verdict, in one sentence; "" where it is not known."""
-    return _ADVICE.get(limit_of(stats), "")
 
 
 def time_text(seconds: float) -> str:

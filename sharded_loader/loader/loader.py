@@ -226,7 +226,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         if factor is not None:
             pipeline.scheduler.per_worker = pipeline.scheduler.prefetch // workers.num_workers
         if arguments.number_of_workers(num_workers)[0] and workers.num_workers:
-            provided("num_workers", "auto")().follow(observer)
+            provided("num_workers", "auto")(observer)
         arguments.claim(workers, pipeline)
         workers.use_memory(placement.empty, placement.register, pinned=placement.pinned)
         self.device_prefetch = placement.ahead

@@ -3,7 +3,7 @@
     publish(job) -> Encoded                cloudpickle, protocol 5: lambdas, classes of ``__main__`` and of notebooks by
                                            value (`script_by_value`), arrays and tensors out of band, arrays over files
                                            by name (`MappedFiles`)
-    share(encoded, number) -> Published    its large buffers in one segment, for all workers
+    share(encoded, number) -> Encoded, Segment   its large buffers in one segment, for all workers
 
 A worker reads it with `codec.decode`, over a private mapping of the segment: what a dataset writes into its own arrays
 stays in that worker. The pool owns the segment, until it publishes again or is closed.
@@ -34,7 +34,6 @@ import threading
 import types
 from collections import abc
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -105,19 +104,10 @@ class Publisher(cloudpickle.Pickler):  # type: ignore[misc]
             reduced = self._reduce_view(obj.resolve_conj().resolve_neg())
         if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
-            if reduced is NotImplemented:
-                self._note_module(obj)
+            by_name = isinstance(obj, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType))
+            if reduced is NotImplemented and by_name:  # its module has to be imported
+                self.modules.add(str(obj.__name__ if isinstance(obj, types.ModuleType) else obj.__module__))
         return reduced
-
-    def _note_module(self, obj: object) -> None:
-        """What goes by reference, its module has to be imported for."""
-        name = None
-        if isinstance(obj, types.ModuleType):
-            name = obj.__name__
-        elif isinstance(obj, (type, types.FunctionType, types.BuiltinFunctionType)):
-            name = obj.__module__
-        if isinstance(name, str):
-            self.modules.add(name)
 
     def _reduce_view(self, tensor: Any) -> Any:
         import torch
@@ -154,37 +144,15 @@ def publish(job: object, **parts: object) -> codec.Encoded:
         ) from error
 
 
-@dataclass
-class Published:
-    """A pickled job, and its large buffers in one segment for all workers together.
-
-    Attributes:
-        head: the pickle.
-        places: offset and size of each buffer in the segment; offset -1 where it has to be sent.
-        buffers: those that have to be sent.
-        number: identifies the publication to the workers.
-        segment: the memory; None if there is nothing large, or no room.
-    """
-
-    head: bytes
-    places: tuple[tuple[int, int], ...]
-    buffers: tuple[memoryview, ...]
-    number: int
-    segment: Segment | None = None
-
-    def close(self) -> None:
-        """Give the segment up; workers that have mapped it keep theirs."""
-        if self.segment is not None:
-            self.segment.close()
-            self.segment = None
-
-
-def share(encoded: codec.Encoded, number: int) -> Published:
+def share(encoded: codec.Encoded, number: int) -> tuple[codec.Encoded, Segment | None]:
     """Put the buffers of a published job into shared memory.
 
     Args:
         encoded: what `publish` made.
         number: number of the segment.
+
+    Returns:
+        What is to be sent of the job, and the memory; None if there is nothing large, or no room.
     """
     places, end = [], 0
     for buffer in encoded.buffers:
@@ -195,9 +163,9 @@ def share(encoded: codec.Encoded, number: int) -> Published:
         with contextlib.suppress(OSError):  # a pipe takes longer, and gets it there
             segment = create(number, end)
             for (start, _), buffer in zip(places, encoded.buffers, strict=True):
-                segment.write(start, buffer)
-            return Published(encoded.head, tuple(places), (), number, segment)
-    return Published(encoded.head, encoded.places, encoded.buffers, number)
+                segment.mapping[start : start + buffer.nbytes] = buffer
+            return encoded._replace(places=tuple(places), buffers=()), segment
+    return encoded, None
 
 
 def dump(obj: object) -> codec.Encoded:

@@ -110,7 +110,7 @@ class Deaths:
     def record_start_death(self, death: Death) -> bool:
         """A worker died before it could read. True if no other one is tried."""
         killed = not death.hung and (death.exitcode is None or death.exitcode in _FROM_OUTSIDE)
-        who = death.worker if killed else _BY_ITSELF
+        who = death.worker if killed else -1  # all that end by themselves count together
         self._start_by_worker[who] += 1
         limit = self._limit * (PROVEN if killed and self._proven else 1)
         return death.is_final or self._start_by_worker[who] >= limit
@@ -123,9 +123,6 @@ class Deaths:
 
 _FROM_OUTSIDE = {-int(number) for name in ("SIGHUP", "SIGTERM", "SIGKILL") if (number := getattr(signal, name, None))}
 """Exit codes of workers that another program has killed. One that is not known is taken for such."""
-
-_BY_ITSELF = -1
-"""Instead of a worker's number."""
 
 
 class Watch:

@@ -162,7 +162,6 @@ class InlinePool(Pool):
         [[0, 1], [2, 3]]
     """
 
-    num_workers = 0
     room = 1
 
     def __init__(self) -> None:

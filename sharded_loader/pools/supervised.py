@@ -45,7 +45,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import Location
 from sharded_loader.base.interrupts import pass_on, uninterrupted
 from sharded_loader.base.system import write_to_stderr
-from sharded_loader.engine.board import is_at
+from sharded_loader.engine.board import UNUSED, is_at
 from sharded_loader.engine.grouping import Grouping
 from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, Result, Task, unpack_result
 from sharded_loader.engine.pool import PoolBroken, WorkerPool
@@ -307,7 +307,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
                 return self.give_up_worker(worker, death.error_in_start())
         elif death.board is None and worker.tasks:
             self.deaths.suspect(worker.tasks)
-        elif (task := _task_at(death.board, worker.tasks.values())) is not None:
+        elif task := next((one for one in worker.tasks.values() if is_at(death.board or UNUSED, one)), None):
             results = self._retry_or_give_up(worker, task, death)
         elif self.deaths.record_idle_death(worker.number):
             return self.give_up_worker(worker, death.error_between_batches())
@@ -401,11 +401,6 @@ class SupervisedPool(WorkerPool, Generic[W]):
         if self.deaths.unsettled:
             self.deaths.settle(run, seq)
         return result
-
-
-def _task_at(board: Sequence[int] | None, tasks: Iterable[Task]) -> Task | None:
-    """The task that a board names; None if it names none of these."""
-    return next((task for task in tasks if is_at(board, task)), None) if board else None
 
 
 def fields_of(task: Task, *, forked: bool) -> bytes | tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,14 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from sharded_loader.cli import doctor
 from sharded_loader.cli.doctor import Facts, collect, find, lines
 from sharded_loader.cli.main import main
-from sharded_loader.cli.output import busy_text, cores_of_others
 
 GIB, MIB = 1 << 30, 1 << 20
 SMALL_SHM = (64 * MIB, 60 * MIB)
@@ -57,14 +54,6 @@ def test_quietly_a_good_machine_says_nothing(
     assert capsys.readouterr().out == ""
 
 
-def test_json_has_facts_and_findings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "collect", lambda: DOCKER)
-    assert main(["doctor", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["facts"]["shm"] == [64 * MIB, 64 * MIB]
-    assert [finding["is_problem"] for finding in found["findings"]] == [True]
-
-
 @pytest.mark.slow
 def test_it_works_where_torch_cannot_be_imported() -> None:
     program = (
@@ -102,7 +91,6 @@ def test_it_works_where_torch_cannot_be_imported() -> None:
             "torch 2.13.0+cpu sees no GPU",
             "docker run --gpus all",
         ),
-        ({"cores": 2, "usable_cores": 2, "others": 1.7}, False, "Other programs use 1.7 of 2 cores.", "Stop programs"),
     ],
 )
 def test_each_trouble_is_one_finding_with_advice(
@@ -205,24 +193,3 @@ def test_a_platform_without_limits_and_affinity_has_facts_too(monkeypatch: pytes
     monkeypatch.setattr(doctor, "core_limit", lambda: None)
     found = collect()
     assert (found.descriptors, found.usable_cores) == (None, os.cpu_count())
-
-
-@pytest.mark.parametrize(
-    ("others", "cores", "usable", "said"),
-    [
-        (0.0, 2, 2, False),
-        (0.2, 2, 2, False),
-        (1.7, 2, 2, True),
-        (30.0, 64, 8, False),
-        (60.0, 64, 8, True),
-        (60.0, 64, 64, True),
-    ],
-)
-def test_it_is_said_only_if_workers_lack_cores(others: float, cores: int, usable: int, said: bool) -> None:
-    assert (busy_text(others, cores, usable) is not None) == said
-
-
-def test_the_cores_of_others_are_a_share_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 85.0)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    assert cores_of_others() == pytest.approx(1.7)

@@ -7,14 +7,8 @@ import sys
 
 import pytest
 
+from sharded_loader.cli import output
 from sharded_loader.cli.output import Steps
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Terminal(io.StringIO):
@@ -23,11 +17,13 @@ class Terminal(io.StringIO):
 
 
 def work(seconds_per_step: float, steps: int, quiet: bool = False) -> None:
-    clock = Clock()
-    with Steps("packing", steps, quiet, clock) as progress:
-        for done in range(1, steps + 1):
-            clock.now += seconds_per_step
-            progress.update(done, "a note")
+    now = [100.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output.time, "monotonic", lambda: now[0])
+        with Steps("packing", steps, quiet) as progress:
+            for done in range(1, steps + 1):
+                now[0] += seconds_per_step
+                progress.update(done, "a note")
 
 
 def test_in_a_pipe_progress_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,9 +60,10 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.M
     assert terminal.getvalue() == "packing: 2 of 3, a note\n"
 
 
-def test_a_job_of_unknown_length_shows_its_note(capsys: pytest.CaptureFixture[str]) -> None:
-    clock = Clock()
-    with Steps("resuming", None, clock=clock) as progress:
-        clock.now += 3
+def test_a_job_of_unknown_length_shows_its_note(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "PATIENCE", 0.0)
+    with Steps("resuming", None) as progress:
         progress.update(0, "training")
     assert capsys.readouterr().err == "resuming: training\n"

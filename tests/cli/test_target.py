@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sharded_loader.cli.output import CannotRun
-from sharded_loader.cli.target import find_dataset, kind_of
+from sharded_loader.cli.target import find_dataset
 
 SOURCE = """
 class Numbers:
@@ -48,7 +48,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "users_broken.py").write_text("import numpy\n\nimport not_installed_anywhere\n")
     (tmp_path / "users_script.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "json.py").write_text("data = [1]\n")
-    (tmp_path / "a.b.py").write_text("data = [1]\n")
     (tmp_path / "users_package").mkdir()
     (tmp_path / "users_package" / "__init__.py").write_text("")
     (tmp_path / "users_package" / "data.py").write_text("from . import other\n")
@@ -63,17 +62,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("numbers", "Numbers, 5 samples"),
-        ("Numbers", "Numbers, 5 samples"),
-        ("make", "Numbers, 5 samples"),
-        ("holder.train", "Numbers, 5 samples"),
-        ("stream", "Stream, iterable data"),
-        ("generate", "function, iterable data"),
-        ("part", "function, iterable data"),
+        ("numbers", "Numbers"),
+        ("Numbers", "Numbers"),
+        ("make", "Numbers"),
+        ("holder.train", "Numbers"),
+        ("stream", "Stream"),
+        ("generate", "function"),
+        ("part", "function"),
     ],
 )
 def test_a_dataset_is_found(place: str, name: str, kind: str, folder: Path) -> None:
-    assert kind_of(find_dataset(f"{place}:{name}")) == kind
+    assert type(find_dataset(f"{place}:{name}")).__name__ == kind
 
 
 @pytest.mark.parametrize(
@@ -96,7 +95,6 @@ def test_a_dataset_is_found(place: str, name: str, kind: str, folder: Path) -> N
         ("users_script:x", r"importing users_script failed: SystemExit: 3"),
         ("users_package/data.py:x", r"relative import.*: write package.module:NAME instead of a path"),
         ("json.py:data", r"'json' is also the name of a module that Python has imported: rename the file"),
-        ("a.b.py:data", r"a module has no dot in its name: rename the file"),
         ("users_data:needs", r"missing 1 required.*write a function without arguments that returns the dataset"),
         ("users_data:Folder", r"missing 1 required.*write a function without arguments that returns the dataset"),
         ("users_data:fails", r"calling users_data:fails failed: OSError: no such disk \(users_data.py, line 23\)"),

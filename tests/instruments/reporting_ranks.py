@@ -47,7 +47,7 @@ def main(folder: str, ranks: int, rank: int) -> None:
             distributed.barrier()
         found = loader.stats_of_ranks()
         assert found.slowest == 1 and str(found).startswith("Rank 1 is slow: the others wait for it for"), str(found)
-        assert list(found.stats) == list(range(ranks)) and f"{ranks} of {ranks} ranks" in found.text
+        assert list(found.stats) == list(range(ranks)) and f"Ranks: {ranks}" in found.text
         assert found.stats[rank] == loader.stats()
         told: list[Any] = [None] * ranks
         distributed.all_gather_object(told, found.text)

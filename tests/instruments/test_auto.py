@@ -205,13 +205,13 @@ class Pretended:
 
 
 def test_the_tuner_waits_for_workers_that_start_and_then_asks_for_more() -> None:
-    tuner, pretended = Tuner(), Pretended()
+    tuner, pretended = Tuner(Meter()), Pretended()
     assert [pretended.read(tuner, 10.0 * turn) for turn in range(1, 4)] == [4, 8, 16]
     assert tuner.workers == 16
 
 
 def test_a_pause_of_the_program_is_no_slow_loop() -> None:
-    tuner, pretended = Tuner(), Pretended()
+    tuner, pretended = Tuner(Meter()), Pretended()
     for at in (1.0, 1.9, 2.8, 9.0):  # an evaluation before the last one
         tuner.look(pretended, pretended, at)  # type: ignore[arg-type]
         pretended.told = stats_of(at, int(100 * at), dict.fromkeys(range(2), (0.1 * at, 0.0)))
@@ -226,7 +226,7 @@ def test_processes_are_as_many_as_there_is_memory_for_on_this_rank(monkeypatch: 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     free = itertools.chain([16 << 30, 12 << 30], itertools.repeat(12 << 30))
     monkeypatch.setattr(auto, "free_bytes", lambda: Limit(next(free), "here"))
-    tuner, pretended = Tuner(), Pretended()  # a rank has 4 GB, then 3: each of the two new ones took half of one
+    tuner, pretended = Tuner(Meter()), Pretended()  # a rank has 4 GB, then 3: each of the two new ones took half of one
     assert [pretended.read(tuner, 10.0 * turn) for turn in range(1, 3)] == [4, 8]
     monkeypatch.setattr(auto, "free_bytes", lambda: Limit(1 << 30, "here"))
     assert pretended.read(tuner, 30.0) == 8  # a rank has 256 MB left: no more
@@ -236,7 +236,7 @@ def test_processes_are_as_many_as_there_is_memory_for_on_this_rank(monkeypatch: 
 
 def test_threads_need_no_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "free_bytes", lambda: Limit(0, "here"))
-    assert Pretended(shares_dataset=True).read(Tuner(), 1.0) == 4
+    assert Pretended(shares_dataset=True).read(Tuner(Meter()), 1.0) == 4
 
 
 def test_cores_are_those_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,7 @@ def test_cores_are_those_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "cores_for_workers", lambda: 8)
     for ranks in (1, 2, 16):
         monkeypatch.setattr(auto, "ranks_on_cores", lambda ranks=ranks: ranks)
-        Pretended().read(Tuner(), 1.0)
+        Pretended().read(Tuner(Meter()), 1.0)
     assert list(dict.fromkeys(found)) == [8, 4, 1]
 
 

@@ -167,7 +167,7 @@ def test_a_large_memmap_costs_workers_nothing(tmp_path: Path, method: str, view:
             assert rows[:, 0].tolist() == data[1000 * number : 1000 * number + len(rows), 0].tolist()
             assert not rows[:, 1:].any()
         published = pool._transport.published
-        assert published is not None and published.segment is None
+        assert published is not None and published[2] is None
         for pid in pool.pids:
             memory = psutil.Process(pid).memory_full_info()
             assert memory.uss < nbytes // 2  # none has a copy of its own

@@ -163,17 +163,17 @@ def test_a_value_that_workers_would_have_to_inherit_is_an_error_that_names_it() 
 
 def test_the_segment_is_aligned_and_small_jobs_need_none() -> None:
     parts = [np.full(n, n % 251, np.uint8) for n in (8192, 8193, 70_001, 100)]
-    published = share(publish(parts), -1)
-    assert published.segment is not None and not published.buffers
+    published, segment = share(publish(parts), -1)
+    assert segment is not None and not published.buffers
     assert all(offset % 64 == 0 for offset, _ in published.places)
-    memory = np.frombuffer(published.segment.mapping, np.uint8)
+    memory = np.frombuffer(segment.mapping, np.uint8)
     got = decode(published.head, [memory[offset : offset + size] for offset, size in published.places])
     assert all((a == b).all() for a, b in zip(got, parts, strict=True))
     del got, memory
-    published.close()
-    published.close()
-    small = share(publish([np.zeros(SHARED_BYTES // 2, np.uint8)]), -1)
-    assert small.segment is None and len(small.buffers) == 1
+    segment.close()
+    segment.close()
+    small, segment = share(publish([np.zeros(SHARED_BYTES // 2, np.uint8)]), -1)
+    assert segment is None and len(small.buffers) == 1
 
 
 @pytest.mark.parametrize("why", ["no room", "refused"])

@@ -61,26 +61,6 @@ def test_what_a_worker_writes_the_trainer_sees(backend: str) -> None:
     segment.close()
 
 
-@pytest.mark.parametrize("how", ["whole", "short writes", "refused", "refused in the middle", "no descriptor"])
-def test_data_of_any_size_is_written_to_its_place(backend: str, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    segment, calls, really = create(3, 40_000), [], os.pwrite
-
-    def pwrite(fd: int, data: memoryview, offset: int) -> int:
-        calls.append(offset)
-        if how == "refused" or (how == "refused in the middle" and len(calls) > 2):
-            raise OSError(errno.ENXIO, "Device not configured")
-        return really(fd, data[:1000] if how != "whole" else data, offset)
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    if how == "no descriptor":
-        segment.close_descriptor()
-    data = np.random.default_rng(0).integers(0, 256, 30_001, np.uint8)
-    segment.write(5000, data.data)
-    assert segment.mapping[:] == bytes(5000) + data.tobytes() + bytes(40_000 - 35_001)
-    assert bool(calls) == (how != "no descriptor")
-    segment.close()
-
-
 def test_what_is_written_to_a_private_mapping_stays_private(backend: str) -> None:
     segment = create(-1, 2 * 4096)
     segment.mapping[:4] = b"abcd"

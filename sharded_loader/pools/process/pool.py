@@ -34,7 +34,7 @@ import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -60,11 +60,8 @@ SLOT_BYTES = 32768
 """Batches below this go through the pipe: a slot saves them one copy, which costs less than its bookkeeping."""
 
 
-class ArenaInUse(NamedTuple):
-    """Shared memory that a pool has left, and how large its batches were."""
-
-    arena: Arena
-    sizes: RecentSizes
+ArenaInUse = tuple[Arena, RecentSizes]
+"""Shared memory that a pool has left, and how large its batches were."""
 
 
 class ProcessPool(SupervisedPool[ProcessWorker]):
@@ -140,7 +137,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
 
     def hand_over(self) -> ArenaInUse:
         """End the workers. What is returned lets another pool go on with the shared memory, which stays pinned."""
-        return ArenaInUse(self._transport.hand_over(), self._sizes)
+        return self._transport.hand_over(), self._sizes
 
     def take_over(self, used: ArenaInUse) -> None:
         """Go on with the shared memory of another pool, before `use_memory`."""

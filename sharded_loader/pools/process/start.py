@@ -199,6 +199,7 @@ class Template:
         job: what the workers are to read.
 
     Attributes:
+        control: this end of the pipe to it. A forked child closes it, so that the process can end.
         finished: whether it has been told to end: it reaps its workers when it likes.
         has_forked: whether there were any.
 
@@ -207,12 +208,12 @@ class Template:
     """
 
     def __init__(self, job: Job) -> None:
-        self._control, theirs = socket.socketpair()
-        self._control.settimeout(STEP)
+        self.control, theirs = socket.socketpair()
+        self.control.settimeout(STEP)
         try:
-            self._process = start_forked("sharded_loader-template", _serve, theirs, self._control, job, daemon=False)
+            self._process = start_forked("sharded_loader-template", _serve, theirs, self.control, job, daemon=False)
         except BaseException:
-            self._control.close()
+            self.control.close()
             raise
         finally:
             theirs.close()
@@ -258,7 +259,7 @@ class Template:
         self._lost = "the wait for the process that workers are forked from was interrupted"
         answer = b""
         with contextlib.suppress(OSError):
-            send_descriptors(self._control, _REQUEST.pack(kind, number, num_workers), descriptors)
+            send_descriptors(self.control, _REQUEST.pack(kind, number, num_workers), descriptors)
             answer = self._receive()
         if not answer:
             with contextlib.suppress(ValueError):  # the program has reaped it
@@ -274,7 +275,7 @@ class Template:
         waited = 0
         while True:
             try:
-                return self._control.recv(_ANSWER.size)
+                return self.control.recv(_ANSWER.size)
             except TimeoutError:
                 waited += 1
                 if should_stop():
@@ -290,15 +291,15 @@ class Template:
         """Tell the process to end when its workers have, which have been told; their exit codes are not wanted."""
         self.finished = True
         with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_WR)
+            self.control.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """End the process; its workers have ended before."""
         self.finish()
         try:
             # Its end of the pipe: what ``multiprocess`` waits for is held by its workers' children too.
-            self._control.settimeout(ENDING)
-            self._control.recv(1)
+            self.control.settimeout(ENDING)
+            self.control.recv(1)
         except TimeoutError:
             self._lost = "it did not end"
         except OSError:
@@ -308,11 +309,7 @@ class Template:
                 self._process.kill()
             self._process.join()
             self._process.close()
-        self.close_descriptors()
-
-    def close_descriptors(self) -> None:
-        """Close this end of the pipe; in a forked child, where the other end must not be kept from ending."""
-        self._control.close()
+        self.control.close()
 
 
 @dataclass

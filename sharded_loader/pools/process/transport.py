@@ -46,6 +46,7 @@ from sharded_loader.engine.board import IDLE, SAMPLE, WORDS, Board, board_in, ne
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.memory import publish
 from sharded_loader.memory.arena import Arena
+from sharded_loader.memory.codec import Encoded
 from sharded_loader.memory.segments import Segment, Slot, create
 from sharded_loader.pools.deaths import Death
 from sharded_loader.pools.process import start
@@ -95,7 +96,6 @@ class ProcessWorker(Worker):
         self.board: Board = new_board()
         self.has_grown = False  # it takes more memory than it may
         self.has_ended = False  # as far as is known, and it was not replaced yet; or it was killed for its silence
-        self.ended_by_close = False  # it was told to end, and killed because that took long
         self._released = False
         self._killed_at = math.inf
         self.exitcode: int | None = None
@@ -122,11 +122,6 @@ class ProcessWorker(Worker):
             self._killed_at = min(self._killed_at, host_clock.now())
             with contextlib.suppress(ValueError, OSError):
                 self.process.kill()
-
-    @property
-    def was_killed(self) -> bool:
-        """Whether `kill` was called."""
-        return self._killed_at < math.inf
 
     def is_over(self) -> bool:
         """Whether nothing is to be expected of one that `has_ended`: or it was killed for its silence, and stays."""
@@ -190,41 +185,6 @@ class ProcessWorker(Worker):
         self.link.send(STACKS, 0)
 
 
-class _Publication:
-    """The job, as workers are sent it.
-
-    Attributes:
-        published: its pickle and its memory; None: it was not published.
-    """
-
-    def __init__(self) -> None:
-        self.published: publish.Published | None = None
-        # Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a row.
-        self._numbers = itertools.count(-1, -1)
-
-    def publish(self, job: Job) -> frozenset[str]:
-        """Pickle the job; the modules that workers need for it."""
-        encoded = publish.publish(job, **job.parts)
-        with uninterrupted():
-            before, self.published = self.published, publish.share(encoded, next(self._numbers))
-            if before is not None:
-                before.close()
-        return encoded.modules
-
-    def send(self, link: Link) -> None:
-        """Send it to a worker."""
-        if (job := self.published) is not None:
-            if job.segment is not None:
-                link.send_segment(job.segment)
-            link.send(JOB, job.number, content=job.head, buffers=job.buffers, places=job.places)
-
-    def close(self) -> None:
-        """Give the memory back."""
-        published, self.published = self.published, None
-        if published is not None:
-            published.close()
-
-
 class ProcessTransport(Transport[ProcessWorker]):
     """Worker processes, and the pipes to them. Keeps no job, so finalizers may hold it.
 
@@ -234,7 +194,8 @@ class ProcessTransport(Transport[ProcessWorker]):
     Attributes:
         waker: both ends of the pipe that `wake` writes to.
         arena: the slots that batches lie in.
-        template, publication, board, lifeline: what workers start with.
+        template, board, lifeline: what workers start with.
+        published: its number, the job and its memory; None: forked workers have the job.
     """
 
     def __init__(self, num_workers: int, start_method: str, max_bytes: int | None) -> None:
@@ -248,7 +209,9 @@ class ProcessTransport(Transport[ProcessWorker]):
         self.board: Segment | None = None
         self.lifeline: tuple[int, int] | None = None
         self.template: start.Template | None = None
-        self.publication = _Publication()
+        self.published: tuple[int, Encoded, Segment | None] | None = None
+        # Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a row.
+        self._numbers = itertools.count(-1, -1)
         self._oom_kills: int | None = None
         self._is_up = False  # the workers have been started: one that is launched now joins them
         self._pid = os.getpid()
@@ -257,14 +220,12 @@ class ProcessTransport(Transport[ProcessWorker]):
     # -- start ----------------------------------------------------------------------------------------------
 
     def start(self, job: Job) -> list[Task]:
-        post = self.publication
         if self.workers and self.start_method != "fork":
-            post.publish(job)
-            for worker in self.workers:
-                post.send(worker.link)
+            self._publish(job)
+            self._send_job(*self.workers)
             return []
         if self.start_method == "forkserver":
-            start.start_forkserver(post.publish(job))
+            start.start_forkserver(self._publish(job))
         elif self.start_method == "fork":
             find_libraries()
         # Forked workers hold the dataset as it was: new ones are born with the new one, and do what was begun.
@@ -274,12 +235,32 @@ class ProcessTransport(Transport[ProcessWorker]):
             self.open()
             self.launch_all(job)
         if self.start_method == "spawn":
-            post.publish(job)  # while they start: that takes as long as to publish 150 MB
-        if self.start_method != "fork":
-            for worker in self.workers:
-                post.send(worker.link)
+            self._publish(job)  # while they start: that takes as long as to publish 150 MB
+        self._send_job(*self.workers)
         self._is_up = True
         return begun
+
+    def _publish(self, job: Job) -> frozenset[str]:
+        """Pickle the job, for workers that do not inherit it; the modules that they need for it."""
+        encoded = publish.publish(job, **job.parts)
+        with uninterrupted():
+            self._unpublish()
+            self.published = (number := next(self._numbers)), *publish.share(encoded, number)
+        return encoded.modules
+
+    def _unpublish(self) -> None:
+        published, self.published = self.published, None
+        if published is not None and (segment := published[2]) is not None:
+            segment.close()  # workers that have mapped it keep theirs
+
+    def _send_job(self, *workers: ProcessWorker) -> None:
+        """Send workers the job, if it is published."""
+        if self.published is not None:
+            number, job, segment = self.published
+            for worker in workers:
+                if segment is not None:
+                    worker.link.send_segment(segment)
+                worker.link.send(JOB, number, content=job.head, buffers=job.buffers, places=job.places)
 
     def make_template(self, job: Job) -> None:
         """Fork the template, if there is none."""
@@ -341,16 +322,15 @@ class ProcessTransport(Transport[ProcessWorker]):
             if self.start_method == "fork":
                 link.send(JOB)
             elif self._is_up:
-                self.publication.send(link)
+                self._send_job(worker)
             undo.pop_all()
         return worker
 
     def _start_process(self, number: int, job: Job, *, directly: bool = False) -> tuple[Any, Link]:
         """The process of a worker, and the link to it."""
         forks = self.start_method == "fork"
-        if forks and self._is_up and self.template is None and can_pass_descriptors() and not directly:
-            # Before the pipe is made: it would keep the worker's end, and hide that the worker has died.
-            self.template = start.Template(job)
+        if forks and self._is_up and not directly:
+            self.make_template(job)  # before the pipe is made, whose end it would keep: that would hide a death
         # A pipe for every try: a template that is killed may have forked a worker before, which holds its end.
         ours, theirs = multiprocess.Pipe(duplex=True)
         link = Link(ours)
@@ -412,7 +392,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         steps: list[Any] = [worker.link.close for worker in workers]  # the workers end
         steps += [worker.slots.clear for worker in workers]
         # Meanwhile: to give 150 MB back takes as long as a process takes to end. Workers have mappings of their own.
-        steps += [self.publication.close, self.arena.close, self.stop_workers]
+        steps += [self._unpublish, self.arena.close, self.stop_workers]
         steps += [one.close for one in (*(self.waker or ()), self.board) if one is not None]
         steps += [functools.partial(os.close, end) for end in self.lifeline or ()]
         with uninterrupted(), contextlib.ExitStack() as stack:  # each step is done, whatever another one raises
@@ -451,7 +431,6 @@ class ProcessTransport(Transport[ProcessWorker]):
             # All of them first, then wait: to tear down a process takes 5 ms, and they can do it side by side.
             for worker in workers:
                 if reluctant(worker):
-                    worker.ended_by_close |= not worker.was_killed
                     worker.kill()
         if ended is not None:
             ended.finish()  # it reaps what is left while we wait for that
@@ -493,7 +472,7 @@ def _after_fork_in_child() -> None:
         if transport.board is not None:
             transport.board.close_descriptor()
         if transport.template is not None:
-            transport.template.close_descriptors()
+            transport.template.control.close()
 
 
 if hasattr(os, "register_at_fork"):

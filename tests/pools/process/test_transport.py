@@ -312,15 +312,11 @@ def test_workers_get_time_to_end_by_themselves_and_busy_ones_less(monkeypatch: p
                 name=name,
                 board=board,
                 killed=False,
-                was_killed=False,
-                ended_by_close=False,
                 slots={},
                 link=Link(),
             )
         )
-    workers = list(owner.workers)
     owner.stop_workers()
-    assert [worker.ended_by_close for worker in workers] == [True, True]
     assert order == ["busy", "idle", "idle released", "busy released"]
     assert len(waited) == 4 and max(waited[:2]) <= transport_module.BUSY_GRACE < transport_module.CLOSING_GRACE
     assert owner.workers == []
