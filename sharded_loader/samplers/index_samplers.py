@@ -308,10 +308,6 @@ class SortedSampler(_ListedSampler):
 # -- drawn by weight ---------------------------------------------------------------------------------------------------
 
 
-LEAST, GREATEST = 1e-300, 1e290
-"""Of the positive weights without replacement: no quotient of a random number and a weight leaves float64."""
-
-
 class WeightedRandomSampler(IndexSampler):
     """Indices drawn with given probabilities.
 
@@ -319,12 +315,13 @@ class WeightedRandomSampler(IndexSampler):
         weights: 1-D, one non-negative number per sample; they need not sum to one.
         num_samples: the number of samples to draw in each epoch.
         replacement: whether an index may be drawn more than once in an epoch. A sample that is drawn again in the
-            epoch has the same `sample_rng`, so it is augmented in the same way.
+            epoch has the same `sample_rng`, so it is augmented in the same way. Without replacement, the ratios of
+            weights below 1e-300 or above 1e290 do not count.
         seed: with the epoch it decides what is drawn. None draws one from torch's default generator.
 
     Raises:
         ValueError: if weights are negative, not finite or all zero. With ``replacement=False`` also if fewer than
-            ``num_samples`` of them are positive, or a positive one is not between 1e-300 and 1e290.
+            ``num_samples`` of them are positive.
         MemoryError: there are more weights than fit into memory.
 
     Example:
@@ -354,10 +351,6 @@ class WeightedRandomSampler(IndexSampler):
         if not replacement and self._length > positive:
             text = f"num_samples is {self._length}, but only {positive} weights are positive"
             raise ValueError(f"{text}: draw fewer, or set replacement=True to draw an index more than once")
-        extreme = np.flatnonzero((array > 0) & ((array < LEAST) | (array > GREATEST)))
-        if len(extreme) and not replacement:
-            text = f"weights[{extreme[0]}] is {array[extreme[0]]}: with replacement=False, positive weights lie between"
-            raise ValueError(f"{text} {LEAST} and {GREATEST}. Multiply all weights by one number")
         self._weights, self._replacement = array, bool(replacement)
         self._shares = array / (array.max(initial=0) or 1.0)  # weights go up to 1.8e308: no sum of these overflows
         self.order_version = 2 if replacement else 1
@@ -385,7 +378,8 @@ class WeightedRandomSampler(IndexSampler):
         candidates = np.flatnonzero(self._weights)
         # A uniform of 0 stands for the middle of the first step: its logarithm would be no number.
         races = np.maximum(-np.log1p(-shuffles.uniforms(len(self._weights), *key)), 2.0**-54)
-        first = np.argsort(races[candidates] / self._weights[candidates], kind="stable")[: self._length]
+        with np.errstate(over="ignore"):
+            first = np.argsort(races[candidates] / self._weights[candidates], kind="stable")[: self._length]
         drawn: Indices = candidates[first].astype(np.int64, copy=False)
         return drawn
 
