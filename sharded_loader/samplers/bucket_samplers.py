@@ -278,7 +278,7 @@ class FixedBucketSampler(NumberedBatches):
         bucket_of = _match(table, keys)
         counts = np.bincount(bucket_of, minlength=len(keys))
         members = np.split(np.argsort(bucket_of, kind="stable"), np.cumsum(counts)[:-1])
-        shown: list[Key] = [key[0] if is_single else key for key in keys]
+        shown: list[Key] = keys[:, 0].tolist() if is_single else list(map(tuple, keys.tolist()))
         used: list[int] = np.flatnonzero(counts).tolist()
         if len(used) < len(keys):
             unused = [key for key, count in zip(shown, counts, strict=True) if not count]
@@ -293,9 +293,8 @@ class FixedBucketSampler(NumberedBatches):
             lengths_in = (table[members] for members in self._members)
             self.bucket_batch_sizes = [max(int(size / (part.mean() + part.std())), 1) for part in lengths_in]
         else:
-            scales = [sum(keys[bucket]) for bucket in used]
-            whole = [int(max(scales) / float(scale) * float(ratio) * size) for scale in scales]
-            self.bucket_batch_sizes = [max(one, size) for one in whole]
+            scales = keys[used].sum(axis=1).tolist()
+            self.bucket_batch_sizes = [max(int(max(scales) / one * float(ratio) * size), size) for one in scales]
 
     @property
     def plan(self) -> list[int]:
@@ -473,8 +472,8 @@ def _batch_sizes(given: Any, keys: Any, ratio: float, by_tokens: bool) -> tuple[
     return sizes, 0, [sizes[place] for place in order]
 
 
-def _check_keys(keys: Numbers, parts: int) -> list[tuple[int, ...]]:
-    """Distinct bucket keys in ascending order, each as a tuple of ``parts`` ints."""
+def _check_keys(keys: Numbers, parts: int) -> Indices:
+    """Distinct bucket keys in ascending order, shape (keys, parts)."""
     try:
         rows = [tuple(map(operator.index, np.atleast_1d(key))) for key in keys]
     except TypeError:
@@ -483,16 +482,15 @@ def _check_keys(keys: Numbers, parts: int) -> list[tuple[int, ...]]:
     wrong = next((row for row in rows if len(row) != parts), None)
     if wrong is not None:
         raise ValueError(f"bucket key {wrong} has {len(wrong)} numbers, but a length has {parts}: give as many")
-    return sorted(set(rows))
+    return np.array(sorted(set(rows)), np.int64).reshape(-1, parts)
 
 
-def _match(table: Indices, keys: list[tuple[int, ...]]) -> Indices:
+def _match(table: Indices, bounds: Indices) -> Indices:
     """For each sample the bucket that it fits into with the least padding."""
-    bounds = np.array(keys, dtype=np.int64).reshape(len(keys), table.shape[1])
     if table.shape[1] == 1:
         found = np.searchsorted(bounds[:, 0], table[:, 0], side="left").astype(np.int64)
     else:
-        found = np.full(len(table), len(keys), dtype=np.int64)
+        found = np.full(len(table), len(bounds), dtype=np.int64)
         least = np.full(len(table), np.iinfo(np.int64).max, dtype=np.int64)
         for bucket, bound in enumerate(bounds):
             spare = bound - table
@@ -500,10 +498,10 @@ def _match(table: Indices, keys: list[tuple[int, ...]]) -> Indices:
             better = (spare >= 0).all(axis=1) & (padding < least)
             found[better] = bucket
             least[better] = padding[better]
-    outside = np.flatnonzero(found == len(keys))
+    outside = np.flatnonzero(found == len(bounds))
     if outside.size:
         sample = int(outside[0])
         text = f"{outside.size} samples fit no bucket: sample {sample} has length {table[sample].tolist()}"
-        greatest = list(keys[-1]) if keys else None
+        greatest = bounds[-1].tolist() if len(bounds) else None
         raise ValueError(f"{text}, the greatest bucket key is {greatest}: give a bucket key that it fits into")
     return found

@@ -456,12 +456,7 @@ class Listed:
         return len(self._items)
 
     def _at(self, positions: Indices) -> Any:
-        first, last = int(positions[0]), int(positions[-1])
-        if last - first + 1 == len(positions):
-            found = self._items[first : last + 1]
-        else:
-            found = [self._items[position] for position in positions.tolist()]
-        return as_numbers(list(found))
+        return as_numbers([self._items[position] for position in positions.tolist()])
 
     def checkpoint(self, epoch: int, items: int) -> Checkpoint:
         """The position after a number of items, or after all of them."""
