@@ -54,6 +54,7 @@ _HOMES = {
 
 PROVIDED = {
     ("dataset", "cache"): "sharded_loader.caching.dataset:StoredDataset",
+    ("function", "gather"): "sharded_loader.parallel:gather",
     ("methods", "instruments"): "sharded_loader.instruments.report:Instruments",
     ("num_workers", "auto"): "sharded_loader.instruments.auto:Tuner",
     ("observer", "instruments"): "sharded_loader.instruments.stats:Meter",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import pytest
 
 from benchmarks.imports import HIDDEN, Import, circles, imports_of, parsed, read_sources, upward
 from benchmarks.road import lost, read_targets
-from benchmarks.sizes import FLOORS, out_of_core, sizes_of
-from sharded_loader import PROVIDED
+from benchmarks.sizes import FLOORS, OPTIONAL, out_of_core, sizes_of
+from sharded_loader import PROVIDED, extend
 
 ROOT = Path(__file__).parents[1]
 SOURCES = read_sources(ROOT / "sharded_loader")
@@ -31,6 +32,36 @@ def test_no_modules_import_each_other_and_no_import_goes_upwards_or_is_hidden(im
 
 def test_the_core_imports_no_satellite(imports: list[Import]) -> None:
     assert out_of_core(imports) == []
+
+
+BESIDE_THE_SEAM = {}
+"""How many other names of the core each satellite imports. A number may only go down."""
+
+
+def test_satellites_take_the_names_of_the_seam_from_the_seam() -> None:
+    """And few others of the core: what many need is to stand in the seam."""
+    home_of = {name: f"sharded_loader.{home}" for home, names in extend.HOMES.items() for name in names.split()}
+    beside: dict[str, set[tuple[str, str]]] = {}
+    for module, source in SOURCES.items():
+        room = module.split(".")[1] if "." in module else ""
+        if room not in OPTIONAL or room == "extend":
+            continue
+        for node in ast.walk(parsed(source)):
+            home = (isinstance(node, ast.ImportFrom) and node.module) or ""
+            if not home.startswith("sharded_loader.") or home.split(".")[1] in OPTIONAL:
+                continue
+            names = {alias.name for alias in node.names}
+            assert [name for name in names if home_of.get(name) == home] == [], f"{module} takes them from {home}"
+            beside.setdefault(room, set()).update((home, name) for name in names if ".base." not in home)
+    assert {room: len(names) for room, names in beside.items() if names} == BESIDE_THE_SEAM
+
+
+def test_each_name_of_the_seam_is_there_and_says_what_it_is() -> None:
+    for name in extend.__all__:
+        assert getattr(extend, name).__doc__, name
+    stub = (ROOT / "sharded_loader" / "extend.pyi").read_text(encoding="utf-8")
+    typed = re.findall(r"^from sharded_loader\.(\S+) import (\w+) as \2$", stub, re.MULTILINE)
+    assert typed == [(home, name) for home, names in extend.HOMES.items() for name in names.split()]
 
 
 def test_what_satellites_give_to_the_core_is_there() -> None:

@@ -72,16 +72,17 @@ class _Finder:
 _alone: list[FunctionType] = []
 
 
-_places = dict(PROVIDED)
+_places: dict[tuple[str, str], Any] = dict(PROVIDED)
 
 
-def provide(kind: str, name: str, place: str) -> None:
+def provide(kind: str, name: str, place: Any) -> None:
     """Give the core something by name. What its own satellites give stands in ``sharded_loader/__init__.py``.
 
     Args:
         kind: What it is, such as ``"pool"``.
         name: What the user, or the core, calls it.
-        place: Where it is, as ``"package.module:attribute"``. The module is imported when it is asked for.
+        place: The class or function; or where it is, as ``"package.module:attribute"``, to import the module only when
+            it is asked for.
 
     Example:
         >>> provide("example", "ordered", "collections:OrderedDict")
@@ -93,7 +94,10 @@ def provide(kind: str, name: str, place: str) -> None:
 
 def provided(kind: str, name: str) -> Any:
     """Return what `provide` was given under this name."""
-    module, _, attribute = _places[kind, name].partition(":")
+    place = _places[kind, name]
+    if not isinstance(place, str):
+        return place
+    module, _, attribute = place.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 

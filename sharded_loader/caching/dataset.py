@@ -40,15 +40,16 @@ from sharded_loader.data.bulk import (
     read_many,
 )
 from sharded_loader.data.columns import check_dataset
-from sharded_loader.data.datasets import Translate, Wrapper
+from sharded_loader.data.datasets import Translate
 from sharded_loader.data.inspection import exact, fingerprint_of
 from sharded_loader.data.seeding import generators, set_epoch_of
+from sharded_loader.extend import Cache
 from sharded_loader.randomness import rng
 
 _KEPT = rng.SampleScope(0, 0, is_cached=True)
 
 
-class StoredDataset(Wrapper):
+class StoredDataset(Cache):
     """The samples of a dataset, in one memory or file for all workers; made by `Dataset.cache`.
 
     Sample 0 is read twice when the dataset is made: it tells the structure of the samples, and whether they are random.

@@ -320,9 +320,6 @@ class Wrapper(Dataset):
 
     _dataset: Any
 
-    counts: Any = (0, 0, 0)
-    """Samples that a cache had, samples that it had not, and the bytes that it holds."""
-
     @property
     def _inside(self) -> Any:
         return (self._dataset,)
@@ -339,6 +336,17 @@ class Wrapper(Dataset):
     def _routes(self) -> Iterable[tuple[Any, Translate]]:
         """The datasets inside, each with the function that makes indices of this dataset its own."""
         return ((inner, lambda indices: indices) for inner in self._inside)
+
+
+class Cache(Wrapper):
+    """What `Dataset.cache` makes: a dataset that keeps samples of the one inside, ``_dataset``.
+
+    For a cache of your own, write ``__getitem__``, and ``__init__(self, dataset, max_bytes, path, key)`` with the
+    arguments of `Dataset.cache`. Then call ``provide("dataset", "cache", YourCache)``.
+    """
+
+    counts: Any = (0, 0, 0)
+    """Samples that it had, samples that it had not, and the bytes that it holds. The loader's statistics tell them."""
 
 
 class View(Wrapper):
@@ -555,7 +563,7 @@ def counts_of(dataset: object) -> tuple[int, int, int]:
         >>> list(cached), counts_of(cached.take(1) + [3])
         ([1, 2], (0, 2, 16))
     """
-    counts = [one.counts for one in nested(dataset) if isinstance(one, Wrapper)]
+    counts = [one.counts for one in nested(dataset) if isinstance(one, Cache)]
     hits, misses, nbytes = map(sum, zip((0, 0, 0), *counts, strict=True))
     return hits, misses, nbytes
 

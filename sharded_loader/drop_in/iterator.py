@@ -537,7 +537,7 @@ def in_torchs_words(error: WorkerDiedError | WorkerTimeoutError, timeout: float)
 leave_alone(LoaderIterator.__next__)
 
 
-# -- the order of `ShardedDataLoader` -----------------------------------------------------------------------------------
+# -- the order of `ShardedDataLoader` ----------------------------------------------------------------------------------
 
 SHARDED = ("num_replicas", "rank", "mesh", "costs", "evaluate", "steps_per_epoch")
 """Arguments of `ShardedDataLoader` that torch's order cannot have."""

@@ -1,6 +1,6 @@
 """Where the time of a training loop goes: waiting for data, or in the loop.
 
-    the iterator -> Meter.note -> sums in the Counts of its epoch; of a batch that is not cheap its `BatchTimes`, too
+    the iterator -> Meter.step -> sums in the Counts of its epoch; of a batch that is not cheap its `BatchTimes`, too
     with_rows(stats, rows) -> LoaderStats     `KEPT_BATCHES` at a time, and when somebody asks
     Counts.report() -> LoaderStats of an epoch; sum_of them: what the user sees -> as_dict() -> TensorBoard, W&B, tqdm
     `times` says how long each stage of a batch took, and why ``next`` waited
@@ -31,12 +31,11 @@ import numpy.typing as npt
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.data.datasets import counts_of, mixture_of, retries_of
-from sharded_loader.engine.messages import BatchTimes, Result
-from sharded_loader.engine.pipeline import Entry, Pipeline
 from sharded_loader.engine.reader import KEPT_SAMPLES, plain_indices
+from sharded_loader.extend import BatchTimes, Entry, Observer, Pipeline, Result
 from sharded_loader.instruments import times
 from sharded_loader.instruments.times import CAUSES, STAGES, Histograms, SlowSample, StageTimes, WorkerTimes
-from sharded_loader.loader.observer import Observer, Stamps
+from sharded_loader.loader.observer import Stamps
 
 
 @dataclass(frozen=True)
@@ -385,7 +384,7 @@ class Meter(Observer):
                 del self.epochs[old.number]
             old.__dict__ = self._late.__dict__  # its iterator may still be there, and add to it
 
-    def note(self, counts: Counts, entry: Entry, stamps: Stamps, pipeline: Pipeline) -> None:
+    def step(self, counts: Counts, entry: Entry, stamps: Stamps, pipeline: Pipeline) -> None:
         """Count it. Unless it was cheap, keep how it was on its way."""
         (turn, asked, taken, behind, starts), result, waited = stamps, entry.result, 0.0
         assert result is not None  # it is handed out

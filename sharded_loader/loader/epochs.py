@@ -291,11 +291,11 @@ class Epochs:
         self.order, self.pipeline, self.placement, self.resident = order, pipeline, placement, resident
         self.known = Known(job.dataset)
         self.progress = Progress(order, self.known.entries)
-        self._workers, self._split = pipeline.pool, pipeline.split
+        self._workers = pipeline.pool
         self.prefetch_epochs = not pipeline.pool.shares_dataset
         self._numbers = itertools.count()
-        order.arrays, order.max_shards = job.batchify_fn is None and takes_arrays(job.dataset), self._split.max_shards
-        self._split.costs = order.shard_costs
+        order.arrays, order.max_shards = job.batchify_fn is None and takes_arrays(job.dataset), pipeline.split.max_shards
+        pipeline.split.costs = order.shard_costs
         # A run that has given no batch, and what decided its batches if it is prefetched; None: they are what they are.
         self._kept: tuple[Run, Any] | None = None
         self.stale = False
@@ -405,7 +405,7 @@ class Epochs:
                 raise
             return  # what cannot be asked now is an error when the epoch begins, if it is one then
         ahead.is_ahead, ahead.mark = True, mark
-        self._kept = ahead, (facts, self._split.weights)
+        self._kept = ahead, (facts, self.pipeline.split.weights)
         self.pipeline.open(ahead, self.job_now())
         run.next = ahead
 
@@ -416,7 +416,7 @@ class Epochs:
             return None
         run, order = kept
         is_wanted = run.mark == mark and not self.stale and run.dead is None
-        if is_wanted and order in (None, (self.order.facts(run.epoch.number), self._split.weights)):
+        if is_wanted and order in (None, (self.order.facts(run.epoch.number), self.pipeline.split.weights)):
             run.is_ahead = False
             return run
         self._drop(run)
@@ -431,7 +431,7 @@ class Epochs:
         self.stale = True
         self.known.forget()
         self.order.resize(length(self.dataset))
-        self._split.costs = self.order.shard_costs
+        self.pipeline.split.costs = self.order.shard_costs
 
     def rescale(self, num_replicas: object, rank: object, batch_size: object) -> None:
         """There are other ranks from the next batch on. Iterators that are under way go on with them.

@@ -165,7 +165,7 @@ class EpochIterator(Iterator[Batch]):
             self._last_ended = taken
             if observer.times:
                 stamps = turn, asked, taken, clock.behind - behind, self._starts
-                observer.note(self._counts, found, stamps, self._pipeline)
+                observer.step(self._counts, found, stamps, self._pipeline)
             return found.batch, found.result and found.result.error
         finally:
             del found  # as in `__next__`

@@ -36,7 +36,6 @@ from sharded_loader.loader.arguments import Batch, OnError, OtherNames, Placemen
 from sharded_loader.loader.attributes import LoaderAttributes, keeps_arguments
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.iterator import EpochIterator
-from sharded_loader.parallel import gather
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.sampling.order import MapOrder
 from sharded_loader.sampling.own import takes_order
@@ -368,7 +367,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             tensor([ 0, 10, 20, 30, 40])
         """
         devices = self._placement.devices or [torch.device("cpu")]
-        return gather(shards, devices[0] if device is None else device)
+        return provided("function", "gather")(shards, devices[0] if device is None else device)
 
     # -- life -----------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """What an iterator tells while it reads, and what the loader itself needs of it: which samples were left out.
 
-    counts()             when an iterator's first batch is asked for: what `note` is to count in
+    counts()             when an iterator's first batch is asked for: what `step` is to count in
     begin(epoch, counts) when that batch is handed out: the epoch has begun
-    note(counts, ...)    for each batch, or an error in its place, that is handed out
+    step(counts, ...)    for each batch, or an error in its place, that is handed out
     skip(samples, ...)   ``on_error`` has left samples out -> the error, if they are too many
 
 Iterators call it one at a time, under the pipeline's lock. `Observer` measures nothing: with it, a loader reads just as
@@ -30,7 +30,7 @@ class Observer:
         max_skipped: how many samples of an epoch ``on_error`` may skip or replace; None: any number.
 
     Attributes:
-        times: `note` is called, with stamps. Otherwise nothing is timed.
+        times: `step` is called, with stamps. Otherwise nothing is timed.
         notices: what the loader and its pool count.
         skipped: ``(index, error)`` of the last samples that ``on_error`` skipped or replaced.
     """
@@ -48,7 +48,7 @@ class Observer:
     def begin(self, epoch: int, counts: Any) -> None:
         """An iterator delivers its first batch of an epoch, and will add to these counts."""
 
-    def note(self, counts: Any, entry: Entry, stamps: Stamps, pipeline: Pipeline) -> None:
+    def step(self, counts: Any, entry: Entry, stamps: Stamps, pipeline: Pipeline) -> None:
         """A batch, or an error in its place, is handed out.
 
         Args:

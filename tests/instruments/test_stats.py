@@ -28,7 +28,7 @@ from tests.samples import Drawing
 def note(meter: Meter, counts: Counts, result: Result) -> None:
     """A batch that took 2.5 s, of which 1.5 in ``next``, 0.5 for its placement, and 0.25 behind a device."""
     pipeline, entry = Pipeline(InlinePool(), Split()), Entry(result.seq, None, result, placing=0.5)
-    meter.note(counts, entry, (1.0, 2.0, 3.5, 0.25, False), pipeline)
+    meter.step(counts, entry, (1.0, 2.0, 3.5, 0.25, False), pipeline)
 
 
 def test_counts_report_what_was_noted() -> None:
@@ -206,7 +206,7 @@ def test_a_batch_that_is_interrupted_when_it_is_counted_counts_when_it_comes_aga
 
     loader = ShardedDataLoader(range(4), 2)
     iterator = iter(loader)
-    monkeypatch.setattr(Meter, "note", interrupted)
+    monkeypatch.setattr(Meter, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
     assert [batch.tolist() for batch in iterator] == [[0, 1], [2, 3]]

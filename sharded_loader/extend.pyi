@@ -1,0 +1,29 @@
+"""The names of the seam, for type checkers and editors. `extend.py` has the same names in one table."""
+
+from sharded_loader.base.imports import provide as provide
+from sharded_loader.data.datasets import Cache as Cache
+from sharded_loader.data.datasets import Dataset as Dataset
+from sharded_loader.data.datasets import Wrapper as Wrapper
+from sharded_loader.engine.messages import BatchTimes as BatchTimes
+from sharded_loader.engine.messages import Job as Job
+from sharded_loader.engine.messages import Result as Result
+from sharded_loader.engine.messages import Task as Task
+from sharded_loader.engine.order import Epoch as Epoch
+from sharded_loader.engine.order import Order as Order
+from sharded_loader.engine.order import Position as Position
+from sharded_loader.engine.pipeline import Entry as Entry
+from sharded_loader.engine.pipeline import Pipeline as Pipeline
+from sharded_loader.engine.pipeline import Run as Run
+from sharded_loader.engine.pool import Pool as Pool
+from sharded_loader.engine.pool import PoolBroken as PoolBroken
+from sharded_loader.engine.pool import WorkerPool as WorkerPool
+from sharded_loader.engine.split import Split as Split
+from sharded_loader.loader.observer import Observer as Observer
+from sharded_loader.pools.supervised import SupervisedPool as SupervisedPool
+from sharded_loader.pools.supervised import Transport as Transport
+from sharded_loader.pools.supervised import Worker as Worker
+from sharded_loader.pools.task_reader import TaskReader as TaskReader
+from sharded_loader.pools.task_reader import reader_for as reader_for
+from sharded_loader.sampling.base import Sampler as Sampler
+from sharded_loader.sampling.base import WrapperSampler as WrapperSampler
+from sharded_loader.sampling.tables import Table as Table
