@@ -21,7 +21,6 @@ import numpy as np
 
 from sharded_loader import (
     BatchSampler,
-    EqualShards,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -46,7 +45,7 @@ PLANNED: dict[str, Callable[[], dict[str, Any]]] = {
     "`RandomSampler`": lambda: {"sampler": RandomSampler(TRILLION, seed=1), "batch_size": BATCH},
     "`BatchSampler` of it": lambda: {"batch_sampler": BatchSampler(RandomSampler(TRILLION, seed=1), BATCH)},
     "`ShardShuffleSampler`, 10^8 shards, 4,096 lanes": lambda: {
-        "sampler": ShardShuffleSampler(EqualShards(TRILLION, 10**4), lanes=4096, seed=1),
+        "sampler": ShardShuffleSampler(np.broadcast_to(10**4, TRILLION // 10**4), lanes=4096, seed=1),
         "batch_size": BATCH,
     },
 }
@@ -127,7 +126,7 @@ def main() -> None:
         "a shuffle buffer of 16,000 samples": lambda: reservoir(16_000),
     }
     for window, lanes in ((16, 1), (4, 4), (1, 16), (64, 1)):
-        sampler = ShardShuffleSampler(EqualShards(count, LENGTH), window, lanes, seed=1)
+        sampler = ShardShuffleSampler([LENGTH] * SHARDS, window, lanes, seed=1)
         name = f"`ShardShuffleSampler`, window {window}, {lanes} lane{'s' * (lanes > 1)}"
         orders[name] = lambda sampler=sampler: whole(sampler)  # type: ignore[misc]
     print(f"\n| {SHARDS:,} shards of {LENGTH:,} samples | shards at hand, most | shards in a batch of {BATCH} |")
@@ -137,7 +136,7 @@ def main() -> None:
         print(f"| {name} | {most_at_hand:,} | {in_batch:.0f} |", flush=True)
     print("\n| downloads / shards | 1 rank | 4 ranks | 12 ranks | 16 ranks |\n|---|---|---|---|---|")
     for lanes in (1, 16):
-        sampler = ShardShuffleSampler(EqualShards(count, LENGTH), 16, lanes, seed=1)
+        sampler = ShardShuffleSampler([LENGTH] * SHARDS, 16, lanes, seed=1)
         found = " | ".join(f"{downloads(sampler, ranks):.1f}" for ranks in (1, 4, 12, 16))
         print(f"| {lanes} lane{'s' * (lanes > 1)} | {found} |", flush=True)
 

@@ -43,7 +43,7 @@ _HOMES = {
     "samplers.bucket_samplers": "BucketScheme ConstWidthBucket ExpWidthBucket FixedBucketSampler "
     "GroupedBatchSampler LinearWidthBucket",
     "samplers.index_samplers": "FilterSampler IntervalSampler SortedSampler SplitSampler SubsetRandomSampler "
-    "WeightedRandomSampler EqualShards ShardShuffleSampler",
+    "WeightedRandomSampler ShardShuffleSampler",
     "samplers.packing": "PackSampler",
     "samplers.repeated": "RepeatedSampler",
     "storage.cache": "ShardCache",

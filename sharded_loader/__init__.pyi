@@ -45,7 +45,6 @@ from sharded_loader.samplers.bucket_samplers import ExpWidthBucket as ExpWidthBu
 from sharded_loader.samplers.bucket_samplers import FixedBucketSampler as FixedBucketSampler
 from sharded_loader.samplers.bucket_samplers import GroupedBatchSampler as GroupedBatchSampler
 from sharded_loader.samplers.bucket_samplers import LinearWidthBucket as LinearWidthBucket
-from sharded_loader.samplers.index_samplers import EqualShards as EqualShards
 from sharded_loader.samplers.index_samplers import FilterSampler as FilterSampler
 from sharded_loader.samplers.index_samplers import IntervalSampler as IntervalSampler
 from sharded_loader.samplers.index_samplers import ShardShuffleSampler as ShardShuffleSampler

@@ -86,7 +86,6 @@ class ShuffleSampler(RandomSampler):
 
     def _orders(self) -> Iterator[Iterable[int]]:
         """The indices of the epoch, in one iterable."""
-        foreign.check_torchs_list(self.data_source, "RandomSampler")
         self.is_named = False
         if self.generator is not None and self.seed is None:
             yield super().__iter__()

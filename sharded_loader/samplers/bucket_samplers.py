@@ -19,6 +19,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from sharded_loader.samplers.batch_samplers import NumberedBatches, kinds_of, le
 from sharded_loader.samplers.index_samplers import Numbers
 from sharded_loader.sampling.base import check_choice, underscored
 from sharded_loader.sampling.own import LAST_BATCH
-from sharded_loader.sampling.tables import Rolling, Table, parts
+from sharded_loader.sampling.tables import parts
 
 
 class BucketScheme(Described):
@@ -277,7 +278,7 @@ class FixedBucketSampler(NumberedBatches):
         bucket_of = _match(table, keys)
         counts = np.bincount(bucket_of, minlength=len(keys))
         members = np.split(np.argsort(bucket_of, kind="stable"), np.cumsum(counts)[:-1])
-        shown: list[Key] = [key[0] if is_single else key for key in keys]
+        shown: list[Key] = keys[:, 0].tolist() if is_single else list(map(tuple, keys.tolist()))
         used: list[int] = np.flatnonzero(counts).tolist()
         if len(used) < len(keys):
             unused = [key for key, count in zip(shown, counts, strict=True) if not count]
@@ -292,9 +293,8 @@ class FixedBucketSampler(NumberedBatches):
             lengths_in = (table[members] for members in self._members)
             self.bucket_batch_sizes = [max(int(size / (part.mean() + part.std())), 1) for part in lengths_in]
         else:
-            scales = [sum(keys[bucket]) for bucket in used]
-            whole = [int(max(scales) / float(scale) * float(ratio) * size) for scale in scales]
-            self.bucket_batch_sizes = [max(one, size) for one in whole]
+            scales = keys[used].sum(axis=1).tolist()
+            self.bucket_batch_sizes = [max(int(max(scales) / one * float(ratio) * size), size) for one in scales]
 
     @property
     def plan(self) -> list[int]:
@@ -321,51 +321,63 @@ class FixedBucketSampler(NumberedBatches):
             found = (np.minimum(first, batches[place] - unit) + within) % batches[place]
             return read(buckets[place], found)
 
-        def group(position: int) -> list[list[int]]:
-            begin, end = position * shards, min((position + 1) * shards, count)
+        def groups(positions: Indices) -> list[list[list[int]]]:
+            begins, ends = positions * shards, np.minimum((positions + 1) * shards, count)
             if self._last_group == "overlap":
-                begin = max(min(begin, count - shards), 0)  # the batches before fill the last group
-            return at(np.arange(begin, end))
+                begins = np.clip(begins, 0, max(count - shards, 0))  # the batches before fill the last group
+            spans = list(zip(begins.tolist(), ends.tolist(), strict=True))
+            batches = iter(at(np.concatenate([np.arange(*span) for span in spans])))
+            return [list(islice(batches, end - begin)) for begin, end in spans]
 
-        return (lambda positions: list(map(group, positions.tolist()))) if shards else at
+        return groups if shards else at
 
     def _reader(self, epoch: int) -> Callable[[Indices, Indices], list[list[int]]]:
         """What reads batches of an epoch: the bucket of each, and its number in the bucket -> lists of indices."""
-        sizes = self.bucket_batch_sizes
+        counts, sizes = np.array(self._counts, np.int64), np.array(self.bucket_batch_sizes, np.int64)
+        (begins, ends), firsts, place = self._span(epoch), np.cumsum(counts) - counts, self._placer()
+        members = np.concatenate([np.zeros(0, np.int64), *self._members])
 
-        @cache
-        def samples(bucket: int) -> Table:
-            members = self._members[bucket]
+        def read(buckets: Indices, numbers: Indices) -> list[list[int]]:
+            low = begins[buckets] + numbers * sizes[buckets]
+            many = np.minimum(sizes[buckets], ends[buckets] - low)
+            cuts = np.cumsum(many)
+            of = np.repeat(buckets, many)
+            passes, places = np.divmod(np.arange(many.sum()) + np.repeat(low - cuts + many, many), counts[of])
+            if self._shuffle:
+                places = place(places, of, passes * len(counts) + of)
+            return [batch.tolist() for batch in np.split(members[firsts[of] + places], cuts[:-1])]
 
-            def opened(epoch: int) -> Table:
-                order = self._order(len(members), "fixed bucket", epoch, bucket) if self._shuffle else None
-                return Table(len(members), (members if order is None else members[order]).take)
+        return read
 
-            if self._last_batch != "rollover":
-                return opened(epoch)
-            return Rolling(len(members), sizes[bucket] * self._unit, epoch).items(opened, 0, type(self).__name__)
+    def _placer(self) -> Callable[[Indices, Indices, Indices], Indices]:
+        """What shuffles: places in buckets, the buckets, and the number of each pass over one -> other places there."""
+        kinds = len(self._counts)
+        order = cache(lambda one: self._order(self._counts[one % kinds], "fixed bucket", one // kinds, one % kinds))
 
-        def batch(bucket: int, number: int) -> list[int]:
-            found: list[int] = samples(bucket).slice(number * sizes[bucket], (number + 1) * sizes[bucket]).tolist()
-            return found
+        def place(places: Indices, buckets: Indices, passes: Indices) -> Indices:
+            begins = np.flatnonzero(np.diff(passes, prepend=-1))
+            parts = zip(passes[begins].tolist(), np.split(places, begins[1:]), strict=True)
+            return np.concatenate([order(one)[part] for one, part in parts])
 
-        return lambda buckets, numbers: list(map(batch, buckets.tolist(), numbers.tolist()))
+        return place
 
     @property
     def _unit(self) -> int:
         """The number of batches of one bucket that come together: those of one step of all ranks."""
         return 1 if self.ranks == 1 else self.ranks * max(self._num_shards, 1)
 
+    def _span(self, epoch: int) -> tuple[Indices, Indices]:
+        """Where each bucket's samples of an epoch begin and end, counted over all epochs."""
+        counts, steps = np.array(self._counts, np.int64), np.array(self.plan, np.int64)
+        begins, ends = epoch * counts, (epoch + 1) * counts
+        if self._last_batch == "rollover":
+            return begins // steps * steps, ends // steps * steps
+        return begins, ends if self._last_batch == "keep" else begins + counts // steps * steps
+
     def _batches(self, epoch: int) -> Indices:
         """The number of batches of each bucket in an epoch."""
-        counts, sizes = np.array(self._counts, np.int64), np.array(self.bucket_batch_sizes, np.int64)
-        if self._last_batch == "keep":
-            return -(-counts // sizes)
-        steps = counts // (sizes * self._unit)
-        if self._last_batch == "rollover":
-            pairs = zip(self._counts, (sizes * self._unit).tolist(), strict=True)
-            steps = np.array([Rolling(count, step, epoch).length() for count, step in pairs], np.int64)
-        return steps * self._unit
+        begins, ends = self._span(epoch)
+        return -((begins - ends) // np.array(self.bucket_batch_sizes, np.int64))
 
     def len_epoch(self, epoch: int) -> int:
         unit, shards = self._unit, self._num_shards
@@ -438,29 +450,10 @@ class GroupedBatchSampler(FixedBucketSampler):
         super().__init__(numbers + 1, sizes, None, range(1, len(kinds) + 1), shuffle=shuffle, seed=seed, **groups)
         vars(self)["bucket_keys"], self.dataset_length = kinds, len(numbers)
 
-    def _reader(self, epoch: int) -> Callable[[Indices, Indices], list[list[int]]]:
-        if not self._shuffle:
-            return super()._reader(epoch)
+    def _placer(self) -> Callable[[Indices, Indices, Indices], Indices]:
         # There may be many kinds, each of them read for the first time by a rank: no shuffle is made whole.
-        counts, sizes = np.array(self._counts, np.int64), np.array(self.bucket_batch_sizes, np.int64)
-        begins, ends = epoch * counts, (epoch + 1) * counts
-        if self._last_batch == "rollover":
-            steps = zip(counts.tolist(), (sizes * self._unit).tolist(), strict=True)
-            begins = np.array([Rolling(count, step, epoch).begin for count, step in steps], np.int64)
-            ends = begins + counts + sizes * self._unit  # its batches are whole
-        members = np.concatenate([np.zeros(0, np.int64), *self._members])
-        firsts, shuffle = np.cumsum(counts) - counts, Bijections(self.seed, "kinds")
-
-        def read(buckets: Indices, numbers: Indices) -> list[list[int]]:
-            low = begins[buckets] + numbers * sizes[buckets]
-            many = np.minimum(sizes[buckets], ends[buckets] - low)
-            cuts = np.cumsum(many)
-            of = np.repeat(buckets, many)
-            passes, places = np.divmod(np.arange(cuts[-1]) + np.repeat(low - cuts + many, many), counts[of])
-            found = members[firsts[of] + shuffle(places, counts[of], passes * len(counts) + of)]
-            return [batch.tolist() for batch in np.split(found, cuts[:-1])]
-
-        return read
+        counts, shuffle = np.array(self._counts, np.int64), Bijections(self.seed, "kinds")
+        return lambda places, buckets, passes: shuffle(places, counts[buckets], passes)
 
 
 def _batch_sizes(given: Any, keys: Any, ratio: float, by_tokens: bool) -> tuple[Any, int, list[int] | None]:
@@ -479,8 +472,8 @@ def _batch_sizes(given: Any, keys: Any, ratio: float, by_tokens: bool) -> tuple[
     return sizes, 0, [sizes[place] for place in order]
 
 
-def _check_keys(keys: Numbers, parts: int) -> list[tuple[int, ...]]:
-    """Distinct bucket keys in ascending order, each as a tuple of ``parts`` ints."""
+def _check_keys(keys: Numbers, parts: int) -> Indices:
+    """Distinct bucket keys in ascending order, shape (keys, parts)."""
     try:
         rows = [tuple(map(operator.index, np.atleast_1d(key))) for key in keys]
     except TypeError:
@@ -489,16 +482,15 @@ def _check_keys(keys: Numbers, parts: int) -> list[tuple[int, ...]]:
     wrong = next((row for row in rows if len(row) != parts), None)
     if wrong is not None:
         raise ValueError(f"bucket key {wrong} has {len(wrong)} numbers, but a length has {parts}: give as many")
-    return sorted(set(rows))
+    return np.array(sorted(set(rows)), np.int64).reshape(-1, parts)
 
 
-def _match(table: Indices, keys: list[tuple[int, ...]]) -> Indices:
+def _match(table: Indices, bounds: Indices) -> Indices:
     """For each sample the bucket that it fits into with the least padding."""
-    bounds = np.array(keys, dtype=np.int64).reshape(len(keys), table.shape[1])
     if table.shape[1] == 1:
         found = np.searchsorted(bounds[:, 0], table[:, 0], side="left").astype(np.int64)
     else:
-        found = np.full(len(table), len(keys), dtype=np.int64)
+        found = np.full(len(table), len(bounds), dtype=np.int64)
         least = np.full(len(table), np.iinfo(np.int64).max, dtype=np.int64)
         for bucket, bound in enumerate(bounds):
             spare = bound - table
@@ -506,10 +498,10 @@ def _match(table: Indices, keys: list[tuple[int, ...]]) -> Indices:
             better = (spare >= 0).all(axis=1) & (padding < least)
             found[better] = bucket
             least[better] = padding[better]
-    outside = np.flatnonzero(found == len(keys))
+    outside = np.flatnonzero(found == len(bounds))
     if outside.size:
         sample = int(outside[0])
         text = f"{outside.size} samples fit no bucket: sample {sample} has length {table[sample].tolist()}"
-        greatest = list(keys[-1]) if keys else None
+        greatest = bounds[-1].tolist() if len(bounds) else None
         raise ValueError(f"{text}, the greatest bucket key is {greatest}: give a bucket key that it fits into")
     return found

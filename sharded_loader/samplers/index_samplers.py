@@ -308,10 +308,6 @@ class SortedSampler(_ListedSampler):
 # -- drawn by weight ---------------------------------------------------------------------------------------------------
 
 
-LEAST, GREATEST = 1e-300, 1e290
-"""Of the positive weights without replacement: no quotient of a random number and a weight leaves float64."""
-
-
 class WeightedRandomSampler(IndexSampler):
     """Indices drawn with given probabilities.
 
@@ -319,12 +315,13 @@ class WeightedRandomSampler(IndexSampler):
         weights: 1-D, one non-negative number per sample; they need not sum to one.
         num_samples: the number of samples to draw in each epoch.
         replacement: whether an index may be drawn more than once in an epoch. A sample that is drawn again in the
-            epoch has the same `sample_rng`, so it is augmented in the same way.
+            epoch has the same `sample_rng`, so it is augmented in the same way. Without replacement, the ratios of
+            weights below 1e-300 or above 1e290 do not count.
         seed: with the epoch it decides what is drawn. None draws one from torch's default generator.
 
     Raises:
         ValueError: if weights are negative, not finite or all zero. With ``replacement=False`` also if fewer than
-            ``num_samples`` of them are positive, or a positive one is not between 1e-300 and 1e290.
+            ``num_samples`` of them are positive.
         MemoryError: there are more weights than fit into memory.
 
     Example:
@@ -354,10 +351,6 @@ class WeightedRandomSampler(IndexSampler):
         if not replacement and self._length > positive:
             text = f"num_samples is {self._length}, but only {positive} weights are positive"
             raise ValueError(f"{text}: draw fewer, or set replacement=True to draw an index more than once")
-        extreme = np.flatnonzero((array > 0) & ((array < LEAST) | (array > GREATEST)))
-        if len(extreme) and not replacement:
-            text = f"weights[{extreme[0]}] is {array[extreme[0]]}: with replacement=False, positive weights lie between"
-            raise ValueError(f"{text} {LEAST} and {GREATEST}. Multiply all weights by one number")
         self._weights, self._replacement = array, bool(replacement)
         self._shares = array / (array.max(initial=0) or 1.0)  # weights go up to 1.8e308: no sum of these overflows
         self.order_version = 2 if replacement else 1
@@ -385,29 +378,10 @@ class WeightedRandomSampler(IndexSampler):
         candidates = np.flatnonzero(self._weights)
         # A uniform of 0 stands for the middle of the first step: its logarithm would be no number.
         races = np.maximum(-np.log1p(-shuffles.uniforms(len(self._weights), *key)), 2.0**-54)
-        first = np.argsort(races[candidates] / self._weights[candidates], kind="stable")[: self._length]
+        with np.errstate(over="ignore"):
+            first = np.argsort(races[candidates] / self._weights[candidates], kind="stable")[: self._length]
         drawn: Indices = candidates[first].astype(np.int64, copy=False)
         return drawn
-
-
-def lengths_of(lengths: object) -> Indices:
-    """The lengths of shards as an array.
-
-    Raises:
-        TypeError: they are no flat sequence of integers.
-        ValueError: one is below 0, or they sum to more than 2**62.
-
-    Example:
-        >>> lengths_of([3, 0, 4])
-        array([3, 0, 4])
-    """
-    advice = "give the number of samples of each shard"
-    array = integers("lengths", lengths, "a flat sequence of integers", advice, wrong=TypeError)
-    if array.size and array.min() < 0:
-        raise ValueError(f"lengths[{int(array.argmin())}] is {array.min()}: a shard has 0 samples or more")
-    if array.sum(dtype=np.float64) > shuffles.MAX_LENGTH:
-        raise ValueError(f"the lengths sum to more than 2**62 samples: {advice}")
-    return array.astype(np.int64)
 
 
 # -- equal costs for all ranks -----------------------------------------------------------------------------------------
@@ -569,43 +543,6 @@ def checked_costs(costs: object, length: int) -> npt.NDArray[np.float64]:
 # -- shards in shuffled order, a few at a time -------------------------------------------------------------------------
 
 
-class EqualShards(Sequence[int]):
-    """The lengths of shards that all have ``size`` samples; the last one may have fewer. They take no memory.
-
-    In a `ShardShuffleSampler` that is so only if ``size`` divides ``total``. If the last shard has fewer samples, the
-    sampler keeps 24 bytes for each shard, as for shards of different lengths.
-
-    Args:
-        total: the number of samples.
-        size: the number of samples in a shard.
-
-    Raises:
-        TypeError, ValueError: no integers, ``total`` below 0 or above 2**62, ``size`` below 1.
-
-    Example:
-        >>> list(EqualShards(10, 4)), len(EqualShards(10**12, 10**4))
-        ([4, 4, 2], 100000000)
-    """
-
-    def __init__(self, total: int, size: int) -> None:
-        self.total = check_int("total", total, 0, "give the number of samples")
-        if self.total > shuffles.MAX_LENGTH:
-            raise ValueError(f"total is {self.total}: there are 2**62 samples at most")
-        self.size = check_int("size", size, 1, "give the number of samples in a shard")
-
-    def __len__(self) -> int:
-        return -(-self.total // self.size)
-
-    def __getitem__(self, index: Any) -> Any:
-        found = range(0, self.total, self.size)[index]
-        if isinstance(found, range):
-            return [min(self.size, self.total - begin) for begin in found]
-        return min(self.size, self.total - found)
-
-    def __repr__(self) -> str:
-        return f"EqualShards({self.total}, {self.size})"
-
-
 class ShardShuffleSampler(IndexSampler):
     """Shuffles shards, then the samples of ``window`` shards at a time.
 
@@ -621,8 +558,8 @@ class ShardShuffleSampler(IndexSampler):
     16, 32 or 64 ranks. A rank then has ``window * lanes / ranks`` shards at hand.
 
     Args:
-        lengths: the number of samples in each shard, in the order of the dataset's indices; a sequence of integers, or
-            `EqualShards`.
+        lengths: the number of samples in each shard, in the order of the dataset's indices: a sequence of integers. If
+            all are equal, ``np.broadcast_to(length, shards)`` takes no memory, and the sampler keeps nothing of them.
         window: the number of shards that are mixed, after the beginning of the epoch.
         lanes: the number of windows that are read in turns.
         seed: with the epoch it decides the order. None draws one from torch's default generator.
@@ -635,7 +572,7 @@ class ShardShuffleSampler(IndexSampler):
         >>> sampler = ShardShuffleSampler([100, 50, 70], window=2, seed=7)
         >>> sorted(sampler) == list(range(220))
         True
-        >>> huge = ShardShuffleSampler(EqualShards(10**12, 10**4), lanes=4096, seed=7)
+        >>> huge = ShardShuffleSampler(np.broadcast_to(10**4, 10**8), lanes=4096, seed=7)
         >>> next(huge.iter_epoch(3, start=10**11)) < 10**12
         True
     """
@@ -645,22 +582,27 @@ class ShardShuffleSampler(IndexSampler):
     shown = (("shards", "_count"), ("window", "window"), ("lanes", "lanes"))
 
     def __init__(self, lengths: Numbers, window: int = 16, lanes: int = 1, seed: int | None = None) -> None:
-        self._lengths = _simplified(lengths if isinstance(lengths, EqualShards) else lengths_of(lengths))
+        advice = "give the number of samples of each shard"
+        array = integers("lengths", lengths, "a flat sequence of integers", advice, wrong=TypeError)
+        self._count, known = len(array), array[:1] if array.strides == (0,) else array  # of np.broadcast_to
+        if known.min(initial=0) < 0:
+            raise ValueError(f"lengths[{int(known.argmin())}] is {known.min()}: a shard has 0 samples or more")
+        if self._count and known.mean(dtype=np.float64) * self._count > shuffles.MAX_LENGTH:
+            raise ValueError(f"the lengths sum to more than 2**62 samples: {advice}")
         self.window = check_int("window", window, 1, "give how many shards are mixed")
         self.lanes = check_int("lanes", lanes, 1, "give a number that your numbers of ranks divide, such as 64")
-        self._count = len(self._lengths)
-        self._signature: str | Indices
-        if isinstance(self._lengths, EqualShards):
-            self._signature, self._length = repr(self._lengths), self._lengths.total
-        else:
-            self._signature, self._length = self._lengths, int(self._lengths.sum())
+        # Of all shards; 0: they have several. They are one order, however they are given.
+        self._size = int(known[0]) if self._count and (known == known[0]).all() else 0
+        self._lengths: Indices = known[: 1 if self._size else None].astype(np.int64)
+        self._length = self._size * self._count or int(self._lengths.sum())
+        self._signature = f"EqualShards({self._length}, {self._size})" if self._size else self._lengths
         self.seed = resolve_seed(seed)
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
         key = self.seed, "shard order", epoch
-        lengths, lanes, count = self._lengths, self.lanes, self._count
+        lanes, count = self.lanes, self._count
         window = min(self.window, max(count, 1))  # a number that fits into int64
-        line = _Line(lengths, *key)
+        line = _Line(self._lengths, self._size, count, *key)
         mix = Bijections(self.seed, "shard window", epoch)
         size, longer = divmod(self._length, lanes)  # the first lanes have one sample more where it must be
 
@@ -715,30 +657,16 @@ def windows_of(shards: Indices, last: Callable[[Indices], Indices], window: int)
     return starts, ends
 
 
-def _simplified(lengths: Indices | EqualShards) -> Indices | EqualShards:
-    """`EqualShards` where all lengths are equal, otherwise an array: they are one order, however they are given."""
-    if isinstance(lengths, EqualShards):
-        count = len(lengths)
-        if lengths.total == count * lengths.size:
-            return lengths
-        advice = f"give EqualShards({count * lengths.size}, {lengths.size}), whose shards are all of one length"
-        check_fits(24 * count, f"the last of {count:,} shards is shorter than the others, so all are listed", advice)
-        return np.append(np.full(count - 1, lengths.size, np.int64), lengths[-1])
-    if len(lengths) and lengths[0] and (lengths == lengths[0]).all():
-        return EqualShards(int(lengths[0]) * len(lengths), int(lengths[0]))
-    return lengths
-
-
 class _Line:
     """The shards of one epoch, one after the other in shuffled order. Shards count by their position in the line.
 
     Of shards that all have one length nothing is kept.
     """
 
-    def __init__(self, lengths: Indices | EqualShards, *key: Hashable) -> None:
-        self._size = 0  # they have several
-        if isinstance(lengths, EqualShards):
-            self._size, self._order = lengths.size, shuffle(max(len(lengths), 1), *key)
+    def __init__(self, lengths: Indices, size: int, count: int, *key: Hashable) -> None:
+        self._size = size
+        if size:
+            self._order = shuffle(count, *key)
             return
         order = shuffles.shuffled(len(lengths), *key)
         self._begins = _sums(lengths[order])

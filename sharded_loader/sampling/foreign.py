@@ -48,7 +48,6 @@ import numpy as np
 
 from sharded_loader.base.described import an
 from sharded_loader.base.errors import as_batch_error
-from sharded_loader.base.limits import check_fits
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.engine.epoch_requests import noted, put_back
 from sharded_loader.engine.order import process_group
@@ -141,9 +140,6 @@ def keyed(
             tell_epoch(sampler, epoch)
         finally:
             put_back(before)
-        for each in nested(sampler):
-            if type(each).__module__.startswith("torch.utils.data.") and not getattr(each, "replacement", False):
-                check_torchs_list(getattr(each, "data_source", getattr(each, "dataset", ())), type(each).__name__)
         items, stateful = loaded(sampler, sampler if is_stateful(sampler) else None, state)
         first, rest = first_of(items)
     if not first and items is sampler and state is None:
@@ -178,24 +174,6 @@ def first_of(items: Iterator[object]) -> tuple[list[Any], Iterator[Any]]:
     rest = map(next, repeat(items))
     first = list(islice(rest, 1))
     return first, chain(first, rest)
-
-
-def check_torchs_list(dataset: Any, sampler: str) -> None:
-    """Refuse to start a sampler of torch that makes a list of more indices than fit into memory: 48 bytes each.
-
-    Args:
-        dataset: what the sampler shuffles; torch's sequential one makes no list.
-        sampler: the name of its class.
-
-    Raises:
-        MemoryError: they do not fit.
-    """
-    if sampler in ("RandomSampler", "DistributedSampler"):
-        check_fits(
-            48 * len(dataset),
-            f"torch's {sampler} makes a list of all {len(dataset):,} indices",
-            "use ShardedDataLoader(..., shuffle=True), or sampler=sharded_loader.RandomSampler(len(dataset))",
-        )
 
 
 def _is_torch_generator(value: object) -> bool:
@@ -478,12 +456,7 @@ class Listed:
         return len(self._items)
 
     def _at(self, positions: Indices) -> Any:
-        first, last = int(positions[0]), int(positions[-1])
-        if last - first + 1 == len(positions):
-            found = self._items[first : last + 1]
-        else:
-            found = [self._items[position] for position in positions.tolist()]
-        return as_numbers(list(found))
+        return as_numbers([self._items[position] for position in positions.tolist()])
 
     def checkpoint(self, epoch: int, items: int) -> Checkpoint:
         """The position after a number of items, or after all of them."""

@@ -310,12 +310,8 @@ class Batched(Table):
     def at(self, positions: Indices) -> list[Any]:
         size, first, last = self._size, int(positions[0]), int(positions[-1])
         end = self._table.upto(first * size, (last + 1) * size)
-        if last - first + 1 == len(positions):
-            wanted = np.arange(first * size, end)
-        else:
-            wanted = (positions[:, None] * size + np.arange(size)).ravel()
-            wanted = wanted[wanted < end]
-        return self._cut(self._table.at(wanted))
+        wanted = (positions[:, None] * size + np.arange(size)).ravel()
+        return self._cut(self._table.at(wanted if wanted[-1] < end else wanted[wanted < end]))
 
     def slice(self, begin: int, end: int) -> list[Any]:
         items = self._table.slice(begin * self._size, end * self._size)

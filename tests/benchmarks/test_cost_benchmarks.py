@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import cpu, order, turns
-from sharded_loader import EqualShards, SequentialSampler, ShardShuffleSampler
+from sharded_loader import SequentialSampler, ShardShuffleSampler
 
 
 @pytest.fixture
@@ -20,13 +20,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shards_are_at_hand_from_their_first_to_their_last_sample() -> None:
     assert order.shards_at_hand(np.arange(256)) == (1, 1.0)
     assert order.shards_at_hand(np.arange(256).reshape(8, 32).T.ravel()) == (8, 8.0)
-    assert order.shards_at_hand(order.whole(ShardShuffleSampler(EqualShards(256, 32), window=2, seed=1)))[0] == 2
+    assert order.shards_at_hand(order.whole(ShardShuffleSampler([32] * 8, window=2, seed=1)))[0] == 2
 
 
 @pytest.mark.usefixtures("small")
 def test_downloads_are_counted_for_each_rank() -> None:
     assert order.downloads(SequentialSampler(256), 4) == 4.0
-    assert order.downloads(ShardShuffleSampler(EqualShards(256, 32), window=2, lanes=4, seed=1), 4) == 1.0
+    assert order.downloads(ShardShuffleSampler([32] * 8, window=2, lanes=4, seed=1), 4) == 1.0
 
 
 @pytest.mark.usefixtures("small")

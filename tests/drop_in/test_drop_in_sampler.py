@@ -33,7 +33,6 @@ from torch.utils.data import DataLoader as TorchsLoader
 
 from sharded_loader import FixedBucketSampler, GroupedBatchSampler, PackSampler, sample_rng
 from sharded_loader import RandomSampler as RandomSamplerOfEpochs
-from sharded_loader.base import limits
 from sharded_loader.base.entries import written
 from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, ShuffleSampler
 from sharded_loader.torch import DataLoader
@@ -249,13 +248,6 @@ def test_a_look_at_the_batches_is_an_epoch_of_the_sampler_that_shuffles() -> Non
 @pytest.mark.parametrize("seed", [-3, 2**63, 2**64 - 1, 2**70])
 def test_any_whole_number_is_a_seed(seed: int) -> None:
     assert sorted(ShuffleSampler(range(9), seed=seed)) == list(range(9))
-
-
-def test_an_order_that_does_not_fit_into_memory_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "free_bytes", lambda: limits.Limit(10**9, "the machine's memory"))
-    for arguments in ({}, {"seed": 1}, {"generator": seeded()}):
-        with pytest.raises(MemoryError, match="list of all 1,000,000,000 indices.*ShardedDataLoader"):
-            next(iter(DataLoader(range(10**9), 2, shuffle=True, **arguments)))
 
 
 class PutsBack:

@@ -41,7 +41,7 @@ EXTREME = [1.5e308, 5e-324, 0, 0.5e308, 1e-310, 0]
 @pytest.mark.parametrize("replacement", [True, False])
 def test_an_index_of_weight_0_is_never_drawn_however_small_or_large_the_others_are(replacement: bool) -> None:
     extreme = [EXTREME, [0, 5e-324, 0, 1e-323], [1e-310, 0, 2e-308, 0], [0, 1.7e308, 1.7e308]]
-    for weights in extreme if replacement else [[1e290, 1e-300, 0, 3e289, 5e-300, 0]]:
+    for weights in extreme:
         positive = np.flatnonzero(weights)
         for seed in range(30):
             drawn = list(WeightedRandomSampler(weights, len(positive), replacement, seed=seed))
@@ -71,11 +71,7 @@ def test_any_weights_at_all_are_drawn_by(weights: list[float], seed: int) -> Non
     positive = {index for index, weight in enumerate(weights) if weight}
     if not positive:
         return
-    if all(1e-300 <= weight <= 1e290 for weight in weights if weight):
-        assert set(WeightedRandomSampler(weights, len(positive), False, seed=seed)) == positive
-    else:
-        with pytest.raises(ValueError, match="Multiply all weights"):
-            WeightedRandomSampler(weights, len(positive), False, seed=seed)
+    assert set(WeightedRandomSampler(weights, len(positive), False, seed=seed)) == positive
     assert set(WeightedRandomSampler(weights, 50, seed=seed)) <= positive
 
 

@@ -21,7 +21,6 @@ from sharded_loader import (
     ShardedBatchSampler,
     ShardedDataLoader,
 )
-from sharded_loader.base import limits
 from sharded_loader.sampling.base import check_sampler, is_own
 from sharded_loader.sampling.foreign import LISTED, Listed, len_epoch, table_of
 from sharded_loader.sampling.state import Checkpoint
@@ -442,28 +441,6 @@ def test_peek_copies_neither_the_dataset_nor_large_data_of_a_sampler() -> None:
     alias = sampler.dataset
     loader.peek()
     assert sampler.dataset is alias is dataset
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda dataset: torch_data.RandomSampler(dataset),
-        lambda dataset: torch_data.DistributedSampler(dataset, num_replicas=2, rank=1),
-    ],
-)
-def test_a_list_of_torchs_that_does_not_fit_into_memory_is_refused_at_once(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]
-) -> None:
-    monkeypatch.setattr(limits, "free_bytes", lambda: limits.Limit(10**9, "the machine's memory"))
-    dataset = range(10**9)
-    in_batches = torch_data.BatchSampler(make(dataset), 2, drop_last=False)
-    for arguments in ({"batch_size": 2, "sampler": make(dataset)}, {"batch_sampler": in_batches}):
-        with pytest.raises(MemoryError, match="list of all 1,000,000,000 indices.*shuffle=True"):
-            next(iter(ShardedDataLoader(dataset, **arguments)))
-    ordered = ShardedDataLoader(dataset, 2, sampler=torch_data.SequentialSampler(dataset))
-    assert next(iter(ordered)).tolist() == [0, 1]
-    drawn = ShardedDataLoader(dataset, 2, sampler=torch_data.RandomSampler(dataset, replacement=True, num_samples=4))
-    assert len(list(drawn)) == 2
 
 
 KINDS = pytest.mark.parametrize("kind", [list, tuple, lambda items: range(items[0], items[-1] + 1)])
