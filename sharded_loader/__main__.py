@@ -2,7 +2,7 @@
 
 import sys
 
-from sharded_loader.cli.main import main
+from sharded_loader.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,10 +16,10 @@ change without notice. The names are looked up when they are used: a worker proc
 
 Example:
     >>> class OddsFirst(Sampler[int]):
-    ...     def __init__(self, length): self.length = length
-    ...     def len_epoch(self, epoch): return self.length
+    ...     def __init__(self, length): self._length = length
+    ...     def len_epoch(self, epoch): return self._length
     ...     def iter_epoch(self, epoch, start=0):
-    ...         return iter([*range(1, self.length, 2), *range(0, self.length, 2)][start:])
+    ...         return iter([*range(1, self._length, 2), *range(0, self._length, 2)][start:])
     >>> from sharded_loader import ShardedDataLoader
     >>> [batch.tolist() for batch in ShardedDataLoader(range(6), 3, sampler=OddsFirst(6))]
     [[1, 3, 5], [0, 2, 4]]

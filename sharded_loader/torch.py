@@ -36,9 +36,8 @@ from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, is_sha
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, TorchSteps
 from sharded_loader.drop_in.trainers import rebuilt_by_accelerate, refuse_skipping
-from sharded_loader.engine.messages import NOTHING, ErrorAction, Task
-from sharded_loader.engine.pipeline import Entry
-from sharded_loader.engine.pool import Pool
+from sharded_loader.engine.messages import NOTHING, ErrorAction
+from sharded_loader.extend import Entry, Pool, Task, reader_for
 from sharded_loader.instruments.auto import Tuner
 from sharded_loader.instruments.report import Instruments
 from sharded_loader.instruments.stats import Meter
@@ -46,7 +45,7 @@ from sharded_loader.loader import arguments
 from sharded_loader.loader.arguments import Batch, OnError, action_and_limit, length, make_split, number_of_workers
 from sharded_loader.loader.loader import ShardedDataLoader
 from sharded_loader.loader.lookup import KnownSteps, shown_indices
-from sharded_loader.pools.task_reader import reader_for, seeded_as_worker
+from sharded_loader.pools.task_reader import seeded_as_worker
 from sharded_loader.sampling.base import nested, tell_epoch
 from sharded_loader.sampling.foreign import len_epoch, text_if_ranks_repeat
 from sharded_loader.sampling.order import warn_of_done_steps

@@ -34,7 +34,23 @@ def test_the_core_imports_no_satellite(imports: list[Import]) -> None:
     assert out_of_core(imports) == []
 
 
-BESIDE_THE_SEAM = {}
+BESIDE_THE_SEAM = {
+    "batchify": 22,
+    "caching": 25,
+    "cli": 6,
+    "demo": 1,
+    "drop_in": 76,
+    "instruments": 23,
+    "integrations": 6,
+    "mixing": 27,
+    "parallel": 9,
+    "ray": 25,
+    "recordio": 7,
+    "resident": 22,
+    "samplers": 32,
+    "storage": 13,
+    "torch": 28,
+}
 """How many other names of the core each satellite imports. A number may only go down."""
 
 

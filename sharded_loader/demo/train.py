@@ -45,7 +45,7 @@ from torch.nn.functional import cross_entropy
 
 from sharded_loader import ArrayDataset, Dataset, ProcessPool, ShardedDataLoader, sample_rng
 from sharded_loader.devices.names import accelerators
-from sharded_loader.engine.pool import Pool
+from sharded_loader.extend import Pool
 
 BATCH_SIZE, WORKERS = 64, 2
 

@@ -47,9 +47,8 @@ from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.pinning import Pinner
 from sharded_loader.drop_in.sampler import SamplerStart, SamplerState, TorchEpoch
 from sharded_loader.drop_in.state import LoaderState, TorchRun, check_data, job_of, stream_epoch
-from sharded_loader.engine.messages import PartPoint, Task
-from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.pool import Pool
+from sharded_loader.engine.messages import PartPoint
+from sharded_loader.extend import Pipeline, Pool, Task
 from sharded_loader.loader import arguments
 from sharded_loader.loader.arguments import length
 from sharded_loader.loader.epochs import OneRun, warn_of_length

@@ -38,11 +38,12 @@ from sharded_loader.base.entries import anything, entry, integer, written
 from sharded_loader.base.interrupts import is_from_outside, pass_on
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.engine.epoch_requests import EpochRequest, note
-from sharded_loader.engine.messages import NOTHING, Nothing, PartBatch, PartPoint, Result, RowIndices, Task
-from sharded_loader.engine.order import Epoch, Position, sampler_error
+from sharded_loader.engine.messages import NOTHING, Nothing, PartBatch, PartPoint, RowIndices
+from sharded_loader.engine.order import sampler_error
+from sharded_loader.extend import Epoch, Position, Result, Sampler, Task
 from sharded_loader.randomness.rng import derive_key
 from sharded_loader.sampling import foreign
-from sharded_loader.sampling.base import Sampler, is_own, nested
+from sharded_loader.sampling.base import is_own, nested
 from sharded_loader.sampling.foreign import ForeignItems, known_length, loaded, rank_of
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import bytes_of_one

@@ -37,10 +37,9 @@ from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, SamplerState, ShuffleSampler, TorchEpoch
 from sharded_loader.drop_in.trainers import counted_by_fabric, fetched_by_lightning
 from sharded_loader.engine.epoch_requests import EpochRequest, EpochRequests
-from sharded_loader.engine.messages import Job, PartPoint
-from sharded_loader.engine.order import Position
-from sharded_loader.engine.pipeline import Run
+from sharded_loader.engine.messages import PartPoint
 from sharded_loader.engine.split import plain_indices
+from sharded_loader.extend import Job, Position, Run
 from sharded_loader.loader.arguments import action_and_limit, length
 from sharded_loader.loader.lookup import KnownSteps, in_epoch
 from sharded_loader.sampling.base import nested

@@ -40,8 +40,7 @@ from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.private import blake2b
 from sharded_loader.data.inspection import digest_of_read, exact, look_in_worker, text_with_type
 from sharded_loader.data.seeding import generators
-from sharded_loader.engine.messages import Result, Task
-from sharded_loader.engine.pool import Pool, PoolBroken
+from sharded_loader.extend import Pool, PoolBroken, Result, Task
 from sharded_loader.loader.lookup import KnownSteps
 from sharded_loader.memory.publish import publish
 from sharded_loader.pools.local import ThreadPool

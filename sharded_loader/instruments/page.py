@@ -32,7 +32,7 @@ from string import Template
 import numpy as np
 
 from sharded_loader.base.described import brief, table
-from sharded_loader.engine.messages import BatchTimes
+from sharded_loader.extend import BatchTimes
 from sharded_loader.instruments.stats import LoaderStats
 from sharded_loader.instruments.times import CAUSES, ENOUGH, STAGES, time_text
 

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sharded_loader.engine.messages import BatchTimes
+from sharded_loader.extend import BatchTimes
 
 if TYPE_CHECKING:
     from sharded_loader.instruments.stats import LoaderStats

@@ -37,7 +37,7 @@ from sharded_loader.base.checks import check_int, refuse_arguments
 from sharded_loader.base.described import an
 from sharded_loader.batching.protocol import Array, Empty, new_array
 from sharded_loader.data.bulk import Indices, Int64s, bulk, checked_index, checked_indices
-from sharded_loader.data.datasets import Dataset
+from sharded_loader.extend import Dataset
 from sharded_loader.recordio.positioned import is_rewritten, settled, tag_of
 
 OPEN = 64

@@ -25,9 +25,10 @@ import numpy as np
 from sharded_loader.base.errors import add_note
 from sharded_loader.data.datasets import follow
 from sharded_loader.engine.board import IDLE, SAMPLE
+from sharded_loader.extend import TaskReader
 from sharded_loader.memory.arena import RecentSizes
 from sharded_loader.memory.codec import Array, decode
-from sharded_loader.pools.task_reader import TaskReader, write_stacks
+from sharded_loader.pools.task_reader import write_stacks
 from sharded_loader.ray.cluster import here
 
 SPARE = 2

@@ -37,11 +37,12 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import Location, add_note, as_batch_error
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.engine.grouping import HELD, Grouping
-from sharded_loader.engine.messages import Job, Result, Task, unpack_reply
-from sharded_loader.engine.pool import PoolBroken, check_timeout
+from sharded_loader.engine.messages import unpack_reply
+from sharded_loader.engine.pool import check_timeout
+from sharded_loader.extend import Job, PoolBroken, Result, SupervisedPool, Task
 from sharded_loader.memory.arena import Register
 from sharded_loader.memory.codec import decode, decode_error
-from sharded_loader.pools.supervised import SupervisedPool, fields_of
+from sharded_loader.pools.supervised import fields_of
 from sharded_loader.ray import cluster
 from sharded_loader.ray.actor import Begun, Group
 from sharded_loader.ray.transport import LOOK_SECONDS, ActorWorker, Call, RayTransport

@@ -38,9 +38,8 @@ from sharded_loader.base.errors import add_note
 from sharded_loader.base.notices import logger
 from sharded_loader.engine.board import IN_BATCH, UNUSED, is_at
 from sharded_loader.engine.grouping import HELD
-from sharded_loader.engine.messages import Job, Task
+from sharded_loader.extend import Job, Task, Transport, Worker
 from sharded_loader.pools.deaths import Death
-from sharded_loader.pools.supervised import Transport, Worker
 from sharded_loader.ray import cluster
 from sharded_loader.ray.actor import Begun, LoaderActor
 

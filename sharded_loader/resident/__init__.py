@@ -49,7 +49,7 @@ from sharded_loader.data.datasets import ArrayDataset
 from sharded_loader.devices.accelerator import OUT_OF_MEMORY, Streams, pinned_copy
 from sharded_loader.devices.copies import CopyStream, PendingCopy
 from sharded_loader.devices.placement import Placer, not_placed
-from sharded_loader.engine.messages import Result
+from sharded_loader.extend import Result
 from sharded_loader.pools.local import InlinePool
 
 RESERVE = 0.25

@@ -22,11 +22,12 @@ import numpy as np
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import brief
 from sharded_loader.engine.split import check_shares, is_sharded, split_batch
+from sharded_loader.extend import Sampler, Table, WrapperSampler
 from sharded_loader.randomness.shuffle import Bijections, Indices, shuffled
 from sharded_loader.samplers.index_samplers import Numbers, integers, sort_order, sortable
-from sharded_loader.sampling.base import Sampler, WrapperSampler, resolve_seed, underscored
+from sharded_loader.sampling.base import resolve_seed, underscored
 from sharded_loader.sampling.foreign import len_epoch, table_of
-from sharded_loader.sampling.tables import Table, parts
+from sharded_loader.sampling.tables import parts
 
 BATCHES = 64
 """How many batches a batch sampler of ours makes at once: to ask for one takes 12 us, whatever its size."""

@@ -60,11 +60,12 @@ import numpy.typing as npt
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.limits import check_fits
 from sharded_loader.data.columns import as_dataset
+from sharded_loader.extend import Sampler, Table
 from sharded_loader.randomness import shuffle as shuffles
 from sharded_loader.randomness.shuffle import Bijections, Indices, Selection, shuffle
-from sharded_loader.sampling.base import Sampler, resolve_seed, underscored
+from sharded_loader.sampling.base import resolve_seed, underscored
 from sharded_loader.sampling.own import IndexSampler, check_length
-from sharded_loader.sampling.tables import Table, checksum_of
+from sharded_loader.sampling.tables import checksum_of
 
 Numbers = Sequence[Any] | npt.NDArray[Any]
 """One number, or one label, per sample."""

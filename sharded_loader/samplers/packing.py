@@ -43,12 +43,13 @@ from sharded_loader.base.described import an, call_of
 from sharded_loader.batching.default import Batchify, as_array
 from sharded_loader.batching.protocol import Array, BatchifyError, Empty, check_not_empty
 from sharded_loader.engine.messages import RowIndices
+from sharded_loader.extend import Sampler, Table
 from sharded_loader.randomness.rng import reading
 from sharded_loader.randomness.shuffle import IN_MEMORY, Indices, shuffle, shuffled
 from sharded_loader.samplers.index_samplers import Numbers, integers
-from sharded_loader.sampling.base import EVERY, Sampler, check_choice, resolve_seed
+from sharded_loader.sampling.base import EVERY, check_choice, resolve_seed
 from sharded_loader.sampling.state import SUM
-from sharded_loader.sampling.tables import Table, parts
+from sharded_loader.sampling.tables import parts
 
 GROUP = 2**17
 """How many documents are packed at once, if windows are not larger: 20 ms."""

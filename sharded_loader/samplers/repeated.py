@@ -15,11 +15,11 @@ import numpy as np
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import brief
+from sharded_loader.extend import Table, WrapperSampler
 from sharded_loader.randomness.rng import repeated_index
 from sharded_loader.randomness.shuffle import Indices
-from sharded_loader.sampling.base import WrapperSampler
 from sharded_loader.sampling.foreign import len_epoch, table_of
-from sharded_loader.sampling.tables import Table, parts
+from sharded_loader.sampling.tables import parts
 
 
 class RepeatedSampler(WrapperSampler[int]):

@@ -45,7 +45,7 @@ from sharded_loader.base.checks import refuse_arguments
 from sharded_loader.base.notices import warn
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.bulk import NOT_IN_BULK, Int64s, bulk, bulk_method, checked_index, checked_indices
-from sharded_loader.data.datasets import Dataset
+from sharded_loader.extend import Dataset
 from sharded_loader.recordio.positioned import checked_parts, is_rewritten
 from sharded_loader.storage import indexes
 from sharded_loader.storage.cache import TRIES, ShardCache

@@ -17,8 +17,8 @@ import pytest
 from torch.utils.data import get_worker_info
 
 from sharded_loader import SimpleDataset
+from sharded_loader.cli import main
 from sharded_loader.cli.bench import ROUNDS, Row, measure, recommend
-from sharded_loader.cli.main import main
 from sharded_loader.cli.output import CannotRun
 from sharded_loader.instruments.auto import START, Tuner
 
@@ -151,7 +151,7 @@ def test_spawned_workers_find_the_classes_of_a_file_in_another_folder(tmp_path: 
         "class Numbers:\n    def __len__(self): return 100\n    def __getitem__(self, index): return index\n"
     )
     program = (
-        "import multiprocessing, sys\nfrom sharded_loader.cli.main import main\n"
+        "import multiprocessing, sys\nfrom sharded_loader.cli import main\n"
         "multiprocessing.set_start_method('spawn')\n"
         f"sys.exit(main(['bench', 'inner/own_classes.py:Numbers', '--pools', 'process', *{QUICK}]))"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sharded_loader import ShardDataset
-from sharded_loader.cli.main import main
+from sharded_loader.cli import main
 
 
 @pytest.fixture

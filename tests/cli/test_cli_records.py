@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sharded_loader import RecordFileDataset
-from sharded_loader.cli.main import main
+from sharded_loader.cli import main
 from sharded_loader.recordio import MXIndexedRecordIO, MXRecordIO, unpack
 
 PICTURES = {"cat/1.jpg": b"\xff\xd8\xff cat", "cat/2.jpg": b"\xff\xd8\xff cat 2", "dog/1.jpg": b"\xff\xd8\xff dog"}

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from interrupted import interrupt
 
-from sharded_loader.cli.main import main
+from sharded_loader.cli import main
 
 DEMO = [sys.executable, "-m", "sharded_loader", "demo"]
 

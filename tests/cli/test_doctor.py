@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from sharded_loader.cli import doctor
+from sharded_loader.cli import doctor, main
 from sharded_loader.cli.doctor import Facts, collect, find, lines
-from sharded_loader.cli.main import main
 
 GIB, MIB = 1 << 30, 1 << 20
 SMALL_SHM = (64 * MIB, 60 * MIB)
@@ -56,9 +55,7 @@ def test_quietly_a_good_machine_says_nothing(
 
 @pytest.mark.slow
 def test_it_works_where_torch_cannot_be_imported() -> None:
-    program = (
-        "import sys; sys.modules['torch'] = None\nfrom sharded_loader.cli.main import main\nsys.exit(main(['doctor']))"
-    )
+    program = "import sys; sys.modules['torch'] = None\nfrom sharded_loader.cli import main\nsys.exit(main(['doctor']))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (1, "")
     assert "problem: torch cannot be imported: " in done.stdout

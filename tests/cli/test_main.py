@@ -14,7 +14,7 @@ import pytest
 from interrupted import interrupt
 
 from sharded_loader import __version__
-from sharded_loader.cli.main import main, make_command
+from sharded_loader.cli import main, make_command
 from sharded_loader.recordio import MXRecordIO
 
 COMMAND = [sys.executable, "-m", "sharded_loader"]
@@ -79,7 +79,7 @@ def test_an_unknown_verb_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_version_and_help_wait_for_nothing_heavy() -> None:
     program = (
-        "import sys; from sharded_loader.cli.main import main\n"
+        "import sys; from sharded_loader.cli import main\n"
         f"codes = [main(['--version']), main([]), *(main([*verb, '--help']) for verb in {VERBS})]\n"
         "print(codes, [m for m in ('torch', 'numpy', 'psutil', 'sklearn', 'multiprocess') if m in sys.modules])"
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sharded_loader import ShardedDataLoader
-from sharded_loader.cli.main import main
+from sharded_loader.cli import main
 from sharded_loader.torch import DataLoader
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, ThreadPool
-from sharded_loader.cli.main import main
+from sharded_loader.cli import main
 from sharded_loader.demo import train
 from sharded_loader.demo.train import Report, stop_and_resume, train_and_test
 from sharded_loader.engine.pool import Pool

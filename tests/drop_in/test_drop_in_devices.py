@@ -294,7 +294,7 @@ def test_a_process_that_is_forked_between_two_epochs_closes_the_descriptors_of_t
     loader = DataLoader(Rows(), batch_size=4, device=machine.devices[0], **workers("fork"))
     labels(loader)
     machine.finish()
-    segments = [segment for left in loader._memory._left for segment in left.arena.segments]
+    segments = [segment for arena, _ in loader._memory._left for segment in arena.segments]
     child = os.fork()
     if child == 0:
         os._exit(sum(segment.fd is not None for segment in segments))
