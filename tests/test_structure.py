@@ -39,7 +39,7 @@ BESIDE_THE_SEAM = {
     "caching": 25,
     "cli": 6,
     "demo": 1,
-    "drop_in": 76,
+    "drop_in": 77,
     "instruments": 23,
     "integrations": 6,
     "mixing": 27,

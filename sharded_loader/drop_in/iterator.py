@@ -53,7 +53,7 @@ from sharded_loader.loader import arguments
 from sharded_loader.loader.arguments import length
 from sharded_loader.loader.epochs import OneRun, warn_of_length
 from sharded_loader.loader.iterator import EpochIterator, profiler_enabled
-from sharded_loader.loader.loader import ShardedDataLoader
+from sharded_loader.loader.loader import ShardedDataLoader, call_all
 from sharded_loader.pools.local import InlinePool, ThreadPool
 from sharded_loader.pools.process.pool import ArenaInUse, ProcessPool
 from sharded_loader.sampling.base import nested
@@ -260,7 +260,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._pipeline.scheduler.per_worker = loader.prefetch_factor or 0
         self._pipeline.scheduler.follow(self._pool)
         self._pipeline.min_ready = max(2, 1 + placement.ahead)
-        self._closer = weakref.finalize(self, _call_all, self._pool.closer(), placement.closer())
+        self._closer = weakref.finalize(self, call_all, self._pool.closer(), placement.closer())
         self._shutdown = False
         self._processes: list[WorkerView] = []
         # Part or worker -> where the previous epoch left it.
@@ -487,11 +487,6 @@ def start_of(loader: Loader, state: LoaderState | None) -> SamplerStart:
     """What starts the loader's sampler."""
     saved, finished = (None, False) if state is None else (state.sampler, state.finished)
     return SamplerStart(loader._index_sampler, saved, finished, loader._progress.count)
-
-
-def _call_all(*functions: Callable[[], object]) -> None:
-    for function in functions:
-        function()
 
 
 class WorkerView:

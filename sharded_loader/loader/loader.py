@@ -233,7 +233,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         workers.notices = observer.notices
         if isinstance(workers, ProcessPool):
             warn_of_workers(workers.num_workers)
-        self._closer = weakref.finalize(self, _close_both, workers.closer(), placement.closer())
+        self._closer = weakref.finalize(self, call_all, workers.closer(), placement.closer())
 
     # -- epochs ---------------------------------------------------------------------------------------------
 
@@ -453,6 +453,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         )
 
 
-def _close_both(close_pool: Callable[[], Any], close_placement: Callable[[], Any]) -> None:
-    close_pool()
-    close_placement()
+def call_all(*functions: Callable[[], Any]) -> None:
+    """Call them one after the other: what a finalizer does, which must not hold the loader."""
+    for function in functions:
+        function()
