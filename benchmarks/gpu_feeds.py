@@ -184,7 +184,8 @@ class Feed:
         ours = getattr(self._epoch, "_inner", self._epoch)
         if (run := getattr(ours, "run", None)) is not None:
             with ours._pipeline.lock:
-                if unfinished := any(entry.result is None for entry in run.window):
+                # Those that wait are given to the pool in the next step.
+                if unfinished := any(entry.result is None for entry in run.window if entry not in run.waiting):
                     ours._pipeline.runs.file(ours._pipeline.pool.wait(False))
             return not unfinished
         try:
