@@ -228,7 +228,7 @@ class ShardCache:
             try:
                 if not self._make_room(part, url, stat.size, is_ahead):
                     return
-                # Not "wb", which empties the file: where locks keep nobody out, another machine may be writing the same
+                # Not "wb", which empties the file: where locks have no effect, another machine may be writing the same
                 # bytes into it. Bytes of a process that has died are written over.
                 with open(part, "r+b") as file:
                     fetch(file)
