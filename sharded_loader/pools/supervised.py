@@ -31,7 +31,6 @@ Workers belong to the transport, which a finalizer may close without the pool.
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 from abc import ABC, abstractmethod
 from collections import deque
@@ -418,11 +417,14 @@ def fields_of(task: Task, *, forked: bool) -> bytes | tuple[Any, ...]:
         return tuple(task)
     try:
         if forked:
-            with contextlib.suppress(Exception):  # a class that has no name to be found by goes by value
+            try:
                 return pickle.dumps(task, protocol=5)
+            except Exception as error:  # a class that has no name to be found by goes by value
+                pass_on(error)
         with script_by_value():
             return bytes(cloudpickle.dumps(task, protocol=5))
     except Exception as error:
+        pass_on(error)
         raise TypeError(
             f"the indices of a batch cannot be sent to a worker process ({error}): let the sampler yield integers "
             f"or strings, or read with threads (thread_pool=True)"

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from sharded_loader import WorkerDiedError, WorkerTimeoutError
+from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.base.notices import Notices
 from sharded_loader.engine.board import BEGINNING, IDLE, IN_BULK, ONE_BY_ONE, UNUSED
 from sharded_loader.engine.grouping import Grouping
 from sharded_loader.engine.messages import NOTHING, Job, PartBatch, PartPoint, Result, Stream, Task
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.pools.deaths import IDLE_DEATHS, Death
-from sharded_loader.pools.supervised import SupervisedPool, Transport, Worker
+from sharded_loader.pools.supervised import SupervisedPool, Transport, Worker, fields_of
 
 JOB = Job([1, 2, 3], None, 0)
 
@@ -408,3 +410,26 @@ def test_a_worker_that_is_busy_is_told_where_none_has_the_batch_and_one_that_sta
     pool.transport.workers[0].ready = False
     pool.supervisor.tell_of_wait("waits", task(9))
     assert "which worker 0 has. It is not ready: it imports modules" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no such signal")
+def test_the_error_of_a_signal_handler_passes_while_a_key_is_pickled() -> None:
+    class Interrupted(Exception):
+        pass
+
+    class Key:
+        def __reduce__(self) -> Any:
+            signal.raise_signal(signal.SIGUSR1)
+            return Key, ()
+
+    def handler(number: int, frame: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        note_handlers()
+        with pytest.raises(Interrupted):
+            fields_of(Task(0, 0, 0, 0, ([Key()],), False), forked=True)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        note_handlers()
