@@ -504,6 +504,11 @@ class WorkerView:
         """Drop the handle, which holds shared memory: the loader has ended the process."""
         self._handle = None
 
+    @property
+    def exitcode(self) -> int | None:
+        """The exit code; None while the process runs. As in torch, 0 if the loader has ended it."""
+        return None if self.is_alive() else getattr(self._handle, "exitcode", None) or 0
+
     def join(self, timeout: float | None = None) -> None:
         """Wait until the process has ended."""
         if self._handle is not None:
@@ -541,19 +546,19 @@ KEPT = ("pin_memory", "drop_last", "device", "devices", "num_shards", "seed", "o
 
 
 def is_sharded(loader: Loader) -> bool:
-    """Whether a loader was given one of `SHARDED`."""
+    """Return whether a loader was given one of the arguments in `SHARDED`."""
     return any(getattr(loader, name) is not None and getattr(loader, name) is not False for name in SHARDED)
 
 
 def need_sharded(inner: ShardedDataLoader[Any] | None, method: str) -> ShardedDataLoader[Any]:
-    """What reads in a loader's stead; a TypeError where nothing does."""
+    """Return the inner loader, or raise a TypeError if there is none."""
     if inner is None:
         raise TypeError(f"{method} needs the order of ShardedDataLoader, and this is torch's: give num_replicas=1")
     return inner
 
 
 def make_sharded(loader: Loader) -> ShardedDataLoader[Any]:
-    """A `ShardedDataLoader` with the arguments of a drop-in.
+    """Make the `ShardedDataLoader` that reads for a drop-in, with the same arguments.
 
     Raises:
         TypeError, ValueError: they contradict each other.

@@ -120,7 +120,7 @@ def test_a_worker_is_shown_as_torch_shows_it() -> None:
     batches = iter(DataLoader(range(8), 2, num_workers=2))
     worker, other = batches._workers
     assert isinstance(worker, WorkerView)
-    assert worker.is_alive()
+    assert worker.is_alive() and worker.exitcode is None
     worker.terminate()
     worker.join(300)
     assert not worker.is_alive() and other.is_alive()
@@ -131,7 +131,7 @@ def test_a_worker_is_shown_as_torch_shows_it() -> None:
 @METHODS
 @pytest.mark.parametrize("grace", [0.0, None], ids=["killed at once", "as always"])
 @pytest.mark.costly
-def test_workers_that_the_loader_ends_are_shown_as_ended(
+def test_workers_that_the_loader_ends_have_the_exit_code_0(
     method: str, grace: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if grace is not None:  # as on a busy machine, where they take longer than the loader waits
@@ -145,7 +145,7 @@ def test_workers_that_the_loader_ends_are_shown_as_ended(
             assert len(list(iterator)) == 19
         else:
             del iterator
-        assert not any(worker.is_alive() for worker in workers)
+        assert [(worker.is_alive(), worker.exitcode) for worker in workers] == [(False, 0)] * 2
 
 
 # -- death --------------------------------------------------------------------------------------------------
